@@ -1,0 +1,76 @@
+"""The frozen records that cross rooms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One task for the policy.
+
+    Example::
+
+        Prompt(index=3, token_ids=(10, 5, 7, 11), text="^57=", answer="57")
+    """
+
+    index: int
+    """Line of the prompt file, from 0: the prompt's name in logs and in random streams."""
+    token_ids: tuple[int, ...]
+    """What the model reads; never empty."""
+    text: str
+    """The same, as text (after the chat template, if one is used)."""
+    answer: str
+    """What the reward compares the response with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to sample. The same meaning as the fields of that name in vLLM."""
+
+    n: int = 1
+    """Completions per prompt."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    max_tokens: int
+    """Longest completion, in tokens, the stop token included."""
+    stop_token_ids: tuple[int, ...] = ()
+    """A completion ends with the first of these, which it includes."""
+    seed: int = 0
+    """With (prompt index, sample number) it names the random stream of one completion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sampled response.
+
+    Example::
+
+        Completion(token_ids=(9, 4, 8, 12), log_probs=(-0.9, -0.1, -0.2, -0.3),
+                   finish_reason="stop", weight_version=7)
+    """
+
+    token_ids: tuple[int, ...]
+    """The stop token is included when ``finish_reason`` is ``"stop"``."""
+    log_probs: tuple[float, ...]
+    """Log-probability of each token under the distribution sampled from (after temperature and top-p), in nats."""
+    finish_reason: Literal["stop", "length"]
+    weight_version: int
+    """Version of the weights that sampled it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A completion with its verdict: what the optimizer learns from.
+
+    Samples of one rollout are ordered prompt by prompt, ``n`` after ``n``.
+    """
+
+    prompt: Prompt
+    number: int
+    """Which of the prompt's completions, from 0."""
+    completion: Completion
+    reward: float
+    advantage: float
