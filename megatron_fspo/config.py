@@ -1,0 +1,248 @@
+"""The configuration of a run: every key, its default, and what is legal.
+
+A run is one TOML file plus ``--section.key value`` overrides (see :mod:`megatron_fspo.options`). Nothing
+else steers it: no environment variables, no flags hidden in code. Unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+
+class Section(BaseModel):
+    """Strict about names, lenient about spelling (``2`` for ``"2"``)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+UnitInterval = Annotated[float, Field(gt=0, lt=1)]
+
+
+class Run(Section):
+    """Where the run lives and what it repeats."""
+
+    name: str = Field("fspo", pattern=r"^[\w.-]+$", description="folder of the run, under `run.folder`")
+    folder: Path = Field(Path("runs"), description="parent folder of all runs")
+    seed: NonNegativeInt = Field(1, description="names every random stream: prompts and samples")
+    steps: PositiveInt = Field(description="rollouts to learn from; one step is one rollout")
+
+
+class Model(Section):
+    """The policy."""
+
+    checkpoint: Path = Field(description="Hugging Face checkpoint folder: config.json, safetensors, tokenizer")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
+    backend: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU")
+    layers: Literal["auto", "local", "transformer_engine"] = Field(
+        "auto", description="auto: Transformer Engine on cuda, ours on cpu"
+    )
+
+
+class Parallel(Section):
+    """How one model is spread. Data parallel is what remains of the world size."""
+
+    tensor: PositiveInt = Field(1, description="tensor parallel size; divides heads, KV heads and FFN size")
+    sequence: bool = Field(False, description="sequence parallel: norms and dropout split over tensor ranks")
+
+
+class Data(Section):
+    """Prompts, one JSON object a line."""
+
+    train: Path = Field(description="jsonl file of training prompts")
+    validation: Path | None = Field(None, description="jsonl file of evaluation prompts")
+    prompt_key: str = Field("prompt", description="JSON key of the prompt: a string, or a list of chat messages")
+    answer_key: str = Field("answer", description="JSON key of the reference answer")
+    chat_template: bool = Field(False, description="render prompts through the tokenizer's chat template")
+    max_prompt_tokens: PositiveInt = Field(1024, description="a longer prompt is an error")
+    shuffle: bool = Field(True, description="new order every epoch, from `run.seed`")
+
+
+class Reward(Section):
+    """The verdict on a response."""
+
+    name: str = Field(description="`make_sum`, `exact_match`, or `package.module:function`")
+
+
+class Rollout(Section):
+    """Sampling during training."""
+
+    engine: Literal["embedded"] = Field("embedded", description="embedded: sample from the training model")
+    prompts: PositiveInt = Field(description="prompts per step, over all ranks")
+    samples: Annotated[int, Field(ge=2)] = Field(8, description="responses per prompt; at least 2")
+    temperature: PositiveFloat = Field(1.0, description="the trainer scores under the same temperature")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="below 1 the sampler is not the policy: the old pass of the trainer ignores the cut"
+    )
+    max_response_tokens: PositiveInt = Field(description="longest response, stop token included")
+    max_batch: PositiveInt = Field(256, description="responses decoded side by side (KV-cache rows)")
+
+
+class Loss(Section):
+    """What every policy loss has."""
+
+    advantage: Literal["leave_one_out", "group_normalized"] = Field(
+        "leave_one_out", description="leave_one_out: RLOO; group_normalized: GRPO's (r - mean) / std"
+    )
+    entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="bonus on the mean token entropy")
+    max_nonfinite_share: Share = Field(
+        0.05, description="stop when more than this share of an optimizer step's sequences is not finite"
+    )
+
+
+class FSPOLoss(Loss):
+    """FSPO: clip the summed log-ratio S to a band that grows as L^exponent."""
+
+    name: Literal["fspo"] = "fspo"
+    c_low: PositiveFloat = Field(0.03, description="lower edge: -c_low * L^exponent + drift * L, in nats")
+    c_high: PositiveFloat = Field(0.03, description="upper edge: c_high * L^exponent + drift * L, in nats")
+    exponent: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="0.5 in the paper")
+    calibrate: NonNegativeInt = Field(
+        0, description="set both c to 2 sigma (MAD of S / L^exponent) after this many off-policy mini-batches; 0: never"
+    )
+    drift: Literal["none", "given", "k3", "half_variance"] = Field(
+        "none", description="centre of the band per token: none, `drift_value`, -KL (k3), or -sigma^2/2"
+    )
+    drift_value: float = Field(0.0, description="nats per token, for drift = given")
+    drift_cap: PositiveFloat = Field(0.01, description="largest |drift| per token that an estimate may reach")
+    dual_clip: Literal["off", "length_fair", "constant"] = Field(
+        "length_fair", description="bound for A < 0 and large S: off, c_dual * L^exponent, or log(dual_clip_ratio)"
+    )
+    c_dual: PositiveFloat | None = Field(None, description="default: 2 * c_high")
+    dual_clip_ratio: Annotated[float, Field(gt=1)] = Field(3.0, description="for dual_clip = constant")
+
+
+class RLOOLoss(Loss):
+    """RLOO with a constant band on exp(S)."""
+
+    name: Literal["rloo"] = "rloo"
+    eps_low: UnitInterval = Field(0.2, description="exp(S) >= 1 - eps_low")
+    eps_high: PositiveFloat = Field(0.2, description="exp(S) <= 1 + eps_high")
+    dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="bound for A < 0; none: off")
+
+
+class GSPOLoss(Loss):
+    """GSPO: the length-normalised ratio exp(S / L)."""
+
+    name: Literal["gspo"] = "gspo"
+    eps_low: UnitInterval = Field(3e-4, description="exp(S / L) >= 1 - eps_low")
+    eps_high: PositiveFloat = Field(4e-4, description="exp(S / L) <= 1 + eps_high")
+    dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="bound for A < 0; none: off")
+
+
+class TokenLoss(Loss):
+    """Token-level clipping."""
+
+    eps_low: UnitInterval = Field(0.2, description="token ratio >= 1 - eps_low")
+    dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="bound for A < 0; none: off")
+
+
+class GRPOLoss(TokenLoss):
+    """GRPO: token ratios, mean over each sequence, mean over sequences."""
+
+    name: Literal["grpo"] = "grpo"
+    eps_high: PositiveFloat = Field(0.2, description="token ratio <= 1 + eps_high")
+
+
+class DAPOLoss(TokenLoss):
+    """DAPO: token ratios, clip higher, mean over tokens."""
+
+    name: Literal["dapo"] = "dapo"
+    eps_high: PositiveFloat = Field(0.28, description="token ratio <= 1 + eps_high")
+
+
+PolicyLossConfig = Annotated[
+    FSPOLoss | RLOOLoss | GSPOLoss | GRPOLoss | DAPOLoss, Field(discriminator="name")
+]
+
+
+class Batch(Section):
+    """How one rollout becomes optimizer steps."""
+
+    mini_batches: PositiveInt = Field(4, description="optimizer steps per epoch; divides `rollout.prompts`")
+    epochs: PositiveInt = Field(1, description="passes over one rollout")
+    max_tokens: PositiveInt = Field(
+        16384, description="tokens per packed micro-batch; at least one prompt plus one response"
+    )
+
+
+class Optimizer(Section):
+    """Megatron's Adam, with decoupled weight decay."""
+
+    lr: PositiveFloat = Field(1e-6, description="peak learning rate, constant after the warm-up")
+    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="not applied to norms")
+    beta1: UnitInterval = 0.9
+    beta2: UnitInterval = 0.95
+    eps: PositiveFloat = 1e-8
+    clip_grad: PositiveFloat = Field(1.0, description="largest global gradient norm")
+
+
+class Evaluation(Section):
+    """Sampling on the validation prompts."""
+
+    every: NonNegativeInt = Field(10, description="steps between evaluations (also before the first and after the last); 0: never")
+    samples: PositiveInt = Field(4, description="responses per prompt, for mean@k and pass@k")
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class Checkpoint(Section):
+    """What a run can resume from."""
+
+    every: NonNegativeInt = Field(10, description="steps between checkpoints (also after the last, and on SIGTERM); 0: only those")
+    keep: PositiveInt = Field(2, description="newest checkpoints to keep")
+
+
+class Log(Section):
+    """Besides the console and metrics.jsonl."""
+
+    wandb: Literal["off", "offline", "online"] = "off"
+    project: str = Field("megatron-fspo", description="wandb project")
+    sequences: NonNegativeInt = Field(
+        1024, description="per step, at most so many (L, S, A, clipped) kept for the report's pictures"
+    )
+
+
+class Config(Section):
+    """One training run."""
+
+    run: Run
+    model: Model
+    parallel: Parallel = Parallel()
+    data: Data
+    reward: Reward
+    rollout: Rollout
+    loss: PolicyLossConfig = FSPOLoss()
+    batch: Batch = Batch()
+    optimizer: Optimizer = Optimizer()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+
+    @property
+    def run_folder(self) -> Path:
+        """Where this run writes."""
+        return self.run.folder / self.run.name
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Config:
+        if self.rollout.prompts % self.batch.mini_batches:
+            raise ValueError(
+                f"rollout.prompts = {self.rollout.prompts} is not a multiple of "
+                f"batch.mini_batches = {self.batch.mini_batches}"
+            )
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        if self.batch.max_tokens < longest:
+            raise ValueError(
+                f"batch.max_tokens = {self.batch.max_tokens} is less than data.max_prompt_tokens + "
+                f"rollout.max_response_tokens = {longest}: the longest sequence would fit no micro-batch"
+            )
+        if self.parallel.sequence and self.parallel.tensor == 1:
+            raise ValueError("parallel.sequence = true needs parallel.tensor > 1")
+        if self.model.backend == "cpu" and self.model.layers == "transformer_engine":
+            raise ValueError("model.layers = transformer_engine needs model.backend = cuda")
+        return self

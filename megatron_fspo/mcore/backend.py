@@ -1,0 +1,104 @@
+"""What the machine offers: the one place where CPU and CUDA part ways.
+
+| | CPU | CUDA |
+|---|---|---|
+| collectives | gloo | NCCL |
+| layers | Megatron's local layers, our norm and attention | Transformer Engine (or local) |
+| fusions | off | on where the layers offer them |
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.mcore import cpu
+from megatron_fspo.mcore.layers import local_block_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """Device, collectives and layers of this process."""
+
+    device: torch.device
+    collectives: Literal["gloo", "nccl"]
+    layers: Literal["local", "transformer_engine"]
+
+    def install(self) -> None:
+        """Prepare this process. Before any model is built."""
+        if self.device.type == "cpu":
+            cpu.install()
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        else:
+            torch.cuda.set_device(self.device)
+
+    def config_flags(self) -> dict[str, Any]:
+        """The fields of ``TransformerConfig`` that depend on the machine."""
+        fused = self.layers == "transformer_engine"
+        return {
+            "use_cpu_initialization": True,
+            "bias_activation_fusion": fused,
+            "bias_dropout_fusion": fused,
+            "apply_rope_fusion": fused,
+            "masked_softmax_fusion": False,
+            "persist_layer_norm": fused,
+            "gradient_accumulation_fusion": self.device.type == "cuda" and _has_apex_wgrad(),
+        }
+
+    def layer_spec(self, config: TransformerConfig) -> Any:
+        """The layers, as Megatron wants them."""
+        if self.layers == "transformer_engine":
+            return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return local_block_spec(config)
+
+
+def choose_backend(
+    backend: Literal["auto", "cpu", "cuda"] = "auto",
+    layers: Literal["auto", "local", "transformer_engine"] = "auto",
+) -> Backend:
+    """Resolve the two keys ``model.backend`` and ``model.layers`` on this machine.
+
+    Raises:
+        InputError: what was asked for is not here. Nothing falls back silently.
+    """
+    if backend == "auto":
+        backend = "cuda" if torch.cuda.is_available() else "cpu"
+    if backend == "cpu":
+        return Backend(device=torch.device("cpu"), collectives="gloo", layers="local")
+    if not torch.cuda.is_available():
+        raise InputError(
+            "model.backend = cuda, but torch sees no GPU here. Run on a GPU node with a CUDA build of torch, "
+            "or try the small CPU run: --smoke with the launch script, or `make demo`."
+        )
+    if layers == "auto":
+        layers = "transformer_engine"
+    if layers == "transformer_engine" and not has_transformer_engine():
+        raise InputError(
+            "model.layers = transformer_engine, but transformer_engine.pytorch does not import. "
+            "Install the extra `te`, or set model.layers = local."
+        )
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return Backend(device=device, collectives="nccl", layers=layers)
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is here with its compiled torch extension (the bare metapackage is not)."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, RuntimeError, OSError):
+        return False
+    return True
+
+
+def _has_apex_wgrad() -> bool:
+    """apex's kernel that adds weight gradients straight into ``main_grad``."""
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None

@@ -1,0 +1,94 @@
+"""Save and resume: weights and optimizer as a Megatron distributed checkpoint, random states beside it.
+
+A checkpoint folder appears under its name only when it is complete. What else a run must remember (step,
+prompt cursor, …) is JSON, and the trainer's business.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from safetensors.torch import load_file, save_file
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.mcore.policy import Policy
+
+_STATE = "trainer.json"
+_WEIGHTS = "torch_dist"
+
+
+def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None:
+    """Write one checkpoint. Collective.
+
+    Args:
+        folder: its final name; must not exist.
+        state: JSON types only; the same on every rank.
+    """
+    partial = folder.with_name(f"{folder.name}.partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / _WEIGHTS).mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(partial / _WEIGHTS))
+    save_file(_random_state(), str(partial / _random_file()))
+    if dist.get_rank() == 0:
+        state = {**state, "optimizer_steps": policy.optimizer_steps}
+        (partial / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        partial.rename(folder)
+    dist.barrier()
+
+
+def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
+    """Restore the policy, its optimizer and random states; returns the trainer's state. Collective."""
+    state: dict[str, Any] = read_state(folder)
+    # Which of these calls needs strictness is Megatron's default: a missing tensor is an error.
+    loaded = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(folder / _WEIGHTS))
+    policy.model.load_state_dict(loaded["model"])
+    policy.optimizer.load_state_dict(loaded["optimizer"])
+    policy.restore_schedule(state["optimizer_steps"])
+    random_file = folder / _random_file()
+    if random_file.exists():  # a resume on more ranks than saved has no state for the new ones
+        _restore_random_state(load_file(str(random_file)))
+    return state
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The trainer's state of a checkpoint, without loading it."""
+    try:
+        state: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder / _STATE}: not a checkpoint of this trainer: {error}") from None
+    return state
+
+
+def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
+    model = policy.model.sharded_state_dict()
+    return {
+        "model": model,
+        "optimizer": policy.optimizer.sharded_state_dict({"model": model}, is_loading=is_loading),
+    }
+
+
+def _random_file() -> str:
+    return f"random_{dist.get_rank():05d}.safetensors"
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

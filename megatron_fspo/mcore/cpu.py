@@ -1,0 +1,82 @@
+"""Lets Megatron-Core run where there is no GPU.
+
+Megatron writes ``device="cuda"`` in a few dozen places. On a machine without a GPU they mean the CPU: one
+torch function mode says so, and a few CUDA calls get their CPU meaning. No class of Megatron is touched;
+norms and attention come through the layer spec (:mod:`megatron_fspo.mcore.layers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Reads ``cuda`` as ``cpu`` in every torch call of this thread (about 1 µs a call)."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not named:
+            # Megatron's optimizers sort parameters by the name 'torch.cuda.FloatTensor'.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if named.get("pin_memory"):
+            named["pin_memory"] = False
+        if _is_cuda(named.get("device")):
+            named["device"] = CPU
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **named)
+
+
+def _is_cuda(device: object) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+class _Stream:
+    """The CPU runs everything in order: waiting is over as soon as it begins."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+_mode: CudaMeansCpu | None = None
+
+
+def install() -> None:
+    """Make ``cuda`` mean ``cpu`` for the rest of this process. Calling it again does nothing."""
+    global _mode
+    if _mode is not None:
+        return
+    torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = torch.cuda.default_stream = _Stream  # type: ignore[assignment]
+    torch.cuda.stream = lambda *_: nullcontext()  # type: ignore[assignment]
+    # The tracker that does nothing: our models have no dropout, so no state of its own is needed.
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    _mode = CudaMeansCpu()
+    _mode.__enter__()

@@ -1,0 +1,102 @@
+"""Norm and attention that run on any device, for Megatron's layer spec.
+
+Shape legend: s sequence, b batch, h heads, g KV heads, d head size, t tokens of a packed micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose gradient Megatron sums over tensor ranks under sequence parallel."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # finalize_model_grads looks for this attribute: each rank sees only its slice of the sequence.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class SDPACoreAttention(MegatronModule):
+    """Causal attention by ``scaled_dot_product_attention``; packed sequences do not see one another.
+
+    Megatron's own ``DotProductAttention`` refuses packed inputs and stores the [s, s] scores.
+    Not supported: context parallel, attention dropout, sliding windows.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ValueError("SDPACoreAttention does not support context parallel")
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [s, b, h, d], or [t, h, d] when packed; key and value the same with g heads.
+            attention_mask: must be None: the mask is causal, or none for one token against a cache.
+            packed_seq_params: borders of the packed sequences.
+
+        Returns:
+            [s, b, h * d], or [t, h * d] when packed.
+        """
+        assert attention_mask is None and attention_bias is None
+        if packed_seq_params is not None:
+            borders = packed_seq_params.cu_seqlens_q.tolist()
+            parts = [
+                # [n, h, d] -> [h, n, d]
+                self._attend(*(x[a:b].transpose(0, 1) for x in (query, key, value)), causal=True).transpose(0, 1)
+                for a, b in zip(borders[:-1], borders[1:], strict=True)
+            ]
+            return torch.cat(parts).flatten(1)
+        # A cached decode asks with one token for all keys so far; a prefill has as many queries as keys.
+        causal = query.shape[0] > 1
+        assert not causal or query.shape[0] == key.shape[0]
+        out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal=causal)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=self.softmax_scale, enable_gqa=True
+        )
+
+
+def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Megatron's local layers with our norm and attention: no Transformer Engine, any device."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.q_layernorm = RMSNorm
+    attention.k_layernorm = RMSNorm
+    attention.core_attention = SDPACoreAttention
+    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

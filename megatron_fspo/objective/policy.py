@@ -1,0 +1,149 @@
+"""Sequence-level and token-level losses behind one interface: per-token weights.
+
+Every loss here has the gradient Σ_t weight_t ∇ log π(y_t) with weights that need no gradient themselves, so
+a trainer minimises ``-Σ_t weight_t · logp_t / N`` and no gradient has to cross the reductions that made S.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.objective.band import ClipBand, DualClip
+from megatron_fspo.objective.surrogate import sequence_surrogate
+from megatron_fspo.objective.token_level import aggregation_weight, token_surrogate
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """n sequences in t tokens of one micro-batch (of this rank, where a sequence lies on several)."""
+
+    log_ratio: Tensor
+    """[t] log π_new - log π_old; anything outside the mask."""
+    mask: Tensor
+    """[t] bool: response tokens."""
+    segment: Tensor
+    """[t] sequence of each token, in [0, n]; n belongs to nobody."""
+    log_ratio_sum: Tensor
+    """[n] S: the sum over the whole response, over all ranks that share it, in nats."""
+    lengths: Tensor
+    """[n] response lengths L."""
+    advantages: Tensor
+    """[n]."""
+    num_sequences: int
+    """N of the whole optimizer step."""
+    num_tokens: int
+    """T of the whole optimizer step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerms:
+    """What a loss says of one micro-batch."""
+
+    weight: Tensor
+    """[t] N · dJ / dlogp_t, 0 outside the mask and where clipped."""
+    objective: Tensor
+    """[] Σ over this micro-batch such that J = Σ over all micro-batches and ranks / N."""
+    clipped_low: Tensor
+    """[n] 1 where the lower edge clipped the sequence (token level: share of its tokens)."""
+    clipped_high: Tensor
+    """[n] the same for the upper edge."""
+    dual_clipped: Tensor
+    """[n] the same for the dual clip."""
+    out_of_band: Tensor
+    """[n] bool: outside the band on either side, whatever the sign of the advantage."""
+    nonfinite: Tensor
+    """[n] bool: dropped, because S, the advantage or the weight is not finite."""
+
+
+class PolicyObjective(Protocol):
+    """A loss."""
+
+    def __call__(self, inputs: LossInputs) -> LossTerms: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceLevel:
+    """J = (1/N) Σ_i J_i(S_i): FSPO, RLOO or GSPO, by the band. One weight for all tokens of a sequence."""
+
+    band: ClipBand
+    dual_clip: DualClip | None = None
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        terms = sequence_surrogate(
+            inputs.log_ratio_sum, inputs.lengths, inputs.advantages, self.band, dual_clip=self.dual_clip
+        )
+        # Context-parallel ranks each hold some tokens of a sequence but all of its S: count J_i by tokens.
+        share = _per_sequence(inputs.mask.float(), inputs) / inputs.lengths.clamp(min=1)
+        return LossTerms(
+            weight=torch.where(inputs.mask, _per_token(terms.weight, inputs), 0.0),
+            objective=(terms.objective * share).sum(),
+            clipped_low=terms.clipped_low.float(),
+            clipped_high=terms.clipped_high.float(),
+            dual_clipped=terms.dual_clipped.float(),
+            out_of_band=terms.below | terms.above,
+            nonfinite=terms.nonfinite,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLevel:
+    """Token-level clipping: GRPO (``sequence-mean``) and DAPO (``token-mean``), as baselines.
+
+    Not supported: context parallel (the per-sequence shares would have to be summed over its ranks).
+    """
+
+    eps_low: float
+    eps_high: float
+    aggregation: Literal["sequence-mean", "token-mean"]
+    dual_clip_ratio: float | None = None
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        terms = token_surrogate(
+            torch.where(inputs.mask, inputs.log_ratio, 0.0),
+            _per_token(inputs.advantages, inputs),
+            eps_low=self.eps_low,
+            eps_high=self.eps_high,
+            dual_clip_ratio=self.dual_clip_ratio,
+        )
+        # One token that is not finite drops its sequence: half a response is another response.
+        broken = (_per_sequence((terms.nonfinite & inputs.mask).float(), inputs) > 0) | ~torch.isfinite(
+            inputs.log_ratio_sum
+        )
+        kept = inputs.mask & ~_per_token(broken, inputs)
+        scale = inputs.num_sequences * aggregation_weight(
+            self.aggregation,
+            _per_token(inputs.lengths, inputs),
+            num_sequences=inputs.num_sequences,
+            num_tokens=inputs.num_tokens,
+        )
+        lengths = inputs.lengths.clamp(min=1)
+        low, high, dual = (
+            _per_sequence((flag & kept).float(), inputs) / lengths
+            for flag in (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
+        )
+        below = inputs.log_ratio < torch.log1p(torch.tensor(-self.eps_low))
+        above = inputs.log_ratio > torch.log1p(torch.tensor(self.eps_high))
+        return LossTerms(
+            weight=torch.where(kept, terms.weight * scale, 0.0),
+            objective=torch.where(kept, terms.objective * scale, 0.0).sum(),
+            clipped_low=low,
+            clipped_high=high,
+            dual_clipped=dual,
+            out_of_band=_per_sequence(((below | above) & kept).float(), inputs) > 0,
+            nonfinite=broken,
+        )
+
+
+def _per_token(values: Tensor, inputs: LossInputs) -> Tensor:
+    """[n] → [t]; 0 (or False) for tokens that belong to nobody."""
+    return torch.cat([values, values.new_zeros(1)])[inputs.segment]
+
+
+def _per_sequence(values: Tensor, inputs: LossInputs) -> Tensor:
+    """[t] → [n] sums over this rank's tokens."""
+    sums = values.new_zeros(inputs.lengths.numel() + 1)
+    return sums.index_add_(0, inputs.segment, values)[:-1]

@@ -1,0 +1,150 @@
+"""A TOML file and ``--section.key value`` overrides become a :class:`~megatron_fspo.config.Config`."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from megatron_fspo.config import Config
+from megatron_fspo.errors import InputError
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The checked configuration of a run.
+
+    Args:
+        path: a TOML file.
+        overrides: command-line words, ``--loss.c-high 0.04`` or ``--loss.c-high=0.04``; values are read
+            as TOML, and as plain strings where that fails. Dashes and underscores are the same.
+
+    Raises:
+        InputError: one line that names the file, the key, the value and what is legal.
+    """
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not TOML: {error}") from None
+    for key, value in _parse_overrides(overrides):
+        _set(tree, key, value)
+    if isinstance(tree.setdefault("loss", {}), dict):
+        tree["loss"].setdefault("name", "fspo")
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise InputError(f"{path}: {_first_line(error)}") from None
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration as TOML that :func:`load_config` reads back to the same."""
+    tree = config.model_dump(mode="json", exclude_none=True)
+    path.write_text(tomli_w.dumps(tree), encoding="utf-8")
+
+
+def legal_keys() -> Iterator[tuple[str, FieldInfo, str]]:
+    """Every key as (``section.key``, its field, the variant it belongs to or ""), in the order of the file."""
+    for section, field in Config.model_fields.items():
+        variants = _models(field)
+        seen: set[str] = set()
+        for model in variants:
+            for key, leaf in model.model_fields.items():
+                shared = all(key in other.model_fields for other in variants)
+                if key == "name" and len(variants) > 1 or (shared and key in seen):
+                    continue
+                seen.add(key)
+                yield f"{section}.{key}", leaf, "" if shared else str(model.model_fields["name"].default)
+        if len(variants) > 1:
+            yield f"{section}.name", variants[0].model_fields["name"], ""
+
+
+def describe_keys() -> str:
+    """The reference of all keys, one line each, for ``--help`` and ``docs/config.md``."""
+    lines = []
+    for key, field, variant in legal_keys():
+        default = "required" if field.is_required() else f"default {_show(field.default)}"
+        if key == "loss.name":
+            default, text = "default fspo", "fspo, rloo, gspo, grpo or dapo"
+        else:
+            text = field.description or ""
+        owner = f" [{variant}]" if variant else ""
+        lines.append(f"  --{key.replace('_', '-'):<32} {text}{owner} ({default})")
+    return "\n".join(lines)
+
+
+def _models(field: FieldInfo) -> list[type[BaseModel]]:
+    """The section's model, or the variants of a union."""
+    annotation = field.annotation
+    if isinstance(annotation, type):
+        return [annotation]
+    return list(get_args(annotation))
+
+
+def _show(value: object) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or "." not in word:
+            raise InputError(f"unexpected argument {word!r}: overrides look like --section.key value")
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise InputError(f"--{key} needs a value")
+            text = rest.pop(0)
+        yield key.replace("-", "_"), _read_value(text)
+
+
+def _read_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    section, _, key = dotted.partition(".")
+    branch = tree.setdefault(section, {})
+    if not isinstance(branch, dict):
+        raise InputError(f"{section} is a section, not a value")
+    branch[key] = value
+
+
+def _first_line(error: ValidationError) -> str:
+    """The first of pydantic's complaints, as one line in the words of the file."""
+    first = error.errors(include_url=False)[0]
+    # A union's location carries the variant's tag (loss.fspo.c_low): the file does not.
+    path = [str(part) for part in first["loc"]]
+    if len(path) == 3 and path[0] == "loss":
+        path = [path[0], path[2]]
+    key = ".".join(path)
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key}{_nearest(key)}{more}"
+    if first["type"] == "missing":
+        return f"{key} is missing{more}"
+    message = first["msg"].removeprefix("Value error, ")
+    if not key:
+        return message + more
+    if first["type"].startswith("union_tag"):
+        legal = ", ".join(str(m.model_fields["name"].default) for m in _models(Config.model_fields["loss"]))
+        found = first["input"].get("name") if isinstance(first["input"], dict) else first["input"]
+        return f"{key}.name = {found!r}: must be one of {legal}{more}"
+    return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}{more}"
+
+
+def _nearest(key: str) -> str:
+    legal = [name for name, _, _ in legal_keys()]
+    legal += list(Config.model_fields) if "." not in key else []
+    close = difflib.get_close_matches(key, legal, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,23 @@
+"""The process groups of a run, handed down as an argument; nothing below asks for globals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelGroups:
+    """Built once, in :mod:`megatron_fspo.mcore.startup`."""
+
+    tp: dist.ProcessGroup
+    """Tensor parallel: ranks that share every token, each with a slice of the vocabulary."""
+    pp: dist.ProcessGroup
+    """Pipeline parallel."""
+    cp: dist.ProcessGroup
+    """Context parallel: ranks that share every sequence, each with some of its tokens."""
+    dp: dist.ProcessGroup
+    """Data parallel: ranks with different sequences."""
+    dp_cp: dist.ProcessGroup
+    """Data and context parallel together: all ranks with different tokens."""

@@ -1,0 +1,58 @@
+"""Metrics as (sum, denominator) pairs until the last reduction, so that no split of a batch changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def add_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Sum the pairs of several micro-batches.
+
+    Args:
+        parts: name → [sum, denominator]; every part has the same names.
+
+    Raises:
+        KeyError: the names differ.
+    """
+    total: dict[str, Tensor] = {}
+    for part in parts:
+        if total and part.keys() != total.keys():
+            raise KeyError(f"micro-batches report different metrics: {sorted(part.keys() ^ total.keys())}")
+        total = {name: total[name] + pair if total else pair.clone() for name, pair in part.items()}
+    return total
+
+
+def reduce_metrics(pairs: Mapping[str, Tensor], *, group: dist.ProcessGroup) -> dict[str, float]:
+    """Sum the pairs over the group in one all-reduce, then divide.
+
+    Args:
+        pairs: name → [sum, denominator]; the same names on every rank.
+        group: data × context parallel.
+
+    Returns:
+        name → sum / denominator; NaN where the denominator is 0.
+    """
+    names = sorted(pairs)
+    table = torch.stack([pairs[name].double() for name in names])
+    if group.size() > 1:
+        dist.all_reduce(table, group=group)
+    return {
+        name: (total / count if count else float("nan"))
+        for name, (total, count) in zip(names, table.tolist(), strict=True)
+    }
+
+
+def gather_lists(items: list[T], *, group: dist.ProcessGroup) -> list[T]:
+    """All ranks' lists, one after the other in rank order, on every rank."""
+    if group.size() == 1:
+        return items
+    parts: list[list[T]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(parts, items, group=group)
+    return [item for part in parts for item in part]

@@ -1,0 +1,140 @@
+"""Samples from the training model itself: no second copy of the weights, no server.
+
+For small models, tests and the demo. Every tensor-parallel rank calls :meth:`EmbeddedEngine.generate` with
+the same arguments, sees the same logits and draws the same tokens. Not supported: pipeline parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.rollout.engine import Progress
+from megatron_fspo.rollout.sampling import sample, uniforms
+from megatron_fspo.types import Completion, Prompt, SamplingParams
+
+
+class CachedModel(Protocol):
+    """A model that decodes rows side by side; ``mcore.decode.Decoder`` is one."""
+
+    def session(self, *, rows: int, max_tokens: int) -> AbstractContextManager[None]: ...
+
+    def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor: ...
+
+    def keep(self, rows: Sequence[int]) -> None: ...
+
+
+@dataclass
+class _Row:
+    """One completion being written."""
+
+    slot: int
+    prompt: Prompt
+    draws: Tensor
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class EmbeddedEngine:
+    """A :class:`~megatron_fspo.rollout.engine.RolloutEngine` on the trainer's own weights.
+
+    Args:
+        model: decodes.
+        max_batch: rows per KV cache; more completions are decoded one batch after the other.
+    """
+
+    def __init__(self, model: CachedModel, *, max_batch: int) -> None:
+        self._model = model
+        self._max_batch = max_batch
+        self._version = 0
+        self._paused = False
+
+    def update_weights(self, version: int) -> None:
+        """The weights are the trainer's, so there is nothing to copy."""
+        self._version = version
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, progress: Progress | None = None
+    ) -> list[list[Completion]]:
+        """See the protocol. Raises RuntimeError while paused."""
+        if self._paused:
+            raise RuntimeError("generate() on a paused engine: call resume() first")
+        rows = [
+            _Row(
+                slot=position * params.n + number,
+                prompt=prompt,
+                draws=uniforms(params.seed, prompt.index, number, params.max_tokens),
+            )
+            for position, prompt in enumerate(prompts)
+            for number in range(params.n)
+        ]
+        # Prompts of like length share a batch: a row waits for no one while its prompt is read.
+        by_length = sorted(rows, key=lambda row: len(row.prompt.token_ids))
+        for batch in _chunks(by_length, self._max_batch):
+            self._decode(batch, params, progress)
+        done = [self._completion(row) for row in rows]
+        return [done[i : i + params.n] for i in range(0, len(done), params.n)]
+
+    def _decode(self, batch: list[_Row], params: SamplingParams, progress: Progress | None) -> None:
+        lengths = [len(row.prompt.token_ids) for row in batch]
+        position = min(lengths)
+        with self._model.session(rows=len(batch), max_tokens=max(lengths) + params.max_tokens):
+            logits = self._model.feed([row.prompt.token_ids[:position] for row in batch])
+            while True:
+                next_tokens = self._extend(batch, logits, position, params)
+                live = [i for i, row in enumerate(batch) if row.finish_reason is None]
+                if progress is not None and len(live) < len(batch):
+                    progress(len(batch) - len(live))
+                if not live:
+                    return
+                if len(live) < len(batch):
+                    self._model.keep(live)
+                    batch = [batch[i] for i in live]
+                    next_tokens = [next_tokens[i] for i in live]
+                logits = self._model.feed([[token] for token in next_tokens])
+                position += 1
+
+    def _extend(
+        self, batch: list[_Row], logits: Tensor, position: int, params: SamplingParams
+    ) -> list[int]:
+        """The token of every row at ``position``: the prompt's, where it goes on, else a sampled one."""
+        draws = torch.stack([row.draws[min(len(row.token_ids), params.max_tokens - 1)] for row in batch])
+        sampled, log_probs = sample(logits, draws, temperature=params.temperature, top_p=params.top_p)
+        tokens = sampled.tolist()
+        for i, (row, log_prob) in enumerate(zip(batch, log_probs.tolist(), strict=True)):
+            if position < len(row.prompt.token_ids):
+                tokens[i] = row.prompt.token_ids[position]
+                continue
+            row.token_ids.append(tokens[i])
+            row.log_probs.append(log_prob)
+            if tokens[i] in params.stop_token_ids:
+                row.finish_reason = "stop"
+            elif len(row.token_ids) == params.max_tokens:
+                row.finish_reason = "length"
+        return tokens
+
+    def _completion(self, row: _Row) -> Completion:
+        assert row.finish_reason is not None
+        return Completion(
+            token_ids=tuple(row.token_ids),
+            log_probs=tuple(row.log_probs),
+            finish_reason=row.finish_reason,
+            weight_version=self._version,
+        )
+
+
+def _chunks(rows: list[_Row], size: int) -> Iterator[list[_Row]]:
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
