@@ -34,7 +34,7 @@ class Run(Section):
 class Model(Section):
     """The policy."""
 
-    checkpoint: Path = Field(description="Hugging Face checkpoint folder: config.json, safetensors, tokenizer")
+    checkpoint: Path = Field(description="Hugging Face checkpoint folder with its tokenizer")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
     backend: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU")
     layers: Literal["auto", "local", "transformer_engine"] = Field(
@@ -54,7 +54,7 @@ class Data(Section):
 
     train: Path = Field(description="jsonl file of training prompts")
     validation: Path | None = Field(None, description="jsonl file of evaluation prompts")
-    prompt_key: str = Field("prompt", description="JSON key of the prompt: a string, or a list of chat messages")
+    prompt_key: str = Field("prompt", description="JSON key of the prompt: text, or a list of chat messages")
     answer_key: str = Field("answer", description="JSON key of the reference answer")
     chat_template: bool = Field(False, description="render prompts through the tokenizer's chat template")
     max_prompt_tokens: PositiveInt = Field(1024, description="a longer prompt is an error")
@@ -101,15 +101,17 @@ class FSPOLoss(Loss):
     c_high: PositiveFloat = Field(0.03, description="upper edge: c_high * L^exponent + drift * L, in nats")
     exponent: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="0.5 in the paper")
     calibrate: NonNegativeInt = Field(
-        0, description="set both c to 2 sigma (MAD of S / L^exponent) after this many off-policy mini-batches; 0: never"
+        0,
+        description="set c to 2 sigma of S / L^exponent after so many off-policy mini-batches; 0: never",
     )
     drift: Literal["none", "given", "k3", "half_variance"] = Field(
         "none", description="centre of the band per token: none, `drift_value`, -KL (k3), or -sigma^2/2"
     )
     drift_value: float = Field(0.0, description="nats per token, for drift = given")
-    drift_cap: PositiveFloat = Field(0.01, description="largest |drift| per token that an estimate may reach")
+    drift_cap: PositiveFloat = Field(0.01, description="largest |drift| per token of an estimate")
     dual_clip: Literal["off", "length_fair", "constant"] = Field(
-        "length_fair", description="bound for A < 0 and large S: off, c_dual * L^exponent, or log(dual_clip_ratio)"
+        "length_fair",
+        description="limit of S for A < 0: c_dual * L^exponent, or log(dual_clip_ratio)",
     )
     c_dual: PositiveFloat | None = Field(None, description="default: 2 * c_high")
     dual_clip_ratio: Annotated[float, Field(gt=1)] = Field(3.0, description="for dual_clip = constant")
@@ -121,7 +123,7 @@ class RLOOLoss(Loss):
     name: Literal["rloo"] = "rloo"
     eps_low: UnitInterval = Field(0.2, description="exp(S) >= 1 - eps_low")
     eps_high: PositiveFloat = Field(0.2, description="exp(S) <= 1 + eps_high")
-    dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="bound for A < 0; none: off")
+    dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="limit for A < 0")
 
 
 class GSPOLoss(Loss):
@@ -130,14 +132,14 @@ class GSPOLoss(Loss):
     name: Literal["gspo"] = "gspo"
     eps_low: UnitInterval = Field(3e-4, description="exp(S / L) >= 1 - eps_low")
     eps_high: PositiveFloat = Field(4e-4, description="exp(S / L) <= 1 + eps_high")
-    dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="bound for A < 0; none: off")
+    dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="limit for A < 0")
 
 
 class TokenLoss(Loss):
     """Token-level clipping."""
 
     eps_low: UnitInterval = Field(0.2, description="token ratio >= 1 - eps_low")
-    dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="bound for A < 0; none: off")
+    dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="limit for A < 0")
 
 
 class GRPOLoss(TokenLoss):
@@ -184,7 +186,9 @@ class Optimizer(Section):
 class Evaluation(Section):
     """Sampling on the validation prompts."""
 
-    every: NonNegativeInt = Field(10, description="steps between evaluations (also before the first and after the last); 0: never")
+    every: NonNegativeInt = Field(
+        10, description="steps between evaluations, also before the first and after the last; 0: never"
+    )
     samples: PositiveInt = Field(4, description="responses per prompt, for mean@k and pass@k")
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -193,7 +197,9 @@ class Evaluation(Section):
 class Checkpoint(Section):
     """What a run can resume from."""
 
-    every: NonNegativeInt = Field(10, description="steps between checkpoints (also after the last, and on SIGTERM); 0: only those")
+    every: NonNegativeInt = Field(
+        10, description="steps between checkpoints, also after the last and on SIGTERM; 0: only then"
+    )
     keep: PositiveInt = Field(2, description="newest checkpoints to keep")
 
 

@@ -50,14 +50,14 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def legal_keys() -> Iterator[tuple[str, FieldInfo, str]]:
-    """Every key as (``section.key``, its field, the variant it belongs to or ""), in the order of the file."""
+    """Every key as (``section.key``, its field, the loss it belongs to or ""), in the order of the file."""
     for section, field in Config.model_fields.items():
         variants = _models(field)
         seen: set[str] = set()
         for model in variants:
             for key, leaf in model.model_fields.items():
-                shared = all(key in other.model_fields for other in variants)
-                if key == "name" and len(variants) > 1 or (shared and key in seen):
+                shared = all(_same(leaf, other.model_fields.get(key)) for other in variants)
+                if (key == "name" and len(variants) > 1) or (shared and key in seen):
                     continue
                 seen.add(key)
                 yield f"{section}.{key}", leaf, "" if shared else str(model.model_fields["name"].default)
@@ -85,6 +85,10 @@ def _models(field: FieldInfo) -> list[type[BaseModel]]:
     if isinstance(annotation, type):
         return [annotation]
     return list(get_args(annotation))
+
+
+def _same(one: FieldInfo, other: FieldInfo | None) -> bool:
+    return other is not None and (one.default, one.description) == (other.default, other.description)
 
 
 def _show(value: object) -> str:
@@ -125,12 +129,13 @@ def _first_line(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     # A union's location carries the variant's tag (loss.fspo.c_low): the file does not.
     path = [str(part) for part in first["loc"]]
+    variant = ""
     if len(path) == 3 and path[0] == "loss":
-        path = [path[0], path[2]]
+        path, variant = [path[0], path[2]], path[1]
     key = ".".join(path)
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key}{_nearest(key)}{more}"
+        return f"unknown key {key}{_nearest(key, variant)}{more}"
     if first["type"] == "missing":
         return f"{key} is missing{more}"
     message = first["msg"].removeprefix("Value error, ")
@@ -143,8 +148,11 @@ def _first_line(error: ValidationError) -> str:
     return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}{more}"
 
 
-def _nearest(key: str) -> str:
-    legal = [name for name, _, _ in legal_keys()]
+def _nearest(key: str, variant: str) -> str:
+    owners = [owner for name, _, owner in legal_keys() if name == key]
+    if owners:
+        return f": with loss.name = {variant} there is none, it belongs to {', '.join(owners)}"
+    legal = [name for name, _, owner in legal_keys() if owner in ("", variant)]
     legal += list(Config.model_fields) if "." not in key else []
     close = difflib.get_close_matches(key, legal, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""

@@ -55,7 +55,7 @@ class Completion:
     token_ids: tuple[int, ...]
     """The stop token is included when ``finish_reason`` is ``"stop"``."""
     log_probs: tuple[float, ...]
-    """Log-probability of each token under the distribution sampled from (after temperature and top-p), in nats."""
+    """Log-prob of each token under the distribution sampled from (after temperature and top-p), nats."""
     finish_reason: Literal["stop", "length"]
     weight_version: int
     """Version of the weights that sampled it."""

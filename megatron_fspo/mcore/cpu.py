@@ -72,9 +72,10 @@ def install() -> None:
     if _mode is not None:
         return
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None
     torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
-    torch.cuda.current_stream = torch.cuda.default_stream = _Stream  # type: ignore[assignment]
+    torch.cuda.current_stream = _Stream  # type: ignore[assignment]
+    torch.cuda.default_stream = _Stream  # type: ignore[assignment]
     torch.cuda.stream = lambda *_: nullcontext()  # type: ignore[assignment]
     # The tracker that does nothing: our models have no dropout, so no state of its own is needed.
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

@@ -5,6 +5,7 @@ Shape legend: s sequence, b batch, h heads, g KV heads, d head size, t tokens of
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -70,18 +71,17 @@ class SDPACoreAttention(MegatronModule):
         """
         assert attention_mask is None and attention_bias is None
         if packed_seq_params is not None:
-            borders = packed_seq_params.cu_seqlens_q.tolist()
-            parts = [
-                # [n, h, d] -> [h, n, d]
-                self._attend(*(x[a:b].transpose(0, 1) for x in (query, key, value)), causal=True).transpose(0, 1)
-                for a, b in zip(borders[:-1], borders[1:], strict=True)
-            ]
+            parts = []
+            for first, end in pairwise(packed_seq_params.cu_seqlens_q.tolist()):
+                # [n, h, d] -> [h, n, d] and back
+                q, k, v = (x[first:end].transpose(0, 1) for x in (query, key, value))
+                parts.append(self._attend(q, k, v, causal=True).transpose(0, 1))
             return torch.cat(parts).flatten(1)
         # A cached decode asks with one token for all keys so far; a prefill has as many queries as keys.
         causal = query.shape[0] > 1
         assert not causal or query.shape[0] == key.shape[0]
-        out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), causal=causal)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return self._attend(q, k, v, causal=causal).permute(2, 0, 1, 3).flatten(2)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         return F.scaled_dot_product_attention(

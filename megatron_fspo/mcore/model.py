@@ -6,7 +6,11 @@ import math
 
 import torch
 import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -81,4 +85,3 @@ def wrap_for_training(model: GPTModel, config: TransformerConfig) -> Distributed
     )
     config.finalize_model_grads_func = finalize_model_grads
     return ddp
-

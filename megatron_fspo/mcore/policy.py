@@ -114,7 +114,7 @@ class Policy:
         if not math.isfinite(grad_norm):
             raise TrainingError(
                 f"optimizer step {self.optimizer_steps + 1}: the gradient norm is {grad_norm}. "
-                "Resume from the last checkpoint with a smaller optimizer.lr, or look for non-finite activations."
+                "Resume from the last checkpoint with a smaller optimizer.lr, or look for what overflows."
             )
         self.optimizer_steps += 1
         return Update(

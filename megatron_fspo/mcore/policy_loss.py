@@ -130,7 +130,10 @@ def _metrics(batch: MicroBatch, log_ratio: Tensor, entropy: Tensor, terms: LossT
     k3_sum, k3_count = k3_kl(ratio, kept)
     pairs = {
         # Denominators that add up to 1 over the step: the mean is over N sequences, whoever holds them.
-        "actor/pg_loss": (-terms.objective / max(batch.num_sequences, 1), batch.mask.sum() / max(batch.num_tokens, 1)),
+        "actor/pg_loss": (
+            -terms.objective / max(batch.num_sequences, 1),
+            batch.mask.sum() / max(batch.num_tokens, 1),
+        ),
         "actor/entropy": (torch.where(kept, entropy, 0.0).sum(), tokens),
         "actor/ppo_kl": (-ratio.sum(), tokens),
         "fspo/kl_k3": (k3_sum, k3_count),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class MicroBatch:
     labels: Tensor
     """[t] next token; 0 where there is none."""
     mask: Tensor
-    """[t] bool: the label is a response token. From lengths, never from ids: a policy may sample the pad id."""
+    """[t] bool: the label is a response token. From lengths, not ids: a policy may sample the pad id."""
     segment: Tensor
     """[t] sequence of each token, in [0, n); n in the tail."""
     borders: Tensor
@@ -41,7 +42,7 @@ class MicroBatch:
     sample_index: Tensor
     """[n] which sample of the rollout."""
     old_log_probs: Tensor | None
-    """[t] log-probs of the labels under the policy before this rollout's first update; None: as the new ones."""
+    """[t] log-probs of the labels before this rollout's first update; None: the same as the new ones."""
     num_sequences: int
     """N: sequences with a response, of the whole optimizer step over all ranks."""
     num_tokens: int
@@ -101,7 +102,7 @@ def collate(
         mask=torch.tensor(mask, device=device),
         segment=torch.tensor(segment, device=device),
         borders=torch.tensor(borders, dtype=torch.int32, device=device),
-        longest=max(b - a for a, b in zip(borders[:-1], borders[1:], strict=True)),
+        longest=max(end - first for first, end in pairwise(borders)),
         lengths=torch.tensor(lengths, dtype=torch.long, device=device),
         advantages=torch.tensor([samples[i].advantage for i in indices], dtype=torch.float32, device=device),
         sample_index=torch.tensor(list(indices), dtype=torch.long, device=device),

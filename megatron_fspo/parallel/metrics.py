@@ -1,4 +1,5 @@
-"""Metrics as (sum, denominator) pairs until the last reduction, so that no split of a batch changes them."""
+"""Metrics as (sum, denominator) pairs until the last reduction, so that no split of a batch changes them;
+and small Python objects between ranks."""
 
 from __future__ import annotations
 
@@ -56,3 +57,19 @@ def gather_lists(items: list[T], *, group: dist.ProcessGroup) -> list[T]:
     parts: list[list[T]] = [[] for _ in range(group.size())]
     dist.all_gather_object(parts, items, group=group)
     return [item for part in parts for item in part]
+
+
+def share(item: T, *, group: dist.ProcessGroup) -> T:
+    """The first rank's object, on every rank of the group."""
+    if group.size() == 1:
+        return item
+    box = [item]
+    dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[0], group=group)
+    return box[0]
+
+
+def any_rank(flag: bool, *, device: torch.device) -> bool:
+    """Whether the flag is set on any rank of the job."""
+    found = torch.tensor(int(flag), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())

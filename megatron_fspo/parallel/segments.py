@@ -19,7 +19,7 @@ def sequence_sums(
     Args:
         values: [T] per token; what lies outside the mask may be NaN.
         mask: [T] bool.
-        segment: [T] index of the sequence of each token, in [0, num_segments]; the last is nobody's (padding).
+        segment: [T] sequence of each token, in [0, num_segments]; the last is nobody's (padding).
         group: the context-parallel group.
 
     Returns:

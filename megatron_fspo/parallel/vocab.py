@@ -77,7 +77,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(
+        ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor, None, None, None, None, None]:
         logits, labels, lse, entropy = ctx.saved_tensors
         first, vocab_size, temperature = ctx.layout
         log_p = _scaled(logits, first, vocab_size, temperature) - lse[:, None]

@@ -106,9 +106,7 @@ class EmbeddedEngine:
                 logits = self._model.feed([[token] for token in next_tokens])
                 position += 1
 
-    def _extend(
-        self, batch: list[_Row], logits: Tensor, position: int, params: SamplingParams
-    ) -> list[int]:
+    def _extend(self, batch: list[_Row], logits: Tensor, position: int, params: SamplingParams) -> list[int]:
         """The token of every row at ``position``: the prompt's, where it goes on, else a sampled one."""
         draws = torch.stack([row.draws[min(len(row.token_ids), params.max_tokens - 1)] for row in batch])
         sampled, log_probs = sample(logits, draws, temperature=params.temperature, top_p=params.top_p)

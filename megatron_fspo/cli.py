@@ -1,0 +1,209 @@
+"""``megatron-fspo train | evaluate | report | doctor``.
+
+Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, told in one line; 143 stopped
+by SIGTERM with a checkpoint to resume from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_fspo import __version__
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.options import describe_keys, load_config
+
+_TRAIN_HELP = """\
+Train a policy with FSPO (or RLOO, GSPO, GRPO, DAPO) from a Hugging Face checkpoint to a better one.
+
+One node, 2 processes:    megatron-fspo train --config examples/make_sum/run.toml --nproc 2
+Under torchrun:           torchrun --nproc-per-node 8 -m megatron_fspo train --config run.toml
+Change a key:             ... --loss.c-high 0.04 --run.name wider
+Check without training:   megatron-fspo train --config run.toml --check
+Continue a stopped run:   megatron-fspo train --config run.toml --resume
+
+Results are in runs/<run.name>/: config.toml, metrics.jsonl, checkpoints/, hf/ and report/index.html.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    _quiet_megatron()
+    parser = _parser()
+    words = sys.argv[1:] if argv is None else list(argv)
+    args, rest = parser.parse_known_args(words)
+    args.argv = words
+    if rest and args.command not in ("train", "evaluate"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return int(args.run(args, rest))
+    except (InputError, TrainingError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron-fspo: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, InputError) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatron-fspo", description="FSPO on Megatron-Core.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    train = commands.add_parser(
+        "train",
+        help="train a policy",
+        description=_TRAIN_HELP,
+        epilog="keys of the configuration:\n" + describe_keys(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_config(train)
+    train.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    train.add_argument("--check", action="store_true", help="read and check everything, then stop")
+    train.set_defaults(run=_train)
+
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="sample and grade the validation prompts",
+        description="Accuracy of a Hugging Face checkpoint on data.validation.\n\n"
+        "  megatron-fspo evaluate --config runs/demo/config.toml --model.checkpoint runs/demo/hf",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_config(evaluate)
+    evaluate.add_argument("--json", action="store_true", help="print one JSON line")
+    evaluate.set_defaults(run=_evaluate)
+
+    report = commands.add_parser("report", help="draw report/index.html of a run")
+    report.add_argument("folder", type=Path, help="the run's folder, such as runs/demo")
+    report.set_defaults(run=_report)
+
+    doctor = commands.add_parser("doctor", help="what is installed, what will be used, what is missing")
+    doctor.add_argument("--json", action="store_true", help="print one JSON line")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run, as TOML")
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes to start here with torchrun (default 1)",
+    )
+
+
+def _train(args: argparse.Namespace, overrides: list[str]) -> int:
+    from megatron_fspo.trainer.folder import checkpoint_to_resume
+    from megatron_fspo.trainer.prepare import prepare
+
+    inputs = prepare(load_config(args.config, overrides), world_size=_world_size(args))
+    checkpoint_to_resume(inputs.config, resume=args.resume)
+    if args.check:
+        print(f"{args.config}: fine; the run would be in {inputs.config.run_folder}")
+        return 0
+    _start_ranks(args, args.argv)
+
+    from megatron_fspo.mcore.startup import stop
+    from megatron_fspo.trainer.loop import train
+    from megatron_fspo.trainer.report import write_report
+
+    try:
+        finished = train(inputs, resume=args.resume)
+    finally:
+        stop()
+    if not finished:
+        return 143
+    if os.environ.get("RANK", "0") == "0":
+        print(_where(inputs.config.run_folder, write_report(inputs.config.run_folder)))
+    return 0
+
+
+def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
+    from megatron_fspo.trainer.prepare import prepare
+
+    inputs = prepare(load_config(args.config, overrides), world_size=_world_size(args))
+    if not inputs.validation:
+        raise InputError("evaluate needs data.validation")
+    _start_ranks(args, args.argv)
+
+    from megatron_fspo.mcore.startup import stop
+    from megatron_fspo.trainer.evaluate import evaluate_checkpoint
+
+    try:
+        metrics = evaluate_checkpoint(inputs)
+    finally:
+        stop()
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(metrics) if args.json else "\n".join(f"{k}  {v:.4f}" for k, v in metrics.items()))
+    return 0
+
+
+def _report(args: argparse.Namespace, _: list[str]) -> int:
+    from megatron_fspo.trainer.report import write_report
+
+    print(write_report(args.folder))
+    return 0
+
+
+def _doctor(args: argparse.Namespace, _: list[str]) -> int:
+    from megatron_fspo.doctor import examine, render
+
+    findings = examine()
+    print(json.dumps(findings) if args.json else render(findings))
+    return 0
+
+
+def _world_size(args: argparse.Namespace) -> int:
+    """Processes of the job: torchrun's, or those that --nproc is about to start."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if args.nproc < 1:
+        raise InputError(f"--nproc {args.nproc}: must be at least 1")
+    return int(args.nproc)
+
+
+def _start_ranks(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """With --nproc, become torchrun with the same command line; it starts this program again per rank."""
+    if args.nproc == 1 or "WORLD_SIZE" in os.environ:
+        return
+    # torchrun would set the same and warn about it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.stdout.flush()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc)]
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", "megatron_fspo", *_without_nproc(argv)])
+
+
+def _without_nproc(argv: Sequence[str]) -> list[str]:
+    """torchrun would take the word for an abbreviation of its own."""
+    words = list(argv)
+    if "--nproc" in words:
+        at = words.index("--nproc")
+        del words[at : at + 2]
+    return [word for word in words if not word.startswith("--nproc=")]
+
+
+def _where(folder: Path, report: Path) -> str:
+    return "\n".join(
+        [
+            "",
+            f"done. The run is in {folder}/",
+            f"  checkpoint for transformers   {folder / 'hf'}",
+            f"  report                        {report}",
+            f"  numbers                       {folder / 'metrics.jsonl'}",
+            f"  resume from                   {folder / 'checkpoints'}",
+        ]
+    )
+
+
+def _quiet_megatron() -> None:
+    """Megatron warns at import of every optional package that is not there; `doctor` says it better."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    # Raised by torch from Megatron's checkpoint code, through our function mode.
+    warnings.filterwarnings("ignore", message=r".*ShardedTensor.*|.*load_state_dict.*deprecated.*")

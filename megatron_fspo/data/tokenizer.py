@@ -1,0 +1,76 @@
+"""The checkpoint's tokenizer, and what the rest of the run must know of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_fspo.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(checkpoint_dir: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face checkpoint on disk: no download, no code out of the checkpoint.
+
+    Raises ``InputError`` if the folder is not there or holds no tokenizer that transformers can read.
+    """
+    from transformers import AutoTokenizer  # takes seconds
+
+    folder = Path(checkpoint_dir)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; give a Hugging Face checkpoint on disk")
+    if not (folder / "tokenizer_config.json").is_file():
+        raise InputError(f"{folder}: holds no tokenizer (tokenizer_config.json is missing)")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a broken file raises anything, down to a bare Exception of tokenizers
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(f"{folder}: transformers cannot load the tokenizer: {reason}") from error
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raise ``InputError`` if the tokenizer has an id that the model has no row for.
+
+    A model with more rows than the tokenizer has ids is normal: the rest is padding.
+    """
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= vocab_size:
+        raise InputError(
+            f"the tokenizer's largest id is {largest} ({token!r}), the model's vocab_size {vocab_size}:"
+            f" it must be at least {largest + 1}. Does the tokenizer belong to this checkpoint?"
+        )
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, checkpoint_dir: str | Path) -> tuple[int, ...]:
+    """The ids that end a response: the tokenizer's eos, then those of ``generation_config.json``, each once.
+
+    Chat models list more than one there (Qwen3: ``<|im_end|>`` and ``<|endoftext|>``). Raises ``InputError``
+    if there is none at all, or if the file holds something else than token ids.
+    """
+    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    path = Path(checkpoint_dir) / "generation_config.json"
+    if path.is_file():
+        ids += _generation_eos(path)
+    if not ids:
+        raise InputError(
+            f"{checkpoint_dir}: no stop token, neither an eos_token in tokenizer_config.json nor an"
+            " eos_token_id in generation_config.json; no response could end"
+        )
+    return tuple(dict.fromkeys(ids))
+
+
+def _generation_eos(path: Path) -> list[int]:
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: a JSON object is needed, found {type(config).__name__}")
+    found = config.get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise InputError(f"{path}: eos_token_id must be a token id or a list of them, found {found!r}")
+    return ids

@@ -1,0 +1,70 @@
+"""What FSPO is, in pure torch: bands, surrogates, advantages, fairness and calibration.
+
+Nothing here knows of Megatron, of process groups or of a model; any trainer can use it::
+
+    >>> import torch
+    >>> from megatron_fspo.objective import FSPOBand, leave_one_out_advantages, sequence_surrogate
+    >>> rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]])               # one prompt, four responses
+    >>> lengths = torch.tensor([4, 2, 3, 1])                         # response tokens
+    >>> mask = torch.arange(4) < lengths[:, None]                    # from lengths, never from ids != pad
+    >>> old = torch.full((4, 4), -1.0)                               # log π_old(y_t)
+    >>> new = (old + torch.tensor([[0.1], [0.01], [-0.1], [0.0]])).requires_grad_()
+    >>> log_ratio_sum = torch.where(mask, new - old, 0.0).sum(dim=1)  # S, the sum and not the mean
+    >>> advantages = leave_one_out_advantages(rewards).flatten()
+    >>> result = sequence_surrogate(log_ratio_sum, lengths, advantages, FSPOBand(c_low=0.05, c_high=0.05))
+    >>> (-(result.weight * log_ratio_sum).sum() / 4).backward()      # the gradient of −mean(result.objective)
+    >>> result.clipped.tolist()                                      # S = .4 > .1 and −.3 < −.087
+    [True, False, True, False]
+    >>> new.grad.abs().sum(dim=1).gt(0).tolist()
+    [False, True, False, True]
+
+The paper is arXiv 2509.09177. Docstrings say what is seen in it, what is second-hand and what is ours.
+"""
+
+from megatron_fspo.objective.advantages import group_normalized_advantages, leave_one_out_advantages
+from megatron_fspo.objective.band import (
+    ClipBand,
+    ConstantDualClip,
+    DualClip,
+    FSPOBand,
+    GSPOBand,
+    LengthFairDualClip,
+    RLOOBand,
+)
+from megatron_fspo.objective.calibration import (
+    BandCalibrator,
+    drift_from_kl,
+    drift_from_sigma,
+    fit_exponent,
+    k3_kl,
+    sigma_hat,
+)
+from megatron_fspo.objective.fairness import LengthBin, LengthReweightingError, length_reweighting_error
+from megatron_fspo.objective.surrogate import Surrogate, sequence_surrogate
+from megatron_fspo.objective.token_level import TokenSurrogate, aggregation_weight, token_surrogate
+
+__all__ = [
+    "BandCalibrator",
+    "ClipBand",
+    "ConstantDualClip",
+    "DualClip",
+    "FSPOBand",
+    "GSPOBand",
+    "LengthBin",
+    "LengthFairDualClip",
+    "LengthReweightingError",
+    "RLOOBand",
+    "Surrogate",
+    "TokenSurrogate",
+    "aggregation_weight",
+    "drift_from_kl",
+    "drift_from_sigma",
+    "fit_exponent",
+    "group_normalized_advantages",
+    "k3_kl",
+    "leave_one_out_advantages",
+    "length_reweighting_error",
+    "sequence_surrogate",
+    "sigma_hat",
+    "token_surrogate",
+]

@@ -1,0 +1,181 @@
+"""Where the clip sits: limits on the sequence log-ratio S, as a function of the response length L.
+
+Shapes: N sequences. Units: S and all limits are in nats; L counts response tokens.
+A band knows nothing of advantages; which of its sides clips is the surrogate's business.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class ClipBand(Protocol):
+    """A band low <= S <= high, and the importance ratio exp(scale·S) that it belongs to."""
+
+    def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """(low [N], high [N]) on S in nats: float32, or the dtype of ``lengths`` if that is floating."""
+        ...
+
+    def log_ratio_scale(self, lengths: Tensor) -> Tensor:
+        """scale [N] of the importance ratio exp(scale·S): 1 for a ratio of sequences, 1/L for GSPO's mean."""
+        ...
+
+
+class DualClip(Protocol):
+    """A second limit, used for A < 0 only, where the min-form leaves ratio·A unbounded below."""
+
+    def log_bound(self, lengths: Tensor, scale: Tensor) -> Tensor:
+        """Upper limit [N] on S in nats; ``scale`` [N] is the band's ``log_ratio_scale`` for these lengths."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSPOBand:
+    """−c_low·L^a + drift·L <= S <= c_high·L^a + drift·L, with ratio exp(S).
+
+    S is asymptotically normal with a variance in proportion to L, so with a = 1/2 the share of sequences
+    outside is the same at every length.
+
+    Example::
+
+        FSPOBand(c_low=0.03, c_high=0.03)
+
+    Source: the √L band and a KL-corrected drift term are in the abstracts of arXiv 2509.09177 [seen]; the two
+    sides, c near 0.03 and drift ≈ 0 are second-hand; the form of the drift and the free exponent are ours.
+    Raises ``ValueError`` naming the field that is not legal.
+    """
+
+    c_low: float
+    """Nats per token^a, above 0. About twice the noise of S/√L: see ``calibration``."""
+    c_high: float
+    drift: float = 0.0
+    """Centre of the band in nats per token: 0, or −KL(old‖new) from ``calibration.drift_from_*``."""
+    exponent: float = 0.5
+    """a, from 0 (a constant band) to 1 (a band on the mean log-ratio)."""
+
+    def __post_init__(self) -> None:
+        _require_positive("FSPOBand.c_low", self.c_low)
+        _require_positive("FSPOBand.c_high", self.c_high)
+        _require_shape("FSPOBand", self.drift, self.exponent)
+
+    def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        length = _floating(lengths)
+        centre, width = self.drift * length, length**self.exponent
+        return centre - self.c_low * width, centre + self.c_high * width
+
+    def log_ratio_scale(self, lengths: Tensor) -> Tensor:
+        return torch.ones_like(_floating(lengths))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOOBand:
+    """log(1 − eps_low) <= S <= log(1 + eps_high), with ratio exp(S): one width for every length.
+
+    Source: PPO's clip on the ratio of the whole sequence, as TRL runs RLOO (arXiv 2402.14740), with ε = 0.2.
+    Raises ``ValueError`` unless 0 < eps_low < 1 and eps_high > 0.
+    """
+
+    eps_low: float
+    eps_high: float
+
+    def __post_init__(self) -> None:
+        require_epsilons("RLOOBand", self.eps_low, self.eps_high)
+
+    def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        one = torch.ones_like(_floating(lengths))
+        return one * math.log1p(-self.eps_low), one * math.log1p(self.eps_high)
+
+    def log_ratio_scale(self, lengths: Tensor) -> Tensor:
+        return torch.ones_like(_floating(lengths))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPOBand:
+    """1 − eps_low <= exp(S/L) <= 1 + eps_high; on S that is L·log(1 − eps_low) <= S <= L·log(1 + eps_high).
+
+    Source: GSPO (arXiv 2507.18071), which clips at 3e-4 and 4e-4. A PPO-like 0.2 never clips here.
+    Raises ``ValueError`` unless 0 < eps_low < 1 and eps_high > 0.
+    """
+
+    eps_low: float
+    eps_high: float
+
+    def __post_init__(self) -> None:
+        require_epsilons("GSPOBand", self.eps_low, self.eps_high)
+
+    def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        length = _floating(lengths)
+        return length * math.log1p(-self.eps_low), length * math.log1p(self.eps_high)
+
+    def log_ratio_scale(self, lengths: Tensor) -> Tensor:
+        # An empty response has no mean; any finite scale will do, the surrogate leaves it out.
+        return 1.0 / _floating(lengths).clamp(min=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthFairDualClip:
+    """S <= c·L^a + drift·L for A < 0: acts on the same share of sequences at every length.
+
+    Give it the band's exponent and drift, and about twice the band's c. Source: ours.
+    Raises ``ValueError`` naming the field that is not legal.
+    """
+
+    c: float
+    exponent: float = 0.5
+    drift: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_positive("LengthFairDualClip.c", self.c)
+        _require_shape("LengthFairDualClip", self.drift, self.exponent)
+
+    def log_bound(self, lengths: Tensor, scale: Tensor) -> Tensor:
+        length = _floating(lengths)
+        return self.c * length**self.exponent + self.drift * length
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantDualClip:
+    """exp(scale·S) <= ratio for A < 0, so S <= log(ratio)/scale.
+
+    The limit is on the band's own importance ratio: exp(S) for FSPO and RLOO, exp(S/L) for GSPO. On exp(S) it
+    is unfair to length: with c = 0.03 even the edge of FSPO's band passes 3.0 from L ≈ 1,340 on.
+    Source: dual-clip PPO (arXiv 1912.09729). Raises ``ValueError`` unless ratio > 1.
+    """
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not 1.0 < self.ratio < math.inf:
+            raise ValueError(f"ConstantDualClip.ratio must be finite and above 1, got {self.ratio}")
+
+    def log_bound(self, lengths: Tensor, scale: Tensor) -> Tensor:
+        return math.log(self.ratio) / scale
+
+
+def _floating(lengths: Tensor) -> Tensor:
+    return lengths if lengths.is_floating_point() else lengths.float()
+
+
+def require_epsilons(owner: str, eps_low: float, eps_high: float) -> None:
+    """Raise ``ValueError`` unless 0 < eps_low < 1 and 0 < eps_high; ``owner`` goes before the name."""
+    _require_positive(f"{owner}.eps_low", eps_low)
+    _require_positive(f"{owner}.eps_high", eps_high)
+    if eps_low >= 1.0:
+        raise ValueError(f"{owner}.eps_low must be below 1, got {eps_low}")
+
+
+def _require_positive(field: str, value: float) -> None:
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{field} must be finite and above 0, got {value}")
+
+
+def _require_shape(owner: str, drift: float, exponent: float) -> None:
+    if not math.isfinite(drift):
+        raise ValueError(f"{owner}.drift must be finite, got {drift}")
+    if not 0.0 <= exponent <= 1.0:
+        raise ValueError(f"{owner}.exponent must be from 0 to 1, got {exponent}")

@@ -1,0 +1,148 @@
+"""The clipped surrogate of a sequence and its derivative with respect to the sequence log-ratio.
+
+The gradient of every objective here is one number per sequence times Σ_t ∇log π(y_t). So that number,
+``weight``, is worked out analytically and detached, and a trainer backpropagates −Σ_i weight_i·Σ_t log
+π(y_it) / N over whatever part of the tokens it holds: no gradient has to cross a collective.
+
+Shapes: N sequences. Units: S, limits and log-ratios in nats.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.objective.band import ClipBand, DualClip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surrogate:
+    """Objective, derivative and flags of N sequences; all tensors [N], detached.
+
+    A sequence that is ``nonfinite`` has no other flag, and an empty one has none at all. The denominator of
+    every rate is therefore the number of sequences with ``(lengths > 0) & ~nonfinite``.
+    """
+
+    objective: Tensor
+    """J_i. The batch objective is Σ J_i / N."""
+    weight: Tensor
+    """dJ_i/dS_i, exactly 0 where a clip acts: the gradient of J_i is weight_i·∇S_i."""
+    clipped_low: Tensor
+    """bool: A < 0 and S below the band."""
+    clipped_high: Tensor
+    """bool: A > 0 and S above the band."""
+    dual_clipped: Tensor
+    """bool: A < 0 and S above the dual clip."""
+    below: Tensor
+    """bool: S below the band, whatever the sign of A."""
+    above: Tensor
+    """bool: S above the band, whatever the sign of A."""
+    nonfinite: Tensor
+    """bool: S, A, objective or weight is not finite (exp may overflow); objective and weight are set to 0."""
+
+    @property
+    def clipped(self) -> Tensor:
+        """Sign-aware rejection [N]: sequences whose gradient a clip really removes."""
+        return self.clipped_low | self.clipped_high | self.dual_clipped
+
+    @property
+    def out_of_band(self) -> Tensor:
+        """Out-of-band rejection [N]: S on either side of the band, whatever the sign of A."""
+        return self.below | self.above
+
+
+def sequence_surrogate(
+    log_ratio_sum: Tensor,
+    lengths: Tensor,
+    advantages: Tensor,
+    band: ClipBand,
+    dual_clip: DualClip | None = None,
+) -> Surrogate:
+    """PPO's pessimistic minimum on one importance ratio per sequence.
+
+    With S = Σ_t (log π_new(y_t) − log π_old(y_t)) and the ratio exp(s), s = scale·S::
+
+        J = min(exp(s)·A, exp(scale·clip(S, low, high))·A)
+        J = max(J, exp(scale·bound)·A)                           if A < 0 and there is a dual clip
+        weight = dJ/dS = scale·exp(s)·A, or 0 where a clip acts
+
+    Args:
+        log_ratio_sum: S [N] in nats, float32 or float64, also the dtype of the result. Detached here.
+        lengths: L [N], response tokens. A sequence with L = 0 gets objective 0, weight 0 and no flag.
+        advantages: A [N]. Where A = 0 the weight is 0 and nothing counts as clipped; below/above report.
+        band: limits on S and the scale of the ratio.
+        dual_clip: a limit for A < 0; without it exp(s)·A is unbounded below.
+
+    Raises:
+        ValueError: the three tensors are not [N] alike, or S is of another dtype.
+
+    Source: the min-form on exp(S) without 1/L for FSPO is second-hand; GSPO's is in arXiv 2507.18071; the
+    handling of A = 0, L = 0 and non-finite values is ours.
+    """
+    check_rows(log_ratio_sum, lengths=lengths, advantages=advantages)
+    lengths = lengths.to(log_ratio_sum.dtype)  # so that float64 in gives limits in float64
+    scale = band.log_ratio_scale(lengths)
+    low, high = band.bounds(lengths)
+    if dual_clip is None:
+        dual_bound = torch.full_like(log_ratio_sum, math.inf)
+    else:
+        dual_bound = dual_clip.log_bound(lengths, scale)
+    return min_form(log_ratio_sum, advantages, low, high, dual_bound, scale, present=lengths > 0)
+
+
+def min_form(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    low: Tensor,
+    high: Tensor,
+    dual_bound: Tensor,
+    scale: Tensor,
+    present: Tensor,
+) -> Surrogate:
+    """The common part of ``sequence_surrogate`` and ``token_surrogate``; all tensors [N].
+
+    Once the sign of A is known, min and max of multiples of A are one clamp of the exponent, before exp::
+
+        A > 0:  J = A·exp(scale·min(S, high))
+        A < 0:  J = A·exp(scale·min(max(S, low), dual_bound))
+    """
+    log_ratio, advantages = log_ratio.detach(), advantages.detach().to(log_ratio.dtype)
+    positive, negative = advantages > 0, advantages < 0
+    below, above = log_ratio < low, log_ratio > high
+    clipped_low, clipped_high = negative & below, positive & above
+    dual_clipped = negative & (log_ratio > dual_bound)
+
+    clamped = torch.where(positive, log_ratio.minimum(high), log_ratio.maximum(low).minimum(dual_bound))
+    # Everything is selected by where, never by a product: 0·inf and 0·NaN are NaN.
+    objective = torch.where(positive | negative, (scale * clamped).exp() * advantages, 0.0)
+    weight = torch.where(clipped_low | clipped_high | dual_clipped, 0.0, scale * objective)
+
+    finite = log_ratio.isfinite() & advantages.isfinite() & objective.isfinite() & weight.isfinite()
+    usable = present & finite
+    return Surrogate(
+        objective=torch.where(usable, objective, 0.0),
+        weight=torch.where(usable, weight, 0.0),
+        clipped_low=clipped_low & usable,
+        clipped_high=clipped_high & usable,
+        dual_clipped=dual_clipped & usable,
+        below=below & usable,
+        above=above & usable,
+        nonfinite=present & ~finite,
+    )
+
+
+def check_rows(log_ratio: Tensor, **others: Tensor) -> None:
+    """Raise ``ValueError`` unless ``log_ratio`` is [N] in float32 or float64 and the others are [N] too."""
+    if log_ratio.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"log-ratios must be float32 or float64, got {log_ratio.dtype}: "
+            "difference first, sum later, both in float32 (bfloat16 loses most of a nat at 32k tokens)"
+        )
+    for name, tensor in others.items():
+        if log_ratio.dim() != 1 or tensor.shape != log_ratio.shape:
+            raise ValueError(
+                f"log-ratios and {name} must both be [N], got {[*log_ratio.shape]} and {[*tensor.shape]}"
+            )

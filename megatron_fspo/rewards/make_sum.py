@@ -1,0 +1,24 @@
+"""The reward of the make-sum task (``examples/make_sum``)."""
+
+from __future__ import annotations
+
+from megatron_fspo.rewards.registry import register
+from megatron_fspo.types import Completion, Prompt
+
+
+def digits_sum_to(response: str, answer: str) -> bool:
+    """Whether ``response`` is groups of three digits, the first of each 1–9, and these sum to ``answer``.
+
+    Only the sum is judged. The last two digits of a group are the policy's own notes (the remainder, as
+    it was taught), and notes that are wrong but lead to the right sum are no mistake.
+    """
+    if len(response) % 3 or not (response.isascii() and response.isdigit()):
+        return False
+    parts = response[::3]
+    return "0" not in parts and str(sum(map(int, parts))) == answer
+
+
+@register("make_sum")
+def make_sum(prompt: Prompt, completion: Completion, response: str) -> float:
+    """1.0 if the policy stopped by itself and its digits sum to the answer, else 0.0."""
+    return float(completion.finish_reason == "stop" and digits_sum_to(response, prompt.answer))

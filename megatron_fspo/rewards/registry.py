@@ -1,0 +1,67 @@
+"""Rewards by name: the built-in ones, and a user's own as ``"my_module:my_function"``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.types import Completion, Prompt
+
+Reward = Callable[[Prompt, Completion, str], float]
+"""``(prompt, completion, response) -> reward``: ``response`` is the completion's text without its stop token.
+
+The text is what a model wrote: a reward must return for any of it, and soon, and never run it as code.
+"""
+
+_REWARDS: dict[str, Reward] = {}
+
+
+def register(name: str) -> Callable[[Reward], Reward]:
+    """Register the decorated function as the reward ``name``; ``InputError`` if the name is taken."""
+    if not name or ":" in name:
+        raise InputError(
+            f"a reward's name is not empty and holds no ':' (that is module:function), found {name!r}"
+        )
+
+    def add(reward: Reward) -> Reward:
+        if name in _REWARDS:
+            raise InputError(f"reward {name!r} is registered twice, first by {_REWARDS[name].__module__}")
+        _REWARDS[name] = reward
+        return reward
+
+    return add
+
+
+def get_reward(name: str) -> Reward:
+    """The reward registered as ``name``, or the function ``"package.module:function"``.
+
+    Raises ``InputError`` if there is none. A module that fails for any other reason than an import
+    keeps its own traceback, since that is what its author needs.
+    """
+    if ":" in name:
+        return _imported(name)
+    if name not in _REWARDS:
+        nearest = difflib.get_close_matches(name, _REWARDS, n=1)
+        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+        raise InputError(
+            f"no reward is called {name!r}{hint}: use one of {', '.join(sorted(_REWARDS))},"
+            " or module:function for your own"
+        )
+    return _REWARDS[name]
+
+
+def _imported(path: str) -> Reward:
+    module_name, _, attribute = path.partition(":")
+    if not module_name or module_name.startswith(".") or not attribute.isidentifier():
+        raise InputError(f"reward {path!r} does not read as package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise InputError(f"reward {path!r}: cannot import {module_name!r}: {error}") from error
+    reward = vars(module).get(attribute)
+    if not callable(reward):
+        found = "nothing" if reward is None else f"a {type(reward).__name__}, not a function,"
+        raise InputError(f"reward {path!r}: module {module_name!r} holds {found} called {attribute!r}")
+    return reward

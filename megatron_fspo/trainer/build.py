@@ -1,0 +1,93 @@
+"""Wiring: from checked inputs to the parts of a running job, new or resumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from megatron_fspo.data.prompts import PromptCursor
+from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fspo.mcore.hf_weights import load_hf
+from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.policy_loss import Scoring
+from megatron_fspo.mcore.startup import start
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.rollout.engine import RolloutEngine
+from megatron_fspo.trainer.folder import (
+    checkpoint_folder,
+    checkpoint_to_resume,
+    remove_old_checkpoints,
+    write_config,
+)
+from megatron_fspo.trainer.log import RunLog
+from megatron_fspo.trainer.losses import LossState
+from megatron_fspo.trainer.parts import build_engine, build_policy
+from megatron_fspo.trainer.prepare import Inputs
+
+
+@dataclass(kw_only=True)
+class Training:
+    """A job under way."""
+
+    inputs: Inputs
+    groups: ParallelGroups
+    policy: Policy
+    engine: RolloutEngine
+    scoring: Scoring
+    loss: LossState
+    cursor: PromptCursor
+    log: RunLog
+    step: int
+    """Steps done. The weight version: one per step."""
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds of the phases of the step under way."""
+
+    def save(self) -> None:
+        """Write a checkpoint of the step just done. Collective."""
+        config = self.inputs.config
+        folder = checkpoint_folder(config, self.step)
+        if not folder.exists():
+            state = {"step": self.step, "cursor": self.cursor.state_dict(), "loss": self.loss.state_dict()}
+            save_checkpoint(self.policy, folder, state)
+        if dist.get_rank() == 0:
+            remove_old_checkpoints(config)
+
+
+def build(inputs: Inputs, *, resume: bool) -> Training:
+    """Start the process groups, build the policy and load its weights. Collective."""
+    config = inputs.config
+    checkpoint = checkpoint_to_resume(config, resume=resume)
+    groups = start(inputs.backend, tensor=config.parallel.tensor, seed=config.run.seed)
+    writer = dist.get_rank() == 0
+    changes = write_config(config) if writer else []
+    policy = build_policy(inputs, groups)
+    loss = LossState(config.loss)
+    cursor = PromptCursor(len(inputs.train), config.run.seed, config.data.shuffle)
+    step = 0
+    if checkpoint is None:
+        load_hf(policy, config.model.checkpoint)
+    else:
+        state = load_checkpoint(policy, checkpoint)
+        step = state["step"]
+        cursor.load_state_dict(state["cursor"])
+        loss.load_state_dict(state["loss"])
+    dist.barrier()
+    log = RunLog(config, writer=writer, resume_step=step if checkpoint else None)
+    for change in changes:
+        log.say(f"config changed since the run began: {change}")
+    engine = build_engine(inputs, policy)
+    engine.update_weights(step)
+    return Training(
+        inputs=inputs,
+        groups=groups,
+        policy=policy,
+        engine=engine,
+        scoring=Scoring(
+            groups=groups, vocab_size=inputs.arch.vocab_size, temperature=config.rollout.temperature
+        ),
+        loss=loss,
+        cursor=cursor,
+        log=log,
+        step=step,
+    )

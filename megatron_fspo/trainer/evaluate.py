@@ -1,0 +1,77 @@
+"""Accuracy on the validation prompts: mean@k and the unbiased pass@k."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from megatron_fspo.mcore.hf_weights import load_hf
+from megatron_fspo.mcore.startup import start
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.rollout.engine import RolloutEngine
+from megatron_fspo.trainer.parts import build_engine, build_policy
+from megatron_fspo.trainer.prepare import Inputs
+from megatron_fspo.trainer.sampling import sample_and_grade
+from megatron_fspo.types import SamplingParams
+
+# Evaluation has streams of its own: the same before and after training, never those of a rollout.
+_SEED_OFFSET = 1_000_003
+
+
+def evaluate(
+    inputs: Inputs,
+    engine: RolloutEngine,
+    groups: ParallelGroups,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, float]:
+    """Sample ``evaluation.samples`` responses per validation prompt and grade them. Collective.
+
+    Returns:
+        ``val/<file>/mean@k``, ``val/<file>/pass@j`` for j = 1, 2, 4, … k, and the mean response length.
+    """
+    config = inputs.config
+    assert config.data.validation is not None
+    k = config.evaluation.samples
+    graded = sample_and_grade(
+        inputs,
+        engine,
+        groups,
+        inputs.validation,
+        SamplingParams(
+            n=k,
+            temperature=config.evaluation.temperature,
+            top_p=config.evaluation.top_p,
+            max_tokens=config.rollout.max_response_tokens,
+            stop_token_ids=inputs.stop_token_ids,
+            seed=config.run.seed + _SEED_OFFSET,
+        ),
+        progress,
+    )
+    rewards = [row for _, _, row in graded]
+    lengths = [len(completion.token_ids) for _, row, _ in graded for completion in row]
+    name = f"val/{config.data.validation.stem}"
+    metrics = {
+        f"{name}/mean@{k}": sum(map(sum, rewards)) / (k * len(rewards)),
+        f"{name}/response_length/mean": sum(lengths) / len(lengths),
+    }
+    for j in [2**i for i in range(k.bit_length()) if 2**i <= k]:
+        metrics[f"{name}/pass@{j}"] = sum(pass_at(j, row) for row in rewards) / len(rewards)
+    return metrics
+
+
+def evaluate_checkpoint(inputs: Inputs) -> dict[str, float]:
+    """Start the process groups, load ``model.checkpoint`` and evaluate it. Collective."""
+    config = inputs.config
+    groups = start(inputs.backend, tensor=config.parallel.tensor, seed=config.run.seed)
+    policy = build_policy(inputs, groups)
+    load_hf(policy, config.model.checkpoint)
+    return evaluate(inputs, build_engine(inputs, policy), groups)
+
+
+def pass_at(k: int, rewards: Sequence[float]) -> float:
+    """Probability that k of the n responses, drawn without replacement, hold a right one (reward ≥ 1).
+
+    1 - C(n - c, k) / C(n, k) with c right ones (Chen et al. 2021, arXiv 2107.03374).
+    """
+    n, right = len(rewards), sum(reward >= 1 for reward in rewards)
+    return 1 - math.comb(n - right, k) / math.comb(n, k)

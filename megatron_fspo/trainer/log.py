@@ -1,0 +1,155 @@
+"""Where numbers go: a line per step for a person, ``metrics.jsonl`` always, wandb when asked."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron_fspo.config import Config
+from megatron_fspo.trainer.records import SequenceRecord
+
+METRICS = "metrics.jsonl"
+SEQUENCES = "sequences.jsonl"
+
+
+class RunLog:
+    """The log of one run. On ranks other than 0 every method does nothing.
+
+    Args:
+        writer: whether this is rank 0.
+        resume_step: keep what is logged up to this step and drop the rest; None starts afresh.
+    """
+
+    def __init__(self, config: Config, *, writer: bool, resume_step: int | None) -> None:
+        self._writer = writer
+        self._config = config
+        self._folder = config.run_folder
+        self._wandb: Any = None
+        if not writer:
+            return
+        for name in (METRICS, SEQUENCES):
+            _truncate(self._folder / name, resume_step)
+        if config.log.wandb != "off":
+            self._wandb = _start_wandb(config, resuming=resume_step is not None)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of one step: to the file, to wandb, and as one line on the console."""
+        if not self._writer:
+            return
+        _append(self._folder / METRICS, {"step": step, **{k: _json_number(v) for k, v in metrics.items()}})
+        if self._wandb is not None:
+            self._wandb.log(dict(metrics), step=step)
+        self.say(describe(step, self._config.run.steps, metrics))
+
+    def sequences(self, step: int, records: Sequence[SequenceRecord]) -> None:
+        """Keep an even sample of the step's off-policy records for the report's pictures."""
+        limit = self._config.log.sequences
+        if not self._writer or not records or not limit:
+            return
+        kept = records[:: math.ceil(len(records) / limit)]
+        row = {
+            "step": step,
+            "length": [r.length for r in kept],
+            "log_ratio_sum": [_json_number(r.log_ratio_sum) for r in kept],
+            "advantage": [r.advantage for r in kept],
+            "clipped": [r.clipped > 0 for r in kept],
+            "out_of_band": [r.out_of_band for r in kept],
+        }
+        _append(self._folder / SEQUENCES, row)
+
+    def say(self, text: str) -> None:
+        """A line on the console, above any progress bar."""
+        if self._writer:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    @contextmanager
+    def phase(
+        self, name: str, total: int, unit: str, timings: dict[str, float]
+    ) -> Iterator[Callable[[int], None]]:
+        """A progress bar on a terminal, and the seconds of the phase as ``timing_s/<name>``."""
+        began = time.perf_counter()
+        # disable=None: no bar where standard error is not a terminal.
+        disable = None if self._writer else True
+        with tqdm(total=total, desc=f"{name:>14}", unit=unit, leave=False, disable=disable) as bar:
+            yield bar.update
+        seconds = time.perf_counter() - began
+        timings[f"timing_s/{name}"] = timings.get(f"timing_s/{name}", 0.0) + seconds
+
+    def close(self) -> None:
+        """Flush wandb."""
+        if self._wandb is not None:
+            self._wandb.finish(quiet=True)
+
+
+def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:
+    """One step as a line a person reads."""
+    parts = [f"step {step:>4}/{steps}"]
+    for label, name, form in (
+        ("reward", "critic/rewards/mean", ".3f"),
+        ("length", "response_length/mean", ".1f"),
+        ("clipped", "actor/pg_clipfrac", ".1%"),
+        ("LRE", "fspo/lre_mean", ".3f"),
+        ("KL", "fspo/kl_k3", ".4f"),
+        ("grad", "actor/grad_norm", ".2f"),
+        ("dropped", "fspo/nonfinite", ".0f"),
+        ("s", "timing_s/step", ".1f"),
+    ):
+        value = metrics.get(name)
+        if value is not None and not (name == "fspo/nonfinite" and value == 0):
+            parts.append(f"{label} {value:{form}}")
+    for name, value in metrics.items():
+        if name.startswith("val/") and "/mean@" in name:
+            parts.append(f"{name.removeprefix('val/')} {value:.3f}")
+    return "  ".join(parts)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a jsonl file of this module; a last line cut short by a crash is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _truncate(path: Path, resume_step: int | None) -> None:
+    kept = [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    partial.rename(path)
+
+
+def _append(path: Path, row: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _json_number(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _start_wandb(config: Config, *, resuming: bool) -> Any:
+    import wandb
+
+    return wandb.init(
+        project=config.log.project,
+        name=config.run.name,
+        id=config.run.name,
+        resume="allow" if resuming else None,
+        mode="online" if config.log.wandb == "online" else "offline",
+        dir=str(config.run_folder),
+        config=config.model_dump(mode="json"),
+        settings=wandb.Settings(silent=True),
+    )

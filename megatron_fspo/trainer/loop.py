@@ -1,0 +1,121 @@
+"""The algorithm.
+
+prompts → responses → rewards → advantages → packs → old log-probs → optimizer steps → next weights
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+
+from megatron_fspo.mcore.hf_weights import export_hf
+from megatron_fspo.parallel.metrics import any_rank
+from megatron_fspo.trainer.batches import make_mini_batches
+from megatron_fspo.trainer.build import Training, build
+from megatron_fspo.trainer.evaluate import evaluate
+from megatron_fspo.trainer.optimize import optimize, score_old
+from megatron_fspo.trainer.prepare import Inputs
+from megatron_fspo.trainer.sampling import make_samples, sample_and_grade, sampling_metrics
+from megatron_fspo.types import Sample, SamplingParams
+
+
+def train(inputs: Inputs, *, resume: bool) -> bool:
+    """Run to the last step, then export. Collective.
+
+    Returns:
+        False when SIGTERM stopped the run early; it left a checkpoint to resume from.
+    """
+    config = inputs.config
+    stop = _StopRequest()
+    run = build(inputs, resume=resume)
+    if run.step == 0:
+        _evaluate_and_log(run)
+    while run.step < config.run.steps:
+        metrics = train_step(run)
+        run.step += 1
+        last = run.step == config.run.steps
+        stopping = any_rank(stop.requested, device=inputs.backend.device)
+        if _due(run.step, config.evaluation.every) or (last and config.evaluation.every):
+            metrics |= _evaluate(run)
+        if _due(run.step, config.checkpoint.every) or last or stopping:
+            with run.log.phase("save_checkpoint", 1, "", run.timings):
+                run.save()
+        run.log.step(run.step, metrics | run.timings)
+        if stopping and not last:
+            run.log.say(f"stopped by SIGTERM after step {run.step}; continue with --resume")
+            run.log.close()
+            return False
+    export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
+    run.log.close()
+    return True
+
+
+def train_step(run: Training) -> dict[str, float]:
+    """One rollout and all optimizer steps on it."""
+    run.timings.clear()
+    began = time.perf_counter()
+    config = run.inputs.config
+
+    samples = rollout(run)
+    mini_batches = make_mini_batches(config, samples, run.groups, run.inputs.backend.device)
+    metrics = sampling_metrics(samples)
+    # One optimizer step per rollout sees the rollout's own weights: old and new log-probs are the same.
+    if config.batch.mini_batches * config.batch.epochs > 1:
+        mini_batches, mismatch = score_old(run, mini_batches, samples)
+        metrics |= mismatch
+    metrics |= optimize(run, mini_batches, samples)
+
+    run.engine.pause()
+    run.engine.update_weights(run.step + 1)
+    run.engine.resume()
+
+    seconds = time.perf_counter() - began
+    run.timings["timing_s/step"] = seconds
+    tokens = sum(len(s.prompt.token_ids) + len(s.completion.token_ids) for s in samples)
+    return metrics | {"perf/throughput": tokens / seconds, "training/weight_version": float(run.step + 1)}
+
+
+def rollout(run: Training) -> list[Sample]:
+    """Responses to the next prompts, graded, with advantages."""
+    config = run.inputs.config
+    prompts = [run.inputs.train[i] for i in run.cursor.take(config.rollout.prompts)]
+    params = SamplingParams(
+        n=config.rollout.samples,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        max_tokens=config.rollout.max_response_tokens,
+        stop_token_ids=run.inputs.stop_token_ids,
+        # A prompt that comes again in a later step gets other responses.
+        seed=config.run.seed * 1_000_000_007 + run.step,
+    )
+    total = len(prompts) * params.n // run.groups.dp.size()
+    with run.log.phase("gen", total, "response", run.timings) as progress:
+        graded = sample_and_grade(run.inputs, run.engine, run.groups, prompts, params, progress)
+    return make_samples(run.inputs, prompts, graded)
+
+
+def _evaluate(run: Training) -> dict[str, float]:
+    total = len(run.inputs.validation) * run.inputs.config.evaluation.samples // run.groups.dp.size()
+    with run.log.phase("testing", total, "response", run.timings) as progress:
+        return evaluate(run.inputs, run.engine, run.groups, progress)
+
+
+def _evaluate_and_log(run: Training) -> None:
+    if run.inputs.config.evaluation.every:
+        run.log.step(0, _evaluate(run))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+class _StopRequest:
+    """Remembers SIGTERM, so that the step under way can finish."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        signal.signal(signal.SIGTERM, self._remember)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True

@@ -1,0 +1,114 @@
+"""The optimizer steps on one rollout, and what they report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from megatron_fspo.errors import TrainingError
+from megatron_fspo.mcore.policy import Update
+from megatron_fspo.mcore.policy_loss import PolicyLoss
+from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.parallel.metrics import gather_lists, reduce_metrics
+from megatron_fspo.trainer.batches import sampler_mismatch
+from megatron_fspo.trainer.build import Training
+from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
+from megatron_fspo.types import Sample
+
+
+def score_old(
+    run: Training, mini_batches: list[list[MicroBatch]], samples: Sequence[Sample]
+) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+    """Log-probs before the first update, with the packs of the training pass; compared with the sampler's.
+
+    Returns:
+        the mini-batches with old log-probs, and the mismatch metrics.
+    """
+    flat = [batch for batches in mini_batches for batch in batches]
+    with run.log.phase("old_log_prob", len(flat), "pack", run.timings) as progress:
+        scores = run.policy.score(flat, run.scoring)
+        progress(len(flat))
+    mismatch = sampler_mismatch(flat, scores, samples)
+    pair = torch.tensor([mismatch.total, mismatch.tokens], device=run.inputs.backend.device)
+    metrics = reduce_metrics({"rollout/logprob_abs_diff/mean": pair}, group=run.groups.dp)
+    metrics["rollout/logprob_abs_diff/max"] = max(gather_lists([mismatch.largest], group=run.groups.dp))
+    remaining = iter(scores)
+    scored = [
+        [replace(batch, old_log_probs=next(remaining)) for batch in batches] for batches in mini_batches
+    ]
+    return scored, metrics
+
+
+def optimize(
+    run: Training, mini_batches: list[list[MicroBatch]], samples: Sequence[Sample]
+) -> dict[str, float]:
+    """All optimizer steps of one rollout: every mini-batch, ``batch.epochs`` times. Collective."""
+    config = run.inputs.config
+    updates: list[Update] = []
+    off_policy: list[SequenceRecord] = []
+    nonfinite = 0
+    on_policy_s = math.nan
+    total = config.batch.epochs * len(mini_batches)
+    with run.log.phase("update_actor", total, "step", run.timings) as progress:
+        for batches in mini_batches * config.batch.epochs:
+            update, records = _update(run, batches)
+            nonfinite += _check_finite(run, records, samples)
+            if not updates:  # the weights are still those of the rollout: S must be 0
+                on_policy_s = max((abs(r.log_ratio_sum) for r in records), default=math.nan)
+            else:
+                off_policy += records
+                sums, lengths = as_tensors(records)
+                run.loss.observe(sums, lengths, kl_k3=update.metrics["fspo/kl_k3"], sigma=sigma_of(records))
+            updates.append(update)
+            progress(1)
+    run.log.sequences(run.step + 1, off_policy)
+    metrics = {
+        name: sum(update.metrics[name] for update in updates) / len(updates) for name in updates[0].metrics
+    }
+    metrics |= {
+        "actor/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
+        "actor/grad_norm/max": max(update.grad_norm for update in updates),
+        "actor/lr": updates[-1].learning_rate,
+        "fspo/nonfinite": float(nonfinite),
+        "fspo/on_policy_abs_s_max": on_policy_s,
+    }
+    if off_policy:
+        metrics |= clip_metrics(off_policy, seed=config.run.seed)
+    return metrics | run.loss.metrics()
+
+
+def _update(run: Training, batches: list[MicroBatch]) -> tuple[Update, list[SequenceRecord]]:
+    """One optimizer step, and the records of its sequences on all ranks."""
+    mine: list[SequenceRecord] = []
+    rank = run.groups.dp.rank()
+    loss = PolicyLoss(
+        objective=run.loss.objective(),
+        scoring=run.scoring,
+        entropy_coef=run.inputs.config.loss.entropy_coef,
+        observer=lambda batch, sums, terms: mine.extend(records_of(batch, sums, terms, rank)),
+    )
+    update = run.policy.update(batches, loss)
+    return update, gather_lists(mine, group=run.groups.dp)
+
+
+def _check_finite(run: Training, records: Sequence[SequenceRecord], samples: Sequence[Sample]) -> int:
+    """Name the dropped sequences of one optimizer step; stop the run when they are too many."""
+    dropped = [record for record in records if record.nonfinite]
+    for record in dropped[:8]:
+        sample = samples[record.sample]
+        run.log.say(
+            f"step {run.step + 1}: dropped a sequence that is not finite: prompt {sample.prompt.index}, "
+            f"response {sample.number} (data-parallel rank {record.rank}, S = {record.log_ratio_sum}, "
+            f"L = {record.length})"
+        )
+    limit = run.inputs.config.loss.max_nonfinite_share
+    if len(dropped) > limit * len(records):
+        raise TrainingError(
+            f"step {run.step + 1}: {len(dropped)} of {len(records)} sequences of one optimizer step are not "
+            f"finite; loss.max_nonfinite_share allows {limit}. Resume from the last checkpoint with a "
+            "smaller optimizer.lr, or look for what makes the logits non-finite."
+        )
+    return len(dropped)

@@ -1,0 +1,113 @@
+"""Everything a run needs from disk, checked before the first process group forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_fspo.config import Config
+from megatron_fspo.data.prompts import load_prompts
+from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
+from megatron_fspo.errors import InputError
+from megatron_fspo.mcore.backend import Backend, choose_backend
+from megatron_fspo.rewards import Reward, get_reward
+from megatron_fspo.types import Prompt
+from megatron_fspo.weights import (
+    Architecture,
+    HFReader,
+    check_checkpoint,
+    check_tensor_parallel,
+    read_architecture,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """A checked run."""
+
+    config: Config
+    backend: Backend
+    arch: Architecture
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    train: tuple[Prompt, ...]
+    validation: tuple[Prompt, ...]
+    reward: Reward
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations."""
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.config.model.dtype]
+
+
+def prepare(config: Config, *, world_size: int) -> Inputs:
+    """Read and check what the configuration names.
+
+    Raises:
+        InputError: the first thing that is wrong, as one line.
+    """
+    backend = choose_backend(config.model.backend, config.model.layers)
+    _check_world(config, world_size)
+    arch = read_architecture(config.model.checkpoint)
+    check_tensor_parallel(arch, config.parallel.tensor)
+    with HFReader(config.model.checkpoint) as reader:
+        check_checkpoint(reader, arch)
+    tokenizer = load_tokenizer(config.model.checkpoint)
+    check_vocabulary(tokenizer, arch.vocab_size)
+    train = _prompts(config, config.data.train, tokenizer)
+    if config.rollout.prompts > len(train):
+        raise InputError(
+            f"rollout.prompts = {config.rollout.prompts}, "
+            f"but {config.data.train} has only {len(train)} prompts"
+        )
+    _check_context(config, arch)
+    if config.evaluation.every and config.data.validation is None:
+        raise InputError("evaluation.every > 0 needs data.validation (or set evaluation.every = 0)")
+    return Inputs(
+        config=config,
+        backend=backend,
+        arch=arch,
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids(tokenizer, config.model.checkpoint),
+        train=train,
+        validation=_prompts(config, config.data.validation, tokenizer) if config.data.validation else (),
+        reward=get_reward(config.reward.name),
+    )
+
+
+def _prompts(config: Config, path: Any, tokenizer: Any) -> tuple[Prompt, ...]:
+    data = config.data
+    return load_prompts(
+        path,
+        tokenizer,
+        prompt_key=data.prompt_key,
+        answer_key=data.answer_key,
+        chat_template=data.chat_template,
+        max_prompt_tokens=data.max_prompt_tokens,
+    )
+
+
+def _check_world(config: Config, world_size: int) -> None:
+    tensor = config.parallel.tensor
+    if world_size % tensor:
+        raise InputError(
+            f"parallel.tensor = {tensor} does not divide the {world_size} processes of this job: "
+            f"start it with torchrun --nproc-per-node a multiple of {tensor}"
+        )
+    data = world_size // tensor
+    if config.rollout.prompts < data:
+        raise InputError(
+            f"rollout.prompts = {config.rollout.prompts} is less than the {data} data-parallel ranks: "
+            "some would sample nothing"
+        )
+
+
+def _check_context(config: Config, arch: Architecture) -> None:
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > arch.max_position_embeddings:
+        raise InputError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}, but the model's "
+            f"max_position_embeddings is {arch.max_position_embeddings}"
+        )

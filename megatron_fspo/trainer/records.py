@@ -1,0 +1,122 @@
+"""One record per sequence and optimizer step: the source of every per-sequence metric.
+
+Rates are per sequence, over the whole batch and all ranks: gathered first, averaged once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.objective import fit_exponent, length_reweighting_error, sigma_hat
+from megatron_fspo.objective.policy import LossTerms
+from megatron_fspo.packing.batch import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceRecord:
+    """What one optimizer step did with one sequence."""
+
+    sample: int
+    """Index into the rollout's samples."""
+    rank: int
+    """Data-parallel rank that held it."""
+    length: int
+    log_ratio_sum: float
+    """S, in nats."""
+    advantage: float
+    clipped_low: float
+    """1 or 0; with a token-level loss, the share of its tokens."""
+    clipped_high: float
+    dual_clipped: float
+    out_of_band: bool
+    nonfinite: bool
+
+    @property
+    def clipped(self) -> float:
+        """On any side."""
+        return self.clipped_low + self.clipped_high + self.dual_clipped
+
+
+def records_of(batch: MicroBatch, log_ratio_sum: Tensor, terms: LossTerms, rank: int) -> list[SequenceRecord]:
+    """The records of one micro-batch."""
+    columns = [
+        batch.sample_index,
+        batch.lengths,
+        log_ratio_sum,
+        batch.advantages,
+        terms.clipped_low,
+        terms.clipped_high,
+        terms.dual_clipped,
+        terms.out_of_band,
+        terms.nonfinite,
+    ]
+    return [
+        SequenceRecord(
+            sample=sample,
+            rank=rank,
+            length=length,
+            log_ratio_sum=s,
+            advantage=advantage,
+            clipped_low=low,
+            clipped_high=high,
+            dual_clipped=dual,
+            out_of_band=out,
+            nonfinite=nonfinite,
+        )
+        for sample, length, s, advantage, low, high, dual, out, nonfinite in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    ]
+
+
+def as_tensors(records: Sequence[SequenceRecord]) -> tuple[Tensor, Tensor]:
+    """S [N] and L [N]."""
+    return (
+        torch.tensor([r.log_ratio_sum for r in records], dtype=torch.float64),
+        torch.tensor([r.length for r in records]),
+    )
+
+
+def sigma_of(records: Sequence[SequenceRecord], exponent: float = 0.5) -> float | None:
+    """σ̂ of S / L^exponent; None where no sequence can say."""
+    if not any(math.isfinite(r.log_ratio_sum) and r.length for r in records):
+        return None
+    return sigma_hat(*as_tensors(records), exponent)
+
+
+def clip_metrics(records: Sequence[SequenceRecord], *, seed: int) -> dict[str, float]:
+    """Clip rates, length fairness and spread over the off-policy records of one step.
+
+    Args:
+        records: not empty; those of the first optimizer step left out, where S = 0 by construction.
+        seed: for the permutations behind the null floor of LRE.
+    """
+    sums, lengths = as_tensors(records)
+    outside = torch.tensor([r.out_of_band for r in records])
+    clipped = torch.tensor([r.clipped > 0 for r in records])
+    lre = length_reweighting_error(~outside, lengths, seed=seed)
+    signed = length_reweighting_error(~clipped, lengths, seed=seed)
+    count = len(records)
+    metrics = {
+        "actor/pg_clipfrac": sum(r.clipped_low + r.clipped_high for r in records) / count,
+        "fspo/clip_low": sum(r.clipped_low for r in records) / count,
+        "fspo/clip_high": sum(r.clipped_high for r in records) / count,
+        "fspo/dual_clip_frac": sum(r.dual_clipped for r in records) / count,
+        "fspo/out_of_band": outside.double().mean().item(),
+        "fspo/lre_mean": lre.mean,
+        "fspo/lre_max": lre.max,
+        "fspo/lre_null": lre.null_mean,
+        "fspo/lre_signed_mean": signed.mean,
+        "fspo/lre_signed_max": signed.max,
+        "fspo/sigma_hat": sigma_of(records) or float("nan"),
+        "fspo/exponent_fit": fit_exponent(sums, lengths),
+    }
+    for number, bin in enumerate(lre.bins):
+        metrics[f"fspo/clip_rate/bin_{number}"] = 1 - bin.accepted_rate
+        metrics[f"fspo/clip_rate/length_{number}"] = (bin.low + bin.high) / 2
+    return metrics

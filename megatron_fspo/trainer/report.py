@@ -1,0 +1,5 @@
+from pathlib import Path
+
+
+def write_report(folder: Path) -> Path:
+    return folder

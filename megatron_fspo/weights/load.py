@@ -1,0 +1,126 @@
+"""Between a checkpoint and the parameters of a running model, one tensor at a time, and strictly.
+
+Every tensor of the checkpoint is accounted for before the first is read: a missing, unexpected or mis-shaped
+one is an error that names it, as is a value that is not finite. No process group is used here: a rank is told
+who it is, and how to gather.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.weights.architecture import Architecture, check_tensor_parallel
+from megatron_fspo.weights.hf import HFReader
+from megatron_fspo.weights.shards import (
+    Slices,
+    from_megatron_shards,
+    shard_shape,
+    shard_slices,
+    to_megatron_shard,
+)
+from megatron_fspo.weights.table import expected_hf_shapes, resolve, tied_copies
+
+logger = logging.getLogger(__name__)
+
+
+def check_checkpoint(reader: HFReader, arch: Architecture) -> None:
+    """``InputError`` unless the files hold exactly the tensors of ``arch``. Reads headers only."""
+    copies = tied_copies(arch)
+    expected = expected_hf_shapes(arch)
+    if missing := expected.keys() - reader.names():
+        others = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
+        raise InputError(f"{reader.folder} has no tensor {min(missing)}{others}; its config.json asks for it")
+    expected |= {copy: expected[original] for copy, original in copies.items()}
+    for name in sorted(reader.names()):
+        file = reader.file(name)
+        if name not in expected:
+            raise InputError(f"{file} has {name}, which a {arch.model_type} model of its config.json has not")
+        if reader.shape(name) != expected[name]:
+            found = f"{name} has shape {reader.shape(name)}"
+            raise InputError(f"{file}: {found}; config.json makes it {expected[name]}")
+        reader.dtype(name)  # refuses what is not a plain float
+
+
+def check_coverage(loaded: Iterable[str], arch: Architecture) -> None:
+    """``InputError`` unless ``loaded``, over all pipeline stages, is every tensor of the architecture."""
+    if missed := expected_hf_shapes(arch).keys() - set(loaded):
+        raise InputError(f"{len(missed)} tensors went into no parameter, {min(missed)} among them")
+
+
+def load_into(
+    parameters: Iterable[tuple[str, Tensor]],
+    reader: HFReader,
+    arch: Architecture,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    padded_vocab: int,
+    layer_offset: int = 0,
+) -> set[str]:
+    """Copy the checkpoint into ``parameters``, each rank reading its own part; returns the names it used.
+
+    ``parameters`` are (name, tensor) of one model chunk as ``GPTModel.named_parameters()`` has them,
+    ``layer_offset`` the number of layers before the chunk. Give the union of what the chunks return to
+    :func:`check_coverage`.
+    """
+    check_tensor_parallel(arch, tp_size, padded_vocab)
+    check_checkpoint(reader, arch)
+    copies = {original: copy for copy, original in tied_copies(arch).items() if copy in reader.names()}
+    loaded: set[str] = set()
+    for name, parameter in parameters:
+        row = resolve(name, arch, layer_offset)
+        shape = shard_shape(row, arch, tp_size, padded_vocab)
+        if tuple(parameter.shape) != shape:
+            raise InputError(
+                f"{name} has shape {tuple(parameter.shape)} in the model; config.json makes it {shape}"
+            )
+        parts = []
+        for tensor, slices in zip(
+            row.hf, shard_slices(row, arch, tp_rank, tp_size, padded_vocab), strict=True
+        ):
+            parts.append(_read_finite(reader, tensor.name, slices, parameter.dtype))
+            if tensor.name in copies:
+                _check_tied_copy(reader, tensor.name, copies[tensor.name], slices)
+            loaded.add(tensor.name)
+        with torch.no_grad():
+            parameter.copy_(to_megatron_shard(row, parts, arch, shape))
+    return loaded
+
+
+def _read_finite(reader: HFReader, name: str, slices: Slices, dtype: torch.dtype) -> Tensor:
+    part = reader.read(name, slices).to(dtype)
+    if not part.isfinite().all():
+        raise InputError(f"{reader.file(name)}: {name} is not finite in {str(dtype).removeprefix('torch.')}")
+    return part
+
+
+def _check_tied_copy(reader: HFReader, name: str, copy: str, slices: Slices) -> None:
+    if not torch.equal(reader.read(copy, slices), reader.read(name, slices)):
+        raise InputError(f"{reader.file(copy)}: {copy} differs from {name}, but config.json ties the two")
+    logger.info("%s: %s repeats the tied %s and is not needed", reader.file(copy), copy, name)
+
+
+def iterate_hf_tensors(
+    parameters: Iterable[tuple[str, Tensor]],
+    arch: Architecture,
+    gather: Callable[[Tensor], Sequence[Tensor] | None],
+    layer_offset: int = 0,
+) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors of one model chunk, one parameter in memory at a time.
+
+    ``gather(shard)`` returns the shards of all tensor-parallel ranks in rank order, or None on a rank that
+    does not export. It is collective, so **every** rank must run this iterator to its end.
+    """
+    for name, parameter in parameters:
+        row = resolve(name, arch, layer_offset)
+        if row.copy:
+            continue
+        shards = gather(parameter.detach())
+        if shards is not None:
+            for tensor, value in zip(row.hf, from_megatron_shards(row, shards, arch), strict=True):
+                yield tensor.name, value
