@@ -1,0 +1,309 @@
+"""HF → shards of every rank → HF, bit-exact; and each layout against Megatron's own rule, spelled out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from weights_helpers import (
+    FFN,
+    HEAD_DIM,
+    HIDDEN,
+    LAYERS,
+    VOCAB,
+    assert_same,
+    export,
+    load_ranks,
+    megatron_shapes,
+    save_qwen3,
+)
+
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.weights import (
+    Architecture,
+    HFReader,
+    check_coverage,
+    expected_hf_shapes,
+    from_megatron_shards,
+    iterate_hf_tensors,
+    load_into,
+    read_architecture,
+    resolve,
+    shard_shape,
+    shard_slices,
+    to_megatron_shard,
+)
+
+PADDED = {1: 1280, 2: 1280, 4: 1536}  # 1237 to a multiple of 128 × tp, Megatron's default
+
+
+@pytest.mark.parametrize("te", [False, True], ids=["local", "te"])
+@pytest.mark.parametrize("heads", [4, 8, 32], ids=["gqa1", "gqa2", "gqa8"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_round_trip_is_bit_exact(tmp_path: Path, tp: int, tied: bool, heads: int, te: bool) -> None:
+    original = save_qwen3(tmp_path, tied=tied, heads=heads, kv_heads=4)
+    shapes = megatron_shapes(heads, 4, tp, PADDED[tp], tied=tied, te=te)
+    ranks, loaded = load_ranks(tmp_path, shapes, tp, PADDED[tp])
+    check_coverage(loaded, read_architecture(tmp_path))
+    exported = export(tmp_path, ranks)
+    assert len(exported) == len(original)
+    assert_same(dict(exported), original)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_shards_follow_megatrons_rules(tmp_path: Path, tp: int) -> None:
+    heads, groups = 8, 4
+    hf = save_qwen3(tmp_path, tied=False, heads=heads, kv_heads=groups)
+    shapes = megatron_shapes(heads, groups, tp, PADDED[tp], tied=False)
+    ranks, _ = load_ranks(tmp_path, shapes, tp, PADDED[tp])
+    for layer in range(LAYERS):
+        at, mg = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        q, k, v = (hf[f"{at}self_attn.{x}_proj.weight"].split(HEAD_DIM) for x in "qkv")
+        fused = []  # attention.py: q1 q2 k1 v1 | q3 q4 k2 v2 | ...
+        for group in range(groups):
+            for head in range(heads // groups):
+                fused.append(q[group * (heads // groups) + head])
+            fused.append(k[group])
+            fused.append(v[group])
+        qkv = torch.cat(fused).chunk(tp)
+        # layers.py, _initialize_affine_weight_cpu with the stride 2 of a gated fc1
+        gate_up = torch.cat([hf[f"{at}mlp.gate_proj.weight"], hf[f"{at}mlp.up_proj.weight"]]).split(FFN // tp)
+        for rank, found in enumerate(ranks):
+            expected = {
+                "self_attention.linear_qkv.weight": qkv[rank],
+                "mlp.linear_fc1.weight": torch.cat(gate_up[rank::tp]),
+                "self_attention.linear_proj.weight": hf[f"{at}self_attn.o_proj.weight"].chunk(tp, 1)[rank],
+                "mlp.linear_fc2.weight": hf[f"{at}mlp.down_proj.weight"].chunk(tp, 1)[rank],
+                "input_layernorm.weight": hf[f"{at}input_layernorm.weight"],
+                "pre_mlp_layernorm.weight": hf[f"{at}post_attention_layernorm.weight"],
+                "self_attention.q_layernorm.weight": hf[f"{at}self_attn.q_norm.weight"],
+                "self_attention.k_layernorm.weight": hf[f"{at}self_attn.k_norm.weight"],
+            }
+            assert_same({name: found[mg + name] for name in expected}, expected)
+    for name, source in [
+        ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+        ("output_layer.weight", "lm_head.weight"),
+    ]:
+        table = torch.cat([rank[name] for rank in ranks])
+        assert torch.equal(table[:VOCAB], hf[source])
+        assert table[VOCAB:].shape == (PADDED[tp] - VOCAB, HIDDEN)
+        assert not table[VOCAB:].any()
+    assert all(torch.equal(rank["decoder.final_layernorm.weight"], hf["model.norm.weight"]) for rank in ranks)
+
+
+def test_a_rank_may_hold_padding_only(tmp_path: Path) -> None:
+    original = save_qwen3(tmp_path, tied=True, heads=4, kv_heads=4)
+    ranks, _ = load_ranks(tmp_path, megatron_shapes(4, 4, 4, 8192, tied=True), 4, 8192)
+    assert not ranks[1]["embedding.word_embeddings.weight"].any()
+    assert_same(dict(export(tmp_path, ranks)), original)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_pipeline_stages_export_every_tensor_once(tmp_path: Path, tied: bool) -> None:
+    original = save_qwen3(tmp_path, tied=tied)
+    arch = read_architecture(tmp_path)
+    loaded, exported = set(), []
+    for stage in range(2):
+        with pytest.raises(InputError, match=r"went into no parameter"):
+            check_coverage(loaded, arch)
+        shapes = megatron_shapes(4, 2, 2, 1280, tied=tied, stages=2, stage=stage)
+        ranks, names = load_ranks(tmp_path, shapes, 2, 1280, layer_offset=stage)
+        loaded |= names
+        exported += export(tmp_path, ranks, layer_offset=stage)
+        if stage == 1:
+            head = original["model.embed_tokens.weight" if tied else "lm_head.weight"]
+            assert torch.equal(torch.cat([rank["output_layer.weight"] for rank in ranks])[:VOCAB], head)
+    check_coverage(loaded, arch)
+    assert len(exported) == len(original)
+    assert_same(dict(exported), original)
+
+
+def test_tied_and_untied_models_in_one_process(tmp_path: Path) -> None:
+    for number, tied in enumerate([True, False, True, False]):
+        folder = tmp_path / str(number)
+        original = save_qwen3(folder, tied=tied, seed=number)
+        assert ("lm_head.weight" in original) is not tied
+        ranks, _ = load_ranks(folder, megatron_shapes(4, 2, 1, 1280, tied=tied), 1, 1280)
+        assert_same(dict(export(folder, ranks)), original)
+
+
+def test_a_rank_reads_only_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_fspo.weights import hf
+
+    read: list[int] = []
+    real_open = hf.safe_open
+
+    class Counting:
+        """safetensors' handle, or slice, with the bytes of each copy it makes written down."""
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __enter__(self):
+            return Counting(self.inner.__enter__())
+
+        def __exit__(self, *error):
+            return self.inner.__exit__(*error)
+
+        def keys(self):
+            return self.inner.keys()
+
+        def get_slice(self, name):
+            return Counting(self.inner.get_slice(name))
+
+        def get_shape(self):
+            return self.inner.get_shape()
+
+        def get_dtype(self):
+            return self.inner.get_dtype()
+
+        def __getitem__(self, index):
+            part = self.inner[index]
+            read.append(part.nbytes)
+            return part
+
+    monkeypatch.setattr(hf, "safe_open", lambda *args, **kwargs: Counting(real_open(*args, **kwargs)))
+    original = save_qwen3(tmp_path, tied=False, heads=8, kv_heads=4)
+    norms = sum(tensor.nbytes for tensor in original.values() if tensor.dim() == 1)
+    matrices = sum(tensor.nbytes for tensor in original.values()) - norms
+    tp, padded = 4, 1240  # the last rank's part of the vocabulary is 3 rows short
+    ranks, _ = load_ranks(tmp_path, megatron_shapes(8, 4, tp, padded, tied=False), tp, padded)
+    assert sum(read) == matrices + tp * norms
+    per_rank = [sum(read[i : i + len(read) // tp]) for i in range(0, len(read), len(read) // tp)]
+    assert max(per_rank) <= matrices / tp + norms + 2 * 3 * HIDDEN * 4
+    assert_same(dict(export(tmp_path, ranks)), original)
+
+
+def test_slices_of_a_file_are_slices_of_the_tensor(tmp_path: Path) -> None:
+    original = save_qwen3(tmp_path, tied=False)
+    arch = read_architecture(tmp_path)
+    with HFReader(tmp_path) as reader:
+        for name in megatron_shapes(4, 2, 2, 1280, tied=False):
+            row = resolve(name, arch)
+            for rank in range(2):
+                for tensor, part in zip(row.hf, shard_slices(row, arch, rank, 2, 1280), strict=True):
+                    assert torch.equal(reader.read(tensor.name, part), original[tensor.name][part])
+        for name, tensor in original.items():
+            assert torch.equal(reader.read(name), tensor)
+            assert reader.shape(name) == tuple(tensor.shape)
+
+
+def test_every_rank_goes_through_every_gather(tmp_path: Path) -> None:
+    save_qwen3(tmp_path, tied=True)
+    shapes = megatron_shapes(4, 2, 2, 1280, tied=True)
+    ranks, _ = load_ranks(tmp_path, shapes, 2, 1280)
+    gathered = []
+    trained = {name: tensor.requires_grad_() for name, tensor in ranks[1].items()}
+    assert list(iterate_hf_tensors(trained.items(), read_architecture(tmp_path), gathered.append)) == []
+    assert [tuple(tensor.shape) for tensor in gathered] == list(shapes.values())
+    assert not any(tensor.requires_grad for tensor in gathered)
+
+
+def test_replicas_that_drifted_apart_are_not_exported(tmp_path: Path) -> None:
+    save_qwen3(tmp_path, tied=True)
+    ranks, _ = load_ranks(tmp_path, megatron_shapes(4, 2, 2, 1280, tied=True), 2, 1280)
+    name = "decoder.layers.1.self_attention.k_layernorm.weight"
+    ranks[1][name][3] = ranks[1][name][3].nextafter(torch.tensor(torch.inf))
+    with pytest.raises(TrainingError, match=rf"{name} differs between tensor-parallel ranks 0 and 1"):
+        export(tmp_path, ranks)
+
+
+def test_loading_casts_to_the_parameters_dtype(tmp_path: Path) -> None:
+    original = save_qwen3(tmp_path, tied=True)
+    shapes = megatron_shapes(4, 2, 2, 1280, tied=True)
+    ranks, _ = load_ranks(tmp_path, shapes, 2, 1280, dtype=torch.bfloat16)
+    assert_same(dict(export(tmp_path, ranks)), {name: tensor.bfloat16() for name, tensor in original.items()})
+
+
+@st.composite
+def layouts(draw) -> tuple[Architecture, int, int]:
+    tp = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    kv_heads = tp * draw(st.integers(1, 3))
+    vocab = draw(st.integers(1, 50))
+    arch = Architecture(
+        model_type="qwen3", num_layers=draw(st.integers(1, 3)), hidden_size=draw(st.integers(1, 9)),
+        num_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 8])), num_kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 5)), ffn_size=tp * draw(st.integers(1, 5)), vocab_size=vocab,
+        tied=draw(st.booleans()), rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64,
+        dtype=torch.float32,
+    )  # fmt: skip
+    return arch, tp, tp * (-(-vocab // tp) + draw(st.integers(0, 9)))
+
+
+@given(layouts())
+@settings(max_examples=80, deadline=None)
+def test_shards_round_trip_for_any_sizes(layout: tuple[Architecture, int, int]) -> None:
+    arch, tp, padded = layout
+    state, count = {}, 1
+    for name, shape in expected_hf_shapes(arch).items():
+        size = torch.Size(shape).numel()
+        state[name] = torch.arange(count, count + size).reshape(shape)  # every element its own value, never 0
+        count += size
+    back = {}
+    names = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
+    for layer in range(arch.num_layers):
+        names += [
+            f"decoder.layers.{layer}.{name}.weight"
+            for name in (
+                "input_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj",
+                "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm",
+                "mlp.linear_fc1", "mlp.linear_fc2",
+            )
+        ]  # fmt: skip
+    for name in names:
+        row = resolve(name, arch)
+        shape = shard_shape(row, arch, tp, padded)
+        shards = []
+        for rank in range(tp):
+            slices = shard_slices(row, arch, rank, tp, padded)
+            for tensor, part in zip(row.hf, slices, strict=True):
+                assert all(s.start <= s.stop <= n for s, n in zip(part, tensor.shape(arch), strict=True))
+            parts = [state[t.name][part] for t, part in zip(row.hf, slices, strict=True)]
+            shards.append(to_megatron_shard(row, parts, arch, shape))
+            assert tuple(shards[-1].shape) == shape
+        whole = sum(state[tensor.name].numel() for tensor in row.hf)
+        assert sum(int(s.count_nonzero()) for s in shards) == whole * (
+            tp if row.layout == "replicated" else 1
+        )
+        back |= {t.name: v for t, v in zip(row.hf, from_megatron_shards(row, shards, arch), strict=True)}
+    assert_same(back, state)
+
+
+def test_only_the_named_layers_exist(tmp_path: Path) -> None:
+    save_qwen3(tmp_path, tied=True)
+    arch = read_architecture(tmp_path)
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    assert resolve(name, arch).hf[0].name == "model.layers.1.mlp.down_proj.weight"
+    with pytest.raises(
+        InputError, match=r"decoder\.layers\.1\.mlp\.linear_fc2\.weight: layer 2 of .* 2 layers"
+    ):
+        resolve(name, arch, layer_offset=1)
+    for unknown in [
+        "decoder.layers.0.mlp.router.weight",
+        "module.decoder.final_layernorm.weight",
+        "decoder.layers.x.input_layernorm.weight",
+    ]:
+        with pytest.raises(InputError, match=rf"{unknown}: no Hugging Face tensor"):
+            resolve(unknown, arch)
+
+
+def test_a_parameter_of_another_shape_is_refused(tmp_path: Path) -> None:
+    save_qwen3(tmp_path, tied=True)
+    arch = read_architecture(tmp_path)
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    with (
+        HFReader(tmp_path) as reader,
+        pytest.raises(InputError, match=rf"{name} has shape \(48, 21\).*\(48, 20\)"),
+    ):
+        load_into([(name, torch.zeros(48, 21))], reader, arch, tp_rank=0, tp_size=1, padded_vocab=1280)
+    with pytest.raises(
+        InputError, match=rf"{name}: shape \(48, 20\) on tensor-parallel rank 0 of 2.*\(24, 20\)"
+    ):
+        from_megatron_shards(resolve(name, arch), [torch.zeros(48, 20)] * 2, arch)
+    with pytest.raises(InputError, match=r"padded vocabulary 1236 must be at least vocab_size 1237"):
+        embedding = resolve("embedding.word_embeddings.weight", arch)
+        from_megatron_shards(embedding, [torch.zeros(618, 20)] * 2, arch)

@@ -1,0 +1,214 @@
+"""Writing Hugging Face checkpoints: equal when read back, and all or nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from weights_helpers import VOCAB, assert_same, edit_config, save_qwen3
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.weights import HFReader, read_architecture, write_hf_checkpoint
+
+INDEX = "model.safetensors.index.json"
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    save_qwen3(tmp_path / "source", tied=False)
+    return tmp_path / "source"
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    with HFReader(folder) as reader:
+        return {name: reader.read(name) for name in sorted(reader.names())}
+
+
+def everything_under(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("max_shard_bytes", "files"), [(5 * 2**30, 1), (100_000, 3), (1, 25)])
+def test_what_is_written_reads_back(source: Path, tmp_path: Path, max_shard_bytes: int, files: int) -> None:
+    from transformers import Qwen3ForCausalLM
+
+    original, out = tensors_of(source), tmp_path / "new" / "out"
+    write_hf_checkpoint(out, original.items(), source, max_shard_bytes=max_shard_bytes)
+    written = sorted(out.glob("*.safetensors"))
+    assert len(written) == files
+    assert_same(tensors_of(out), original)
+    model = Qwen3ForCausalLM.from_pretrained(out)
+    assert_same(dict(model.state_dict()), original)
+    for path in written:
+        held = load_file(path)
+        assert sum(tensor.nbytes for tensor in held.values()) <= max_shard_bytes or len(held) == 1
+        with safe_open(path, "pt") as handle:
+            assert handle.metadata() == {"format": "pt"}
+    if files > 1:
+        index = json.loads((out / INDEX).read_text())
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in original.values())
+        assert written[0].name == f"model-00001-of-{files:05}.safetensors"
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_config_and_tokenizer_come_along_but_no_code(source: Path, tmp_path: Path) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"):
+        (source / file).write_text(file)
+    for file in ("modeling_evil.py", "pytorch_model.bin", "optimizer.pt"):
+        (source / file).write_text("no")
+    write_hf_checkpoint(tmp_path / "out", tensors_of(source).items(), source)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "chat_template.jinja", "merges.txt",
+    }  # fmt: skip
+    for path in (tmp_path / "out").iterdir():
+        if path.suffix != ".safetensors":
+            assert path.read_bytes() == (source / path.name).read_bytes()
+
+
+def test_each_tensor_keeps_the_dtype_of_the_source(tmp_path: Path) -> None:
+    original = save_qwen3(tmp_path / "source", tied=True, dtype=torch.bfloat16)
+    original["model.norm.weight"] = original["model.norm.weight"].float()
+    save_file(original, tmp_path / "source" / "model.safetensors")
+    trained = {name: tensor.float() for name, tensor in original.items()}
+    write_hf_checkpoint(tmp_path / "out", trained.items(), tmp_path / "source")
+    assert_same(tensors_of(tmp_path / "out"), original)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_new_dtype_is_in_the_files_and_in_the_config(source: Path, tmp_path: Path, key: str) -> None:
+    edit_config(source, **{"dtype": ..., key: "float32"})
+    original = tensors_of(source)
+    (source / "model.safetensors").unlink()  # the source's weights are not asked
+    write_hf_checkpoint(tmp_path / "out", original.items(), source, dtype=torch.bfloat16)
+    assert_same(tensors_of(tmp_path / "out"), {name: tensor.bfloat16() for name, tensor in original.items()})
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == json.loads((source / "config.json").read_text()) | {key: "bfloat16"}
+    assert read_architecture(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_a_dtype_no_config_can_name_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"dtype is 'int8'"):
+        write_hf_checkpoint(tmp_path / "out", tensors_of(source).items(), source, dtype=torch.int8)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_giver_may_reuse_its_buffer(source: Path, tmp_path: Path) -> None:
+    original = tensors_of(source)
+    buffer = torch.empty(max(tensor.numel() for tensor in original.values()))
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in original.items():
+            view = buffer[: tensor.numel()].view_as(tensor)
+            yield name, view.copy_(tensor)
+
+    write_hf_checkpoint(tmp_path / "out", stream(), source)
+    assert_same(tensors_of(tmp_path / "out"), original)
+
+
+def test_views_and_parameters_are_written_as_they_look(source: Path, tmp_path: Path) -> None:
+    original = tensors_of(source)
+    given = {name: torch.nn.Parameter(tensor.t().contiguous().t()) for name, tensor in original.items()}
+    write_hf_checkpoint(tmp_path / "out", given.items(), source)
+    assert_same(tensors_of(tmp_path / "out"), original)
+
+
+def interrupted(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    yield from list(tensors.items())[:10]
+    raise KeyboardInterrupt("ctrl-c")
+
+
+Bad = Callable[[dict[str, Tensor]], object]
+BAD: dict[str, tuple[Bad, type[BaseException], str]] = {
+    "interrupted": (interrupted, KeyboardInterrupt, "ctrl-c"),
+    "one missing": (
+        lambda t: [i for i in t.items() if i[0] != Q],
+        InputError,
+        rf"1 tensors were not given, {Q}",
+    ),
+    "nothing": (lambda t: [], InputError, r"25 tensors were not given, lm_head.weight"),
+    "twice": (lambda t: [*t.items(), (Q, t[Q])], InputError, rf"{Q}: given twice"),
+    "foreign": (lambda t: (t | {"x": t[Q]}).items(), InputError, r"x: not a tensor of this architecture"),
+    "padded": (
+        lambda t: (t | {"lm_head.weight": torch.zeros(1280, 20)}).items(),
+        InputError,
+        rf"lm_head.weight: shape \(1280, 20\), config.json makes it \({VOCAB}, 20\)",
+    ),
+    "NaN": (
+        lambda t: (t | {Q: t[Q] * torch.nan}).items(),
+        InputError,
+        rf"{Q}: not finite in float32; not written",
+    ),
+}
+
+
+@pytest.mark.parametrize("present", [False, True], ids=["new", "replacing"])
+@pytest.mark.parametrize(("bad", "error", "message"), BAD.values(), ids=BAD)
+def test_all_or_nothing(
+    source: Path, tmp_path: Path, bad: Bad, error: type[BaseException], message: str, present: bool
+) -> None:
+    tensors, out = tensors_of(source), tmp_path / "out"
+    if present:
+        write_hf_checkpoint(out, tensors.items(), source)
+    before = everything_under(tmp_path)
+    with pytest.raises(error, match=message):
+        write_hf_checkpoint(out, bad(tensors), source, max_shard_bytes=1000)
+    assert everything_under(tmp_path) == before
+    assert {path.name for path in tmp_path.iterdir()} == ({"source", "out"} if present else {"source"})
+
+
+def test_a_checkpoint_is_replaced_whole(source: Path, tmp_path: Path) -> None:
+    tensors, out = tensors_of(source), tmp_path / "out"
+    write_hf_checkpoint(out, tensors.items(), source, max_shard_bytes=1000)
+    for leftover in (".out.partial", ".out.old"):  # of runs that were killed
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "model.safetensors").write_text("half")
+    new = {name: tensor + 1 for name, tensor in tensors.items()}
+    write_hf_checkpoint(out, new.items(), source)
+    assert_same(tensors_of(out), new)  # a stale index or shard beside it would be refused
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+
+def test_the_old_one_stays_if_the_last_step_fails(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, out = tensors_of(source), tmp_path / "out"
+    write_hf_checkpoint(out, tensors.items(), source)
+    before = everything_under(tmp_path)
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == ".out.partial":
+            raise OSError("no space")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="no space"):
+        write_hf_checkpoint(out, tensors.items(), source)
+    assert everything_under(tmp_path) == before
+
+
+def test_other_folders_are_not_replaced(source: Path, tmp_path: Path) -> None:
+    tensors = tensors_of(source)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years")
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "empty").mkdir()
+    before = everything_under(tmp_path)
+    for target, message in [
+        (tmp_path / "home", r"home exists and is not a checkpoint folder"),
+        (tmp_path / "file", r"file exists and is not a checkpoint folder"),
+        (source, r"holds the source checkpoint"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            write_hf_checkpoint(target, tensors.items(), source)
+    assert everything_under(tmp_path) == before
+    write_hf_checkpoint(tmp_path / "empty", tensors.items(), source)
+    assert_same(tensors_of(tmp_path / "empty"), tensors)
