@@ -102,7 +102,7 @@ class FSPOLoss(Loss):
     exponent: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="0.5 in the paper")
     calibrate: NonNegativeInt = Field(
         0,
-        description="set c to 2 sigma of S / L^exponent after so many off-policy mini-batches; 0: never",
+        description="set c to 2 sigma of S / L^exponent after so many off-policy mini-batches past the warm-up",
     )
     drift: Literal["none", "given", "k3", "half_variance"] = Field(
         "none", description="centre of the band per token: none, `drift_value`, -KL (k3), or -sigma^2/2"
@@ -208,6 +208,9 @@ class Log(Section):
 
     wandb: Literal["off", "offline", "online"] = "off"
     project: str = Field("megatron-fspo", description="wandb project")
+    responses: NonNegativeInt = Field(
+        16, description="per evaluation, so many responses kept in samples.jsonl, with their log-probs"
+    )
     sequences: NonNegativeInt = Field(
         1024, description="per step, at most so many (L, S, A, clipped) kept for the report's pictures"
     )

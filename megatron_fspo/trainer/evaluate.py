@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.startup import start
@@ -11,11 +13,21 @@ from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.parts import build_engine, build_policy
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.sampling import sample_and_grade
+from megatron_fspo.trainer.sampling import Graded, sample_and_grade
 from megatron_fspo.types import SamplingParams
 
 # Evaluation has streams of its own: the same before and after training, never those of a rollout.
 _SEED_OFFSET = 1_000_003
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Accuracy, and what it was made of."""
+
+    metrics: dict[str, float]
+    """``val/<file>/mean@k``, ``val/<file>/pass@j`` for j = 1, 2, 4, … k, and the mean response length."""
+    responses: list[dict[str, Any]]
+    """The first ``log.responses``: prompt, response, answer, reward, token ids and their log-probs."""
 
 
 def evaluate(
@@ -23,12 +35,8 @@ def evaluate(
     engine: RolloutEngine,
     groups: ParallelGroups,
     progress: Callable[[int], None] | None = None,
-) -> dict[str, float]:
-    """Sample ``evaluation.samples`` responses per validation prompt and grade them. Collective.
-
-    Returns:
-        ``val/<file>/mean@k``, ``val/<file>/pass@j`` for j = 1, 2, 4, … k, and the mean response length.
-    """
+) -> Evaluation:
+    """Sample ``evaluation.samples`` responses per validation prompt and grade them. Collective."""
     config = inputs.config
     assert config.data.validation is not None
     k = config.evaluation.samples
@@ -56,7 +64,28 @@ def evaluate(
     }
     for j in [2**i for i in range(k.bit_length()) if 2**i <= k]:
         metrics[f"{name}/pass@{j}"] = sum(pass_at(j, row) for row in rewards) / len(rewards)
-    return metrics
+    return Evaluation(metrics=metrics, responses=_responses(inputs, graded))
+
+
+def _responses(inputs: Inputs, graded: Sequence[Graded]) -> list[dict[str, Any]]:
+    """One response per prompt first, then the second of each, and so on."""
+    rows = [
+        {
+            "prompt": prompt.text,
+            "response": inputs.tokenizer.decode(completion.token_ids),
+            "answer": prompt.answer,
+            "reward": reward,
+            "finish_reason": completion.finish_reason,
+            "weight_version": completion.weight_version,
+            "prompt_token_ids": prompt.token_ids,
+            "token_ids": completion.token_ids,
+            "log_probs": completion.log_probs,
+        }
+        for number in range(inputs.config.evaluation.samples)
+        for prompt, (_, completions, rewards) in zip(inputs.validation, graded, strict=True)
+        for completion, reward in [(completions[number], rewards[number])]
+    ]
+    return rows[: inputs.config.log.responses]
 
 
 def evaluate_checkpoint(inputs: Inputs) -> dict[str, float]:
@@ -65,7 +94,7 @@ def evaluate_checkpoint(inputs: Inputs) -> dict[str, float]:
     groups = start(inputs.backend, tensor=config.parallel.tensor, seed=config.run.seed)
     policy = build_policy(inputs, groups)
     load_hf(policy, config.model.checkpoint)
-    return evaluate(inputs, build_engine(inputs, policy), groups)
+    return evaluate(inputs, build_engine(inputs, policy), groups).metrics
 
 
 def pass_at(k: int, rewards: Sequence[float]) -> float:

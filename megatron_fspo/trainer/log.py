@@ -18,6 +18,7 @@ from megatron_fspo.trainer.records import SequenceRecord
 
 METRICS = "metrics.jsonl"
 SEQUENCES = "sequences.jsonl"
+SAMPLES = "samples.jsonl"
 
 
 class RunLog:
@@ -35,7 +36,7 @@ class RunLog:
         self._wandb: Any = None
         if not writer:
             return
-        for name in (METRICS, SEQUENCES):
+        for name in (METRICS, SEQUENCES, SAMPLES):
             _truncate(self._folder / name, resume_step)
         if config.log.wandb != "off":
             self._wandb = _start_wandb(config, resuming=resume_step is not None)
@@ -64,6 +65,12 @@ class RunLog:
             "out_of_band": [r.out_of_band for r in kept],
         }
         _append(self._folder / SEQUENCES, row)
+
+    def responses(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep responses of an evaluation."""
+        if self._writer:
+            for row in rows:
+                _append(self._folder / SAMPLES, {"step": step, **row})
 
     def say(self, text: str) -> None:
         """A line on the console, above any progress bar."""

@@ -29,8 +29,8 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
     config = inputs.config
     stop = _StopRequest()
     run = build(inputs, resume=resume)
-    if run.step == 0:
-        _evaluate_and_log(run)
+    if run.step == 0 and config.evaluation.every:
+        run.log.step(0, _evaluate(run))
     while run.step < config.run.steps:
         metrics = train_step(run)
         run.step += 1
@@ -98,12 +98,9 @@ def rollout(run: Training) -> list[Sample]:
 def _evaluate(run: Training) -> dict[str, float]:
     total = len(run.inputs.validation) * run.inputs.config.evaluation.samples // run.groups.dp.size()
     with run.log.phase("testing", total, "response", run.timings) as progress:
-        return evaluate(run.inputs, run.engine, run.groups, progress)
-
-
-def _evaluate_and_log(run: Training) -> None:
-    if run.inputs.config.evaluation.every:
-        run.log.step(0, _evaluate(run))
+        result = evaluate(run.inputs, run.engine, run.groups, progress)
+    run.log.responses(run.step, result.responses)
+    return result.metrics
 
 
 def _due(step: int, every: int) -> bool:

@@ -58,18 +58,22 @@ class LossState:
         dual = ConstantDualClip(ratio=loss.dual_clip_ratio) if loss.dual_clip_ratio else None
         return SequenceLevel(band=band, dual_clip=dual)
 
-    def observe(self, log_ratio_sums: Tensor, lengths: Tensor, *, kl_k3: float, sigma: float | None) -> None:
+    def observe(
+        self, log_ratio_sums: Tensor, lengths: Tensor, *, kl_k3: float, sigma: float | None, warm: bool
+    ) -> None:
         """Learn from one off-policy mini-batch, over all ranks.
 
         Args:
             log_ratio_sums, lengths: [N] S and L.
             kl_k3: KL per token by the k3 estimator.
             sigma: σ̂ of these sequences, if there were any.
+            warm: whether this rollout began after the learning rate's warm-up. Smaller steps make smaller
+                S: a width measured during the warm-up would be too narrow for the rest of the run.
         """
         loss = self._loss
         if not isinstance(loss, FSPOLoss):
             return
-        if self._calibrator is not None and self._calibrator.c is None:
+        if warm and self._calibrator is not None and self._calibrator.c is None:
             self._calibrator.observe(log_ratio_sums, lengths)
         if loss.drift == "k3":
             self._drift = drift_from_kl(max(kl_k3, 0.0), loss.drift_cap)

@@ -51,6 +51,7 @@ def optimize(
     off_policy: list[SequenceRecord] = []
     nonfinite = 0
     on_policy_s = math.nan
+    warm = run.policy.optimizer_steps >= config.optimizer.warmup_steps
     total = config.batch.epochs * len(mini_batches)
     with run.log.phase("update_actor", total, "step", run.timings) as progress:
         for batches in mini_batches * config.batch.epochs:
@@ -61,7 +62,8 @@ def optimize(
             else:
                 off_policy += records
                 sums, lengths = as_tensors(records)
-                run.loss.observe(sums, lengths, kl_k3=update.metrics["fspo/kl_k3"], sigma=sigma_of(records))
+                kl_k3 = update.metrics["fspo/kl_k3"]
+                run.loss.observe(sums, lengths, kl_k3=kl_k3, sigma=sigma_of(records), warm=warm)
             updates.append(update)
             progress(1)
     run.log.sequences(run.step + 1, off_policy)

@@ -1,0 +1,183 @@
+"""FSPO in a Megatron-Core loop of your own: no trainer, no configuration file, no rollout engine of ours.
+
+    torchrun --nproc-per-node 2 examples/plugin_only/train.py
+
+The loop below is what any Megatron program has: a GPTModel, DistributedDataParallel, an optimizer, the
+schedule. The three marked places are all that FSPO adds. The responses are random and the reward likes even
+tokens, so that one can see the log-probability of even tokens rise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring, forward
+from megatron_fspo.objective import FSPOBand, LengthFairDualClip, leave_one_out_advantages
+from megatron_fspo.objective.policy import SequenceLevel
+from megatron_fspo.packing.batch import MicroBatch, collate
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.types import Completion, Prompt, Sample
+
+VOCAB, PROMPTS, RESPONSES, STEPS = 32, 8, 4, 6
+
+
+def build(tensor: int) -> DistributedDataParallel:
+    """A random little model, as your program builds its own."""
+    backend = choose_backend(layers="local")
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=128,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=tensor,
+        # 1: gradients are summed over ranks and divided by the step's tokens; the loss counts on it.
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=finalize_model_grads,
+        **backend.config_flags(),
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=backend.layer_spec(config),
+        vocab_size=VOCAB,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+    )
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), model.to(backend.device))
+
+
+def random_samples(step: int) -> list[Sample]:
+    """Responses of 1 to 24 tokens; the reward is the share of even ones. Stands for your rollouts."""
+    rng = random.Random(step)
+    groups = [
+        [tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))) for _ in range(RESPONSES)]
+        for _ in range(PROMPTS)
+    ]
+    rewards = torch.tensor([[sum(t % 2 == 0 for t in ids) / len(ids) for ids in group] for group in groups])
+    advantages = leave_one_out_advantages(rewards)
+    return [
+        Sample(
+            prompt=Prompt(index=p, token_ids=(p, p + 1), text="", answer=""),
+            number=n,
+            completion=Completion(
+                token_ids=ids, log_probs=(0.0,) * len(ids), finish_reason="length", weight_version=step
+            ),
+            reward=rewards[p, n].item(),
+            advantage=advantages[p, n].item(),
+        )
+        for p, group in enumerate(groups)
+        for n, ids in enumerate(group)
+    ]
+
+
+def run(model: DistributedDataParallel, batches: list[MicroBatch], forward_step, **flags):
+    """One pass of Megatron's schedule."""
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=1,
+        micro_batch_size=1,
+        **flags,
+    )
+
+
+def main() -> None:
+    choose_backend(layers="local").install()
+    dist.init_process_group(choose_backend(layers="local").collectives)
+    tensor = min(2, dist.get_world_size())
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
+    torch.manual_seed(1)
+    model = build(tensor)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-3, clip_grad=1.0), [model])
+
+    # 2: the loss, given the process groups it reduces over.
+    scoring = Scoring(
+        groups=ParallelGroups(
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            pp=parallel_state.get_pipeline_model_parallel_group(),
+            cp=parallel_state.get_context_parallel_group(),
+            dp=parallel_state.get_data_parallel_group(),
+            dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ),
+        vocab_size=VOCAB,
+        temperature=1.0,
+    )
+    band = FSPOBand(c_low=0.05, c_high=0.05)
+    loss = PolicyLoss(
+        objective=SequenceLevel(band=band, dual_clip=LengthFairDualClip(c=0.1)), scoring=scoring
+    )
+
+    data_rank, data_size = scoring.groups.dp.rank(), scoring.groups.dp.size()
+    for step in range(STEPS):
+        samples = random_samples(step)
+        # 3: packed micro-batches that know N and T of the whole step. Two packs per data-parallel rank.
+        packs = [range(i, len(samples), 2 * data_size) for i in (data_rank, data_rank + data_size)]
+        batches = [
+            collate(
+                samples,
+                pack,
+                num_sequences=len(samples),
+                num_tokens=sum(len(s.completion.token_ids) for s in samples),
+                device=next(model.parameters()).device,
+            )
+            for pack in packs
+        ]
+        with torch.no_grad():
+            old = run(model, batches, scored(scoring), forward_only=True, collect_non_loss_data=True)
+        batches = [dataclasses.replace(b, old_log_probs=o) for b, o in zip(batches, old, strict=True)]
+        for _ in range(2):
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            metrics = run(model, batches, loss.forward_step, forward_only=False)
+            _, grad_norm, _ = optimizer.step()
+        pairs = [m["actor/pg_loss"] for m in metrics]
+        objective = -sum(total for total, _ in pairs) / sum(count for _, count in pairs)
+        if dist.get_rank() == 0:
+            gap = even_gap(batches, old)
+            print(f"step {step}  J {objective:+.4f}  gradient norm {grad_norm:.3f}  even gap {gap:+.3f}")
+    dist.destroy_process_group()
+
+
+def scored(scoring: Scoring):
+    """A forward-only pass that returns log-probs: the old ones."""
+
+    def forward_step(data_iterator, model):
+        batch = next(data_iterator)
+        return forward(batch, model), lambda logits, non_loss_data: scoring(batch, logits)[0]
+
+    return forward_step
+
+
+def even_gap(batches: list[MicroBatch], log_probs: list[torch.Tensor]) -> float:
+    """Mean log-probability of even response tokens minus that of odd ones, before the step's updates."""
+    values = torch.cat([lp[b.mask] for b, lp in zip(batches, log_probs, strict=True)])
+    labels = torch.cat([b.labels[b.mask] for b in batches])
+    return (values[labels % 2 == 0].mean() - values[labels % 2 == 1].mean()).item()
+
+
+if __name__ == "__main__":
+    main()

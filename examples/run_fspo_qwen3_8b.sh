@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+""":"
+# FSPO on Qwen3-8B. A shell script and a Python program in one file, so both of these start the same job:
+#
+#   bash examples/run_fspo_qwen3_8b.sh [--smoke] [--section.key value ...]
+#   torchrun --nproc-per-node 8 examples/run_fspo_qwen3_8b.sh [--smoke] [--section.key value ...]
+#
+# --smoke runs the same configuration small, on two CPU processes: the tiny make-sum model for the 8B one.
+# NPROC (default 8) is the number of processes the shell form starts; PYTHON the interpreter it uses.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON:-python3}
+nproc=${NPROC:-8}
+for word in "$@"; do
+  if [ "$word" = --smoke ]; then nproc=2; fi
+done
+export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Check the arguments once, here, where an error is one line and exit status 2.
+WORLD_SIZE=$nproc "$python" "$0" --check "$@"
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" "$0" "$@"
+":"""
+
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+EXAMPLES = REPO / "examples"
+sys.path.insert(0, str(REPO))
+
+# What --smoke changes in examples/qwen3_8b/run.toml: sizes, paths and the device, nothing of the method.
+SMOKE = {
+    "run.name": "smoke",
+    "run.steps": "2",
+    "model.checkpoint": str(EXAMPLES / "make_sum/checkpoint"),
+    "model.dtype": "float32",
+    "model.backend": "cpu",
+    "parallel.tensor": "2",
+    "data.train": str(EXAMPLES / "make_sum/train.jsonl"),
+    "data.validation": str(EXAMPLES / "make_sum/validation.jsonl"),
+    "data.chat_template": "false",
+    "data.max_prompt_tokens": "4",
+    "reward.name": "make_sum",
+    "rollout.prompts": "16",
+    "rollout.max_response_tokens": "100",
+    "optimizer.lr": "1e-4",
+    "log.wandb": "off",
+}
+
+
+def arguments(words: list[str]) -> list[str]:
+    """The command line of ``megatron-fspo``; what the user gave comes last and wins."""
+    small = [part for key, value in SMOKE.items() for part in (f"--{key}", value)] if "--smoke" in words else []
+    rest = [word for word in words if word != "--smoke"]
+    return ["train", "--config", str(EXAMPLES / "qwen3_8b/run.toml"), *small, *rest]
+
+
+if __name__ == "__main__":
+    from megatron_fspo.cli import main
+
+    sys.exit(main(arguments(sys.argv[1:])))
