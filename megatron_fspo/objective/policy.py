@@ -125,15 +125,13 @@ class TokenLevel:
             _per_sequence((flag & kept).float(), inputs) / lengths
             for flag in (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
         )
-        below = inputs.log_ratio < torch.log1p(torch.tensor(-self.eps_low))
-        above = inputs.log_ratio > torch.log1p(torch.tensor(self.eps_high))
         return LossTerms(
             weight=torch.where(kept, terms.weight * scale, 0.0),
             objective=torch.where(kept, terms.objective * scale, 0.0).sum(),
             clipped_low=low,
             clipped_high=high,
             dual_clipped=dual,
-            out_of_band=_per_sequence(((below | above) & kept).float(), inputs) > 0,
+            out_of_band=_per_sequence((terms.out_of_band & kept).float(), inputs) > 0,
             nonfinite=broken,
         )
 

@@ -73,7 +73,8 @@ class LossState:
         loss = self._loss
         if not isinstance(loss, FSPOLoss):
             return
-        if warm and self._calibrator is not None and self._calibrator.c is None:
+        # σ̂ = 0: no update has moved the policy yet (every advantage was 0, say).
+        if warm and sigma and self._calibrator is not None and self._calibrator.c is None:
             self._calibrator.observe(log_ratio_sums, lengths)
         if loss.drift == "k3":
             self._drift = drift_from_kl(max(kl_k3, 0.0), loss.drift_cap)

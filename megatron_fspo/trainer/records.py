@@ -98,9 +98,11 @@ def clip_metrics(records: Sequence[SequenceRecord], *, seed: int) -> dict[str, f
     """
     sums, lengths = as_tensors(records)
     outside = torch.tensor([r.out_of_band for r in records])
-    clipped = torch.tensor([r.clipped > 0 for r in records])
+    # Sign-aware: a sequence without an advantage can never be clipped and says nothing.
+    decided = [r for r in records if r.advantage != 0]
+    clipped = torch.tensor([r.clipped > 0 for r in decided], dtype=torch.bool)
     lre = length_reweighting_error(~outside, lengths, seed=seed)
-    signed = length_reweighting_error(~clipped, lengths, seed=seed)
+    signed = length_reweighting_error(~clipped, torch.tensor([r.length for r in decided]), seed=seed)
     count = len(records)
     metrics = {
         "actor/pg_clipfrac": sum(r.clipped_low + r.clipped_high for r in records) / count,

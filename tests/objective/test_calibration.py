@@ -1,0 +1,173 @@
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fspo.objective import (
+    BandCalibrator,
+    drift_from_kl,
+    drift_from_sigma,
+    fit_exponent,
+    k3_kl,
+    sigma_hat,
+)
+
+
+def walks(size: int, sigma: float, exponent: float = 0.5, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """S ~ Normal(0, (σ·L^a)²) for L from 8 to 4,096, evenly in log L."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (8 * 512 ** torch.rand(size, generator=generator)).long()
+    noise = torch.randn(size, dtype=torch.float64, generator=generator)
+    return sigma * lengths.double() ** exponent * noise, lengths
+
+
+@pytest.mark.parametrize(("sigma", "exponent"), [(0.02, 0.5), (0.3, 0.25), (0.004, 0.75)])
+def test_sigma_hat_finds_sigma(sigma: float, exponent: float) -> None:
+    s, lengths = walks(8000, sigma, exponent)
+    assert sigma_hat(s, lengths, exponent) == pytest.approx(sigma, rel=0.04)
+    assert sigma_hat(s.float(), lengths, exponent) == pytest.approx(sigma, rel=0.04)
+
+
+def test_sigma_hat_by_hand() -> None:
+    s, lengths = torch.tensor([1.0, -2.0, 3.0, -40.0]), torch.tensor([1, 4, 9, 16])
+    # |S|/√L = 1, 1, 1, 10; |S|/L = 1, .5, .333, 2.5, whose median is .75.
+    assert sigma_hat(s, lengths) == pytest.approx(1 / 0.67449, rel=1e-5)
+    assert sigma_hat(s, lengths, exponent=1.0) == pytest.approx(0.75 / 0.67449, rel=1e-5)
+
+
+def test_sigma_hat_does_not_follow_outliers() -> None:
+    s, lengths = walks(8000, 0.02)
+    spoiled = s.clone()
+    spoiled[::100] *= 100
+    assert sigma_hat(spoiled, lengths) == pytest.approx(sigma_hat(s, lengths), rel=0.05)
+    assert (spoiled / lengths.sqrt()).std() > 5 * 0.02  # the rms does
+
+
+def test_what_is_not_finite_or_empty_is_left_out() -> None:
+    s, lengths = walks(50, 0.02)
+    bad = torch.tensor([math.nan, math.inf, -math.inf, 5.0], dtype=torch.float64)
+    more, longer = torch.cat([s, bad]), torch.cat([lengths, torch.tensor([9, 9, 9, 0])])
+    assert sigma_hat(more, longer) == sigma_hat(s, lengths)
+    assert fit_exponent(more, longer) == fit_exponent(s, lengths)
+    with pytest.raises(ValueError, match="no finite S with L > 0 among 4 sequences"):
+        sigma_hat(bad, torch.tensor([9, 9, 9, 0]))
+
+
+@pytest.mark.parametrize("exponent", [0.25, 0.5, 1.0])
+def test_fit_exponent_finds_the_exponent(exponent: float) -> None:
+    assert fit_exponent(*walks(20_000, 0.02, exponent)) == pytest.approx(exponent, abs=0.02)
+
+
+def test_fit_exponent_is_exact_on_a_power_law_and_nan_without_two_bins() -> None:
+    lengths = torch.tensor([4, 16, 64, 256]).repeat(3)
+    assert fit_exponent(3 * lengths.double() ** 0.3, lengths, num_bins=4) == pytest.approx(0.3)
+    # A bin without spread says nothing of the slope.
+    s = torch.where(lengths == 4, 0.0, 3 * lengths.double() ** 0.3)
+    assert fit_exponent(s, lengths, num_bins=4) == pytest.approx(0.3)
+    assert math.isnan(fit_exponent(torch.ones(5), torch.full((5,), 7)))
+    assert math.isnan(fit_exponent(torch.zeros(12), lengths))
+    assert math.isnan(fit_exponent(torch.zeros(0), torch.zeros(0)))
+
+
+def test_k3_estimates_the_kl_of_two_distributions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, new = torch.randn(2, 50, dtype=torch.float64, generator=generator).mul(0.3).log_softmax(1)
+    kl = (old.exp() * (old - new)).sum().item()
+    tokens = torch.multinomial(old.exp(), 200_000, replacement=True, generator=generator)
+    total, count = k3_kl((new - old)[tokens], torch.ones(200_000, dtype=torch.bool))
+    assert count == 200_000 and kl > 0.05
+    assert (total / count).item() == pytest.approx(kl, rel=0.02)
+
+
+def test_k3_is_exact_for_small_ratios_and_ignores_what_is_masked_or_broken() -> None:
+    x = torch.full((4,), 1e-6, dtype=torch.float32)
+    total, count = k3_kl(x, torch.ones(4, dtype=torch.bool))
+    assert (total / count).item() == pytest.approx(5e-13, rel=1e-3, abs=0)
+
+    log_ratio = torch.tensor([math.log(2.0), -math.log(2.0), math.nan, 9.0, math.inf, -math.inf, 0.0])
+    mask = torch.tensor([True, True, True, False, True, True, True])
+    total, count = k3_kl(log_ratio, mask)
+    # 2 − 1 − log 2 and 1/2 − 1 + log 2 add up to a half.
+    assert total.item() == pytest.approx(0.5) and count.item() == 3
+    log_ratio[3] = math.nan
+    assert k3_kl(log_ratio, mask)[0].item() == pytest.approx(0.5)
+    assert [value.item() for value in k3_kl(log_ratio, torch.zeros(7, dtype=torch.bool))] == [0.0, 0.0]
+
+
+def test_drift_is_never_positive_and_capped() -> None:
+    assert drift_from_kl(0.002, cap=0.01) == -0.002
+    assert drift_from_kl(0.02, cap=0.01) == -0.01
+    assert math.copysign(1, drift_from_kl(0.0, cap=0.01)) == 1
+    assert drift_from_sigma(0.1, cap=0.01) == pytest.approx(-0.005)
+    assert drift_from_sigma(1.0, cap=0.01) == -0.01
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: drift_from_kl(-0.1, cap=1.0), "kl_per_token"),
+        (lambda: drift_from_kl(math.nan, cap=1.0), "kl_per_token"),
+        (lambda: drift_from_kl(0.1, cap=-1.0), "cap"),
+        (lambda: drift_from_sigma(-0.1, cap=1.0), "sigma"),
+        (lambda: drift_from_sigma(0.1, cap=math.inf), "cap"),
+        (lambda: BandCalibrator(mini_batches=0), "mini_batches"),
+        (lambda: BandCalibrator(multiple=0.0), "multiple"),
+        (lambda: BandCalibrator(exponent=1.5), "exponent"),
+    ],
+)
+def test_a_value_out_of_range_is_named(call, name) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be "):
+        call()
+
+
+def test_the_calibrator_measures_once_and_freezes() -> None:
+    calibrator = BandCalibrator(mini_batches=3, multiple=2.5)
+    batches = [walks(200, 0.02 * (1 + seed), seed=seed) for seed in range(4)]
+    for s, lengths in batches[:2]:
+        calibrator.observe(s, lengths)
+        calibrator.observe(torch.full_like(s, math.nan), lengths)  # nothing to measure: not a mini-batch
+        assert calibrator.c is None
+    calibrator.observe(*batches[2])
+    pooled = [torch.cat(column) for column in zip(*batches[:3], strict=True)]
+    assert calibrator.c == pytest.approx(2.5 * sigma_hat(*pooled), rel=1e-12)
+
+    frozen = calibrator.c
+    calibrator.observe(*batches[3])
+    calibrator.observe(torch.zeros(5), torch.ones(5))
+    assert calibrator.c == frozen
+
+
+def test_the_calibrator_scales_by_its_exponent() -> None:
+    calibrator = BandCalibrator(mini_batches=1, exponent=0.75)
+    s, lengths = walks(400, 0.02, 0.75)
+    calibrator.observe(s, lengths)
+    assert calibrator.c == pytest.approx(2 * sigma_hat(s, lengths, 0.75), rel=1e-12)
+
+
+@pytest.mark.parametrize("seen", [0, 1, 2, 3])
+def test_the_calibrator_goes_on_from_json(seen: int) -> None:
+    batches = [walks(50, 0.02, seed=seed) for seed in range(3)]
+    straight, first, resumed = (BandCalibrator(mini_batches=3) for _ in range(3))
+    for batch in batches:
+        straight.observe(*batch)
+    for batch in batches[:seen]:
+        first.observe(*batch)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for batch in batches[seen:]:
+        resumed.observe(*batch)
+        first.observe(*batch)
+    assert straight.c is not None and resumed.c == first.c == straight.c
+    assert resumed.state_dict() == straight.state_dict()
+    assert len(json.dumps(resumed.state_dict())) < 200  # the measurements are gone once c is known
+
+
+def test_the_calibrator_refuses_on_policy_batches_and_foreign_states() -> None:
+    calibrator = BandCalibrator()
+    s = torch.tensor([0.0, 0.0, 0.0, 0.3])
+    with pytest.raises(ValueError, match="on policy"):
+        calibrator.observe(s, torch.ones(4))
+    assert calibrator.state_dict()["seen"] == []
+    with pytest.raises(ValueError, match=r"'multiple': 2\.0.*'multiple': 3\.0"):
+        calibrator.load_state_dict(BandCalibrator(multiple=3.0).state_dict())

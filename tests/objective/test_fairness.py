@@ -1,0 +1,230 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fspo.objective import (
+    ClipBand,
+    FSPOBand,
+    GSPOBand,
+    LengthBin,
+    LengthReweightingError,
+    RLOOBand,
+    length_reweighting_error,
+    sequence_surrogate,
+)
+
+SIGMA = 0.02
+
+
+def random_walks(
+    lengths: tuple[int, ...], each: int, seed: int = 0, drift: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """S ~ Normal(drift·L, σ²L), ``each`` sequences of every length."""
+    length = torch.tensor(lengths).repeat_interleave(each)
+    noise = torch.randn(len(length), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return SIGMA * length.double().sqrt() * noise + drift * length, length
+
+
+def clip_rates(band: ClipBand, s: Tensor, lengths: Tensor) -> dict[int, float]:
+    outside = sequence_surrogate(s, lengths, torch.ones_like(s), band).out_of_band
+    return {n: outside[lengths == n].double().mean().item() for n in lengths.unique().tolist()}
+
+
+def normal_tail(z: float) -> float:
+    return math.erfc(z / math.sqrt(2)) / 2
+
+
+def test_fspo_clips_every_length_alike_and_the_others_do_not() -> None:
+    each, lengths = 20_000, (16, 64, 256, 1024, 4096)
+    s, length = random_walks(lengths, each)
+
+    # By theory, with z = 1.5 below and 2 above: P = Q(1.5) + Q(2), at every length.
+    expected = normal_tail(1.5) + normal_tail(2.0)
+    error = math.sqrt(expected * (1 - expected) / each)
+    fspo = clip_rates(FSPOBand(c_low=1.5 * SIGMA, c_high=2 * SIGMA), s, length)
+    assert all(abs(rate - expected) < 4.5 * error for rate in fspo.values()), fspo
+
+    # The other two, right at L = 256, are off by far more than chance at both ends, in opposite directions.
+    width = 1.8 * SIGMA * math.sqrt(256)
+    rloo = clip_rates(RLOOBand(eps_low=-math.expm1(-width), eps_high=math.expm1(width)), s, length)
+    gspo = clip_rates(
+        GSPOBand(eps_low=-math.expm1(-width / 256), eps_high=math.expm1(width / 256)), s, length
+    )
+    assert abs(rloo[256] - 2 * normal_tail(1.8)) < 4.5 * error
+    assert abs(gspo[256] - 2 * normal_tail(1.8)) < 4.5 * error
+    assert rloo[16] < 0.001 and rloo[4096] > 0.6 and list(rloo.values()) == sorted(rloo.values())
+    assert (
+        gspo[16] > 0.6 and gspo[4096] < 0.001 and list(gspo.values()) == sorted(gspo.values(), reverse=True)
+    )
+
+
+def test_a_drifting_policy_needs_the_drift_term() -> None:
+    """Under the old policy E[S] = −L·KL: a centred band clips long sequences only, a shifted one not."""
+    drift = -(SIGMA**2) / 2
+    s, length = random_walks((100, 40_000), 20_000, drift=drift)
+    centred = clip_rates(FSPOBand(c_low=2 * SIGMA, c_high=2 * SIGMA), s, length)
+    shifted = clip_rates(FSPOBand(c_low=2 * SIGMA, c_high=2 * SIGMA, drift=drift), s, length)
+    expected = 2 * normal_tail(2.0)
+    assert centred[40_000] > 8 * expected
+    error = math.sqrt(expected / 20_000)
+    assert all(abs(rate - expected) < 4.5 * error for rate in shifted.values())
+
+
+def test_lre_ranks_the_methods_at_a_matched_clip_rate() -> None:
+    s, length = random_walks(tuple(range(20, 2000, 20)), 40)
+    methods = {}
+    for name, distance in {
+        "fspo": s.abs() / length.sqrt(),
+        "rloo": s.abs(),
+        "gspo": s.abs() / length,
+    }.items():
+        limit = distance.quantile(0.75)
+        methods[name] = length_reweighting_error(distance <= limit, length, permutations=50, bootstrap=50)
+    fspo, rloo, gspo = methods["fspo"], methods["rloo"], methods["gspo"]
+    assert {round(lre.accepted_rate, 3) for lre in methods.values()} == {0.75}
+    assert fspo.mean < 2 * fspo.null_mean
+    for other in (rloo, gspo):
+        assert other.mean > 8 * fspo.mean and other.mean_interval[0] > fspo.mean_interval[1]
+    # Which end is accepted more often.
+    assert rloo.bins[0].accepted_rate > rloo.bins[-1].accepted_rate + 0.2
+    assert gspo.bins[0].accepted_rate < gspo.bins[-1].accepted_rate - 0.2
+
+
+def test_lre_by_hand() -> None:
+    """Two lengths, ten sequences: a = (3/4, 3/6), ā = 6/10, so the errors are 1/4 and 1/6."""
+    lengths = torch.tensor([5] * 4 + [9] * 6)
+    accepted = torch.tensor([True, True, True, False] + [True] * 3 + [False] * 3)
+    got = length_reweighting_error(accepted, lengths, num_bins=2)
+    assert got.mean == pytest.approx(0.4 / 4 + 0.6 / 6)
+    assert got.max == pytest.approx(1 / 4)
+    assert got.accepted_rate == pytest.approx(0.6)
+    assert got.bins == (
+        LengthBin(low=5, high=5, share=0.4, accepted_rate=0.75),
+        LengthBin(low=9, high=9, share=0.6, accepted_rate=0.5),
+    )
+
+
+def test_bins_are_quantiles() -> None:
+    lengths = torch.arange(1, 81)
+    got = length_reweighting_error(lengths > 10, lengths, permutations=0, bootstrap=0)
+    assert [(entry.low, entry.high) for entry in got.bins] == [(10 * i + 1, 10 * i + 10) for i in range(8)]
+    assert [entry.share for entry in got.bins] == [0.125] * 8
+    # One bin of eight accepts nothing: |0/(7/8) − 1| = 1 there, |1/(7/8) − 1| = 1/7 in the others.
+    assert [entry.accepted_rate for entry in got.bins] == [0.0] + [1.0] * 7
+    assert got.max == pytest.approx(1.0) and got.mean == pytest.approx(1 / 8 + 7 / 8 / 7)
+
+
+def test_equal_lengths_share_a_bin() -> None:
+    """Most responses hit the length limit: one bin holds them all, however many quantiles fall on it."""
+    lengths = torch.tensor([3, 4, 7, 9, 12, *[64] * 35])
+    got = length_reweighting_error(torch.ones(40, dtype=torch.bool), lengths)
+    assert got.bins[-1] == LengthBin(low=64, high=64, share=35 / 40, accepted_rate=1.0)
+    assert all(a.high < b.low for a, b in zip(got.bins, got.bins[1:], strict=False))
+    assert sum(entry.share for entry in got.bins) == pytest.approx(1.0)
+    assert got.mean == got.max == 0.0
+
+
+def same(a: LengthReweightingError, b: LengthReweightingError) -> bool:
+    return dataclasses.astuple(a) == dataclasses.astuple(b)
+
+
+def test_nothing_depends_on_the_order_and_a_seed_repeats() -> None:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 30, (300,), generator=generator)
+    accepted = torch.rand(300, generator=generator) < 0.7
+    order = torch.randperm(300, generator=generator)
+    state = torch.get_rng_state()
+    got = length_reweighting_error(accepted, lengths)
+    assert same(got, length_reweighting_error(accepted[order], lengths[order]))
+    assert not same(got, length_reweighting_error(accepted, lengths, seed=1))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_null_is_what_chance_gives() -> None:
+    """Flags without regard to length, again and again: their LRE averages to the null floor of any one."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.randint(1, 500, (800,), generator=generator)
+    figures = [
+        length_reweighting_error(torch.rand(800, generator=generator) < 0.8, lengths, bootstrap=0)
+        for _ in range(60)
+    ]
+    means, maxima, null_means, null_maxima = (
+        torch.tensor([getattr(figure, name) for figure in figures])
+        for name in ("mean", "max", "null_mean", "null_max")
+    )
+    assert means.mean().item() == pytest.approx(null_means.mean().item(), rel=0.1)
+    assert maxima.mean().item() == pytest.approx(null_maxima.mean().item(), rel=0.1)
+    # By theory, for 8 bins of m = 100: a_b has deviation √(ā(1 − ā)/m·7/8), and E|Z| = √(2/π).
+    expected = math.sqrt(0.2 / 0.8 / 100 * 7 / 8 * 2 / math.pi)
+    assert null_means.mean().item() == pytest.approx(expected, rel=0.05)
+    # A real effect leaves the floor where it was.
+    steep = torch.rand(800, generator=generator) < 1.1 - lengths / 800
+    real = length_reweighting_error(steep, lengths, bootstrap=0)
+    assert real.mean > 4 * real.null_mean
+
+
+def test_the_bootstrap_interval_covers_the_true_value() -> None:
+    """Two lengths accepted at .9 and .5: ā = .7 and both errors are 2/7. Nominal 95%; 80 trials."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([10] * 200 + [20] * 200)
+    rates = torch.tensor([0.9] * 200 + [0.5] * 200)
+    inside_mean = inside_max = 0
+    widths = []
+    for _ in range(80):
+        accepted = torch.rand(400, generator=generator) < rates
+        got = length_reweighting_error(accepted, lengths, permutations=0)
+        inside_mean += got.mean_interval[0] <= 2 / 7 <= got.mean_interval[1]
+        inside_max += got.max_interval[0] <= 2 / 7 <= got.max_interval[1]
+        widths.append(got.mean_interval[1] - got.mean_interval[0])
+    assert 68 <= inside_mean <= 80 and 68 <= inside_max <= 80
+    # Covering by being wide would be no merit. Both errors are (a₁ − a₂)/(a₁ + a₂) here, whose deviation is
+    # √(.51²·.09 + .92²·.25)/√200 = .034, so that the interval is 3.92 · .034 = .134 wide.
+    assert sum(widths) / 80 == pytest.approx(0.134, rel=0.15)
+
+
+def test_edges() -> None:
+    def lre(accepted: list[bool], lengths: list[int]) -> LengthReweightingError:
+        return length_reweighting_error(
+            torch.tensor(accepted, dtype=torch.bool), torch.tensor(lengths, dtype=torch.int64)
+        )
+
+    empty = lre([], [])
+    assert math.isnan(empty.mean) and math.isnan(empty.null_max) and math.isnan(empty.accepted_rate)
+    assert empty.bins == () and math.isnan(empty.max_interval[0])
+    # Empty responses do not count.
+    assert lre([True, False], [0, 0]).bins == ()
+    assert same(lre([True, False, True, False], [4, 4, 9, 0]), lre([True, False, True], [4, 4, 9]))
+
+    alone = lre([True], [7])
+    assert alone.mean == alone.max == alone.null_mean == 0.0 and alone.mean_interval == (0.0, 0.0)
+    assert lre([True, False, True], [7, 7, 7]).max == 0.0
+
+    refused = lre([False] * 4, [1, 2, 3, 4])
+    assert refused.accepted_rate == 0.0 and math.isnan(refused.mean) and math.isnan(refused.mean_interval[1])
+    assert [entry.accepted_rate for entry in refused.bins] == [0.0] * 4
+    assert lre([True] * 4, [1, 2, 3, 4]).mean == 0.0
+
+    # One of ten is rejected, alone in its bin. A resample that has it k times has max 1 and mean 2k/10, one
+    # without it has 0 and 0; the upper end of k ~ Binomial(10, 1/10) is 3.
+    single = lre([False] + [True] * 9, [1] + [2] * 9)
+    assert single.max_interval == (0.0, 1.0) and single.mean_interval == pytest.approx((0.0, 0.6))
+
+    skipped = length_reweighting_error(torch.tensor([True]), torch.tensor([1]), permutations=0, bootstrap=0)
+    assert math.isnan(skipped.null_mean) and math.isnan(skipped.mean_interval[0]) and skipped.mean == 0.0
+
+
+def test_wrong_input_is_refused() -> None:
+    flags, lengths = torch.ones(3, dtype=torch.bool), torch.tensor([1, 2, 3])
+    with pytest.raises(ValueError, match=r"accepted must be bool \[N\].*float32"):
+        length_reweighting_error(flags.float(), lengths)
+    with pytest.raises(ValueError, match=r"\[3\] and \[2\]"):
+        length_reweighting_error(flags, lengths[:2])
+    with pytest.raises(ValueError, match=r"\[3, 1\]"):
+        length_reweighting_error(flags[:, None], lengths[:, None])
+    with pytest.raises(ValueError, match="got 0, 200 and 200"):
+        length_reweighting_error(flags, lengths, num_bins=0)
+    with pytest.raises(ValueError, match="got 8, -1 and 200"):
+        length_reweighting_error(flags, lengths, permutations=-1)
