@@ -42,5 +42,7 @@ if __name__ == "__main__":
     logging.disable_progress_bar()
     difference, count = largest_difference(Path(sys.argv[1]))
     verdict = "the same" if difference <= TOLERANCE else "NOT the same"
-    print(f"transformers scores the exported checkpoint {verdict}: {count} tokens, max difference {difference:.1e}")
+    print(
+        f"transformers scores the exported checkpoint {verdict}: {count} tokens, max difference {difference:.1e}"
+    )
     sys.exit(difference > TOLERANCE)

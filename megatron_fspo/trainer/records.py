@@ -101,8 +101,9 @@ def clip_metrics(records: Sequence[SequenceRecord], *, seed: int) -> dict[str, f
     # Sign-aware: a sequence without an advantage can never be clipped and says nothing.
     decided = [r for r in records if r.advantage != 0]
     clipped = torch.tensor([r.clipped > 0 for r in decided], dtype=torch.bool)
-    lre = length_reweighting_error(~outside, lengths, seed=seed)
-    signed = length_reweighting_error(~clipped, torch.tensor([r.length for r in decided]), seed=seed)
+    lre = length_reweighting_error(~outside, lengths, bootstrap=0, seed=seed)
+    decided_lengths = torch.tensor([r.length for r in decided])
+    signed = length_reweighting_error(~clipped, decided_lengths, bootstrap=0, seed=seed)
     count = len(records)
     metrics = {
         "actor/pg_clipfrac": sum(r.clipped_low + r.clipped_high for r in records) / count,

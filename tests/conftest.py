@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none here"))
+
+
+@pytest.fixture(scope="session")
+def random_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random little Qwen3 checkpoints, tied and untied; an odd vocabulary; head_dim ≠ hidden / heads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folders = {}
+    for name, tied in (("tied", True), ("untied", False)):
+        torch.manual_seed(len(name))
+        config = Qwen3Config(
+            vocab_size=37,
+            hidden_size=48,
+            intermediate_size=112,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=20,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=tied,
+            max_position_embeddings=128,
+            initializer_range=0.15,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        )
+        model = Qwen3ForCausalLM(config).float()
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "norm" in key:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        folders[name] = tmp_path_factory.mktemp("checkpoints") / name
+        model.save_pretrained(folders[name])
+    return folders

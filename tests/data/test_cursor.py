@@ -1,0 +1,108 @@
+"""The walk over the prompts: whole epochs, and the same stream after a resume at any point."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fspo.data import PromptCursor
+from megatron_fspo.errors import InputError
+
+sizes = st.integers(1, 12)
+seeds = st.integers(0, 2**40)
+
+
+@given(num_prompts=sizes, seed=seeds, shuffle=st.booleans(), takes=st.lists(st.integers(0, 30), max_size=6))
+def test_every_epoch_holds_every_prompt_once(
+    num_prompts: int, seed: int, shuffle: bool, takes: list[int]
+) -> None:
+    cursor = PromptCursor(num_prompts, seed, shuffle)
+    batches = [cursor.take(n) for n in takes]
+    assert [len(batch) for batch in batches] == takes
+    stream = [index for batch in batches for index in batch]
+    whole = len(stream) // num_prompts * num_prompts
+    for start in range(0, whole, num_prompts):
+        assert sorted(stream[start : start + num_prompts]) == list(range(num_prompts))
+    assert len(set(stream[whole:])) == len(stream[whole:])
+
+
+@given(
+    num_prompts=sizes, seed=seeds, shuffle=st.booleans(), before=st.integers(0, 40), after=st.integers(1, 40)
+)
+def test_resuming_anywhere_gives_the_same_stream(
+    num_prompts: int, seed: int, shuffle: bool, before: int, after: int
+) -> None:
+    uninterrupted = PromptCursor(num_prompts, seed, shuffle).take(before + after)
+    stopped = PromptCursor(num_prompts, seed, shuffle)
+    assert stopped.take(before) == uninterrupted[:before]
+    state = json.loads(json.dumps(stopped.state_dict()))
+
+    resumed = PromptCursor(num_prompts, seed, shuffle)
+    resumed.take(1)  # a state is loaded over whatever was there
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert resumed.take(after) == uninterrupted[before:]
+
+
+def test_the_order_is_a_function_of_seed_and_epoch() -> None:
+    stream = PromptCursor(50, seed=7).take(150)
+    epochs = [stream[:50], stream[50:100], stream[100:]]
+    assert stream == PromptCursor(50, seed=7).take(150)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    # Epoch 1 of seed 7 is not epoch 0 of seed 8, as it would be were the two numbers added.
+    assert PromptCursor(50, seed=8).take(50) not in epochs
+    assert list(range(50)) not in epochs
+    # The order is part of what a checkpoint promises: it must not move with a Python version.
+    assert PromptCursor(10, seed=0).take(20) == [1, 0, 2, 4, 9, 3, 8, 6, 7, 5, 1, 4, 3, 5, 8, 0, 2, 6, 7, 9]
+
+
+def test_without_shuffle_the_order_is_the_files() -> None:
+    assert PromptCursor(3, seed=1, shuffle=False).take(7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_state_at_an_epochs_end_is_the_next_ones_begin() -> None:
+    cursor = PromptCursor(4, seed=2)
+    cursor.take(8)
+    assert cursor.state_dict() == {"epoch": 2, "offset": 0, "num_prompts": 4, "seed": 2, "shuffle": True}
+
+
+STATE = {"epoch": 1, "offset": 2, "num_prompts": 4, "seed": 2, "shuffle": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_prompts": 5}, "the checkpoint has num_prompts = 5, this run 4"),
+        ({"seed": 3}, "the checkpoint has seed = 3, this run 2"),
+        ({"shuffle": False}, "the checkpoint has shuffle = False, this run True"),
+        ({"offset": 4}, "epoch 1, offset 4 is no place in 4 prompts"),
+        ({"offset": -1}, "offset -1 is no place"),
+        ({"offset": "2"}, "offset '2' is no place"),
+        ({"epoch": -1}, "epoch -1, offset 2 is no place"),
+        ({"epoch": 1.5}, "epoch 1.5, offset 2 is no place"),
+        ({"place": 1}, "the state has the keys .*'place'"),
+    ],
+)
+def test_a_state_from_elsewhere_is_refused_and_changes_nothing(change: dict[str, Any], message: str) -> None:
+    cursor = PromptCursor(4, seed=2)
+    cursor.take(1)
+    before = cursor.state_dict()
+    with pytest.raises(InputError, match=message):
+        cursor.load_state_dict({**STATE, **change})
+    assert cursor.state_dict() == before
+    cursor.load_state_dict(STATE)
+    assert cursor.state_dict() == STATE
+
+
+def test_a_state_that_lacks_a_key_is_refused() -> None:
+    with pytest.raises(InputError, match=r"the state has the keys \['epoch'\], not \['epoch', 'num_prompts'"):
+        PromptCursor(4, seed=2).load_state_dict({"epoch": 1})
+
+
+def test_no_prompts() -> None:
+    with pytest.raises(InputError, match="at least one prompt is needed, found 0"):
+        PromptCursor(0, seed=0)

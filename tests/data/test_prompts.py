@@ -1,0 +1,193 @@
+"""Reading the prompt file: what is accepted, and one clear line for everything that is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from megatron_fspo.data import load_prompts
+from megatron_fspo.errors import InputError
+from megatron_fspo.types import Prompt
+
+
+def write(folder: Path, content: str | bytes) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(ord(character) - 32 for character in text)
+
+
+def test_reads_prompts_as_they_stand(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(
+        tmp_path,
+        '{"prompt": "1+1=", "answer": "2", "level": 3}\n'
+        "\n  \t\r\n"
+        '{"prompt": " 2+3=", "answer": 5}\r\n'
+        '{"answer": 1.50, "prompt": "x"}',
+    )
+    assert tokenizer("1+1=")["input_ids"][0] == 95, "this tokenizer adds a BOS where it may"
+    assert load_prompts(path, tokenizer, max_prompt_tokens=5) == (
+        Prompt(index=0, token_ids=ids("1+1="), text="1+1=", answer="2"),
+        Prompt(index=1, token_ids=ids(" 2+3="), text=" 2+3=", answer="5"),
+        Prompt(index=2, token_ids=ids("x"), text="x", answer="1.50"),
+    )
+
+
+def test_keys_can_be_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path, '{"question": "q", "label": "a", "prompt": "no", "answer": "no"}')
+    (prompt,) = load_prompts(path, tokenizer, prompt_key="question", answer_key="label", max_prompt_tokens=9)
+    assert (prompt.text, prompt.answer) == ("q", "a")
+
+
+def test_a_special_token_written_in_the_file_is_one_token(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = write(tmp_path, '{"prompt": "<s>hi", "answer": ""}')
+    (prompt,) = load_prompts(path, tokenizer, max_prompt_tokens=3)
+    assert prompt.token_ids == (95, *ids("hi"))
+    assert type(prompt.answer) is str
+
+
+def test_chat_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [{"role": "system", "content": ""}, {"role": "user", "content": "1+1", "name": "Ada"}]
+    rows = [{"prompt": "1+1", "answer": "2"}, {"prompt": messages, "answer": "2"}]
+    path = write(tmp_path, "\n".join(map(json.dumps, rows)))
+    single, several = load_prompts(path, tokenizer, chat_template=True, max_prompt_tokens=99)
+    assert single.text == "[user]1+1;[assistant]"
+    assert single.token_ids == ids(single.text)
+    assert several.text == "[system];[user]1+1;[assistant]"
+
+
+def test_a_line_ends_at_a_line_feed_only(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(
+        tmp_path, '{"prompt": "a\u2028b\x85c", "answer": "\u2029"}\n{"prompt": "d", "answer": "1"}\n'
+    )
+    first, second = load_prompts(path, tokenizer, max_prompt_tokens=9)
+    assert (first.text, first.answer, second.text) == ("a\u2028b\x85c", "\u2029", "d")
+
+
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.text(st.characters(codec="ascii", min_codepoint=32, max_codepoint=126), min_size=1), st.text()
+        ),
+        min_size=1,
+    ),
+    ascii_only=st.booleans(),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+def test_round_trip(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, rows: list[tuple[str, str]], ascii_only: bool
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"prompt": p, "answer": a}, ensure_ascii=ascii_only) for p, a in rows]
+    if not ascii_only and any(0xD800 <= ord(c) < 0xE000 for line in lines for c in line):
+        return  # cannot be written
+    path.write_bytes("\n".join(lines).encode())
+    found = load_prompts(path, tokenizer, max_prompt_tokens=10**6)
+    assert [(p.text, p.answer) for p in found] == rows
+    assert [p.index for p in found] == list(range(len(rows)))
+
+
+GOOD = '{"prompt": "a", "answer": "1"}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a"', "not JSON: Expecting"),
+        ('{"prompt": "a", "answer": "1"} {}', "not JSON: Extra data"),
+        ("[" * 100_000, "not JSON: maximum recursion"),
+        ('["a", "1"]', "not an object but a list"),
+        ("17", "not an object but a number"),
+        ("null", "not an object but null"),
+        ('{"text": "a", "answer": "1"}', "no key 'prompt'; the keys here are 'text', 'answer'"),
+        ('{"prompt": "a"}', "no key 'answer'; the keys here are 'prompt'"),
+        ("{}", "no key 'prompt'; the keys here are none"),
+        ('{"prompt": 7, "answer": "1"}', "'prompt' must be a string, found a number"),
+        ('{"prompt": null, "answer": "1"}', "'prompt' must be a string, found null"),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}], "answer": "1"}',
+            "'prompt' must be a string, found a list; with chat_template it may be",
+        ),
+        ('{"prompt": "a", "answer": true}', "'answer' must be a string or a number, found a boolean"),
+        ('{"prompt": "a", "answer": null}', "'answer' must be a string or a number, found null"),
+        ('{"prompt": "a", "answer": {"x": 1}}', "'answer' must be a string or a number, found an object"),
+        ('{"prompt": "a", "answer": NaN}', "'answer' must be a string or a number, found NaN or an infinity"),
+        ('{"prompt": "", "answer": "1"}', "'prompt' is empty: it has no tokens"),
+        ('{"prompt": "ж", "answer": "1"}', "'prompt' is empty: it has no tokens"),
+        ('{"prompt": "123456", "answer": "1"}', "'prompt' has 6 tokens, max_prompt_tokens is 5"),
+        ('{"prompt": "\\ud800", "answer": "1"}', "not UTF-8: .*surrogates not allowed"),
+        ('{"prompt": "a", "answer": "\\udfff"}', "not UTF-8: .*surrogates not allowed"),
+        (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8: .*can't decode byte 0xff"),
+    ],
+)
+def test_a_bad_line(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, line: str | bytes, message: str
+) -> None:
+    raw = line.encode() if isinstance(line, str) else line
+    path = write(tmp_path, GOOD.encode() + b"\n" + raw + b"\n" + GOOD.encode())
+    with pytest.raises(InputError, match=f"^.*prompts.jsonl:3: {message}") as caught:
+        load_prompts(path, tokenizer, max_prompt_tokens=5)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "'prompt' must be a string or a list of messages"),
+        (7, "'prompt' must be a string or a list of messages, .*; found a number"),
+        ({"role": "user", "content": "a"}, "'prompt' must be a string or a list of messages"),
+        (["a"], "'prompt' must be a string or a list of messages"),
+        ([{"role": "user"}], "'prompt' must be a string or a list of messages"),
+        ([{"role": "user", "content": 3}], "'prompt' must be a string or a list of messages"),
+        ([{"role": "user", "content": None}], "'prompt' must be a string or a list of messages"),
+        ([{"role": "user", "content": "a"}, {"role": "user"}], "'prompt' must be a string or a list"),
+        ("", "'prompt' is empty: no message has content"),
+        ([{"role": "user", "content": ""}], "'prompt' is empty: no message has content"),
+        ([{"role": "tool", "content": "a"}], "the chat template refuses 'prompt': no tools here$"),
+        ("x" * 99, "'prompt' has 117 tokens, max_prompt_tokens is 50"),
+    ],
+)
+def test_a_bad_chat_prompt(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, prompt: Any, message: str
+) -> None:
+    path = write(tmp_path, json.dumps({"prompt": prompt, "answer": "1"}))
+    with pytest.raises(InputError, match=f"prompts.jsonl:1: {message}"):
+        load_prompts(path, tokenizer, chat_template=True, max_prompt_tokens=50)
+
+
+def test_a_prompt_of_the_longest_legal_length(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path, '{"prompt": "12345", "answer": "1"}')
+    assert len(load_prompts(path, tokenizer, max_prompt_tokens=5)) == 1
+    with pytest.raises(InputError, match="has 5 tokens, max_prompt_tokens is 4"):
+        load_prompts(path, tokenizer, max_prompt_tokens=4)
+
+
+def test_a_chat_template_that_is_not_there(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(InputError, match="chat_template is true, but the tokenizer has no chat template"):
+        load_prompts(write(tmp_path, GOOD), tokenizer, chat_template=True, max_prompt_tokens=5)
+
+
+@pytest.mark.parametrize("content", ["", "\n", "  \n\r\n\t"])
+def test_an_empty_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, content: str) -> None:
+    with pytest.raises(InputError, match=r"prompts.jsonl: holds no prompts"):
+        load_prompts(write(tmp_path, content), tokenizer, max_prompt_tokens=5)
+
+
+def test_no_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(InputError, match=r"none.jsonl: cannot read the prompts: No such file"):
+        load_prompts(tmp_path / "none.jsonl", tokenizer, max_prompt_tokens=5)
+    with pytest.raises(InputError, match="cannot read the prompts: Is a directory"):
+        load_prompts(str(tmp_path), tokenizer, max_prompt_tokens=5)

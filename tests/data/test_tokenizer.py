@@ -1,0 +1,112 @@
+"""Loading a checkpoint's tokenizer, and whether model and tokenizer belong together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megatron_fspo.data import check_vocabulary, load_tokenizer, stop_token_ids
+from megatron_fspo.errors import InputError
+
+
+def test_loads_what_was_saved(checkpoint: Path) -> None:
+    tokenizer = load_tokenizer(checkpoint)
+    assert tokenizer.decode(tokenizer("a b", add_special_tokens=False)["input_ids"]) == "a b"
+    assert tokenizer.chat_template is not None
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none: no such folder; give a Hugging Face checkpoint"):
+        load_tokenizer(tmp_path / "none")
+    with pytest.raises(InputError, match="Qwen/Qwen3-8B: no such folder"):
+        load_tokenizer("Qwen/Qwen3-8B")  # a name on the hub is not a folder, and is not fetched
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_tokenizer(checkpoint: Path, broken: str) -> None:
+    (checkpoint / broken).write_text('{"half a')
+    with pytest.raises(InputError, match=r"cannot load the tokenizer: .") as caught:
+        load_tokenizer(checkpoint)
+    assert "\n" not in str(caught.value)
+
+
+def test_code_in_a_checkpoint_does_not_run(checkpoint: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (checkpoint / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Evil: pass\n")
+    config = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"cannot load the tokenizer: .* contains custom code"):
+        load_tokenizer(checkpoint)
+    assert not ran.exists()
+
+
+def test_check_vocabulary(tokenizer: PreTrainedTokenizerFast) -> None:
+    check_vocabulary(tokenizer, 97)
+    check_vocabulary(tokenizer, 128)  # padded
+    with pytest.raises(
+        InputError, match=r"largest id is 96 \('</s>'\), the model's vocab_size 96: .* at least 97"
+    ):
+        check_vocabulary(tokenizer, 96)
+
+
+EOS = 96
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, (EOS,)),
+        ({}, (EOS,)),
+        ({"eos_token_id": None}, (EOS,)),
+        ({"eos_token_id": EOS}, (EOS,)),
+        ({"eos_token_id": 5}, (EOS, 5)),
+        ({"eos_token_id": [5, EOS, 7, 5]}, (EOS, 5, 7)),
+        ({"eos_token_id": []}, (EOS,)),
+        ({"eos_token_id": 0}, (EOS, 0)),
+    ],
+)
+def test_stop_token_ids(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, config: Any, expected: tuple[int, ...]
+) -> None:
+    if config is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert stop_token_ids(tokenizer, tmp_path) == expected
+
+
+def test_stop_token_ids_of_a_tokenizer_without_eos(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    tokenizer.eos_token = None
+    with pytest.raises(InputError, match=r"no stop token, neither an eos_token .* nor an eos_token_id"):
+        stop_token_ids(tokenizer, tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
+    assert stop_token_ids(tokenizer, tmp_path) == (3,)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"eos_token_id": "</s>"}', "eos_token_id must be a token id or a list of them, found '</s>'"),
+        ('{"eos_token_id": [1, -1]}', r"found \[1, -1\]"),
+        ('{"eos_token_id": true}', "found True"),
+        ('{"eos_token_id": [1.0]}', r"found \[1.0\]"),
+        ("[1]", "a JSON object is needed, found list"),
+        ("{", "generation_config.json: not JSON: "),
+    ],
+)
+def test_a_broken_generation_config(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, content: str, message: str
+) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(InputError, match=message):
+        stop_token_ids(tokenizer, tmp_path)

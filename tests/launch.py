@@ -1,0 +1,45 @@
+"""Starts real ranks: one torchrun per world size, many checks in each (a launch costs 5 to 15 seconds)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of a rank: this checkout first, no network, one thread."""
+    kept = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    paths = [str(REPO), str(REPO / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **extra,
+    }
+
+
+def torchrun(
+    program: Sequence[str], *, nproc: int, cwd: Path = REPO, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python program...`` on ``nproc`` ranks and wait; output is captured."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    return subprocess.run(
+        [*command, *program], cwd=cwd, env=environment(), timeout=timeout, capture_output=True, text=True
+    )
+
+
+def run_worker(worker: Path, *arguments: str, nproc: int, timeout: float = 300) -> str:
+    """Run a worker file on real ranks; fail with its output if a rank failed."""
+    result = torchrun([str(worker), *arguments], nproc=nproc, timeout=timeout)
+    assert result.returncode == 0, (
+        f"{worker.name} on {nproc} ranks:\n{result.stdout}\n{result.stderr[-6000:]}"
+    )
+    return result.stdout

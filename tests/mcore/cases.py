@@ -1,0 +1,98 @@
+"""The batch that every layout gets, and the float64 transformers oracle of the whole loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.types import Completion, Prompt, Sample
+
+VOCAB = 37
+TEMPERATURE = 0.8
+C, C_DUAL = 0.05, 0.1
+# Prompts and responses of very different lengths; one-token ones among them.
+SHAPES = [
+    (1, 1),
+    (3, 40),
+    (2, 7),
+    (5, 1),
+    (4, 25),
+    (2, 2),
+    (6, 33),
+    (1, 12),
+    (3, 3),
+    (2, 60),
+    (4, 5),
+    (1, 18),
+]
+
+
+def samples() -> list[Sample]:
+    """The same on every rank. Token 0, which also pads, is sampled too."""
+    generator = torch.Generator().manual_seed(11)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, VOCAB, (count,), generator=generator).tolist())
+
+    return [
+        Sample(
+            prompt=Prompt(index=i, token_ids=ids(p), text="", answer=""),
+            number=0,
+            completion=Completion(
+                token_ids=ids(n), log_probs=(0.0,) * n, finish_reason="length", weight_version=0
+            ),
+            reward=0.0,
+            advantage=(-1.0) ** i * (1 + i / 10),
+        )
+        for i, (p, n) in enumerate(SHAPES)
+    ]
+
+
+def drift(index: int) -> Tensor:
+    """[L] what the new log-probs of a sample gain on the old ones: some sequences leave the band."""
+    length = SHAPES[index][1]
+    generator = torch.Generator().manual_seed(100 + index)
+    return torch.randn(length, generator=generator) * 0.04 + 0.02 * (index % 3 - 1)
+
+
+@dataclass(frozen=True)
+class Reference:
+    log_probs: list[Tensor]
+    """Per sample [L], float64."""
+    gradients: dict[str, Tensor]
+    """Hugging Face name → gradient of the loss, float64."""
+    objective: float
+    clipped: int
+
+
+def reference(checkpoint: Path) -> Reference:
+    """FSPO by autograd through transformers in float64, one unpadded sequence at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    rows, scores, clipped = samples(), [], 0
+    total = torch.zeros((), dtype=torch.float64)
+    for index, sample in enumerate(rows):
+        prompt, response = sample.prompt.token_ids, sample.completion.token_ids
+        ids = torch.tensor([*prompt, *response])
+        logits = model(ids[None]).logits[0].double() / TEMPERATURE
+        log_probs = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(
+            -1, torch.tensor(response)[:, None]
+        )[:, 0]
+        scores.append(log_probs.detach())
+        old = log_probs.detach() - drift(index).double()
+        s = (log_probs - old).sum()
+        edge = C * len(response) ** 0.5
+        a = sample.advantage
+        j = torch.minimum(s.exp() * a, s.clamp(-edge, edge).exp() * a)
+        if a < 0:
+            j = torch.maximum(j, torch.tensor(C_DUAL * len(response) ** 0.5, dtype=torch.float64).exp() * a)
+        clipped += int(torch.autograd.grad(j, s, retain_graph=True)[0] == 0)
+        total = total + j
+    objective = total / len(rows)
+    (-objective).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return Reference(log_probs=scores, gradients=gradients, objective=objective.item(), clipped=clipped)

@@ -1,0 +1,84 @@
+"""The production path (decode, score, loss, gradient, export) against transformers in float64."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch import run_worker
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import Reference, drift, reference, samples
+
+LAYOUTS = ["tp1", "dp2", "tp2", "tp2sp"]
+SPLITS = [512, 70]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, random_checkpoints: dict[str, Path]) -> Path:
+    out = tmp_path_factory.mktemp("parity")
+    for world in (1, 2):
+        arguments = [str(out), *map(str, random_checkpoints.values()), str(world)]
+        run_worker(Path(__file__).with_name("worker.py"), *arguments, nproc=world)
+    return out
+
+
+@pytest.fixture(scope="module")
+def references(random_checkpoints: dict[str, Path]) -> dict[str, Reference]:
+    return {kind: reference(folder) for kind, folder in random_checkpoints.items()}
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_step_equals_the_float64_oracle(
+    results: Path, references: dict[str, Reference], layout: str, kind: str, split: int
+) -> None:
+    got = load_file(results / f"{layout}-{kind}-{split}.safetensors")
+    want = references[kind]
+    assert (got["log_probs"] - torch.cat(want.log_probs)).abs().max() < 1e-5
+    drifts = torch.stack([drift(i).double().sum() for i in range(len(samples()))])
+    assert (got["sums"] - drifts).abs().max() < 1e-4
+    assert got["clipped"].sum() == want.clipped and 2 <= want.clipped <= 10
+    assert got["objective"].item() == pytest.approx(want.objective, abs=1e-5)
+    assert want.gradients.keys() == {name.removeprefix("grad.") for name in got if name.startswith("grad.")}
+    for name, gradient in want.gradients.items():
+        error = (got[f"grad.{name}"] - gradient).abs().max() / gradient.abs().max()
+        assert error < 1e-5, f"{name}: relative gradient error {error:.1e}"
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_every_layout_has_the_gradient_of_one_process(results: Path, layout: str, kind: str) -> None:
+    one = load_file(results / f"tp1-{kind}-512.safetensors")
+    for split in SPLITS:
+        other = load_file(results / f"{layout}-{kind}-{split}.safetensors")
+        for name in one:
+            if name.startswith("grad."):
+                error = (other[name] - one[name]).abs().max() / one[name].abs().max()
+                assert error < 1e-5, f"{name}: relative gradient error {error:.1e}"
+        assert other["grad_norm"].item() == pytest.approx(one["grad_norm"].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_sampler_agrees_with_the_trainer(results: Path, layout: str, kind: str) -> None:
+    """Sampled log-probs are those of the training pass, and the same responses come from every layout."""
+    got = load_file(results / f"{layout}-{kind}-512.safetensors")
+    assert got["decode_error"] < 2e-5
+    one = load_file(results / f"tp1-{kind}-512.safetensors")
+    assert got["decoded"].tolist() == one["decoded"].tolist()
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_export_returns_the_checkpoint_bit_for_bit(
+    results: Path, random_checkpoints: dict[str, Path], layout: str, kind: str
+) -> None:
+    got = load_file(results / f"export-{layout}-{kind}" / "model.safetensors")
+    want = load_file(random_checkpoints[kind] / "model.safetensors")
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)

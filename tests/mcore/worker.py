@@ -1,0 +1,173 @@
+"""On every rank: one production step per layout and checkpoint; writes log-probs and gradients to compare.
+
+worker.py OUT TIED UNTIED
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from cases import C, C_DUAL, TEMPERATURE, drift, samples
+from megatron.core import parallel_state
+from safetensors.torch import save_file
+
+from megatron_fspo import config as options
+from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.decode import Decoder
+from megatron_fspo.mcore.hf_weights import export_hf, load_hf
+from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
+from megatron_fspo.mcore.startup import start
+from megatron_fspo.objective import FSPOBand, LengthFairDualClip
+from megatron_fspo.objective.policy import SequenceLevel
+from megatron_fspo.packing.batch import collate, sample_length
+from megatron_fspo.packing.plan import plan_micro_batches
+from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.rollout.embedded import EmbeddedEngine
+from megatron_fspo.types import Prompt, SamplingParams
+from megatron_fspo.weights import iterate_hf_tensors, read_architecture
+
+
+def build(checkpoint: Path, *, tensor: int, sequence: bool) -> Policy:
+    backend = choose_backend("cpu")
+    groups = start(backend, tensor=tensor, seed=1)
+    policy = Policy(
+        read_architecture(checkpoint),
+        backend,
+        groups,
+        parallel=options.Parallel(tensor=tensor, sequence=sequence),
+        dtype=torch.float32,
+        # No clipping: the gradient is compared as it is.
+        optimizer=options.Optimizer(lr=1e-9, clip_grad=1e9),
+    )
+    load_hf(policy, checkpoint)
+    return policy
+
+
+def step(policy: Policy, sequence: bool, max_tokens: int) -> dict[str, torch.Tensor]:
+    """Score, then one optimizer step on drifted old log-probs; returns everything on rank 0."""
+    groups, rows = policy.groups, samples()
+    plan = plan_micro_batches(
+        [sample_length(row) for row in rows], ranks=groups.dp.size(), max_tokens=max_tokens
+    )[groups.dp.rank()]
+    batches = [
+        collate(
+            rows,
+            pack,
+            num_sequences=len(rows),
+            num_tokens=sum(len(row.completion.token_ids) for row in rows),
+            multiple_of=groups.tp.size() if sequence else 1,
+        )
+        for pack in plan
+    ]
+    scoring = Scoring(groups=groups, vocab_size=policy.arch.vocab_size, temperature=TEMPERATURE)
+    scores = policy.score(batches, scoring)
+    old = []
+    for batch, score in zip(batches, scores, strict=True):
+        shifted = torch.full_like(score, float("nan"))  # what is outside the mask must not matter
+        gains = [drift(i) for i in batch.sample_index.tolist()]
+        shifted[batch.mask] = score[batch.mask] - torch.cat(gains)
+        old.append(shifted)
+    sums: list[tuple[int, float, bool]] = []
+    loss = PolicyLoss(
+        objective=SequenceLevel(band=FSPOBand(c_low=C, c_high=C), dual_clip=LengthFairDualClip(c=C_DUAL)),
+        scoring=scoring,
+        observer=lambda batch, s, terms: sums.extend(
+            zip(
+                batch.sample_index.tolist(),
+                s.tolist(),
+                (terms.clipped_low + terms.clipped_high + terms.dual_clipped > 0).tolist(),
+                strict=True,
+            )
+        ),
+    )
+    update = policy.update([replace(b, old_log_probs=o) for b, o in zip(batches, old, strict=True)], loss)
+    by_sample = [
+        (i, score[batch.mask & (batch.segment == n)].tolist())
+        for batch, score in zip(batches, scores, strict=True)
+        for n, i in enumerate(batch.sample_index.tolist())
+    ]
+    ordered = [row for _, row in sorted(gather_lists(by_sample, group=groups.dp))]
+    flags = sorted(gather_lists(sums, group=groups.dp))
+    return {
+        "log_probs": torch.tensor([x for row in ordered for x in row]),
+        "sums": torch.tensor([s for _, s, _ in flags]),
+        "clipped": torch.tensor([c for _, _, c in flags]),
+        "objective": torch.tensor(-update.metrics["actor/pg_loss"], dtype=torch.float64),
+        "grad_norm": torch.tensor(update.grad_norm, dtype=torch.float64),
+    }
+
+
+def gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    """Under Hugging Face names, merged over tensor-parallel ranks, by the export's own code."""
+    group = policy.groups.tp
+
+    def gather(shard: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(shard) for _ in range(group.size())]
+        dist.all_gather(parts, shard.contiguous(), group=group)
+        return parts
+
+    named = ((name, p.main_grad) for name, p in policy.model.named_parameters())
+    return {f"grad.{name}": value.clone() for name, value in iterate_hf_tensors(named, policy.arch, gather)}
+
+
+def decode(policy: Policy) -> dict[str, torch.Tensor]:
+    """Completions of prompts of different lengths, in one batch and in many, scored by the training pass."""
+    prompts = [Prompt(index=i, token_ids=tuple(range(1, 2 + 2 * i)), text="", answer="") for i in range(4)]
+    params = SamplingParams(n=3, max_tokens=20, temperature=TEMPERATURE, stop_token_ids=(5, 6), seed=7)
+    decoder = Decoder(policy.model, vocab_size=policy.arch.vocab_size)
+    wide = EmbeddedEngine(decoder, max_batch=12).generate(prompts, params)
+    narrow = EmbeddedEngine(decoder, max_batch=5).generate(prompts, params)
+    assert [[c.token_ids for c in row] for row in wide] == [[c.token_ids for c in row] for row in narrow]
+    assert policy.model.training
+    worst = 0.0
+    scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=TEMPERATURE)
+    base = samples()[0]
+    for prompt, row in zip(prompts, wide, strict=True):
+        for completion in row:
+            batch = collate(
+                [replace(base, prompt=prompt, completion=completion)],
+                [0],
+                num_sequences=1,
+                num_tokens=len(completion.token_ids),
+                multiple_of=policy.groups.tp.size(),
+            )
+            score = policy.score([batch], scoring)[0][batch.mask]
+            worst = max(worst, (score - torch.tensor(completion.log_probs)).abs().max().item())
+    tokens = [t for row in wide for completion in row for t in completion.token_ids]
+    return {"decode_error": torch.tensor(worst), "decoded": torch.tensor(tokens)}
+
+
+def main() -> None:
+    out, checkpoints = Path(sys.argv[1]), {"tied": Path(sys.argv[2]), "untied": Path(sys.argv[3])}
+    world = int(sys.argv[4])
+    layouts = (
+        {"tp1": (1, False)} if world == 1 else {"dp2": (1, False), "tp2": (2, False), "tp2sp": (2, True)}
+    )
+    for name, (tensor, sequence) in layouts.items():
+        for kind, checkpoint in checkpoints.items():
+            for max_tokens in (512, 70):  # all in one micro-batch, and many
+                policy = build(checkpoint, tensor=tensor, sequence=sequence)
+                result = decode(policy)
+                result |= step(policy, sequence, max_tokens) | gradients(policy)
+                if dist.get_rank() == 0:
+                    save_file(result, str(out / f"{name}-{kind}-{max_tokens}.safetensors"))
+                if max_tokens == 70:
+                    policy = build_again(policy, checkpoint, tensor, sequence)
+                    export_hf(policy, out / f"export-{name}-{kind}", source=checkpoint)
+                parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def build_again(policy: Policy, checkpoint: Path, tensor: int, sequence: bool) -> Policy:
+    """Fresh weights: the step above moved the others."""
+    load_hf(policy, checkpoint)
+    return policy
+
+
+if __name__ == "__main__":
+    main()

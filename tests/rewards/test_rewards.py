@@ -1,0 +1,171 @@
+"""The built-in rewards, and how a run finds one by name."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.rewards import get_reward, register
+from megatron_fspo.types import Completion, Prompt
+
+STOPPED = Completion(token_ids=(12,), log_probs=(-0.1,), finish_reason="stop", weight_version=0)
+CUT_OFF = Completion(token_ids=(9,), log_probs=(-0.1,), finish_reason="length", weight_version=0)
+
+
+def verdict(name: str, answer: str, response: str, completion: Completion = STOPPED) -> float:
+    prompt = Prompt(index=0, token_ids=(10,), text="^", answer=answer)
+    return get_reward(name)(prompt, completion, response)
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "right"),
+    [
+        ("17", "908503300", True),  # as taught
+        ("17", "503300908", True),  # any order
+        ("17", "999899", True),  # 9 + 8; the remainders are notes, not judged
+        ("17", "908503200", False),  # 16
+        ("17", "90850330", False),  # half a group
+        ("17", "9085033000", False),  # one digit too many
+        ("17", "908503300000", False),  # 0 is no digit to take off
+        ("17", "", False),
+        ("0", "", False),
+        ("17", " 908503300", False),
+        ("17", "908503300\n", False),
+        ("17", "908^03300", False),  # a special token in between
+        ("17", "+08503300", False),
+        ("9", "٩٠٠", False),  # Arabic-Indic 900: int() would read it
+        ("9", "9²0", False),  # isdigit() alone lets it pass
+        ("9", "９00", False),  # full-width 9
+        ("297", "999" * 33, True),
+    ],
+)
+def test_make_sum(answer: str, response: str, right: bool) -> None:
+    assert verdict("make_sum", answer, response) == float(right)
+
+
+def test_make_sum_wants_the_policy_to_stop_by_itself() -> None:
+    assert verdict("make_sum", "17", "908503300", STOPPED) == 1.0
+    assert verdict("make_sum", "17", "908503300", CUT_OFF) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "right"),
+    [
+        ("4/3", "4/3", True),
+        ("4/3", "\n 4/3\t", True),
+        (" 4/3", "4/3", True),
+        ("4/3", "4 /3", False),
+        ("4/3", "14/3", False),
+        ("4", "4.0", False),
+        ("٣", "3", False),
+        ("x", "X", False),
+    ],
+)
+def test_exact_match(answer: str, response: str, right: bool) -> None:
+    assert verdict("exact_match", answer, response) == float(right)
+
+
+@pytest.mark.parametrize("name", ["make_sum", "exact_match"])
+@given(response=st.text() | st.text(alphabet="0123456789٣²９\n ^$_"), answer=st.text())
+@example(response="\ud800", answer="9" * 5000)
+def test_rewards_take_any_text(name: str, response: str, answer: str) -> None:
+    expected = name == "exact_match" and response.strip() == answer.strip()
+    found = verdict(name, answer, response)
+    if name == "make_sum" and found:
+        assert answer == str(sum(int(digit) for digit in response[::3]))
+    else:
+        assert found == float(expected)
+
+
+@pytest.mark.parametrize("name", ["make_sum", "exact_match"])
+@pytest.mark.parametrize("character", ["9", "(", "٣", " "])
+def test_rewards_are_quick_on_giant_text(name: str, character: str) -> None:
+    started = time.monotonic()
+    assert verdict(name, "57", character * 3_000_000) == 0.0
+    assert time.monotonic() - started < 5
+
+
+def test_unknown_reward_names_the_nearest_and_all() -> None:
+    with pytest.raises(
+        InputError,
+        match=r"'make_sun' \(did you mean 'make_sum'\?\).*exact_match, make_sum, or module:function",
+    ):
+        get_reward("make_sun")
+    with pytest.raises(InputError, match="no reward is called 'zzz': use one of"):
+        get_reward("zzz")
+
+
+def test_register_refuses_a_taken_name_and_keeps_the_first() -> None:
+    first = get_reward("make_sum")
+    with pytest.raises(
+        InputError, match=r"'make_sum' is registered twice, first by megatron_fspo\.rewards\.make_sum"
+    ):
+        register("make_sum")(lambda prompt, completion, response: 1.0)
+    assert get_reward("make_sum") is first
+
+
+@pytest.mark.parametrize("name", ["", "a:b"])
+def test_register_refuses_a_name_nobody_could_ask_for(name: str) -> None:
+    with pytest.raises(InputError, match="not empty and holds no ':'"):
+        register(name)
+
+
+def test_register_returns_the_function_and_makes_it_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_fspo.rewards.registry._REWARDS", {})
+
+    @register("half")
+    def half(prompt: Prompt, completion: Completion, response: str) -> float:
+        return 0.5
+
+    assert get_reward("half") is half
+    assert verdict("half", "", "") == 0.5
+
+
+@pytest.fixture
+def user_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module ``mine_for_test`` on the path, as a user would have it, and a broken one."""
+    (tmp_path / "mine_for_test.py").write_text(
+        "LIMIT = 3\ndef short(prompt, completion, response):\n    return float(len(response) < LIMIT)\n"
+    )
+    (tmp_path / "broken_for_test.py").write_text("import no_such_package_for_test\n")
+    (tmp_path / "raises_for_test.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "modules", dict[str, ModuleType](sys.modules))
+
+
+@pytest.mark.usefixtures("user_modules")
+def test_a_users_own_reward() -> None:
+    assert verdict("mine_for_test:short", "57", "ab") == 1.0
+    assert verdict("mine_for_test:short", "57", "abc") == 0.0
+
+
+@pytest.mark.usefixtures("user_modules")
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module_for_test:f", "cannot import 'no_such_module_for_test': No module named"),
+        ("broken_for_test:f", "cannot import 'broken_for_test': No module named 'no_such_package_for_test'"),
+        ("mine_for_test:shrt", "'mine_for_test' holds nothing called 'shrt'"),
+        ("mine_for_test:LIMIT", "'mine_for_test' holds a int, not a function, called 'LIMIT'"),
+        ("mine_for_test:", "does not read as package.module:function"),
+        (":short", "does not read as package.module:function"),
+        (".mine_for_test:short", "does not read as package.module:function"),
+        ("a:b:c", "does not read as package.module:function"),
+    ],
+)
+def test_a_users_reward_that_is_not_there(path: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        get_reward(path)
+
+
+@pytest.mark.usefixtures("user_modules")
+def test_a_users_module_that_fails_keeps_its_own_error() -> None:
+    with pytest.raises(ZeroDivisionError):
+        get_reward("raises_for_test:f")
