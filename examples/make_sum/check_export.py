@@ -43,6 +43,6 @@ if __name__ == "__main__":
     difference, count = largest_difference(Path(sys.argv[1]))
     verdict = "the same" if difference <= TOLERANCE else "NOT the same"
     print(
-        f"transformers scores the exported checkpoint {verdict}: {count} tokens, max difference {difference:.1e}"
+        f"transformers scores the export {verdict}: {count} tokens, largest difference {difference:.1e} nats"
     )
     sys.exit(difference > TOLERANCE)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_fspo.config import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
+from megatron_fspo.errors import InputError
 from megatron_fspo.objective import (
     BandCalibrator,
     ClipBand,
@@ -98,7 +99,10 @@ class LossState:
         if isinstance(self._loss, FSPOLoss) and self._loss.drift in ("k3", "half_variance"):
             self._drift = state["drift"]
         if self._calibrator is not None and state["calibrator"] is not None:
-            self._calibrator.load_state_dict(state["calibrator"])
+            try:
+                self._calibrator.load_state_dict(state["calibrator"])
+            except ValueError as error:
+                raise InputError(f"loss.calibrate or loss.exponent is not what it was: {error}") from None
 
     def _fspo_band(self, loss: FSPOLoss) -> FSPOBand:
         calibrated = None if self._calibrator is None else self._calibrator.c

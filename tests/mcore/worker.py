@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cases import C, C_DUAL, TEMPERATURE, drift, samples
+from cases import C_DUAL, TEMPERATURE, C, drift, samples
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 

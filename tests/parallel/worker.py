@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -71,26 +72,13 @@ def check_not_finite_row() -> None:
 
 def check_collectives() -> None:
     """Two per call, whatever the number of tokens."""
+    world = dist.get_world_size()
     for tokens in (1, 300):
-        calls = 0
-        original = dist.all_reduce
-
-        def counted(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            return original(*args, **kwargs)
-
-        dist.all_reduce = counted
-        try:
-            vocab_parallel_log_probs(
-                torch.randn(tokens, 8),
-                torch.zeros(tokens, dtype=torch.long),
-                group=dist.group.WORLD,
-                vocab_size=8 * dist.get_world_size(),
-            )
-        finally:
-            dist.all_reduce = original
-        assert calls == (2 if dist.get_world_size() > 1 else 0)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            labels = torch.zeros(tokens, dtype=torch.long)
+            logits = torch.randn(tokens, 8)
+            vocab_parallel_log_probs(logits, labels, group=dist.group.WORLD, vocab_size=8 * world)
+        assert all_reduce.call_count == (2 if world > 1 else 0)
 
 
 def check_sequence_sums() -> None:

@@ -1,0 +1,48 @@
+"""Whole training runs as processes, on a make-sum configuration cut small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from launch import REPO, environment
+
+CONFIG = REPO / "examples/make_sum/run.toml"
+SMALL = (
+    "--rollout.prompts 8 --rollout.samples 4 --batch.mini-batches 4 --batch.epochs 1 --optimizer.lr 3e-4 "
+    "--optimizer.warmup-steps 0 --loss.calibrate 3 --evaluation.samples 2 --evaluation.every 2"
+).split()
+
+
+def command(folder: Path, name: str, *extra: str, nproc: int = 2) -> list[str]:
+    """``megatron-fspo train`` of the small run, writing under ``folder``."""
+    base = [sys.executable, "-m", "megatron_fspo", "train", "--config", str(CONFIG), "--nproc", str(nproc)]
+    return [*base, "--run.folder", str(folder), "--run.name", name, *SMALL, *extra]
+
+
+def run(folder: Path, name: str, *extra: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
+    """Train to the end; output is captured."""
+    return subprocess.run(
+        command(folder, name, *extra, nproc=nproc),
+        cwd=REPO,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def rows(folder: Path, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The logged rows."""
+    path = folder / name / file
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what the clock decides."""
+    return {key: value for key, value in row.items() if not key.startswith(("timing_s/", "perf/"))}

@@ -1,0 +1,282 @@
+"""The main job, end to end, on real ranks."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import psutil
+import pytest
+from launch import REPO, environment, torchrun
+
+sys.path.insert(0, str(Path(__file__).parent))
+from runs import command, numbers, rows, run
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``whole``: an uninterrupted run of four steps, a checkpoint after each, tensor parallel 2."""
+    folder = tmp_path_factory.mktemp("runs")
+    result = run(folder, "whole", "--run.steps", str(STEPS), "--checkpoint.every", "1")
+    assert result.returncode == 0, result.stderr[-6000:]
+    assert "transformers" in result.stdout and "report" in result.stdout
+    return folder
+
+
+def wait_for_step(folder: Path, name: str, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 200
+    while not any(row["step"] >= step for row in rows(folder, name)):
+        assert process.poll() is None, f"the run ended early: {process.communicate()[1][-3000:]}"
+        assert time.monotonic() < deadline, "the run is too slow"
+        time.sleep(0.05)
+
+
+def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The training processes below torchrun."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if "RANK" in child.environ() and "train" in child.cmdline()]
+
+
+def start(folder: Path, name: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(folder, name, "--run.steps", str(STEPS), "--checkpoint.every", "1"),
+        cwd=REPO,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_a_run_leaves_what_the_readme_says(folder: Path) -> None:
+    whole = folder / "whole"
+    names = {path.name for path in whole.iterdir()}
+    assert {"config.toml", "metrics.jsonl", "checkpoints", "hf", "report"} <= names
+    assert (whole / "report/index.html").stat().st_size > 10_000
+    assert [row["step"] for row in rows(folder, "whole")] == list(range(STEPS + 1))
+    resolved = tomllib.loads((whole / "config.toml").read_text())
+    assert resolved["optimizer"]["lr"] == 3e-4 and resolved["parallel"]["tensor"] == 2
+    # checkpoint.keep: the newest two
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step_000003", "step_000004"]
+
+
+def test_metrics_have_the_names_of_the_field(folder: Path) -> None:
+    last = rows(folder, "whole")[-1]
+    for name in (
+        "critic/rewards/mean",
+        "response_length/mean",
+        "response_length/clip_ratio",
+        "actor/grad_norm",
+        "actor/entropy",
+        "actor/ppo_kl",
+        "actor/pg_clipfrac",
+        "actor/lr",
+        "fspo/lre_mean",
+        "fspo/lre_null",
+        "fspo/sigma_hat",
+        "fspo/c_high",
+        "rollout/logprob_abs_diff/max",
+        "timing_s/gen",
+        "timing_s/update_actor",
+        "perf/throughput",
+        "val/validation/mean@2",
+        "val/validation/pass@2",
+    ):
+        assert name in last and last[name] is not None, name
+
+
+def test_the_first_update_is_on_policy_and_later_ones_clip(folder: Path) -> None:
+    training = [row for row in rows(folder, "whole") if row["step"] > 0]
+    assert all(row["fspo/on_policy_abs_s_max"] < 1e-4 for row in training)
+    assert all(row["rollout/logprob_abs_diff/max"] < 1e-4 for row in training)
+    assert any(row["actor/pg_clipfrac"] > 0 for row in training)
+    assert all(row["actor/grad_norm"] > 0 for row in training)
+
+
+def test_c_is_calibrated_once_then_fixed(folder: Path) -> None:
+    widths = [row["fspo/c_high"] for row in rows(folder, "whole") if row["step"] > 0]
+    # Three mini-batches with an S to measure: in the first or the second of these tiny rollouts.
+    assert widths[1] != 0.03 and len(set(widths[1:])) == 1
+
+
+def test_transformers_scores_the_export_as_the_trainer_does(folder: Path) -> None:
+    script = REPO / "examples/make_sum/check_export.py"
+    result = subprocess.run(
+        [sys.executable, str(script), str(folder / "whole")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    wrong = subprocess.run(
+        [sys.executable, "-c", CHECK_WITH_OTHER_WEIGHTS, str(script.parent), str(folder / "whole")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert float(wrong.stdout) > 1e-4, "the check passes with weights that are not the trainer's"
+
+
+CHECK_WITH_OTHER_WEIGHTS = """
+import shutil, sys, tempfile
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from check_export import largest_difference
+copy = Path(tempfile.mkdtemp()) / "run"
+shutil.copytree(sys.argv[2], copy)
+shutil.copy(Path(sys.argv[1]) / "checkpoint/model.safetensors", copy / "hf/model.safetensors")
+print(largest_difference(copy)[0])
+"""
+
+
+def test_killed_and_resumed_gives_the_numbers_of_an_uninterrupted_run(folder: Path) -> None:
+    process = start(folder, "killed")
+    wait_for_step(folder, "killed", 2, process)
+    # torchrun gives every rank a session of its own: kill them all at once, as a lost node would.
+    for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
+        victim.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (folder / "killed/hf").exists()
+    resumed = run(folder, "killed", "--run.steps", str(STEPS), "--checkpoint.every", "1", "--resume")
+    assert resumed.returncode == 0, resumed.stderr[-6000:]
+    got, want = rows(folder, "killed"), rows(folder, "whole")
+    assert [row["step"] for row in got] == list(range(STEPS + 1))
+    assert list(map(numbers, got)) == list(map(numbers, want))
+    weights = "hf/model.safetensors"
+    assert (folder / "killed" / weights).read_bytes() == (folder / "whole" / weights).read_bytes()
+
+
+def test_sigterm_saves_and_resume_continues(folder: Path) -> None:
+    process = start(folder, "stopped")
+    wait_for_step(folder, "stopped", 1, process)
+    for rank in ranks(process):
+        rank.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode != 0 and "stopped by SIGTERM" in out
+    done = rows(folder, "stopped")[-1]["step"]
+    assert done < STEPS and (folder / f"stopped/checkpoints/step_{done:06d}").is_dir()
+    resumed = run(folder, "stopped", "--run.steps", str(STEPS), "--checkpoint.every", "1", "--resume")
+    assert resumed.returncode == 0, resumed.stderr[-6000:]
+    assert list(map(numbers, rows(folder, "stopped"))) == list(map(numbers, rows(folder, "whole")))
+
+
+def test_a_half_written_checkpoint_is_not_resumed_from(folder: Path) -> None:
+    shutil.copytree(folder / "whole", folder / "half")
+    (folder / "half/checkpoints/step_000009.partial").mkdir()
+    result = run(folder, "half", "--run.steps", "5", "--resume", "--checkpoint.every", "1")
+    assert result.returncode == 0, result.stderr[-6000:]
+    assert [row["step"] for row in rows(folder, "half")] == list(range(6))
+    assert "config changed since the run began: run.steps: 4 -> 5" in result.stdout
+
+
+def test_the_data_layout_does_not_change_the_run(folder: Path) -> None:
+    """Two data-parallel ranks: the same responses, and the same numbers to fp32."""
+    extra = ("--parallel.tensor", "1", "--parallel.sequence", "false", "--run.steps", "2")
+    result = run(folder, "dp2", *extra)
+    assert result.returncode == 0, result.stderr[-6000:]
+    for one, two in zip(rows(folder, "whole")[1:3], rows(folder, "dp2")[1:], strict=True):
+        assert one["response_length/mean"] == two["response_length/mean"]
+        for name in (
+            "critic/rewards/mean",
+            "actor/grad_norm",
+            "actor/pg_clipfrac",
+            "fspo/sigma_hat",
+            "actor/entropy",
+        ):
+            assert two[name] == pytest.approx(one[name], rel=1e-3), name
+
+
+@pytest.mark.parametrize("loss", ["rloo", "gspo", "grpo", "dapo"])
+def test_every_baseline_trains(tmp_path: Path, loss: str) -> None:
+    config = [part for part in command(tmp_path, loss, nproc=1) if part != "--loss.calibrate"]
+    config.remove("3")
+    extra = "--parallel.tensor 1 --parallel.sequence false --run.steps 1 --evaluation.every 0".split()
+    toml = tmp_path / "run.toml"
+    source = (REPO / "examples/make_sum/run.toml").read_text()
+    toml.write_text(
+        source[: source.index("[loss]")] + f'[loss]\nname = "{loss}"\n\n' + source[source.index("[batch]") :]
+    )
+    config[config.index("--config") + 1] = str(toml)
+    result = subprocess.run([*config, *extra], cwd=REPO, env=environment(), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-6000:]
+    (row,) = rows(tmp_path, loss)
+    assert (
+        row["actor/grad_norm"] > 0 and row["fspo/nonfinite"] == 0 and math.isfinite(row["actor/pg_clipfrac"])
+    )
+
+
+def test_a_run_with_a_nan_sequence_goes_on_and_names_it(tmp_path: Path) -> None:
+    worker = str(Path(__file__).with_name("nan_worker.py"))
+    result = torchrun([worker, str(tmp_path), "few", "1"], nproc=2)
+    assert result.returncode == 0, result.stderr[-6000:]
+    training = [row for row in rows(tmp_path, "few") if row["step"] > 0]
+    assert [row["fspo/nonfinite"] for row in training] == [0, 1, 0]
+    assert all(math.isfinite(row["actor/grad_norm"]) for row in training)
+    assert "step 2: dropped a sequence that is not finite: prompt " in result.stdout
+
+
+def test_a_run_with_too_many_nan_sequences_stops(tmp_path: Path) -> None:
+    worker = str(Path(__file__).with_name("nan_worker.py"))
+    result = torchrun([worker, str(tmp_path), "many", "4"], nproc=2)
+    assert result.returncode == 1
+    assert "4 of 8 sequences of one optimizer step are not finite" in result.stderr
+    assert [row["step"] for row in rows(tmp_path, "many")] == [0, 1]
+
+
+@pytest.mark.parametrize("form", ["bash", "torchrun"])
+def test_the_launch_script_smokes(tmp_path: Path, form: str) -> None:
+    script = str(REPO / "examples/run_fspo_qwen3_8b.sh")
+    if form == "torchrun":
+        result = torchrun([script, "--smoke"], nproc=2, cwd=tmp_path)
+    else:
+        env = environment(PYTHON=sys.executable)
+        result = subprocess.run(
+            ["bash", script, "--smoke"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+        )
+    assert result.returncode == 0, result.stderr[-6000:]
+    assert [row["step"] for row in rows(tmp_path / "runs", "smoke")] == [0, 1, 2]
+
+
+def test_the_launch_script_says_so_without_gpus(tmp_path: Path) -> None:
+    script = str(REPO / "examples/run_fspo_qwen3_8b.sh")
+    env = environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
+    result = subprocess.run(
+        ["bash", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1 and "torch sees no GPU" in result.stderr
+
+
+def test_the_plugin_needs_no_trainer() -> None:
+    result = torchrun(["examples/plugin_only/train.py"], nproc=2)
+    assert result.returncode == 0, result.stderr[-6000:]
+    gaps = [
+        float(line.rsplit(maxsplit=1)[1]) for line in result.stdout.splitlines() if line.startswith("step")
+    ]
+    assert len(gaps) == 6 and gaps[-1] > gaps[0] + 0.3
+
+
+def test_evaluate_scores_an_exported_checkpoint(folder: Path) -> None:
+    arguments = ["evaluate", "--config", str(folder / "whole/config.toml"), "--nproc", "2", "--json"]
+    overrides = ["--model.checkpoint", str(folder / "whole/hf")]
+    result = subprocess.run(
+        [sys.executable, "-m", "megatron_fspo", *arguments, *overrides],
+        cwd=REPO,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    last = rows(folder, "whole")[-1]
+    name = "val/validation/mean@2"
+    assert f'"{name}": {last[name]}' in result.stdout
