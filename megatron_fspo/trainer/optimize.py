@@ -77,9 +77,7 @@ def optimize(
         "fspo/nonfinite": float(nonfinite),
         "fspo/on_policy_abs_s_max": on_policy_s,
     }
-    if off_policy:
-        metrics |= clip_metrics(off_policy, seed=config.run.seed)
-    return metrics | run.loss.metrics()
+    return metrics | clip_metrics(off_policy, seed=config.run.seed) | run.loss.metrics()
 
 
 def _update(run: Training, batches: list[MicroBatch]) -> tuple[Update, list[SequenceRecord]]:

@@ -93,9 +93,13 @@ def clip_metrics(records: Sequence[SequenceRecord], *, seed: int) -> dict[str, f
     """Clip rates, length fairness and spread over the off-policy records of one step.
 
     Args:
-        records: not empty; those of the first optimizer step left out, where S = 0 by construction.
+        records: those of the first optimizer step left out, where S = 0 by construction. What was dropped
+            as not finite, and empty responses, count nowhere.
         seed: for the permutations behind the null floor of LRE.
     """
+    records = [r for r in records if r.length and not r.nonfinite]
+    if not records:
+        return {}
     sums, lengths = as_tensors(records)
     outside = torch.tensor([r.out_of_band for r in records])
     # Sign-aware: a sequence without an advantage can never be clipped and says nothing.

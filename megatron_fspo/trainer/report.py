@@ -1,4 +1,7 @@
-"""``report/index.html`` of a run: one file with everything in it, for the engineer who reads it afterwards."""
+"""``report/index.html`` of a run: one file with everything in it, for the engineer who reads it afterwards.
+
+Numbers come from ``history``, drawings from ``pictures``, and the sentences about them from ``report.html``.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 from pydantic import BaseModel
 
@@ -31,6 +35,8 @@ _WINDOW = 5
 """Steps behind each number of the table."""
 _TAIL = 0.25
 """Share of the steps, the last ones, in the picture of clip rates by length."""
+_POOL = 100_000
+"""Records behind the pooled LRE, at most: its 400 resamples take two seconds then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,34 +44,48 @@ class Headline:
     """A row of the table of numbers."""
 
     name: str
-    first: str
+    first: str = ""
     last: str
     note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A picture with the sentence that says what to look for."""
-
-    title: str
-    look_for: str
-    svg: str
-    small: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class Findings:
-    """All that the page is made of."""
+    """What the page is made of."""
 
     config: Config
     history: History
     records: Records
+    pool: Records
+    """An even sample of ``records``; all of them where they are not too many."""
     lre: LengthReweightingError
-    """Pooled over ``records``."""
+    """Of out-of-band acceptance, over ``pool``."""
 
     @property
     def token_level(self) -> bool:
+        """Clip rates are shares of tokens then, and there is no band on S."""
         return isinstance(self.config.loss, GRPOLoss | DAPOLoss)
+
+    @property
+    def steps(self) -> list[int]:
+        """The training steps made."""
+        steps: list[int] = self.history.series("critic/rewards/mean").steps.tolist()
+        return steps
+
+    def band(self) -> ClipBand | None:
+        """The band at the end of the run, if there is one on S."""
+        loss = self.config.loss
+        if isinstance(loss, FSPOLoss):
+            names = ("fspo/c_low", "fspo/c_high", "fspo/drift")
+            c_low, c_high, drift = (self.history.series(name).last(1) for name in names)
+            if math.isnan(c_low + c_high + drift):
+                return None
+            return FSPOBand(c_low=c_low, c_high=c_high, drift=drift, exponent=loss.exponent)
+        if isinstance(loss, RLOOLoss):
+            return RLOOBand(eps_low=loss.eps_low, eps_high=loss.eps_high)
+        if isinstance(loss, GSPOLoss):
+            return GSPOBand(eps_low=loss.eps_low, eps_high=loss.eps_high)
+        return None
 
 
 def write_report(folder: Path) -> Path:
@@ -75,13 +95,14 @@ def write_report(folder: Path) -> Path:
         InputError: the folder holds no run, or one without any step.
     """
     history = History(folder)
+    config = load_config(folder / "config.toml")
     records = read_records(folder)
-    found = Findings(
-        config=load_config(folder / "config.toml"), history=history, records=records, lre=pooled_lre(records)
-    )
+    pool = records.thinned(_POOL)
+    found = Findings(config=config, history=history, records=records, pool=pool, lre=pooled_lre(pool))
+    config_text = (folder / "config.toml").read_text(encoding="utf-8")
     page = folder / "report" / "index.html"
     page.parent.mkdir(exist_ok=True)
-    page.write_text(_render(found, config_text=(folder / "config.toml").read_text("utf-8")), encoding="utf-8")
+    page.write_text(_render(found, config_text), encoding="utf-8")
     return page
 
 
@@ -93,35 +114,38 @@ def _render(found: Findings, config_text: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    steps = found.history.series("critic/rewards/mean").steps
-    window = min(_WINDOW, len(steps))
+    tail, last, band = found.records.tail(_TAIL, _WINDOW), found.records.tail(0.0, 1), found.band()
+    svgs = _learning(found.history) | _clipping(found, tail, last, band) | _health(found.history)
     return environment.get_template("report.html").render(
-        name=found.config.run.name,
-        loss=found.config.loss.name,
+        found=found,
+        config=found.config,
         facts=facts(found),
-        spans=(_span(steps[:window].tolist()), _span(steps[len(steps) - window :].tolist())),
+        spans=(_span(found.steps[:_WINDOW]), _span(found.steps[-_WINDOW:])),
         headlines=list(headlines(found)),
-        figures=list(figures(found)),
-        silence=_silence(found),
-        smoothing=pictures.smoothing_window(len(steps)),
+        # Ours, and without any text of the user's: the only thing here that is not escaped.
+        svgs={name: Markup(svg) for name, svg in svgs.items()},
+        smoothing=pictures.smoothing_window(len(found.steps)),
+        tail=tail,
+        last=last,
+        beyond=np.sort(np.abs(last.log_ratio_sum[pictures.beyond(last, band)])),
         config_text=config_text,
         version=__version__,
-        svg=Markup,
     )
 
 
 def facts(found: Findings) -> dict[str, str]:
     """What was run."""
-    config, loss = found.config, found.config.loss
-    c_low, c_high = (found.history.series(f"fspo/c_{side}") for side in ("low", "high"))
-    band = f"; at the end c = {c_low.last(1):.4g} (low), {c_high.last(1):.4g} (high)" if c_low and c_high else ""
-    samples = config.rollout.prompts * config.rollout.samples
+    config, band = found.config, found.band()
+    loss = f"{config.loss.name}: {_keys(config.loss)}"
+    if isinstance(band, FSPOBand):
+        loss += f"; at the end c = {band.c_low:.4g} (low), {band.c_high:.4g} (high)"
+    prompts, samples = config.rollout.prompts, config.rollout.samples
     return {
-        "Loss": f"{loss.name}: {_keys(loss)}{band}",
+        "Loss": loss,
         "Model": f"{config.model.checkpoint}, {config.model.dtype}",
         "Layout": _keys(config.parallel),
-        "Batch": f"{config.rollout.prompts} prompts × {config.rollout.samples} samples = {samples} responses "
-        f"a step, learned from in {config.batch.mini_batches} mini-batches × {config.batch.epochs} epochs",
+        "Batch": f"{prompts} prompts × {samples} samples = {prompts * samples} responses a step, learned "
+        f"from in {config.batch.mini_batches} mini-batches × {config.batch.epochs} epochs",
         "Optimizer": f"lr = {config.optimizer.lr:g}, clip_grad = {config.optimizer.clip_grad:g}",
         "Data": f"{config.data.train}, reward {config.reward.name}, seed {config.run.seed}",
     }
@@ -129,234 +153,116 @@ def facts(found: Findings) -> dict[str, str]:
 
 def headlines(found: Findings) -> Iterator[Headline]:
     """The numbers that sum up the run: means over the first and the last steps."""
-    history = found.history
-    yield _trend("Reward", history.series("critic/rewards/mean"), ".3f")
-    accuracy = history.evaluation()
+    series, accuracy = found.history.series, found.history.evaluation()
+    yield _trend("Reward", series("critic/rewards/mean"), ".3f")
     if accuracy:
-        scores = history.series(accuracy)
+        scores = series(accuracy)
         yield Headline(
             name="Evaluation",
             first=_number(scores.first(1), ".3f"),
             last=_number(scores.last(1), ".3f"),
             note=f"{accuracy.removeprefix('val/')}, at step {scores.steps[0]} and step {scores.steps[-1]}",
         )
-    yield _trend("Response length", history.series("response_length/mean"), ",.1f", "tokens")
-    out_of_band, clipped = history.series("fspo/out_of_band"), history.series("actor/pg_clipfrac")
-    if out_of_band:
-        what = "sequences with a token outside the band" if found.token_level else "sequences, either side"
-        yield _trend("Outside the band", out_of_band, ".1%", what)
-        what = "tokens" if found.token_level else "sequences"
-        yield _trend("Clip rate", clipped, ".1%", f"{what} whose gradient the band removed")
-        yield _trend("LRE (mean)", history.series("fspo/lre_mean"), ".3f", "of single steps")
-        yield _trend("LRE by chance", history.series("fspo/lre_null"), ".3f", "null floor of single steps")
+    yield _trend("Response length", series("response_length/mean"), ",.1f", "tokens")
+    if series("fspo/out_of_band"):
+        outside, clipped = "sequences, on either side", "sequences"
+        if found.token_level:
+            outside, clipped = "sequences with a token outside", "tokens"
+        yield _trend("Outside the band", series("fspo/out_of_band"), ".1%", outside)
+        note = f"{clipped} whose gradient the band removed, dual clip apart"
+        yield _trend("Clip rate", series("actor/pg_clipfrac"), ".1%", note)
+        yield _trend("LRE (mean)", series("fspo/lre_mean"), ".3f", "of single steps")
+        yield _trend("LRE by chance", series("fspo/lre_null"), ".3f", "null floor of single steps")
     if math.isfinite(found.lre.mean):
         low, high = found.lre.mean_interval
         yield Headline(
             name="LRE pooled",
-            first="",
             last=f"{found.lre.mean:.3f}",
             note=f"95% interval {low:.3f} to {high:.3f}; null floor {found.lre.null_mean:.3f}; "
-            f"{len(found.records):,} records of all steps",
+            f"{len(found.pool):,} records, evenly over all steps",
         )
-    mismatch = history.series("rollout/logprob_abs_diff/mean")
+    mismatch = series("rollout/logprob_abs_diff/mean")
     if mismatch:
         yield _trend("Sampler against trainer", mismatch, ".1e", "mean |Δ log p| per token, nats")
-    yield Headline(
-        name="Dropped sequences",
-        first="",
-        last=f"{history.series('fspo/nonfinite').total():.0f}",
-        note="not finite, over the whole run",
-    )
-    yield _trend("Throughput", history.series("perf/throughput"), ",.0f", "tokens/s, prompts included")
-    steps, seconds = history.series("critic/rewards/mean").steps, history.series("timing_s/step").total()
+    dropped = f"{series('fspo/nonfinite').total():,.0f}"
+    yield Headline(name="Dropped sequences", last=dropped, note="not finite, over the whole run")
+    yield _trend("Throughput", series("perf/throughput"), ",.0f", "tokens/s, prompts included")
     yield Headline(
         name="Steps",
-        first="",
-        last=f"{len(steps)} of {found.config.run.steps}",
-        note=f"{_duration(seconds)}, without evaluations and checkpoints",
+        last=f"{len(found.steps):,} of {found.config.run.steps:,}",
+        note=f"{_duration(series('timing_s/step').total())}, without evaluations and checkpoints",
     )
 
 
-def figures(found: Findings) -> Iterator[Figure]:
-    """The pictures the run has the numbers for."""
-    yield from _learning(found.history)
-    yield from _fairness(found)
-    yield from _health(found.history)
-
-
-def _learning(history: History) -> Iterator[Figure]:
-    rewards, accuracy = history.series("critic/rewards/mean"), history.evaluation()
-    evaluation = None
+def _learning(history: History) -> dict[str, str]:
+    rewards = [Line(series=history.series("critic/rewards/mean"), label="training", colour=BLUE)]
+    accuracy = history.evaluation()
     if accuracy:
         label = f"evaluation, {accuracy.rsplit('/', 1)[-1]}"
-        evaluation = Line(series=history.series(accuracy), label=label, colour=ORANGE, marker="D")
-    yield Figure(
-        title="Reward",
-        look_for="Training reward and held-out accuracy should rise together; a growing gap between their "
-        "trends is memorising or reward hacking.",
-        svg=pictures.reward(Line(series=rewards, label="training", colour=BLUE), evaluation),
+        rewards.append(Line(series=history.series(accuracy), label=label, colour=ORANGE, marker="D"))
+    svgs = {"reward": pictures.reward(rewards)}
+    mean, low, high, cut = (
+        history.series(f"response_length/{part}") for part in ("mean", "min", "max", "clip_ratio")
     )
-    length = [history.series(f"response_length/{part}") for part in ("mean", "min", "max", "clip_ratio")]
-    if length[0]:
-        yield Figure(
-            title="Response length",
-            look_for="A mean that runs away while the reward stands still is a length explosion; responses "
-            "cut at the limit (lower panel) earn their reward unfinished.",
-            svg=pictures.response_length(*length),
-        )
+    if mean:
+        svgs["response_length"] = pictures.response_length(mean, low, high, cut)
+    return svgs
 
 
-def _fairness(found: Findings) -> Iterator[Figure]:
-    history, records = found.history, found.records
-    rates = [
-        Line(series=series, label=label, colour=colour)
-        for name, label, colour in (
-            ("out_of_band", "outside the band", BLUE),
-            ("clip_low", "clipped low", ORANGE),
-            ("clip_high", "clipped high", PURPLE),
-            ("dual_clip_frac", "dual clip", GREEN),
-        )
-        if (series := history.series(f"fspo/{name}"))
-    ]
+def _clipping(found: Findings, tail: Records, last: Records, band: ClipBand | None) -> dict[str, str]:
+    svgs = {}
+    rates = _lines(
+        found.history,
+        ("fspo/out_of_band", "outside", BLUE, "-"),
+        ("fspo/clip_low", "clipped low", ORANGE, "-"),
+        ("fspo/clip_high", "high", PURPLE, "-"),
+        ("fspo/dual_clip_frac", "dual", GREEN, "-"),
+    )
     if rates:
-        yield Figure(
-            title="Clip rate",
-            look_for="Level is healthy; a rise towards 100% means steps too large for the band, and low and "
-            f"high far apart mean that one sign of the advantage is hardly learned from. {_unit(found)}",
-            svg=pictures.clip_rate(rates),
-        )
-    if len(records):
-        tail = records.tail(_TAIL, _WINDOW)
-        yield Figure(
-            title="Clip rate by length",
-            look_for="Flat is fair: bins that leave the dashed overall rate by more than their bars (95%, as "
-            "if records were independent) are lengths that the clip favours or punishes. "
-            f"{len(tail):,} records of steps {tail.step.min()} to {tail.step.max()}.",
-            svg=pictures.rates_by_length(clip_rates(tail), overall_rates(tail)),
-        )
-    lines = [
-        Line(series=series, label=label, colour=colour, style=style)
-        for name, label, colour, style in (
-            ("lre_max", "max", ORANGE, "-"),
-            ("lre_mean", "mean", BLUE, "-"),
-            ("lre_null", "by chance", GREY, "--"),
-        )
-        if (series := history.series(f"fspo/{name}"))
-    ]
-    if lines:
-        yield Figure(
-            title="Length Reweighting Error",
-            look_for="Mean at the dashed null floor: clipping is as neutral to length as chance allows. "
-            f"{_pooled_sentence(found)} LRE falls with the clip rate, so compare runs at equal clip rates only.",
-            svg=pictures.length_error(lines, found.lre),
-        )
-    if len(records):
-        last = records.tail(0.0, 1)
-        band = _band(found)
-        yield Figure(
-            title="S against √L",
-            look_for=_scatter_sentence(found, last, band),
-            svg=pictures.scatter(last.thinned(4000), band),
-        )
-
-
-def _health(history: History) -> Iterator[Figure]:
-    for title, unit, look_for, lines in (
-        (
-            "Noise σ̂ and width c",
-            "nats per √token",
-            "c near 2σ̂ clips the tails; σ̂ that climbs past c means steps too large for the band.",
-            (("sigma_hat", "σ̂", BLUE, "-"), ("c_low", "c low", ORANGE, "--"), ("c_high", "c high", PURPLE, ":")),
-        ),
-        (
-            "KL to the rollout policy",
-            "nats per token",
-            "How far the policy moves on one rollout (k3 estimate); it should stay level.",
-            (("kl_k3", "k3", BLUE, "-"),),
-        ),
-        (
-            "Entropy",
-            "nats per token",
-            "A fall towards 0 is collapse: nothing is left to explore.",
-            (("actor/entropy", "", GREEN, "-"),),
-        ),
-        (
-            "Gradient norm",
-            "before clipping",
-            "Single spikes are clipped away; a rising floor comes before divergence.",
-            (("actor/grad_norm/max", "max of step", ORANGE, "-"), ("actor/grad_norm", "mean", BLUE, "-")),
-        ),
-    ):
-        drawn = [
-            Line(series=series, label=label, colour=colour, style=style)
-            for name, label, colour, style in lines
-            if (series := history.series(name if "/" in name else f"fspo/{name}"))
-        ]
-        if drawn:
-            yield Figure(title=title, look_for=look_for, svg=pictures.small(drawn, unit), small=True)
-
-
-def _band(found: Findings) -> ClipBand | None:
-    """The band at the end of the run; None for token-level losses, which have none on S."""
-    loss, history = found.config.loss, found.history
-    if isinstance(loss, FSPOLoss):
-        c_low, c_high, drift = (history.series(f"fspo/{key}").last(1) for key in ("c_low", "c_high", "drift"))
-        if not (c_low > 0 and c_high > 0 and math.isfinite(drift)):
-            return None
-        return FSPOBand(c_low=c_low, c_high=c_high, drift=drift, exponent=loss.exponent)
-    if isinstance(loss, RLOOLoss):
-        return RLOOBand(eps_low=loss.eps_low, eps_high=loss.eps_high)
-    if isinstance(loss, GSPOLoss):
-        return GSPOBand(eps_low=loss.eps_low, eps_high=loss.eps_high)
-    return None
-
-
-def _unit(found: Findings) -> str:
-    if not found.token_level:
-        return ""
-    return "With this loss a sequence is outside if one token is; clipped are shares of tokens."
-
-
-def _pooled_sentence(found: Findings) -> str:
-    lre = found.lre
-    if not math.isfinite(lre.mean):
-        return ""
-    low, high = lre.mean_interval
-    return (
-        f"Over all {len(found.records):,} records it is {lre.mean:.3f} (95% interval {low:.3f} to {high:.3f}, "
-        f"green) against {lre.null_mean:.3f} by chance."
+        svgs["clip_rate"] = pictures.clip_rate(rates)
+    errors = _lines(
+        found.history,
+        ("fspo/lre_max", "max", ORANGE, "-"),
+        ("fspo/lre_mean", "mean", BLUE, "-"),
+        ("fspo/lre_null", "by chance", GREY, "--"),
     )
+    if errors:
+        svgs["length_error"] = pictures.length_error(errors, found.lre)
+    if len(last):
+        svgs["rates_by_length"] = pictures.rates_by_length(clip_rates(tail), overall_rates(tail))
+        svgs["scatter"] = pictures.scatter(last, band)
+    return svgs
 
 
-def _scatter_sentence(found: Findings, last: Records, band: ClipBand | None) -> str:
-    limit = pictures.scatter_limit(last, band)
-    outside = abs(last.log_ratio_sum) > limit
-    text = f"Step {last.step[0]}, {len(last):,} records. "
-    if found.token_level:
-        text += "Each token has a band of its own, so there is none on S. "
-    else:
-        text += "The cloud should widen as the band (black) does; outside it a sequence is kept when moving "
-        text += "back is what its advantage asks for. "
-    if outside.any():
-        farthest = last.log_ratio_sum[abs(last.log_ratio_sum).argmax()]
-        text += f"{outside.sum()} lie beyond the picture (triangles), the farthest at S = {_signed(farthest)} nats."
-    return text
+def _health(history: History) -> dict[str, str]:
+    wanted = {
+        "spread": _lines(
+            history,
+            ("fspo/sigma_hat", "σ̂", BLUE, "-"),
+            ("fspo/c_low", "c low", ORANGE, "--"),
+            ("fspo/c_high", "c high", PURPLE, ":"),
+        ),
+        "kl": _lines(history, ("fspo/kl_k3", "", BLUE, "-")),
+        "entropy": _lines(history, ("actor/entropy", "", GREEN, "-")),
+        "grad_norm": _lines(
+            history,
+            ("actor/grad_norm/max", "max of step", ORANGE, "-"),
+            ("actor/grad_norm", "mean", BLUE, "-"),
+        ),
+    }
+    units = {"spread": "nats per √token", "kl": "nats per token", "entropy": "nats per token"}
+    return {
+        name: pictures.small(lines, units.get(name, "L2 norm")) for name, lines in wanted.items() if lines
+    }
 
 
-def _silence(found: Findings) -> str:
-    """Why there are no pictures of clipping, if there are none."""
-    batch = found.config.batch
-    if batch.mini_batches * batch.epochs == 1:
-        return (
-            "This run made one optimizer step per rollout (batch.mini_batches × batch.epochs = 1): new and "
-            "old policy are the same there, S = 0, and there is nothing to clip."
-        )
-    if not len(found.records):
-        return (
-            "The run kept no sequences (log.sequences = 0, or it stopped before its second optimizer step), "
-            "so the pictures by length are missing."
-        )
-    return ""
+def _lines(history: History, *wanted: tuple[str, str, str, str]) -> list[Line]:
+    """(metric, label, colour, style) each; those that the run has."""
+    lines = [
+        Line(series=history.series(name), label=label, colour=colour, style=style)
+        for name, label, colour, style in wanted
+    ]
+    return [line for line in lines if line.series]
 
 
 def _trend(name: str, series: Series, form: str, note: str = "") -> Headline:
@@ -368,13 +274,10 @@ def _number(value: float, form: str) -> str:
     return f"{value:{form}}" if math.isfinite(value) else "–"
 
 
-def _signed(value: float) -> str:
-    return f"{value:.2f}".replace("-", "−")
-
-
 def _keys(section: BaseModel) -> str:
     values = section.model_dump(mode="json", exclude={"name"}, exclude_none=True)
-    return ", ".join(f"{key} = {value}" for key, value in values.items())
+    words = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}
+    return ", ".join(f"{key} = {word}" for key, word in words.items())
 
 
 def _span(steps: list[int]) -> str:

@@ -1,0 +1,189 @@
+"""The files of a run read back as arrays: its metrics by step, and the sequences it kept.
+
+Shapes: N records; a record is one sequence in one optimizer step. Units: S in nats, L in response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.objective import LengthReweightingError, length_reweighting_error
+from megatron_fspo.objective.fairness import length_bins
+from megatron_fspo.trainer.log import METRICS, SEQUENCES, read_rows
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One metric over the steps that logged it."""
+
+    steps: Array
+    values: Array
+    """NaN where the run logged null."""
+
+    def __bool__(self) -> bool:
+        return bool(np.isfinite(self.values).any())
+
+    def first(self, count: int = 5) -> float:
+        """Mean over the first steps; NaN where there is nothing to average."""
+        return _mean(self.values[:count])
+
+    def last(self, count: int = 5) -> float:
+        """Mean over the last steps."""
+        return _mean(self.values[-count:])
+
+    def total(self) -> float:
+        return float(np.nansum(self.values))
+
+
+class History:
+    """The metrics of a run.
+
+    Raises:
+        InputError: the folder holds no metrics.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / METRICS
+        if not path.exists():
+            raise InputError(f"{folder}: holds no {METRICS}; give the folder of a run, such as runs/demo")
+        self._rows = read_rows(path)
+        if not self._rows:
+            raise InputError(f"{path}: holds no step; there is nothing to report yet")
+
+    def series(self, name: str) -> Series:
+        """A metric by name; an empty series if the run never logged it."""
+        rows = [row for row in self._rows if name in row]
+        return Series(
+            steps=np.array([row["step"] for row in rows], dtype=np.int64),
+            values=np.array([row[name] for row in rows], dtype=np.float64),
+        )
+
+    def evaluation(self) -> str | None:
+        """Name of the accuracy on the validation prompts, ``val/<file>/mean@k``."""
+        names = [name for row in self._rows for name in row if name.startswith("val/") and "/mean@" in name]
+        return names[0] if names else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """The records that a run kept, one row each; all arrays [N].
+
+    Only those that count in a rate: L > 0 and a finite S.
+    """
+
+    step: Array
+    length: Array
+    log_ratio_sum: Array
+    """S, in nats."""
+    advantage: Array
+    clipped: Array
+    """bool: a clip removed the gradient (token-level losses: of at least one token)."""
+    out_of_band: Array
+    """bool: outside the band on either side, whatever the sign of A."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def select(self, rows: Array) -> Records:
+        """Some of the rows, by a mask or by indices."""
+        return Records(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    def tail(self, share: float, least: int) -> Records:
+        """Those of the last steps: a share of all steps, at least so many."""
+        steps = np.unique(self.step)
+        kept = steps[-max(least, math.ceil(share * len(steps))) :]
+        return self.select(np.isin(self.step, kept))
+
+    def thinned(self, most: int) -> Records:
+        """At most so many, evenly over the run."""
+        if len(self) <= most:
+            return self
+        return self.select(np.linspace(0, len(self) - 1, most).astype(np.int64))
+
+
+def read_records(folder: Path) -> Records:
+    """The sequences that a run kept; none for a run that made only on-policy optimizer steps."""
+    rows = read_rows(folder / SEQUENCES)
+
+    def column(name: str, dtype: Any) -> Array:
+        return np.concatenate([np.zeros(0, dtype), *(np.array(row[name], dtype) for row in rows)])
+
+    everything = Records(
+        step=np.repeat([row["step"] for row in rows], [len(row["length"]) for row in rows]).astype(np.int64),
+        length=column("length", np.int64),
+        log_ratio_sum=column("log_ratio_sum", np.float64),
+        advantage=column("advantage", np.float64),
+        clipped=column("clipped", np.bool_),
+        out_of_band=column("out_of_band", np.bool_),
+    )
+    return everything.select(np.isfinite(everything.log_ratio_sum) & (everything.length > 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinRates:
+    """Clip rates of the records with low <= L <= high."""
+
+    low: int
+    high: int
+    records: int
+    out_of_band: float
+    """Share of ``records`` outside the band."""
+    judged: int
+    """Records with A ≠ 0: the others can never be clipped."""
+    clipped: float
+    """Share of ``judged`` that a clip removed; NaN if there are none."""
+
+
+def clip_rates(records: Records, num_bins: int = 8) -> list[BinRates]:
+    """Clip rates per length bin, short to long: quantiles of L, equal lengths in one bin."""
+    bins = length_bins(torch.from_numpy(records.length), num_bins).numpy()
+    return [_rates(records.select(bins == number)) for number in np.unique(bins)]
+
+
+def overall_rates(records: Records) -> BinRates:
+    """Clip rates of all records; there must be some."""
+    return _rates(records)
+
+
+def pooled_lre(records: Records) -> LengthReweightingError:
+    """LRE of out-of-band acceptance over the records of many steps; NaN where there are none.
+
+    Pooled, the null floor is far below that of one step. Records count as independent here, though the
+    epochs over one rollout judge the same response several times.
+    """
+    return length_reweighting_error(torch.from_numpy(~records.out_of_band), torch.from_numpy(records.length))
+
+
+def wilson_interval(rate: float, count: int) -> tuple[float, float]:
+    """95% interval of a share of ``count`` independent records."""
+    z2 = 1.96**2
+    centre = (rate + z2 / (2 * count)) / (1 + z2 / count)
+    half = math.sqrt(z2 * (rate * (1 - rate) + z2 / (4 * count)) / count) / (1 + z2 / count)
+    return centre - half, centre + half
+
+
+def _rates(records: Records) -> BinRates:
+    judged = records.advantage != 0
+    return BinRates(
+        low=int(records.length.min()),
+        high=int(records.length.max()),
+        records=len(records),
+        out_of_band=float(records.out_of_band.mean()),
+        judged=int(judged.sum()),
+        clipped=_mean(records.clipped[judged].astype(np.float64)),
+    )
+
+
+def _mean(values: Array) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else math.nan
