@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 
 class Section(BaseModel):
-    """Strict about names, lenient about spelling (``2`` for ``"2"``)."""
+    """Strict about names, lenient about spelling (``2`` for ``"2"``); numbers are finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -25,7 +25,7 @@ UnitInterval = Annotated[float, Field(gt=0, lt=1)]
 class Run(Section):
     """Where the run lives and what it repeats."""
 
-    name: str = Field("fspo", pattern=r"^[\w.-]+$", description="folder of the run, under `run.folder`")
+    name: str = Field("fspo", pattern=r"^\w[\w.-]*$", description="folder of the run, under `run.folder`")
     folder: Path = Field(Path("runs"), description="parent folder of all runs")
     seed: NonNegativeInt = Field(1, description="names every random stream: prompts and samples")
     steps: PositiveInt = Field(description="rollouts to learn from; one step is one rollout")

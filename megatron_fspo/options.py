@@ -22,7 +22,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Args:
         path: a TOML file.
         overrides: command-line words, ``--loss.c-high 0.04`` or ``--loss.c-high=0.04``; values are read
-            as TOML, and as plain strings where that fails. Dashes and underscores are the same.
+            as TOML, and as plain strings where that fails or the key takes text (``--run.name 2026-10-17``).
+            Dashes and underscores are the same.
 
     Raises:
         InputError: one line that names the file, the key, the value and what is legal.
@@ -103,17 +104,20 @@ def _parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             raise InputError(f"unexpected argument {word!r}: overrides look like --section.key value")
         key, equals, text = word[2:].partition("=")
         if not equals:
-            if not rest:
+            if not rest or rest[0].startswith("--"):
                 raise InputError(f"--{key} needs a value")
             text = rest.pop(0)
-        yield key.replace("-", "_"), _read_value(text)
+        key = key.replace("-", "_")
+        yield key, _read_value(key, text)
 
 
-def _read_value(text: str) -> Any:
+def _read_value(key: str, text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    texts = [name for name, field, _ in legal_keys() if field.annotation in (str, Path, Path | None)]
+    return text if key in texts and not isinstance(value, str) else value
 
 
 def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
@@ -125,8 +129,9 @@ def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _first_line(error: ValidationError) -> str:
-    """The first of pydantic's complaints, as one line in the words of the file."""
-    first = error.errors(include_url=False)[0]
+    """The most telling of pydantic's complaints, as one line in the words of the file."""
+    # An unknown key before a missing one: it may be the missing one, misspelt.
+    first = min(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
     # A union's location carries the variant's tag (loss.fspo.c_low): the file does not.
     path = [str(part) for part in first["loc"]]
     variant = ""

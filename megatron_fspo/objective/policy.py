@@ -116,7 +116,7 @@ class TokenLevel:
         kept = inputs.mask & ~_per_token(broken, inputs)
         scale = inputs.num_sequences * aggregation_weight(
             self.aggregation,
-            _per_token(inputs.lengths, inputs),
+            _per_token(inputs.lengths.to(inputs.log_ratio.dtype), inputs),
             num_sequences=inputs.num_sequences,
             num_tokens=inputs.num_tokens,
         )

@@ -51,15 +51,16 @@ class RunLog:
         self.say(describe(step, self._config.run.steps, metrics))
 
     def sequences(self, step: int, records: Sequence[SequenceRecord]) -> None:
-        """Keep an even sample of the step's off-policy records for the report's pictures."""
+        """Keep an even sample of the off-policy records that are in a rate, for the report's pictures."""
         limit = self._config.log.sequences
-        if not self._writer or not records or not limit:
+        counted = [r for r in records if r.counts]
+        if not self._writer or not counted or not limit:
             return
-        kept = records[:: math.ceil(len(records) / limit)]
+        kept = counted[:: math.ceil(len(counted) / limit)]
         row = {
             "step": step,
             "length": [r.length for r in kept],
-            "log_ratio_sum": [_json_number(r.log_ratio_sum) for r in kept],
+            "log_ratio_sum": [r.log_ratio_sum for r in kept],
             "advantage": [r.advantage for r in kept],
             "clipped": [r.clipped > 0 for r in kept],
             "out_of_band": [r.out_of_band for r in kept],

@@ -5,6 +5,7 @@ Only FSPO has moving parts: its width c (once, by calibration) and, where asked 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -77,7 +78,7 @@ class LossState:
         # σ̂ = 0: no update has moved the policy yet (every advantage was 0, say).
         if warm and sigma and self._calibrator is not None and self._calibrator.c is None:
             self._calibrator.observe(log_ratio_sums, lengths)
-        if loss.drift == "k3":
+        if loss.drift == "k3" and math.isfinite(kl_k3):
             self._drift = drift_from_kl(max(kl_k3, 0.0), loss.drift_cap)
         elif loss.drift == "half_variance" and sigma is not None:
             self._drift = drift_from_sigma(sigma, loss.drift_cap)

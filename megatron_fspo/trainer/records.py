@@ -37,6 +37,11 @@ class SequenceRecord:
     nonfinite: bool
 
     @property
+    def counts(self) -> bool:
+        """Whether it is in the denominator of a rate: it has a response, and was not dropped."""
+        return self.length > 0 and not self.nonfinite
+
+    @property
     def clipped(self) -> float:
         """On any side."""
         return self.clipped_low + self.clipped_high + self.dual_clipped
@@ -97,7 +102,7 @@ def clip_metrics(records: Sequence[SequenceRecord], *, seed: int) -> dict[str, f
             as not finite, and empty responses, count nowhere.
         seed: for the permutations behind the null floor of LRE.
     """
-    records = [r for r in records if r.length and not r.nonfinite]
+    records = [r for r in records if r.counts]
     if not records:
         return {}
     sums, lengths = as_tensors(records)
