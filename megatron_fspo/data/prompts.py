@@ -145,8 +145,7 @@ def _kind(value: Any) -> str:
 class PromptCursor:
     """An endless walk over ``num_prompts`` prompt indices that can be stopped and resumed anywhere.
 
-    Each epoch holds every index once, in an order that depends on ``(seed, epoch)`` alone; without
-    ``shuffle`` in the order of the file.
+    Each epoch has an order that depends on ``(seed, epoch)`` alone; without ``shuffle`` it is the file's.
 
     Raises ``InputError`` if there are no prompts.
     """
@@ -165,7 +164,15 @@ class PromptCursor:
             random.Random(f"{self._identity['seed']}/{epoch}").shuffle(self._order)
 
     def take(self, n: int) -> list[int]:
-        """The next ``n`` prompt indices. Where they cross into a new epoch, an index can come twice."""
+        """The next ``n`` prompt indices, each once: ``ValueError`` if there are fewer prompts.
+
+        Shuffled, what is left of an epoch but too short for the batch is skipped, and no prompt for good,
+        since every epoch has another order. Unshuffled, the batch goes on at the top of the file.
+        """
+        if n > len(self._order):
+            raise ValueError(f"{n} prompts at once, but there are only {len(self._order)}")
+        if self._identity["shuffle"] and self._offset + n > len(self._order):
+            self._seek(self._epoch + 1, 0)
         taken: list[int] = []
         while len(taken) < n:
             step = self._order[self._offset : self._offset + n - len(taken)]
