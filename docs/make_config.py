@@ -1,0 +1,87 @@
+"""Writes docs/config.md from the configuration's own code: ``make docs``."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from megatron_fspo.config import Config
+
+TARGET = Path(__file__).with_name("config.md")
+HEAD = """\
+# Configuration
+
+A run is one TOML file; `--section.key value` on the command line changes a key of it. A key that is not
+here is refused. Made by `make docs` from `megatron_fspo/config.py`.
+"""
+LIMITS = {"Gt": ("gt", ">"), "Ge": ("ge", "≥"), "Lt": ("lt", "<"), "Le": ("le", "≤")}
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for section, field in Config.model_fields.items():
+        models = _models(field)
+        parts.append(f"\n## [{section}]\n")
+        for model in models:
+            if len(models) > 1:
+                parts.append(f'\n### {section}.name = "{model.model_fields["name"].default}"\n')
+            parts.append(f"\n{(model.__doc__ or '').strip()}\n\n{_table(model, skip_name=len(models) > 1)}")
+    return "".join(parts)
+
+
+def _table(model: type[BaseModel], *, skip_name: bool) -> str:
+    lines = ["| key | legal | default | |", "|---|---|---|---|"]
+    for key, field in model.model_fields.items():
+        if key == "name" and skip_name:
+            continue
+        default = "required" if field.is_required() else _default(field.default)
+        lines.append(f"| `{key}` | {_legal(field)} | {default} | {field.description or ''} |")
+    return "\n".join(lines) + "\n"
+
+
+def _models(field: FieldInfo) -> list[type[BaseModel]]:
+    annotation = field.annotation
+    return [annotation] if isinstance(annotation, type) else list(get_args(annotation))
+
+
+def _default(value: object) -> str:
+    return "none" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _legal(field: FieldInfo) -> str:
+    limits = [
+        f"{sign} {getattr(limit, name):g}"
+        for limit in [*field.metadata, *_annotated(field.annotation)]
+        for name, sign in [LIMITS.get(type(limit).__name__, ("", ""))]
+        if name
+    ]
+    return " ".join([_type(field.annotation), *([", ".join(limits)] if limits else [])])
+
+
+def _annotated(annotation: Any) -> list[Any]:
+    """Limits that stand inside ``Annotated[float, ...] | None``."""
+    found = []
+    for part in get_args(annotation):
+        if get_origin(part) is Annotated:
+            found += [limit for info in part.__metadata__ for limit in getattr(info, "metadata", [info])]
+    return found
+
+
+def _type(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return " ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        return _type(get_args(annotation)[0])
+    if isinstance(annotation, types.UnionType) or get_origin(annotation) is not None:
+        return " or ".join(_type(part) for part in get_args(annotation))
+    names = {str: "text", int: "integer", float: "number", bool: "`true` `false`", type(None): "none"}
+    return names.get(annotation, "path")
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")
