@@ -100,10 +100,12 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
+    config = load_config(args.config, overrides)  # before the imports that take seconds
+
     from megatron_fspo.trainer.folder import checkpoint_to_resume
     from megatron_fspo.trainer.prepare import prepare
 
-    inputs = prepare(load_config(args.config, overrides), world_size=_world_size(args))
+    inputs = prepare(config, world_size=_world_size(args))
     checkpoint_to_resume(inputs.config, resume=args.resume)
     if args.check:
         print(f"{args.config}: fine; the run would be in {inputs.config.run_folder}")
@@ -126,9 +128,11 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
+    config = load_config(args.config, overrides)
+
     from megatron_fspo.trainer.prepare import prepare
 
-    inputs = prepare(load_config(args.config, overrides), world_size=_world_size(args))
+    inputs = prepare(config, world_size=_world_size(args))
     if not inputs.validation:
         raise InputError("evaluate needs data.validation")
     _start_ranks(args, args.argv)

@@ -102,7 +102,8 @@ class FSPOLoss(Loss):
     exponent: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="0.5 in the paper")
     calibrate: NonNegativeInt = Field(
         0,
-        description="set c to 2 sigma of S / L^exponent after so many off-policy mini-batches past the warm-up",
+        description="set c to 2 sigma of S / L^exponent after so many off-policy mini-batches past "
+        "the warm-up",
     )
     drift: Literal["none", "given", "k3", "half_variance"] = Field(
         "none", description="centre of the band per token: none, `drift_value`, -KL (k3), or -sigma^2/2"

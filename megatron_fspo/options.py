@@ -67,7 +67,7 @@ def legal_keys() -> Iterator[tuple[str, FieldInfo, str]]:
 
 
 def describe_keys() -> str:
-    """The reference of all keys, one line each, for ``--help`` and ``docs/config.md``."""
+    """The reference of all keys, one line each, for ``--help``."""
     lines = []
     for key, field, variant in legal_keys():
         default = "required" if field.is_required() else f"default {_show(field.default)}"

@@ -95,7 +95,7 @@ class RunLog:
     def close(self) -> None:
         """Flush wandb."""
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
 
 
 def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:

@@ -1,0 +1,106 @@
+"""Samples packed end to end, against a reading of the same samples one by one."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fspo.packing.batch import MicroBatch, collate, sample_length
+from megatron_fspo.types import Completion, Prompt, Sample
+
+PAD = 0
+
+
+def sample(prompt: list[int], response: list[int], advantage: float = 1.0) -> Sample:
+    return Sample(
+        prompt=Prompt(index=0, token_ids=tuple(prompt), text="", answer=""),
+        number=0,
+        completion=Completion(
+            token_ids=tuple(response),
+            log_probs=(-1.0,) * len(response),
+            finish_reason="stop",
+            weight_version=0,
+        ),
+        reward=0.0,
+        advantage=advantage,
+    )
+
+
+def pack(samples: list[Sample], indices: list[int], multiple_of: int = 1) -> MicroBatch:
+    return collate(samples, indices, num_sequences=11, num_tokens=1000, multiple_of=multiple_of)
+
+
+def test_two_sequences_and_a_tail_by_hand() -> None:
+    samples = [sample([9], [8]), sample([1, 2], [3, PAD, 5], 0.5), sample([6, 7], [4], -2.0)]
+    batch = pack(samples, [1, 2], multiple_of=5)
+    assert batch.tokens.tolist() == [[1, 2, 3, PAD, 5, 6, 7, 4, 0, 0]]
+    assert batch.labels.tolist() == [2, 3, PAD, 5, 0, 7, 4, 0, 0, 0]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 1]]
+    # The label PAD of position 2 was sampled: it counts like any other.
+    assert [int(flag) for flag in batch.mask] == [0, 1, 1, 1, 0, 0, 1, 0, 0, 0]
+    assert batch.segment.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
+    assert batch.borders.tolist() == [0, 5, 8, 10] and batch.borders.dtype == torch.int32
+    assert batch.longest == 5
+    assert batch.lengths.tolist() == [3, 1]
+    assert batch.advantages.tolist() == [0.5, -2.0] and batch.advantages.dtype == torch.float32
+    assert batch.sample_index.tolist() == [1, 2]
+    assert (batch.num_sequences, batch.num_tokens) == (11, 1000)
+    assert batch.old_log_probs is None
+
+
+token_lists = st.lists(st.integers(0, 3), max_size=6)  # few ids: the padding id comes up often
+
+
+@given(
+    pairs=st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=6), token_lists), max_size=6),
+    multiple_of=st.sampled_from([1, 2, 3, 8]),
+    data=st.data(),
+)
+def test_a_pack_reads_back_as_its_samples(
+    pairs: list[tuple[list[int], list[int]]], multiple_of: int, data: st.DataObject
+) -> None:
+    samples = [sample(prompt, response, i / 4) for i, (prompt, response) in enumerate(pairs)]
+    indices = data.draw(st.lists(st.sampled_from(range(len(pairs))), unique=True)) if pairs else []
+    batch = pack(samples, indices, multiple_of)
+
+    total = batch.tokens.shape[1]
+    filled = sum(sample_length(samples[i]) for i in indices)
+    assert total == max(math.ceil(filled / multiple_of), 1) * multiple_of
+    assert batch.tokens.shape == batch.position_ids.shape == (1, total)
+    borders = batch.borders.tolist()
+    assert borders[0] == 0 and borders[-1] == total
+    assert batch.longest == max(end - start for start, end in pairwise(borders))
+
+    for row, index in enumerate(indices):
+        prompt, response = pairs[index]
+        start, end = borders[row], borders[row + 1]
+        ids = batch.tokens[0, start:end].tolist()
+        assert ids == [*prompt, *response]
+        assert batch.position_ids[0, start:end].tolist() == list(range(len(ids)))
+        assert batch.labels[start : end - 1].tolist() == ids[1:]
+        # What the mask picks out of the labels is the response, whatever its ids are.
+        mask = batch.mask[start:end]
+        assert batch.labels[start:end][mask].tolist() == response
+        assert batch.segment[start:end].tolist() == [row] * len(ids)
+        assert batch.lengths[row] == len(response)
+        assert batch.advantages[row] == index / 4
+    assert batch.mask[filled:].sum() == 0
+    assert set(batch.segment[filled:].tolist()) <= {len(indices)}
+    assert batch.sample_index.tolist() == indices
+
+
+@pytest.mark.parametrize("multiple_of", [1, 4])
+def test_an_empty_micro_batch_is_one_tail(multiple_of: int) -> None:
+    batch = pack([sample([1], [2])], [], multiple_of)
+    assert batch.tokens.tolist() == [[0] * multiple_of]
+    assert batch.borders.tolist() == [0, multiple_of]
+    assert batch.longest == multiple_of
+    assert not batch.mask.any() and batch.segment.tolist() == [0] * multiple_of
+    assert batch.lengths.shape == batch.advantages.shape == batch.sample_index.shape == (0,)
+    assert batch.lengths.dtype == batch.sample_index.dtype == torch.int64
+    assert batch.num_sequences == 11

@@ -1,0 +1,184 @@
+"""The embedded engine on a Markov chain, where what should come out can be worked out row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fspo.rollout.embedded import EmbeddedEngine
+from megatron_fspo.rollout.sampling import sample, uniforms
+from megatron_fspo.types import Completion, Prompt, SamplingParams
+
+VOCAB = 6
+STOP = 5
+
+
+class Markov:
+    """A :class:`CachedModel` whose logits are a table of (token before, last token, position).
+
+    It holds what it was fed, as a KV cache would, and objects to whatever would go wrong in a real one.
+    """
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.table = torch.randn(VOCAB, VOCAB, 64, VOCAB, generator=generator) * 1.5
+        self.rows: list[list[int]] | None = None
+        self.sessions: list[tuple[int, int]] = []
+        self.widths: list[int] = []
+        """Rows of every feed."""
+
+    @contextmanager
+    def session(self, *, rows: int, max_tokens: int) -> Iterator[None]:
+        assert self.rows is None, "a session within a session"
+        self.rows, self._max_tokens = [[] for _ in range(rows)], max_tokens
+        self.sessions.append((rows, max_tokens))
+        try:
+            yield
+        finally:
+            self.rows = None
+
+    def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        assert self.rows is not None and len(tokens) == len(self.rows)
+        assert len({len(row) for row in tokens}) == 1 and len(tokens[0]) > 0
+        for row, more in zip(self.rows, tokens, strict=True):
+            row += more
+        assert len(self.rows[0]) < self._max_tokens
+        self.widths.append(len(tokens))
+        return torch.stack([self.logits(row) for row in self.rows])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        assert self.rows is not None and 0 < len(rows) < len(self.rows) and sorted(set(rows)) == list(rows)
+        self.rows = [self.rows[i] for i in rows]
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Of the token after ``ids``."""
+        before = ids[-2] if len(ids) > 1 else 0
+        return self.table[before, ids[-1], len(ids)]
+
+
+def prompt(index: int, *token_ids: int) -> Prompt:
+    return Prompt(index=index, token_ids=token_ids, text="", answer="")
+
+
+PROMPTS = [prompt(4, 1, 2, 3), prompt(7, 2), prompt(5, 0, 0, 1, 1, 0, 4, 2), prompt(9, 3), prompt(2, 4, 4)]
+PARAMS = SamplingParams(n=3, max_tokens=12, stop_token_ids=(STOP,), seed=11, temperature=0.8, top_p=0.9)
+
+
+def alone(prompt: Prompt, number: int, params: SamplingParams, version: int = 0) -> Completion:
+    """One completion, written one token after the other with nothing beside it."""
+    model, ids = Markov(), list(prompt.token_ids)
+    log_probs: list[float] = []
+    for draw in uniforms(params.seed, prompt.index, number, params.max_tokens):
+        logits = model.logits(ids)[None]
+        token, log_prob = sample(logits, draw[None], temperature=params.temperature, top_p=params.top_p)
+        ids.append(int(token))
+        log_probs.append(log_prob.item())
+        if ids[-1] in params.stop_token_ids:
+            break
+    return Completion(
+        token_ids=tuple(ids[len(prompt.token_ids) :]),
+        log_probs=tuple(log_probs),
+        finish_reason="stop" if ids[-1] in params.stop_token_ids else "length",
+        weight_version=version,
+    )
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 4, 7, 15, 100])
+def test_a_batch_is_each_completion_alone(max_batch: int) -> None:
+    engine = EmbeddedEngine(Markov(), max_batch=max_batch)
+    found = engine.generate(PROMPTS, PARAMS)
+    assert found == [[alone(prompt, number, PARAMS) for number in range(3)] for prompt in PROMPTS]
+    flat = [completion for row in found for completion in row]
+    assert {completion.finish_reason for completion in flat} == {"stop", "length"}
+    assert len({completion.token_ids for completion in flat}) > 10
+    for completion in flat:
+        assert len(completion.token_ids) == len(completion.log_probs) <= PARAMS.max_tokens
+        stops = [token == STOP for token in completion.token_ids]
+        assert not any(stops[:-1])
+        assert stops[-1] == (completion.finish_reason == "stop")
+
+
+def test_log_probs_are_those_of_the_model() -> None:
+    params = SamplingParams(n=4, max_tokens=8)
+    for prompt, completions in zip(
+        PROMPTS, EmbeddedEngine(Markov(), max_batch=9).generate(PROMPTS, params), strict=True
+    ):
+        for completion in completions:
+            ids = list(prompt.token_ids)
+            for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True):
+                expected = torch.log_softmax(Markov().logits(ids).double(), -1)[token].item()
+                assert log_prob == pytest.approx(expected, abs=1e-6)
+                ids.append(token)
+            assert completion.finish_reason == "length"
+
+
+def test_the_model_is_fed_live_rows_only() -> None:
+    model = Markov()
+    found = EmbeddedEngine(model, max_batch=100).generate(PROMPTS, PARAMS)
+    assert model.rows is None
+    assert model.sessions == [(15, 7 + 12)]
+    # Feed k (from 0) brings a row to the place of its token k + 1; the shortest prompt has one token. A row
+    # is fed until its last token is drawn, which is not fed.
+    ends = [
+        len(prompt.token_ids) + len(completion.token_ids) - 1
+        for prompt, row in zip(PROMPTS, found, strict=True)
+        for completion in row
+    ]
+    assert model.widths == [sum(end > k for end in ends) for k in range(max(ends))]
+
+
+def test_prompts_of_like_length_share_a_batch() -> None:
+    model = Markov()
+    EmbeddedEngine(model, max_batch=6).generate(PROMPTS, PARAMS)
+    assert model.sessions == [(6, 1 + 12), (6, 3 + 12), (3, 7 + 12)]
+
+
+def test_one_token_and_several_stops() -> None:
+    params = SamplingParams(n=5, max_tokens=1, stop_token_ids=(0, 1, 2), seed=3)
+    for row in EmbeddedEngine(Markov(), max_batch=4).generate(PROMPTS, params):
+        for completion in row:
+            (token,) = completion.token_ids
+            assert completion.finish_reason == ("stop" if token in (0, 1, 2) else "length")
+
+
+def test_greedy_needs_no_luck() -> None:
+    one, two = (
+        EmbeddedEngine(Markov(), max_batch=3).generate(
+            PROMPTS, SamplingParams(n=2, max_tokens=5, temperature=0.0, seed=seed)
+        )
+        for seed in (1, 2)
+    )
+    assert one == two and all(first == second for first, second in one)
+
+
+def test_another_seed_gives_other_completions() -> None:
+    engine = EmbeddedEngine(Markov(), max_batch=100)
+    one, two = (engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=8, seed=seed)) for seed in (1, 2))
+    pairs = [(a, b) for row in zip(one, two, strict=True) for a, b in zip(*row, strict=True)]
+    assert sum(a.token_ids != b.token_ids for a, b in pairs) > 15
+
+
+def test_progress_adds_up() -> None:
+    steps: list[int] = []
+    EmbeddedEngine(Markov(), max_batch=4).generate(PROMPTS, PARAMS, steps.append)
+    assert sum(steps) == 15 and all(step > 0 for step in steps)
+
+
+def test_versions_and_the_pause() -> None:
+    engine = EmbeddedEngine(Markov(), max_batch=4)
+    engine.pause()
+    with pytest.raises(RuntimeError, match="paused engine"):
+        engine.generate(PROMPTS, PARAMS)
+    engine.update_weights(3)
+    engine.resume()
+    assert engine.generate(PROMPTS[:1], PARAMS) == [
+        [alone(PROMPTS[0], i, PARAMS, version=3) for i in range(3)]
+    ]
+
+
+def test_no_prompts() -> None:
+    assert EmbeddedEngine(Markov(), max_batch=4).generate([], PARAMS) == []

@@ -1,0 +1,267 @@
+"""Wrong inputs end in one clear line and exit status 2, before any process group forms."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import REPO, environment
+
+from megatron_fspo.cli import main
+from megatron_fspo.options import legal_keys
+
+CONFIG = "examples/make_sum/run.toml"
+CHECKPOINT = REPO / "examples/make_sum/checkpoint"
+
+
+@pytest.fixture(autouse=True)
+def _surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the root of the repository, and not as a rank of torchrun."""
+
+    def start_ranks(*_: object) -> None:
+        pytest.fail("the input was found to be good: torchrun would start now, in place of pytest")
+
+    monkeypatch.setattr(os, "execv", start_ranks)
+    monkeypatch.chdir(REPO)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Calls ``train`` on the make-sum configuration for two processes, and returns the one line it says."""
+
+    def call(*overrides: str, command: str = "train") -> str:
+        arguments = [command, "--config", CONFIG, "--nproc", "2", "--run.folder", str(tmp_path / "runs")]
+        before = sorted(tmp_path.rglob("*"))
+        assert main([*arguments, *overrides]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert re.fullmatch(r"megatron-fspo: [^\n]+\n", err)
+        assert not torch.distributed.is_initialized()
+        assert sorted(tmp_path.rglob("*")) == before
+        return err.removeprefix("megatron-fspo: ").rstrip("\n")
+
+    return call
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(CHECKPOINT, tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("--config no.toml", ["no.toml", "cannot be read"]),
+        ("--model.checkpoint /no/such", ["/no/such/config.json", "not found"]),
+        ("--loss.c-hihg 0.04", ["run.toml", "loss.c_hihg", "did you mean loss.c_high?"]),
+        ("--loss.name ppo", ["loss.name = 'ppo'", "fspo, rloo, gspo, grpo, dapo"]),
+        ("--nproc 3 --parallel.tensor 3", ["3", "num_attention_heads 4"]),
+        ("--nproc 3", ["parallel.tensor = 2", "3 processes"]),
+        ("--nproc 0", ["--nproc 0", "at least 1"]),
+        ("--nproc 16 --rollout.prompts 4", ["rollout.prompts = 4", "8 data-parallel ranks"]),
+        ("--rollout.prompts 72", ["rollout.prompts = 72", "train.jsonl", "68 prompts"]),
+        ("--data.train no.jsonl", ["no.jsonl", "No such file"]),
+        ("--data.validation no.jsonl", ["no.jsonl", "No such file"]),
+        ("--data.answer-key solution", ["train.jsonl:1", "'solution'", "'answer'"]),
+        ("--data.max-prompt-tokens 3", ["train.jsonl:1", "4 tokens", "max_prompt_tokens is 3"]),
+        ("--data.chat-template true", ["train.jsonl", "no chat template"]),
+        ("--rollout.max-response-tokens 253", ["257", "max_position_embeddings is 256"]),
+        ("--reward.name make_sun", ["'make_sun'", "did you mean 'make_sum'?", "exact_match"]),
+        ("--reward.name my_rewards:grade", ["my_rewards:grade", "cannot import"]),
+        ("--run.steps", ["--run.steps needs a value"]),
+        ("--resume", ["--resume", "no run in", "runs/demo"]),
+    ],
+)
+def test_a_wrong_argument(refusal: Callable[..., str], overrides: str, words: list[str]) -> None:
+    line = refusal(*overrides.split())
+    assert [word for word in words if word not in line] == [], line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU where there is none")
+def test_cuda_without_a_gpu(refusal: Callable[..., str]) -> None:
+    assert refusal("--model.backend", "cuda").startswith("model.backend = cuda, but torch sees no GPU here.")
+
+
+def test_training_with_evaluation_needs_validation_prompts(
+    refusal: Callable[..., str], tmp_path: Path
+) -> None:
+    config = tmp_path / "run.toml"
+    lines = Path(CONFIG).read_text().splitlines(keepends=True)
+    config.write_text("".join(line for line in lines if not line.startswith("validation")))
+    assert "evaluation.every > 0 needs data.validation" in refusal("--config", str(config))
+    line = refusal("--config", str(config), "--evaluation.every", "0", command="evaluate")
+    assert line == "evaluate needs data.validation"
+
+
+GOOD = '{"prompt": "^37=", "answer": "37"}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["prompts.jsonl", "holds no prompts"]),
+        (GOOD * 36 + '{"prompt": "^37=", "answer"\n' + GOOD * 40, ["prompts.jsonl:37: not JSON"]),
+        (GOOD * 36 + "[1]\n" + GOOD * 40, ["prompts.jsonl:37: not an object but a list"]),
+        (GOOD * 36 + '{"prompt": "^37="}\n' + GOOD * 40, ["prompts.jsonl:37: no key 'answer'"]),
+        (GOOD * 36 + '{"prompt": "", "answer": "1"}\n' + GOOD * 40, ["prompts.jsonl:37", "is empty"]),
+        (GOOD * 63, ["rollout.prompts = 64", "prompts.jsonl has only 63 prompts"]),
+    ],
+)
+def test_a_wrong_prompt_file(
+    refusal: Callable[..., str], tmp_path: Path, text: str, words: list[str]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    line = refusal("--data.train", str(path))
+    assert [word for word in words if word not in line] == [], line
+
+
+def change_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_truncated_checkpoint(refusal: Callable[..., str], checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    line = refusal("--model.checkpoint", str(checkpoint))
+    assert f"{weights} is truncated, or not a safetensors file" in line
+
+
+def test_a_checkpoint_without_weights(refusal: Callable[..., str], checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    line = refusal("--model.checkpoint", str(checkpoint))
+    assert line == f"{checkpoint} has neither model.safetensors nor model.safetensors.index.json"
+
+
+def test_weights_of_another_shape(refusal: Callable[..., str], checkpoint: Path) -> None:
+    change_json(checkpoint / "config.json", intermediate_size=130)
+    line = refusal("--model.checkpoint", str(checkpoint))
+    assert "mlp.down_proj.weight has shape" in line and "config.json makes it" in line
+
+
+def test_an_architecture_that_is_not_supported(refusal: Callable[..., str], checkpoint: Path) -> None:
+    change_json(checkpoint / "config.json", model_type="llama")
+    line = refusal("--model.checkpoint", str(checkpoint))
+    assert line == f"{checkpoint}/config.json: model_type is 'llama'; supported: qwen3"
+
+
+def test_a_tokenizer_of_another_model(refusal: Callable[..., str], checkpoint: Path) -> None:
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": size, "content": "<more>"})
+    change_json(checkpoint / "tokenizer.json", added_tokens=tokenizer["added_tokens"])
+    line = refusal("--model.checkpoint", str(checkpoint))
+    assert f"vocab_size {size}: it must be at least" in line and "'<more>'" in line
+
+
+def test_a_checkpoint_without_a_tokenizer(refusal: Callable[..., str], checkpoint: Path) -> None:
+    (checkpoint / "tokenizer_config.json").unlink()
+    assert "holds no tokenizer" in refusal("--model.checkpoint", str(checkpoint))
+
+
+def test_a_tokenizer_that_is_broken(refusal: Callable[..., str], checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").write_text("{")
+    assert "cannot load the tokenizer" in refusal("--model.checkpoint", str(checkpoint))
+
+
+def test_a_folder_that_holds_a_run(refusal: Callable[..., str], tmp_path: Path) -> None:
+    metrics = tmp_path / "runs/demo/metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text("{}\n")
+    line = refusal()
+    assert "runs/demo holds a run already" in line and "--resume" in line and "run.name" in line
+    assert metrics.read_text() == "{}\n"
+
+
+def test_only_rank_0_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    arguments = ["train", "--config", CONFIG, "--run.folder", str(tmp_path)]
+    for rank, told in (("0", "parallel.tensor = 2 does not divide the 3 processes"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert main(arguments) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and told in err and bool(err) == bool(told)
+
+
+def test_check_says_that_all_is_fine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "--config", CONFIG, "--nproc", "2", "--run.folder", str(tmp_path)]
+    assert main([*arguments, "--check"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{CONFIG}: fine; the run would be in {tmp_path}/demo\n" and err == ""
+    assert not torch.distributed.is_initialized() and list(tmp_path.iterdir()) == []
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The program itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_fspo", *arguments],
+        cwd=REPO,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ("--loss.c-hihg 1", f"{CONFIG}: unknown key loss.c_hihg; did you mean loss.c_high?"),
+        (
+            "--nproc 2 --model.checkpoint no",
+            "no/config.json not found; a Hugging Face checkpoint folder has one",
+        ),
+        (
+            "--nproc 3 --parallel.tensor 3",
+            "tensor-parallel size 3 does not divide num_attention_heads 4",
+        ),
+    ],
+)
+def test_the_program_ends_with_status_2(tmp_path: Path, overrides: str, told: str) -> None:
+    result = run("train", "--config", CONFIG, "--run.folder", str(tmp_path / "runs"), *overrides.split())
+    # A CUDA build of torch logs a line of its own where there is no GPU.
+    lines = [line for line in result.stderr.splitlines() if "No CUDA runtime is found" not in line]
+    assert (result.returncode, result.stdout, lines) == (2, "", [f"megatron-fspo: {told}"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_has_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--help"])
+    assert ended.value.code == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "torchrun --nproc-per-node 8 -m megatron_fspo train" in out
+    words = set(out.split())
+    assert {f"--{key.replace('_', '-')}" for key, _, _ in legal_keys()} <= words
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    # A CUDA wheel names its toolkit in torch's own version alone: 2.13.0+cu130.
+    assert findings["packages"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert findings["use"]["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in findings["packages"])
+    assert all(item in text for item in findings["missing"])
+
+
+def test_report_of_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and str(tmp_path) in err

@@ -1,0 +1,282 @@
+"""A TOML file and overrides: what is read, what is written back, and every complaint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import tomli_w
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from megatron_fspo.config import Config, FSPOLoss, GRPOLoss, RLOOLoss
+from megatron_fspo.errors import InputError
+from megatron_fspo.options import describe_keys, legal_keys, load_config, save_config
+
+REQUIRED: dict[str, Any] = {
+    "run": {"steps": 3},
+    "model": {"checkpoint": "checkpoint"},
+    "data": {"train": "train.jsonl"},
+    "reward": {"name": "exact_match"},
+    "rollout": {"prompts": 8, "max_response_tokens": 100},
+}
+LOSSES = ("fspo", "rloo", "gspo", "grpo", "dapo")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file with the required keys alone."""
+    path = tmp_path / "run.toml"
+    path.write_text(tomli_w.dumps(REQUIRED), encoding="utf-8")
+    return path
+
+
+def complaint(path: Path, *overrides: str) -> str:
+    """What the user is told, without the name of the file in front."""
+    with pytest.raises(InputError) as caught:
+        load_config(path, overrides)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text.removeprefix(f"{path}: ")
+
+
+def values(field: FieldInfo) -> st.SearchStrategy[Any]:
+    """Legal values of a field, from its type and limits alone (hypothesis reads the same annotations)."""
+    if field.annotation in (Path, Path | None):
+        return st.text(st.characters(exclude_categories=["Cs"])).map(Path)
+    if field.annotation is str:
+        return st.text(st.characters(exclude_categories=["Cs"]))
+    annotation: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    check = TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
+
+    def legal(value: Any) -> bool:  # hypothesis does not look for limits inside `X | None`
+        try:
+            check.validate_python(value)
+        except ValidationError:
+            return False
+        return True
+
+    return st.from_type(annotation).filter(legal)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> dict[str, Any]:
+    """Whole configurations; the keys that must agree with others stay as they are."""
+    loss = draw(st.sampled_from(LOSSES))
+    tied = {"run.name", "rollout.prompts", "rollout.max_response_tokens", "data.max_prompt_tokens"}
+    tied |= {"batch.mini_batches", "batch.max_tokens", "parallel.sequence", "model.layers", "loss.name"}
+    tree: dict[str, Any] = {section: dict(keys) for section, keys in REQUIRED.items()}
+    tree["loss"] = {"name": loss}
+    for key, field, owner in legal_keys():
+        section, _, name = key.partition(".")
+        if key not in tied and owner in ("", loss) and (field.is_required() or draw(st.booleans())):
+            tree.setdefault(section, {})[name] = draw(values(field))
+    return tree
+
+
+@settings(max_examples=40)
+@given(tree=trees())
+def test_a_configuration_written_and_read_is_the_same(
+    tree: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "round_trip.toml"
+    config = Config.model_validate(tree)
+    save_config(config, path)
+    assert load_config(path) == config
+
+
+def test_defaults_are_fspo(path: Path) -> None:
+    config = load_config(path)
+    assert config.loss == FSPOLoss()
+    assert config.run_folder == Path("runs/fspo")
+
+
+def leaf(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--run.steps", "7"], "run.steps", 7),
+        (["--run.steps=7"], "run.steps", 7),
+        (["--loss.c-high", "0.04"], "loss.c_high", 0.04),
+        (["--loss.c_high=4e-2"], "loss.c_high", 0.04),
+        (["--loss.drift=given", "--loss.drift-value", "-0.001"], "loss.drift_value", -0.001),
+        (["--data.shuffle", "false"], "data.shuffle", False),
+        (["--data.validation", "held out.jsonl"], "data.validation", Path("held out.jsonl")),
+        (["--run.name", '"quoted"'], "run.name", "quoted"),
+        (["--data.prompt-key=a=b"], "data.prompt_key", "a=b"),
+        # Text stays as it was typed, even where TOML would see a number, a date or a boolean.
+        (["--run.name", "2026-10-17"], "run.name", "2026-10-17"),
+        (["--run.name", "1e3"], "run.name", "1e3"),
+        (["--run.name=007"], "run.name", "007"),
+        (["--log.project", "true"], "log.project", "true"),
+        (["--run.folder", "2026"], "run.folder", Path("2026")),
+        (["--data.validation", "1.50"], "data.validation", Path("1.50")),
+        (["--run.steps", "7", "--run.steps", "8"], "run.steps", 8),
+    ],
+)
+def test_overrides(path: Path, words: list[str], key: str, value: object) -> None:
+    assert leaf(load_config(path, words), key) == value
+
+
+def test_an_override_may_change_the_loss(path: Path) -> None:
+    assert load_config(path, ["--loss.name", "rloo", "--loss.eps-low", "0.1"]).loss == RLOOLoss(eps_low=0.1)
+    assert load_config(path, ["--loss.name=grpo"]).loss == GRPOLoss()
+
+
+def test_numbers_in_the_file_may_name_a_run(path: Path) -> None:
+    path.write_text(tomli_w.dumps(REQUIRED | {"run": {"steps": 3, "name": 12}}))
+    assert load_config(path).run.name == "12"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--run.step 7", "unknown key run.step; did you mean run.steps?"),
+        ("--loss.c-hihg 1", "unknown key loss.c_hihg; did you mean loss.c_high?"),
+        ("--rolout.prompts 7", "unknown key rolout; did you mean rollout?"),
+        ("--zzz.zzz 7", "unknown key zzz"),
+        (
+            "--loss.name fspo --loss.eps-low 0.1",
+            "unknown key loss.eps_low: with loss.name = fspo there is none, "
+            "it belongs to rloo, gspo, grpo, dapo",
+        ),
+        (
+            "--loss.name gspo --loss.c-low 0.1",
+            "unknown key loss.c_low: with loss.name = gspo there is none, it belongs to fspo",
+        ),
+        ("--loss.name gpso", "loss.name = 'gpso': must be one of fspo, rloo, gspo, grpo, dapo"),
+        ("--loss.name 3", "loss.name = 3: must be one of fspo, rloo, gspo, grpo, dapo"),
+        (
+            "--loss.drift wild",
+            "loss.drift = 'wild': input should be 'none', 'given', 'k3' or 'half_variance'",
+        ),
+        ("--run.steps 0", "run.steps = 0: input should be greater than 0"),
+        (
+            "--run.steps many",
+            "run.steps = 'many': input should be a valid integer, unable to parse string as an integer",
+        ),
+        ("--rollout.samples 1", "rollout.samples = 1: input should be greater than or equal to 2"),
+        ("--rollout.top-p 1.01", "rollout.top_p = 1.01: input should be less than or equal to 1"),
+        ("--optimizer.beta1 1", "optimizer.beta1 = 1: input should be less than 1"),
+        ("--optimizer.lr inf", "optimizer.lr = inf: input should be a finite number"),
+        ("--loss.drift-value nan", "loss.drift_value = nan: input should be a finite number"),
+        (
+            "--data.shuffle perhaps",
+            "data.shuffle = 'perhaps': input should be a valid boolean, unable to interpret input",
+        ),
+        ("--run.name a/b", r"run.name = 'a/b': string should match pattern '^\w[\w.-]*$'"),
+        ("--run.name ..", r"run.name = '..': string should match pattern '^\w[\w.-]*$'"),
+        (
+            "--run.steps 0 --run.seed -1",
+            "run.seed = -1: input should be greater than or equal to 0 (and 1 more)",
+        ),
+        ("--rollout.prompts 9", "rollout.prompts = 9 is not a multiple of batch.mini_batches = 4"),
+        (
+            "--batch.max-tokens 1123",
+            "batch.max_tokens = 1123 is less than data.max_prompt_tokens + rollout.max_response_tokens = "
+            "1124: the longest sequence would fit no micro-batch",
+        ),
+        ("--parallel.sequence true", "parallel.sequence = true needs parallel.tensor > 1"),
+        (
+            "--model.backend cpu --model.layers transformer_engine",
+            "model.layers = transformer_engine needs model.backend = cuda",
+        ),
+        ("--run.name", "--run.name needs a value"),
+        ("--run.name --run.steps 7", "--run.name needs a value"),
+        ("steps 7", "unexpected argument 'steps': overrides look like --section.key value"),
+        ("--steps 7", "unexpected argument '--steps': overrides look like --section.key value"),
+        ("-run.steps 7", "unexpected argument '-run.steps': overrides look like --section.key value"),
+    ],
+)
+def test_a_wrong_override_is_told_in_one_line(path: Path, words: str, told: str) -> None:
+    assert complaint(path, *words.split()) == told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[run]\nsteps = \n", "not TOML: Invalid value (at line 2, column 9)"),
+        ("", "run is missing (and 4 more)"),
+        ("run = 3", "run = 3: input should be a valid dictionary or instance of Run (and 4 more)"),
+        ("loss = 3", "run is missing (and 5 more)"),
+    ],
+)
+def test_a_wrong_file_is_told_in_one_line(path: Path, text: str, told: str) -> None:
+    path.write_text(text)
+    assert complaint(path) == told
+
+
+def test_a_file_that_is_no_text(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe")
+    assert complaint(path).startswith("not TOML: 'utf-8' codec can't decode")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    assert complaint(tmp_path / "no.toml") == "cannot be read: No such file or directory"
+    assert complaint(tmp_path) == "cannot be read: Is a directory"
+
+
+@pytest.mark.parametrize("key", [key for key, field, _ in legal_keys() if field.is_required()])
+def test_a_required_key_that_is_missing(path: Path, key: str) -> None:
+    section, _, name = key.partition(".")
+    rest = {other: value for other, value in REQUIRED[section].items() if other != name}
+    path.write_text(tomli_w.dumps(REQUIRED | {section: rest}))
+    assert complaint(path) == f"{key} is missing"
+
+
+def test_a_misspelt_required_key_is_told_as_such(path: Path) -> None:
+    path.write_text(tomli_w.dumps(REQUIRED | {"run": {"stepz": 3}}))
+    assert complaint(path) == "unknown key run.stepz; did you mean run.steps? (and 1 more)"
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ("loss", "loss = 3: input should be a valid dictionary or object to extract fields from"),
+        ("run", "run = 3: input should be a valid dictionary or instance of Run"),
+    ],
+)
+def test_a_section_that_is_a_value(path: Path, section: str, told: str) -> None:
+    path.write_text(tomli_w.dumps({section: 3} | {k: v for k, v in REQUIRED.items() if k != section}))
+    assert complaint(path) == told
+    assert complaint(path, f"--{section}.name", "x") == f"{section} is a section, not a value"
+
+
+def fields_of(loss: str) -> dict[str, Any]:
+    """``section.key`` → value of a whole configuration, by walking the models."""
+    config = Config.model_validate(REQUIRED | {"loss": {"name": loss}})
+    return {
+        f"{section}.{key}": getattr(getattr(config, section), key)
+        for section in Config.model_fields
+        for key in type(getattr(config, section)).model_fields
+    }
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_legal_keys_are_all_fields_once(loss: str) -> None:
+    listed = [(key, field) for key, field, owner in legal_keys() if owner in ("", loss)]
+    fields = fields_of(loss)
+    assert sorted(key for key, _ in listed) == sorted(fields)
+    for key, field in listed:
+        assert field.is_required() or key == "loss.name" or field.default == fields[key], key
+
+
+def described(lines: Sequence[str]) -> set[str]:
+    return {line.split()[0].removeprefix("--").replace("-", "_") for line in lines}
+
+
+def test_the_reference_has_a_line_for_every_key() -> None:
+    lines = describe_keys().splitlines()
+    assert described(lines) == {key for key, _, _ in legal_keys()}
+    (c_high,) = [line for line in lines if "--loss.c-high " in line]
+    assert "[fspo]" in c_high and "(default 0.03)" in c_high
+    (steps,) = [line for line in lines if "--run.steps " in line]
+    assert "(required)" in steps

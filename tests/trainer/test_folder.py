@@ -1,0 +1,104 @@
+"""The folder of a run: which checkpoint to resume from, what to keep, what to refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fspo.config import Config
+from megatron_fspo.errors import InputError
+from megatron_fspo.options import load_config
+from megatron_fspo.trainer.folder import (
+    checkpoint_folder,
+    checkpoint_to_resume,
+    checkpoints,
+    remove_old_checkpoints,
+    write_config,
+)
+
+
+def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"steps": 3, "folder": folder, "name": "one"},
+            "model": {"checkpoint": "c"},
+            "data": {"train": "t"},
+            "reward": {"name": "exact_match"},
+            "rollout": {"prompts": 4, "max_response_tokens": 8},
+            **sections,
+        }
+    )
+
+
+def make_checkpoints(config: Config, *names: str) -> Path:
+    folder = config.run_folder / "checkpoints"
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "metadata.json").write_text("{}")
+    return folder
+
+
+def test_the_newest_whole_checkpoint_is_resumed(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    folder = make_checkpoints(
+        config, "step_000002", "step_999999", "step_1000000", "step_1000001.partial", "other"
+    )
+    assert checkpoint_to_resume(config, resume=True) == folder / "step_1000000"
+    assert [path.name for path in checkpoints(config)] == ["step_000002", "step_999999", "step_1000000"]
+    assert checkpoint_folder(config, 2) == folder / "step_000002"
+
+
+def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    make_checkpoints(config, "step_000002.partial")
+    assert checkpoint_to_resume(config, resume=True) is None
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [30]), (2, [20, 30]), (5, [1, 10, 20, 30])])
+def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
+    config = make_config(tmp_path, checkpoint={"keep": keep})
+    folder = make_checkpoints(
+        config, *(f"step_{step:06d}" for step in (1, 10, 20, 30)), "step_000040.partial"
+    )
+    remove_old_checkpoints(config)
+    assert checkpoints(config) == [checkpoint_folder(config, step) for step in left]
+    assert (folder / "step_000040.partial").is_dir()
+
+
+def test_a_new_run_wants_an_empty_folder(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    assert checkpoint_to_resume(config, resume=False) is None
+    config.run_folder.mkdir()
+    assert checkpoint_to_resume(config, resume=False) is None
+    (config.run_folder / "notes.txt").touch()
+    with pytest.raises(InputError) as caught:
+        checkpoint_to_resume(config, resume=False)
+    assert str(caught.value) == (
+        f"{tmp_path}/one holds a run already: continue it with --resume, change run.name, or remove it"
+    )
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        checkpoint_to_resume(make_config(tmp_path), resume=True)
+    assert str(caught.value) == f"--resume: there is no run in {tmp_path}/one"
+
+
+def test_the_configuration_is_kept_and_changes_are_told(tmp_path: Path) -> None:
+    first = make_config(tmp_path)
+    assert write_config(first) == []
+    assert load_config(tmp_path / "one/config.toml") == first
+    assert write_config(first) == []
+
+    second = make_config(
+        tmp_path, loss={"name": "rloo", "eps_low": 0.1}, data={"train": "t", "validation": "v"}
+    )
+    changes = write_config(second)
+    assert load_config(tmp_path / "one/config.toml") == second
+    assert {"data.validation: None -> v", "loss.name: fspo -> rloo", "loss.eps_low: None -> 0.1"} <= set(
+        changes
+    )
+    assert "loss.c_high: 0.03 -> None" in changes
+    assert {line.partition(".")[0] for line in changes} == {"data", "loss"}

@@ -1,0 +1,213 @@
+"""What a run writes down, and what is left of it after a crash or a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fspo.config import Config
+from megatron_fspo.trainer.log import RunLog, describe, read_rows
+from megatron_fspo.trainer.records import SequenceRecord
+
+
+def make_config(folder: Path, **log: Any) -> Config:
+    config = Config.model_validate(
+        {
+            "run": {"steps": 300, "folder": folder, "name": "one"},
+            "model": {"checkpoint": "c"},
+            "data": {"train": "t"},
+            "reward": {"name": "exact_match"},
+            "rollout": {"prompts": 4, "max_response_tokens": 8},
+            "log": log,
+        }
+    )
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    return config
+
+
+def record(number: int, **changes: Any) -> SequenceRecord:
+    values: dict[str, Any] = {
+        "sample": number,
+        "rank": 0,
+        "length": number + 1,
+        "log_ratio_sum": number / 8,
+        "advantage": -1.0,
+        "clipped_low": 0.0,
+        "clipped_high": 0.0,
+        "dual_clipped": 0.0,
+        "out_of_band": False,
+        "nonfinite": False,
+    }
+    return SequenceRecord(**values | changes)
+
+
+def strict_rows(path: Path) -> list[Any]:
+    """As any other JSON parser would read it: NaN and Infinity are errors."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_a_step_is_a_row_and_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config(tmp_path)
+    log = RunLog(config, writer=True, resume_step=None)
+    log.step(7, {"critic/rewards/mean": 0.25, "fspo/lre_mean": math.nan, "x": math.inf, "y": -math.inf})
+    assert strict_rows(config.run_folder / "metrics.jsonl") == [
+        {"step": 7, "critic/rewards/mean": 0.25, "fspo/lre_mean": None, "x": None, "y": None}
+    ]
+    assert capsys.readouterr().out == "step    7/300  reward 0.250  LRE nan\n"
+
+
+def test_the_line_of_a_step() -> None:
+    metrics = {
+        "critic/rewards/mean": 0.51234,
+        "response_length/mean": 81.26,
+        "actor/pg_clipfrac": 0.0512,
+        "fspo/kl_k3": 0.00123,
+        "actor/grad_norm": 0.756,
+        "fspo/nonfinite": 2.0,
+        "timing_s/step": 12.34,
+        "val/test/mean@4": 0.625,
+        "val/test/pass@4": 0.9,
+        "not/shown": 1.0,
+    }
+    line = (
+        "reward 0.512  length 81.3  clipped 5.1%  KL 0.0012  grad 0.76  dropped 2  s 12.3  test/mean@4 0.625"
+    )
+    assert describe(12, 300, metrics) == f"step   12/300  {line}"
+    assert "dropped" not in describe(12, 300, metrics | {"fspo/nonfinite": 0.0})
+
+
+def filled(config: Config, steps: int) -> None:
+    log = RunLog(config, writer=True, resume_step=None)
+    for step in range(steps + 1):
+        log.step(step, {"x": float(step)})
+        log.sequences(step, [record(0)])
+        log.responses(step, [{"response": f"{step}\u2028a"}, {"response": f"{step}b"}])
+
+
+FILES = ("metrics.jsonl", "sequences.jsonl", "samples.jsonl")
+
+
+def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    filled(config, 5)
+    log = RunLog(config, writer=True, resume_step=3)
+    log.step(4, {"x": 44.0})
+    metrics, sequences, samples = (read_rows(config.run_folder / name) for name in FILES)
+    assert [(row["step"], row["x"]) for row in metrics] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 44.0)]
+    assert [row["step"] for row in sequences] == [0, 1, 2, 3]
+    assert [row["response"] for row in samples[-2:]] == ["3\u2028a", "3b"]
+    assert {path.name for path in config.run_folder.iterdir()} == set(FILES)
+
+
+def test_a_new_run_starts_empty(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    filled(config, 2)
+    RunLog(config, writer=True, resume_step=None)
+    assert [(config.run_folder / name).read_text() for name in FILES] == ["", "", ""]
+
+
+def test_a_line_that_a_crash_cut_short_is_gone_after_a_resume(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    filled(config, 2)
+    path = config.run_folder / "metrics.jsonl"
+    for cut in ('{"step": 3, "x"', '{"step": 3, "x": 3.0}'):  # also one that lacks the line feed alone
+        with path.open("a") as file:
+            file.write(cut)
+        assert [row["step"] for row in read_rows(path)] == [0, 1, 2]
+        RunLog(config, writer=True, resume_step=2).step(3, {"x": 33.0})
+        assert [row["x"] for row in strict_rows(path)] == [0.0, 1.0, 2.0, 33.0]
+        RunLog(config, writer=True, resume_step=2)
+    assert read_rows(tmp_path / "none.jsonl") == []
+
+
+def test_sequences_are_thinned_evenly(tmp_path: Path) -> None:
+    config = make_config(tmp_path, sequences=4)
+    log = RunLog(config, writer=True, resume_step=None)
+    for count in (1, 4, 5, 10, 12):
+        log.sequences(count, [record(i) for i in range(count)])
+    rows = strict_rows(config.run_folder / "sequences.jsonl")
+    kept = {row["step"]: [length - 1 for length in row["length"]] for row in rows}
+    assert kept == {1: [0], 4: [0, 1, 2, 3], 5: [0, 2, 4], 10: [0, 3, 6, 9], 12: [0, 3, 6, 9]}
+    assert rows[-1]["log_ratio_sum"] == [0.0, 3 / 8, 6 / 8, 9 / 8]
+
+
+def test_the_columns_of_sequences(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    log = RunLog(config, writer=True, resume_step=None)
+    log.sequences(
+        3,
+        [
+            record(0, clipped_high=1.0, out_of_band=True),
+            record(1, log_ratio_sum=math.nan, nonfinite=True),
+            record(2, advantage=math.nan, nonfinite=True),
+            record(3, length=0),
+            record(4, dual_clipped=0.25),
+            record(5, advantage=0.0, out_of_band=True),
+        ],
+    )
+    # What is in no rate is not kept: two that were dropped, and one without a response.
+    assert strict_rows(config.run_folder / "sequences.jsonl") == [
+        {
+            "step": 3,
+            "length": [1, 5, 6],
+            "log_ratio_sum": [0.0, 0.5, 0.625],
+            "advantage": [-1.0, -1.0, 0.0],
+            "clipped": [True, True, False],
+            "out_of_band": [True, False, True],
+        }
+    ]
+
+
+@pytest.mark.parametrize(("limit", "records"), [(0, [record(0)]), (4, []), (4, [record(0, nonfinite=True)])])
+def test_no_sequences_no_row(tmp_path: Path, limit: int, records: list[SequenceRecord]) -> None:
+    config = make_config(tmp_path, sequences=limit)
+    RunLog(config, writer=True, resume_step=None).sequences(1, records)
+    assert (config.run_folder / "sequences.jsonl").read_text() == ""
+
+
+def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config(tmp_path)
+    filled(config, 1)
+    before = {name: (config.run_folder / name).read_text() for name in FILES}
+    capsys.readouterr()
+    log = RunLog(config, writer=False, resume_step=None)
+    log.step(1, {"x": 1.0})
+    log.sequences(1, [record(0)])
+    log.responses(1, [{"response": ""}])
+    log.say("hello")
+    log.close()
+    assert {name: (config.run_folder / name).read_text() for name in FILES} == before
+    assert capsys.readouterr() == ("", "")
+
+
+def test_phases_add_up_their_seconds(tmp_path: Path) -> None:
+    log = RunLog(make_config(tmp_path), writer=True, resume_step=None)
+    timings = {"timing_s/gen": 100.0}
+    with log.phase("gen", 3, "response", timings) as progress:
+        progress(3)
+    assert timings.keys() == {"timing_s/gen"} and 100.0 < timings["timing_s/gen"] < 101.0
+
+
+def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real package, offline."""
+    wandb = pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = make_config(tmp_path, wandb="offline", project="tests")
+    log = RunLog(config, writer=True, resume_step=None)
+    log.step(1, {"critic/rewards/mean": 0.5})
+    log.step(2, {"critic/rewards/mean": 0.75})
+    run = wandb.run
+    assert run is not None and (run.project, run.name, run.id) == ("tests", "one", "one")
+    assert run.config["rollout"]["prompts"] == 4
+    assert run.summary["critic/rewards/mean"] == 0.5  # a row is complete when the next begins
+    log.close()
+    assert wandb.run is None
+    assert list((config.run_folder / "wandb").glob("offline-run-*/run-one.wandb"))

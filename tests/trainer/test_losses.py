@@ -1,0 +1,195 @@
+"""From the ``loss`` section to an objective; what calibration and drift do to it during a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from megatron_fspo.config import PolicyLossConfig
+from megatron_fspo.errors import InputError
+from megatron_fspo.objective import (
+    ConstantDualClip,
+    FSPOBand,
+    GSPOBand,
+    LengthFairDualClip,
+    RLOOBand,
+    sigma_hat,
+)
+from megatron_fspo.objective.policy import SequenceLevel, TokenLevel
+from megatron_fspo.trainer.losses import LossState
+
+LENGTHS = torch.tensor([1, 10, 100, 1000])
+
+
+def state(name: str, **keys: Any) -> LossState:
+    adapter: TypeAdapter[PolicyLossConfig] = TypeAdapter(PolicyLossConfig)
+    return LossState(adapter.validate_python({"name": name, **keys}))
+
+
+def sums(seed: int, sigma: float = 0.05) -> Tensor:
+    noise = torch.randn(4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return noise * sigma * LENGTHS.sqrt()
+
+
+def observe(loss: LossState, s: Tensor, *, kl: float = 0.0, warm: bool = True) -> None:
+    loss.observe(s, LENGTHS, kl_k3=kl, sigma=sigma_hat(s, LENGTHS), warm=warm)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "objective"),
+    [
+        (
+            "fspo",
+            {"c_low": 0.02, "c_high": 0.05, "exponent": 0.6},
+            SequenceLevel(
+                band=FSPOBand(c_low=0.02, c_high=0.05, exponent=0.6),
+                dual_clip=LengthFairDualClip(c=0.1, exponent=0.6),
+            ),
+        ),
+        (
+            "fspo",
+            {"drift": "given", "drift_value": -0.001, "c_dual": 0.2},
+            SequenceLevel(
+                band=FSPOBand(c_low=0.03, c_high=0.03, drift=-0.001),
+                dual_clip=LengthFairDualClip(c=0.2, drift=-0.001),
+            ),
+        ),
+        (
+            "fspo",
+            {"drift_value": -0.001, "dual_clip": "off"},  # drift = none: the value is not used
+            SequenceLevel(band=FSPOBand(c_low=0.03, c_high=0.03), dual_clip=None),
+        ),
+        (
+            "fspo",
+            {"dual_clip": "constant", "dual_clip_ratio": 4.0},
+            SequenceLevel(band=FSPOBand(c_low=0.03, c_high=0.03), dual_clip=ConstantDualClip(ratio=4.0)),
+        ),
+        ("rloo", {"eps_high": 0.3}, SequenceLevel(band=RLOOBand(eps_low=0.2, eps_high=0.3))),
+        (
+            "rloo",
+            {"dual_clip_ratio": 3.0},
+            SequenceLevel(band=RLOOBand(eps_low=0.2, eps_high=0.2), dual_clip=ConstantDualClip(ratio=3.0)),
+        ),
+        ("gspo", {}, SequenceLevel(band=GSPOBand(eps_low=3e-4, eps_high=4e-4))),
+        ("grpo", {}, TokenLevel(eps_low=0.2, eps_high=0.2, aggregation="sequence-mean")),
+        (
+            "dapo",
+            {"dual_clip_ratio": 3.0},
+            TokenLevel(eps_low=0.2, eps_high=0.28, aggregation="token-mean", dual_clip_ratio=3.0),
+        ),
+    ],
+)
+def test_every_configuration_has_its_objective(name: str, keys: dict[str, Any], objective: object) -> None:
+    loss = state(name, **keys)
+    assert loss.objective() == objective
+    observe(loss, sums(1), kl=0.5)
+    assert loss.objective() == objective
+    assert (loss.metrics() == {}) == (name != "fspo")
+
+
+def test_calibration_waits_for_warm_batches_then_stays() -> None:
+    loss = state("fspo", calibrate=2, c_low=0.02, c_high=0.04)
+    given = {"fspo/c_low": 0.02, "fspo/c_high": 0.04, "fspo/drift": 0.0}
+    observe(loss, sums(1, sigma=1e-4), warm=False)
+    observe(loss, sums(2, sigma=1e-4), warm=False)
+    assert loss.metrics() == given
+    observe(loss, sums(3))
+    loss.observe(torch.zeros(4), LENGTHS, kl_k3=0.0, sigma=0.0, warm=True)  # nothing has moved: says nothing
+    loss.observe(sums(4) * math.nan, LENGTHS, kl_k3=math.nan, sigma=None, warm=True)
+    assert loss.metrics() == given
+    observe(loss, sums(4))
+
+    c = 2 * sigma_hat(torch.cat([sums(3), sums(4)]), LENGTHS.repeat(2))
+    assert loss.metrics() == pytest.approx({"fspo/c_low": c, "fspo/c_high": c, "fspo/drift": 0.0})
+    objective = loss.objective()
+    assert isinstance(objective, SequenceLevel)
+    assert isinstance(objective.dual_clip, LengthFairDualClip)
+    assert objective.dual_clip.c == pytest.approx(2 * c)
+    observe(loss, sums(5, sigma=3.0))
+    assert loss.objective() == objective
+
+
+def test_a_dual_clip_that_is_given_is_not_calibrated() -> None:
+    loss = state("fspo", calibrate=1, c_dual=0.5)
+    observe(loss, sums(1))
+    objective = loss.objective()
+    assert isinstance(objective, SequenceLevel) and objective.dual_clip == LengthFairDualClip(c=0.5)
+    assert objective.band != FSPOBand(c_low=0.03, c_high=0.03)
+
+
+def test_calibration_measures_with_the_exponent_of_the_band() -> None:
+    loss = state("fspo", calibrate=1, exponent=0.25)
+    observe(loss, sums(1))
+    assert loss.metrics()["fspo/c_low"] == pytest.approx(2 * sigma_hat(sums(1), LENGTHS, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("keys", "kl", "drift"),
+    [
+        ({"drift": "none"}, 0.004, 0.0),
+        ({"drift": "k3"}, 0.004, -0.004),
+        ({"drift": "k3", "drift_cap": 0.001}, 0.004, -0.001),
+        ({"drift": "k3"}, -1e-9, 0.0),
+        ({"drift": "k3"}, math.nan, 0.0),
+        ({"drift": "half_variance"}, 0.5, -(0.1**2) / 2),
+        ({"drift": "half_variance", "drift_cap": 0.003}, 0.5, -0.003),
+    ],
+)
+def test_drift_follows_its_estimate_up_to_the_cap(keys: dict[str, Any], kl: float, drift: float) -> None:
+    loss = state("fspo", **keys)
+    loss.observe(sums(1), LENGTHS, kl_k3=kl, sigma=0.1, warm=False)
+    assert loss.metrics()["fspo/drift"] == pytest.approx(drift)
+    objective = loss.objective()
+    assert isinstance(objective, SequenceLevel)
+    assert isinstance(objective.band, FSPOBand) and isinstance(objective.dual_clip, LengthFairDualClip)
+    assert objective.band.drift == objective.dual_clip.drift == pytest.approx(drift)
+
+
+def test_drift_follows_the_last_batch_that_says_something() -> None:
+    loss = state("fspo", drift="k3")
+    for kl in (0.004, 0.002, math.nan):
+        observe(loss, sums(1), kl=kl)
+    assert loss.metrics()["fspo/drift"] == -0.002
+
+
+@pytest.mark.parametrize("seen", [0, 1, 2, 3])
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(seen: int) -> None:
+    keys = {"calibrate": 2, "drift": "k3"}
+    whole, first, second = (state("fspo", **keys) for _ in range(3))
+    for step in range(4):
+        observe(whole, sums(step), kl=step / 1000)
+    for step in range(seen):
+        observe(first, sums(step), kl=step / 1000)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.objective() == first.objective()
+    for step in range(seen, 4):
+        observe(second, sums(step), kl=step / 1000)
+    assert second.objective() == whole.objective()
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_the_configuration_wins_over_a_checkpoint() -> None:
+    measured = state("fspo", drift="k3", calibrate=1)
+    observe(measured, sums(1), kl=0.005)
+    fixed = state("fspo", drift="given", drift_value=-0.002)
+    fixed.load_state_dict(measured.state_dict())
+    assert fixed.metrics() == {"fspo/c_low": 0.03, "fspo/c_high": 0.03, "fspo/drift": -0.002}
+    # The other way round, a run that calibrates from now on.
+    late = state("fspo", calibrate=1)
+    late.load_state_dict(fixed.state_dict())
+    assert late.metrics()["fspo/c_low"] == 0.03
+    state("rloo").load_state_dict(measured.state_dict())
+
+
+def test_a_calibration_of_other_settings_is_refused() -> None:
+    measured = state("fspo", calibrate=3)
+    with pytest.raises(
+        InputError, match=r"^loss\.calibrate or loss\.exponent is not what it was: .*'mini_batches': 3"
+    ):
+        state("fspo", calibrate=4).load_state_dict(measured.state_dict())

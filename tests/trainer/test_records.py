@@ -1,0 +1,167 @@
+"""Rates and spread over records whose numbers were worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fspo.objective.policy import LossTerms
+from megatron_fspo.packing.batch import collate
+from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
+from megatron_fspo.types import Completion, Prompt, Sample
+
+
+def record(length: int, s: float, advantage: float, **flags: Any) -> SequenceRecord:
+    values: dict[str, Any] = {
+        "clipped_low": 0.0,
+        "clipped_high": 0.0,
+        "dual_clipped": 0.0,
+        "out_of_band": False,
+        "nonfinite": False,
+    }
+    return SequenceRecord(
+        sample=0, rank=0, length=length, log_ratio_sum=s, advantage=advantage, **values | flags
+    )
+
+
+# Two lengths, so two bins: 4 records of L = 4, 6 of L = 100.
+SHORT = [
+    record(4, 0.2, 1.0, clipped_high=1.0, out_of_band=True),
+    record(4, 0.2, -1.0, dual_clipped=1.0, out_of_band=True),
+    record(4, 0.1, 1.0),
+    record(4, -0.2, 0.0, out_of_band=True),  # A = 0: outside, but never clipped
+]
+LONG = [
+    record(100, -1.0, -1.0, clipped_low=1.0, out_of_band=True),
+    record(100, 1.0, 1.0),
+    record(100, -1.0, 1.0),
+    record(100, 1.0, -1.0),
+    record(100, -1.0, 1.0),
+    record(100, 0.5, 0.0),
+]
+DROPPED = [
+    record(50, math.nan, 1.0, nonfinite=True),
+    record(50, 3.0, math.nan, nonfinite=True),
+    record(0, 0.0, 1.0),
+]
+
+
+def test_rates_by_hand() -> None:
+    metrics = clip_metrics([*SHORT, *DROPPED, *LONG], seed=1)
+    by_hand = {
+        "actor/pg_clipfrac": 2 / 10,
+        "fspo/clip_low": 1 / 10,
+        "fspo/clip_high": 1 / 10,
+        "fspo/dual_clip_frac": 1 / 10,
+        "fspo/out_of_band": 4 / 10,
+        # In band: 1 of 4 short, 5 of 6 long, 6 of 10 in all.
+        "fspo/lre_mean": 0.4 * abs(0.25 / 0.6 - 1) + 0.6 * abs((5 / 6) / 0.6 - 1),
+        "fspo/lre_max": abs(0.25 / 0.6 - 1),
+        # Not clipped, of those with an advantage: 1 of 3 short, 4 of 5 long, 5 of 8 in all.
+        "fspo/lre_signed_mean": 3 / 8 * abs((1 / 3) / (5 / 8) - 1) + 5 / 8 * abs(0.8 / (5 / 8) - 1),
+        "fspo/lre_signed_max": abs((1 / 3) / (5 / 8) - 1),
+        # |S|/√L: .1 .1 .05 .1 | .1 .1 .1 .1 .1 .05, whose median is .1
+        "fspo/sigma_hat": 0.1 / 0.6744897501960817,
+        # median |S|: .2 at L = 4, 1 at L = 100
+        "fspo/exponent_fit": math.log(1.0 / 0.2) / math.log(100 / 4),
+        "fspo/clip_rate/bin_0": 3 / 4,
+        "fspo/clip_rate/length_0": 4.0,
+        "fspo/clip_rate/bin_1": 1 / 6,
+        "fspo/clip_rate/length_1": 100.0,
+    }
+    assert metrics.keys() == by_hand.keys() | {"fspo/lre_null"}
+    assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand)
+
+
+def test_what_was_dropped_or_is_empty_counts_nowhere() -> None:
+    assert clip_metrics([*SHORT, *DROPPED, *LONG], seed=1) == clip_metrics([*SHORT, *LONG], seed=1)
+    assert clip_metrics(DROPPED, seed=1) == {}
+    assert [r.counts for r in DROPPED] == [False, False, False] and all(r.counts for r in SHORT)
+
+
+def test_the_null_floor_is_the_chance_level() -> None:
+    """One of two records at each of two lengths outside: over all placements |a_b/ā - 1| is 0 or 1.
+
+    Of the 6 ways to place two flags on 2 + 2 records, 4 put one on each length (error 0), 2 do not (error 1).
+    """
+    records = [record(length, 0.1, 1.0, out_of_band=flag) for length in (3, 9) for flag in (True, False)]
+    null = clip_metrics(records, seed=1)["fspo/lre_null"]
+    assert null == pytest.approx(1 / 3, abs=3 * math.sqrt(2 / 9 / 200))
+
+
+def test_token_shares_add_up() -> None:
+    records = [
+        record(4, 0.1, 1.0, clipped_low=0.25, clipped_high=0.5, dual_clipped=0.125),
+        record(4, 0.1, 1.0),
+    ]
+    metrics = clip_metrics(records, seed=1)
+    assert records[0].clipped == 0.875
+    assert metrics["actor/pg_clipfrac"] == 0.375 and metrics["fspo/dual_clip_frac"] == 0.0625
+
+
+def test_nobody_has_an_advantage() -> None:
+    metrics = clip_metrics([record(4, 0.1, 0.0, out_of_band=True), record(9, 0.1, 0.0)], seed=1)
+    assert metrics["fspo/out_of_band"] == 0.5 and metrics["actor/pg_clipfrac"] == 0.0
+    assert math.isnan(metrics["fspo/lre_signed_mean"])
+
+
+def test_sigma() -> None:
+    records = [record(4, 0.2, 1.0), record(16, -0.4, 1.0), record(100, math.inf, 1.0), record(0, 0.0, 1.0)]
+    assert sigma_of(records) == pytest.approx(0.1 / 0.6744897501960817)
+    assert sigma_of(records, exponent=0.0) == pytest.approx(0.3 / 0.6744897501960817)
+    assert sigma_of(records[2:]) is None and sigma_of([]) is None
+
+
+def test_records_carry_what_the_loss_said() -> None:
+    samples = [
+        Sample(
+            prompt=Prompt(index=i, token_ids=(1,), text="", answer=""),
+            number=0,
+            completion=Completion(
+                token_ids=(2,) * length, log_probs=(-1.0,) * length, finish_reason="length", weight_version=0
+            ),
+            reward=0.0,
+            advantage=advantage,
+        )
+        for i, (length, advantage) in enumerate([(3, 0.5), (2, -0.5), (4, 0.25)])
+    ]
+    batch = collate(samples, [0, 2], num_sequences=3, num_tokens=9)
+    terms = LossTerms(
+        weight=torch.zeros(9),
+        objective=torch.tensor(0.0),
+        clipped_low=torch.tensor([0.0, 0.25]),
+        clipped_high=torch.tensor([1.0, 0.5]),
+        dual_clipped=torch.tensor([0.0, 0.125]),
+        out_of_band=torch.tensor([True, False]),
+        nonfinite=torch.tensor([False, True]),
+    )
+    one, two = records_of(batch, torch.tensor([1.5, -math.inf]), terms, rank=3)
+    assert one == SequenceRecord(
+        sample=0,
+        rank=3,
+        length=3,
+        log_ratio_sum=1.5,
+        advantage=0.5,
+        clipped_low=0.0,
+        clipped_high=1.0,
+        dual_clipped=0.0,
+        out_of_band=True,
+        nonfinite=False,
+    )
+    assert two == SequenceRecord(
+        sample=2,
+        rank=3,
+        length=4,
+        log_ratio_sum=-math.inf,
+        advantage=0.25,
+        clipped_low=0.25,
+        clipped_high=0.5,
+        dual_clipped=0.125,
+        out_of_band=False,
+        nonfinite=True,
+    )
+    s, lengths = as_tensors([one, two])
+    assert s.tolist() == [1.5, -math.inf] and s.dtype == torch.float64 and lengths.tolist() == [3, 4]
