@@ -68,7 +68,7 @@ def checkpoint(tmp_path: Path) -> Path:
         ("--loss.c-hihg 0.04", ["run.toml", "loss.c_hihg", "did you mean loss.c_high?"]),
         ("--loss.name ppo", ["loss.name = 'ppo'", "fspo, rloo, gspo, grpo, dapo"]),
         ("--nproc 3 --parallel.tensor 3", ["3", "num_attention_heads 4"]),
-        ("--nproc 3", ["parallel.tensor = 2", "3 processes"]),
+        ("--nproc 3", ["parallel.tensor = 2", "world size 3"]),
         ("--nproc 0", ["--nproc 0", "at least 1"]),
         ("--nproc 16 --rollout.prompts 4", ["rollout.prompts = 4", "8 data-parallel ranks"]),
         ("--rollout.prompts 72", ["rollout.prompts = 72", "train.jsonl", "68 prompts"]),
@@ -190,7 +190,7 @@ def test_only_rank_0_speaks(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     arguments = ["train", "--config", CONFIG, "--run.folder", str(tmp_path)]
-    for rank, told in (("0", "parallel.tensor = 2 does not divide the 3 processes"), ("1", "")):
+    for rank, told in (("0", "parallel.tensor = 2 does not divide the world size 3"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
         assert main(arguments) == 2
         out, err = capsys.readouterr()
@@ -227,7 +227,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         ),
         (
             "--nproc 3 --parallel.tensor 3",
-            "tensor-parallel size 3 does not divide num_attention_heads 4",
+            "parallel.tensor = 3: tensor-parallel size 3 does not divide num_attention_heads 4",
         ),
     ],
 )

@@ -51,7 +51,10 @@ def prepare(config: Config, *, world_size: int) -> Inputs:
     backend = choose_backend(config.model.backend, config.model.layers)
     _check_world(config, world_size)
     arch = read_architecture(config.model.checkpoint)
-    check_tensor_parallel(arch, config.parallel.tensor)
+    try:
+        check_tensor_parallel(arch, config.parallel.tensor)
+    except InputError as error:
+        raise InputError(f"parallel.tensor = {config.parallel.tensor}: {error}") from None
     with HFReader(config.model.checkpoint) as reader:
         check_checkpoint(reader, arch)
     tokenizer = load_tokenizer(config.model.checkpoint)
@@ -93,7 +96,7 @@ def _check_world(config: Config, world_size: int) -> None:
     tensor = config.parallel.tensor
     if world_size % tensor:
         raise InputError(
-            f"parallel.tensor = {tensor} does not divide the {world_size} processes of this job: "
+            f"parallel.tensor = {tensor} does not divide the world size {world_size}: "
             f"start it with torchrun --nproc-per-node a multiple of {tensor}"
         )
     data = world_size // tensor

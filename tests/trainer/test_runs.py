@@ -253,7 +253,9 @@ def test_the_launch_script_says_so_without_gpus(tmp_path: Path) -> None:
         ["bash", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 2
-    assert result.stderr.count("\n") == 1 and "torch sees no GPU" in result.stderr
+    # A CUDA build of torch logs a line of its own where there is no GPU.
+    (line,) = [x for x in result.stderr.splitlines() if "No CUDA runtime is found" not in x]
+    assert "torch sees no GPU" in line
 
 
 def test_the_plugin_needs_no_trainer() -> None:
