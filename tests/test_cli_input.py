@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from launch import REPO, environment
 
+from launch import REPO, environment
 from megatron_fspo.cli import main
 from megatron_fspo.options import legal_keys
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import importlib.util
 
 from launch import REPO
-
 from megatron_fspo.options import legal_keys
 
 PAGE = REPO / "docs/config.md"

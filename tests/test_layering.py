@@ -12,6 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
 from launch import REPO
 
 PACKAGE = "megatron_fspo"

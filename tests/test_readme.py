@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import torch
+
 from launch import REPO
 
 TEXT = (REPO / "README.md").read_text(encoding="utf-8")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launch import run_worker
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parent))
 from cases import Reference, drift, reference, samples
+from launch import run_worker
 
 LAYOUTS = ["tp1", "dp2", "tp2", "tp2sp"]
 SPLITS = [512, 70]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cases import C_DUAL, TEMPERATURE, C, drift, samples
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
+from cases import C_DUAL, TEMPERATURE, C, drift, samples
 from megatron_fspo import config as options
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.decode import Decoder

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch import REPO, environment, torchrun
 
-sys.path.insert(0, str(Path(__file__).parent))
+from launch import REPO, environment, torchrun
 from runs import command, numbers, rows, run
 
 STEPS = 4

@@ -1,0 +1,167 @@
+"""Synthetic run folders, made by the real log, and a reader of the page."""
+
+import re
+from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fspo.config import Config
+from megatron_fspo.options import save_config
+from megatron_fspo.trainer.history import (
+    Records,
+)
+from megatron_fspo.trainer.log import RunLog
+from megatron_fspo.trainer.records import SequenceRecord, clip_metrics
+
+LEARNING = {"Reward", "Response length"}
+RATES = {"Clip rate", "Length Reweighting Error"}
+BY_SEQUENCE = {"Clip rate by length", "S against √L"}
+HEALTH = {"Noise σ̂ and width c", "KL to the rollout policy", "Entropy", "Gradient norm"}
+
+
+def make_config(folder: Path, **sections: Mapping[str, Any]) -> Config:
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": "known", "folder": folder, "steps": 20},
+        "model": {"checkpoint": "some/model"},
+        "parallel": {"tensor": 2, "sequence": True},
+        "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
+        "reward": {"name": "make_sum"},
+        "rollout": {"prompts": 8, "samples": 4, "max_response_tokens": 100},
+        "loss": {"name": "fspo"},
+    }
+    for name, keys in sections.items():
+        tree[name] = {**tree.get(name, {}), **keys}
+    return Config.model_validate(tree)
+
+
+def make_records(step: int, count: int = 64) -> list[SequenceRecord]:
+    """S ~ Normal(0, (.02)²·L), judged by the band ±.03·√L."""
+    random = np.random.default_rng(step)
+    lengths = random.integers(4, 100, count)
+    sums = 0.02 * np.sqrt(lengths) * random.standard_normal(count)
+    records = []
+    for sample, (length, s) in enumerate(zip(lengths.tolist(), sums.tolist(), strict=True)):
+        advantage = float(sample % 3 - 1)
+        low, high = s < -0.03 * length**0.5, s > 0.03 * length**0.5
+        records.append(
+            SequenceRecord(
+                sample=sample,
+                rank=0,
+                length=length,
+                log_ratio_sum=s,
+                advantage=advantage,
+                clipped_low=float(low and advantage < 0),
+                clipped_high=float(high and advantage > 0),
+                dual_clipped=0.0,
+                out_of_band=low or high,
+                nonfinite=False,
+            )
+        )
+    return records
+
+
+def on_policy_metrics(step: int) -> dict[str, float]:
+    """Every figure is a known function of the step."""
+    return {
+        "critic/rewards/mean": step / 100,
+        "response_length/mean": 40.0 + step,
+        "response_length/min": 4.0,
+        "response_length/max": 100.0,
+        "response_length/clip_ratio": 0.01,
+        "actor/entropy": 1.0 / step,
+        "actor/grad_norm": 2.0,
+        "actor/grad_norm/max": 3.0,
+        "fspo/kl_k3": 0.001,
+        "fspo/nonfinite": 1.0,
+        "perf/throughput": 1000.0 * step,
+        "timing_s/step": 60.0,
+    }
+
+
+def write_run(
+    config: Config,
+    *,
+    steps: int,
+    off_policy: bool = True,
+    evaluations: Mapping[int, float] | None = None,
+    extra: Mapping[str, float] | None = None,
+) -> Path:
+    """A run's folder, written by the log of the trainer itself."""
+    config.run_folder.mkdir(parents=True)
+    save_config(config, config.run_folder / "config.toml")
+    log = RunLog(config, writer=True, resume_step=None)
+    for step in range(steps + 1):
+        metrics: dict[str, float] = {}
+        if step:
+            metrics |= on_policy_metrics(step)
+            if off_policy:
+                records = make_records(step)
+                log.sequences(step, records)
+                metrics |= clip_metrics(records, seed=1)
+                metrics |= {"fspo/out_of_band": step / 200, "fspo/lre_mean": step / 10, "fspo/lre_null": 0.05}
+            if off_policy and config.loss.name == "fspo":
+                metrics |= {"fspo/c_low": 0.03, "fspo/c_high": 0.04, "fspo/drift": 0.0}
+            metrics |= extra or {}
+        if step in (evaluations or {}):
+            metrics |= {"val/held_out/mean@4": (evaluations or {})[step], "val/held_out/pass@4": 0.9}
+        if metrics:
+            log.step(step, metrics)
+    return config.run_folder
+
+
+class Page(HTMLParser):
+    """What a browser would find in the page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+    @property
+    def pictures(self) -> set[str | None]:
+        """Titles of the pictures, each of which must hold a drawing."""
+        titles = {attrs["aria-label"] for _, attrs in self.tags if attrs.get("role") == "img"}
+        assert len(titles) == sum(tag == "svg" for tag, _ in self.tags)
+        return titles
+
+
+def read_page(path: Path) -> Page:
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def table(path: Path) -> dict[str, tuple[str, str, str]]:
+    """The headline table: name → (first, last, note)."""
+    row = r'<th scope="row">(.*?)</th><td class="number">(.*?)</td><td class="number last">(.*?)</td>'
+    found = re.findall(row + r'<td class="note">(.*?)</td>', path.read_text(encoding="utf-8"))
+    return {name: (first, last, note) for name, first, last, note in found}
+
+
+def records_from(
+    lengths: Sequence[int],
+    out_of_band: Sequence[bool],
+    clipped: Sequence[bool],
+    advantages: Sequence[float],
+    sums: Sequence[float] | None = None,
+) -> Records:
+    return Records(
+        step=np.ones(len(lengths), np.int64),
+        length=np.array(lengths),
+        log_ratio_sum=np.array(sums or [0.0] * len(lengths)),
+        advantage=np.array(advantages),
+        clipped=np.array(clipped),
+        out_of_band=np.array(out_of_band),
+    )

@@ -1,0 +1,115 @@
+"""What the report computes, by hand."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fspo.trainer import pictures
+from megatron_fspo.trainer.history import (
+    History,
+    Records,
+    clip_rates,
+    overall_rates,
+    pooled_lre,
+    read_records,
+    wilson_interval,
+)
+from megatron_fspo.trainer.report import write_report
+from report_runs import make_config, read_page, records_from, write_run
+
+
+def test_clip_rates_by_length_by_hand() -> None:
+    # Two bins of four: L 1–3 and 10–12. Outside: 1/4 and 3/4. With A ≠ 0: 2 of 4 and 4 of 4.
+    records = records_from(
+        lengths=[1, 10, 2, 11, 2, 12, 3, 12],
+        out_of_band=[True, True, False, True, False, True, False, False],
+        clipped=[True, True, False, False, False, False, False, False],
+        advantages=[1.0, -1.0, 0.0, 1.0, 0.0, 1.0, -1.0, 1.0],
+    )
+    short, long = clip_rates(records, num_bins=2)
+    assert (short.low, short.high, short.records, short.judged) == (1, 3, 4, 2)
+    assert (short.out_of_band, short.clipped) == (0.25, 0.5)
+    assert (long.low, long.high, long.records, long.judged) == (10, 12, 4, 4)
+    assert (long.out_of_band, long.clipped) == (0.75, 0.25)
+    whole = overall_rates(records)
+    assert (whole.low, whole.high, whole.out_of_band, whole.clipped) == (1, 12, 0.5, 2 / 6)
+
+
+def test_clip_rate_of_a_bin_that_nothing_can_be_clipped_in() -> None:
+    records = records_from([3, 3], [True, False], [False, False], [0.0, 0.0])
+    (only,) = clip_rates(records)
+    assert (only.out_of_band, only.judged) == (0.5, 0)
+    assert math.isnan(only.clipped)
+    svg = pictures.rates_by_length([only], overall_rates(records))
+    assert "outside" in svg and "clipped" not in svg
+
+
+def test_pooled_lre_by_hand() -> None:
+    # Accepted: all of L = 5, half of L = 50; ā = 3/4, so Σ ½·|1/(3/4) − 1| + ½·|½/(3/4) − 1| = 1/3.
+    outside = [False] * 40 + [True, False] * 20
+    records = records_from([5] * 40 + [50] * 40, outside, [False] * 80, [1.0] * 80)
+    found = pooled_lre(records)
+    assert found.mean == pytest.approx(1 / 3)
+    assert found.max == pytest.approx(1 / 3)
+    assert found.null_mean < 0.15 < found.mean_interval[0]
+
+
+def test_the_tail_of_the_records_is_the_last_steps() -> None:
+    records = records_from([1] * 40, [False] * 40, [False] * 40, [1.0] * 40)
+    records = Records(**{**vars(records), "step": np.repeat(np.arange(1, 21), 2)})
+    assert np.unique(records.tail(0.25, 2).step).tolist() == [16, 17, 18, 19, 20]
+    assert np.unique(records.tail(0.25, 8).step).tolist() == [*range(13, 21)]
+    assert np.unique(records.tail(0.0, 1).step).tolist() == [20]
+    thinned = records.thinned(5).step.tolist()
+    assert len(thinned) == 5 and (thinned[0], thinned[-1]) == (1, 20)
+
+
+def test_what_lies_beyond_the_scatter_is_counted() -> None:
+    sums = [0.01] * 97 + [5.0, -7.0, 0.02]
+    records = records_from([4] * 100, [False] * 100, [False] * 100, [1.0] * 100, sums)
+    assert np.flatnonzero(pictures.beyond(records, band=None)).tolist() == [97, 98, 99]
+
+
+def test_the_scatter_shows_all_of_the_band(tmp_path: Path) -> None:
+    run = write_run(make_config(tmp_path), steps=1)
+    text = read_page(write_report(run)).text
+    records = read_records(run)
+    assert np.abs(records.log_ratio_sum).max() < 1.4 * 0.04 * records.length.max() ** 0.5
+    assert "beyond the picture" not in text
+
+
+def test_wilson_interval_by_hand() -> None:
+    z2 = 1.96**2
+    assert wilson_interval(0.0, 10) == pytest.approx((0.0, z2 / (10 + z2)))
+    low, high = wilson_interval(0.5, 100)
+    assert (low + high) / 2 == pytest.approx(0.5)
+    assert high - 0.5 == pytest.approx(1.96 * math.sqrt(0.25 / (100 + z2)))
+
+
+def test_running_mean_leaves_out_what_is_missing() -> None:
+    values = np.array([1.0, 2.0, 3.0, math.nan, 5.0, 60.0])
+    expected = [1.5, 2.0, 2.5, 4.0, 32.5, 32.5]
+    assert pictures.running_mean(values, 3).tolist() == pytest.approx(expected)
+    assert np.isnan(pictures.running_mean(np.array([math.nan] * 4), 3)).all()
+
+
+def test_thinning_keeps_spikes() -> None:
+    values = np.zeros(2000)
+    values[1234], values[777] = 100.0, -100.0
+    values[1235] = values[778] = math.nan
+    kept = pictures.thin(values, most=100)
+    assert len(kept) <= 100 and {1234, 777} <= set(kept.tolist())
+    assert (np.diff(kept) > 0).all()
+    assert pictures.thin(values[:100], most=100).tolist() == [*range(100)]
+
+
+def test_series_of_a_metric_that_only_some_steps_log(tmp_path: Path) -> None:
+    history = History(write_run(make_config(tmp_path), steps=4, evaluations={0: 0.25, 4: 0.75}))
+    name = history.evaluation()
+    assert name == "val/held_out/mean@4"
+    scores = history.series(name)
+    assert scores.steps.tolist() == [0, 4] and scores.values.tolist() == [0.25, 0.75]
+    assert not history.series("no/such/metric")
+    assert math.isnan(history.series("no/such/metric").last())
