@@ -49,7 +49,6 @@ def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None
 def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
     """Restore the policy, its optimizer and random states; returns the trainer's state. Collective."""
     state: dict[str, Any] = read_state(folder)
-    # Which of these calls needs strictness is Megatron's default: a missing tensor is an error.
     loaded = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(folder / _WEIGHTS))
     policy.model.load_state_dict(loaded["model"])
     policy.optimizer.load_state_dict(loaded["optimizer"])

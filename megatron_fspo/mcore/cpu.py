@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Reads ``cuda`` as ``cpu`` in every torch call of this thread (about 1 µs a call)."""
+    """Reads ``cuda`` as ``cpu`` in every torch call of this thread."""
 
     def __torch_function__(
         self,

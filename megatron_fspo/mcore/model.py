@@ -59,7 +59,7 @@ def transformer_config(
 
 
 def build_model(arch: Architecture, config: TransformerConfig, backend: Backend) -> GPTModel:
-    """A bare model with uninitialised meaning: load weights into it next."""
+    """A bare model with random weights: load a checkpoint into it next."""
     model = GPTModel(
         config=config,
         transformer_layer_spec=backend.layer_spec(config),
