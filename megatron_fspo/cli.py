@@ -1,4 +1,4 @@
-"""``megatron-fspo train | evaluate | report | doctor``.
+"""``megatron-fspo train | verify | evaluate | report | doctor``.
 
 Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, told in one line; 143 stopped
 by SIGTERM with a checkpoint to resume from.
@@ -28,6 +28,22 @@ Check without training:   megatron-fspo train --config run.toml --check
 Continue a stopped run:   megatron-fspo train --config run.toml --resume
 
 Results are in runs/<run.name>/: config.toml, metrics.jsonl, checkpoints/, hf/ and report/index.html.
+"""
+
+
+_VERIFY_HELP = """\
+Compare the gradient of parallel layouts, parameter by parameter, with one process in float64.
+
+A small Qwen3 gets the same weights and the same very uneven batch in every layout; log-probs, S, loss, clip
+decisions, gradients and the number of collectives are compared, for every loss and several splits into
+micro-batches. Run it on your cluster before a long job.
+
+Here, on the CPU:         megatron-fspo verify --nproc 8 --all
+A few layouts:            megatron-fspo verify --nproc 8 --layouts tp2.pp2.cp2 tp2.sp.cp2.do
+Your run's layout:        torchrun --nproc-per-node 8 -m megatron_fspo verify --config run.toml
+
+A layout is words joined by dots: tpN, sp, ppN, vppN (virtual stages), cpN, dpN, do (distributed optimizer),
+overlap, recompute. Exit status 1 if a case fails; the worst parameter is named.
 """
 
 
@@ -66,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--check", action="store_true", help="read and check everything, then stop")
     train.set_defaults(run=_train)
 
+    _add_verify(commands)
+
     evaluate = commands.add_parser(
         "evaluate",
         help="sample and grade the validation prompts",
@@ -88,8 +106,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="check the gradient of parallel layouts on this machine",
+        description=_VERIFY_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    which = verify.add_mutually_exclusive_group()
+    which.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="such as tp2.pp2.cp2; dp is the rest")
+    which.add_argument("--all", action="store_true", help="every layout that fits the ranks (the default)")
+    verify.add_argument("--config", type=Path, metavar="FILE", help="a run: its layout, loss and small model")
+    verify.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=["float32", "float64", "bfloat16"],
+        help="default: float32 and float64; with Transformer Engine bfloat16",
+    )
+    verify.add_argument("--json", type=Path, metavar="FILE", help="write every case")
+    _add_nproc(verify)
+    verify.set_defaults(run=_verify)
+
+
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run, as TOML")
+    _add_nproc(parser)
+
+
+def _add_nproc(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc",
         type=int,
@@ -147,6 +192,24 @@ def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(metrics) if args.json else "\n".join(f"{k}  {v:.4f}" for k, v in metrics.items()))
     return 0
+
+
+def _verify(args: argparse.Namespace, _: list[str]) -> int:
+    config = load_config(args.config, []) if args.config else None
+    world_size = _world_size(args)
+
+    from megatron_fspo.verify.command import plan, run
+
+    planned = plan(config, args.layouts, args.dtype, use_all=args.all, world_size=world_size)
+    _start_ranks(args, args.argv)
+
+    from megatron_fspo.mcore.startup import stop
+
+    try:
+        passed = run(planned, config, args.json)
+    finally:
+        stop()
+    return 0 if passed else 1
 
 
 def _report(args: argparse.Namespace, _: list[str]) -> int:

@@ -40,6 +40,9 @@ class Model(Section):
     layers: Literal["auto", "local", "transformer_engine"] = Field(
         "auto", description="auto: Transformer Engine on cuda, ours on cpu"
     )
+    recompute: Literal["none", "full"] = Field(
+        "none", description="full: keep only layer inputs, compute each layer again in backward"
+    )
 
 
 class Parallel(Section):
@@ -47,6 +50,25 @@ class Parallel(Section):
 
     tensor: PositiveInt = Field(1, description="tensor parallel size; divides heads, KV heads and FFN size")
     sequence: bool = Field(False, description="sequence parallel: norms and dropout split over tensor ranks")
+    pipeline: PositiveInt = Field(1, description="pipeline stages")
+    virtual_pipeline: PositiveInt = Field(
+        1,
+        description="model chunks per pipeline stage (interleaved schedule); stages x chunks divides layers",
+    )
+    context: PositiveInt = Field(
+        1, description="context parallel size: the tokens of every sequence are spread over so many ranks"
+    )
+    distributed_optimizer: bool = Field(
+        False, description="split optimizer state and fp32 weights over data and context parallel ranks"
+    )
+    overlap_grad_reduce: bool = Field(
+        False, description="reduce gradients while the last micro-batch's backward is still running"
+    )
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that share one copy of the model."""
+        return self.tensor * self.pipeline * self.context
 
 
 class Data(Section):
@@ -88,6 +110,11 @@ class Loss(Section):
         "leave_one_out", description="leave_one_out: RLOO; group_normalized: GRPO's (r - mean) / std"
     )
     entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="bonus on the mean token entropy")
+    kl_coef: Annotated[float, Field(ge=0)] = Field(
+        0.0,
+        description="penalty on the KL to `model.checkpoint`, per response token; above 0 that model is "
+        "kept in memory",
+    )
     max_nonfinite_share: Share = Field(
         0.05, description="stop when more than this share of an optimizer step's sequences is not finite"
     )
@@ -168,7 +195,13 @@ class Batch(Section):
     mini_batches: PositiveInt = Field(4, description="optimizer steps per epoch; divides `rollout.prompts`")
     epochs: PositiveInt = Field(1, description="passes over one rollout")
     max_tokens: PositiveInt = Field(
-        16384, description="tokens per packed micro-batch; at least one prompt plus one response"
+        16384,
+        description="tokens per packed micro-batch, over all context ranks; at least one prompt plus one "
+        "response",
+    )
+    balance: Literal["tokens", "attention"] = Field(
+        "tokens",
+        description="what micro-batches share out evenly: tokens, or compute with attention's square",
     )
 
 
@@ -246,13 +279,21 @@ class Config(Section):
                 f"batch.mini_batches = {self.batch.mini_batches}"
             )
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
-        if self.batch.max_tokens < longest:
+        # Context parallel pads every sequence to two chunks per rank.
+        chunks = 2 * self.parallel.context if self.parallel.context > 1 else 1
+        if self.batch.max_tokens < longest + -longest % chunks:
             raise ValueError(
                 f"batch.max_tokens = {self.batch.max_tokens} is less than data.max_prompt_tokens + "
-                f"rollout.max_response_tokens = {longest}: the longest sequence would fit no micro-batch"
+                f"rollout.max_response_tokens = {longest}"
+                f"{f' rounded up to a multiple of {chunks}' if chunks > 1 else ''}: "
+                "the longest sequence would fit no micro-batch"
             )
         if self.parallel.sequence and self.parallel.tensor == 1:
             raise ValueError("parallel.sequence = true needs parallel.tensor > 1")
+        if self.parallel.virtual_pipeline > 1 and self.parallel.pipeline == 1:
+            raise ValueError(
+                f"parallel.virtual_pipeline = {self.parallel.virtual_pipeline} needs parallel.pipeline > 1"
+            )
         if self.model.backend == "cpu" and self.model.layers == "transformer_engine":
             raise ValueError("model.layers = transformer_engine needs model.backend = cuda")
         return self

@@ -26,7 +26,7 @@ def random_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
             vocab_size=37,
             hidden_size=48,
             intermediate_size=112,
-            num_hidden_layers=3,
+            num_hidden_layers=4,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=20,

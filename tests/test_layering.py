@@ -29,7 +29,8 @@ FLOORS = {
     "mcore": 5,
     "rollout": 5,
     "trainer": 6,
-    "command line": 7,
+    "verify": 7,
+    "command line": 8,
 }
 SINGLE_MODULES = {
     **dict.fromkeys(["__init__", "types", "config", "errors", "options"], "base"),
@@ -49,6 +50,7 @@ THIRD_PARTY = {
         *("torch", "numpy", "pydantic"),
         *("tqdm", "wandb", "matplotlib", "jinja2", "markupsafe"),  # where numbers and reports go
     },
+    "verify": {"torch"},
     "command line": {"torch"},
 }
 MAX_FILE_LINES = 400

@@ -68,7 +68,8 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     """Whole configurations; the keys that must agree with others stay as they are."""
     loss = draw(st.sampled_from(LOSSES))
     tied = {"run.name", "rollout.prompts", "rollout.max_response_tokens", "data.max_prompt_tokens"}
-    tied |= {"batch.mini_batches", "batch.max_tokens", "parallel.sequence", "model.layers", "loss.name"}
+    tied |= {"batch.mini_batches", "batch.max_tokens", "model.layers", "loss.name"}
+    tied |= {"parallel.sequence", "parallel.context", "parallel.virtual_pipeline"}
     tree: dict[str, Any] = {section: dict(keys) for section, keys in REQUIRED.items()}
     tree["loss"] = {"name": loss}
     for key, field, owner in legal_keys():

@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring, forward
+from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip, leave_one_out_advantages
 from megatron_fspo.objective.policy import SequenceLevel
 from megatron_fspo.packing.batch import MicroBatch, collate
@@ -147,7 +147,7 @@ def main() -> None:
             for pack in packs
         ]
         with torch.no_grad():
-            old = run(model, batches, scored(scoring), forward_only=True, collect_non_loss_data=True)
+            old = run(model, batches, scoring.forward_step, forward_only=True, collect_non_loss_data=True)
         batches = [dataclasses.replace(b, old_log_probs=o) for b, o in zip(batches, old, strict=True)]
         for _ in range(2):
             model.zero_grad_buffer()
@@ -160,16 +160,6 @@ def main() -> None:
             gap = even_gap(batches, old)
             print(f"step {step}  J {objective:+.4f}  gradient norm {grad_norm:.3f}  even gap {gap:+.3f}")
     dist.destroy_process_group()
-
-
-def scored(scoring: Scoring):
-    """A forward-only pass that returns log-probs: the old ones."""
-
-    def forward_step(data_iterator, model):
-        batch = next(data_iterator)
-        return forward(batch, model), lambda logits, non_loss_data: scoring(batch, logits)[0]
-
-    return forward_step
 
 
 def even_gap(batches: list[MicroBatch], log_probs: list[torch.Tensor]) -> float:

@@ -52,11 +52,11 @@ class Backend:
             "gradient_accumulation_fusion": self.device.type == "cuda" and _has_apex_wgrad(),
         }
 
-    def layer_spec(self, config: TransformerConfig) -> Any:
-        """The layers, as Megatron wants them."""
+    def layer_spec(self, config: TransformerConfig, vp_stage: int | None = None) -> Any:
+        """The layers, as Megatron wants them; ``vp_stage`` is the virtual pipeline stage they are for."""
         if self.layers == "transformer_engine":
             return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        return local_block_spec(config)
+        return local_block_spec(config, vp_stage)
 
 
 def choose_backend(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
 from safetensors.torch import load_file, save_file
 
 from megatron_fspo.errors import InputError
@@ -21,6 +22,8 @@ from megatron_fspo.mcore.policy import Policy
 
 _STATE = "trainer.json"
 _WEIGHTS = "torch_dist"
+# A distributed optimizer saves its state by parameter, not by rank: a run may resume on another layout.
+_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None:
@@ -49,9 +52,11 @@ def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None
 def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
     """Restore the policy, its optimizer and random states; returns the trainer's state. Collective."""
     state: dict[str, Any] = read_state(folder)
+    _prepare_to_load(policy.optimizer)
     loaded = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(folder / _WEIGHTS))
-    policy.model.load_state_dict(loaded["model"])
-    policy.optimizer.load_state_dict(loaded["optimizer"])
+    for number, chunk in enumerate(policy.chunks):
+        chunk.load_state_dict(loaded["model"][f"chunk{number}"])
+    _load_optimizer(policy.optimizer, loaded["optimizer"])
     policy.restore_schedule(state["optimizer_steps"])
     random_file = folder / _random_file()
     if random_file.exists():  # a resume on more ranks than saved has no state for the new ones
@@ -69,11 +74,53 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
-    model = policy.model.sharded_state_dict()
+    # Megatron names every tensor by its layer in the whole model, so a chunk's number is only a place here.
+    model = {f"chunk{number}": chunk.sharded_state_dict() for number, chunk in enumerate(policy.chunks)}
     return {
         "model": model,
-        "optimizer": policy.optimizer.sharded_state_dict({"model": model}, is_loading=is_loading),
+        "optimizer": policy.optimizer.sharded_state_dict(
+            {"model": model}, is_loading=is_loading, metadata=_RESHARDABLE
+        ),
     }
+
+
+def _distributed(optimizer: MegatronOptimizer) -> DistributedOptimizer | None:
+    if isinstance(optimizer, ChainedOptimizer) and len(optimizer.chained_optimizers) == 1:
+        optimizer = optimizer.chained_optimizers[0]
+    return optimizer if isinstance(optimizer, DistributedOptimizer) else None
+
+
+# What follows is for torch's Adam, which Megatron uses without Transformer Engine or apex, inside its
+# DistributedOptimizer (0.16.1 and 0.19.2): that expects a state before the first step, finds a `step` beside
+# the moments where it looks for moments only, and hands all parameters one `step` tensor, which then counts
+# once per parameter.
+
+
+def _prepare_to_load(optimizer: MegatronOptimizer) -> None:
+    distributed = _distributed(optimizer)
+    if distributed is None or not isinstance(distributed.optimizer, torch.optim.Adam):
+        return
+    inner = distributed.optimizer
+    for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+        inner.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    distributed = _distributed(optimizer)
+    if distributed is None or not isinstance(distributed.optimizer, torch.optim.Adam):
+        optimizer.load_state_dict(state)
+        return
+    moments = state.pop("param_state")
+    distributed.load_state_dict(state)
+    held = list(distributed.optimizer.state.values())
+    steps = [entry.pop("step").clone() for entry in held]
+    distributed.load_parameter_state_from_fully_reshardable(moments)
+    for entry, step in zip(held, steps, strict=True):
+        entry["step"] = step
 
 
 def _random_file() -> str:

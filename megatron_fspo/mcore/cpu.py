@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -28,18 +28,20 @@ class CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        named = dict(kwargs or {})
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not named:
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Megatron's optimizers sort parameters by the name 'torch.cuda.FloatTensor'.
             return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        if not kwargs:  # most calls: keep them cheap
+            return func(*args)
+        named = dict(kwargs)
         if named.get("pin_memory"):
             named["pin_memory"] = False
         if _is_cuda(named.get("device")):
             named["device"] = CPU
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
         return func(*args, **named)
 
 
@@ -77,7 +79,10 @@ def install() -> None:
     torch.cuda.current_stream = _Stream  # type: ignore[assignment]
     torch.cuda.default_stream = _Stream  # type: ignore[assignment]
     torch.cuda.stream = lambda *_: nullcontext()  # type: ignore[assignment]
-    # The tracker that does nothing: our models have no dropout, so no state of its own is needed.
-    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    # The tracker that does nothing: our models have no dropout, so no state of its own is needed. Recomputed
+    # layers still save and restore what they take for the state of a GPU.
+    megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
+    megatron_random._set_cuda_rng_state = lambda *_, **__: None
     _mode = CudaMeansCpu()
     _mode.__enter__()

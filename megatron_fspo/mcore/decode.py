@@ -1,19 +1,27 @@
-"""Next-token distributions from the training model itself, with a KV cache across tensor-parallel ranks.
+"""Next-token distributions from the training model itself, with a KV cache, in the layout of the training.
 
 Rows that share a cache stand at the same position, so prompts of different lengths decode together like
 this: all rows prefill as many tokens as the shortest prompt has; from there on, a row whose prompt goes on
 is fed its next prompt token in place of a sampled one. No padding, no attention mask, exact positions.
+
+All ranks of one model copy step together: tensor ranks each with their heads, pipeline stages one after the
+other, context-parallel ranks each the whole row. Made for small models, tests and the demo.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
+from torch.nn import Module
+
+from megatron_fspo.parallel.groups import ParallelGroups
 
 # Where Megatron keeps the flag that splits activations over tensor ranks.
 _SEQUENCE_PARALLEL_FLAGS = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
@@ -23,42 +31,41 @@ class Decoder:
     """Steps a batch of rows through the model.
 
     Args:
-        model: the bare model of this rank; every tensor-parallel rank calls the same methods with the same
-            arguments.
+        chunks: the bare model chunks of this rank; every rank of a model copy calls the same methods with
+            the same arguments.
+        groups: the run's.
         vocab_size: without padding.
     """
 
-    def __init__(self, model: GPTModel, *, vocab_size: int) -> None:
-        self._model = model
+    def __init__(self, chunks: Sequence[GPTModel], groups: ParallelGroups, *, vocab_size: int) -> None:
+        self._chunks = list(chunks)
+        self._pipeline = groups.pp
         self._vocab_size = vocab_size
-        self._flags = [
-            (module, flag)
-            for module in [*model.modules(), model.config]
-            for flag in _SEQUENCE_PARALLEL_FLAGS
-            if vars(module).get(flag) is True
-        ]
+        self._settings = list(_settings(self._chunks))
         self._context: StaticInferenceContext | None = None
 
     @contextmanager
     def session(self, *, rows: int, max_tokens: int) -> Iterator[None]:
         """Hold a cache for ``rows`` sequences of up to ``max_tokens`` tokens, prompt included.
 
-        Within it the model is in evaluation mode, and sequence parallel is off: one token cannot be split
-        over ranks.
+        Within it the model is in evaluation mode, and sequence and context parallel are off: one token
+        cannot be split over ranks.
         """
-        training = self._model.training
-        self._model.eval()
-        for module, flag in self._flags:
-            setattr(module, flag, False)
+        training = self._chunks[0].training
+        for chunk in self._chunks:
+            chunk.eval()
+        for owner, name, _, within in self._settings:
+            setattr(owner, name, within)
         self._context = StaticInferenceContext(max_batch_size=rows, max_sequence_length=max_tokens)
         try:
             with torch.no_grad():
                 yield
         finally:
             self._context = None
-            for module, flag in self._flags:
-                setattr(module, flag, True)
-            self._model.train(training)
+            for owner, name, outside, _ in self._settings:
+                setattr(owner, name, outside)
+            for chunk in self._chunks:
+                chunk.train(training)
 
     def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """Append tokens to every row.
@@ -71,22 +78,55 @@ class Decoder:
         """
         context = self._context
         assert context is not None, "feed() outside session()"
-        device = next(self._model.parameters()).device
-        ids = torch.tensor(tokens, device=device)
+        parameter = next(self._chunks[0].parameters())
+        ids = torch.tensor(tokens, device=parameter.device)
         start = context.sequence_len_offset
-        positions = torch.arange(start, start + ids.shape[1], device=device).expand_as(ids)
-        logits: Tensor = self._model(
-            ids, positions, None, inference_context=context, runtime_gather_output=True
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
+
+        stages, mine = self._pipeline.size(), self._pipeline.rank()
+        ranks = dist.get_process_group_ranks(self._pipeline)
+        last = stages * len(self._chunks) - 1
+        # [s, b, H] on its way from stage to stage; virtual stages go around the pipeline several times.
+        hidden = ids.new_empty(
+            (ids.shape[1], ids.shape[0], self._chunks[0].config.hidden_size), dtype=parameter.dtype
         )
+        logits = ids.new_empty((len(tokens), self._vocab_size), dtype=torch.float32)
+        for stage in range(last + 1):
+            if stage % stages != mine:
+                continue
+            chunk = self._chunks[stage // stages]
+            if stage > 0:
+                dist.recv(hidden, src=ranks[(stage - 1) % stages], group=self._pipeline)
+                chunk.set_input_tensor(hidden)
+            out = chunk(ids, positions, None, inference_context=context, runtime_gather_output=True)
+            if stage == last:
+                logits = out[:, -1, : self._vocab_size].float()
+            else:
+                dist.send(out.contiguous(), dst=ranks[(stage + 1) % stages], group=self._pipeline)
+        if stages > 1:
+            logits = logits.contiguous()
+            dist.broadcast(logits, src=ranks[-1], group=self._pipeline)
         context.sequence_len_offset += ids.shape[1]
         context.enable_decode_mode()
-        return logits[:, -1, : self._vocab_size].float()
+        return logits
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop the cache of all other rows; those kept move up in the given order."""
         context = self._context
         assert context is not None, "keep() outside session()"
-        index = torch.tensor(rows, device=next(self._model.parameters()).device)
+        index = torch.tensor(rows, device=next(self._chunks[0].parameters()).device)
         for layer, cache in context.key_value_memory_dict.items():
             context.key_value_memory_dict[layer] = tuple(part.index_select(1, index) for part in cache)
         context.max_batch_size = len(rows)
+
+
+def _settings(chunks: Sequence[GPTModel]) -> Iterator[tuple[Any, str, Any, Any]]:
+    """(object, attribute, value outside a session, value within) of what a session turns off."""
+    modules: list[Module] = [module for chunk in chunks for module in chunk.modules()]
+    for owner in (*modules, chunks[0].config):
+        for flag in _SEQUENCE_PARALLEL_FLAGS:
+            if vars(owner).get(flag) is True:
+                yield owner, flag, True, False
+    for chunk in chunks:
+        # Without a group it gives every position, not those of this context-parallel rank.
+        yield chunk.rotary_pos_emb, "cp_group", chunk.rotary_pos_emb.cp_group, None

@@ -1,31 +1,57 @@
-"""Hugging Face weights into and out of a running model."""
+"""Hugging Face weights into and out of a running model, whatever its layout."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_fspo.mcore.model import layer_offset, padded_vocab_size
 from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.weights import HFReader, check_coverage, iterate_hf_tensors, load_into, write_hf_checkpoint
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.weights import (
+    Architecture,
+    HFReader,
+    check_coverage,
+    iterate_hf_tensors,
+    load_into,
+    write_hf_checkpoint,
+)
 
 
 def load_hf(policy: Policy, checkpoint: Path) -> None:
     """Copy a checkpoint into the policy; each rank reads its slices only."""
-    groups = policy.groups
-    with HFReader(checkpoint) as reader:
-        loaded = load_into(
-            policy.model.named_parameters(),
-            reader,
-            policy.arch,
-            tp_rank=groups.tp.rank(),
-            tp_size=groups.tp.size(),
-            padded_vocab=policy.padded_vocab,
-        )
-    check_coverage(loaded, policy.arch)
+    load_chunks(policy.chunks, policy.config, policy.arch, policy.groups, checkpoint)
     policy.weights_loaded()
+
+
+def load_chunks(
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    arch: Architecture,
+    groups: ParallelGroups,
+    checkpoint: Path,
+) -> None:
+    """Copy a checkpoint into bare model chunks. Collective over the pipeline."""
+    loaded: list[str] = []
+    with HFReader(checkpoint) as reader:
+        for chunk in chunks:
+            loaded += load_into(
+                chunk.named_parameters(),
+                reader,
+                arch,
+                tp_rank=groups.tp.rank(),
+                tp_size=groups.tp.size(),
+                padded_vocab=padded_vocab_size(arch.vocab_size, groups.tp.size()),
+                layer_offset=layer_offset(config, chunk),
+            )
+    check_coverage(gather_lists(loaded, group=groups.pp), arch)
 
 
 def export_hf(policy: Policy, out: Path, *, source: Path) -> None:
@@ -35,21 +61,77 @@ def export_hf(policy: Policy, out: Path, *, source: Path) -> None:
     only when complete.
     """
     groups = policy.groups
-    writer = dist.get_rank() == 0
-    tp_ranks = dist.get_process_group_ranks(groups.tp)
+    # One copy of the model is enough: data and context parallel ranks hold the same weights.
+    if groups.dp_cp.rank() == 0:
+        named = [list(chunk.named_parameters()) for chunk in policy.chunks]
+        tensors = hf_tensors(policy, named)
+        if dist.get_rank() == 0:
+            write_hf_checkpoint(out, tensors, source)
+        else:
+            for _ in tensors:
+                pass
+    dist.barrier()
+
+
+def hf_tensors(policy: Policy, named: Sequence[Iterable[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
+    """The model's tensors under their Hugging Face names, on the first rank of tensor and pipeline parallel.
+
+    Collective over tensor and pipeline parallel, so every rank of one model copy runs it to its end; the
+    others get nothing.
+
+    Args:
+        named: per chunk, the (Megatron name, tensor) pairs to export: parameters, or their gradients.
+    """
+    groups = policy.groups
+    mine = _stage_tensors(policy, named)
+    for stage in range(groups.pp.size()):
+        if groups.tp.rank() == 0:
+            yield from _from_stage(mine, stage, groups.pp, policy.backend.device)
+        elif stage == groups.pp.rank():
+            for _ in mine:
+                pass
+
+
+def _stage_tensors(
+    policy: Policy, named: Sequence[Iterable[tuple[str, Tensor]]]
+) -> Iterator[tuple[str, Tensor]]:
+    """This pipeline stage's tensors, on its first tensor-parallel rank."""
+    group = policy.groups.tp
+    first = dist.get_process_group_ranks(group)[0]
 
     def gather(shard: Tensor) -> list[Tensor] | None:
         shard = shard.contiguous()
-        if groups.tp.size() == 1:
-            return [shard.cpu()] if writer else None
-        parts = [torch.empty_like(shard) for _ in tp_ranks] if dist.get_rank() == tp_ranks[0] else None
-        dist.gather(shard, parts, dst=tp_ranks[0], group=groups.tp)
-        return [part.cpu() for part in parts] if writer and parts is not None else None
+        if group.size() == 1:
+            return [shard]
+        parts = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else None
+        dist.gather(shard, parts, dst=first, group=group)
+        return parts
 
-    tensors = iterate_hf_tensors(policy.model.named_parameters(), policy.arch, gather)
-    if writer:
-        write_hf_checkpoint(out, tensors, source)
-    else:
-        for _ in tensors:
-            pass
-    dist.barrier()
+    for chunk, parameters in zip(policy.chunks, named, strict=True):
+        offset = layer_offset(policy.config, chunk)
+        yield from iterate_hf_tensors(parameters, policy.arch, gather, offset)
+
+
+def _from_stage(
+    mine: Iterator[tuple[str, Tensor]], stage: int, group: dist.ProcessGroup, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Bring the tensors of one pipeline stage to the first: name and shape, then the values, one by one."""
+    source = dist.get_process_group_ranks(group)[stage]
+    owner, writer = group.rank() == stage, group.rank() == 0
+    if stage == 0:
+        if writer:
+            yield from ((name, tensor.cpu()) for name, tensor in mine)
+        return
+    while True:
+        found = next(mine, None) if owner else None
+        what = None if found is None else (found[0], found[1].shape, found[1].dtype)
+        what = share(what, group=group, source=stage)
+        if what is None:
+            return
+        name, shape, dtype = what
+        values = (
+            found[1].contiguous() if found is not None else torch.empty(shape, dtype=dtype, device=device)
+        )
+        dist.broadcast(values, src=source, group=group)
+        if writer:
+            yield name, values.cpu()

@@ -1,10 +1,12 @@
 """Norm and attention that run on any device, for Megatron's layer spec.
 
-Shape legend: s sequence, b batch, h heads, g KV heads, d head size, t tokens of a packed micro-batch.
+Shape legend: s sequence, b batch, h heads, g KV heads, d head size, t tokens of a packed micro-batch that
+this rank holds (1 / cp of them under context parallel).
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -12,11 +14,15 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from megatron_fspo.packing.zigzag import gathered_positions, local_positions
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -31,8 +37,11 @@ class RMSNorm(torch.nn.RMSNorm):
 class SDPACoreAttention(MegatronModule):
     """Causal attention by ``scaled_dot_product_attention``; packed sequences do not see one another.
 
-    Megatron's own ``DotProductAttention`` refuses packed inputs and stores the [s, s] scores.
-    Not supported: context parallel, attention dropout, sliding windows.
+    Megatron's own ``DotProductAttention`` refuses packed inputs and context parallel, and stores the [s, s]
+    scores. Under context parallel the keys and values of all ranks are gathered (one all-gather forward, one
+    reduce-scatter backward) and each rank attends with its own queries: meant for CPU runs and as a
+    reference; on GPUs Transformer Engine's ring attention does not hold all keys.
+    Not supported: attention dropout, sliding windows, context parallel without packing.
     """
 
     def __init__(
@@ -42,12 +51,13 @@ class SDPACoreAttention(MegatronModule):
         attn_mask_type: AttnMaskType,
         attention_type: str,
         softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ValueError("SDPACoreAttention does not support context parallel")
         self.softmax_scale = softmax_scale
+        assert pg_collection is not None
+        self._cp = pg_collection.cp
 
     def forward(
         self,
@@ -64,15 +74,18 @@ class SDPACoreAttention(MegatronModule):
         Args:
             query: [s, b, h, d], or [t, h, d] when packed; key and value the same with g heads.
             attention_mask: must be None: the mask is causal, or none for one token against a cache.
-            packed_seq_params: borders of the packed sequences.
+            packed_seq_params: borders of the packed sequences, over all context-parallel ranks.
 
         Returns:
             [s, b, h * d], or [t, h * d] when packed.
         """
         assert attention_mask is None and attention_bias is None
         if packed_seq_params is not None:
+            borders = packed_seq_params.cu_seqlens_q.tolist()
+            if self._cp.size() > 1:
+                return self._attend_zigzag(query, key, value, borders)
             parts = []
-            for first, end in pairwise(packed_seq_params.cu_seqlens_q.tolist()):
+            for first, end in pairwise(borders):
                 # [n, h, d] -> [h, n, d] and back
                 q, k, v = (x[first:end].transpose(0, 1) for x in (query, key, value))
                 parts.append(self._attend(q, k, v, causal=True).transpose(0, 1))
@@ -83,10 +96,35 @@ class SDPACoreAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         return self._attend(q, k, v, causal=causal).permute(2, 0, 1, 3).flatten(2)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    def _attend_zigzag(self, query: Tensor, key: Tensor, value: Tensor, borders: list[int]) -> Tensor:
+        """This rank's queries against the keys of all ranks, sequence by sequence. [t, h * d]"""
+        size = self._cp.size()
+        order, mine = (x.to(query.device) for x in _zigzag(tuple(borders), self._cp.rank(), size))
+        both = gather_from_sequence_parallel_region(torch.stack([key, value], 1), group=self._cp)
+        # The gathered rows come rank after rank; put them back into the order of the sequences.
+        key, value = both[order].unbind(1)
+        parts, start = [], 0
+        for first, end in pairwise(borders):
+            stop = start + (end - first) // size
+            q, k, v = (x.transpose(0, 1) for x in (query[start:stop], key[first:end], value[first:end]))
+            seen = mine[start:stop, None] >= torch.arange(first, end, device=query.device)
+            parts.append(self._attend(q, k, v, mask=seen).transpose(0, 1))
+            start = stop
+        return torch.cat(parts).flatten(1)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool = False, mask: Tensor | None = None
+    ) -> Tensor:
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=causal, scale=self.softmax_scale, enable_gqa=True
+            query, key, value, attn_mask=mask, is_causal=causal, scale=self.softmax_scale, enable_gqa=True
         )
+
+
+@lru_cache(maxsize=4)
+def _zigzag(borders: tuple[int, ...], rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Where the whole row's tokens are after a gather, and the positions of this rank's. The same for all
+    layers of a micro-batch."""
+    return torch.tensor(gathered_positions(borders, size)), torch.tensor(local_positions(borders, rank, size))
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:

@@ -1,11 +1,13 @@
-"""The policy: a Megatron ``GPTModel`` from a Hugging Face architecture."""
+"""The policy: Megatron ``GPTModel`` chunks from a Hugging Face architecture."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -14,9 +16,12 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_fspo.config import Parallel
+from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.weights import Architecture
+from megatron_fspo.weights import Architecture, check_tensor_parallel
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
@@ -24,10 +29,25 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     return math.ceil(vocab_size / tensor) * tensor
 
 
+def check_parallel(arch: Architecture, parallel: Parallel) -> None:
+    """``InputError`` unless the model can be spread like this."""
+    try:
+        check_tensor_parallel(arch, parallel.tensor)
+    except InputError as error:
+        raise InputError(f"parallel.tensor = {parallel.tensor}: {error}") from None
+    chunks = parallel.pipeline * parallel.virtual_pipeline
+    if arch.num_layers % chunks:
+        raise InputError(
+            f"parallel.pipeline = {parallel.pipeline} x parallel.virtual_pipeline = "
+            f"{parallel.virtual_pipeline} does not divide the model's {arch.num_layers} layers"
+        )
+
+
 def transformer_config(
-    arch: Architecture, backend: Backend, *, tensor: int, sequence: bool, dtype: torch.dtype
+    arch: Architecture, backend: Backend, *, parallel: Parallel, dtype: torch.dtype, recompute: bool = False
 ) -> TransformerConfig:
     """Megatron's view of the architecture."""
+    interleaved = parallel.virtual_pipeline > 1
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -47,8 +67,18 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
         autocast_dtype=dtype,
-        tensor_model_parallel_size=tensor,
-        sequence_parallel=sequence,
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.sequence,
+        context_parallel_size=parallel.context,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        # Batched sends and receives pair up wrongly between two stages that hold several chunks each:
+        # gradients come out wrong without an error.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
         # Packed micro-batches differ in length; Megatron ties this to the dispatcher even without experts.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -58,30 +88,69 @@ def transformer_config(
     )
 
 
-def build_model(arch: Architecture, config: TransformerConfig, backend: Backend) -> GPTModel:
-    """A bare model with random weights: load a checkpoint into it next."""
+def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend) -> list[GPTModel]:
+    """This rank's part of the model, one entry per virtual pipeline stage, with random weights.
+
+    Load a checkpoint into it next.
+    """
+    return [
+        build_chunk(arch, config, backend, vp_stage=stage if _interleaved(config) else None)
+        for stage in range(config.virtual_pipeline_model_parallel_size or 1)
+    ]
+
+
+def build_chunk(
+    arch: Architecture, config: TransformerConfig, backend: Backend, *, vp_stage: int | None = None
+) -> GPTModel:
+    """The layers of one (virtual) pipeline stage of this rank."""
     model = GPTModel(
         config=config,
-        transformer_layer_spec=backend.layer_spec(config),
+        transformer_layer_spec=backend.layer_spec(config, vp_stage),
         vocab_size=padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=arch.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
         rotary_base=int(arch.rope_theta),
+        vp_stage=vp_stage,
     )
     return model.to(backend.device)
 
 
-def wrap_for_training(model: GPTModel, config: TransformerConfig) -> DistributedDataParallel:
-    """Add gradient buffers in fp32 and the data-parallel reduction."""
-    wrapped = Float16Module(config, model) if config.bf16 else model
-    ddp = DistributedDataParallel(
-        config,
-        # Megatron's NaN check would raise on one rank and leave the others waiting: policy.py looks at the
-        # reduced gradient norm, which is the same everywhere.
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, check_for_nan_in_grad=False),
-        wrapped,
-    )
+def layer_offset(config: TransformerConfig, chunk: GPTModel) -> int:
+    """Layers of the whole model before this chunk."""
+    return int(get_transformer_layer_offset(config, chunk.vp_stage))
+
+
+def wrap_for_training(
+    chunks: Sequence[GPTModel], config: TransformerConfig, parallel: Parallel
+) -> list[DistributedDataParallel]:
+    """Add gradient buffers and the data-parallel reduction; gradients are fp32 (float64 for float64)."""
+    wrapped = [
+        DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=config.params_dtype != torch.float64,
+                # Megatron's NaN check would raise on one rank and leave the others waiting: policy.py looks
+                # at the reduced gradient norm, which is the same everywhere.
+                check_for_nan_in_grad=False,
+                use_distributed_optimizer=parallel.distributed_optimizer,
+                overlap_grad_reduce=parallel.overlap_grad_reduce,
+            ),
+            Float16Module(config, chunk) if config.bf16 else chunk,
+            # One reduction per stage but the first layers': what Megatron's own training does.
+            disable_bucketing=number > 0,
+        )
+        for number, chunk in enumerate(chunks)
+    ]
     config.finalize_model_grads_func = finalize_model_grads
-    return ddp
+    if parallel.overlap_grad_reduce:
+        no_sync = [model.no_sync for model in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
+
+
+def _interleaved(config: TransformerConfig) -> bool:
+    return config.virtual_pipeline_model_parallel_size is not None

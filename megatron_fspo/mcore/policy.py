@@ -5,22 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_fspo import config as options
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.model import build_model, padded_vocab_size, transformer_config, wrap_for_training
-from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring, forward
+from megatron_fspo.mcore.model import build_chunks, padded_vocab_size, transformer_config, wrap_for_training
+from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import add_metrics, reduce_metrics
+from megatron_fspo.parallel.metrics import add_metrics, reduce_metrics, share
 from megatron_fspo.weights import Architecture
 
 
@@ -39,7 +41,9 @@ class Policy:
     """A model with its optimizer on this rank.
 
     Attributes:
-        model: the bare ``GPTModel``; its parameters are those of the wrapped one.
+        chunks: the bare ``GPTModel`` of each virtual pipeline stage; their parameters are those of the
+            wrapped ones.
+        config: Megatron's.
         optimizer: Megatron's.
         optimizer_steps: optimizer steps taken so far.
     """
@@ -53,17 +57,16 @@ class Policy:
         parallel: options.Parallel,
         dtype: torch.dtype,
         optimizer: options.Optimizer,
+        recompute: bool = False,
     ) -> None:
-        self.arch, self.backend, self.groups = arch, backend, groups
-        self.config = transformer_config(
-            arch, backend, tensor=parallel.tensor, sequence=parallel.sequence, dtype=dtype
-        )
+        self.arch, self.backend, self.groups, self.parallel = arch, backend, groups, parallel
+        self.config = transformer_config(arch, backend, parallel=parallel, dtype=dtype, recompute=recompute)
         self.padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tensor)
-        self.model = build_model(arch, self.config, backend)
-        self._ddp = wrap_for_training(self.model, self.config)
-        self._optimizer_config = _optimizer_config(optimizer, dtype)
+        self.chunks = build_chunks(arch, self.config, backend)
+        self._ddp = wrap_for_training(self.chunks, self.config, parallel)
+        self._optimizer_config = _optimizer_config(optimizer, parallel, dtype)
         self._warmup_steps = optimizer.warmup_steps
-        self.optimizer: MegatronOptimizer = get_megatron_optimizer(self._optimizer_config, [self._ddp])
+        self.optimizer: MegatronOptimizer = get_megatron_optimizer(self._optimizer_config, self._ddp)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self._scheduler = _constant_after_warmup(self.optimizer, self._optimizer_config, self._warmup_steps)
         self.optimizer_steps = 0
@@ -80,34 +83,32 @@ class Policy:
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch], scoring: Scoring) -> list[Tensor]:
-        """Log-probs [t] of the labels of each micro-batch: the old pass.
+        """Log-probs [t] of the labels of each micro-batch, on every pipeline stage: the old pass.
 
         Bit for bit what the training pass computes with the same weights and micro-batches.
         """
+        return score(self._ddp, micro_batches, scoring)
 
-        def forward_step(data_iterator, model):  # type: ignore[no-untyped-def]
-            batch = next(data_iterator)
-            # Megatron calls the second part with non_loss_data=True and collects what it returns.
-            return forward(batch, model), partial(log_probs, batch)
+    def backward(self, micro_batches: Sequence[MicroBatch], loss: PolicyLoss) -> dict[str, float]:
+        """Gradients of all micro-batches of this rank, reduced as the optimizer wants them.
 
-        def log_probs(batch: MicroBatch, logits: Tensor, non_loss_data: bool) -> Tensor:
-            return scoring(batch, logits)[0]
-
-        scores: list[Tensor] = self._run(
-            forward_step, micro_batches, forward_only=True, collect_non_loss_data=True
-        )
-        return scores
+        Every data-parallel rank has the same number of micro-batches. Returns the metrics over all ranks.
+        """
+        for model in self._ddp:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        parts = run_schedule(self._ddp, micro_batches, loss.forward_step, forward_only=False)
+        metrics = reduce_metrics(add_metrics(parts), group=self.groups.dp_cp) if parts else {}
+        return share(metrics, group=self.groups.pp, source=-1)
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: PolicyLoss) -> Update:
-        """One optimizer step on all micro-batches of this rank (every rank has the same number of them).
+        """One optimizer step.
 
         Raises:
             TrainingError: the gradient is not finite. On every rank alike; the weights are lost, the last
                 checkpoint is not.
         """
-        self._ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        parts = self._run(loss.forward_step, micro_batches, forward_only=False)
+        metrics = self.backward(micro_batches, loss)
         # Megatron's schedules start at 0, which would waste the first step of a warm-up.
         self._scheduler.step(increment=1)
         _, grad_norm, _ = self.optimizer.step()
@@ -118,26 +119,67 @@ class Policy:
             )
         self.optimizer_steps += 1
         return Update(
-            metrics=reduce_metrics(add_metrics(parts), group=self.groups.dp_cp),
+            metrics=metrics,
             grad_norm=float(grad_norm),
             learning_rate=self.optimizer.param_groups[0]["lr"],
         )
 
-    def _run(self, forward_step, micro_batches, **flags):  # type: ignore[no-untyped-def]
-        schedule = get_forward_backward_func()
-        return schedule(
-            forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=[self._ddp],
-            num_microbatches=len(micro_batches),
-            # Only shapes of pipeline messages, which variable_seq_lengths sends along.
-            seq_length=1,
-            micro_batch_size=1,
-            **flags,
-        )
+    def gather_gradients(self) -> None:
+        """Make ``main_grad`` of every parameter whole after :meth:`backward`: for inspection.
+
+        With a distributed optimizer each rank holds its own shard of the sum only.
+        """
+        if not self.parallel.distributed_optimizer:
+            return
+        group = self.groups.dp_cp
+        for model in self._ddp:
+            for bucket in (bucket for buffer in model.buffers for bucket in buffer.buckets):
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
-def _optimizer_config(optimizer: options.Optimizer, dtype: torch.dtype) -> OptimizerConfig:
+def run_schedule(
+    models: Sequence[Module], micro_batches: Sequence[MicroBatch], forward_step: Any, **flags: Any
+) -> list[Any]:
+    """One pass of Megatron's schedule over this rank's model chunks; what the loss function returned, on the
+    last pipeline stage."""
+    collected: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(micro_batches) for _ in models] if len(models) > 1 else iter(micro_batches),
+        model=list(models),
+        num_microbatches=len(micro_batches),
+        # Only shapes of pipeline messages, which variable_seq_lengths sends along.
+        seq_length=1,
+        micro_batch_size=1,
+        **flags,
+    )
+    return collected
+
+
+@torch.no_grad()
+def score(models: Sequence[Module], micro_batches: Sequence[MicroBatch], scoring: Scoring) -> list[Tensor]:
+    """See :meth:`Policy.score`; for model chunks of any owner."""
+    scores = run_schedule(
+        models, micro_batches, scoring.forward_step, forward_only=True, collect_non_loss_data=True
+    )
+    pipeline = scoring.groups.pp
+    if pipeline.size() == 1:
+        return scores
+    sizes = [batch.labels.numel() for batch in micro_batches]
+    last = dist.get_process_group_ranks(pipeline)[-1]
+    if dist.get_rank() == last:
+        flat = torch.cat(scores)
+    else:
+        parameter = next(models[0].parameters())
+        wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        flat = torch.empty(sum(sizes), dtype=wide, device=parameter.device)
+    dist.broadcast(flat, src=last, group=pipeline)
+    return list(flat.split(sizes))
+
+
+def _optimizer_config(
+    optimizer: options.Optimizer, parallel: options.Parallel, dtype: torch.dtype
+) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         lr=optimizer.lr,
@@ -149,6 +191,7 @@ def _optimizer_config(optimizer: options.Optimizer, dtype: torch.dtype) -> Optim
         clip_grad=optimizer.clip_grad,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        use_distributed_optimizer=parallel.distributed_optimizer,
     )
 
 

@@ -4,18 +4,21 @@ It needs nothing of our trainer: hand ``PolicyLoss(...).forward_step`` to ``get_
 with an iterator of :class:`~megatron_fspo.packing.batch.MicroBatch` (see ``examples/plugin_only``). The
 model's config must have ``calculate_per_token_loss=True``.
 
-Per micro-batch: logits → log-probs (two tensor-parallel collectives) → new - old per token → S per sequence
-(one context-parallel all-reduce) → weights → -Σ weight_t · logp_t.
+Per micro-batch, on the last pipeline stage: hidden states → log-probs (the logits are never held whole) →
+new - old per token → S per sequence (one context-parallel all-reduce) → weights → -Σ weight_t · logp_t.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.nn import Module
 
@@ -24,15 +27,21 @@ from megatron_fspo.objective.calibration import k3_kl
 from megatron_fspo.objective.policy import LossInputs, LossTerms, PolicyObjective
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.head import linear_log_probs
 from megatron_fspo.parallel.segments import sequence_sums
-from megatron_fspo.parallel.vocab import vocab_parallel_log_probs
 
 LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
-Observer = Callable[[MicroBatch, Tensor, LossTerms], None]
+Observer = Callable[[MicroBatch, LossTerms], None]
 
 
 def forward(batch: MicroBatch, model: Module) -> Tensor:
-    """Logits [1, t, V / tp] of a packed micro-batch (hidden states on an earlier pipeline stage)."""
+    """Hidden states of a packed micro-batch.
+
+    Returns:
+        what enters the LM head, [1, t, H] ([1, t / tp, H] under sequence parallel), on the last pipeline
+        stage; what the next stage takes, before it.
+    """
+    gpt = _gpt(model)
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.borders,
@@ -40,13 +49,14 @@ def forward(batch: MicroBatch, model: Module) -> Tensor:
         max_seqlen_q=batch.longest,
         max_seqlen_kv=batch.longest,
     )
-    logits: Tensor = model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
-    return logits
+    with _output_layer_passes_on(gpt):
+        hidden: Tensor = model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
+    return hidden
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """Turns logits into log-probs of the labels: the same way in every pass."""
+    """Turns hidden states into log-probs of the labels: the same way in every pass."""
 
     groups: ParallelGroups
     vocab_size: int
@@ -54,55 +64,87 @@ class Scoring:
     temperature: float
     """The rollout's: the policy that is trained is the one that sampled."""
 
-    def __call__(self, batch: MicroBatch, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs [t] and entropies [t] of one micro-batch, fp32."""
-        return vocab_parallel_log_probs(
-            logits[0],
+    def __call__(self, batch: MicroBatch, hidden: Tensor, model: Module) -> tuple[Tensor, Tensor]:
+        """Log-probs [t] and entropies [t] of one micro-batch, 0 outside its mask, fp32 (fp64 for fp64)."""
+        gpt = _gpt(model)
+        shared = gpt.share_embeddings_and_output_weights
+        weight = gpt.shared_embedding_or_output_weight() if shared else gpt.output_layer.weight
+        return linear_log_probs(
+            hidden[0].to(weight.dtype),  # Megatron widens the last stage's bf16 output to fp32
+            weight,
             batch.labels,
+            batch.mask,
             group=self.groups.tp,
             vocab_size=self.vocab_size,
             temperature=self.temperature,
+            sequence_parallel=gpt.config.sequence_parallel,
         )
+
+    def forward_step(
+        self, data_iterator: Iterator[MicroBatch], model: Module
+    ) -> tuple[Tensor, Callable[..., Tensor]]:
+        """Megatron's ``forward_step_func`` for a pass that only collects log-probs [t].
+
+        To be run with ``forward_only=True, collect_non_loss_data=True``.
+        """
+        batch = next(data_iterator)
+
+        def log_probs(hidden: Tensor, non_loss_data: bool = True) -> Tensor:
+            return self(batch, hidden, model)[0]
+
+        return forward(batch, model), log_probs
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """A policy objective on Megatron's schedule."""
+    """A policy objective on Megatron's schedule.
+
+    Minimised, with N and T the sequences and response tokens of the whole optimizer step::
+
+        -(1/N) Σ_i J_i  -  entropy_coef · (1/T) Σ_t H_t  +  kl_coef · (1/T) Σ_t ½ (log π - log π_ref)²
+
+    The last term is the k2 estimate of the KL to the reference policy: its gradient, averaged over samples of
+    π, is that of KL(π ‖ π_ref), which the gradient of the k3 estimate is not (arXiv 2510.01555).
+    """
 
     objective: PolicyObjective
     scoring: Scoring
     entropy_coef: float = 0.0
-    """Times the mean entropy per response token of the step, added to J."""
+    kl_coef: float = 0.0
+    """Above 0 every micro-batch must have ``reference_log_probs``."""
     observer: Observer | None = None
-    """Called with every micro-batch, its S [n], and what the loss says of it."""
+    """Called with every micro-batch and what the loss says of it, on the last pipeline stage."""
 
     def forward_step(
         self, data_iterator: Iterator[MicroBatch], model: Module
     ) -> tuple[Tensor, Callable[[Tensor], LossOutput]]:
         """Megatron's ``forward_step_func``."""
         batch = next(data_iterator)
-        return forward(batch, model), partial(self.loss, batch)
+        return forward(batch, model), partial(self.loss, batch, model)
 
-    def loss(self, batch: MicroBatch, logits: Tensor) -> LossOutput:
+    def loss(self, batch: MicroBatch, model: Module, hidden: Tensor) -> LossOutput:
         """Megatron's ``loss_func``.
 
         Returns:
             the loss, this rank's valid tokens (int), and metrics as [sum, denominator] pairs that add up
             over micro-batches and over data × context parallel ranks.
         """
-        log_probs, entropy = self.scoring(batch, logits)
+        log_probs, entropy = self.scoring(batch, hidden, model)
         old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         # The difference first, the sum later: sums of thousands of log-probs would cancel.
         log_ratio = log_probs.detach() - old
-        log_ratio_sum = sequence_sums(
-            log_ratio, batch.mask, batch.segment, batch.lengths.numel(), group=self.scoring.groups.cp
-        )
         terms = self.objective(
             LossInputs(
                 log_ratio=log_ratio,
                 mask=batch.mask,
                 segment=batch.segment,
-                log_ratio_sum=log_ratio_sum,
+                sequence_sums=partial(
+                    sequence_sums,
+                    mask=batch.mask,
+                    segment=batch.segment,
+                    num_segments=batch.lengths.numel(),
+                    group=self.scoring.groups.cp,
+                ),
                 lengths=batch.lengths,
                 advantages=batch.advantages,
                 num_sequences=batch.num_sequences,
@@ -110,19 +152,29 @@ class PolicyLoss:
             )
         )
         if self.observer is not None:
-            self.observer(batch, log_ratio_sum, terms)
-
-        used = terms.weight != 0
-        objective = torch.where(used, terms.weight * log_probs, 0.0).sum()
+            self.observer(batch, terms)
+        per_token = batch.num_sequences / max(batch.num_tokens, 1)
+        kl_gap = self._kl_gap(batch, log_probs.detach())
+        weight = terms.weight - self.kl_coef * per_token * kl_gap
+        objective = torch.where(weight != 0, weight * log_probs, 0.0).sum()
         if self.entropy_coef:
             scored = batch.mask & torch.isfinite(entropy.detach())
-            bonus = torch.where(scored, entropy, 0.0).sum() / max(batch.num_tokens, 1)
-            objective = objective + self.entropy_coef * bonus * batch.num_sequences
+            objective = objective + self.entropy_coef * per_token * torch.where(scored, entropy, 0.0).sum()
         loss = megatron_loss(objective, num_sequences=batch.num_sequences, num_tokens=batch.num_tokens)
-        return loss, batch.mask.sum().int(), _metrics(batch, log_ratio, entropy.detach(), terms)
+        return loss, batch.mask.sum().int(), _metrics(batch, log_ratio, entropy.detach(), kl_gap, terms)
+
+    def _kl_gap(self, batch: MicroBatch, log_probs: Tensor) -> Tensor:
+        """[t] log π - log π_ref, also the derivative of half its square; 0 where it does not count."""
+        if not self.kl_coef:
+            return torch.zeros_like(log_probs)
+        assert batch.reference_log_probs is not None, "kl_coef > 0 needs reference_log_probs"
+        gap = log_probs - batch.reference_log_probs
+        return torch.where(batch.mask & torch.isfinite(gap), gap, 0.0)
 
 
-def _metrics(batch: MicroBatch, log_ratio: Tensor, entropy: Tensor, terms: LossTerms) -> dict[str, Tensor]:
+def _metrics(
+    batch: MicroBatch, log_ratio: Tensor, entropy: Tensor, kl_gap: Tensor, terms: LossTerms
+) -> dict[str, Tensor]:
     """Per-token metrics, and the objective; per-sequence ones come from the observer's records."""
     kept = batch.mask & torch.isfinite(log_ratio) & torch.isfinite(entropy)
     tokens = kept.sum()
@@ -132,13 +184,40 @@ def _metrics(batch: MicroBatch, log_ratio: Tensor, entropy: Tensor, terms: LossT
         # Denominators that add up to 1 over the step: the mean is over N sequences, whoever holds them.
         "actor/pg_loss": (
             -terms.objective / max(batch.num_sequences, 1),
-            batch.mask.sum() / max(batch.num_tokens, 1),
+            batch.mask.sum().double() / max(batch.num_tokens, 1),
         ),
         "actor/entropy": (torch.where(kept, entropy, 0.0).sum(), tokens),
         "actor/ppo_kl": (-ratio.sum(), tokens),
+        "actor/kl_loss": (0.5 * kl_gap.square().sum(), tokens),
         "fspo/kl_k3": (k3_sum, k3_count),
     }
     return {
         name: torch.stack([torch.as_tensor(total).double(), torch.as_tensor(count).double()])
         for name, (total, count) in pairs.items()
     }
+
+
+@contextmanager
+def _output_layer_passes_on(gpt: GPTModel) -> Iterator[None]:
+    """For one forward, the output layer of the last stage hands its input on.
+
+    ``GPTModel`` has no slot for an output layer of one's own in every version we support. The module is still
+    called, so hooks on it fire.
+    """
+    if not gpt.post_process:
+        yield
+        return
+    layer = gpt.output_layer
+    layer.forward = lambda hidden, *_, **__: (hidden, None)  # shadows the method of the class
+    try:
+        yield
+    finally:
+        del layer.forward
+
+
+def _gpt(model: Module) -> GPTModel:
+    """The ``GPTModel`` inside the wrappers for data parallel and bf16."""
+    gpt: GPTModel = get_attr_wrapped_model(
+        model, "share_embeddings_and_output_weights", return_model_obj=True
+    )
+    return gpt

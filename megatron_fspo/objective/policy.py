@@ -6,6 +6,7 @@ a trainer minimises ``-Σ_t weight_t · logp_t / N`` and no gradient has to cros
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -27,8 +28,11 @@ class LossInputs:
     """[t] bool: response tokens."""
     segment: Tensor
     """[t] sequence of each token, in [0, n]; n belongs to nobody."""
-    log_ratio_sum: Tensor
-    """[n] S: the sum over the whole response, over all ranks that share it, in nats."""
+    sequence_sums: Callable[[Tensor], Tensor]
+    """[k, t] → [k, n]: masked sums over each whole response, over all ranks that share it, detached.
+
+    One collective where sequences lie on several ranks, so a loss calls it once.
+    """
     lengths: Tensor
     """[n] response lengths L."""
     advantages: Tensor
@@ -43,6 +47,8 @@ class LossInputs:
 class LossTerms:
     """What a loss says of one micro-batch."""
 
+    log_ratio_sum: Tensor
+    """[n] S: the sum of the log-ratios over the whole response, in nats."""
     weight: Tensor
     """[t] N · dJ / dlogp_t, 0 outside the mask and where clipped."""
     objective: Tensor
@@ -73,12 +79,14 @@ class SequenceLevel:
     dual_clip: DualClip | None = None
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
+        (log_ratio_sum,) = inputs.sequence_sums(inputs.log_ratio[None])
         terms = sequence_surrogate(
-            inputs.log_ratio_sum, inputs.lengths, inputs.advantages, self.band, dual_clip=self.dual_clip
+            log_ratio_sum, inputs.lengths, inputs.advantages, self.band, dual_clip=self.dual_clip
         )
         # Context-parallel ranks each hold some tokens of a sequence but all of its S: count J_i by tokens.
-        share = _per_sequence(inputs.mask.float(), inputs) / inputs.lengths.clamp(min=1)
+        share = _local_tokens(inputs) / inputs.lengths.clamp(min=1)
         return LossTerms(
+            log_ratio_sum=log_ratio_sum,
             weight=torch.where(inputs.mask, _per_token(terms.weight, inputs), 0.0),
             objective=(terms.objective * share).sum(),
             clipped_low=terms.clipped_low.float(),
@@ -91,10 +99,7 @@ class SequenceLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLevel:
-    """Token-level clipping: GRPO (``sequence-mean``) and DAPO (``token-mean``), as baselines.
-
-    Not supported: context parallel (the per-sequence shares would have to be summed over its ranks).
-    """
+    """Token-level clipping: GRPO (``sequence-mean``) and DAPO (``token-mean``), as baselines."""
 
     eps_low: float
     eps_high: float
@@ -109,10 +114,17 @@ class TokenLevel:
             eps_high=self.eps_high,
             dual_clip_ratio=self.dual_clip_ratio,
         )
-        # One token that is not finite drops its sequence: half a response is another response.
-        broken = (_per_sequence((terms.nonfinite & inputs.mask).float(), inputs) > 0) | ~torch.isfinite(
-            inputs.log_ratio_sum
+        flags = (
+            terms.nonfinite,
+            terms.clipped_low,
+            terms.clipped_high,
+            terms.dual_clipped,
+            terms.out_of_band,
         )
+        columns = torch.stack([inputs.log_ratio, *(flag.to(inputs.log_ratio.dtype) for flag in flags)])
+        log_ratio_sum, nonfinite, low, high, dual, out = inputs.sequence_sums(columns)
+        # One token that is not finite drops its sequence: half a response is another response.
+        broken = (nonfinite > 0) | ~torch.isfinite(log_ratio_sum)
         kept = inputs.mask & ~_per_token(broken, inputs)
         scale = inputs.num_sequences * aggregation_weight(
             self.aggregation,
@@ -120,18 +132,17 @@ class TokenLevel:
             num_sequences=inputs.num_sequences,
             num_tokens=inputs.num_tokens,
         )
-        lengths = inputs.lengths.clamp(min=1)
-        low, high, dual = (
-            _per_sequence((flag & kept).float(), inputs) / lengths
-            for flag in (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
+        low, high, dual, out = (
+            torch.where(broken, 0.0, count / inputs.lengths.clamp(min=1)) for count in (low, high, dual, out)
         )
         return LossTerms(
+            log_ratio_sum=log_ratio_sum,
             weight=torch.where(kept, terms.weight * scale, 0.0),
             objective=torch.where(kept, terms.objective * scale, 0.0).sum(),
             clipped_low=low,
             clipped_high=high,
             dual_clipped=dual,
-            out_of_band=_per_sequence((terms.out_of_band & kept).float(), inputs) > 0,
+            out_of_band=out > 0,
             nonfinite=broken,
         )
 
@@ -141,7 +152,7 @@ def _per_token(values: Tensor, inputs: LossInputs) -> Tensor:
     return torch.cat([values, values.new_zeros(1)])[inputs.segment]
 
 
-def _per_sequence(values: Tensor, inputs: LossInputs) -> Tensor:
-    """[t] → [n] sums over this rank's tokens."""
-    sums = values.new_zeros(inputs.lengths.numel() + 1)
-    return sums.index_add_(0, inputs.segment, values)[:-1]
+def _local_tokens(inputs: LossInputs) -> Tensor:
+    """[n] response tokens that this rank holds."""
+    counts = inputs.log_ratio.new_zeros(inputs.lengths.numel() + 1)
+    return counts.index_add_(0, inputs.segment, inputs.mask.to(counts.dtype))[:-1]

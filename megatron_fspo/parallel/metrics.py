@@ -59,12 +59,12 @@ def gather_lists(items: list[T], *, group: dist.ProcessGroup) -> list[T]:
     return [item for part in parts for item in part]
 
 
-def share(item: T, *, group: dist.ProcessGroup) -> T:
-    """The first rank's object, on every rank of the group."""
+def share(item: T, *, group: dist.ProcessGroup, source: int = 0) -> T:
+    """One rank's object, on every rank of the group; ``source`` counts within the group, -1 is its last."""
     if group.size() == 1:
         return item
     box = [item]
-    dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[0], group=group)
+    dist.broadcast_object_list(box, src=dist.get_process_group_ranks(group)[source], group=group)
     return box[0]
 
 

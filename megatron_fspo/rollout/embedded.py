@@ -1,7 +1,7 @@
 """Samples from the training model itself: no second copy of the weights, no server.
 
-For small models, tests and the demo. Every tensor-parallel rank calls :meth:`EmbeddedEngine.generate` with
-the same arguments, sees the same logits and draws the same tokens. Not supported: pipeline parallel.
+For small models, tests and the demo. Every rank of a model copy calls :meth:`EmbeddedEngine.generate` with
+the same arguments, sees the same logits and draws the same tokens.
 """
 
 from __future__ import annotations

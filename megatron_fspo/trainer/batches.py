@@ -10,13 +10,18 @@ from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.packing.batch import MicroBatch, collate, sample_length
-from megatron_fspo.packing.plan import plan_micro_batches
+from megatron_fspo.packing.plan import attention_costs, plan_micro_batches
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.types import Sample
+from megatron_fspo.weights import Architecture
 
 
 def make_mini_batches(
-    config: Config, samples: Sequence[Sample], groups: ParallelGroups, device: torch.device
+    config: Config,
+    arch: Architecture,
+    samples: Sequence[Sample],
+    groups: ParallelGroups,
+    device: torch.device,
 ) -> list[list[MicroBatch]]:
     """``[mini-batch][micro-batch]`` of this data-parallel rank.
 
@@ -25,23 +30,31 @@ def make_mini_batches(
     """
     per_batch = len(samples) // config.batch.mini_batches
     return [
-        _micro_batches(config, samples, range(start, start + per_batch), groups, device)
+        _micro_batches(config, arch, samples, range(start, start + per_batch), groups, device)
         for start in range(0, len(samples), per_batch)
     ]
 
 
 def _micro_batches(
     config: Config,
+    arch: Architecture,
     samples: Sequence[Sample],
     indices: range,
     groups: ParallelGroups,
     device: torch.device,
 ) -> list[MicroBatch]:
     lengths = [len(samples[i].completion.token_ids) for i in indices]
+    parallel = config.parallel
+    tokens = [sample_length(samples[i], context=parallel.context) for i in indices]
+    costs = None
+    if config.batch.balance == "attention":
+        costs = attention_costs(tokens, linear_size=arch.layer_size, attention_size=arch.q_size)
     plan = plan_micro_batches(
-        [sample_length(samples[i]) for i in indices],
+        tokens,
         ranks=groups.dp.size(),
         max_tokens=config.batch.max_tokens,
+        costs=costs,
+        count_multiple_of=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
     )
     return [
         collate(
@@ -49,7 +62,9 @@ def _micro_batches(
             [indices[i] for i in micro_batch],
             num_sequences=sum(length > 0 for length in lengths),
             num_tokens=sum(lengths),
-            multiple_of=config.parallel.tensor if config.parallel.sequence else 1,
+            context_rank=groups.cp.rank(),
+            context_size=parallel.context,
+            multiple_of=parallel.tensor if parallel.sequence else 1,
             device=device,
         )
         for micro_batch in plan[groups.dp.rank()]
@@ -66,15 +81,11 @@ class Mismatch:
     tokens: int
 
 
-def sampler_mismatch(
-    micro_batches: Sequence[MicroBatch], scores: Sequence[Tensor], samples: Sequence[Sample]
-) -> Mismatch:
+def sampler_mismatch(micro_batches: Sequence[MicroBatch], scores: Sequence[Tensor]) -> Mismatch:
     """Compare the sampled log-probs with the old pass, token by token (finite ones)."""
     total, largest, tokens = 0.0, 0.0, 0
     for batch, score in zip(micro_batches, scores, strict=True):
-        sampled = [x for i in batch.sample_index.tolist() for x in samples[i].completion.log_probs]
-        # The mask walks the pack in the same order: sequence after sequence, token after token.
-        gap = (score[batch.mask].cpu() - torch.tensor(sampled)).abs()
+        gap = (score - batch.sampled_log_probs)[batch.mask].abs()
         gap = gap[torch.isfinite(gap)]
         total += gap.sum().item()
         tokens += gap.numel()

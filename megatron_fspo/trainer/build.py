@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
+from torch.nn import Module
 
 from megatron_fspo.data.prompts import PromptCursor
 from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
@@ -22,7 +24,7 @@ from megatron_fspo.trainer.folder import (
 )
 from megatron_fspo.trainer.log import RunLog
 from megatron_fspo.trainer.losses import LossState
-from megatron_fspo.trainer.parts import build_engine, build_policy
+from megatron_fspo.trainer.parts import build_engine, build_policy, build_reference
 from megatron_fspo.trainer.prepare import Inputs
 
 
@@ -33,6 +35,8 @@ class Training:
     inputs: Inputs
     groups: ParallelGroups
     policy: Policy
+    reference: Sequence[Module] | None
+    """Model chunks of the reference policy, where the loss has a KL penalty."""
     engine: RolloutEngine
     scoring: Scoring
     loss: LossState
@@ -58,7 +62,7 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
     """Start the process groups, build the policy and load its weights. Collective."""
     config = inputs.config
     checkpoint = checkpoint_to_resume(config, resume=resume)
-    groups = start(inputs.backend, tensor=config.parallel.tensor, seed=config.run.seed)
+    groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
     writer = dist.get_rank() == 0
     changes = write_config(config) if writer else []
     policy = build_policy(inputs, groups)
@@ -82,6 +86,7 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
         inputs=inputs,
         groups=groups,
         policy=policy,
+        reference=build_reference(inputs, policy),
         engine=engine,
         scoring=Scoring(
             groups=groups, vocab_size=inputs.arch.vocab_size, temperature=config.rollout.temperature

@@ -91,7 +91,7 @@ def _responses(inputs: Inputs, graded: Sequence[Graded]) -> list[dict[str, Any]]
 def evaluate_checkpoint(inputs: Inputs) -> dict[str, float]:
     """Start the process groups, load ``model.checkpoint`` and evaluate it. Collective."""
     config = inputs.config
-    groups = start(inputs.backend, tensor=config.parallel.tensor, seed=config.run.seed)
+    groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
     policy = build_policy(inputs, groups)
     load_hf(policy, config.model.checkpoint)
     return evaluate(inputs, build_engine(inputs, policy), groups).metrics

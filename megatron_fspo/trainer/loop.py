@@ -14,7 +14,7 @@ from megatron_fspo.parallel.metrics import any_rank
 from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.build import Training, build
 from megatron_fspo.trainer.evaluate import evaluate
-from megatron_fspo.trainer.optimize import optimize, score_old
+from megatron_fspo.trainer.optimize import optimize, score_old, score_reference
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.sampling import make_samples, sample_and_grade, sampling_metrics
 from megatron_fspo.types import Sample, SamplingParams
@@ -58,12 +58,14 @@ def train_step(run: Training) -> dict[str, float]:
     config = run.inputs.config
 
     samples = rollout(run)
-    mini_batches = make_mini_batches(config, samples, run.groups, run.inputs.backend.device)
+    mini_batches = make_mini_batches(config, run.inputs.arch, samples, run.groups, run.inputs.backend.device)
     metrics = sampling_metrics(samples)
     # One optimizer step per rollout sees the rollout's own weights: old and new log-probs are the same.
     if config.batch.mini_batches * config.batch.epochs > 1:
-        mini_batches, mismatch = score_old(run, mini_batches, samples)
+        mini_batches, mismatch = score_old(run, mini_batches)
         metrics |= mismatch
+    if run.reference is not None:
+        mini_batches = score_reference(run, mini_batches)
     metrics |= optimize(run, mini_batches, samples)
 
     run.engine.pause()

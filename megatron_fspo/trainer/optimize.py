@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.mcore.policy import Update
+from megatron_fspo.mcore.policy import Update, score
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.metrics import gather_lists, reduce_metrics
+from megatron_fspo.parallel.metrics import gather_lists, reduce_metrics, share
 from megatron_fspo.trainer.batches import sampler_mismatch
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
@@ -20,7 +20,7 @@ from megatron_fspo.types import Sample
 
 
 def score_old(
-    run: Training, mini_batches: list[list[MicroBatch]], samples: Sequence[Sample]
+    run: Training, mini_batches: list[list[MicroBatch]]
 ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
     """Log-probs before the first update, with the packs of the training pass; compared with the sampler's.
 
@@ -31,15 +31,24 @@ def score_old(
     with run.log.phase("old_log_prob", len(flat), "pack", run.timings) as progress:
         scores = run.policy.score(flat, run.scoring)
         progress(len(flat))
-    mismatch = sampler_mismatch(flat, scores, samples)
+    mismatch = sampler_mismatch(flat, scores)
     pair = torch.tensor([mismatch.total, mismatch.tokens], device=run.inputs.backend.device)
-    metrics = reduce_metrics({"rollout/logprob_abs_diff/mean": pair}, group=run.groups.dp)
-    metrics["rollout/logprob_abs_diff/max"] = max(gather_lists([mismatch.largest], group=run.groups.dp))
+    metrics = reduce_metrics({"rollout/logprob_abs_diff/mean": pair}, group=run.groups.dp_cp)
+    metrics["rollout/logprob_abs_diff/max"] = max(gather_lists([mismatch.largest], group=run.groups.dp_cp))
     remaining = iter(scores)
-    scored = [
-        [replace(batch, old_log_probs=next(remaining)) for batch in batches] for batches in mini_batches
-    ]
+    scored = [[replace(batch, old_log_probs=next(remaining)) for batch in part] for part in mini_batches]
     return scored, metrics
+
+
+def score_reference(run: Training, mini_batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+    """Log-probs under the reference policy, for the KL penalty."""
+    assert run.reference is not None
+    flat = [batch for batches in mini_batches for batch in batches]
+    with run.log.phase("ref", len(flat), "pack", run.timings) as progress:
+        scores = score(run.reference, flat, run.scoring)
+        progress(len(flat))
+    remaining = iter(scores)
+    return [[replace(batch, reference_log_probs=next(remaining)) for batch in part] for part in mini_batches]
 
 
 def optimize(
@@ -84,14 +93,18 @@ def _update(run: Training, batches: list[MicroBatch]) -> tuple[Update, list[Sequ
     """One optimizer step, and the records of its sequences on all ranks."""
     mine: list[SequenceRecord] = []
     rank = run.groups.dp.rank()
+    config = run.inputs.config.loss
     loss = PolicyLoss(
         objective=run.loss.objective(),
         scoring=run.scoring,
-        entropy_coef=run.inputs.config.loss.entropy_coef,
-        observer=lambda batch, sums, terms: mine.extend(records_of(batch, sums, terms, rank)),
+        entropy_coef=config.entropy_coef,
+        kl_coef=config.kl_coef,
+        observer=lambda batch, terms: mine.extend(records_of(batch, terms, rank)),
     )
     update = run.policy.update(batches, loss)
-    return update, gather_lists(mine, group=run.groups.dp)
+    # Every context-parallel rank saw the whole of its sequences; of a pipeline, only the last stage did.
+    records = share(mine, group=run.groups.pp, source=-1)
+    return update, gather_lists(records, group=run.groups.dp)
 
 
 def _check_finite(run: Training, records: Sequence[SequenceRecord], samples: Sequence[Sample]) -> int:

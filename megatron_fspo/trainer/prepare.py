@@ -12,13 +12,13 @@ from megatron_fspo.data.prompts import load_prompts
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import Backend, choose_backend
+from megatron_fspo.mcore.model import check_parallel
 from megatron_fspo.rewards import Reward, get_reward
 from megatron_fspo.types import Prompt
 from megatron_fspo.weights import (
     Architecture,
     HFReader,
     check_checkpoint,
-    check_tensor_parallel,
     read_architecture,
 )
 
@@ -51,10 +51,7 @@ def prepare(config: Config, *, world_size: int) -> Inputs:
     backend = choose_backend(config.model.backend, config.model.layers)
     _check_world(config, world_size)
     arch = read_architecture(config.model.checkpoint)
-    try:
-        check_tensor_parallel(arch, config.parallel.tensor)
-    except InputError as error:
-        raise InputError(f"parallel.tensor = {config.parallel.tensor}: {error}") from None
+    check_parallel(arch, config.parallel)
     with HFReader(config.model.checkpoint) as reader:
         check_checkpoint(reader, arch)
     tokenizer = load_tokenizer(config.model.checkpoint)
@@ -93,13 +90,15 @@ def _prompts(config: Config, path: Any, tokenizer: Any) -> tuple[Prompt, ...]:
 
 
 def _check_world(config: Config, world_size: int) -> None:
-    tensor = config.parallel.tensor
-    if world_size % tensor:
+    size = config.parallel.model_size
+    if world_size % size:
+        sizes = {name: getattr(config.parallel, name) for name in ("tensor", "pipeline", "context")}
+        product = " x ".join(f"parallel.{name} = {n}" for name, n in sizes.items() if n > 1)
         raise InputError(
-            f"parallel.tensor = {tensor} does not divide the world size {world_size}: "
-            f"start it with torchrun --nproc-per-node a multiple of {tensor}"
+            f"{product} does not divide the world size {world_size}: "
+            f"start it with torchrun --nproc-per-node a multiple of {size}"
         )
-    data = world_size // tensor
+    data = world_size // size
     if config.rollout.prompts < data:
         raise InputError(
             f"rollout.prompts = {config.rollout.prompts} is less than the {data} data-parallel ranks: "

@@ -47,12 +47,12 @@ class SequenceRecord:
         return self.clipped_low + self.clipped_high + self.dual_clipped
 
 
-def records_of(batch: MicroBatch, log_ratio_sum: Tensor, terms: LossTerms, rank: int) -> list[SequenceRecord]:
+def records_of(batch: MicroBatch, terms: LossTerms, rank: int) -> list[SequenceRecord]:
     """The records of one micro-batch."""
     columns = [
         batch.sample_index,
         batch.lengths,
-        log_ratio_sum,
+        terms.log_ratio_sum,
         batch.advantages,
         terms.clipped_low,
         terms.clipped_high,

@@ -33,11 +33,12 @@ def sample_and_grade(
     mine = range(groups.dp.rank(), len(prompts), groups.dp.size())
     completions = engine.generate([prompts[i] for i in mine], params, progress)
     graded: list[Graded] = []
-    if groups.tp.rank() == 0:
+    if groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
         for i, texts in zip(mine, completions, strict=True):
             rewards = tuple(grade(inputs, prompts[i], completion) for completion in texts)
             graded.append((i, tuple(texts), rewards))
-    graded = share(graded, group=groups.tp)
+    for group in (groups.tp, groups.cp, groups.pp):
+        graded = share(graded, group=group)
     return sorted(gather_lists(graded, group=groups.dp), key=lambda row: row[0])
 
 

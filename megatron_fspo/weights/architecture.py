@@ -61,6 +61,11 @@ class Architecture:
         """Rows of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def layer_size(self) -> int:
+        """Parameters in the matrices of one layer."""
+        return self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * self.ffn_size)
+
 
 def read_architecture(checkpoint_dir: str | Path) -> Architecture:
     """The architecture of a checkpoint folder; ``InputError`` if it is not one we compute exactly."""

@@ -8,17 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cases import Reference, drift, reference, samples
+from cases import LAYOUTS, Reference, drift, reference, samples
 from launch import run_worker
 
-LAYOUTS = ["tp1", "dp2", "tp2", "tp2sp"]
+NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
 SPLITS = [512, 70]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, random_checkpoints: dict[str, Path]) -> Path:
     out = tmp_path_factory.mktemp("parity")
-    for world in (1, 2):
+    for world in LAYOUTS:
         arguments = [str(out), *map(str, random_checkpoints.values()), str(world)]
         run_worker(Path(__file__).with_name("worker.py"), *arguments, nproc=world)
     return out
@@ -31,7 +31,7 @@ def references(random_checkpoints: dict[str, Path]) -> dict[str, Reference]:
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", NAMES)
 def test_step_equals_the_float64_oracle(
     results: Path, references: dict[str, Reference], layout: str, kind: str, split: int
 ) -> None:
@@ -49,7 +49,7 @@ def test_step_equals_the_float64_oracle(
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize("layout", NAMES[1:])
 def test_every_layout_has_the_gradient_of_one_process(results: Path, layout: str, kind: str) -> None:
     one = load_file(results / f"tp1-{kind}-512.safetensors")
     for split in SPLITS:
@@ -62,7 +62,7 @@ def test_every_layout_has_the_gradient_of_one_process(results: Path, layout: str
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", NAMES)
 def test_the_sampler_agrees_with_the_trainer(results: Path, layout: str, kind: str) -> None:
     """Sampled log-probs are those of the training pass, and the same responses come from every layout."""
     got = load_file(results / f"{layout}-{kind}-512.safetensors")
@@ -72,7 +72,7 @@ def test_the_sampler_agrees_with_the_trainer(results: Path, layout: str, kind: s
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", NAMES)
 def test_export_returns_the_checkpoint_bit_for_bit(
     results: Path, random_checkpoints: dict[str, Path], layout: str, kind: str
 ) -> None:

@@ -1,6 +1,6 @@
 """On every rank: one production step per layout and checkpoint; writes log-probs and gradients to compare.
 
-worker.py OUT TIED UNTIED
+worker.py OUT TIED UNTIED WORLD
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
-from cases import C_DUAL, TEMPERATURE, C, drift, samples
+from cases import C_DUAL, LAYOUTS, TEMPERATURE, C, drift, samples
 from megatron_fspo import config as options
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.decode import Decoder
-from megatron_fspo.mcore.hf_weights import export_hf, load_hf
+from megatron_fspo.mcore.hf_weights import export_hf, hf_tensors, load_hf
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.startup import start
@@ -26,20 +26,20 @@ from megatron_fspo.objective import FSPOBand, LengthFairDualClip
 from megatron_fspo.objective.policy import SequenceLevel
 from megatron_fspo.packing.batch import collate, sample_length
 from megatron_fspo.packing.plan import plan_micro_batches
-from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.types import Prompt, SamplingParams
-from megatron_fspo.weights import iterate_hf_tensors, read_architecture
+from megatron_fspo.weights import read_architecture
 
 
-def build(checkpoint: Path, *, tensor: int, sequence: bool) -> Policy:
+def build(checkpoint: Path, parallel: options.Parallel) -> Policy:
     backend = choose_backend("cpu")
-    groups = start(backend, tensor=tensor, seed=1)
+    groups = start(backend, parallel=parallel, seed=1)
     policy = Policy(
         read_architecture(checkpoint),
         backend,
         groups,
-        parallel=options.Parallel(tensor=tensor, sequence=sequence),
+        parallel=parallel,
         dtype=torch.float32,
         # No clipping: the gradient is compared as it is.
         optimizer=options.Optimizer(lr=1e-9, clip_grad=1e9),
@@ -48,11 +48,14 @@ def build(checkpoint: Path, *, tensor: int, sequence: bool) -> Policy:
     return policy
 
 
-def step(policy: Policy, sequence: bool, max_tokens: int) -> dict[str, torch.Tensor]:
+def step(policy: Policy, max_tokens: int) -> dict[str, torch.Tensor]:
     """Score, then one optimizer step on drifted old log-probs; returns everything on rank 0."""
-    groups, rows = policy.groups, samples()
+    groups, parallel, rows = policy.groups, policy.parallel, samples()
     plan = plan_micro_batches(
-        [sample_length(row) for row in rows], ranks=groups.dp.size(), max_tokens=max_tokens
+        [sample_length(row, context=parallel.context) for row in rows],
+        ranks=groups.dp.size(),
+        max_tokens=max_tokens,
+        count_multiple_of=parallel.pipeline,
     )[groups.dp.rank()]
     batches = [
         collate(
@@ -60,7 +63,9 @@ def step(policy: Policy, sequence: bool, max_tokens: int) -> dict[str, torch.Ten
             pack,
             num_sequences=len(rows),
             num_tokens=sum(len(row.completion.token_ids) for row in rows),
-            multiple_of=groups.tp.size() if sequence else 1,
+            context_rank=groups.cp.rank(),
+            context_size=parallel.context,
+            multiple_of=parallel.tensor if parallel.sequence else 1,
         )
         for pack in plan
     ]
@@ -69,32 +74,36 @@ def step(policy: Policy, sequence: bool, max_tokens: int) -> dict[str, torch.Ten
     old = []
     for batch, score in zip(batches, scores, strict=True):
         shifted = torch.full_like(score, float("nan"))  # what is outside the mask must not matter
-        gains = [drift(i) for i in batch.sample_index.tolist()]
-        shifted[batch.mask] = score[batch.mask] - torch.cat(gains)
+        for n, i in enumerate(batch.sample_index.tolist()):
+            here = batch.mask & (batch.segment == n)
+            prompt = len(rows[i].prompt.token_ids)
+            shifted[here] = score[here] - drift(i)[batch.position_ids[0, here] - prompt + 1]
         old.append(shifted)
     sums: list[tuple[int, float, bool]] = []
     loss = PolicyLoss(
         objective=SequenceLevel(band=FSPOBand(c_low=C, c_high=C), dual_clip=LengthFairDualClip(c=C_DUAL)),
         scoring=scoring,
-        observer=lambda batch, s, terms: sums.extend(
+        observer=lambda batch, terms: sums.extend(
             zip(
                 batch.sample_index.tolist(),
-                s.tolist(),
+                terms.log_ratio_sum.tolist(),
                 (terms.clipped_low + terms.clipped_high + terms.dual_clipped > 0).tolist(),
                 strict=True,
             )
         ),
     )
     update = policy.update([replace(b, old_log_probs=o) for b, o in zip(batches, old, strict=True)], loss)
-    by_sample = [
-        (i, score[batch.mask & (batch.segment == n)].tolist())
+    by_token = [
+        (i, position, value)
         for batch, score in zip(batches, scores, strict=True)
         for n, i in enumerate(batch.sample_index.tolist())
+        for here in [batch.mask & (batch.segment == n)]
+        for position, value in zip(batch.position_ids[0, here].tolist(), score[here].tolist(), strict=True)
     ]
-    ordered = [row for _, row in sorted(gather_lists(by_sample, group=groups.dp))]
-    flags = sorted(gather_lists(sums, group=groups.dp))
+    ordered = sorted(gather_lists(by_token, group=groups.dp_cp))
+    flags = sorted(gather_lists(share(sums, group=groups.pp, source=-1), group=groups.dp))
     return {
-        "log_probs": torch.tensor([x for row in ordered for x in row]),
+        "log_probs": torch.tensor([value for _, _, value in ordered]),
         "sums": torch.tensor([s for _, s, _ in flags]),
         "clipped": torch.tensor([c for _, _, c in flags]),
         "objective": torch.tensor(-update.metrics["actor/pg_loss"], dtype=torch.float64),
@@ -103,30 +112,26 @@ def step(policy: Policy, sequence: bool, max_tokens: int) -> dict[str, torch.Ten
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    """Under Hugging Face names, merged over tensor-parallel ranks, by the export's own code."""
-    group = policy.groups.tp
-
-    def gather(shard: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(shard) for _ in range(group.size())]
-        dist.all_gather(parts, shard.contiguous(), group=group)
-        return parts
-
-    named = ((name, p.main_grad) for name, p in policy.model.named_parameters())
-    return {f"grad.{name}": value.clone() for name, value in iterate_hf_tensors(named, policy.arch, gather)}
+    """Under Hugging Face names, merged over tensor and pipeline ranks, by the export's own code."""
+    policy.gather_gradients()
+    named = [[(name, p.main_grad) for name, p in chunk.named_parameters()] for chunk in policy.chunks]
+    return {f"grad.{name}": value.clone() for name, value in hf_tensors(policy, named)}
 
 
 def decode(policy: Policy) -> dict[str, torch.Tensor]:
     """Completions of prompts of different lengths, in one batch and in many, scored by the training pass."""
     prompts = [Prompt(index=i, token_ids=tuple(range(1, 2 + 2 * i)), text="", answer="") for i in range(4)]
     params = SamplingParams(n=3, max_tokens=20, temperature=TEMPERATURE, stop_token_ids=(5, 6), seed=7)
-    decoder = Decoder(policy.model, vocab_size=policy.arch.vocab_size)
+    decoder = Decoder(policy.chunks, policy.groups, vocab_size=policy.arch.vocab_size)
     wide = EmbeddedEngine(decoder, max_batch=12).generate(prompts, params)
     narrow = EmbeddedEngine(decoder, max_batch=5).generate(prompts, params)
     assert [[c.token_ids for c in row] for row in wide] == [[c.token_ids for c in row] for row in narrow]
-    assert policy.model.training
+    assert all(chunk.training for chunk in policy.chunks)
     worst = 0.0
     scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=TEMPERATURE)
     base = samples()[0]
+    # The interleaved schedule wants as many micro-batches as stages.
+    chunks = policy.parallel.pipeline
     for prompt, row in zip(prompts, wide, strict=True):
         for completion in row:
             batch = collate(
@@ -134,10 +139,12 @@ def decode(policy: Policy) -> dict[str, torch.Tensor]:
                 [0],
                 num_sequences=1,
                 num_tokens=len(completion.token_ids),
+                context_rank=policy.groups.cp.rank(),
+                context_size=policy.groups.cp.size(),
                 multiple_of=policy.groups.tp.size(),
             )
-            score = policy.score([batch], scoring)[0][batch.mask]
-            worst = max(worst, (score - torch.tensor(completion.log_probs)).abs().max().item())
+            gap = (policy.score([batch] * chunks, scoring)[0] - batch.sampled_log_probs)[batch.mask]
+            worst = max([worst, *gap.abs().tolist()])
     tokens = [t for row in wide for completion in row for t in completion.token_ids]
     return {"decode_error": torch.tensor(worst), "decoded": torch.tensor(tokens)}
 
@@ -145,28 +152,19 @@ def decode(policy: Policy) -> dict[str, torch.Tensor]:
 def main() -> None:
     out, checkpoints = Path(sys.argv[1]), {"tied": Path(sys.argv[2]), "untied": Path(sys.argv[3])}
     world = int(sys.argv[4])
-    layouts = (
-        {"tp1": (1, False)} if world == 1 else {"dp2": (1, False), "tp2": (2, False), "tp2sp": (2, True)}
-    )
-    for name, (tensor, sequence) in layouts.items():
+    for name, parallel in LAYOUTS[world].items():
         for kind, checkpoint in checkpoints.items():
             for max_tokens in (512, 70):  # all in one micro-batch, and many
-                policy = build(checkpoint, tensor=tensor, sequence=sequence)
+                policy = build(checkpoint, parallel)
                 result = decode(policy)
-                result |= step(policy, sequence, max_tokens) | gradients(policy)
+                result |= step(policy, max_tokens) | gradients(policy)
                 if dist.get_rank() == 0:
                     save_file(result, str(out / f"{name}-{kind}-{max_tokens}.safetensors"))
                 if max_tokens == 70:
-                    policy = build_again(policy, checkpoint, tensor, sequence)
+                    load_hf(policy, checkpoint)  # fresh weights: the step above moved the others
                     export_hf(policy, out / f"export-{name}-{kind}", source=checkpoint)
                 parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-
-
-def build_again(policy: Policy, checkpoint: Path, tensor: int, sequence: bool) -> Policy:
-    """Fresh weights: the step above moved the others."""
-    load_hf(policy, checkpoint)
-    return policy
 
 
 if __name__ == "__main__":

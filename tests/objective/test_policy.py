@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
 
 import pytest
 import torch
@@ -32,6 +35,16 @@ LOSSES: dict[str, PolicyObjective] = {
 }
 
 
+def sums_of(mask: Tensor, segment: Tensor, sequences: int) -> Callable[[Tensor], Tensor]:
+    """Per-sequence sums of [k, t] where every sequence is whole."""
+
+    def sums(values: Tensor) -> Tensor:
+        kept = torch.where(mask, values, 0.0)
+        return values.new_zeros(len(values), sequences + 1).index_add_(1, segment, kept)[:, :-1]
+
+    return sums
+
+
 def inputs(lengths: list[int], seed: int = 0) -> LossInputs:
     """A pack with prompts (outside the mask, NaN) before each response, and a tail that is nobody's."""
     generator = torch.Generator().manual_seed(seed)
@@ -47,14 +60,11 @@ def inputs(lengths: list[int], seed: int = 0) -> LossInputs:
     ratio[~where] = float("nan")
     segments = torch.tensor(segment)
     n = len(lengths)
-    sums = torch.zeros(n + 1, dtype=torch.float64).index_add_(0, segments, torch.where(where, ratio, 0.0))[
-        :-1
-    ]
     return LossInputs(
         log_ratio=ratio,
         mask=where,
         segment=segments,
-        log_ratio_sum=sums,
+        sequence_sums=sums_of(where, segments, n),
         lengths=torch.tensor(lengths),
         advantages=torch.randn(n, generator=generator, dtype=torch.float64),
         num_sequences=n,
@@ -129,28 +139,54 @@ def part(batch: LossInputs, sequences: range) -> LossInputs:
     """Some sequences of a batch; N and T stay those of the whole step."""
     own = (batch.segment >= sequences.start) & (batch.segment < sequences.stop)
     kept = slice(sequences.start, sequences.stop)
+    mask, segment = batch.mask[own], batch.segment[own] - sequences.start
     return replace(
         batch,
         log_ratio=batch.log_ratio[own],
-        mask=batch.mask[own],
-        segment=batch.segment[own] - sequences.start,
-        log_ratio_sum=batch.log_ratio_sum[kept],
+        mask=mask,
+        segment=segment,
+        sequence_sums=sums_of(mask, segment, len(sequences)),
         lengths=batch.lengths[kept],
         advantages=batch.advantages[kept],
     )
 
 
-@pytest.mark.parametrize("name", ["fspo", "rloo", "gspo"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_a_sequence_on_two_ranks_counts_once(name: str) -> None:
-    """Context parallel: each rank has some tokens, and S of the whole response."""
+    """Context parallel: each rank has some tokens; one reduction, and every per-sequence number is whole."""
     whole = inputs(LENGTHS)
-    half = torch.arange(len(whole.segment)) % 2 == 0
-    ranks = [
-        replace(whole, log_ratio=whole.log_ratio[own], mask=whole.mask[own], segment=whole.segment[own])
-        for own in (half, ~half)
-    ]
-    total = sum(LOSSES[name](rank).objective.item() for rank in ranks)
-    assert total == pytest.approx(LOSSES[name](whole).objective.item(), abs=1e-6)
+    want = LOSSES[name](whole)
+    first = torch.arange(len(whole.segment)) % 3 == 0
+    box, barrier = [torch.empty(0), torch.empty(0)], Barrier(2, timeout=20)
+
+    def rank(number: int) -> LossTerms:
+        own = ~first if number else first
+        mask, segment = whole.mask[own], whole.segment[own]
+        local = sums_of(mask, segment, len(LENGTHS))
+        calls = 0
+
+        def reduced(values: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            assert calls == 1, "a second collective"
+            box[number] = local(values)
+            barrier.wait()
+            return box[0] + box[1]
+
+        ratio = whole.log_ratio[own]
+        return LOSSES[name](
+            replace(whole, log_ratio=ratio, mask=mask, segment=segment, sequence_sums=reduced)
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        terms = list(pool.map(rank, range(2)))
+    total = sum(t.objective.item() for t in terms)
+    assert total == pytest.approx(want.objective.item(), abs=1e-9)
+    for number, own in enumerate((first, ~first)):
+        assert torch.allclose(terms[number].weight, want.weight[own], rtol=1e-9, atol=0)
+        for field in ("log_ratio_sum", "clipped_low", "clipped_high", "dual_clipped", "out_of_band"):
+            got = getattr(terms[number], field)
+            assert torch.allclose(got.double(), getattr(want, field).double(), rtol=1e-9, atol=0), field
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -159,9 +195,7 @@ def test_what_is_not_finite_drops_its_sequence_and_no_other(name: str, value: fl
     good = inputs(LENGTHS)
     ratio = good.log_ratio.clone()
     ratio[int((good.segment == 2).nonzero()[-1])] = value
-    sums = good.log_ratio_sum.clone()
-    sums[2] = value
-    terms = LOSSES[name](replace(good, log_ratio=ratio, log_ratio_sum=sums))
+    terms = LOSSES[name](replace(good, log_ratio=ratio))
     assert terms.nonfinite.tolist() == [i == 2 for i in range(len(LENGTHS))]
     assert (terms.weight[good.segment == 2] == 0).all() and terms.weight.isfinite().all()
     assert terms.objective.isfinite()

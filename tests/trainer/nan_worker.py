@@ -1,4 +1,4 @@
-"""A training run in which the logits of some sequences become NaN.
+"""A training run in which the hidden states of some sequences become NaN.
 
 nan_worker.py FOLDER NAME COUNT: in the second optimizer step of step 2, COUNT sequences of the micro-batch.
 """
@@ -15,19 +15,20 @@ from runs import CONFIG, SMALL
 
 
 def poison() -> object:
-    """Wrap the loss: NaN in the logits of the first sequences, as a broken kernel would leave them."""
+    """Wrap the loss: NaN in the last hidden states of the first sequences, as a broken kernel leaves them."""
     folder, name, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
     original = PolicyLoss.loss
     calls = 0
 
-    def loss(self, batch, logits):  # type: ignore[no-untyped-def]
+    def loss(self, batch, model, hidden):  # type: ignore[no-untyped-def]
         nonlocal calls
         calls += 1
         if calls == 6:  # four optimizer steps of one micro-batch each in step 1
-            rows = batch.segment < count
-            logits = logits.clone()
-            logits[0, rows] = float("nan")
-        return original(self, batch, logits)
+            # Under sequence parallel this rank holds a slice of the tokens.
+            share = batch.segment.chunk(self.scoring.groups.tp.size())[self.scoring.groups.tp.rank()]
+            hidden = hidden.clone()
+            hidden[0, share < count] = float("nan")
+        return original(self, batch, model, hidden)
 
     arguments = ["train", "--config", str(CONFIG), "--run.folder", folder, "--run.name", name, *SMALL]
     with mock.patch.object(policy_loss.PolicyLoss, "loss", loss):

@@ -130,6 +130,7 @@ def test_records_carry_what_the_loss_said() -> None:
     ]
     batch = collate(samples, [0, 2], num_sequences=3, num_tokens=9)
     terms = LossTerms(
+        log_ratio_sum=torch.tensor([1.5, -math.inf]),
         weight=torch.zeros(9),
         objective=torch.tensor(0.0),
         clipped_low=torch.tensor([0.0, 0.25]),
@@ -138,7 +139,7 @@ def test_records_carry_what_the_loss_said() -> None:
         out_of_band=torch.tensor([True, False]),
         nonfinite=torch.tensor([False, True]),
     )
-    one, two = records_of(batch, torch.tensor([1.5, -math.inf]), terms, rank=3)
+    one, two = records_of(batch, terms, rank=3)
     assert one == SequenceRecord(
         sample=0,
         rank=3,

@@ -1,0 +1,299 @@
+"""Per-token log-probability and entropy from hidden states: the logits never exist as a whole.
+
+With z = hidden · weightᵀ / temperature, m = max z, Z = Σ exp(z - m) and p = exp(z - m) / Z::
+
+    log p(y) = z_y - m - log Z           d log p(y) / d z_v = 1[v = y] - p_v
+    H        = log Z - Σ p_v (z_v - m)   d H / d z_v        = -p_v (log p_v + H)
+
+Tokens pass through one buffer of [chunk, V / tp] logits, in forward and again in backward: four matrix
+products instead of three, and no memory that grows with tokens × vocabulary. Logits are fp32 whatever the
+weight. Tokens outside the mask, and in backward those without upstream gradient, are not computed.
+
+Collectives over the tensor-parallel group, whatever the number of chunks, and none in a group of one:
+
+- forward: one all-gather of every rank's (max, Σ exp(z - max), Σ exp(z - max) (z - max), target) per row;
+- backward: one all-reduce of d hidden, of the rows used; under sequence parallel one reduce-scatter;
+- under sequence parallel one more in forward, the all-gather of hidden.
+
+Saved for backward: hidden (gathered), weight, and of each row its index, label, m, Z, log p and H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
+# Logits of a chunk that are touched at a time; on a CPU they stay in the cache.
+_BLOCK_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 24}
+_BLOCK_COLUMNS = {"cpu": 1 << 10, "cuda": 1 << 30}
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    *,
+    group: dist.ProcessGroup,
+    vocab_size: int,
+    temperature: float = 1.0,
+    sequence_parallel: bool = False,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label, and the entropy of each distribution; both differentiable.
+
+    Every rank of the group calls it with the same labels and mask and brings the same upstream gradients.
+    The results are bit for bit the same on every rank, and from call to call with the same mask.
+
+    A weight that has ``main_grad`` follows Megatron's protocol: its gradient is added there,
+    ``grad_added_to_main_grad`` is set, and autograd gets zeros, so that hooks fire and the gradient of a tied
+    embedding stays what it is. Either way it is summed over chunks in fp32 or better, and rounded once.
+
+    Args:
+        hidden: [t, H]; under sequence parallel [t / tp, H], this rank's slice in rank order.
+        weight: [V / tp, H], this rank's rows of the padded vocabulary, in rank order.
+        labels: [t], ids in [0, vocab_size) inside the mask.
+        mask: [t] bool, the tokens that are wanted.
+        group: the tensor-parallel group.
+        vocab_size: size without padding; padded rows have probability 0.
+        temperature: > 0; divides the logits.
+        sequence_parallel: whether hidden is split over the group.
+        chunk_tokens: tokens whose logits exist at a time; by default 256 on a CPU and 1024 on a GPU.
+
+    Returns:
+        log-probs [t] and entropies [t] in nats, 0 outside the mask; fp32 (fp64 for fp64 hidden).
+
+    Raises:
+        ValueError: sizes that do not fit, a temperature or chunk not positive, a wanted label out of range.
+    """
+    tp, width = group.size(), weight.shape[0]
+    tokens = hidden.shape[0] * (tp if sequence_parallel else 1)
+    chunk_tokens = _CHUNK_TOKENS[hidden.device.type] if chunk_tokens is None else chunk_tokens
+    if not tokens == labels.shape[0] == mask.shape[0]:
+        raise ValueError(f"{tokens} hidden states, {labels.shape[0]} labels, a mask of {mask.shape[0]}")
+    if vocab_size > tp * width:
+        raise ValueError(f"vocab_size {vocab_size}, but {tp} ranks with {width} rows of the weight each")
+    if chunk_tokens < 1 or not temperature > 0:
+        raise ValueError(f"chunk_tokens {chunk_tokens}, temperature {temperature}: not positive")
+    rows = mask.nonzero()[:, 0]
+    labels = labels[rows]
+    if ((labels < 0) | (labels >= vocab_size)).any():
+        raise ValueError(f"labels from {labels.min()} to {labels.max()}, but a vocabulary of {vocab_size}")
+    head = _Head(
+        group=group,
+        tokens=tokens,
+        first=group.rank() * width,
+        width=max(0, min(width, vocab_size - group.rank() * width)),
+        dtype=torch.promote_types(hidden.dtype, torch.float32),
+        temperature=temperature,
+        sequence_parallel=sequence_parallel and tp > 1,
+        chunk_tokens=chunk_tokens,
+    )
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, rows, labels, head)
+    return log_probs, entropy
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """What a call knows beside its tensors. This rank has the ids from first to first + width (may be 0)."""
+
+    group: dist.ProcessGroup
+    tokens: int
+    first: int
+    width: int
+    dtype: torch.dtype
+    temperature: float
+    sequence_parallel: bool
+    chunk_tokens: int
+
+    def chunks(self, hidden: Tensor, weight: Tensor, rows: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Slice of the rows, their hidden states [c, H], their logits z [c, width], in one buffer."""
+        columns = _BLOCK_COLUMNS[hidden.device.type]
+        buffer = hidden.new_empty(min(self.chunk_tokens, len(rows)), self.width, dtype=self.dtype)
+        for first in range(0, len(rows) if self.width else 0, self.chunk_tokens):
+            part = slice(first, first + self.chunk_tokens)
+            states = hidden[rows[part]].to(weight.dtype)
+            logits = buffer[: len(states)]
+            for some, z in zip(weight[: self.width].split(columns), logits.split(columns, 1), strict=True):
+                _product(z, states, some.t(), scale=1 / self.temperature)
+            yield part, states, logits
+
+    def blocks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Slice of the rows of a chunk, their logits, and scratch of the same shape."""
+        size = max(1, min(len(logits), _BLOCK_LOGITS[logits.device.type] // self.width))
+        scratch = torch.empty_like(logits[:size])
+        for first in range(0, len(logits), size):
+            block = slice(first, first + size)
+            yield block, logits[block], scratch[: len(logits) - first]
+
+    def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Which labels are this rank's [c, 1], and their columns [c, 1] (of others, some column)."""
+        columns = (labels - self.first)[:, None]
+        return (columns >= 0) & (columns < self.width), columns.clamp(0, self.width - 1)
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, head: _Head
+    ) -> tuple[Tensor, Tensor]:
+        log_probs, entropy = (hidden.new_zeros(head.tokens, dtype=head.dtype) for _ in range(2))
+        stats = log_probs.new_zeros(4, len(rows))
+        if len(rows):
+            if head.sequence_parallel:
+                hidden = _gather(hidden, head.group)
+            stats = _combine(_gather(_statistics(hidden, weight, rows, labels, head)[None], head.group))
+            log_probs[rows], entropy[rows] = stats[2], stats[3]
+        ctx.save_for_backward(hidden, weight, rows, labels, stats)
+        # A saved tensor may come back as another object, without the attributes of the parameter.
+        ctx.head, ctx.parameter = head, weight
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, rows, labels, stats = ctx.saved_tensors
+        # m, Z, log p, H, and the upstream gradients of the last two: [6, n]
+        stats = torch.cat([stats, grad_log_probs[None, rows], grad_entropy[None, rows]])
+        used = (stats[4:] != 0).any(0).nonzero()[:, 0]
+        rows = rows[used]
+        partial, total = _gradients(ctx, hidden, weight, rows, labels[used], stats[:, used])
+        grad_hidden = None if partial is None else _hidden_gradient(partial, rows, hidden.dtype, ctx.head)
+        grad_weight = None if total is None else _deliver(ctx.parameter, total)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _statistics(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, head: _Head) -> Tensor:
+    """[4, n] over this rank's columns: max, Σ exp(z - max), Σ exp(z - max) (z - max), target (or 0)."""
+    table = hidden.new_zeros(4, len(rows), dtype=head.dtype)
+    # The max of no column at all. After -inf, _combine would meet 0 · inf.
+    table[0] = torch.finfo(table.dtype).min
+    for part, _, logits in head.chunks(hidden, _operand(weight, hidden, head), rows):
+        top, exps, weighted, target = table[:, part]
+        mine, column = head.columns(labels[part])
+        target.copy_(torch.where(mine, logits.gather(1, column), 0.0)[:, 0])
+        for block, z, exp in head.blocks(logits):
+            torch.amax(z, -1, out=top[block])
+            z.sub_(top[block, None])
+            torch.exp(z, out=exp)
+            torch.sum(exp, -1, out=exps[block])
+            torch.sum(exp.mul_(z), -1, out=weighted[block])
+    return table
+
+
+def _combine(table: Tensor) -> Tensor:
+    """From the statistics of all ranks [tp, 4, n] to m, Z, log p and H [4, n]."""
+    top, exps, weighted, target = table.unbind(1)
+    best = top.amax(0)
+    shift = top - best
+    share = shift.exp()
+    total = (share * exps).sum(0)
+    spread = (share * (weighted + shift * exps)).sum(0)
+    log_total = total.log()
+    return torch.stack([best, total, target.sum(0) - best - log_total, log_total - spread / total])
+
+
+def _gradients(
+    ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, stats: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """This rank's part of the gradient of the rows' hidden states [n, H], and that of the weight."""
+    head: _Head = ctx.head
+    partial = stats.new_zeros(len(rows), hidden.shape[1]) if ctx.needs_input_grad[0] else None
+    total = _accumulator(ctx.parameter, head.dtype) if ctx.needs_input_grad[1] else None
+    weight = _operand(weight, hidden, head)
+    with_entropy = bool((stats[5] != 0).any())
+    for part, states, logits in head.chunks(hidden, weight, rows):
+        _to_gradient(logits, labels[part], stats[:, part], with_entropy, head)
+        scale = (1.0 if with_entropy else stats[4, part, None]) / (stats[1, part, None] * head.temperature)
+        gradient = logits.to(weight.dtype)
+        if partial is not None:
+            _product(partial[part], gradient, weight[: head.width])
+            partial[part].mul_(-scale)
+        if total is not None:
+            states = (states * scale).to(weight.dtype)
+            _product(total[: head.width], gradient.t(), states, scale=-1.0, add=True)
+    return partial, total
+
+
+def _to_gradient(logits: Tensor, labels: Tensor, stats: Tensor, with_entropy: bool, head: _Head) -> None:
+    """Turn logits [c, width] in place into -Z d loss / d z.
+
+    Z is left to the small sides of the products, and without entropy the upstream gradient is, too.
+    """
+    top, total, log_p, entropy, grad_log_p, grad_entropy = stats[..., None]
+    mine, column = head.columns(labels)
+    rest = total * torch.expm1(log_p)  # Z (p - 1) of the label, without cancellation where p is close to 1
+    offset = entropy - total.log()
+    for block, z, scratch in head.blocks(logits):
+        z.sub_(top[block])
+        exp = torch.exp(z, out=scratch if with_entropy else z)
+        if with_entropy:
+            z.add_(offset[block]).mul_(exp).mul_(grad_entropy[block])
+        exp.scatter_(1, column[block], torch.where(mine[block], rest[block], exp.gather(1, column[block])))
+        if with_entropy:
+            z.addcmul_(exp, grad_log_p[block])
+
+
+def _accumulator(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the chunks' weight gradients add up: in main_grad itself if that has the dtype."""
+    main_grad: Any = getattr(weight, "main_grad", None)
+    straight = main_grad is not None and main_grad.dtype == dtype
+    return main_grad if straight else torch.zeros_like(weight, dtype=dtype)
+
+
+def _deliver(weight: Tensor, total: Tensor) -> Tensor:
+    """What autograd gets for the weight."""
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return total.to(weight.dtype)
+    if total is not main_grad:
+        main_grad.add_(total)
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.zeros_like(weight)
+
+
+def _hidden_gradient(partial: Tensor, rows: Tensor, dtype: torch.dtype, head: _Head) -> Tensor:
+    """Gradient of hidden, shaped as it came in, from this rank's part [n, H] of that of the rows."""
+    shape, tp = (head.tokens, partial.shape[1]), head.group.size()
+    if head.sequence_parallel:
+        mine = partial.new_zeros(shape[0] // tp, shape[1])
+        if len(rows):
+            full = partial.new_zeros(shape).index_copy_(0, rows, partial)
+            _collective("reduce_scatter_single", "reduce_scatter_tensor")(mine, full, group=head.group)
+        return mine.to(dtype)
+    if len(rows) and tp > 1:
+        dist.all_reduce(partial, group=head.group)
+    return partial.new_zeros(shape, dtype=dtype).index_copy_(0, rows, partial.to(dtype))
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of all ranks, one after the other along the first dimension."""
+    if group.size() == 1:
+        return tensor
+    gathered = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
+    _collective("all_gather_single", "all_gather_into_tensor")(gathered, tensor.contiguous(), group=group)
+    return gathered
+
+
+def _collective(name: str, until_2_12: str) -> Any:
+    """One that torch 2.13 renamed; it warns of the old name."""
+    return getattr(dist, name if hasattr(dist, name) else until_2_12)
+
+
+def _operand(weight: Tensor, hidden: Tensor, head: _Head) -> Tensor:
+    """The weight as the products take it: only CUDA multiplies bf16 into fp32."""
+    keep = weight.is_cuda and weight.dtype == hidden.dtype == torch.bfloat16
+    return weight if keep else weight.to(head.dtype)
+
+
+def _product(out: Tensor, left: Tensor, right: Tensor, *, scale: float = 1.0, add: bool = False) -> None:
+    """out = scale · left @ right, or out += that; the sums inside have the dtype of out."""
+    kind: dict[str, Any] = {} if left.dtype == out.dtype else {"out_dtype": out.dtype}
+    torch.addmm(out, left, right, beta=int(add), alpha=scale, out=out, **kind)

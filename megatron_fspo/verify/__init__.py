@@ -1,0 +1,1 @@
+"""``megatron-fspo verify``: the gradient of every parallel layout against one process in float64."""

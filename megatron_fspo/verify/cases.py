@@ -1,0 +1,202 @@
+"""What every layout is asked: one small model, one batch of very different sequences, losses and splits.
+
+All of it follows from fixed seeds, so that every rank makes the same without talking.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.config import (
+    Config,
+    DAPOLoss,
+    FSPOLoss,
+    GRPOLoss,
+    GSPOLoss,
+    Parallel,
+    PolicyLossConfig,
+    RLOOLoss,
+)
+from megatron_fspo.packing.plan import attention_costs, plan_micro_batches
+from megatron_fspo.types import Completion, Prompt, Sample
+from megatron_fspo.weights import Architecture, expected_hf_shapes
+
+SMALL = Architecture(
+    model_type="qwen3",
+    num_layers=2,
+    hidden_size=32,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=10,  # not hidden_size / num_heads
+    ffn_size=48,
+    vocab_size=61,  # divisible by no tensor-parallel size
+    tied=False,
+    rms_norm_eps=1e-6,
+    rope_theta=10_000.0,
+    max_position_embeddings=1024,
+    dtype=torch.float32,
+)
+TEMPERATURE = 0.8
+
+# (prompt, response) tokens. One response is longer than all others together; several have a single token, two
+# none; hardly a length divides by 2·cp. Together they have 256 tokens: Megatron divides gradients by their
+# number in fp32, which is exact for a power of two, so that float64 shows every other difference.
+_SHAPES = [
+    *((1, 1), (3, 24), (2, 7), (7, 0), (5, 1), (4, 14), (2, 2), (6, 17), (1, 9), (5, 155)),
+    *((3, 3), (4, 5), (9, 0), (1, 6), (2, 11), (3, 1)),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One loss on the batch, and how the batch is split."""
+
+    name: str
+    loss: PolicyLossConfig
+    split: str
+    clipped: bool = False
+    """Old log-probs such that a clip acts on every sequence: the policy gradient is exactly 0."""
+
+
+LOSSES: dict[str, PolicyLossConfig] = {
+    "fspo": FSPOLoss(c_low=0.05, c_high=0.05),
+    "fspo-drift": FSPOLoss(c_low=0.04, c_high=0.06, drift="given", drift_value=-0.002, dual_clip="off"),
+    "fspo-dual": FSPOLoss(c_low=0.05, c_high=0.02, c_dual=0.02),
+    "fspo-entropy-kl": FSPOLoss(
+        c_low=0.05, c_high=0.05, dual_clip="constant", dual_clip_ratio=1.2, entropy_coef=0.3, kl_coef=0.2
+    ),
+    "rloo": RLOOLoss(dual_clip_ratio=1.3),
+    "gspo": GSPOLoss(eps_low=0.01, eps_high=0.01),
+    "grpo": GRPOLoss(eps_low=0.05, eps_high=0.05, dual_clip_ratio=1.08),
+    "dapo": DAPOLoss(eps_low=0.05, eps_high=0.06),
+    "gspo-entropy": GSPOLoss(eps_low=0.01, eps_high=0.01, entropy_coef=0.5),
+    "grpo-kl": GRPOLoss(eps_low=0.05, eps_high=0.05, kl_coef=0.3),
+}
+SPLITS = ("1 micro-batch", "2 micro-batches", "8 micro-batches", "1 sequence each", "uneven")
+
+
+def cases(config: Config | None, shift: int) -> list[Case]:
+    """Every loss, each on one split; ``shift`` turns the splits, so that layouts cover all pairs together.
+
+    Args:
+        config: of a run whose own loss is to be among them.
+    """
+    losses = LOSSES if config is None else {"yours": config.loss, **LOSSES}
+    found = [
+        Case(name=name, loss=loss, split=SPLITS[(number + shift) % len(SPLITS)])
+        for number, (name, loss) in enumerate(losses.items())
+    ]
+    split = SPLITS[shift % len(SPLITS)]
+    return [
+        *found,
+        Case(name="all-clipped", loss=FSPOLoss(c_low=0.05, c_high=0.05), split=split, clipped=True),
+    ]
+
+
+def narrow(arch: Architecture) -> Architecture:
+    """A run's own model with its heads and ties, but little to compute. Layers: see :func:`with_layers`."""
+    return replace(
+        arch,
+        hidden_size=32,
+        head_dim=8,
+        # Divides wherever the run's own does.
+        ffn_size=math.gcd(arch.ffn_size, 64),
+        vocab_size=min(arch.vocab_size, 61),
+        max_position_embeddings=1024,
+        dtype=torch.float32,
+    )
+
+
+def with_layers(arch: Architecture, parallel: Parallel) -> Architecture:
+    """Two layers for every model chunk while that is few, else one."""
+    chunks = parallel.pipeline * parallel.virtual_pipeline
+    return replace(arch, num_layers=max(chunks, min(2 * chunks, 8)))
+
+
+def random_weights(arch: Architecture) -> dict[str, Tensor]:
+    """Hugging Face name → fp32 tensor, large enough that attention and clips matter."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else 0.2) + (len(shape) == 1)
+        for name, shape in expected_hf_shapes(arch).items()
+    }
+
+
+def make_samples(arch: Architecture) -> list[Sample]:
+    """The batch. Token 0, which also pads, is sampled too; advantages are exact in fp32."""
+    generator = torch.Generator().manual_seed(2)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, arch.vocab_size, (count,), generator=generator).tolist())
+
+    return [
+        Sample(
+            prompt=Prompt(index=i, token_ids=ids(prompt), text="", answer=""),
+            number=0,
+            completion=Completion(
+                token_ids=ids(length), log_probs=(0.0,) * length, finish_reason="length", weight_version=0
+            ),
+            reward=0.0,
+            advantage=(-1) ** i * (1 + i / 16),
+        )
+        for i, (prompt, length) in enumerate(_SHAPES)
+    ]
+
+
+def drifts(samples: Sequence[Sample], *, seed: int, clipped: bool = False) -> list[Tensor]:
+    """Per sample [L], float64: what each new log-prob is above the old one. fp32 holds the values exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for number, sample in enumerate(samples):
+        noise = torch.randn(len(sample.completion.token_ids), generator=generator) * 0.04
+        if clipped:  # far on the side where the clip acts
+            noise = torch.full_like(noise, 0.25 if sample.advantage > 0 else -0.25)
+        else:
+            noise += 0.02 * (number % 3 - 1)
+        found.append((noise * 2**16).round().double() / 2**16)
+    return found
+
+
+def split(
+    name: str, lengths: Sequence[int], arch: Architecture, *, ranks: int, multiple_of: int
+) -> list[list[list[int]]]:
+    """``plan[rank][micro_batch]`` → indices, as :func:`plan_micro_batches` gives them.
+
+    Args:
+        name: one of ``SPLITS``.
+        multiple_of: micro-batches per rank are a multiple of this.
+    """
+    if name == "uneven":
+        plan = _uneven(lengths, ranks)
+    elif name == "1 sequence each":
+        plan = [[[i] for i in range(rank, len(lengths), ranks)] for rank in range(ranks)]
+    else:
+        count = int(name.split()[0])
+        costs = attention_costs(lengths, linear_size=arch.layer_size, attention_size=arch.q_size)
+        return plan_micro_batches(
+            lengths,
+            ranks=ranks,
+            max_tokens=sum(lengths),
+            costs=costs if count == 8 else None,
+            count_multiple_of=count + -count % multiple_of,
+        )
+    count = max(map(len, plan))
+    count += -count % multiple_of
+    return [packs + [[] for _ in range(count - len(packs))] for packs in plan]
+
+
+def _uneven(lengths: Sequence[int], ranks: int) -> list[list[list[int]]]:
+    """The first rank has nearly everything: the longest sequence alone, prompts without response alone, an
+    empty pack, the rest. The others have one short sequence each."""
+    empty = [i for i, (_, response) in enumerate(_SHAPES) if not response]
+    longest = max(range(len(lengths)), key=lambda i: lengths[i])
+    short = sorted(
+        (i for i in range(len(lengths)) if i not in empty and i != longest), key=lambda i: (lengths[i], i)
+    )
+    others, rest = short[: ranks - 1], short[ranks - 1 :]
+    return [[[longest], empty, [], sorted(rest)], *([[i]] for i in others)]

@@ -1,0 +1,236 @@
+"""From errors to words: what is wrong, the likeliest cause first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.verify.compare import Errors, GradientError, Limits, reported
+from megatron_fspo.verify.layouts import Layout
+from megatron_fspo.verify.production import Outcome
+from megatron_fspo.verify.reference import Reference
+
+# One all-gather of statistics and one reduction of d hidden; sequence parallel gathers hidden as well.
+TP_COLLECTIVES, TP_COLLECTIVES_SP, CP_COLLECTIVES = 2, 3, 1
+# Backward comes to a layer's parameters in this order.
+_LAYER_BACKWARD = (
+    *("mlp.down_proj", "mlp.gate_proj", "post_attention_layernorm"),
+    *("self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.q_proj", "input_layernorm"),
+)
+
+
+def problems(outcome: Outcome, want: Reference, errors: Errors, limits: Limits, layout: Layout) -> list[str]:
+    """Empty when everything is within the limits. What comes later is often a consequence of what is first."""
+    return [
+        *_counts(outcome, want),
+        *_log_probs(outcome, want, errors, limits),
+        *_sums(outcome, want, errors, limits, layout),
+        *_clips(outcome, want),
+        *_means(outcome, want, errors, limits),
+        *_gradients(want, errors, limits, layout),
+        *_norm(errors, limits),
+        *_collectives(outcome, layout),
+    ]
+
+
+def _counts(outcome: Outcome, want: Reference) -> Iterator[str]:
+    if (outcome.seen != 1).any():
+        yield (
+            f"sequences {_where(outcome.seen != 1)} were seen by no or several data-parallel ranks: "
+            "micro-batches or sequences are lost or counted twice"
+        )
+    tokens = sum(len(row) for row in want.log_probs)
+    if outcome.tokens != tokens:
+        yield (
+            f"{outcome.tokens} tokens are in the loss, the responses have {tokens}: "
+            "prompt tokens or padding count, or tokens are lost"
+        )
+
+
+def _log_probs(outcome: Outcome, want: Reference, errors: Errors, limits: Limits) -> Iterator[str]:
+    if errors.log_prob <= limits.value:
+        return
+    present = torch.tensor([len(row) > 0 for row in want.log_probs])
+    wrong = (outcome.log_probs - _padded(want.log_probs)).abs().amax(1) > limits.value
+    # A token that sees hardly another one has the same hidden state whatever attention does to the others.
+    if bool(wrong[present].all()):
+        cause = (
+            "labels that are not the next token, another temperature, padded rows of the vocabulary or "
+            "statistics of the softmax that its tensor-parallel ranks do not share, or attention to later tokens"
+        )
+    else:
+        cause = (
+            "attention, which takes tokens for others than they are (chunks of context-parallel ranks, RoPE "
+            "positions, borders of packed sequences)"
+        )
+    yield (
+        f"log-probs are off by {errors.log_prob:.1e} on {int(wrong.sum())} of {int(present.sum())} responses: "
+        f"{cause}"
+    )
+
+
+def _sums(outcome: Outcome, want: Reference, errors: Errors, limits: Limits, layout: Layout) -> Iterator[str]:
+    if errors.log_ratio_sum <= limits.value:
+        return
+    got, sums = outcome.log_ratio_sums, want.log_ratio_sums
+    if not got.isfinite().all():
+        yield (
+            f"S is not finite on sequences {_where(~got.isfinite())}: a value outside the mask (NaN here) got in; "
+            "multiplying by 0 does not remove it, torch.where does"
+        )
+        return
+    lengths = torch.tensor([max(1, len(row)) for row in want.log_probs])
+    context = layout.parallel.context
+    if _multiple(got, sums, limits):
+        yield (
+            f"S is {_factor(got, sums):.4g} x its value on every sequence: "
+            f"it was summed more than once over {context} ranks"
+        )
+    elif _multiple(got, sums / lengths, limits):
+        yield "S is divided by the length of the response: a mean in place of the sum"
+    elif errors.log_ratio_sum < 0.01 * sums.abs().max():
+        yield (
+            f"S is off by {errors.log_ratio_sum:.1e}, which is little: log-ratios in bf16, "
+            "or log-probs that were summed before they were subtracted"
+        )
+    elif context > 1:
+        yield f"S is off by {errors.log_ratio_sum:.1e}: it lacks tokens of other context-parallel ranks"
+    else:
+        yield f"S is off by {errors.log_ratio_sum:.1e}: the sum is over other tokens than the response's"
+
+
+def _clips(outcome: Outcome, want: Reference) -> Iterator[str]:
+    wrong = ((outcome.clipped - want.clipped).abs() > 1e-6) | (outcome.out_of_band != want.out_of_band)
+    if wrong.any():
+        yield (
+            f"clip decisions differ on sequences {_where(wrong)}: the band (its width, drift or dual clip), "
+            "what it is compared with, or the advantages"
+        )
+
+
+def _means(outcome: Outcome, want: Reference, errors: Errors, limits: Limits) -> Iterator[str]:
+    if errors.loss <= limits.value:
+        return
+    for key, (name, value) in reported(want).items():
+        gap = abs(outcome.metrics[key] - value)
+        if not math.isfinite(gap):
+            yield f"reported {name} is not finite: a value outside the mask (NaN here) got in"
+        elif gap > limits.value:
+            yield (
+                f"reported {name} is off by {gap:.1e}: a mean with another denominator, such as the count of a "
+                "micro-batch or a rank, or over other values"
+            )
+
+
+def _gradients(want: Reference, errors: Errors, limits: Limits, layout: Layout) -> Iterator[str]:
+    wrong = {name: error for name, error in errors.gradients.items() if error.error > limits.gradient}
+    if not wrong:
+        return
+    worst = f"largest: {errors.worst_parameter}, relative error {errors.gradient:.1e}"
+    factors = [error.factor for error in wrong.values()]
+    if want.grad_norm == 0:
+        yield f"every sequence is clipped, so gradients must be 0, and are not ({worst})"
+    elif not all(math.isfinite(error.size) for error in wrong.values()):
+        yield f"gradients are not finite ({worst})"
+    elif len(wrong) < len(errors.gradients):
+        yield (
+            f"gradients of {len(wrong)} of {len(errors.gradients)} parameters differ: "
+            f"{_model_cause(wrong, errors, layout)} ({worst})"
+        )
+    elif max(error.copies for error in wrong.values()) > limits.gradient:
+        yield (
+            "gradients of a parameter differ between ranks that hold the same of it: they are not summed over "
+            f"data and context parallel ranks ({worst})"
+        )
+    elif (
+        max(factors) - min(factors) <= limits.gradient * abs(max(factors))
+        and max(error.unlike for error in wrong.values()) < 1e-6
+    ):
+        digits = 1 - round(math.log10(limits.gradient))
+        yield (
+            f"every gradient is {factors[0]:.{digits}g} x the reference: a normaliser or the number of ranks or "
+            f"micro-batches enters as a factor ({worst})"
+        )
+    else:
+        # What the loss has beside the policy gradient.
+        extra = abs(want.loss + want.objective) > 0
+        yield (
+            "gradients differ in direction: "
+            + ("sign or normaliser of the entropy bonus or the KL penalty, or " if extra else "")
+            + "sequences or tokens do not weigh the same, such as with a normaliser of a micro-batch or a rank "
+            f"in place of the step's ({worst})"
+        )
+
+
+def _model_cause(wrong: Mapping[str, GradientError], errors: Errors, layout: Layout) -> str:
+    """Why only some parameters are wrong: the loss is right, and its way back through the model is not."""
+    first = min(wrong, key=_backward_order)
+    where = f"on the way back from the loss the first is {first}"
+    if (
+        all(name.startswith("model.embed_tokens") for name in wrong)
+        and "lm_head.weight" not in errors.gradients
+    ):
+        return (
+            "the tied embedding, whose two gradients, as embedding and as head, are not added up, "
+            "in main_grad or between the first and the last pipeline stage"
+        )
+    if layout.parallel.sequence and all("norm.weight" in name for name in wrong):
+        return "norms, of which each rank of sequence parallel has a part, are not summed over them"
+    if first == "model.norm.weight":
+        return f"{where}: the head's gradient of hidden states is not summed over tensor-parallel ranks"
+    if layout.parallel.context > 1 and first.endswith(("k_norm.weight", "q_proj.weight")):
+        return f"{where}: gradients of keys and values do not come back from other context-parallel ranks"
+    return where
+
+
+def _norm(errors: Errors, limits: Limits) -> Iterator[str]:
+    if errors.grad_norm > limits.gradient:
+        yield (
+            f"the gradient norm is off by {errors.grad_norm:.1e}, relative: where gradients are right, "
+            "copies of a parameter count twice or parts of it are left out"
+        )
+
+
+def _collectives(outcome: Outcome, layout: Layout) -> Iterator[str]:
+    parallel = layout.parallel
+    tensor = TP_COLLECTIVES_SP if parallel.sequence else TP_COLLECTIVES
+    limits = {
+        "tp": ("tensor", tensor if parallel.tensor > 1 else 0),
+        "cp": ("context", CP_COLLECTIVES if parallel.context > 1 else 0),
+    }
+    for group, (name, limit) in limits.items():
+        if outcome.collectives[group] > limit:
+            yield (
+                f"{outcome.collectives[group]:.4g} {name}-parallel collectives per micro-batch in head and loss, "
+                f"where {limit} would do"
+            )
+
+
+def _multiple(got: Tensor, values: Tensor, limits: Limits) -> bool:
+    factor = _factor(got, values)
+    return bool((got - factor * values).abs().max() < limits.value * max(1.0, abs(factor)))
+
+
+def _factor(got: Tensor, values: Tensor) -> float:
+    """Least squares."""
+    return (got @ values / (values @ values)).item()
+
+
+def _backward_order(name: str) -> tuple[int, int, int]:
+    """Sorts parameters as backward comes to them."""
+    if not name.startswith("model.layers."):
+        return {"lm_head.weight": 0, "model.norm.weight": 1}.get(name, 3), 0, 0
+    layer, part = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
+    return 2, -int(layer), _LAYER_BACKWARD.index(part)
+
+
+def _padded(rows: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def _where(flags: Tensor) -> str:
+    indices = flags.nonzero().flatten().tolist()
+    return ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")

@@ -1,0 +1,106 @@
+"""Parallel layouts by name, such as ``tp2.sp.pp2.vpp2.cp2``, and the list that ``--all`` runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from megatron_fspo.config import Parallel
+from megatron_fspo.errors import InputError
+from megatron_fspo.mcore.model import check_parallel
+from megatron_fspo.verify.cases import with_layers
+from megatron_fspo.weights import Architecture
+
+_SIZES = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context"}
+_FLAGS = {"sp": "sequence", "do": "distributed_optimizer", "overlap": "overlap_grad_reduce"}
+LEGAL = "words joined by dots: tpN, sp, ppN, vppN, cpN, dpN, do (distributed optimizer), overlap, recompute"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to spread the model over the ranks of a job."""
+
+    parallel: Parallel
+    data: int
+    """Data-parallel size: what remains of the ranks."""
+    recompute: bool = False
+
+    @property
+    def name(self) -> str:
+        """Such as ``tp2.sp.cp2.dp2.do``; sizes of 1 are left out."""
+        sizes = {word: getattr(self.parallel, key) for word, key in _SIZES.items()} | {"dp": self.data}
+        flags = {word: getattr(self.parallel, key) for word, key in _FLAGS.items()}
+        flags["recompute"] = self.recompute
+        words = [f"{word}{size}" for word, size in sizes.items() if size > 1]
+        # Sequence parallel belongs to its tensor parallel, the other flags to the whole.
+        if flags.pop("sp"):
+            words.insert(1, "sp")
+        return ".".join([*words, *(word for word, on in flags.items() if on)]) or "single"
+
+
+def parse_layout(text: str, *, world_size: int) -> Layout:
+    """The layout that a name stands for, on so many ranks.
+
+    Raises:
+        InputError: a word that is not one, or a size that does not fit.
+    """
+    values: dict[str, int] = {}
+    recompute, data = False, None
+    for word in text.split(".") if text != "single" else []:
+        match = re.fullmatch(r"(tp|pp|vpp|cp|dp)([1-9][0-9]*)", word)
+        if match is not None and match[1] == "dp":
+            data = int(match[2])
+        elif match is not None:
+            values[_SIZES[match[1]]] = int(match[2])
+        elif word in _FLAGS:
+            values[_FLAGS[word]] = True
+        elif word == "recompute":
+            recompute = True
+        else:
+            raise InputError(f"layout {text}: {word!r} is not part of one. Legal: {LEGAL}")
+    parallel = Parallel.model_validate(values)
+    rest, remainder = divmod(world_size, parallel.model_size)
+    if remainder or (data is not None and data != rest):
+        ranks = parallel.model_size * (data or 1)
+        raise InputError(
+            f"layout {text} is for {'' if data else 'a multiple of '}{ranks} ranks, not {world_size}"
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        raise InputError(f"layout {text}: sp needs tp of at least 2")
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise InputError(f"layout {text}: vpp needs pp of at least 2")
+    return Layout(parallel=parallel, data=rest, recompute=recompute)
+
+
+def all_layouts(arch: Architecture, *, world_size: int) -> list[Layout]:
+    """Every product of tensor, pipeline and context parallel that fits the ranks and the model; with and
+    without sequence parallel and virtual stages where few others are on; the optimizer's options on some."""
+    names = [
+        ".".join(filter(None, [f"tp{tp}", sp, f"pp{pp}", vpp, f"cp{cp}"]))
+        for tp, pp, cp in product(_powers(world_size), repeat=3)
+        for sp in (["", "sp"] if tp > 1 and pp * cp == 1 else ["sp"] if tp > 1 else [""])
+        for vpp in (["", "vpp2"] if 1 < pp < 8 and cp <= 2 else [""])
+        if tp == 1 or cp == 1 or not vpp
+    ]
+    names += [
+        *("tp2.cp2", "tp2.pp2.cp2", "do", "overlap", "recompute", "do.overlap", "cp2.do"),
+        *("pp2.vpp2.do.overlap.recompute", "tp2.sp.pp2.do", "tp2.sp.cp2.do.overlap.recompute"),
+    ]
+    return [*_that_fit(names, arch, world_size)]
+
+
+def _that_fit(names: list[str], arch: Architecture, world_size: int) -> Iterator[Layout]:
+    for name in names:
+        try:
+            layout = parse_layout(name, world_size=world_size)
+            check_parallel(with_layers(arch, layout.parallel), layout.parallel)
+        except InputError:
+            continue
+        yield layout
+
+
+def _powers(limit: int) -> list[int]:
+    """1, 2, 4, … up to the limit."""
+    return [2**i for i in range(limit.bit_length()) if 2**i <= limit]

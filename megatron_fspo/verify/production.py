@@ -1,0 +1,288 @@
+"""The production path on one layout: what a training step computes, brought into comparable form."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fspo.config import Optimizer
+from megatron_fspo.mcore.backend import Backend
+from megatron_fspo.mcore.model import layer_offset
+from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
+from megatron_fspo.objective.policy import LossTerms
+from megatron_fspo.packing.batch import MicroBatch, collate, sample_length
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.metrics import share
+from megatron_fspo.trainer.losses import LossState
+from megatron_fspo.types import Sample
+from megatron_fspo.verify.cases import Case, split
+from megatron_fspo.verify.layouts import Layout
+from megatron_fspo.weights import Architecture, Row, resolve, shard_shape, shard_slices, to_megatron_shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One step; the same on every rank, but for the gradients, which stay where they are."""
+
+    log_probs: Tensor
+    """[n, longest response], 0 where there is no token."""
+    log_ratio_sums: Tensor
+    """[n] S."""
+    clipped: Tensor
+    """[n] 1 where a clip took the gradient (token level: share of the tokens)."""
+    out_of_band: Tensor
+    """[n] bool."""
+    seen: Tensor
+    """[n] how many data-parallel ranks reported the sequence: 1."""
+    tokens: int
+    """Response tokens counted over all ranks."""
+    metrics: dict[str, float]
+    grad_norm: float | None
+    """The optimizer's; None in float64."""
+    gradients: list[tuple[Row, Tensor]]
+    """Of this rank's parameters: what they are made of, and the reduced gradient."""
+    collectives: dict[str, float]
+    """Calls of head and loss per micro-batch, over the tensor and context parallel groups."""
+
+
+def build(
+    layout: Layout,
+    arch: Architecture,
+    weights: Mapping[str, Tensor],
+    backend: Backend,
+    groups: ParallelGroups,
+    dtype: torch.dtype,
+) -> Policy:
+    """A policy in this layout with the given weights."""
+    policy = Policy(
+        arch,
+        backend,
+        groups,
+        parallel=layout.parallel,
+        dtype=dtype,
+        # No clipping: the gradient is compared as it is. The step is too small to move a weight.
+        optimizer=Optimizer(lr=1e-30, clip_grad=1e30),
+        recompute=layout.recompute,
+    )
+    with torch.no_grad():
+        for row, parameter in _parameters(policy):
+            parameter.copy_(shard_of(row, weights, policy))
+    policy.weights_loaded()
+    return policy
+
+
+def shard_of(row: Row, tensors: Mapping[str, Tensor], policy: Policy) -> Tensor:
+    """This rank's part of a parameter, from whole tensors under their Hugging Face names."""
+    tp, arch = policy.groups.tp, policy.arch
+    parts = [
+        tensors[tensor.name][slices]
+        for tensor, slices in zip(
+            row.hf, shard_slices(row, arch, tp.rank(), tp.size(), policy.padded_vocab), strict=True
+        )
+    ]
+    return to_megatron_shard(row, parts, arch, shard_shape(row, arch, tp.size(), policy.padded_vocab))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """This rank's micro-batches of one split, with the policy's log-probs."""
+
+    micro_batches: list[MicroBatch]
+    log_probs: list[Tensor]
+    """Per micro-batch [t]."""
+    scoring: Scoring
+
+
+def score(policy: Policy, split_name: str, samples: Sequence[Sample], temperature: float) -> Scored:
+    """The pass that gives old log-probs. Collective."""
+    scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=temperature)
+    batches = _micro_batches(policy, split_name, samples)
+    return Scored(micro_batches=batches, log_probs=policy.score(batches, scoring), scoring=scoring)
+
+
+def run(
+    policy: Policy,
+    case: Case,
+    scored: Scored,
+    samples: Sequence[Sample],
+    drifts: Sequence[Tensor],
+    reference_drifts: Sequence[Tensor],
+) -> Outcome:
+    """One step on old log-probs that lie ``drifts`` below the policy's. Collective."""
+    batches = [
+        replace(
+            batch,
+            old_log_probs=_below(batch, score, drifts, samples),
+            reference_log_probs=_below(batch, score, reference_drifts, samples),
+        )
+        for batch, score in zip(scored.micro_batches, scored.log_probs, strict=True)
+    ]
+    table = _Table(samples, policy)
+    loss = PolicyLoss(
+        objective=LossState(case.loss).objective(),
+        scoring=scored.scoring,
+        entropy_coef=case.loss.entropy_coef,
+        kl_coef=case.loss.kl_coef,
+        observer=table.observe,
+    )
+    grad_norm = None
+    with _counted(policy.groups) as counts:
+        if policy.config.params_dtype == torch.float64:  # Megatron's optimizer knows no float64
+            metrics = policy.backward(batches, loss)
+        else:
+            update = policy.update(batches, loss)
+            metrics, grad_norm = update.metrics, update.grad_norm
+    policy.gather_gradients()
+    return Outcome(
+        **table.gathered(batches, scored.log_probs),
+        metrics=metrics,
+        grad_norm=grad_norm,
+        gradients=[(row, parameter.main_grad) for row, parameter in _parameters(policy)],
+        collectives=share(
+            {name: counts[name] / len(batches) for name in ("tp", "cp")}, group=policy.groups.pp, source=-1
+        ),
+    )
+
+
+def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
+    """What each parameter of this rank is made of, and the parameter."""
+    for chunk in policy.chunks:
+        offset = layer_offset(policy.config, chunk)
+        for name, parameter in chunk.named_parameters():
+            yield resolve(name, policy.arch, offset), parameter
+
+
+def _micro_batches(policy: Policy, split_name: str, samples: Sequence[Sample]) -> list[MicroBatch]:
+    groups, parallel = policy.groups, policy.parallel
+    plan = split(
+        split_name,
+        [sample_length(sample, context=parallel.context) for sample in samples],
+        policy.arch,
+        ranks=groups.dp.size(),
+        multiple_of=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+    )
+    lengths = [len(sample.completion.token_ids) for sample in samples]
+    return [
+        collate(
+            samples,
+            pack,
+            num_sequences=sum(length > 0 for length in lengths),
+            num_tokens=sum(lengths),
+            context_rank=groups.cp.rank(),
+            context_size=parallel.context,
+            multiple_of=parallel.tensor if parallel.sequence else 1,
+            device=policy.backend.device,
+        )
+        for pack in plan[groups.dp.rank()]
+    ]
+
+
+def _places(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Sample and place in its response of each token inside the mask, over this rank's tokens."""
+    prompts = torch.tensor([len(sample.prompt.token_ids) for sample in samples], device=batch.mask.device)
+    sample = batch.sample_index[batch.segment[batch.mask]]
+    return sample, batch.position_ids[0, batch.mask] - prompts[sample] + 1
+
+
+def _below(batch: MicroBatch, score: Tensor, drifts: Sequence[Tensor], samples: Sequence[Sample]) -> Tensor:
+    """Log-probs [t] that lie ``drifts`` below the scores; NaN outside the mask, where nothing may look."""
+    sample, place = _places(batch, samples)
+    padded = torch.nn.utils.rnn.pad_sequence([*drifts], batch_first=True).to(score)
+    old = torch.full_like(score, float("nan"))
+    old[batch.mask] = score[batch.mask] - padded[sample.to(score.device), place]
+    return old
+
+
+class _Table:
+    """Per-sequence results, gathered over ranks by place: no order to get wrong."""
+
+    def __init__(self, samples: Sequence[Sample], policy: Policy) -> None:
+        self._samples, self._policy = samples, policy
+        self._rows = torch.zeros(4, len(samples), dtype=torch.float64, device=policy.backend.device)
+
+    def observe(self, batch: MicroBatch, terms: LossTerms) -> None:
+        """See ``PolicyLoss.observer``."""
+        clipped = terms.clipped_low + terms.clipped_high + terms.dual_clipped
+        columns = torch.stack(
+            [
+                terms.log_ratio_sum.double(),
+                clipped.double(),
+                terms.out_of_band.double(),
+                torch.ones_like(clipped),
+            ]
+        )
+        self._rows[:, batch.sample_index] += columns
+
+    def gathered(self, batches: Sequence[MicroBatch], scores: Sequence[Tensor]) -> dict[str, Any]:
+        """The fields of :class:`Outcome`. Collective."""
+        groups, samples = self._policy.groups, self._samples
+        longest = max(len(sample.completion.token_ids) for sample in samples)
+        log_probs = self._rows.new_zeros(len(samples), longest)
+        tokens = self._rows.new_zeros(())
+        for batch, score in zip(batches, scores, strict=True):
+            sample, place = _places(batch, samples)
+            log_probs[sample, place] += score[batch.mask].double()
+            tokens += batch.mask.sum()
+        dist.all_reduce(log_probs, group=groups.dp_cp)
+        dist.all_reduce(tokens, group=groups.dp_cp)
+        # Only the last pipeline stage has observed; every context-parallel rank all of its sequences.
+        dist.all_reduce(self._rows, group=groups.dp)
+        last = dist.get_process_group_ranks(groups.pp)[-1]
+        dist.broadcast(self._rows, src=last, group=groups.pp)
+        sums, clipped, outside, seen = self._rows.cpu()
+        return {
+            "log_probs": log_probs.cpu(),
+            "log_ratio_sums": sums,
+            "clipped": clipped,
+            "out_of_band": outside > 0,
+            "seen": seen,
+            "tokens": int(tokens.item()),
+        }
+
+
+# torch 2.13 has new names for two of them.
+_COLLECTIVES = [
+    name
+    for name in (
+        *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all_single"),
+        *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "broadcast"),
+    )
+    if hasattr(dist, name)
+]
+_HEAD_AND_LOSS = ("megatron_fspo.parallel.head", "megatron_fspo.parallel.segments")
+
+
+@contextmanager
+def _counted(groups: ParallelGroups) -> Iterator[Counter[str]]:
+    """Counts the collectives that the head and the loss start meanwhile, by group."""
+    counts: Counter[str] = Counter()
+    kept = {name: getattr(dist, name) for name in _COLLECTIVES}
+    ranks = {
+        name: dist.get_process_group_ranks(group) for name, group in (("tp", groups.tp), ("cp", groups.cp))
+    }
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_globals["__name__"] in _HEAD_AND_LOSS:
+                members = dist.get_process_group_ranks(kwargs["group"])
+                counts.update(name for name, group in ranks.items() if group == members)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name, function in kept.items():
+        setattr(dist, name, counting(function))
+    try:
+        yield counts
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)

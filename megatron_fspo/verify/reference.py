@@ -1,0 +1,229 @@
+"""Every policy loss by its textbook definition, and its gradient by autograd through all of it.
+
+Production works the weight of each token out by hand and detaches it; here S keeps its graph, and the min,
+the clip and the mean are differentiated as they stand. Nothing is imported from the code that is checked. ::
+
+    J    = (1/N) Σ_i J_i                                 FSPO, RLOO, GSPO
+         = (1/N) Σ_i (1/L_i) Σ_t J_it                    GRPO
+         = (1/T) Σ_i Σ_t J_it                            DAPO
+    loss = −(J + entropy_coef·H − kl_coef·KL)
+    H    = (1/T) Σ_i Σ_t entropy of π at y_it
+    KL   = (1/T) Σ_i Σ_t ½ (log π(y_it) − log π_ref(y_it))²
+
+N counts the samples with a response and T their response tokens L_i. Units: nats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.config import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig
+from megatron_fspo.types import Sample
+from megatron_fspo.verify.reference_model import log_probs_and_entropy
+from megatron_fspo.weights import Architecture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """One forward pass over n samples, with its graph: any number of losses share it."""
+
+    weights: Mapping[str, Tensor]
+    """Hugging Face name → float64 tensor; the gradient is asked of those with ``requires_grad``."""
+    advantages: tuple[float, ...]
+    log_probs: tuple[Tensor, ...]
+    """Per sample log π(y_t) [L], L = 0 allowed."""
+    entropies: tuple[Tensor, ...]
+    """Per sample [L]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """One loss of one optimizer step; all tensors are float64 and detached, n is the number of samples."""
+
+    log_probs: list[Tensor]
+    """Per sample [L]."""
+    log_ratio_sums: Tensor
+    """S [n]; 0 for an empty response."""
+    clipped: Tensor
+    """[n] 1 where a clip takes the gradient of J_i from a sequence with A ≠ 0, else 0; token level: the share
+    of its tokens."""
+    out_of_band: Tensor
+    """[n] bool: outside the band on either side, whatever the sign of A; token level: any token is."""
+    objective: float
+    """J, without entropy bonus and KL penalty: −``actor/pg_loss``."""
+    loss: float
+    """All that is minimised."""
+    entropy: float
+    """H."""
+    kl: float
+    """KL to the reference policy; 0 without one."""
+    gradients: dict[str, Tensor]
+    """Hugging Face name → d loss / d weight."""
+    grad_norm: float
+    """2-norm over all of ``gradients``; a tied embedding is one tensor."""
+
+
+def forward(
+    weights: Mapping[str, Tensor], arch: Architecture, samples: Sequence[Sample], temperature: float
+) -> Scores:
+    """Score every sample under the temperature that it was sampled at.
+
+    Raises:
+        ValueError: a weight that is not float64.
+    """
+    for name, weight in weights.items():
+        if weight.dtype != torch.float64:
+            raise ValueError(f"{name} is {weight.dtype}; the reference is computed in float64")
+    pairs = [
+        log_probs_and_entropy(weights, arch, s.prompt.token_ids, s.completion.token_ids, temperature)
+        for s in samples
+    ]
+    return Scores(
+        weights=weights,
+        advantages=tuple(sample.advantage for sample in samples),
+        log_probs=tuple(log_probs for log_probs, _ in pairs),
+        entropies=tuple(entropy for _, entropy in pairs),
+    )
+
+
+def reference(
+    scores: Scores,
+    loss: PolicyLossConfig,
+    drifts: Sequence[Tensor],
+    *,
+    ref_drifts: Sequence[Tensor] | None = None,
+    kl_coef: float = 0.0,
+) -> Reference:
+    """One loss and its gradient.
+
+    Args:
+        scores: of all samples of the optimizer step.
+        loss: the configuration's section, as it stands before a run has measured anything: ``c_low`` and
+            ``c_high`` whatever ``calibrate`` says, and no drift but a given one.
+        drifts: per sample [L], float64: log π − log π_old of each token; S is their sum. |S| must stay below
+            700: e^S overflows there.
+        ref_drifts: the same for log π − log π_ref.
+        kl_coef: factor of KL in the loss; needs ``ref_drifts``.
+
+    Raises:
+        ValueError: drifts that do not fit the samples, no sample with a response, or ``kl_coef`` without
+            ``ref_drifts``.
+    """
+    if kl_coef and ref_drifts is None:
+        raise ValueError(f"kl_coef = {kl_coef} needs ref_drifts")
+    log_ratios = _log_ratios(scores.log_probs, drifts)
+    num_sequences = sum(len(row) > 0 for row in log_ratios)
+    num_tokens = sum(len(row) for row in log_ratios)
+    if not num_sequences:
+        raise ValueError("no sample has a response")
+
+    def token_mean(rows: Sequence[Tensor]) -> Tensor:
+        return torch.stack([row.sum() for row in rows]).sum() / num_tokens
+
+    terms = [_terms(loss, row, a) for row, a in zip(log_ratios, scores.advantages, strict=True)]
+    if isinstance(loss, DAPOLoss):
+        objective = token_mean([term.objective for term in terms])
+    else:
+        means = [term.objective.mean() for term in terms if len(term.objective)]
+        objective = torch.stack(means).sum() / num_sequences
+    entropy = token_mean(scores.entropies)
+    kl = torch.zeros((), dtype=torch.float64)
+    if ref_drifts is not None:
+        kl = token_mean([row.square() / 2 for row in _log_ratios(scores.log_probs, ref_drifts)])
+    total = -(objective + loss.entropy_coef * entropy - kl_coef * kl)
+
+    gradients = _gradients(total, scores.weights)
+    return Reference(
+        log_probs=[row.detach() for row in scores.log_probs],
+        log_ratio_sums=torch.stack([row.detach().sum() for row in log_ratios]),
+        clipped=torch.tensor([term.clipped for term in terms], dtype=torch.float64),
+        out_of_band=torch.tensor([term.out_of_band for term in terms]),
+        objective=objective.item(),
+        loss=total.item(),
+        entropy=entropy.item(),
+        kl=kl.item(),
+        gradients=gradients,
+        grad_norm=math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values())),
+    )
+
+
+def _log_ratios(log_probs: Sequence[Tensor], drifts: Sequence[Tensor]) -> list[Tensor]:
+    """log π − log π_old per sample [L], where log π_old is a constant that lies ``drifts`` below log π."""
+    for index, (new, drift) in enumerate(zip(log_probs, drifts, strict=True)):
+        if drift.shape != new.shape:
+            raise ValueError(f"drifts of sample {index} are {[*drift.shape]}; it has {len(new)} tokens")
+    return [new - (new.detach() - drift) for new, drift in zip(log_probs, drifts, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Terms:
+    """What a loss says of one sample."""
+
+    objective: Tensor
+    """J_i [1], or J_it [L] at token level; [0] for an empty response."""
+    clipped: float
+    out_of_band: bool
+
+
+def _terms(loss: PolicyLossConfig, log_ratio: Tensor, advantage: float) -> _Terms:
+    """PPO's pessimistic minimum, with A the advantage and r the importance ratio::
+
+    r = e^S (FSPO, RLOO), e^(S / L) (GSPO) or e^(log ratio of a token) (GRPO, DAPO)
+    J = min(r·A, clip(r)·A)
+    J = max(J, limit·A)              for A < 0, with a dual clip
+    """
+    length = len(log_ratio)
+    if not length:
+        return _Terms(objective=log_ratio, clipped=0.0, out_of_band=False)
+    if isinstance(loss, GRPOLoss | DAPOLoss):
+        x = log_ratio
+    elif isinstance(loss, GSPOLoss):
+        x = log_ratio.mean()[None]
+    else:
+        x = log_ratio.sum()[None]
+
+    ratio = x.exp()
+    if isinstance(loss, FSPOLoss):
+        # −c_low·L^a + d·L <= S <= c_high·L^a + d·L
+        width, centre = length**loss.exponent, _drift(loss) * length
+        clipped_ratio = x.clamp(centre - loss.c_low * width, centre + loss.c_high * width).exp()
+    else:
+        clipped_ratio = ratio.clamp(1 - loss.eps_low, 1 + loss.eps_high)
+    objective = torch.minimum(ratio * advantage, clipped_ratio * advantage)
+    limit = _dual_clip(loss, length)
+    if advantage < 0 and limit is not None:
+        objective = objective.clamp(min=limit * advantage)
+
+    (slope,) = torch.autograd.grad(objective.sum(), x, retain_graph=True)
+    return _Terms(
+        objective=objective,
+        clipped=(slope == 0).double().mean().item() if advantage else 0.0,
+        out_of_band=bool((ratio != clipped_ratio).any()),
+    )
+
+
+def _dual_clip(loss: PolicyLossConfig, length: int) -> float | None:
+    """Largest importance ratio that still counts for A < 0; None without a dual clip."""
+    if not isinstance(loss, FSPOLoss):
+        return loss.dual_clip_ratio
+    if loss.dual_clip == "length_fair":
+        c = 2 * loss.c_high if loss.c_dual is None else loss.c_dual
+        return math.exp(c * length**loss.exponent + _drift(loss) * length)
+    return loss.dual_clip_ratio if loss.dual_clip == "constant" else None
+
+
+def _drift(loss: FSPOLoss) -> float:
+    """Centre of the band, in nats per token."""
+    return loss.drift_value if loss.drift == "given" else 0.0
+
+
+def _gradients(total: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """d total / d weight of every weight with ``requires_grad``; the graph stays for the next loss."""
+    learned = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    found = torch.autograd.grad(total, list(learned.values()), retain_graph=True)
+    return dict(zip(learned, found, strict=True))

@@ -1,0 +1,167 @@
+"""Verify: every layout, every loss, against one process in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_fspo.config import Config
+from megatron_fspo.mcore.backend import Backend
+from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.startup import join, start, stop
+from megatron_fspo.parallel.metrics import share
+from megatron_fspo.verify.cases import (
+    SMALL,
+    TEMPERATURE,
+    Case,
+    cases,
+    drifts,
+    make_samples,
+    random_weights,
+    with_layers,
+)
+from megatron_fspo.verify.compare import LIMITS, Errors, compare
+from megatron_fspo.verify.diagnose import problems
+from megatron_fspo.verify.layouts import Layout
+from megatron_fspo.verify.production import build, run, score
+from megatron_fspo.verify.reference import Reference, forward, reference
+from megatron_fspo.weights import Architecture
+
+_DRIFT_SEED, _REFERENCE_DRIFT_SEED = 3, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One case on one layout in one precision."""
+
+    layout: str
+    case: Case
+    dtype: torch.dtype
+    tied: bool
+    errors: Errors
+    grad_norm: float
+    """The reference's, in float64."""
+    collectives: dict[str, float]
+    problems: list[str]
+    """Empty: it passed."""
+
+
+def verify(
+    layouts: Sequence[Layout],
+    backend: Backend,
+    dtypes: Sequence[torch.dtype],
+    *,
+    config: Config | None = None,
+    arch: Architecture = SMALL,
+    every_case: bool = True,
+    report: Callable[[Layout, list[Result]], None],
+) -> list[Result]:
+    """Run every layout; ``report`` hears of each as it is done. Collective; the same on every rank.
+
+    Args:
+        config: of a run whose loss and temperature are to be among the cases.
+        arch: with a ``config`` as it is, else both tied and untied; its layers follow from the layout.
+        every_case: in every precision; else each layout runs every loss once, in one precision or the other,
+            and all layouts together cover the pairs.
+    """
+    join(backend)  # the references are shared before the first layout starts
+    ties = [arch.tied] if config is not None else [False, True]
+    temperature = TEMPERATURE if config is None else config.rollout.temperature
+    models = {replace(with_layers(arch, layout.parallel), tied=tied) for layout in layouts for tied in ties}
+    wanted = _references(models, dtypes, cases(config, 0), temperature)
+    stop()
+    found: list[Result] = []
+    for number, layout in enumerate(layouts):
+        results: list[Result] = []
+        asked = cases(config, number)
+        groups = start(backend, parallel=layout.parallel, seed=1)
+        for turn, dtype in enumerate(possible := _possible(layout, dtypes)):
+            model = replace(with_layers(arch, layout.parallel), tied=ties[(number + turn) % len(ties)])
+            policy = build(layout, model, random_weights(model), backend, groups, dtype)
+            some = asked if every_case else _share(asked, turn, len(possible), number)
+            results += _verify(policy, layout, some, wanted[model], temperature)
+        report(layout, results)
+        found += results
+        # Megatron leaves its groups behind, and each keeps threads busy: every layout starts anew.
+        del groups, policy
+        stop()
+    return found
+
+
+def _share(asked: Sequence[Case], turn: int, turns: int, number: int) -> list[Case]:
+    """The cases of one precision out of several: the second has every third; other ones on each layout."""
+    second = [(place + number) % 3 == 0 for place in range(len(asked))]
+    return [case for case, late in zip(asked, second, strict=True) if turns == 1 or late == (turn == 1)]
+
+
+def _possible(layout: Layout, dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
+    """The sharpest first. Megatron's distributed optimizer sorts parameters by type and knows no float64."""
+    possible = [d for d in dtypes if d != torch.float64 or not layout.parallel.distributed_optimizer]
+    return sorted(possible, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _verify(
+    policy: Policy, layout: Layout, asked: Sequence[Case], wanted: dict[str, Reference], temperature: float
+) -> list[Result]:
+    arch, dtype = policy.arch, policy.config.params_dtype
+    samples = make_samples(arch)
+    scored = {
+        name: score(policy, name, samples, temperature) for name in {case.split: None for case in asked}
+    }
+    results = []
+    for case in asked:
+        outcome = run(
+            policy,
+            case,
+            scored[case.split],
+            samples,
+            drifts(samples, seed=_DRIFT_SEED, clipped=case.clipped),
+            drifts(samples, seed=_REFERENCE_DRIFT_SEED),
+        )
+        want = wanted[case.name]
+        errors = compare(policy, outcome, want)
+        results.append(
+            Result(
+                layout=layout.name,
+                case=case,
+                dtype=dtype,
+                tied=arch.tied,
+                errors=errors,
+                grad_norm=want.grad_norm,
+                collectives=outcome.collectives,
+                problems=problems(outcome, want, errors, LIMITS[dtype], layout),
+            )
+        )
+    return results
+
+
+def _references(
+    models: Iterable[Architecture], dtypes: Sequence[torch.dtype], asked: Sequence[Case], temperature: float
+) -> dict[Architecture, dict[str, Reference]]:
+    """Model → case → reference, computed once, on rank 0."""
+    # A model in bf16 has rounded weights: so does its reference.
+    stored = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
+    found: dict[Architecture, dict[str, Reference]] = {}
+    for model in models if dist.get_rank() == 0 else ():
+        weights = {
+            name: tensor.to(stored).double().requires_grad_()
+            for name, tensor in random_weights(model).items()
+        }
+        samples = make_samples(model)
+        scores = forward(weights, model, samples, temperature)
+        found[model] = {
+            case.name: reference(
+                scores,
+                case.loss,
+                drifts(samples, seed=_DRIFT_SEED, clipped=case.clipped),
+                ref_drifts=drifts(samples, seed=_REFERENCE_DRIFT_SEED) if case.loss.kl_coef else None,
+                kl_coef=case.loss.kl_coef,
+            )
+            for case in asked
+        }
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    return share(found, group=everyone)

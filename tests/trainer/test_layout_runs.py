@@ -1,0 +1,79 @@
+"""The main job in other layouts: the same rollouts, losses and weights as tensor parallel."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runs import numbers, rows, run
+
+PLAIN = ("--parallel.tensor", "1", "--parallel.sequence", "false")
+LAYOUTS = {
+    "tensor": (),
+    "pipeline": (*PLAIN, "--parallel.pipeline", "2", "--batch.balance", "attention"),
+    "context": (*PLAIN, "--parallel.context", "2", "--model.recompute", "full"),
+    "optimizer": (
+        *PLAIN,
+        "--parallel.distributed-optimizer",
+        "true",
+        "--parallel.overlap-grad-reduce",
+        "true",
+    ),
+}
+# A penalty, so that the reference policy is in every layout; several packs to a step.
+COMMON = ("--run.steps", "2", "--checkpoint.every", "1", "--loss.kl-coef", "0.5", "--batch.max-tokens", "512")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    for name, layout in LAYOUTS.items():
+        result = run(folder, name, *COMMON, *layout)
+        assert result.returncode == 0, f"{name}: {result.stderr[-6000:]}"
+    return folder
+
+
+def first_step(folder: Path, name: str) -> dict[str, Any]:
+    return next(numbers(row) for row in rows(folder, name) if row["step"] == 1)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "tensor"])
+def test_every_layout_samples_learns_and_reports_the_same(folder: Path, name: str) -> None:
+    """One step: four optimizer steps on one rollout. (Later rollouts may differ where two tokens nearly tie.)"""
+    got, want = first_step(folder, name), first_step(folder, "tensor")
+    assert got.keys() == want.keys()
+    for metric, value in want.items():
+        if metric.startswith(("fspo/on_policy", "rollout/logprob_abs_diff")):
+            assert got[metric] < 1e-4
+        elif metric == "fspo/exponent_fit":
+            assert got[metric] == pytest.approx(value, abs=1e-2, nan_ok=True)
+        else:
+            assert got[metric] == pytest.approx(value, rel=2e-3, abs=2e-5, nan_ok=True), metric
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_penalty_counts_once_the_policy_has_moved(folder: Path, name: str) -> None:
+    first, second = (row for row in rows(folder, name) if row["step"] > 0)
+    assert 0 < first["actor/kl_loss"] < second["actor/kl_loss"] < 1
+    assert math.isfinite(second["actor/grad_norm"])
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "tensor"])
+def test_a_run_resumes_from_its_checkpoint_with_the_same_numbers(folder: Path, name: str) -> None:
+    """Weights, moments and counters came back: the second step is the uninterrupted run's."""
+    again = f"{name}-again"
+    shutil.copytree(folder / name, folder / again)
+    shutil.rmtree(folder / again / "checkpoints/step_000002")
+    shutil.rmtree(folder / again / "hf")
+    result = run(folder, again, *COMMON, *LAYOUTS[name], "--resume")
+    assert result.returncode == 0, result.stderr[-6000:]
+    want, got = (numbers(rows(folder, run_name)[-1]) for run_name in (name, again))
+    assert got == pytest.approx(want, rel=1e-6, nan_ok=True)
+    weights, resumed = (load_file(folder / run_name / "hf/model.safetensors") for run_name in (name, again))
+    assert all(torch.allclose(resumed[key], weights[key], rtol=1e-6, atol=1e-8) for key in weights)
