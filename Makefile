@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-py312 lint format bench docs clean
+.PHONY: help demo test test-py312 verify lint format bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test: $(VENV)/.ready  ## run the whole suite; PYTEST_ARGS selects
 test-py312: $(VENV312)/.ready  ## the same suite on Python 3.12 with megatron-core 0.19
 	$(VENV312)/bin/python -m pytest $(PYTEST_ARGS)
 
+verify: $(VENV)/.ready  ## the gradient of every parallel layout on 8 CPU processes against one in float64
+	$(VENV)/bin/megatron-fspo verify --nproc 8 --all
+
 lint: $(VENV)/.ready  ## ruff and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -43,11 +46,13 @@ format: $(VENV)/.ready  ## reformat
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(VENV)/.ready  ## length fairness of FSPO, RLOO and GSPO at a matched clip rate
+bench: $(VENV)/.ready  ## length fairness of FSPO, RLOO and GSPO; memory and time of the log-prob head
 	$(VENV)/bin/python benchmarks/fairness.py
+	$(VENV)/bin/python benchmarks/logprob_head.py
 
-docs: $(VENV)/.ready  ## rewrite docs/config.md from the code
+docs: $(VENV)/.ready  ## rewrite docs/config.md and docs/parallelism.svg from the code
 	$(VENV)/bin/python docs/make_config.py
+	$(VENV)/bin/python docs/make_parallelism.py
 
 clean:  ## remove environments, runs and caches
 	rm -rf .venv .venv312 runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

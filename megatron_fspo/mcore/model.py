@@ -72,8 +72,8 @@ def transformer_config(
         context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
-        # Batched sends and receives pair up wrongly between two stages that hold several chunks each:
-        # gradients come out wrong without an error.
+        # Batched sends and receives pair up wrongly between two stages that hold several chunks each: wrong
+        # gradients without an error, or a job that hangs.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         recompute_granularity="full" if recompute else None,

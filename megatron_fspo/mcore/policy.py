@@ -66,7 +66,9 @@ class Policy:
         self._ddp = wrap_for_training(self.chunks, self.config, parallel)
         self._optimizer_config = _optimizer_config(optimizer, parallel, dtype)
         self._warmup_steps = optimizer.warmup_steps
-        self.optimizer: MegatronOptimizer = get_megatron_optimizer(self._optimizer_config, self._ddp)
+        self.optimizer: MegatronOptimizer = get_megatron_optimizer(
+            self._optimizer_config, self._ddp, use_gloo_process_groups=False
+        )
         self.config.grad_scale_func = self.optimizer.scale_loss
         self._scheduler = _constant_after_warmup(self.optimizer, self._optimizer_config, self._warmup_steps)
         self.optimizer_steps = 0

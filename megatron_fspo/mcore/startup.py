@@ -64,6 +64,8 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=_virtual(parallel),
         context_parallel_size=parallel.context,
+        # Second groups for gathering checkpoints through the CPU, which checkpoint.py does not do.
+        create_gloo_process_groups=False,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)

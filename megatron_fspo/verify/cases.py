@@ -113,9 +113,9 @@ def narrow(arch: Architecture) -> Architecture:
 
 
 def with_layers(arch: Architecture, parallel: Parallel) -> Architecture:
-    """Two layers for every model chunk while that is few, else one."""
+    """Few layers, at least one for every model chunk; two for each of two pipeline stages."""
     chunks = parallel.pipeline * parallel.virtual_pipeline
-    return replace(arch, num_layers=max(chunks, min(2 * chunks, 8)))
+    return replace(arch, num_layers=2 if chunks == 1 else max(chunks, 4))
 
 
 def random_weights(arch: Architecture) -> dict[str, Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,8 @@ class GradientError:
     """Least-squares got ≈ factor · want; NaN where want is 0."""
     unlike: float
     """1 - cos² of the angle between the two: 0 where only the factor is wrong."""
+    copies: float
+    """How much the squared norms differ between ranks that hold the same part, relative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,48 +76,73 @@ class Errors:
 def compare(policy: Policy, outcome: Outcome, want: Reference) -> Errors:
     """Every rank's part of every gradient, and what all ranks share. Collective."""
     log_probs = torch.nn.utils.rnn.pad_sequence([*want.log_probs], batch_first=True)
-    metrics = {
-        "actor/pg_loss": -want.objective,
-        "actor/entropy": want.entropy,
-        "actor/kl_loss": want.kl,
-    }
     norm = want.grad_norm if outcome.grad_norm is None else outcome.grad_norm
     return Errors(
         gradients=_gradient_errors(policy, outcome, want),
         log_prob=_largest(outcome.log_probs - log_probs),
         log_ratio_sum=_largest(outcome.log_ratio_sums - want.log_ratio_sums),
-        loss=max(_or_inf(abs(outcome.metrics[name] - value)) for name, value in metrics.items()),
+        loss=max(_or_inf(abs(outcome.metrics[key] - value)) for key, (_, value) in reported(want).items()),
         grad_norm=_or_inf(abs(norm - want.grad_norm) / (want.grad_norm or 1.0)),
     )
 
 
+def reported(want: Reference) -> dict[str, tuple[str, float]]:
+    """Metrics of a training step that are compared: key → what it is, and its value."""
+    return {
+        "actor/pg_loss": ("loss", -want.objective),
+        "actor/entropy": ("entropy", want.entropy),
+        "actor/kl_loss": ("KL", want.kl),
+    }
+
+
+class _Part(NamedTuple):
+    """One rank's part of one parameter."""
+
+    name: str
+    part: int
+    """Ranks with the same number hold the same part."""
+    gap: float
+    scale: float
+    product: float
+    wanted: float
+    gotten: float
+
+
 def _gradient_errors(policy: Policy, outcome: Outcome, want: Reference) -> dict[str, GradientError]:
-    mine: list[tuple[str, float, float, float, float, float]] = []
+    mine: list[_Part] = []
     for row, got in outcome.gradients:
-        name = f"{row.hf[0].name}{' (the copy on the last stage)' if row.copy else ''}"
         got = got.double().cpu()
         part = shard_of(row, want.gradients, policy)
-        scale = max(want.gradients[tensor.name].abs().max().item() for tensor in row.hf)
-        gap = (got - part).abs().max().item()
-        products = ((got * part).sum().item(), part.square().sum().item(), got.square().sum().item())
-        mine.append((name, gap, scale, *products))
-    everywhere: list[list[tuple[str, float, float, float, float, float]]] = [[]] * dist.get_world_size()
+        mine.append(
+            _Part(
+                name=f"{row.hf[0].name}{' (the copy on the last stage)' if row.copy else ''}",
+                part=0 if row.layout == "replicated" else policy.groups.tp.rank(),
+                gap=(got - part).abs().max().item(),
+                scale=max(want.gradients[tensor.name].abs().max().item() for tensor in row.hf),
+                product=(got * part).sum().item(),
+                wanted=part.square().sum().item(),
+                gotten=got.square().sum().item(),
+            )
+        )
+    everywhere: list[list[_Part]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
-    by_name: dict[str, list[tuple[float, float, float, float, float]]] = {}
-    for name, *numbers in (item for items in everywhere for item in items):
-        gap, scale, both, wanted, gotten = numbers
-        by_name.setdefault(name, []).append((gap, scale, both, wanted, gotten))
+    by_name: dict[str, list[_Part]] = {}
+    for item in (item for items in everywhere for item in items):
+        by_name.setdefault(item.name, []).append(item)
     return {name: _gradient_error(rows) for name, rows in sorted(by_name.items())}
 
 
-def _gradient_error(rows: Iterable[tuple[float, float, float, float, float]]) -> GradientError:
-    gaps, scales, both, wanted, gotten = zip(*rows, strict=True)
-    gap, scale = max(map(_or_inf, gaps)), max(scales)
-    product, want2, got2 = sum(both), sum(wanted), sum(gotten)
+def _gradient_error(rows: Sequence[_Part]) -> GradientError:
+    gap, scale = max(_or_inf(row.gap) for row in rows), max(row.scale for row in rows)
+    product, wanted, gotten = (
+        sum(getattr(row, name) for row in rows) for name in ("product", "wanted", "gotten")
+    )
+    copies = [[row.gotten for row in rows if row.part == part] for part in {row.part for row in rows}]
     return GradientError(
         error=gap / scale if scale else (0.0 if gap == 0 else math.inf),
-        factor=product / want2 if want2 else math.nan,
-        unlike=1 - product**2 / (want2 * got2) if want2 and got2 else 0.0,
+        factor=product / wanted if wanted else math.nan,
+        unlike=1 - product**2 / (wanted * gotten) if wanted and gotten else 0.0,
+        copies=max(1 - min(squares) / max(squares) if max(squares) else 0.0 for squares in copies),
     )
 
 

@@ -23,10 +23,10 @@ _LAYER_BACKWARD = (
 
 
 def problems(outcome: Outcome, want: Reference, errors: Errors, limits: Limits, layout: Layout) -> list[str]:
-    """Empty when everything is within the limits. What comes later is often a consequence of what is first."""
+    """Empty when everything is within the limits. What comes later is often a consequence of the first."""
     return [
         *_counts(outcome, want),
-        *_log_probs(outcome, want, errors, limits),
+        *_log_probs(outcome, want, errors, limits, layout),
         *_sums(outcome, want, errors, limits, layout),
         *_clips(outcome, want),
         *_means(outcome, want, errors, limits),
@@ -50,26 +50,30 @@ def _counts(outcome: Outcome, want: Reference) -> Iterator[str]:
         )
 
 
-def _log_probs(outcome: Outcome, want: Reference, errors: Errors, limits: Limits) -> Iterator[str]:
+def _log_probs(
+    outcome: Outcome, want: Reference, errors: Errors, limits: Limits, layout: Layout
+) -> Iterator[str]:
     if errors.log_prob <= limits.value:
         return
+    parallel = layout.parallel
     present = torch.tensor([len(row) > 0 for row in want.log_probs])
-    wrong = (outcome.log_probs - _padded(want.log_probs)).abs().amax(1) > limits.value
-    # A token that sees hardly another one has the same hidden state whatever attention does to the others.
+    wanted = torch.nn.utils.rnn.pad_sequence([*want.log_probs], batch_first=True)
+    wrong = ~((outcome.log_probs - wanted).abs().amax(1) <= limits.value)  # NaN is wrong too
+    # A first token sees none but itself: whatever attention does to the others, its hidden state is right.
     if bool(wrong[present].all()):
+        softmax = ", padded vocabulary rows in the softmax or those of other tensor-parallel ranks not in it"
         cause = (
-            "labels that are not the next token, another temperature, padded rows of the vocabulary or "
-            "statistics of the softmax that its tensor-parallel ranks do not share, or attention to later tokens"
+            "labels that are not the next token, another temperature"
+            f"{softmax if parallel.tensor > 1 else ''}, attention to later tokens, or other weights"
         )
     else:
+        chunks = ", other chunks than those of its context-parallel rank" if parallel.context > 1 else ""
         cause = (
-            "attention, which takes tokens for others than they are (chunks of context-parallel ranks, RoPE "
-            "positions, borders of packed sequences)"
+            "attention that takes tokens for others than they are (wrong RoPE positions or borders of packed "
+            f"sequences{chunks}), or weights that differ between ranks"
         )
-    yield (
-        f"log-probs are off by {errors.log_prob:.1e} on {int(wrong.sum())} of {int(present.sum())} responses: "
-        f"{cause}"
-    )
+    responses = f"{int(wrong.sum())} of {int(present.sum())} responses"
+    yield f"log-probs are off by {errors.log_prob:.1e} on {responses}: {cause}"
 
 
 def _sums(outcome: Outcome, want: Reference, errors: Errors, limits: Limits, layout: Layout) -> Iterator[str]:
@@ -78,16 +82,16 @@ def _sums(outcome: Outcome, want: Reference, errors: Errors, limits: Limits, lay
     got, sums = outcome.log_ratio_sums, want.log_ratio_sums
     if not got.isfinite().all():
         yield (
-            f"S is not finite on sequences {_where(~got.isfinite())}: a value outside the mask (NaN here) got in; "
-            "multiplying by 0 does not remove it, torch.where does"
+            f"S is not finite on sequences {_where(~got.isfinite())}: a value outside the mask (NaN here) "
+            "got in; multiplying by 0 does not remove it, torch.where does"
         )
         return
     lengths = torch.tensor([max(1, len(row)) for row in want.log_probs])
     context = layout.parallel.context
     if _multiple(got, sums, limits):
         yield (
-            f"S is {_factor(got, sums):.4g} x its value on every sequence: "
-            f"it was summed more than once over {context} ranks"
+            f"S is {_factor(got, sums):.4g} x its value on every sequence, "
+            f"as by one reduction too many over {context} context-parallel ranks"
         )
     elif _multiple(got, sums / lengths, limits):
         yield "S is divided by the length of the response: a mean in place of the sum"
@@ -120,8 +124,8 @@ def _means(outcome: Outcome, want: Reference, errors: Errors, limits: Limits) ->
             yield f"reported {name} is not finite: a value outside the mask (NaN here) got in"
         elif gap > limits.value:
             yield (
-                f"reported {name} is off by {gap:.1e}: a mean with another denominator, such as the count of a "
-                "micro-batch or a rank, or over other values"
+                f"reported {name} is off by {gap:.1e}: a mean with another denominator, such as the count of "
+                "a micro-batch or a rank, or over other values"
             )
 
 
@@ -133,7 +137,7 @@ def _gradients(want: Reference, errors: Errors, limits: Limits, layout: Layout) 
     factors = [error.factor for error in wrong.values()]
     if want.grad_norm == 0:
         yield f"every sequence is clipped, so gradients must be 0, and are not ({worst})"
-    elif not all(math.isfinite(error.size) for error in wrong.values()):
+    elif math.isinf(errors.gradient):
         yield f"gradients are not finite ({worst})"
     elif len(wrong) < len(errors.gradients):
         yield (
@@ -142,47 +146,42 @@ def _gradients(want: Reference, errors: Errors, limits: Limits, layout: Layout) 
         )
     elif max(error.copies for error in wrong.values()) > limits.gradient:
         yield (
-            "gradients of a parameter differ between ranks that hold the same of it: they are not summed over "
-            f"data and context parallel ranks ({worst})"
+            "gradients of a parameter differ between ranks that hold the same of it: they are not summed "
+            f"over data and context parallel ranks ({worst})"
         )
-    elif (
+    elif max(error.unlike for error in wrong.values()) < 1e-6 and (
         max(factors) - min(factors) <= limits.gradient * abs(max(factors))
-        and max(error.unlike for error in wrong.values()) < 1e-6
     ):
         digits = 1 - round(math.log10(limits.gradient))
         yield (
-            f"every gradient is {factors[0]:.{digits}g} x the reference: a normaliser or the number of ranks or "
-            f"micro-batches enters as a factor ({worst})"
+            f"every gradient is {factors[0]:.{digits}g} x the reference: a normaliser or the number of ranks "
+            f"or micro-batches enters as a factor ({worst})"
         )
     else:
-        # What the loss has beside the policy gradient.
-        extra = abs(want.loss + want.objective) > 0
+        # Whether the loss has more than the policy gradient.
+        more = "the entropy bonus or the KL penalty has another sign or normaliser, "
         yield (
-            "gradients differ in direction: "
-            + ("sign or normaliser of the entropy bonus or the KL penalty, or " if extra else "")
-            + "sequences or tokens do not weigh the same, such as with a normaliser of a micro-batch or a rank "
-            f"in place of the step's ({worst})"
+            f"gradients differ in direction: {more if want.loss != -want.objective else ''}sequences or "
+            "tokens do not weigh the same (N or T of a micro-batch or a rank, a clipped sequence that keeps "
+            f"its gradient), or the gradient of a micro-batch is lost ({worst})"
         )
 
 
 def _model_cause(wrong: Mapping[str, GradientError], errors: Errors, layout: Layout) -> str:
-    """Why only some parameters are wrong: the loss is right, and its way back through the model is not."""
+    """Why only some parameters are wrong: the loss is right, the way back through the model is not."""
     first = min(wrong, key=_backward_order)
     where = f"on the way back from the loss the first is {first}"
-    if (
-        all(name.startswith("model.embed_tokens") for name in wrong)
-        and "lm_head.weight" not in errors.gradients
-    ):
+    if "lm_head.weight" not in errors.gradients and all("embed_tokens" in name for name in wrong):
         return (
             "the tied embedding, whose two gradients, as embedding and as head, are not added up, "
             "in main_grad or between the first and the last pipeline stage"
         )
-    if layout.parallel.sequence and all("norm.weight" in name for name in wrong):
-        return "norms, of which each rank of sequence parallel has a part, are not summed over them"
-    if first == "model.norm.weight":
-        return f"{where}: the head's gradient of hidden states is not summed over tensor-parallel ranks"
+    if layout.parallel.tensor > 1 and all(name.endswith("norm.weight") for name in wrong):
+        return "norms, of whose gradients each tensor-parallel rank has a part, are not summed over the ranks"
+    if first == "model.norm.weight" and len(wrong) == len(errors.gradients) - 1:
+        return f"{where}: the head's gradient of hidden states, which tensor-parallel ranks must sum"
     if layout.parallel.context > 1 and first.endswith(("k_norm.weight", "q_proj.weight")):
-        return f"{where}: gradients of keys and values do not come back from other context-parallel ranks"
+        return f"{where}: gradients of keys and values, which context-parallel ranks must sum"
     return where
 
 
@@ -204,8 +203,8 @@ def _collectives(outcome: Outcome, layout: Layout) -> Iterator[str]:
     for group, (name, limit) in limits.items():
         if outcome.collectives[group] > limit:
             yield (
-                f"{outcome.collectives[group]:.4g} {name}-parallel collectives per micro-batch in head and loss, "
-                f"where {limit} would do"
+                f"{outcome.collectives[group]:.4g} {name}-parallel collectives per micro-batch in head and "
+                f"loss, where {limit} would do"
             )
 
 
@@ -221,14 +220,10 @@ def _factor(got: Tensor, values: Tensor) -> float:
 
 def _backward_order(name: str) -> tuple[int, int, int]:
     """Sorts parameters as backward comes to them."""
-    if not name.startswith("model.layers."):
-        return {"lm_head.weight": 0, "model.norm.weight": 1}.get(name, 3), 0, 0
-    layer, part = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
-    return 2, -int(layer), _LAYER_BACKWARD.index(part)
-
-
-def _padded(rows: list[Tensor]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    if name.startswith("model.layers."):
+        layer, part = name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
+        return 2, -int(layer), _LAYER_BACKWARD.index(part)
+    return {"lm_head.weight": 0, "model.norm.weight": 1, "model.embed_tokens.weight": 3}.get(name, 0), 0, 0
 
 
 def _where(flags: Tensor) -> str:

@@ -121,8 +121,8 @@ def run(
     batches = [
         replace(
             batch,
-            old_log_probs=_below(batch, score, drifts, samples),
-            reference_log_probs=_below(batch, score, reference_drifts, samples),
+            old_log_probs=log_probs_below(batch, score, drifts, samples),
+            reference_log_probs=log_probs_below(batch, score, reference_drifts, samples),
         )
         for batch, score in zip(scored.micro_batches, scored.log_probs, strict=True)
     ]
@@ -193,7 +193,9 @@ def _places(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tenso
     return sample, batch.position_ids[0, batch.mask] - prompts[sample] + 1
 
 
-def _below(batch: MicroBatch, score: Tensor, drifts: Sequence[Tensor], samples: Sequence[Sample]) -> Tensor:
+def log_probs_below(
+    batch: MicroBatch, score: Tensor, drifts: Sequence[Tensor], samples: Sequence[Sample]
+) -> Tensor:
     """Log-probs [t] that lie ``drifts`` below the scores; NaN outside the mask, where nothing may look."""
     sample, place = _places(batch, samples)
     padded = torch.nn.utils.rnn.pad_sequence([*drifts], batch_first=True).to(score)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fspo.packing.plan import plan_micro_batches
+from megatron_fspo.packing.plan import attention_costs, plan_micro_batches
 
 
 @st.composite
@@ -85,3 +85,35 @@ def test_fewer_sequences_than_ranks_leave_empty_packs() -> None:
 def test_a_sequence_that_is_too_long_is_refused() -> None:
     with pytest.raises(ValueError, match="a sequence of 11 tokens does not fit a micro-batch of 10"):
         plan_micro_batches([3, 11, 4], ranks=2, max_tokens=10)
+
+
+@given(job=jobs(), multiple=st.integers(1, 5))
+def test_the_number_of_micro_batches_is_a_multiple(job: tuple[list[int], int, int], multiple: int) -> None:
+    lengths, ranks, max_tokens = job
+    plan = plan_micro_batches(lengths, ranks=ranks, max_tokens=max_tokens, count_multiple_of=multiple)
+    assert {len(micro_batches) % multiple for micro_batches in plan} == {0}
+    assert sorted(i for rank in plan for pack in rank for i in pack) == list(range(len(lengths)))
+
+
+@given(job=jobs(), seed=st.integers(0, 99))
+def test_any_costs_keep_the_token_limit(job: tuple[list[int], int, int], seed: int) -> None:
+    lengths, ranks, max_tokens = job
+    costs = [(length * 7919 + seed * 104729) % 1000 for length in lengths]
+    plan = plan_micro_batches(lengths, ranks=ranks, max_tokens=max_tokens, costs=costs)
+    packs = [pack for micro_batches in plan for pack in micro_batches]
+    assert sorted(index for pack in packs for index in pack) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in pack) <= max_tokens for pack in packs)
+
+
+def test_costs_are_what_is_balanced() -> None:
+    """By tokens a short sequence joins the long one; by attention the long one outweighs all others."""
+    lengths = [6, 2, 2, 2, 2]
+    assert plan_micro_batches(lengths, ranks=2, max_tokens=99) == [[[0, 4]], [[1, 2, 3]]]
+    costs = attention_costs(lengths, linear_size=1, attention_size=1)
+    assert costs == [42, 6, 6, 6, 6]
+    assert plan_micro_batches(lengths, ranks=2, max_tokens=99, costs=costs) == [[[0]], [[1, 2, 3, 4]]]
+
+
+def test_a_costlier_pack_takes_what_the_cheapest_has_no_room_for() -> None:
+    plan = plan_micro_batches([3, 9, 4], ranks=2, max_tokens=10, costs=[100, 50, 10])
+    assert plan == [[[0, 2]], [[1]]]

@@ -45,7 +45,7 @@ def first_step(folder: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "tensor"])
 def test_every_layout_samples_learns_and_reports_the_same(folder: Path, name: str) -> None:
-    """One step: four optimizer steps on one rollout. (Later rollouts may differ where two tokens nearly tie.)"""
+    """One step: four optimizer steps on one rollout. (Later ones may differ where two tokens nearly tie.)"""
     got, want = first_step(folder, name), first_step(folder, "tensor")
     assert got.keys() == want.keys()
     for metric, value in want.items():
@@ -77,3 +77,13 @@ def test_a_run_resumes_from_its_checkpoint_with_the_same_numbers(folder: Path, n
     assert got == pytest.approx(want, rel=1e-6, nan_ok=True)
     weights, resumed = (load_file(folder / run_name / "hf/model.safetensors") for run_name in (name, again))
     assert all(torch.allclose(resumed[key], weights[key], rtol=1e-6, atol=1e-8) for key in weights)
+
+
+def test_bf16_trains_with_log_probs_of_fp32_logits(tmp_path: Path) -> None:
+    """Weights and activations rounded, log-probs not: the old pass equals the first update to the bit."""
+    result = run(tmp_path, "bf16", "--run.steps", "1", "--model.dtype", "bfloat16")
+    assert result.returncode == 0, result.stderr[-6000:]
+    row = next(row for row in rows(tmp_path, "bf16") if row["step"] == 1)
+    assert row["fspo/on_policy_abs_s_max"] == 0
+    assert row["rollout/logprob_abs_diff/mean"] < 0.02  # the sampler's activations round in other places
+    assert 0 < row["actor/grad_norm"] < math.inf

@@ -2,18 +2,24 @@ from __future__ import annotations
 
 import importlib.util
 
+import pytest
+
 from launch import REPO
 from megatron_fspo.options import legal_keys
 
 PAGE = REPO / "docs/config.md"
 
 
-def test_the_configuration_page_is_what_the_code_says() -> None:
-    spec = importlib.util.spec_from_file_location("make_config", REPO / "docs/make_config.py")
+@pytest.mark.parametrize(
+    ("script", "page"), [("make_config", "config.md"), ("make_parallelism", "parallelism.svg")]
+)
+def test_a_page_made_from_code_is_what_the_code_says(script: str, page: str) -> None:
+    spec = importlib.util.spec_from_file_location(script, REPO / f"docs/{script}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert PAGE.read_text(encoding="utf-8") == module.render(), "docs/config.md is stale: run `make docs`"
+    text = (REPO / "docs" / page).read_text(encoding="utf-8")
+    assert text == module.render(), f"docs/{page} is stale: run `make docs`"
 
 
 def test_the_page_has_every_key_once_per_section_that_has_it() -> None:

@@ -1,0 +1,33 @@
+"""Whatever way one batch is split into micro-batches and over ranks, the same numbers are reported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import run_worker
+from megatron_fspo.verify.cases import SPLITS
+from split_worker import LAYOUTS
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("splits") / "found.json"
+    run_worker(Path(__file__).with_name("split_worker.py"), str(out), nproc=2)
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+@pytest.mark.parametrize("loss", ["fspo", "gspo", "grpo", "dapo"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_split_reports_the_same(found: dict[str, Any], layout: str, loss: str) -> None:
+    want = found["dp2"][f"{loss} | {SPLITS[0]}"]
+    assert 0 < want["actor/pg_clipfrac"] < 1 and want["fspo/lre_mean"] > 0 and want["actor/pg_loss"] != 0
+    for split in SPLITS:
+        got = found[layout][f"{loss} | {split}"]
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert got[name] == pytest.approx(value, rel=1e-6, abs=1e-6, nan_ok=True), (split, name)
