@@ -15,7 +15,7 @@ Collectives over the tensor-parallel group, whatever the number of chunks, and n
 - backward: one all-reduce of d hidden, of the rows used; under sequence parallel one reduce-scatter;
 - under sequence parallel one more in forward, the all-gather of hidden.
 
-Saved for backward: hidden (gathered), weight, and of each row its index, label, m, Z, log p and H.
+Saved for backward: hidden (gathered), weight, and of each row its index, label, m, Z and H.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class _LinearLogProbs(torch.autograd.Function):
             if head.sequence_parallel:
                 hidden = _gather(hidden, head.group)
             stats = _combine(_gather(_statistics(hidden, weight, rows, labels, head)[None], head.group))
-            log_probs[rows], entropy[rows] = stats[2], stats[3]
-        ctx.save_for_backward(hidden, weight, rows, labels, stats)
+            entropy[rows], log_probs[rows] = stats[2], stats[3]
+        ctx.save_for_backward(hidden, weight, rows, labels, stats[:3])
         # A saved tensor may come back as another object, without the attributes of the parameter.
         ctx.head, ctx.parameter = head, weight
         return log_probs, entropy
@@ -160,9 +160,9 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, rows, labels, stats = ctx.saved_tensors
-        # m, Z, log p, H, and the upstream gradients of the last two: [6, n]
+        # m, Z, H, and the upstream gradients of log p and H: [5, n]
         stats = torch.cat([stats, grad_log_probs[None, rows], grad_entropy[None, rows]])
-        used = (stats[4:] != 0).any(0).nonzero()[:, 0]
+        used = (stats[3:] != 0).any(0).nonzero()[:, 0]
         rows = rows[used]
         partial, total = _gradients(ctx, hidden, weight, rows, labels[used], stats[:, used])
         grad_hidden = None if partial is None else _hidden_gradient(partial, rows, hidden.dtype, ctx.head)
@@ -189,7 +189,7 @@ def _statistics(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, he
 
 
 def _combine(table: Tensor) -> Tensor:
-    """From the statistics of all ranks [tp, 4, n] to m, Z, log p and H [4, n]."""
+    """From the statistics of all ranks [tp, 4, n] to m, Z, H and log p [4, n]."""
     top, exps, weighted, target = table.unbind(1)
     best = top.amax(0)
     shift = top - best
@@ -197,7 +197,7 @@ def _combine(table: Tensor) -> Tensor:
     total = (share * exps).sum(0)
     spread = (share * (weighted + shift * exps)).sum(0)
     log_total = total.log()
-    return torch.stack([best, total, target.sum(0) - best - log_total, log_total - spread / total])
+    return torch.stack([best, total, log_total - spread / total, target.sum(0) - best - log_total])
 
 
 def _gradients(
@@ -208,10 +208,10 @@ def _gradients(
     partial = stats.new_zeros(len(rows), hidden.shape[1]) if ctx.needs_input_grad[0] else None
     total = _accumulator(ctx.parameter, head.dtype) if ctx.needs_input_grad[1] else None
     weight = _operand(weight, hidden, head)
-    with_entropy = bool((stats[5] != 0).any())
+    with_entropy = bool((stats[4] != 0).any())
     for part, states, logits in head.chunks(hidden, weight, rows):
         _to_gradient(logits, labels[part], stats[:, part], with_entropy, head)
-        scale = (1.0 if with_entropy else stats[4, part, None]) / (stats[1, part, None] * head.temperature)
+        scale = (1.0 if with_entropy else stats[3, part, None]) / (stats[1, part, None] * head.temperature)
         gradient = logits.to(weight.dtype)
         if partial is not None:
             _product(partial[part], gradient, weight[: head.width])
@@ -227,16 +227,16 @@ def _to_gradient(logits: Tensor, labels: Tensor, stats: Tensor, with_entropy: bo
 
     Z is left to the small sides of the products, and without entropy the upstream gradient is, too.
     """
-    top, total, log_p, entropy, grad_log_p, grad_entropy = stats[..., None]
+    top, total, entropy, grad_log_p, grad_entropy = stats[..., None]
     mine, column = head.columns(labels)
-    rest = total * torch.expm1(log_p)  # Z (p - 1) of the label, without cancellation where p is close to 1
+    label = torch.where(mine, total, 0.0)
     offset = entropy - total.log()
     for block, z, scratch in head.blocks(logits):
         z.sub_(top[block])
         exp = torch.exp(z, out=scratch if with_entropy else z)
         if with_entropy:
             z.add_(offset[block]).mul_(exp).mul_(grad_entropy[block])
-        exp.scatter_(1, column[block], torch.where(mine[block], rest[block], exp.gather(1, column[block])))
+        exp.scatter_(1, column[block], exp.gather(1, column[block]) - label[block])
         if with_entropy:
             z.addcmul_(exp, grad_log_p[block])
 

@@ -110,34 +110,34 @@ class _Part(NamedTuple):
 
 def _gradient_errors(policy: Policy, outcome: Outcome, want: Reference) -> dict[str, GradientError]:
     mine: list[_Part] = []
-    for row, got in outcome.gradients:
-        got = got.double().cpu()
-        part = shard_of(row, want.gradients, policy)
+    for row, gradient in outcome.gradients:
+        got, wanted = gradient.double().cpu(), shard_of(row, want.gradients, policy)
         mine.append(
             _Part(
                 name=f"{row.hf[0].name}{' (the copy on the last stage)' if row.copy else ''}",
                 part=0 if row.layout == "replicated" else policy.groups.tp.rank(),
-                gap=(got - part).abs().max().item(),
+                gap=(got - wanted).abs().max().item(),
                 scale=max(want.gradients[tensor.name].abs().max().item() for tensor in row.hf),
-                product=(got * part).sum().item(),
-                wanted=part.square().sum().item(),
+                product=(got * wanted).sum().item(),
+                wanted=wanted.square().sum().item(),
                 gotten=got.square().sum().item(),
             )
         )
     everywhere: list[list[_Part]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
     by_name: dict[str, list[_Part]] = {}
-    for item in (item for items in everywhere for item in items):
-        by_name.setdefault(item.name, []).append(item)
+    for parts in everywhere:
+        for part in parts:
+            by_name.setdefault(part.name, []).append(part)
     return {name: _gradient_error(rows) for name, rows in sorted(by_name.items())}
 
 
-def _gradient_error(rows: Sequence[_Part]) -> GradientError:
-    gap, scale = max(_or_inf(row.gap) for row in rows), max(row.scale for row in rows)
-    product, wanted, gotten = (
-        sum(getattr(row, name) for row in rows) for name in ("product", "wanted", "gotten")
-    )
-    copies = [[row.gotten for row in rows if row.part == part] for part in {row.part for row in rows}]
+def _gradient_error(parts: Sequence[_Part]) -> GradientError:
+    gap, scale = max(_or_inf(part.gap) for part in parts), max(part.scale for part in parts)
+    product = sum(part.product for part in parts)
+    wanted, gotten = sum(part.wanted for part in parts), sum(part.gotten for part in parts)
+    numbers = {part.part for part in parts}
+    copies = [[part.gotten for part in parts if part.part == number] for number in numbers]
     return GradientError(
         error=gap / scale if scale else (0.0 if gap == 0 else math.inf),
         factor=product / wanted if wanted else math.nan,

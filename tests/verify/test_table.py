@@ -1,0 +1,135 @@
+"""The printed table, the verdict and the JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from verify_records import ERRORS, NAMES, result, with_gradients
+
+from megatron_fspo.verify import table
+from megatron_fspo.verify.compare import GradientError
+from megatron_fspo.verify.run import Result
+
+
+def failed(**changes: Any) -> Result:
+    return result(problems=["first", "second"], **changes)
+
+
+def worst(name: str, error: float) -> Any:
+    return with_gradients({name: GradientError(error=error, factor=1.0, unlike=0.0, copies=0.0)})
+
+
+def columns(line: str) -> list[str]:
+    """By the places of the titles; numbers end where their titles do."""
+    titles = table.header().splitlines()[-1]
+    ends = [titles.index(title) + len(title) for title in ("gradient", "log-prob", " S", "loss", "|grad|")]
+    ends += [titles.rindex("TP") + 2, titles.rindex("CP") + 2]
+    return [line[:end].split()[-1] for end in ends]
+
+
+def test_a_line_for_each_precision_with_the_largest_of_its_cases() -> None:
+    rows = [
+        result(errors=worst("model.layers.1.self_attn.k_norm.weight", 2e-6)),
+        result(errors=replace(ERRORS, log_prob=3e-7, log_ratio_sum=4e-8, loss=5e-9, grad_norm=6e-8)),
+        result(dtype=torch.float64, collectives={"tp": 2.5, "cp": 0.0}),
+    ]
+    first, second = table.lines("tp2.cp2", rows).splitlines()
+    assert first.split() == "tp2.cp2 float32 2e-06 layers.1.k_norm 3e-07 4e-08 5e-09 6e-08 2 1 2 pass".split()
+    assert second.split() == "tp2.cp2 float64 1e-16 lm_head 0e+00 0e+00 0e+00 0e+00 2.5 0 1 pass".split()
+    assert columns(first) == ["2e-06", "3e-07", "4e-08", "5e-09", "6e-08", "2", "1"]
+    assert columns(second) == ["1e-16", "0e+00", "0e+00", "0e+00", "0e+00", "2.5", "0"]
+
+
+def test_the_longest_names_keep_the_columns() -> None:
+    name = "model.layers.11.post_attention_layernorm.weight"
+    line = table.lines("pp2.vpp2.dp4.do.overlap.recompute"[:32], [result(errors=worst(name, 1.0))])
+    assert columns(line)[0] == "1e+00" and "layers.11.post_attention_norm" in line
+    copy = "model.embed_tokens.weight (the copy on the last stage)"
+    assert " embed_tokens (copy) " in table.lines("pp2", [result(errors=worst(copy, 1.0))])
+
+
+def test_a_line_says_how_many_failed() -> None:
+    line = table.lines("cp2", [failed(), result(), failed()])
+    assert line.endswith("  2 of 3 FAIL") and "\n" not in line
+    assert (
+        table.lines("cp2", [result(), failed(dtype=torch.bfloat16)]).splitlines()[1].endswith("1 of 1 FAIL")
+    )
+
+
+def test_failures_come_with_their_problems() -> None:
+    found = table.failures([result(), failed(), failed(tied=True, layout="pp2", dtype=torch.float64)])
+    assert found == [
+        "tp2.cp2, float32, grpo, uneven:\n  first\n  second",
+        "pp2, float64, grpo, uneven, tied:\n  first\n  second",
+    ]
+    assert table.failures([result()]) == []
+    many = table.failures([failed()] * 13)
+    assert len(many) == 11 and many[-1] == "… and 3 more; --json has all"
+    assert len(table.failures([failed()] * 10)) == 10
+
+
+def test_the_verdict_is_one_line_with_the_worst_parameter() -> None:
+    passed = table.verdict([result(), result(dtype=torch.float64), result(layout="cp2")])
+    assert passed == "2 layouts, 3 cases: the same gradient in all of them"
+    found = table.verdict(
+        [
+            result(errors=worst("lm_head.weight", 9.0)),  # did not fail
+            failed(errors=worst("model.norm.weight", 0.5)),
+            failed(errors=worst("model.layers.0.mlp.down_proj.weight", 1.5), layout="cp2"),
+        ]
+    )
+    assert found == (
+        "2 of 3 cases FAILED; worst parameter model.layers.0.mlp.down_proj.weight "
+        "(relative error 1.5e+00, layout cp2, grpo)"
+    )
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_json(passed: bool) -> None:
+    errors = replace(
+        worst("model.norm.weight", 0.5), log_prob=1e-7, log_ratio_sum=2e-7, loss=3e-7, grad_norm=4e-7
+    )
+    rows = [result(errors=errors), result() if passed else failed(dtype=torch.float64, tied=True)]
+    found = table.as_json(rows, world_size=4, collectives="gloo")
+    assert json.loads(json.dumps(found)) == found
+    assert found["passed"] is passed
+    assert (found["world_size"], found["collectives"], found["torch"]) == (4, "gloo", torch.__version__)
+    assert found["megatron_core"].startswith("0.")
+    first, second = found["cases"]
+    assert first == {
+        "layout": "tp2.cp2",
+        "dtype": "float32",
+        "tied": False,
+        "loss": "grpo",
+        "split": "uneven",
+        "gradient_error": 0.5,
+        "parameter": "model.norm.weight",
+        "log_prob_error": 1e-7,
+        "log_ratio_sum_error": 2e-7,
+        "loss_error": 3e-7,
+        "grad_norm": 2.0,
+        "grad_norm_error": 4e-7,
+        "tp_collectives": 2.0,
+        "cp_collectives": 1.0,
+        "problems": [],
+    }
+    assert second["problems"] == ([] if passed else ["first", "second"])
+
+
+def test_errors_that_are_not_finite_are_printed() -> None:
+    broken = failed(errors=replace(worst("model.norm.weight", math.inf), log_prob=math.inf))
+    line = table.lines("cp2", [broken])
+    assert columns(line)[:2] == ["inf", "inf"]
+    assert "relative error inf" in table.verdict([broken])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shortened_name_fits_its_column(name: str) -> None:
+    line = table.lines("cp2", [result(errors=worst(name, 1.0))])
+    short = line.split()[3]
+    assert len(short) <= 31 and ".weight" not in short and "self_attn" not in short

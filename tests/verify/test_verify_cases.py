@@ -1,0 +1,332 @@
+"""The cases: the batch is as uneven as is said, every clip acts, and splits lose nothing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fspo.config import Config, FSPOLoss, Parallel, PolicyLossConfig
+from megatron_fspo.mcore.model import check_parallel
+from megatron_fspo.packing.batch import sample_length
+from megatron_fspo.verify.cases import (
+    LOSSES,
+    SMALL,
+    SPLITS,
+    Case,
+    cases,
+    drifts,
+    make_samples,
+    narrow,
+    random_weights,
+    split,
+    with_layers,
+)
+from megatron_fspo.verify.layouts import all_layouts
+from megatron_fspo.verify.reference import Reference, Scores, reference
+from megatron_fspo.verify.run import _possible, _share
+from megatron_fspo.weights import Architecture, expected_hf_shapes
+
+SAMPLES = make_samples(SMALL)
+RESPONSES = [len(sample.completion.token_ids) for sample in SAMPLES]
+PROMPTS = [len(sample.prompt.token_ids) for sample in SAMPLES]
+PRESENT = [i for i, length in enumerate(RESPONSES) if length]
+
+
+# The batch.
+
+
+def test_the_batch_is_very_uneven() -> None:
+    assert len(SAMPLES) == 16 and len(PRESENT) == 14
+    assert max(RESPONSES) > sum(RESPONSES) - max(RESPONSES)
+    assert sum(length == 1 for length in RESPONSES) >= 3
+    assert PROMPTS[0] == RESPONSES[0] == 1
+    assert sum((p + r) % 4 > 0 for p, r in zip(PROMPTS, RESPONSES, strict=True)) >= 12
+    assert len(SAMPLES) % 8 == 0, "as many sequences as an even split over 8 ranks wants"
+
+
+def test_megatrons_division_by_t_is_exact_and_that_by_n_is_not() -> None:
+    total = sum(RESPONSES)
+    assert total == 256
+    assert (len(PRESENT) & (len(PRESENT) - 1)) != 0, "a power of two would hide a wrong N in rounding"
+
+
+def test_samples_have_what_a_loss_must_not_mix_up() -> None:
+    advantages = [sample.advantage for sample in SAMPLES]
+    assert len({abs(a) for a in advantages}) == len(SAMPLES)
+    assert {math.copysign(1, a) for a in advantages} == {1.0, -1.0}
+    assert all(torch.tensor(a, dtype=torch.float32).item() == a for a in advantages)
+    ids = [t for sample in SAMPLES for t in sample.completion.token_ids]
+    assert 0 in ids, "the id that pads is sampled too"
+    assert min(ids) == 0 and max(ids) == SMALL.vocab_size - 1
+    assert all(0 <= t < SMALL.vocab_size for sample in SAMPLES for t in sample.prompt.token_ids)
+    assert make_samples(SMALL) == SAMPLES
+
+
+def test_weights_are_the_same_everywhere_and_large_enough() -> None:
+    for tied in (False, True):
+        arch = replace(SMALL, tied=tied)
+        weights = random_weights(arch)
+        assert {name: tuple(w.shape) for name, w in weights.items()} == expected_hf_shapes(arch)
+        assert all(torch.equal(w, random_weights(arch)[name]) for name, w in weights.items())
+        assert all(w.dtype == torch.float32 and w.std() > 0.05 for w in weights.values())
+        assert all((w.mean() - 1).abs() < 0.2 for name, w in weights.items() if "norm" in name)
+
+
+# Drifts and losses: the reference's own words, with log-probs as the weights.
+
+
+def refer(loss: PolicyLossConfig, *, clipped: bool = False) -> Reference:
+    log_probs = torch.full((sum(RESPONSES),), -2.0, dtype=torch.float64).requires_grad_()
+    rows = log_probs.split(RESPONSES)
+    scores = Scores(
+        weights={"log_probs": log_probs},
+        advantages=tuple(sample.advantage for sample in SAMPLES),
+        log_probs=rows,
+        entropies=tuple(row * 0 for row in rows),
+    )
+    return reference(
+        scores,
+        loss,
+        drifts(SAMPLES, seed=3, clipped=clipped),
+        ref_drifts=drifts(SAMPLES, seed=4),
+        kl_coef=0.0,
+    )
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_drifts_fit_the_responses_and_are_exact_in_fp32(clipped: bool) -> None:
+    found = drifts(SAMPLES, seed=3, clipped=clipped)
+    assert [len(row) for row in found] == RESPONSES
+    assert all(row.dtype == torch.float64 and torch.equal(row, row.float().double()) for row in found)
+    again = drifts(SAMPLES, seed=3, clipped=clipped)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def test_the_two_drifts_differ_and_are_as_an_update_makes_them() -> None:
+    found, other = (drifts(SAMPLES, seed=seed) for seed in (3, 4))
+    assert all(not torch.equal(a, b) for a, b in zip(found, other, strict=True) if len(a))
+    assert 0.02 < torch.cat(found).std() < 0.08
+    assert max(row.sum().abs().item() for row in found) < 10
+
+
+def without_dual_clip(loss: PolicyLossConfig) -> PolicyLossConfig:
+    off: dict[str, Any] = {"dual_clip": "off"} if isinstance(loss, FSPOLoss) else {"dual_clip_ratio": None}
+    return loss.model_copy(update=off)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_clip_acts_on_both_sides_and_not_everywhere(name: str) -> None:
+    found = refer(without_dual_clip(LOSSES[name])).clipped
+    positive = torch.tensor([sample.advantage > 0 for sample in SAMPLES])
+    assert (found[positive] > 0).any(), "above the band, A > 0"
+    assert (found[~positive] > 0).any(), "below the band, A < 0"
+    assert (found[PRESENT] < 1).sum() >= 4
+
+
+def test_each_kind_of_dual_clip_acts_and_no_other() -> None:
+    acts = set()
+    for name, loss in LOSSES.items():
+        gained = refer(loss).clipped - refer(without_dual_clip(loss)).clipped
+        assert (gained >= 0).all()
+        if gained.any():
+            acts.add(name)
+    assert acts >= {"fspo-dual", "fspo-entropy-kl", "rloo", "grpo"}  # c_dual, constant, of a sum, of tokens
+    assert not acts & {"fspo-drift", "gspo", "gspo-entropy", "dapo", "grpo-kl"}
+
+
+def test_losses_cover_what_a_loss_can_have() -> None:
+    assert {loss.name for loss in LOSSES.values()} == {"fspo", "rloo", "gspo", "grpo", "dapo"}
+    fspo = [loss for loss in LOSSES.values() if isinstance(loss, FSPOLoss)]
+    assert {loss.dual_clip for loss in fspo} == {"off", "length_fair", "constant"}
+    assert {loss.c_dual is None for loss in fspo} == {True, False}
+    assert any(loss.drift == "given" and loss.drift_value for loss in fspo)
+    token = [loss for loss in LOSSES.values() if loss.name in ("grpo", "dapo")]
+    assert {loss.dual_clip_ratio is None for loss in token} == {True, False}
+    for coefficient in ("entropy_coef", "kl_coef"):
+        having = {loss.name for loss in LOSSES.values() if getattr(loss, coefficient)}
+        assert len(having) >= 2, f"{coefficient} with a sequence-level and a token-level loss, or two of them"
+
+
+def test_the_drift_moves_the_band() -> None:
+    loss = LOSSES["fspo-drift"]
+    assert isinstance(loss, FSPOLoss)
+    moved, zero, wrong = (
+        refer(loss.model_copy(update={"drift_value": value}))
+        for value in (loss.drift_value, 0.0, -loss.drift_value)
+    )
+    for other in (zero, wrong):
+        assert (moved.clipped != other.clipped).any()
+
+
+def test_all_clipped_is() -> None:
+    (case,) = [case for case in cases(None, 0) if case.clipped]
+    found = refer(case.loss, clipped=True)
+    assert found.clipped[PRESENT].tolist() == [1.0] * len(PRESENT)
+    assert found.grad_norm == 0
+    assert refer(case.loss).grad_norm > 0
+
+
+# Cases.
+
+
+def test_a_runs_own_loss_is_among_them() -> None:
+    own = FSPOLoss(c_low=0.01, c_high=0.02)
+    config = Config.model_construct(loss=own)
+    names = [case.name for case in cases(config, 0)]
+    assert names == ["yours", *LOSSES, "all-clipped"]
+    assert cases(config, 0)[0].loss is own
+    assert [case.name for case in cases(None, 7)] == [*LOSSES, "all-clipped"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("precisions", [("float32", "float64"), ("float32",), ("bfloat16",)])
+def test_all_layouts_together_cover_the_pairs(ranks: int, precisions: tuple[str, ...]) -> None:
+    """Every layout has every loss, and many splits; every loss meets every split and every precision."""
+    seen: set[tuple[str, ...]] = set()
+    dtypes = [getattr(torch, name) for name in precisions]
+    layouts = all_layouts(SMALL, world_size=ranks)
+    for number, layout in enumerate(layouts):
+        asked, possible = cases(None, number), _possible(layout, dtypes)
+        shares = [_share(asked, turn, len(possible), number) for turn in range(len(possible))]
+        assert Counter(case.name for share in shares for case in share) == Counter(c.name for c in asked)
+        assert all(shares)
+        for dtype, share in zip(possible, shares, strict=True):
+            for case in share:
+                seen |= {("split", layout.name, case.split), ("loss", case.name, case.split)}
+                seen.add(("dtype", case.name, str(dtype)))
+    for layout in layouts:
+        assert {("split", layout.name, split) for split in SPLITS} <= seen
+    everything = [*LOSSES, "all-clipped"]
+    assert {("loss", name, split) for name in everything for split in SPLITS} <= seen
+    kinds = {dtype for layout in layouts for dtype in _possible(layout, dtypes)}
+    assert {("dtype", name, str(dtype)) for name in everything for dtype in kinds} <= seen
+
+
+# Splits.
+
+
+def places(name: str, ranks: int, multiple_of: int, context: int = 1) -> list[list[list[int]]]:
+    lengths = [sample_length(sample, context=context) for sample in SAMPLES]
+    return split(name, lengths, SMALL, ranks=ranks, multiple_of=multiple_of)
+
+
+@given(
+    name=st.sampled_from(SPLITS),
+    ranks=st.integers(1, 8),
+    multiple_of=st.integers(1, 5),
+    context=st.integers(1, 4),
+)
+def test_splits_place_every_sequence_once(name: str, ranks: int, multiple_of: int, context: int) -> None:
+    plan = places(name, ranks, multiple_of, context)
+    assert len(plan) == ranks
+    (count,) = {len(packs) for packs in plan}
+    assert count > 0 and count % multiple_of == 0
+    assert sorted(i for packs in plan for pack in packs for i in pack) == list(range(len(SAMPLES)))
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("1 micro-batch", 1), ("2 micro-batches", 2), ("8 micro-batches", 8)]
+)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_splits_have_the_number_of_micro_batches_they_say(name: str, count: int, ranks: int) -> None:
+    assert {len(packs) for packs in places(name, ranks, 1)} == {count}
+    assert {len(packs) for packs in places(name, ranks, 4)} == {count + -count % 4}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_one_sequence_each(ranks: int) -> None:
+    plan = places("1 sequence each", ranks, 1)
+    assert {len(pack) for packs in plan for pack in packs} <= ({1} if 16 % ranks == 0 else {0, 1})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_uneven_is(ranks: int) -> None:
+    first, *others = places("uneven", ranks, 1)
+    assert first[0] == [RESPONSES.index(max(RESPONSES))], "the longest alone"
+    assert all(RESPONSES[i] == 0 for i in first[1]) and len(first[1]) == 2, "prompts without response alone"
+    assert first[2] == [], "an empty pack"
+    assert all(len(packs[0]) == 1 and packs[1:] == [[], [], []] for packs in others), "one sequence each"
+    assert len(first[3]) == 13 - len(others)
+    work = [sum(RESPONSES[i] for pack in packs for i in pack) for packs in (first, *others)]
+    assert work[0] > 5 * sum(work[1:])
+    assert all(work), "every rank has a response, with a weight that a local N would change"
+
+
+def test_the_8_micro_batches_balance_the_square_of_the_length() -> None:
+    """Costs as a run with ``batch.balance = attention`` has them; the others balance tokens."""
+    wide = [replace(sample, prompt=replace(sample.prompt, token_ids=(1,) * 30)) for sample in SAMPLES]
+    lengths = [sample_length(sample) for sample in wide]
+    big = replace(SMALL, hidden_size=1)  # little but attention to compute
+    assert split("8 micro-batches", lengths, big, ranks=1, multiple_of=1) != split(
+        "8 micro-batches", lengths, replace(SMALL, hidden_size=10_000), ranks=1, multiple_of=1
+    )
+    assert split("2 micro-batches", lengths, big, ranks=1, multiple_of=1) == split(
+        "2 micro-batches", lengths, replace(SMALL, hidden_size=10_000), ranks=1, multiple_of=1
+    )
+
+
+# Small models with the heads of large ones.
+
+QWEN3_8B = Architecture(
+    model_type="qwen3",
+    num_layers=36,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_size=12288,
+    vocab_size=151936,
+    tied=False,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_position_embeddings=40960,
+    dtype=torch.bfloat16,
+)
+QWEN3_06B = replace(QWEN3_8B, num_layers=28, hidden_size=1024, num_heads=16, ffn_size=3072, tied=True)
+
+
+@pytest.mark.parametrize("arch", [QWEN3_8B, QWEN3_06B], ids=["8B", "0.6B"])
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+@pytest.mark.parametrize(("pipeline", "virtual"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 3)])
+def test_a_runs_layout_fits_its_small_model(
+    arch: Architecture, tensor: int, pipeline: int, virtual: int
+) -> None:
+    parallel = Parallel(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual)
+    small = with_layers(narrow(arch), parallel)
+    check_parallel(small, parallel)
+    kept = ("num_heads", "num_kv_heads", "tied", "rms_norm_eps", "rope_theta", "model_type")
+    assert {key: getattr(small, key) for key in kept} == {key: getattr(arch, key) for key in kept}
+    size = sum(math.prod(shape) for shape in expected_hf_shapes(small).values())
+    assert size < 400_000
+    assert small.dtype == torch.float32 and small.vocab_size == 61
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, 4, 8])
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+def test_every_chunk_has_the_same_few_layers(pipeline: int, virtual: int) -> None:
+    virtual = virtual if pipeline > 1 else 1
+    layers = with_layers(SMALL, Parallel(pipeline=pipeline, virtual_pipeline=virtual)).num_layers
+    each, rest = divmod(layers, pipeline * virtual)
+    assert rest == 0 and 1 <= each <= 2
+    assert each == 2 or pipeline * virtual > 2, "a stage that has a layer behind a layer"
+
+
+def test_what_does_not_fit_the_run_does_not_fit_its_small_model() -> None:
+    for ffn in (12288, 100, 48, 36):
+        small = narrow(replace(QWEN3_8B, ffn_size=ffn))
+        for tensor in (2, 4, 8):
+            assert (small.ffn_size % tensor == 0) == (ffn % tensor == 0)
+    assert narrow(replace(QWEN3_8B, vocab_size=37)).vocab_size == 37
+
+
+def test_case_names_are_those_of_their_losses() -> None:
+    found: Sequence[Case] = cases(None, 3)
+    assert [case.loss for case in found[:-1]] == list(LOSSES.values())
