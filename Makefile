@@ -50,9 +50,10 @@ bench: $(VENV)/.ready  ## length fairness of FSPO, RLOO and GSPO; memory and tim
 	$(VENV)/bin/python benchmarks/fairness.py
 	$(VENV)/bin/python benchmarks/logprob_head.py
 
-docs: $(VENV)/.ready  ## rewrite docs/config.md and docs/parallelism.svg from the code
+docs: $(VENV)/.ready  ## rewrite what docs/ has from the code
 	$(VENV)/bin/python docs/make_config.py
 	$(VENV)/bin/python docs/make_parallelism.py
+	$(VENV)/bin/python docs/make_faults.py
 
 clean:  ## remove environments, runs and caches
 	rm -rf .venv .venv312 runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
