@@ -13,9 +13,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/verify")]
 HEAD = """\
 # What verify catches
 
-Each of these faults is put into the production code on all ranks of a layout, one at a time, and `verify`
+Each of these faults is put into the production code on all ranks of a layout, one at a time; `verify`
 must fail and name it in its first line; without the fault the same case must pass.
-`make test PYTEST_ARGS=tests/verify/test_faults.py` runs them on four gloo processes, in float64 and in float32
+`make test PYTEST_ARGS=tests/verify/test_faults.py` runs them on four gloo processes, in float64 and float32
 ({one} of {all} show in one of the two only). Made by `make docs` from `tests/verify/faults_of_loss.py` and
 `faults_of_model.py`.
 
