@@ -59,7 +59,8 @@ def entropy_not_combined() -> Patch:
     """The entropy is that of tensor rank 0"""
 
     def combine(real: Any, table: Tensor) -> Tensor:
-        return torch.cat([real(table)[:-1], real(table[:1])[-1:]])
+        top, total, _, log_prob = real(table)
+        return torch.stack([top, total, real(table[:1])[2], log_prob])
 
     return wrap(head, "_combine", combine)
 
