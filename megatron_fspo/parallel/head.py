@@ -116,9 +116,12 @@ class _Head:
     def chunks(self, hidden: Tensor, weight: Tensor, rows: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Slice of the rows, their hidden states [c, H], their logits z [c, width], in one buffer."""
         columns = _BLOCK_COLUMNS[hidden.device.type]
-        buffer = hidden.new_empty(min(self.chunk_tokens, len(rows)), self.width, dtype=self.dtype)
-        for first in range(0, len(rows) if self.width else 0, self.chunk_tokens):
-            part = slice(first, first + self.chunk_tokens)
+        # Chunks of one size: products with a row or two left over are slower, and less exact on a CPU.
+        count = max(1, -(-len(rows) // self.chunk_tokens))
+        size = max(1, -(-len(rows) // count))
+        buffer = hidden.new_empty(min(size, len(rows)), self.width, dtype=self.dtype)
+        for first in range(0, len(rows) if self.width else 0, size):
+            part = slice(first, first + size)
             states = hidden[rows[part]].to(weight.dtype)
             logits = buffer[: len(states)]
             for some, z in zip(weight[: self.width].split(columns), logits.split(columns, 1), strict=True):

@@ -342,8 +342,10 @@ def check_work() -> None:
             with Work() as backward:
                 torch.autograd.backward(outputs, [*problem.upstream.float()])
         for work, used, products in ((forward, problem.mask, 1), (backward, problem.used, 3)):
-            assert work.products == products * int(used.sum()) * problem.width * real
-            logits = min(256 if chunk is None else chunk, int(used.sum())) * real
+            rows = int(used.sum())
+            assert work.products == products * rows * problem.width * real
+            # As few chunks as do, all of about one size.
+            logits = math.ceil(rows / math.ceil(rows / (256 if chunk is None else chunk))) * real
             larger = [size for size in work.sizes if size > hidden.numel()]
             assert larger == ([logits] if logits > hidden.numel() else []), (larger, logits)
         assert hidden.numel() not in forward.sizes, "hidden was copied"
