@@ -117,7 +117,7 @@ def _gradient_errors(policy: Policy, outcome: Outcome, want: Reference) -> dict[
                 name=f"{row.hf[0].name}{' (the copy on the last stage)' if row.copy else ''}",
                 part=0 if row.layout == "replicated" else policy.groups.tp.rank(),
                 gap=(got - wanted).abs().max().item(),
-                scale=max(want.gradients[tensor.name].abs().max().item() for tensor in row.hf),
+                scale=wanted.abs().max().item(),
                 product=(got * wanted).sum().item(),
                 wanted=wanted.square().sum().item(),
                 gotten=got.square().sum().item(),

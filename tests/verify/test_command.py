@@ -170,7 +170,8 @@ def test_the_program_ends_with_status_2() -> None:
         text=True,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "megatron-fspo: layout tp3 is for a multiple of 3 ranks, not 1\n"
+    # torch may have warned of a CUDA toolkit without a GPU.
+    assert done.stderr.splitlines()[-1] == "megatron-fspo: layout tp3 is for a multiple of 3 ranks, not 1"
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,10 @@ def test_one_factor_on_every_gradient() -> None:
     noisy = {name: wrong(factor=2 + number * 1e-6, unlike=1e-8) for number, name in enumerate(NAMES)}
     assert "is 2 x" in only(diagnose(errors=with_gradients(noisy), limits=LOOSE))
     assert "differ in direction" in only(diagnose(errors=with_gradients(noisy), limits=SHARP))
+    assert "is -1 x" in only(diagnose(errors=everywhere(wrong(factor=-1.0, unlike=0.0))))
     assert "differ in direction" in only(diagnose(errors=everywhere(wrong(factor=2.0, unlike=1e-5))))
+    turned = {**dict.fromkeys(NAMES, wrong(factor=2.0, unlike=0.0)), NAMES[4]: wrong(factor=2.0)}
+    assert "differ in direction" in only(diagnose(errors=with_gradients(turned)))
     assert "is 0 x" in only(diagnose(errors=everywhere(wrong(factor=0.0, unlike=0.0))))
 
 
@@ -223,6 +226,8 @@ def test_gradients_of_another_direction() -> None:
 def test_gradients_that_ranks_do_not_share() -> None:
     line = only(diagnose(errors=everywhere(wrong(copies=1e-9))))
     assert "they are not summed over data and context parallel ranks" in line
+    some = {**dict.fromkeys(NAMES, wrong(copies=0.5)), NAMES[4]: wrong()}  # by chance
+    assert "they are not summed over data" in only(diagnose(errors=with_gradients(some)))
     assert "differ in direction" in only(diagnose(errors=everywhere(wrong(copies=1e-9)), limits=LOOSE))
 
 
@@ -264,6 +269,7 @@ def test_parameters_that_differ_are_counted_and_the_first_of_backward_is_named()
     assert "the first is lm_head.weight (" in some("lm_head.weight", *LAYER_0)
     assert "the first is model.norm.weight (" in some("model.norm.weight", *LAYER_0)
     assert f"the first is {EMBEDDING} (" in some(EMBEDDING)
+    assert f"the first is {COPY} (" in some(COPY, EMBEDDING, "model.norm.weight", tied=True, on="pp2")
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,7 @@ def test_all_clipped_is() -> None:
     found = refer(case.loss, clipped=True)
     assert found.clipped[PRESENT].tolist() == [1.0] * len(PRESENT)
     assert found.grad_norm == 0
+    assert refer(without_dual_clip(case.loss), clipped=True).grad_norm == 0, "by the band, on its two sides"
     assert refer(case.loss).grad_norm > 0
 
 
