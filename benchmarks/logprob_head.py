@@ -127,7 +127,7 @@ def measure_here(variant: str, size: Size, passes: int = 2) -> dict[str, float]:
 
 
 def errors_here(variant: str, size: Size) -> dict[str, float]:
-    """Largest error of a log-prob, and ‖error‖ / ‖gradient‖ of both gradients, against float64."""
+    """Largest error of a log-prob; ‖error‖ / ‖gradient‖ and largest error of each gradient; against fp64."""
     hidden, weight, labels, upstream = inputs(size)
     log_probs = VARIANTS[variant](hidden, weight, labels)
     log_probs.backward(upstream.to(log_probs.dtype))
@@ -141,7 +141,9 @@ def errors_here(variant: str, size: Size) -> dict[str, float]:
     result = {"log_prob": worst}
     for name, leaf, right in zip(("hidden", "weight"), (hidden, weight), exact, strict=True):
         assert leaf.grad is not None and right.grad is not None
-        result[f"{name}_gradient"] = ((leaf.grad.double() - right.grad).norm() / right.grad.norm()).item()
+        error = leaf.grad.double() - right.grad
+        result[f"{name}_gradient"] = (error.norm() / right.grad.norm()).item()
+        result[f"{name}_gradient_entry"] = error.abs().max().item()
     return result
 
 

@@ -29,12 +29,13 @@ def test_the_peak_is_a_fraction_of_the_naive_one_and_does_not_grow_with_tokens()
     assert expected - 3 <= ours[2048] <= expected + 10  # the warm-up left a little room
 
 
+@pytest.mark.slow
 def test_the_errors_are_no_larger_than_the_naive_ones() -> None:
-    size = SIZE | {"tokens": 300, "vocab": 4096}
-    ours, naive = (logprob_head.in_fresh_process("errors", v, size) for v in ("ours", "naive"))
-    assert ours["log_prob"] < 1e-5
-    for gradient in ("hidden_gradient", "weight_gradient"):
-        assert 0 < ours[gradient] <= 1.05 * naive[gradient] < 1e-5
+    ours, naive = (logprob_head.in_fresh_process("errors", variant, SIZE) for variant in ("ours", "naive"))
+    assert ours.pop("log_prob") < 1e-5
+    for name, error in ours.items():
+        assert 0 < error <= naive[name] < 1e-5, name
+    assert ours["hidden_gradient"] < naive["hidden_gradient"] / 2  # the label's term is added last
 
 
 def test_every_variant_gives_the_same_log_probs_and_gradients() -> None:

@@ -213,20 +213,22 @@ def _gradients(
     weight = _operand(weight, hidden, head)
     with_entropy = bool((stats[4] != 0).any())
     for part, states, logits in head.chunks(hidden, weight, rows):
-        _to_gradient(logits, labels[part], stats[:, part], with_entropy, head)
+        column = _to_gradient(logits, labels[part], stats[:, part], with_entropy, head)
         scale = (1.0 if with_entropy else stats[3, part, None]) / (stats[1, part, None] * head.temperature)
-        gradient = logits.to(weight.dtype)
         if partial is not None:
-            _product(partial[part], gradient, weight[: head.width])
-            partial[part].mul_(-scale)
+            # The label's is by far the largest term: added last, it is rounded once.
+            largest = logits.gather(1, column)
+            _product(partial[part], logits.scatter_(1, column, 0.0).to(weight.dtype), weight[: head.width])
+            partial[part].addcmul_(largest, weight[column[:, 0]]).mul_(-scale)
+            logits.scatter_(1, column, largest)
         if total is not None:
             states = (states * scale).to(weight.dtype)
-            _product(total[: head.width], gradient.t(), states, scale=-1.0, add=True)
+            _product(total[: head.width], logits.to(weight.dtype).t(), states, scale=-1.0, add=True)
     return partial, total
 
 
-def _to_gradient(logits: Tensor, labels: Tensor, stats: Tensor, with_entropy: bool, head: _Head) -> None:
-    """Turn logits [c, width] in place into -Z d loss / d z.
+def _to_gradient(logits: Tensor, labels: Tensor, stats: Tensor, with_entropy: bool, head: _Head) -> Tensor:
+    """Turn logits [c, width] in place into -Z d loss / d z; returns the labels' columns [c, 1].
 
     Z is left to the small sides of the products, and without entropy the upstream gradient is, too.
     """
@@ -242,6 +244,7 @@ def _to_gradient(logits: Tensor, labels: Tensor, stats: Tensor, with_entropy: bo
         exp.scatter_(1, column[block], exp.gather(1, column[block]) - label[block])
         if with_entropy:
             z.addcmul_(exp, grad_log_p[block])
+    return column
 
 
 def _accumulator(weight: Tensor, dtype: torch.dtype) -> Tensor:
