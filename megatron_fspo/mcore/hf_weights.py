@@ -40,17 +40,17 @@ def load_chunks(
 ) -> None:
     """Copy a checkpoint into bare model chunks. Collective over the pipeline."""
     loaded: list[str] = []
-    with HFReader(checkpoint) as reader:
-        for chunk in chunks:
-            loaded += load_into(
-                chunk.named_parameters(),
-                reader,
-                arch,
-                tp_rank=groups.tp.rank(),
-                tp_size=groups.tp.size(),
-                padded_vocab=padded_vocab_size(arch.vocab_size, groups.tp.size()),
-                layer_offset=layer_offset(config, chunk),
-            )
+    reader = HFReader(checkpoint)
+    for chunk in chunks:
+        loaded += load_into(
+            chunk.named_parameters(),
+            reader,
+            arch,
+            tp_rank=groups.tp.rank(),
+            tp_size=groups.tp.size(),
+            padded_vocab=padded_vocab_size(arch.vocab_size, groups.tp.size()),
+            layer_offset=layer_offset(config, chunk),
+        )
     check_coverage(gather_lists(loaded, group=groups.pp), arch)
 
 

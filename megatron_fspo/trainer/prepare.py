@@ -52,8 +52,8 @@ def prepare(config: Config, *, world_size: int) -> Inputs:
     _check_world(config, world_size)
     arch = read_architecture(config.model.checkpoint)
     check_parallel(arch, config.parallel)
-    with HFReader(config.model.checkpoint) as reader:
-        check_checkpoint(reader, arch)
+    reader = HFReader(config.model.checkpoint)
+    check_checkpoint(reader, arch)
     tokenizer = load_tokenizer(config.model.checkpoint)
     check_vocabulary(tokenizer, arch.vocab_size)
     train = _prompts(config, config.data.train, tokenizer)

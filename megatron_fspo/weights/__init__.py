@@ -1,31 +1,59 @@
 """Hugging Face ↔ Megatron weights.
 
 :mod:`.architecture` reads ``config.json``; :mod:`.table` says which tensors make which parameter;
-:mod:`.shards` splits and merges; :mod:`.hf` reads and writes files; :mod:`.load` fills and exports a model.
+:mod:`.shards` splits and merges. A :mod:`.reader` is a checkpoint on disk, :mod:`.hf_reader` and
+:mod:`.megatron_reader` are the two formats; :mod:`.hf_writer` and :mod:`.megatron_writer` write them as
+streams. :mod:`.load` fills and exports a running model.
 """
 
-from megatron_fspo.weights.architecture import Architecture, check_tensor_parallel, read_architecture
-from megatron_fspo.weights.hf import HFReader, write_hf_checkpoint
+from megatron_fspo.weights.architecture import Architecture, Experts, check_tensor_parallel, read_architecture
+from megatron_fspo.weights.compare import Difference, compare, compare_with_manifest
+from megatron_fspo.weights.formats import is_megatron, open_checkpoint
+from megatron_fspo.weights.hf_reader import HFReader
+from megatron_fspo.weights.hf_writer import write_hf_checkpoint
 from megatron_fspo.weights.load import check_checkpoint, check_coverage, iterate_hf_tensors, load_into
+from megatron_fspo.weights.manifest import Manifest, TensorRecord, read_manifest
+from megatron_fspo.weights.megatron_reader import MegatronReader
+from megatron_fspo.weights.megatron_writer import write_megatron_checkpoint
+from megatron_fspo.weights.reader import Reader, read_rows, row_blocks, stream
+from megatron_fspo.weights.safe_pickle import check_pickles
 from megatron_fspo.weights.shards import from_megatron_shards, shard_shape, shard_slices, to_megatron_shard
-from megatron_fspo.weights.table import HFTensor, Row, expected_hf_shapes, resolve
+from megatron_fspo.weights.table import HFTensor, Row, expected_hf_shapes, has_parameter, resolve, tied_copies
 
 __all__ = [
     "Architecture",
+    "Difference",
+    "Experts",
     "HFReader",
     "HFTensor",
+    "Manifest",
+    "MegatronReader",
+    "Reader",
     "Row",
+    "TensorRecord",
     "check_checkpoint",
     "check_coverage",
+    "check_pickles",
     "check_tensor_parallel",
+    "compare",
+    "compare_with_manifest",
     "expected_hf_shapes",
     "from_megatron_shards",
+    "has_parameter",
+    "is_megatron",
     "iterate_hf_tensors",
     "load_into",
+    "open_checkpoint",
     "read_architecture",
+    "read_manifest",
+    "read_rows",
     "resolve",
+    "row_blocks",
     "shard_shape",
     "shard_slices",
+    "stream",
+    "tied_copies",
     "to_megatron_shard",
     "write_hf_checkpoint",
+    "write_megatron_checkpoint",
 ]

@@ -2,13 +2,13 @@
 
 Every size the conversion uses comes from here, and ``mcore`` builds Megatron's configuration from the same
 record, so the weights and the model that receives them cannot disagree. What Megatron would compute
-differently from transformers (biases, sliding windows, scaled RoPE, quantised weights) is refused.
+differently from transformers (other biases, sliding windows, other kinds of RoPE) is refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,21 @@ import torch
 
 from megatron_fspo.errors import InputError
 
-SUPPORTED = ("qwen3",)
+SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
+# The only values Megatron's scaled RoPE knows beside the factor; those of Llama 3.1, 3.2 and 3.3.
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The mixture of experts that every layer of a model has in place of its MLP."""
+
+    count: int
+    per_token: int
+    ffn_size: int
+    normalize_top_k: bool
+    """Whether the weights of a token's experts sum to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +60,9 @@ class Architecture:
     """The output layer is the embedding."""
     rms_norm_eps: float
     rope_theta: float
+    rope_factor: float | None = None
+    """By how much Llama 3's scaled RoPE stretches long wavelengths."""
+    experts: Experts | None = None
     max_position_embeddings: int
     dtype: torch.dtype
     """The dtype the config names; a file's own is asked of ``HFReader``."""
@@ -62,9 +78,20 @@ class Architecture:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def num_experts(self) -> int:
+        """0 in a dense model."""
+        return self.experts.count if self.experts else 0
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """0 in a dense model."""
+        return self.experts.ffn_size if self.experts else 0
+
+    @property
     def layer_size(self) -> int:
-        """Parameters in the matrices of one layer."""
-        return self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * self.ffn_size)
+        """Parameters in the matrices of one layer that a token meets."""
+        ffn = self.experts.per_token * self.experts.ffn_size if self.experts else self.ffn_size
+        return self.hidden_size * (2 * self.q_size + 2 * self.kv_size + 3 * ffn)
 
 
 def read_architecture(checkpoint_dir: str | Path) -> Architecture:
@@ -80,12 +107,14 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         hidden_size=config.size("hidden_size"),
         num_heads=config.size("num_attention_heads"),
         num_kv_heads=config.size("num_key_value_heads"),
-        head_dim=config.size("head_dim"),
+        head_dim=_head_dim(config),
         ffn_size=config.size("intermediate_size"),
         vocab_size=config.size("vocab_size"),
         tied=config.required("tie_word_embeddings", bool),
         rms_norm_eps=float(config.required("rms_norm_eps", float, int)),
         rope_theta=_rope_theta(config),
+        rope_factor=_rope_factor(config),
+        experts=_experts(config) if model_type == "qwen3_moe" else None,
         max_position_embeddings=config.size("max_position_embeddings"),
         dtype=_dtype(config),
     )
@@ -99,11 +128,9 @@ def check_tensor_parallel(arch: Architecture, tp_size: int, padded_vocab: int | 
     """``InputError`` unless the model splits evenly over ``tp_size`` ranks."""
     if tp_size < 1:
         raise InputError(f"tensor-parallel size {tp_size} must be at least 1")
-    counts = {
-        "num_attention_heads": arch.num_heads,
-        "num_key_value_heads": arch.num_kv_heads,
-        "intermediate_size": arch.ffn_size,
-    }
+    counts = {"num_attention_heads": arch.num_heads, "num_key_value_heads": arch.num_kv_heads}
+    if arch.experts is None:  # tensor parallel does not cut experts
+        counts["intermediate_size"] = arch.ffn_size
     for key, count in counts.items():
         if count % tp_size:
             raise InputError(f"tensor-parallel size {tp_size} does not divide {key} {count}")
@@ -112,6 +139,24 @@ def check_tensor_parallel(arch: Architecture, tp_size: int, padded_vocab: int | 
             f"padded vocabulary {padded_vocab} must be at least vocab_size {arch.vocab_size} "
             f"and a multiple of the tensor-parallel size {tp_size}"
         )
+
+
+def fp8_block_size(checkpoint_dir: str | Path) -> tuple[int, int] | None:
+    """Rows and columns of a weight that share one scale, in a checkpoint quantised to FP8; else None."""
+    config = _Config(Path(checkpoint_dir) / "config.json")
+    found = config.optional("quantization_config")
+    if found is None:
+        return None
+    block = found.get("weight_block_size") if isinstance(found, dict) else None
+    if (
+        not isinstance(block, list)
+        or found.get("quant_method") != "fp8"
+        or [type(size) for size in block] != [int, int]
+        or min(block) < 1
+    ):
+        problem = "is not FP8 with a weight_block_size of two sizes; only that and float are supported"
+        raise config.error("quantization_config", problem)
+    return block[0], block[1]
 
 
 class _Config:
@@ -152,8 +197,9 @@ class _Config:
 
 
 def _refuse_unsupported(config: _Config) -> None:
-    if config.optional("attention_bias"):
-        raise config.error("attention_bias", "is true; projections with a bias are not supported")
+    for key in ("attention_bias", "mlp_bias"):
+        if config.optional(key):
+            raise config.error(key, "is true; only the biases of Qwen2's q, k and v are supported")
     if config.required("hidden_act", str) != "silu":
         raise config.error("hidden_act", f"is {config.values['hidden_act']!r}; only 'silu' is supported")
     sliding = [kind for kind in config.optional("layer_types") or [] if kind != "full_attention"]
@@ -161,22 +207,35 @@ def _refuse_unsupported(config: _Config) -> None:
         raise config.error("use_sliding_window", "is true; only full attention is supported")
     if sliding:
         raise config.error("layer_types", f"has {sliding[0]!r}; only 'full_attention' is supported")
-    if config.optional("quantization_config"):
-        raise config.error("quantization_config", "is set; only float checkpoints are supported")
+
+
+def _head_dim(config: _Config) -> int:
+    """Qwen3 has one of its own; the others may leave it to hidden_size / heads."""
+    if config.optional("head_dim") is not None or config.values["model_type"].startswith("qwen3"):
+        return config.size("head_dim")
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    if hidden % heads:
+        raise config.error("hidden_size", f"is {hidden}, not a multiple of num_attention_heads {heads}")
+    return hidden // heads
+
+
+def _experts(config: _Config) -> Experts:
+    if config.optional("decoder_sparse_step") not in (None, 1) or config.optional("mlp_only_layers"):
+        raise config.error("mlp_only_layers", "or decoder_sparse_step: only experts in every layer supported")
+    experts = Experts(
+        count=config.size("num_experts"),
+        per_token=config.size("num_experts_per_tok"),
+        ffn_size=config.size("moe_intermediate_size"),
+        normalize_top_k=config.required("norm_topk_prob", bool),
+    )
+    if experts.per_token > experts.count:
+        raise config.error("num_experts_per_tok", f"is {experts.per_token}, of {experts.count} num_experts")
+    return experts
 
 
 def _rope_theta(config: _Config) -> float:
     """transformers 5 writes ``rope_parameters``; transformers 4 ``rope_theta`` and ``rope_scaling``."""
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = config.optional(key) or {}
-        if not isinstance(rope, Mapping):
-            raise config.error(key, f"is {rope!r}; it must be an object")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise config.error(key, f"has rope_type {kind!r}; only 'default' is supported")
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise config.error(key, "has a partial_rotary_factor; only full rotation is supported")
-    thetas = [config.optional("rope_theta"), (config.optional("rope_parameters") or {}).get("rope_theta")]
+    thetas = [config.optional("rope_theta"), *(rope.get("rope_theta") for _, rope in _ropes(config))]
     found = [theta for theta in thetas if theta is not None]
     if not found:
         raise config.error("rope_theta", "is missing, at the top level and in rope_parameters")
@@ -184,7 +243,38 @@ def _rope_theta(config: _Config) -> float:
         raise config.error("rope_theta", f"is {found[0]!r}, but rope_parameters says {found[1]!r}")
     if type(found[0]) not in (int, float) or found[0] <= 0:
         raise config.error("rope_theta", f"is {found[0]!r}; it must be a positive number")
+    if found[0] != int(found[0]):
+        raise config.error("rope_theta", f"is {found[0]!r}; Megatron's is a whole number")
     return float(found[0])
+
+
+def _ropes(config: _Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.optional(key) or {}
+        if not isinstance(rope, Mapping):
+            raise config.error(key, f"is {rope!r}; it must be an object")
+        yield key, rope
+
+
+def _rope_factor(config: _Config) -> float | None:
+    """None for RoPE as it is."""
+    factors: set[float] = set()
+    for key, rope in _ropes(config):
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise config.error(key, "has a partial_rotary_factor; only full rotation is supported")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind == "llama3":
+            for name, value in _LLAMA3_ROPE.items():
+                if rope.get(name) != value:
+                    raise config.error(key, f"has {name} {rope.get(name)!r}; only {value} is supported")
+            if type(rope.get("factor")) not in (int, float) or rope["factor"] < 1:
+                raise config.error(key, f"has factor {rope.get('factor')!r}; it must be at least 1")
+            factors.add(float(rope["factor"]))
+        elif kind != "default":
+            raise config.error(key, f"has rope_type {kind!r}; only 'default' and 'llama3' are supported")
+    if len(factors) > 1:
+        raise config.error("rope_scaling", f"and rope_parameters disagree: {factors}")
+    return factors.pop() if factors else None
 
 
 def _dtype(config: _Config) -> torch.dtype:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import Architecture, check_tensor_parallel
-from megatron_fspo.weights.hf import HFReader
+from megatron_fspo.weights.reader import Reader, Slices
 from megatron_fspo.weights.shards import (
-    Slices,
     from_megatron_shards,
     shard_shape,
     shard_slices,
@@ -28,7 +27,7 @@ from megatron_fspo.weights.table import expected_hf_shapes, resolve, tied_copies
 logger = logging.getLogger(__name__)
 
 
-def check_checkpoint(reader: HFReader, arch: Architecture) -> None:
+def check_checkpoint(reader: Reader, arch: Architecture) -> None:
     """``InputError`` unless the files hold exactly the tensors of ``arch``. Reads headers only."""
     copies = tied_copies(arch)
     expected = expected_hf_shapes(arch)
@@ -54,35 +53,35 @@ def check_coverage(loaded: Iterable[str], arch: Architecture) -> None:
 
 def load_into(
     parameters: Iterable[tuple[str, Tensor]],
-    reader: HFReader,
+    reader: Reader,
     arch: Architecture,
     *,
     tp_rank: int,
     tp_size: int,
     padded_vocab: int,
     layer_offset: int = 0,
+    expert_offset: int = 0,
 ) -> set[str]:
     """Copy the checkpoint into ``parameters``, each rank reading its own part; returns the names it used.
 
     ``parameters`` are (name, tensor) of one model chunk as ``GPTModel.named_parameters()`` has them,
-    ``layer_offset`` the number of layers before the chunk. Give the union of what the chunks return to
-    :func:`check_coverage`.
+    ``layer_offset`` and ``expert_offset`` the numbers of layers before the chunk and of experts before this
+    expert-parallel rank's. Give the union of what all ranks return to :func:`check_coverage`.
     """
     check_tensor_parallel(arch, tp_size, padded_vocab)
     check_checkpoint(reader, arch)
     copies = {original: copy for copy, original in tied_copies(arch).items() if copy in reader.names()}
     loaded: set[str] = set()
     for name, parameter in parameters:
-        row = resolve(name, arch, layer_offset)
-        shape = shard_shape(row, arch, tp_size, padded_vocab)
+        row = resolve(name, arch, layer_offset, expert_offset)
+        rank, size = (0, 1) if row.of_expert else (tp_rank, tp_size)
+        shape = shard_shape(row, arch, size, padded_vocab)
         if tuple(parameter.shape) != shape:
             raise InputError(
                 f"{name} has shape {tuple(parameter.shape)} in the model; config.json makes it {shape}"
             )
         parts = []
-        for tensor, slices in zip(
-            row.hf, shard_slices(row, arch, tp_rank, tp_size, padded_vocab), strict=True
-        ):
+        for tensor, slices in zip(row.hf, shard_slices(row, arch, rank, size, padded_vocab), strict=True):
             parts.append(_read_finite(reader, tensor.name, slices, parameter.dtype))
             if tensor.name in copies:
                 _check_tied_copy(reader, tensor.name, copies[tensor.name], slices)
@@ -92,14 +91,14 @@ def load_into(
     return loaded
 
 
-def _read_finite(reader: HFReader, name: str, slices: Slices, dtype: torch.dtype) -> Tensor:
+def _read_finite(reader: Reader, name: str, slices: Slices, dtype: torch.dtype) -> Tensor:
     part = reader.read(name, slices).to(dtype)
     if not part.isfinite().all():
         raise InputError(f"{reader.file(name)}: {name} is not finite in {str(dtype).removeprefix('torch.')}")
     return part
 
 
-def _check_tied_copy(reader: HFReader, name: str, copy: str, slices: Slices) -> None:
+def _check_tied_copy(reader: Reader, name: str, copy: str, slices: Slices) -> None:
     if not torch.equal(reader.read(copy, slices), reader.read(name, slices)):
         raise InputError(f"{reader.file(copy)}: {copy} differs from {name}, but config.json ties the two")
     logger.info("%s: %s repeats the tied %s and is not needed", reader.file(copy), copy, name)

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.weights.architecture import Architecture, check_tensor_parallel
+from megatron_fspo.weights.reader import Slices
 from megatron_fspo.weights.table import Row
-
-Slices = tuple[slice, ...]
 
 
 def shard_shape(row: Row, arch: Architecture, tp_size: int, padded_vocab: int) -> tuple[int, ...]:

@@ -181,15 +181,15 @@ def test_a_rank_reads_only_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_slices_of_a_file_are_slices_of_the_tensor(tmp_path: Path) -> None:
     original = save_qwen3(tmp_path, tied=False)
     arch = read_architecture(tmp_path)
-    with HFReader(tmp_path) as reader:
-        for name in megatron_shapes(4, 2, 2, 1280, tied=False):
-            row = resolve(name, arch)
-            for rank in range(2):
-                for tensor, part in zip(row.hf, shard_slices(row, arch, rank, 2, 1280), strict=True):
-                    assert torch.equal(reader.read(tensor.name, part), original[tensor.name][part])
-        for name, tensor in original.items():
-            assert torch.equal(reader.read(name), tensor)
-            assert reader.shape(name) == tuple(tensor.shape)
+    reader = HFReader(tmp_path)
+    for name in megatron_shapes(4, 2, 2, 1280, tied=False):
+        row = resolve(name, arch)
+        for rank in range(2):
+            for tensor, part in zip(row.hf, shard_slices(row, arch, rank, 2, 1280), strict=True):
+                assert torch.equal(reader.read(tensor.name, part), original[tensor.name][part])
+    for name, tensor in original.items():
+        assert torch.equal(reader.read(name), tensor)
+        assert reader.shape(name) == tuple(tensor.shape)
 
 
 def test_every_rank_goes_through_every_gather(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def source(tmp_path: Path) -> Path:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    with HFReader(folder) as reader:
-        return {name: reader.read(name) for name in sorted(reader.names())}
+    reader = HFReader(folder)
+    return {name: reader.read(name) for name in sorted(reader.names())}
 
 
 def everything_under(folder: Path) -> dict[str, bytes]:

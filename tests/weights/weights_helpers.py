@@ -90,17 +90,17 @@ def load_ranks(
     """What every tensor-parallel rank holds after loading, from parameters that start as NaN."""
     arch = read_architecture(folder)
     ranks = []
-    with HFReader(folder) as reader:
-        for rank in range(tp):
-            parameters = {
-                name: torch.full(shape, torch.nan, dtype=dtype, requires_grad=True)
-                for name, shape in shapes.items()
-            }
-            loaded = load_into(
-                parameters.items(), reader, arch,
-                tp_rank=rank, tp_size=tp, padded_vocab=padded, layer_offset=layer_offset,
-            )  # fmt: skip
-            ranks.append({name: parameter.detach() for name, parameter in parameters.items()})
+    reader = HFReader(folder)
+    for rank in range(tp):
+        parameters = {
+            name: torch.full(shape, torch.nan, dtype=dtype, requires_grad=True)
+            for name, shape in shapes.items()
+        }
+        loaded = load_into(
+            parameters.items(), reader, arch,
+            tp_rank=rank, tp_size=tp, padded_vocab=padded, layer_offset=layer_offset,
+        )  # fmt: skip
+        ranks.append({name: parameter.detach() for name, parameter in parameters.items()})
     return ranks, loaded
 
 

@@ -1,0 +1,153 @@
+"""Hugging Face checkpoints on disk: safetensors, never a pickle; floats, or FP8 with block scales."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.weights.architecture import fp8_block_size, read_architecture
+from megatron_fspo.weights.reader import Slices
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_FP8 = "F8_E4M3"
+_SCALE = "_scale_inv"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors writes it."""
+
+
+class HFReader:
+    """The tensors of a checkpoint folder, by name; a :class:`Reader`.
+
+    FP8 weights are read as the dtype of the config, each value times the scale of its block (DeepSeek's
+    format, which Qwen3's FP8 checkpoints share: ``weight_block_size`` in the config, ``*_scale_inv`` beside
+    each weight).
+
+    Raises:
+        InputError: files or index do not fit together, or are damaged.
+    """
+
+    def __init__(self, checkpoint_dir: str | Path) -> None:
+        self.folder = Path(checkpoint_dir)
+        self._entries: dict[str, _Entry] = {}
+        index, single = self.folder / INDEX, self.folder / SINGLE
+        if index.is_file() and single.is_file():
+            raise InputError(f"{self.folder} has both {SINGLE} and {INDEX}: remove the stale one")
+        if not index.is_file() and not single.is_file():
+            raise InputError(f"{self.folder} has neither {SINGLE} nor {INDEX}")
+        weight_map = _read_index(index) if index.is_file() else {}
+        for path in sorted({self.folder / file for file in weight_map.values()}) or [single]:
+            self._list(path)
+        for name, file in weight_map.items():
+            if name not in self._entries or self._entries[name].path != self.folder / file:
+                raise InputError(f"{index}: {file} does not hold {name}")
+        if unlisted := self._entries.keys() - weight_map.keys() if weight_map else ():
+            raise InputError(f"{index} does not list {min(unlisted)} of {self.file(min(unlisted))}")
+        self._scales = self._pair_scales()
+
+    def _list(self, path: Path) -> None:
+        if not path.is_file():
+            raise InputError(f"{path} not found; {INDEX} names it")
+        try:
+            with safe_open(path, framework="pt") as handle:
+                for name in handle.keys():
+                    if name in self._entries:
+                        raise InputError(f"{name} is in both {self.file(name)} and {path}")
+                    part = handle.get_slice(name)
+                    self._entries[name] = _Entry(path, tuple(part.get_shape()), part.get_dtype())
+        except SafetensorError as error:
+            raise InputError(f"{path} is truncated, or not a safetensors file: {error}") from error
+
+    def _pair_scales(self) -> dict[str, _Entry]:
+        """The scales of FP8 weights, taken out of the tensors."""
+        names = {name for name in self._entries if name.endswith(_SCALE)}
+        scales = {name.removesuffix(_SCALE): self._entries.pop(name) for name in names}
+        quantised = {name for name, entry in self._entries.items() if entry.dtype == _FP8}
+        if not scales and not quantised:
+            return {}
+        block = fp8_block_size(self.folder)
+        if block is None:
+            raise InputError(f"{self.folder} has FP8 weights, but its config.json no quantization_config")
+        self._block, self._dequantised = block, read_architecture(self.folder).dtype
+        if lonely := quantised ^ scales.keys():
+            name = min(lonely)
+            lacks = f"no {name}{_SCALE} beside it" if name in quantised else "a scale, but is not FP8"
+            raise InputError(f"{(self._entries | scales)[name].path}: {name} has {lacks}")
+        for name, scale in scales.items():
+            shape = self._entries[name].shape
+            blocks = tuple(math.ceil(size / of) for size, of in zip(shape, block, strict=False))
+            if len(shape) != 2 or scale.shape != blocks or scale.dtype not in _DTYPES:
+                found = f"{name}{_SCALE} is {scale.dtype} {scale.shape}"
+                raise InputError(f"{scale.path}: {found}; blocks of {block} make it {blocks}")
+        return scales
+
+    def names(self) -> set[str]:
+        return set(self._entries)
+
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
+            raise InputError(f"{self.folder} has no tensor {name}")
+        return self._entries[name]
+
+    def file(self, name: str) -> Path:
+        return self._entry(name).path
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in the file, that of the config for FP8; ``InputError`` unless it is a plain float."""
+        dtype = self._entry(name).dtype
+        if dtype == _FP8:
+            return self._dequantised
+        if dtype not in _DTYPES:
+            raise InputError(f"{name} in {self.file(name)} is {dtype}; supported: {', '.join(_DTYPES)}")
+        return _DTYPES[dtype]
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        entry = self._entry(name)
+        values = _read(entry, name, slices)
+        if entry.dtype != _FP8:
+            return values
+        selected = [part.indices(size) for part, size in zip(slices or (), entry.shape, strict=False)]
+        ranges = selected or [(0, size, 1) for size in entry.shape]
+        rows, columns = (
+            torch.arange(first, end) // of
+            for (first, end, _), of in zip(ranges, self._block, strict=True)
+        )  # fmt: skip
+        scale = _read(self._scales[name], f"{name}{_SCALE}", None).float()
+        return (values.float() * scale[rows][:, columns]).to(self._dequantised)
+
+
+def _read(entry: _Entry, name: str, slices: Slices | None) -> Tensor:
+    # A view of the mapped file: it takes memory while it is used, and none once it is gone.
+    with safe_open(entry.path, framework="pt") as handle:
+        tensor: Tensor = handle.get_slice(name)[... if slices is None else slices]
+    return tensor
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is not an index with a weight_map: {error!r}") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{path}: weight_map must be an object that names tensors")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise InputError(f"{path}: {file!r} is not the name of a file beside it")
+    return weight_map

@@ -1,0 +1,208 @@
+"""Write Hugging Face checkpoints as a stream: only the tensor given, or the block of one, is in memory."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.weights.architecture import read_architecture
+from megatron_fspo.weights.folder import copy_side_files, new_checkpoint
+from megatron_fspo.weights.hf_reader import INDEX, SINGLE, HFReader
+from megatron_fspo.weights.manifest import Manifest, TensorRecord, check_record
+from megatron_fspo.weights.table import expected_hf_shapes
+
+Shape = tuple[int, ...]
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def write_hf_checkpoint(
+    out_dir: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    source_dir: str | Path,
+    *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+    layout: Mapping[str, int] | None = None,
+    recorded: Mapping[str, TensorRecord] | None = None,
+) -> Manifest:
+    """Write ``tensors`` with the config and tokenizer of ``source_dir``, the checkpoint the model came from.
+
+    ``out_dir`` appears when it is complete; an earlier checkpoint there is replaced then. Beside the weights
+    goes a manifest, with the hash of every tensor.
+
+    Args:
+        tensors: exactly those the config asks for, in any order. A tensor may come whole, or as consecutive
+            blocks of its rows (dimension 0) under the same name.
+        dtypes: of every tensor in the file; by default each has the one it has in ``source_dir``.
+        dtype: one for all; the config says so, too.
+        max_shard_bytes: a file is no larger, unless it holds one tensor only.
+        layout: parallel sizes the model had, for the manifest.
+        recorded: what the source's manifest says of the tensors, if they must still be that.
+
+    Raises:
+        InputError: names the tensor that is missing, foreign, given twice, of another shape or not finite.
+    """
+    source = Path(source_dir)
+    arch = read_architecture(source)
+    shapes = expected_hf_shapes(arch)
+    if dtype is not None and dtype not in _NAMES:
+        raise InputError(f"dtype is {str(dtype).removeprefix('torch.')!r}; only floats can be written")
+    if dtype is not None:
+        dtypes = dict.fromkeys(shapes, dtype)
+    elif dtypes is None:
+        reader = HFReader(source)
+        dtypes = {name: reader.dtype(name) for name in shapes}
+    total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items())
+    with new_checkpoint(out_dir, source, total) as folder:
+        copy_side_files(source, folder, dtype)
+        read_architecture(folder)  # what we publish, we can read
+        files = _plan(shapes, dtypes, max_shard_bytes)
+        with _Files(folder, files, recorded or {}) as written:
+            for name, block in tensors:
+                written.write(name, block)
+            records = written.finish()
+        if len(files) > 1:
+            weight_map = {name: file for file, places in files.items() for name in places}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        manifest = Manifest.new("huggingface", source, arch, layout or {}, records)
+        manifest.save(folder)
+    return manifest
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor's bytes in the data of its file."""
+
+    shape: Shape
+    dtype: torch.dtype
+    first: int
+    end: int
+
+
+def _plan(
+    shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], max_shard_bytes: int
+) -> dict[str, dict[str, _Place]]:
+    """File name -> tensor name -> place."""
+    files: list[list[str]] = [[]]
+    sizes = {name: torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items()}
+    held = 0
+    for name, size in sizes.items():
+        if files[-1] and held + size > max_shard_bytes:
+            files.append([])
+            held = 0
+        files[-1].append(name)
+        held += size
+    plan: dict[str, dict[str, _Place]] = {}
+    for number, names in enumerate(files, 1):
+        file = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        plan[file], first = {}, 0
+        # Wide values first, so that all are aligned.
+        for name in sorted(names, key=lambda name: -dtypes[name].itemsize):
+            plan[file][name] = _Place(shapes[name], dtypes[name], first, first + sizes[name])
+            first += sizes[name]
+    return plan
+
+
+def _header(places: Mapping[str, _Place]) -> bytes:
+    """The format's beginning: length, then JSON padded with blanks to a multiple of 8."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, place in places.items():
+        offsets = [place.first, place.end]
+        table[name] = {"dtype": _NAMES[place.dtype], "shape": list(place.shape), "data_offsets": offsets}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+class _Files:
+    """The safetensors files of a plan, open; strict about what is written into them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: Mapping[str, Mapping[str, _Place]],
+        recorded: Mapping[str, TensorRecord],
+    ) -> None:
+        self._recorded = recorded
+        self._missing = {name: place for places in plan.values() for name, place in places.items()}
+        self._known = dict(self._missing)
+        self._files: dict[str, tuple[BinaryIO, int]] = {}
+        self._records: dict[str, TensorRecord] = {}
+        self._open = ""
+        """The tensor that blocks are coming for."""
+        self._rows = 0
+        self._hash = sha256()
+        self._stack = ExitStack()
+        for file, places in plan.items():
+            stream = self._stack.enter_context(open(folder / file, "wb"))
+            start = stream.write(_header(places))
+            stream.truncate(start + max(place.end for place in places.values()))
+            self._files |= dict.fromkeys(places, (stream, start))
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def write(self, name: str, block: Tensor) -> None:
+        if name != self._open:
+            self._begin(name)
+        place = self._known[name]
+        shape = tuple(block.shape)
+        if (
+            shape[1:] != place.shape[1:]
+            or len(shape) != len(place.shape)
+            or self._rows + shape[0] > place.shape[0]
+        ):
+            found = (self._rows + shape[0], *shape[1:]) if shape else ()
+            raise InputError(f"{name}: shape {found}, config.json makes it {place.shape}")
+        values = block.detach().to(device="cpu", dtype=place.dtype).contiguous()
+        if not values.isfinite().all():
+            dtype = str(place.dtype).removeprefix("torch.")
+            raise InputError(f"{name}: not finite in {dtype}; not written")
+        data = values.view(torch.uint8).numpy().data if values.numel() else b""
+        stream, start = self._files[name]
+        stream.seek(start + place.first + self._rows * (place.end - place.first) // place.shape[0])
+        stream.write(data)
+        self._hash.update(data)
+        self._rows += shape[0]
+        if self._rows == place.shape[0]:
+            self._records[name] = TensorRecord(place.shape, place.dtype, self._hash.hexdigest())
+            check_record(name, self._records[name], self._recorded)
+            self._open = ""
+
+    def _begin(self, name: str) -> None:
+        self._check_whole()
+        if name not in self._missing:
+            problem = "given twice" if name in self._known else "not a tensor of this architecture"
+            raise InputError(f"{name}: {problem}")
+        del self._missing[name]
+        self._open, self._rows, self._hash = name, 0, sha256()
+
+    def _check_whole(self) -> None:
+        if self._open:
+            whole = self._known[self._open].shape
+            raise InputError(f"{self._open}: {self._rows} rows, config.json makes it {whole}")
+
+    def finish(self) -> dict[str, TensorRecord]:
+        """All must have come; what was written, by name."""
+        self._check_whole()
+        if self._missing:
+            first = min(self._missing)
+            raise InputError(
+                f"{len(self._missing)} tensors were not given, {first} among them; nothing written"
+            )
+        return self._records

@@ -1,0 +1,216 @@
+"""Write a Megatron distributed checkpoint (``torch_dist``) from any reader, for any layout to load.
+
+The parameters are written as a rank that holds the whole model would have them, chunk by chunk, so memory
+does not grow with the model; ``megatron.core.dist_checkpointing.load`` cuts them as the layout that loads
+wants. Layers and experts are one dimension each of a global tensor, Megatron's default.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.weights.architecture import Architecture
+from megatron_fspo.weights.folder import copy_side_files, new_checkpoint
+from megatron_fspo.weights.load import check_checkpoint
+from megatron_fspo.weights.manifest import Manifest, TensorRecord, check_record, read_manifest
+from megatron_fspo.weights.megatron_reader import SUBFOLDER
+from megatron_fspo.weights.reader import Reader, read_rows, row_blocks
+from megatron_fspo.weights.safe_pickle import COMMON, METADATA
+from megatron_fspo.weights.shards import shard_shape, to_megatron_shard
+from megatron_fspo.weights.table import Row, whole_model
+
+_FILE_BYTES = 4 * 2**30
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def write_megatron_checkpoint(
+    out_dir: str | Path,
+    reader: Reader,
+    arch: Architecture,
+    *,
+    progress: Callable[[int], object] = lambda _: None,
+) -> Manifest:
+    """Convert the checkpoint of ``reader`` to ``out_dir``: config and tokenizer, manifest, ``torch_dist/``.
+
+    Values keep their dtype; where Megatron fuses tensors, or stacks layers, of several dtypes, the widest
+    holds all exactly, and the manifest remembers what each was.
+
+    Args:
+        progress: called with the number of bytes done since the last call.
+
+    Raises:
+        InputError: names the tensor and file that is missing, foreign, of another shape, or not finite.
+    """
+    check_checkpoint(reader, arch)
+    model = list(whole_model(arch))
+    names = [tensor.name for row, layer, expert in model for tensor in row.at(layer, expert).hf]
+    total = sum(torch.Size(reader.shape(name)).numel() * reader.dtype(name).itemsize for name in names)
+    with new_checkpoint(out_dir, reader.folder, total) as folder:
+        copy_side_files(reader.folder, folder, None)
+        data = folder / SUBFOLDER
+        data.mkdir()
+        hashing = _HashingReader(reader, progress)
+        with _Writer(data) as writer:
+            for key, dtype, shape in _global_tensors(reader, arch, model):
+                writer.declare(key, dtype, shape)
+            for row, layer, expert in model:
+                leading = _leading(row, layer, expert)
+                for first, values in _chunks(row.at(layer, expert), hashing, arch):
+                    offsets = (*leading, first, *(0 for _ in values.shape[1:]))
+                    writer.add(row.key, offsets, values)
+            _add_extra_states(writer, arch, model)
+            writer.finish()
+        manifest = Manifest.new("torch_dist", reader.folder, arch, {}, hashing.records)
+        manifest.save(folder)
+    return manifest
+
+
+def _leading(row: Row, layer: int, expert: int) -> tuple[int, ...]:
+    """A parameter's place along the dimensions of layers and experts, those it has."""
+    return (layer,) * row.of_layer + (expert,) * row.of_expert
+
+
+def _global_tensors(
+    reader: Reader, arch: Architecture, model: list[tuple[Row, int, int]]
+) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Key, dtype and shape of every tensor of the checkpoint."""
+    dtypes: dict[str, torch.dtype] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for row, layer, expert in model:
+        for tensor in row.at(layer, expert).hf:
+            dtype = reader.dtype(tensor.name)
+            dtypes[row.key] = torch.promote_types(dtypes.get(row.key, dtype), dtype)
+        leading = _leading(row, arch.num_layers, arch.num_experts)
+        shapes[row.key] = (*leading, *shard_shape(row, arch, 1, arch.vocab_size))
+    for key, shape in shapes.items():
+        yield key, dtypes[key], shape
+
+
+def _chunks(row: Row, reader: _HashingReader, arch: Architecture) -> Iterator[tuple[int, Tensor]]:
+    """First row and values of the pieces a parameter is written in."""
+    if row.layout == "qkv":
+        parts = [reader.read(tensor.name) for tensor in row.hf]
+        yield 0, to_megatron_shard(row, parts, arch, shard_shape(row, arch, 1, arch.vocab_size))
+        return
+    first = 0
+    for tensor in row.hf:  # gate and up are one below the other
+        for block in reader.blocks(tensor.name):
+            yield first, block
+            first += block.shape[0]
+
+
+def _add_extra_states(writer: _Writer, arch: Architecture, model: list[tuple[Row, int, int]]) -> None:
+    """Transformer Engine's layers ask for an extra state (their FP8 scales); they start without one."""
+    for row, layer, expert in model:
+        place, whole = _leading(row, layer, expert), _leading(row, arch.num_layers, arch.num_experts)
+        where = ".".join(map(str, place or (0,))) + "_" + ".".join(map(str, whole or (1,)))
+        modules = [row.key.rpartition(".")[0]]
+        if row.layout == "qkv":
+            modules.append(row.key.replace("linear_qkv.weight", "core_attention"))
+        for module in modules:
+            writer.add_object(f"{module}._extra_state/shard_{where}", [None])
+
+
+class _HashingReader:
+    """Reads whole tensors, or all of one block by block, checks the values, and remembers the hashes."""
+
+    def __init__(self, reader: Reader, progress: Callable[[int], object]) -> None:
+        self._reader = reader
+        self._progress = progress
+        self.records: dict[str, TensorRecord] = {}
+        manifest = read_manifest(reader.folder)
+        self._recorded = manifest.tensors if manifest else {}
+
+    def read(self, name: str) -> Tensor:
+        return torch.cat(list(self.blocks(name)))
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        dtype, digest = self._reader.dtype(name), sha256()
+        for rows in row_blocks(self._reader.shape(name), dtype.itemsize):
+            block = read_rows(self._reader, name, rows).contiguous()
+            if not block.isfinite().all():
+                kind = str(dtype).removeprefix("torch.")
+                raise InputError(f"{self._reader.file(name)}: {name} is not finite in {kind}")
+            digest.update(block.view(torch.uint8).numpy().data)
+            yield block
+            self._progress(block.nbytes)
+        record = TensorRecord(self._reader.shape(name), dtype, digest.hexdigest())
+        check_record(name, record, self._recorded)
+        self.records[name] = record
+
+
+class _Writer:
+    """The files of a ``torch_dist`` folder: entries one after the other, and the index at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._index = Metadata(state_dict_metadata={}, storage_data={})
+        self._stack = ExitStack()
+        self._stream: BinaryIO | None = None
+        self._files = 0
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def declare(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        properties = TensorProperties(dtype=dtype)
+        self._index.state_dict_metadata[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
+
+    def add(self, key: str, offsets: tuple[int, ...], values: Tensor) -> None:
+        """A chunk; dimensions the values lack have size 1, in front."""
+        stored = self._index.state_dict_metadata[key]
+        assert isinstance(stored, TensorStorageMetadata)
+        sizes = torch.Size([1] * (len(offsets) - values.dim()) + list(values.shape))
+        # A copy: torch.save would write all of a view's storage.
+        chunk = torch.empty(sizes, dtype=stored.properties.dtype).copy_(values.view(sizes))
+        stored.chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=sizes))
+        self._append(MetadataIndex(key, torch.Size(offsets)), chunk)
+
+    def add_object(self, key: str, value: Any) -> None:
+        self._index.state_dict_metadata[key] = BytesStorageMetadata()
+        self._append(MetadataIndex(key), value)
+
+    def _append(self, index: MetadataIndex, value: Any) -> None:
+        if self._stream is None or self._stream.tell() > _FILE_BYTES:
+            self._stack.close()
+            name = f"__0_{self._files}.distcp"
+            self._stream = self._stack.enter_context(open(self._folder / name, "wb"))
+            self._files += 1
+        stream, first = self._stream, self._stream.tell()
+        torch.save(value, stream)
+        info = _StorageInfo(Path(stream.name).name, first, stream.tell() - first)
+        self._index.storage_data[index] = info
+
+    def finish(self) -> None:
+        """Write the index, without which nothing of the folder loads."""
+        self._stack.close()
+        torch.save({}, self._folder / COMMON)
+        (self._folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
+        (self._folder / METADATA).write_bytes(pickle.dumps(self._index))

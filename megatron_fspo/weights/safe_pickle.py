@@ -1,0 +1,154 @@
+"""What the ``torch_dist`` format keeps as pickles, read through allow-lists: a checkpoint cannot run code.
+
+``.metadata`` is a plain pickle; ``common.pt`` and every entry of the ``.distcp`` files are ``torch.save``d.
+torch and Megatron unpickle the first, and entries that are not tensors, without a check: so whoever hands a
+folder to them calls :func:`check_pickles` before.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron_fspo.errors import InputError
+
+METADATA = ".metadata"
+COMMON = "common.pt"
+
+_DTYPES = {
+    name for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}  # fmt: skip
+_ALLOWED = {
+    *(("torch", name) for name in ("Size", "device", *_DTYPES)),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.planner", name)
+        for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType", "BytesIOWriteData")
+    ),
+    # The folder's name, as torch before 2.9 kept it.
+    *(("pathlib", name) for name in ("PosixPath", "PurePosixPath")),
+    *(("pathlib._local", name) for name in ("PosixPath", "PurePosixPath")),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name} is not something a checkpoint needs")
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The index of a ``torch_dist`` folder.
+
+    Raises:
+        InputError: it is missing, damaged, or holds anything but the format's own types.
+    """
+    path = folder / METADATA
+    try:
+        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+    except FileNotFoundError:
+        raise InputError(
+            f"{path} not found; a Megatron distributed checkpoint (torch_dist) has one"
+        ) from None
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise InputError(f"{path} is damaged or not to be trusted: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise InputError(f"{path} does not hold the index of a checkpoint")
+    return metadata
+
+
+def load_entry(folder: Path, info: Any) -> Any:
+    """What one entry of a ``.distcp`` file holds; tensors and plain Python values only."""
+    path = folder / info.relative_path
+    with open(path, "rb") as stream:
+        part: Any = _Part(stream, info.offset, info.length)
+        try:
+            return torch.load(part, map_location="cpu", weights_only=True)
+        except Exception as error:
+            first = str(error).splitlines()[0]
+            raise InputError(f"{path} is damaged or not to be trusted: {first}") from error
+
+
+def check_pickles(folder: Path) -> None:
+    """``InputError`` unless all that torch and Megatron would unpickle freely in ``folder`` is harmless."""
+    metadata = read_metadata(folder)
+    check_files(folder, metadata)
+    common = folder / COMMON
+    if common.is_file():
+        try:
+            torch.load(common, map_location="cpu", weights_only=True)
+        except Exception as error:
+            first = str(error).splitlines()[0]
+            raise InputError(f"{common} is damaged or not to be trusted: {first}") from error
+    for index, info in metadata.storage_data.items():
+        if not isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata):
+            load_entry(folder, info)
+
+
+def check_files(folder: Path, metadata: Metadata) -> None:
+    """``InputError`` if a file is missing or shorter than the index says, or lies elsewhere."""
+    sizes: dict[str, int] = {}
+    for index, info in metadata.storage_data.items():
+        name = info.relative_path
+        if not isinstance(name, str) or Path(name).name != name:
+            raise InputError(f"{folder / METADATA}: {name!r} is not the name of a file beside it")
+        path = folder / name
+        if name not in sizes:
+            if not path.is_file():
+                raise InputError(f"{path} not found; it holds {index.fqn}")
+            sizes[name] = path.stat().st_size
+        if info.offset + info.length > sizes[name]:
+            raise InputError(f"{path} is truncated: {index.fqn} ends at {info.offset + info.length:,}")
+        if getattr(info, "transform_descriptors", None):
+            raise InputError(f"{path}: {index.fqn} is compressed, which is not supported")
+
+
+class _Part(io.RawIOBase):
+    """A run of bytes of a file as a file of its own."""
+
+    def __init__(self, stream: io.BufferedReader, start: int, length: int) -> None:
+        self._stream, self._start, self._length = stream, start, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._length - self._at))
+        self._stream.seek(self._start + self._at)
+        read = self._stream.readinto(view[:count])
+        self._at += read
+        return read
