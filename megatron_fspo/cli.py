@@ -10,12 +10,12 @@ import argparse
 import json
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_fspo import __version__
-from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.console import exit_status, quiet_megatron
+from megatron_fspo.errors import InputError
 from megatron_fspo.options import describe_keys, load_config
 
 _TRAIN_HELP = """\
@@ -49,19 +49,14 @@ overlap, recompute. Exit status 1 if a case fails; the worst parameter is named.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    _quiet_megatron()
+    quiet_megatron()
     parser = _parser()
     words = sys.argv[1:] if argv is None else list(argv)
     args, rest = parser.parse_known_args(words)
     args.argv = words
     if rest and args.command not in ("train", "evaluate"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    try:
-        return int(args.run(args, rest))
-    except (InputError, TrainingError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"megatron-fspo: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, InputError) else 1
+    return exit_status(lambda: int(args.run(args, rest)), "megatron-fspo")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -267,10 +262,3 @@ def _where(folder: Path, report: Path) -> str:
             f"  resume from                   {folder / 'checkpoints'}",
         ]
     )
-
-
-def _quiet_megatron() -> None:
-    """Megatron warns at import of every optional package that is not there; `doctor` says it better."""
-    warnings.filterwarnings("ignore", module=r"megatron\.core")
-    # torch's deprecations of what Megatron calls, raised in torch or through our function mode.
-    warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecat")

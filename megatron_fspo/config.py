@@ -34,7 +34,9 @@ class Run(Section):
 class Model(Section):
     """The policy."""
 
-    checkpoint: Path = Field(description="Hugging Face checkpoint folder with its tokenizer")
+    checkpoint: Path = Field(
+        description="checkpoint folder with its tokenizer: Hugging Face, or converted to Megatron"
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
     backend: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU")
     layers: Literal["auto", "local", "transformer_engine"] = Field(
@@ -57,6 +59,11 @@ class Parallel(Section):
     )
     context: PositiveInt = Field(
         1, description="context parallel size: the tokens of every sequence are spread over so many ranks"
+    )
+    expert: PositiveInt = Field(
+        1,
+        description="expert parallel size: a layer's experts are spread over so many ranks of a pipeline "
+        "stage (tensor x context x data); tensor parallel does not cut them",
     )
     distributed_optimizer: bool = Field(
         False, description="split optimizer state and fp32 weights over data and context parallel ranks"

@@ -156,9 +156,11 @@ def test_weights_of_another_shape(refusal: Callable[..., str], checkpoint: Path)
 
 
 def test_an_architecture_that_is_not_supported(refusal: Callable[..., str], checkpoint: Path) -> None:
-    change_json(checkpoint / "config.json", model_type="llama")
+    change_json(checkpoint / "config.json", model_type="gpt2")
     line = refusal("--model.checkpoint", str(checkpoint))
-    assert line == f"{checkpoint}/config.json: model_type is 'llama'; supported: qwen3"
+    assert (
+        line == f"{checkpoint}/config.json: model_type is 'gpt2'; supported: llama, qwen2, qwen3, qwen3_moe"
+    )
 
 
 def test_a_tokenizer_of_another_model(refusal: Callable[..., str], checkpoint: Path) -> None:

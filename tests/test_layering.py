@@ -34,7 +34,7 @@ FLOORS = {
 }
 SINGLE_MODULES = {
     **dict.fromkeys(["__init__", "types", "config", "errors", "options"], "base"),
-    **dict.fromkeys(["cli", "doctor", "__main__"], "command line"),
+    **dict.fromkeys(["cli", "console", "doctor", "__main__"], "command line"),
 }
 THIRD_PARTY = {
     "base": {"pydantic", "tomli_w"},
@@ -51,7 +51,7 @@ THIRD_PARTY = {
         *("tqdm", "wandb", "matplotlib", "jinja2", "markupsafe"),  # where numbers and reports go
     },
     "verify": {"torch"},
-    "command line": {"torch"},
+    "command line": {"torch", "tqdm"},
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # from `def` to the end, without the docstring

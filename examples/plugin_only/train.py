@@ -120,6 +120,7 @@ def main() -> None:
             tp=parallel_state.get_tensor_model_parallel_group(),
             pp=parallel_state.get_pipeline_model_parallel_group(),
             cp=parallel_state.get_context_parallel_group(),
+            ep=parallel_state.get_expert_model_parallel_group(),
             dp=parallel_state.get_data_parallel_group(),
             dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         ),

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.weights import check_pickles
 
 _STATE = "trainer.json"
 _WEIGHTS = "torch_dist"
@@ -50,8 +51,14 @@ def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None
 
 
 def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
-    """Restore the policy, its optimizer and random states; returns the trainer's state. Collective."""
+    """Restore the policy, its optimizer and random states; returns the trainer's state. Collective.
+
+    Raises:
+        InputError: on every rank; the folder is not a checkpoint of this trainer, is damaged, or holds a
+            pickle that could run code.
+    """
     state: dict[str, Any] = read_state(folder)
+    check_pickles(folder / _WEIGHTS)
     _prepare_to_load(policy.optimizer)
     loaded = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(folder / _WEIGHTS))
     for number, chunk in enumerate(policy.chunks):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -60,9 +61,19 @@ class _Stream:
 
     def wait_event(self, event: Any) -> None: ...
 
-    def record_event(self, event: Any = None) -> None: ...
+    def record_event(self, event: Any = None) -> _Stream:
+        """An event to synchronise with: the stream will do."""
+        return self
 
     def synchronize(self) -> None: ...
+
+
+def _split_sizes_as_numpy(values: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Brings what the dispatcher of experts counted to the CPU, for the collective.
+
+    Megatron's own does so for tensors of a GPU only, and no collective takes its split sizes as a tensor.
+    """
+    return values.numpy() if as_numpy and isinstance(values, torch.Tensor) else values
 
 
 _mode: CudaMeansCpu | None = None
@@ -79,6 +90,7 @@ def install() -> None:
     torch.cuda.current_stream = _Stream  # type: ignore[assignment]
     torch.cuda.default_stream = _Stream  # type: ignore[assignment]
     torch.cuda.stream = lambda *_: nullcontext()  # type: ignore[assignment]
+    token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_as_numpy
     # The tracker that does nothing: our models have no dropout, so no state of its own is needed. Recomputed
     # layers still save and restore what they take for the state of a GPU.
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

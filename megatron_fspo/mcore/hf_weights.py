@@ -17,10 +17,11 @@ from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.weights import (
     Architecture,
-    HFReader,
     check_coverage,
+    expected_hf_shapes,
     iterate_hf_tensors,
     load_into,
+    open_checkpoint,
     write_hf_checkpoint,
 )
 
@@ -38,9 +39,9 @@ def load_chunks(
     groups: ParallelGroups,
     checkpoint: Path,
 ) -> None:
-    """Copy a checkpoint into bare model chunks. Collective over the pipeline."""
+    """Copy a checkpoint into bare model chunks. Collective over pipeline and expert parallel."""
     loaded: list[str] = []
-    reader = HFReader(checkpoint)
+    reader = open_checkpoint(checkpoint, arch)
     for chunk in chunks:
         loaded += load_into(
             chunk.named_parameters(),
@@ -50,8 +51,10 @@ def load_chunks(
             tp_size=groups.tp.size(),
             padded_vocab=padded_vocab_size(arch.vocab_size, groups.tp.size()),
             layer_offset=layer_offset(config, chunk),
+            expert_offset=groups.ep.rank() * arch.num_experts // groups.ep.size(),
         )
-    check_coverage(gather_lists(loaded, group=groups.pp), arch)
+    stage = gather_lists(loaded, group=groups.ep)
+    check_coverage(gather_lists(stage, group=groups.pp), arch)
 
 
 def export_hf(policy: Policy, out: Path, *, source: Path) -> None:
@@ -66,11 +69,23 @@ def export_hf(policy: Policy, out: Path, *, source: Path) -> None:
         named = [list(chunk.named_parameters()) for chunk in policy.chunks]
         tensors = hf_tensors(policy, named)
         if dist.get_rank() == 0:
-            write_hf_checkpoint(out, tensors, source)
+            reader = open_checkpoint(source, policy.arch)
+            dtypes = {name: reader.dtype(name) for name in expected_hf_shapes(policy.arch)}
+            write_hf_checkpoint(out, tensors, source, dtypes=dtypes, layout=_sizes(groups))
         else:
             for _ in tensors:
                 pass
     dist.barrier()
+
+
+def _sizes(groups: ParallelGroups) -> dict[str, int]:
+    return {
+        "tensor": groups.tp.size(),
+        "pipeline": groups.pp.size(),
+        "context": groups.cp.size(),
+        "expert": groups.ep.size(),
+        "data": groups.dp.size(),
+    }
 
 
 def hf_tensors(policy: Policy, named: Sequence[Iterable[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:

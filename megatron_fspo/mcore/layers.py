@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -129,12 +130,23 @@ def _zigzag(borders: tuple[int, ...], rank: int, size: int) -> tuple[Tensor, Ten
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Megatron's local layers with our norm and attention: no Transformer Engine, any device."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.num_moe_experts:
+        # Checkpoints call norms as Transformer Engine does, which fuses this one into an MLP but not into
+        # experts; the local specification renames it for both.
+        del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+        # The router of 0.16.1 asks whether this is None, also where it was never imported.
+        vars(moe_utils).setdefault("te_general_gemm", None)
     attention = layer.submodules.self_attention.submodules
-    attention.q_layernorm = RMSNorm
-    attention.k_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
     attention.core_attention = SDPACoreAttention
     layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.weights import Architecture, check_tensor_parallel
+from megatron_fspo.weights import Architecture, check_tensor_parallel, has_parameter
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
@@ -41,6 +42,46 @@ def check_parallel(arch: Architecture, parallel: Parallel) -> None:
             f"parallel.pipeline = {parallel.pipeline} x parallel.virtual_pipeline = "
             f"{parallel.virtual_pipeline} does not divide the model's {arch.num_layers} layers"
         )
+    if arch.experts is None:
+        if parallel.expert > 1:
+            raise InputError(f"parallel.expert = {parallel.expert}, but the model has no experts")
+        return
+    if arch.num_experts % parallel.expert:
+        raise InputError(
+            f"parallel.expert = {parallel.expert} does not divide the {arch.num_experts} experts of a layer"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        raise InputError(
+            f"parallel.tensor = {parallel.tensor} with a mixture of experts needs parallel.sequence = true"
+        )
+    if arch.experts.per_token == 1 and arch.experts.normalize_top_k:
+        raise InputError("num_experts_per_tok = 1 with norm_topk_prob = true: Megatron has no such router")
+
+
+def check_world(parallel: Parallel, world_size: int) -> None:
+    """``InputError`` unless so many ranks can be laid out like this."""
+    size = parallel.model_size
+    if world_size % size:
+        sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context")}
+        product = " x ".join(f"parallel.{name} = {n}" for name, n in sizes.items() if n > 1)
+        raise InputError(
+            f"{product} does not divide the world size {world_size}: "
+            f"start it with torchrun --nproc-per-node a multiple of {size}"
+        )
+    stage = world_size // parallel.pipeline
+    if stage % parallel.expert:
+        raise InputError(
+            f"parallel.expert = {parallel.expert} does not divide the {stage} ranks of a pipeline stage"
+        )
+
+
+def check_trainable(arch: Architecture) -> None:
+    """``InputError`` for models whose gradients were not verified."""
+    if arch.experts is not None:
+        raise InputError(
+            f"model.checkpoint is a mixture of experts ({arch.model_type}): training these is not verified "
+            "yet, converting and scoring them is"
+        )
 
 
 def transformer_config(
@@ -57,7 +98,8 @@ def transformer_config(
         kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.rms_norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=has_parameter(arch, "self_attention.q_layernorm.weight"),
+        add_qkv_bias=has_parameter(arch, "self_attention.linear_qkv.bias"),
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -70,6 +112,8 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.sequence,
         context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
         # Batched sends and receives pair up wrongly between two stages that hold several chunks each: wrong
@@ -84,8 +128,25 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         # The contract of mcore/normalise.py.
         calculate_per_token_loss=True,
+        **_experts(arch, backend),
         **backend.config_flags(),
     )
+
+
+def _experts(arch: Architecture, backend: Backend) -> dict[str, Any]:
+    """The router and experts of every layer; nothing for a dense model."""
+    if arch.experts is None:
+        return {}
+    return {
+        "num_moe_experts": arch.experts.count,
+        "moe_ffn_hidden_size": arch.experts.ffn_size,
+        "moe_router_topk": arch.experts.per_token,
+        # transformers takes the softmax over all experts first. To normalise the best of it is to take the
+        # softmax over these only, which is Megatron's other order.
+        "moe_router_pre_softmax": not arch.experts.normalize_top_k,
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": backend.layers == "transformer_engine",
+    }
 
 
 def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend) -> list[GPTModel]:
@@ -114,6 +175,8 @@ def build_chunk(
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
         rotary_base=int(arch.rope_theta),
+        rope_scaling=arch.rope_factor is not None,
+        rope_scaling_factor=arch.rope_factor or 1.0,
         vp_stage=vp_stage,
     )
     return model.to(backend.device)

@@ -52,10 +52,11 @@ def _rendezvous() -> tuple[Store, int, int]:
 def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
     """Join the job and build its groups.
 
-    Megatron's rank order, innermost first: tensor, context, data, pipeline.
+    Megatron's rank order, innermost first: tensor, context, data, pipeline. An expert-parallel group is a run
+    of neighbours within a pipeline stage.
 
     Args:
-        parallel: its model size divides the world size (checked by the caller, with a clear message).
+        parallel: fits the world size (:func:`~megatron_fspo.mcore.model.check_world`).
         seed: for weight initialisation; every rank of a model gets the same stream.
     """
     join(backend)
@@ -64,6 +65,8 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=_virtual(parallel),
         context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,
         # Second groups for gathering checkpoints through the CPU, which checkpoint.py does not do.
         create_gloo_process_groups=False,
     )
@@ -73,6 +76,7 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
         cp=parallel_state.get_context_parallel_group(),
+        ep=parallel_state.get_expert_model_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )

@@ -17,6 +17,9 @@ class ParallelGroups:
     """Pipeline parallel."""
     cp: dist.ProcessGroup
     """Context parallel: ranks that share every sequence, each with some of its tokens."""
+    ep: dist.ProcessGroup
+    """Expert parallel: ranks of one pipeline stage, each with some of every layer's experts; runs across the
+    other three."""
     dp: dist.ProcessGroup
     """Data parallel: ranks with different sequences."""
     dp_cp: dist.ProcessGroup

@@ -12,15 +12,10 @@ from megatron_fspo.data.prompts import load_prompts
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import Backend, choose_backend
-from megatron_fspo.mcore.model import check_parallel
+from megatron_fspo.mcore.model import check_parallel, check_trainable, check_world
 from megatron_fspo.rewards import Reward, get_reward
 from megatron_fspo.types import Prompt
-from megatron_fspo.weights import (
-    Architecture,
-    HFReader,
-    check_checkpoint,
-    read_architecture,
-)
+from megatron_fspo.weights import Architecture, check_checkpoint, open_checkpoint, read_architecture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +46,9 @@ def prepare(config: Config, *, world_size: int) -> Inputs:
     backend = choose_backend(config.model.backend, config.model.layers)
     _check_world(config, world_size)
     arch = read_architecture(config.model.checkpoint)
+    check_trainable(arch)
     check_parallel(arch, config.parallel)
-    reader = HFReader(config.model.checkpoint)
-    check_checkpoint(reader, arch)
+    check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch)
     tokenizer = load_tokenizer(config.model.checkpoint)
     check_vocabulary(tokenizer, arch.vocab_size)
     train = _prompts(config, config.data.train, tokenizer)
@@ -90,15 +85,8 @@ def _prompts(config: Config, path: Any, tokenizer: Any) -> tuple[Prompt, ...]:
 
 
 def _check_world(config: Config, world_size: int) -> None:
-    size = config.parallel.model_size
-    if world_size % size:
-        sizes = {name: getattr(config.parallel, name) for name in ("tensor", "pipeline", "context")}
-        product = " x ".join(f"parallel.{name} = {n}" for name, n in sizes.items() if n > 1)
-        raise InputError(
-            f"{product} does not divide the world size {world_size}: "
-            f"start it with torchrun --nproc-per-node a multiple of {size}"
-        )
-    data = world_size // size
+    check_world(config.parallel, world_size)
+    data = world_size // config.parallel.model_size
     if config.rollout.prompts < data:
         raise InputError(
             f"rollout.prompts = {config.rollout.prompts} is less than the {data} data-parallel ranks: "

@@ -13,7 +13,7 @@ import torch
 from megatron_fspo.config import Config, Parallel
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import Backend, choose_backend, has_transformer_engine
-from megatron_fspo.mcore.model import check_parallel
+from megatron_fspo.mcore.model import check_parallel, check_trainable
 from megatron_fspo.verify import table
 from megatron_fspo.verify.cases import SMALL, narrow, with_layers
 from megatron_fspo.verify.layouts import Layout, all_layouts, parse_layout
@@ -54,6 +54,7 @@ def plan(
     else:
         backend = choose_backend(config.model.backend, config.model.layers)
         full = read_architecture(config.model.checkpoint)
+        check_trainable(full)
         check_parallel(full, config.parallel)
         arch = narrow(full)
     listed = names or (config is not None and not use_all)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ from megatron_fspo.mcore.model import check_parallel
 from megatron_fspo.verify.cases import with_layers
 from megatron_fspo.weights import Architecture
 
-_SIZES = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context"}
+_SIZES = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert"}
 _FLAGS = {"sp": "sequence", "do": "distributed_optimizer", "overlap": "overlap_grad_reduce"}
-LEGAL = "words joined by dots: tpN, sp, ppN, vppN, cpN, dpN, do (distributed optimizer), overlap, recompute"
+LEGAL = (
+    "words joined by dots: tpN, sp, ppN, vppN, cpN, epN, dpN, do (distributed optimizer), overlap, recompute"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +49,29 @@ def parse_layout(text: str, *, world_size: int) -> Layout:
     Raises:
         InputError: a word that is not one, or a size that does not fit.
     """
+    parallel, data, recompute = _parse(text)
+    rest, remainder = divmod(world_size, parallel.model_size)
+    if remainder or (data is not None and data != rest):
+        ranks = parallel.model_size * (data or 1)
+        raise InputError(
+            f"layout {text} is for {'' if data else 'a multiple of '}{ranks} ranks, not {world_size}"
+        )
+    return Layout(parallel=parallel, data=rest, recompute=recompute)
+
+
+def count_ranks(text: str) -> int:
+    """The fewest ranks that a layout needs."""
+    parallel, data, _ = _parse(text)
+    stage = parallel.tensor * parallel.context * (data or 1)
+    return parallel.pipeline * math.lcm(stage, parallel.expert)
+
+
+def _parse(text: str) -> tuple[Parallel, int | None, bool]:
+    """Sizes, the data-parallel size if it is named, and whether to recompute."""
     values: dict[str, int] = {}
     recompute, data = False, None
     for word in text.split(".") if text != "single" else []:
-        match = re.fullmatch(r"(tp|pp|vpp|cp|dp)([1-9][0-9]*)", word)
+        match = re.fullmatch(r"(tp|pp|vpp|cp|ep|dp)([1-9][0-9]*)", word)
         if match is not None and match[1] == "dp":
             data = int(match[2])
         elif match is not None:
@@ -61,17 +83,11 @@ def parse_layout(text: str, *, world_size: int) -> Layout:
         else:
             raise InputError(f"layout {text}: {word!r} is not part of one. Legal: {LEGAL}")
     parallel = Parallel.model_validate(values)
-    rest, remainder = divmod(world_size, parallel.model_size)
-    if remainder or (data is not None and data != rest):
-        ranks = parallel.model_size * (data or 1)
-        raise InputError(
-            f"layout {text} is for {'' if data else 'a multiple of '}{ranks} ranks, not {world_size}"
-        )
     if parallel.sequence and parallel.tensor == 1:
         raise InputError(f"layout {text}: sp needs tp of at least 2")
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise InputError(f"layout {text}: vpp needs pp of at least 2")
-    return Layout(parallel=parallel, data=rest, recompute=recompute)
+    return parallel, data, recompute
 
 
 def all_layouts(arch: Architecture, *, world_size: int) -> list[Layout]:

@@ -1,4 +1,4 @@
-"""Qwen3 as a formula: the log-probs that every parallel layout must have.
+"""Dense Llama, Qwen2 and Qwen3 as a formula: the log-probs that every parallel layout must have.
 
 Plain torch in float64 on the CPU, from Hugging Face weights, one unpadded sequence at a time: no packing, no
 cache, no kernel, nothing shared with the model that is checked. ::
@@ -56,10 +56,14 @@ def rotary_table(arch: Architecture, count: int) -> tuple[Tensor, Tensor]:
     """cos and sin [t, 1, d] of p·θ^(−2i/d), for positions p and the pairs i < d/2, twice side by side.
 
     In fp32, then widened: transformers and Megatron both define the table in fp32, so its rounding is part of
-    the model.
+    the model. Llama 3's scaled RoPE divides the frequencies that turn less than once in 8192 tokens by its
+    factor, keeps those that turn more than four times, and goes linearly from one to the other between.
     """
     pairs = torch.arange(0, arch.head_dim, 2, dtype=torch.float32)
     frequencies = 1.0 / (arch.rope_theta ** (pairs / arch.head_dim))
+    if arch.rope_factor is not None:
+        kept = ((8192 * frequencies / (2 * math.pi) - 1) / (4 - 1)).clamp(0, 1)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / arch.rope_factor
     angles = torch.outer(torch.arange(count, dtype=torch.float32), frequencies)
     angles = torch.cat([angles, angles], dim=-1)[:, None]
     return angles.cos().double(), angles.sin().double()
@@ -82,13 +86,17 @@ def _attention(
 ) -> Tensor:
     """softmax(q·kᵀ / √d)·v over the tokens so far, [t, hidden] → [t, hidden].
 
-    Every query head has its own q; h / g neighbours share a KV head. q and k are normalised per head.
+    Every query head has its own q; h / g neighbours share a KV head. Qwen2 has biases, Qwen3 normalises q and
+    k per head.
     """
     query, key, value = (
-        (x @ weights[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, arch.head_dim)) for name in "qkv"
+        F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias")).unflatten(-1, (-1, arch.head_dim))
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     )  # [t, h, d], [t, g, d], [t, g, d]
-    query = _rotate(_rms_norm(query, weights["self_attn.q_norm.weight"], arch), *table)
-    key = _rotate(_rms_norm(key, weights["self_attn.k_norm.weight"], arch), *table)
+    if "self_attn.q_norm.weight" in weights:
+        query = _rms_norm(query, weights["self_attn.q_norm.weight"], arch)
+        key = _rms_norm(key, weights["self_attn.k_norm.weight"], arch)
+    query, key = _rotate(query, *table), _rotate(key, *table)
     sharing = arch.num_heads // arch.num_kv_heads
     key, value = key.repeat_interleave(sharing, dim=1), value.repeat_interleave(sharing, dim=1)
 

@@ -19,7 +19,7 @@ def header() -> str:
         "Largest errors of each layout, over losses, splits, and a tied and an untied model, against one\n"
         "process in float64. gradient: relative to the parameter's largest entry; |grad|: of the norm;\n"
         "TP, CP: collectives of head and loss per micro-batch.\n\n"
-        f"{'layout':<32} {'dtype':<9}{'gradient':>9} {'worst parameter':<32}{'log-prob':>9}{'S':>9}"
+        f"{'layout':<36} {'dtype':<9}{'gradient':>9} {'worst parameter':<32}{'log-prob':>9}{'S':>9}"
         f"{'loss':>9}{'|grad|':>9}{'TP':>4}{'CP':>3}  verdict"
     )
 
@@ -33,7 +33,7 @@ def lines(layout: str, results: Sequence[Result]) -> str:
         failed = sum(bool(row.problems) for row in rows)
         verdict = f"{failed} of {len(rows)} FAIL" if failed else f"{len(rows)} pass"
         found.append(
-            f"{layout:<32} {_NAMES[dtype]:<9}{worst.errors.gradient:>9.0e} {_short(worst):<32}"
+            f"{layout:<36} {_NAMES[dtype]:<9}{worst.errors.gradient:>9.0e} {_short(worst):<32}"
             f"{max(row.errors.log_prob for row in rows):>9.0e}"
             f"{max(row.errors.log_ratio_sum for row in rows):>9.0e}"
             f"{max(row.errors.loss for row in rows):>9.0e}"

@@ -143,7 +143,10 @@ def check_tensor_parallel(arch: Architecture, tp_size: int, padded_vocab: int | 
 
 def fp8_block_size(checkpoint_dir: str | Path) -> tuple[int, int] | None:
     """Rows and columns of a weight that share one scale, in a checkpoint quantised to FP8; else None."""
-    config = _Config(Path(checkpoint_dir) / "config.json")
+    return _fp8_block_size(_Config(Path(checkpoint_dir) / "config.json"))
+
+
+def _fp8_block_size(config: _Config) -> tuple[int, int] | None:
     found = config.optional("quantization_config")
     if found is None:
         return None
@@ -197,6 +200,7 @@ class _Config:
 
 
 def _refuse_unsupported(config: _Config) -> None:
+    _fp8_block_size(config)  # refuses every other quantisation
     for key in ("attention_bias", "mlp_bias"):
         if config.optional(key):
             raise config.error(key, "is true; only the biases of Qwen2's q, k and v are supported")
@@ -223,7 +227,8 @@ def _experts(config: _Config) -> Experts:
     if config.optional("decoder_sparse_step") not in (None, 1) or config.optional("mlp_only_layers"):
         raise config.error("mlp_only_layers", "or decoder_sparse_step: only experts in every layer supported")
     experts = Experts(
-        count=config.size("num_experts"),
+        # transformers 5 writes num_local_experts, as Mixtral; the hub's files have num_experts.
+        count=config.size("num_experts" if "num_experts" in config.values else "num_local_experts"),
         per_token=config.size("num_experts_per_tok"),
         ffn_size=config.size("moe_intermediate_size"),
         normalize_top_k=config.required("norm_topk_prob", bool),

@@ -57,7 +57,9 @@ def _differing(a: Tensor, b: Tensor) -> tuple[int, float]:
     if torch.equal(a.view(bits), b.view(bits)):
         return 0, 0.0
     different = a.view(bits) != b.view(bits)
-    return int(different.sum()), (a.double() - b.double())[different].abs().max().item()
+    gaps = (a[different].double() - b[different].double()).abs()
+    # NaN is as far from a number as can be; max() would keep or lose it by chance.
+    return int(different.sum()), gaps.nan_to_num(nan=torch.inf, posinf=torch.inf).max().item()
 
 
 def compare_with_manifest(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -36,8 +36,11 @@ def new_checkpoint(out_dir: str | Path, source_dir: Path, needed_bytes: int) -> 
     if source.is_relative_to(out):
         raise InputError(f"{out} holds the source checkpoint {source}; write somewhere else")
     partial = out.with_name(f".{out.name}.partial")
+    if not out.exists() and (old := _old(out)).exists():  # killed between the two renames of _replace
+        old.rename(out)
     if partial.exists():  # of a run that was killed
         shutil.rmtree(partial)
+    created = [parent for parent in out.parents if not parent.exists()]
     try:
         partial.mkdir(parents=True)
         free = shutil.disk_usage(partial).free
@@ -49,6 +52,9 @@ def new_checkpoint(out_dir: str | Path, source_dir: Path, needed_bytes: int) -> 
         raise InputError(f"{error.filename or out}: {error.strerror or error}; nothing written") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # renamed away, unless something failed
+        for parent in created:
+            with suppress(OSError):  # not empty: the checkpoint is in it
+                parent.rmdir()
 
 
 def copy_side_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
@@ -67,12 +73,17 @@ def copy_side_files(source: Path, folder: Path, dtype: torch.dtype | None) -> No
         (folder / "config.json").write_text(text, encoding="utf-8")
 
 
+def _old(out: Path) -> Path:
+    """Where the earlier checkpoint waits while the new one takes its place."""
+    return out.with_name(f".{out.name}.old")
+
+
 def _replace(out: Path, partial: Path) -> None:
     """Put ``partial`` in the place of ``out``; a folder there stays whole beside it until that is done."""
     if not out.exists():
         partial.rename(out)
         return
-    old = out.with_name(f".{out.name}.old")
+    old = _old(out)
     if old.exists():  # of a run that was killed after this function put the new one in place
         shutil.rmtree(old)
     out.rename(old)

@@ -19,6 +19,7 @@ from megatron_fspo.weights.architecture import read_architecture
 from megatron_fspo.weights.folder import copy_side_files, new_checkpoint
 from megatron_fspo.weights.hf_reader import INDEX, SINGLE, HFReader
 from megatron_fspo.weights.manifest import Manifest, TensorRecord, check_record
+from megatron_fspo.weights.reader import all_finite
 from megatron_fspo.weights.table import expected_hf_shapes
 
 Shape = tuple[int, ...]
@@ -144,12 +145,13 @@ class _Files:
         """The tensor that blocks are coming for."""
         self._rows = 0
         self._hash = sha256()
-        self._stack = ExitStack()
-        for file, places in plan.items():
-            stream = self._stack.enter_context(open(folder / file, "wb"))
-            start = stream.write(_header(places))
-            stream.truncate(start + max(place.end for place in places.values()))
-            self._files |= dict.fromkeys(places, (stream, start))
+        with ExitStack() as stack:  # the disk may be full already
+            for file, places in plan.items():
+                stream = stack.enter_context(open(folder / file, "wb"))
+                start = stream.write(_header(places))
+                stream.truncate(start + max(place.end for place in places.values()))
+                self._files |= dict.fromkeys(places, (stream, start))
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> _Files:
         return self
@@ -170,7 +172,7 @@ class _Files:
             found = (self._rows + shape[0], *shape[1:]) if shape else ()
             raise InputError(f"{name}: shape {found}, config.json makes it {place.shape}")
         values = block.detach().to(device="cpu", dtype=place.dtype).contiguous()
-        if not values.isfinite().all():
+        if not all_finite(values):
             dtype = str(place.dtype).removeprefix("torch.")
             raise InputError(f"{name}: not finite in {dtype}; not written")
         data = values.view(torch.uint8).numpy().data if values.numel() else b""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import Architecture, check_tensor_parallel
-from megatron_fspo.weights.reader import Reader, Slices
+from megatron_fspo.weights.reader import Reader, Slices, all_finite, row_blocks
 from megatron_fspo.weights.shards import (
     from_megatron_shards,
     shard_shape,
@@ -43,6 +43,14 @@ def check_checkpoint(reader: Reader, arch: Architecture) -> None:
             found = f"{name} has shape {reader.shape(name)}"
             raise InputError(f"{file}: {found}; config.json makes it {expected[name]}")
         reader.dtype(name)  # refuses what is not a plain float
+
+
+def check_tied_copies(reader: Reader, arch: Architecture) -> None:
+    """``InputError`` if a tied checkpoint repeats its embedding, and the two differ. Reads both."""
+    for copy, original in tied_copies(arch).items():
+        if copy in reader.names():
+            for rows in row_blocks(reader.shape(copy), reader.dtype(copy).itemsize):
+                _check_tied_copy(reader, original, copy, (rows, slice(0, arch.hidden_size)))
 
 
 def check_coverage(loaded: Iterable[str], arch: Architecture) -> None:
@@ -93,7 +101,7 @@ def load_into(
 
 def _read_finite(reader: Reader, name: str, slices: Slices, dtype: torch.dtype) -> Tensor:
     part = reader.read(name, slices).to(dtype)
-    if not part.isfinite().all():
+    if not all_finite(part):
         raise InputError(f"{reader.file(name)}: {name} is not finite in {str(dtype).removeprefix('torch.')}")
     return part
 

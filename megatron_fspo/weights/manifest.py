@@ -19,6 +19,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import Architecture
 
 FILE = "manifest.json"
+_DTYPES = {"float64", "float32", "bfloat16", "float16"}
 _PACKAGES = ("megatron-core", "torch", "safetensors")
 
 
@@ -80,13 +81,16 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
-        content["tensors"] = {
-            name: TensorRecord(tuple(record["shape"]), getattr(torch, record["dtype"]), record["sha256"])
-            for name, record in content["tensors"].items()
-        }
+        content["tensors"] = {name: _record(**record) for name, record in content["tensors"].items()}
         return Manifest(**content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not a manifest: {error!r}") from error
+
+
+def _record(shape: list[int], dtype: str, sha256: str) -> TensorRecord:
+    if dtype not in _DTYPES:  # it decides what the tensor is read as
+        raise ValueError(f"a tensor of dtype {dtype!r}")
+    return TensorRecord(tuple(shape), getattr(torch, dtype), sha256)
 
 
 def check_record(name: str, found: TensorRecord, recorded: Mapping[str, TensorRecord]) -> None:

@@ -8,6 +8,7 @@ Megatron and no process group. Optimizer and random states are left alone.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -111,8 +112,14 @@ class MegatronReader:
 
     def _list_chunks(self, key: str) -> None:
         """By the layer and expert they belong to."""
+        whole = self._tensors[key].size
         leading = len(next(place.at for place in self._places.values() if place.key == key))
         for chunk in self._tensors[key].chunks:
+            ends = [o + s for o, s in zip(chunk.offsets, chunk.sizes, strict=False)]
+            inside = [0 <= o < end <= n for o, end, n in zip(chunk.offsets, ends, whole, strict=False)]
+            if not {len(chunk.offsets), len(chunk.sizes)} == {len(whole)} or not all(inside):
+                odd = f"a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)}"
+                raise InputError(f"{self._data / METADATA}: {key} is {tuple(whole)}, and has {odd}")
             info = self._metadata.storage_data.get(MetadataIndex(key, chunk.offsets))
             if info is None:
                 raise InputError(f"{self._data / METADATA}: no file for {key} at {tuple(chunk.offsets)}")
@@ -173,7 +180,7 @@ class MegatronReader:
         found = torch.empty(
             [end - first for first, end in ranges], dtype=self._tensors[place.key].properties.dtype
         )
-        filled = 0
+        boxes: list[list[tuple[int, int]]] = []
         for chunk in self._chunks.get((place.key, place.at), []):
             starts, sizes = chunk.offsets[leading:], chunk.sizes[leading:]
             shared = [
@@ -182,26 +189,34 @@ class MegatronReader:
             ]
             if any(first >= end for first, end in shared):
                 continue
+            boxes.append(shared)
             values = self._load(place.key, chunk)
             source: list[int | slice] = [at - o for at, o in zip(place.at, chunk.offsets, strict=False)]
             source += [slice(f - start, e - start) for (f, e), start in zip(shared, starts, strict=True)]
             target = [slice(f - first, e - first) for (f, e), (first, _) in zip(shared, ranges, strict=True)]
-            part = values[tuple(source)]
-            found[tuple(target)] = part
-            filled += part.numel()
-        if filled != found.numel():
-            problem = f"chunks cover {filled} of {found.numel()} values of {place.key} at {place.at}"
-            raise InputError(f"{self._data / METADATA}: {problem}")
+            found[tuple(target)] = values[tuple(source)]
+        filled = sum(math.prod(end - first for first, end in box) for box in boxes)
+        overlapping = any(_overlap(a, b) for a, b in itertools.combinations(boxes, 2))
+        if filled != found.numel() or overlapping:  # what overlaps could make up for a hole
+            problem = (
+                "chunks overlap in" if overlapping else f"chunks cover {filled} of {found.numel()} values of"
+            )
+            raise InputError(f"{self._data / METADATA}: {problem} {place.key} at {place.at}")
         return found
 
     def _load(self, key: str, chunk: _Chunk) -> Tensor:
         if self._loaded is None or self._loaded[0] is not chunk:
             self._loaded = None  # before the next takes memory
             values = load_entry(self._data, chunk.info)
-            if not isinstance(values, Tensor) or tuple(values.shape) != chunk.sizes:
+            dtype = self._tensors[key].properties.dtype
+            if not isinstance(values, Tensor) or (tuple(values.shape), values.dtype) != (chunk.sizes, dtype):
                 raise InputError(f"{self._data / chunk.info.relative_path}: {key} is not what the index says")
             self._loaded = chunk, values
         return self._loaded[1]
+
+
+def _overlap(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> bool:
+    return all(max(p[0], q[0]) < min(p[1], q[1]) for p, q in zip(a, b, strict=True))
 
 
 def data_folder(checkpoint_dir: Path) -> Path:

@@ -7,6 +7,7 @@ wants. Layers and experts are one dimension each of a global tensor, Megatron's 
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from collections.abc import Callable, Iterator
@@ -30,10 +31,10 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import Architecture
 from megatron_fspo.weights.folder import copy_side_files, new_checkpoint
-from megatron_fspo.weights.load import check_checkpoint
+from megatron_fspo.weights.load import check_checkpoint, check_tied_copies
 from megatron_fspo.weights.manifest import Manifest, TensorRecord, check_record, read_manifest
 from megatron_fspo.weights.megatron_reader import SUBFOLDER
-from megatron_fspo.weights.reader import Reader, read_rows, row_blocks
+from megatron_fspo.weights.reader import Reader, all_finite, read_rows, row_blocks
 from megatron_fspo.weights.safe_pickle import COMMON, METADATA
 from megatron_fspo.weights.shards import shard_shape, to_megatron_shard
 from megatron_fspo.weights.table import Row, whole_model
@@ -66,6 +67,7 @@ def write_megatron_checkpoint(
         InputError: names the tensor and file that is missing, foreign, of another shape, or not finite.
     """
     check_checkpoint(reader, arch)
+    check_tied_copies(reader, arch)
     model = list(whole_model(arch))
     names = [tensor.name for row, layer, expert in model for tensor in row.at(layer, expert).hf]
     total = sum(torch.Size(reader.shape(name)).numel() * reader.dtype(name).itemsize for name in names)
@@ -152,7 +154,7 @@ class _HashingReader:
         dtype, digest = self._reader.dtype(name), sha256()
         for rows in row_blocks(self._reader.shape(name), dtype.itemsize):
             block = read_rows(self._reader, name, rows).contiguous()
-            if not block.isfinite().all():
+            if not all_finite(block):
                 kind = str(dtype).removeprefix("torch.")
                 raise InputError(f"{self._reader.file(name)}: {name} is not finite in {kind}")
             digest.update(block.view(torch.uint8).numpy().data)
@@ -204,13 +206,20 @@ class _Writer:
             self._stream = self._stack.enter_context(open(self._folder / name, "wb"))
             self._files += 1
         stream, first = self._stream, self._stream.tell()
-        torch.save(value, stream)
+        stream.write(_saved(value))
         info = _StorageInfo(Path(stream.name).name, first, stream.tell() - first)
         self._index.storage_data[index] = info
 
     def finish(self) -> None:
         """Write the index, without which nothing of the folder loads."""
         self._stack.close()
-        torch.save({}, self._folder / COMMON)
+        (self._folder / COMMON).write_bytes(_saved({}))
         (self._folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
         (self._folder / METADATA).write_bytes(pickle.dumps(self._index))
+
+
+def _saved(value: Any) -> memoryview:
+    """By way of memory: torch turns a full disk into errors of its own."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getbuffer()

@@ -35,6 +35,13 @@ class Reader(Protocol):
         ...
 
 
+def size_in_bytes(reader: Reader) -> int:
+    """Of all tensors, as they are read."""
+    return sum(
+        torch.Size(reader.shape(name)).numel() * reader.dtype(name).itemsize for name in reader.names()
+    )
+
+
 def row_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:
     """Runs of rows (dimension 0) of at most 256 MiB, or one row."""
     row_bytes = itemsize * torch.Size(shape[1:]).numel()
@@ -52,6 +59,11 @@ def stream(
             block = read_rows(reader, name, rows)
             yield name, block
             progress(block.nbytes)
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no value is NaN or infinite; many times faster than ``isfinite().all()`` for 16-bit floats."""
+    return not values.numel() or all(bool(end.isfinite()) for end in torch.aminmax(values))
 
 
 def read_rows(reader: Reader, name: str, rows: slice) -> Tensor:

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from megatron_fspo.errors import InputError
 
@@ -72,10 +77,38 @@ def read_metadata(folder: Path) -> Metadata:
             f"{path} not found; a Megatron distributed checkpoint (torch_dist) has one"
         ) from None
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise InputError(f"{path} is damaged or not to be trusted: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise _distrust(path, error) from error
+    if not isinstance(metadata, Metadata) or not _is_index(metadata):
         raise InputError(f"{path} does not hold the index of a checkpoint")
     return metadata
+
+
+def _is_index(metadata: Metadata) -> bool:
+    """Whether its fields are what their types promise; a pickle may hold anything."""
+    try:
+        stored = metadata.state_dict_metadata
+        tensors = [item for item in stored.values() if isinstance(item, TensorStorageMetadata)]
+        chunks = [chunk for item in tensors for chunk in item.chunks]
+        infos = metadata.storage_data.values()
+        return (
+            all(isinstance(key, str) for key in stored)
+            and all(isinstance(item.size, tuple) for item in tensors)
+            and all(isinstance(item.properties.dtype, torch.dtype) for item in tensors)
+            and all(isinstance(size, tuple) for chunk in chunks for size in (chunk.offsets, chunk.sizes))
+            and all(isinstance(chunk, ChunkStorageMetadata) for chunk in chunks)
+            and all(isinstance(where, MetadataIndex) for where in metadata.storage_data)
+            and all(type(info.relative_path) is str for info in infos)
+            and all(type(number) is int for info in infos for number in (info.offset, info.length))
+            and all(min(info.offset, info.length) >= 0 for info in infos)
+        )
+    except (AttributeError, TypeError):
+        return False
+
+
+def _distrust(path: Path, error: Exception) -> InputError:
+    """torch's messages are long."""
+    (first, *_) = str(error).splitlines() or [type(error).__name__]
+    return InputError(f"{path} is damaged or not to be trusted: {first}")
 
 
 def load_entry(folder: Path, info: Any) -> Any:
@@ -86,8 +119,7 @@ def load_entry(folder: Path, info: Any) -> Any:
         try:
             return torch.load(part, map_location="cpu", weights_only=True)
         except Exception as error:
-            first = str(error).splitlines()[0]
-            raise InputError(f"{path} is damaged or not to be trusted: {first}") from error
+            raise _distrust(path, error) from error
 
 
 def check_pickles(folder: Path) -> None:
@@ -99,8 +131,7 @@ def check_pickles(folder: Path) -> None:
         try:
             torch.load(common, map_location="cpu", weights_only=True)
         except Exception as error:
-            first = str(error).splitlines()[0]
-            raise InputError(f"{common} is damaged or not to be trusted: {first}") from error
+            raise _distrust(common, error) from error
     for index, info in metadata.storage_data.items():
         if not isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata):
             load_entry(folder, info)
@@ -111,7 +142,7 @@ def check_files(folder: Path, metadata: Metadata) -> None:
     sizes: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
         name = info.relative_path
-        if not isinstance(name, str) or Path(name).name != name:
+        if Path(name).name != name:
             raise InputError(f"{folder / METADATA}: {name!r} is not the name of a file beside it")
         path = folder / name
         if name not in sizes:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import pickle
 import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from launch import REPO, environment
+from megatron_fspo.weights import read_manifest
 from runs import numbers, rows, run
 
 PLAIN = ("--parallel.tensor", "1", "--parallel.sequence", "false")
@@ -26,6 +32,7 @@ LAYOUTS = {
         "true",
     ),
 }
+SIZES = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}, "context": {"context": 2}, "optimizer": {}}
 # A penalty, so that the reference policy is in every layout; several packs to a step.
 COMMON = ("--run.steps", "2", "--checkpoint.every", "1", "--loss.kl-coef", "0.5", "--batch.max-tokens", "512")
 
@@ -77,6 +84,35 @@ def test_a_run_resumes_from_its_checkpoint_with_the_same_numbers(folder: Path, n
     assert got == pytest.approx(want, rel=1e-6, nan_ok=True)
     weights, resumed = (load_file(folder / run_name / "hf/model.safetensors") for run_name in (name, again))
     assert all(torch.allclose(resumed[key], weights[key], rtol=1e-6, atol=1e-8) for key in weights)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_checkpoint_of_the_run_converts_to_its_export(folder: Path, tmp_path: Path, name: str) -> None:
+    checkpoint, export = folder / name / "checkpoints/step_000002", folder / name / "hf"
+    source = tomllib.loads((folder / name / "config.toml").read_text())["model"]["checkpoint"]
+    tool = [sys.executable, "tools/convert_megatron_to_hf.py", str(checkpoint), str(tmp_path / "out")]
+    subprocess.run([*tool, "--hf", source], cwd=REPO, env=environment(), check=True)
+    converted, exported = (load_file(path / "model.safetensors") for path in (tmp_path / "out", export))
+    assert converted.keys() == exported.keys()
+    for key, tensor in exported.items():
+        assert converted[key].dtype == tensor.dtype and torch.equal(converted[key], tensor), key
+    written, made = (read_manifest(path) for path in (export, tmp_path / "out"))
+    assert written is not None and made is not None and written.tensors == made.tensors
+    assert all(written.layout[key] == size for key, size in SIZES[name].items())
+
+
+def test_a_hostile_checkpoint_runs_no_code_on_resume(folder: Path, tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    shutil.copytree(folder / "tensor", folder / "hostile")
+    data = folder / "hostile/checkpoints/step_000002/torch_dist"
+    (data / ".metadata").write_bytes(pickle.dumps(Payload()))
+    result = run(folder, "hostile", "--run.steps", "3", *COMMON[2:], "--resume")
+    assert result.returncode != 0
+    assert f"megatron-fspo: {data / '.metadata'} is damaged or not to be trusted" in result.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 def test_bf16_trains_with_log_probs_of_fp32_logits(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_the_ranks_that_remain_are_data_parallel() -> None:
     assert parse_layout("tp1.cp1.dp1", world_size=1).name == "single"
 
 
-LEGAL = "tpN, sp, ppN, vppN, cpN, dpN, do (distributed optimizer), overlap, recompute"
+LEGAL = "tpN, sp, ppN, vppN, cpN, epN, dpN, do (distributed optimizer), overlap, recompute"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""What the command lines share: exit status, errors in one line, progress bars."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from megatron_fspo.errors import InputError, TrainingError
+
+
+def exit_status(work: Callable[[], int], program: str) -> int:
+    """Run ``work``; what is wrong goes to stderr in one line, of rank 0.
+
+    Returns:
+        what ``work`` returned; 1 if the run or a check failed, 2 for bad input, 130 after Ctrl-C.
+    """
+    try:
+        return work()
+    except (InputError, TrainingError) as error:
+        _say(f"{program}: {error}")
+        return 2 if isinstance(error, InputError) else 1
+    except KeyboardInterrupt:
+        _say(f"{program}: interrupted")
+        return 130
+
+
+def _say(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress_bar(total_bytes: int, what: str) -> Iterator[Callable[[int], object]]:
+    """A bar with bytes, rate and time left on stderr; call what it gives with the bytes done since."""
+    with tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        yield bar.update
+
+
+def quiet_megatron() -> None:
+    """Megatron warns at import of every optional package that is not there; `doctor` says it better."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    # torch's deprecations of what Megatron calls, raised in torch or through our function mode.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecat")

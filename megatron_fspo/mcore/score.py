@@ -1,0 +1,136 @@
+"""Log-probs of given sequences under a checkpoint, in any layout, without an optimizer.
+
+The path is that of training: packed micro-batches, Megatron's schedule, log-probs from hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_fspo.config import Parallel
+from megatron_fspo.errors import InputError
+from megatron_fspo.mcore.backend import Backend
+from megatron_fspo.mcore.hf_weights import load_chunks
+from megatron_fspo.mcore.model import build_chunks, check_parallel, check_world, transformer_config
+from megatron_fspo.mcore.policy import score
+from megatron_fspo.mcore.policy_loss import Scoring
+from megatron_fspo.mcore.startup import join, start, stop
+from megatron_fspo.packing.batch import MicroBatch, collate, sample_length
+from megatron_fspo.packing.plan import plan_micro_batches
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.types import Completion, Prompt, Sample
+from megatron_fspo.weights import Architecture, read_architecture
+
+# Of a micro-batch, over all context-parallel ranks; a longer sequence gets one of its own.
+_MAX_TOKENS = 16384
+
+
+def score_checkpoint(
+    folder: Path,
+    sequences: Sequence[Sequence[int]],
+    *,
+    parallel: Parallel,
+    backend: Backend,
+    dtype: torch.dtype,
+) -> list[Tensor] | None:
+    """Log-probs of every token but the first, given those before it. Collective over all ranks of the job.
+
+    Joins the job and leaves it at the end; several checkpoints may be scored one after the other, in
+    different layouts.
+
+    Args:
+        folder: a Hugging Face checkpoint, or a Megatron one with its ``config.json``.
+        sequences: token ids; the same on every rank.
+        dtype: of parameters and activations.
+
+    Returns:
+        per sequence of n tokens, fp32 [n - 1] on the CPU; None on all ranks but the first.
+
+    Raises:
+        InputError: a sequence, the layout or the checkpoint does not fit. On every rank.
+    """
+    arch = read_architecture(folder)
+    check_parallel(arch, parallel)
+    samples = _samples(sequences, arch)
+    join(backend)
+    try:
+        check_world(parallel, dist.get_world_size())
+        groups = start(backend, parallel=parallel, seed=1)
+        config = transformer_config(arch, backend, parallel=parallel, dtype=dtype)
+        chunks = build_chunks(arch, config, backend)
+        load_chunks(chunks, config, arch, groups, folder)
+        models = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+        batches = _micro_batches(samples, groups, parallel, backend)
+        scoring = Scoring(groups=groups, vocab_size=arch.vocab_size, temperature=1.0)
+        scores = score(models, batches, scoring)
+        found = gather_lists(_by_sequence(batches, scores), group=groups.dp_cp)
+        return _put_together(sequences, found) if dist.get_rank() == 0 else None
+    finally:
+        stop()
+
+
+def _samples(sequences: Sequence[Sequence[int]], arch: Architecture) -> list[Sample]:
+    """Each sequence as a prompt of its first token, and the rest as the response."""
+    samples = []
+    for index, ids in enumerate(sequences):
+        if not ids or not 0 <= min(ids) <= max(ids) < arch.vocab_size:
+            raise InputError(f"sequence {index}: needs tokens, all of them from 0 to {arch.vocab_size - 1}")
+        prompt = Prompt(index=index, token_ids=(ids[0],), text="", answer="")
+        rest = tuple(ids[1:])
+        completion = Completion(
+            token_ids=rest, log_probs=(0.0,) * len(rest), finish_reason="length", weight_version=0
+        )
+        samples.append(Sample(prompt=prompt, number=0, completion=completion, reward=0.0, advantage=0.0))
+    return samples
+
+
+def _micro_batches(
+    samples: Sequence[Sample], groups: ParallelGroups, parallel: Parallel, backend: Backend
+) -> list[MicroBatch]:
+    """Those of this rank."""
+    lengths = [sample_length(sample, context=parallel.context) for sample in samples]
+    plan = plan_micro_batches(
+        lengths,
+        ranks=groups.dp.size(),
+        max_tokens=max([_MAX_TOKENS, *lengths]),
+        count_multiple_of=parallel.pipeline,
+    )
+    return [
+        collate(
+            samples,
+            pack,
+            num_sequences=len(samples),
+            num_tokens=sum(len(sample.completion.token_ids) for sample in samples),
+            context_rank=groups.cp.rank(),
+            context_size=parallel.context,
+            multiple_of=parallel.tensor if parallel.sequence else 1,
+            device=backend.device,
+        )
+        for pack in plan[groups.dp.rank()]
+    ]
+
+
+def _by_sequence(batches: Sequence[MicroBatch], scores: Sequence[Tensor]) -> list[tuple[int, Tensor, Tensor]]:
+    """Of what this rank scored: sequence, positions [k] from 0, fp32 log-probs [k] of their next tokens."""
+    return [
+        (index, batch.position_ids[0, here].cpu(), values[here].float().cpu())
+        for batch, values in zip(batches, scores, strict=True)
+        for number, index in enumerate(batch.sample_index.tolist())
+        for here in [batch.mask & (batch.segment == number)]
+    ]
+
+
+def _put_together(
+    sequences: Sequence[Sequence[int]], found: Sequence[tuple[int, Tensor, Tensor]]
+) -> list[Tensor]:
+    log_probs = [torch.full((len(ids) - 1,), float("nan")) for ids in sequences]
+    for index, positions, values in found:
+        log_probs[index][positions] = values
+    return log_probs

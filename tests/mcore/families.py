@@ -1,0 +1,136 @@
+"""Random little checkpoints of every supported family, the sequences to score, and the layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.config import Parallel
+
+VOCAB = 1237  # a prime: every tensor-parallel size pads
+DENSE = ("llama", "qwen2", "qwen3")
+EXPERTS = ("moe_normalised", "moe_raw")
+FAMILIES = (*DENSE, *EXPERTS)
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+# With 16 dimensions a head, the longest of 8 wavelengths is beyond 8192 tokens, the next from 2048 to 8192.
+_LLAMA3 = {
+    **_ROPE,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 16}
+
+# World size → name → layout; `fits` says which families.
+LAYOUTS = {
+    1: {"tp1": Parallel()},
+    2: {
+        "tp2": Parallel(tensor=2),
+        "tp2.sp": Parallel(tensor=2, sequence=True),
+        "pp2": Parallel(pipeline=2),
+        "cp2": Parallel(context=2),
+        "ep2": Parallel(expert=2),
+    },
+    4: {
+        "tp4.sp": Parallel(tensor=4, sequence=True),
+        "pp2.vpp2.dp2": Parallel(pipeline=2, virtual_pipeline=2),
+        "tp2.sp.ep2": Parallel(tensor=2, sequence=True, expert=2),
+        "pp2.cp2.ep2": Parallel(pipeline=2, context=2, expert=2),
+    },
+}
+# Layouts that load and save distributed checkpoints, all of 4 ranks.
+CHECKPOINT_LAYOUTS = {
+    "tp2.sp.pp2": Parallel(tensor=2, sequence=True, pipeline=2),
+    "tp4.sp": Parallel(tensor=4, sequence=True),
+    "pp4": Parallel(pipeline=4),
+    "pp2.ep2": Parallel(pipeline=2, expert=2),
+    "tp2.sp.ep4": Parallel(tensor=2, sequence=True, expert=4),
+}
+
+
+def fits(family: str, parallel: Parallel) -> bool:
+    """Whether the family can be spread like this."""
+    if family in DENSE:
+        return parallel.expert == 1
+    return parallel.tensor == 1 or parallel.sequence
+
+
+def sequences() -> list[list[int]]:
+    """Long enough for scaled RoPE to matter; one has nothing to score."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+        for length in (301, 1, 2, 57, 256, 33)
+    ]
+
+
+def write_checkpoint(family: str, folder: Path) -> None:
+    """A float32 checkpoint in transformers' own format, all weights random: norms and biases, too."""
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
+    model: Any
+    match family:
+        case "llama":
+            model = LlamaForCausalLM(
+                LlamaConfig(**_SIZES, head_dim=16, tie_word_embeddings=False, rope_parameters=_LLAMA3)
+            )
+        case "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=False, rope_parameters=_ROPE))
+        case "qwen3":
+            model = Qwen3ForCausalLM(
+                Qwen3Config(**_SIZES, head_dim=20, tie_word_embeddings=True, rope_parameters=_ROPE)
+            )
+        case _:
+            model = Qwen3MoeForCausalLM(
+                Qwen3MoeConfig(
+                    **_SIZES,
+                    **_MOE,
+                    norm_topk_prob=family == "moe_normalised",
+                    tie_word_embeddings=family == "moe_raw",
+                    rope_parameters=_ROPE,
+                )
+            )
+    generator = torch.Generator().manual_seed(len(family))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            if parameter.dim() == 1:
+                parameter.add_(1.0)
+    model.float().save_pretrained(folder)
+
+
+def reference(folder: Path) -> list[Tensor]:
+    """Per sequence the log-probs [n - 1] of transformers in float32, one unpadded sequence at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for ids in map(torch.tensor, sequences()):
+        with torch.no_grad():
+            log_probs = model(ids[None]).logits[0].float().log_softmax(-1)
+        found.append(log_probs[:-1].gather(-1, ids[1:, None])[:, 0])
+    return found

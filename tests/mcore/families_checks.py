@@ -1,0 +1,84 @@
+"""On every rank: scores checkpoints of all families in all layouts of this many ranks; on 4, distributed
+checkpoints as well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
+from safetensors.torch import save_file
+
+from families import CHECKPOINT_LAYOUTS, FAMILIES, LAYOUTS, fits, sequences
+from megatron_fspo.config import Parallel
+from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.hf_weights import load_chunks
+from megatron_fspo.mcore.model import build_chunks, transformer_config
+from megatron_fspo.mcore.score import score_checkpoint
+from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.weights import HFReader, MegatronReader, read_architecture
+
+CPU = choose_backend("cpu")
+
+
+def score_all(checkpoints: Path, out: Path, world: int) -> None:
+    for layout, parallel in LAYOUTS[world].items():
+        for family in FAMILIES:
+            if not fits(family, parallel):
+                continue
+            # The converted checkpoint goes through the same code; the largest world is enough.
+            for folder in (family, f"{family}-megatron") if world == max(LAYOUTS) else (family,):
+                found = score_checkpoint(
+                    checkpoints / folder, sequences(), parallel=parallel, backend=CPU, dtype=torch.float32
+                )
+                if found is not None:
+                    save_file({"scores": torch.cat(found)}, str(out / f"{layout}-{folder}.safetensors"))
+
+
+def build(folder: Path, parallel: Parallel) -> GPTModel:
+    """This rank's chunk, with the weights of the checkpoint."""
+    arch = read_architecture(folder)
+    groups = start(CPU, parallel=parallel, seed=1)
+    config = transformer_config(arch, CPU, parallel=parallel, dtype=torch.float32)
+    (chunk,) = build_chunks(arch, config, CPU)
+    load_chunks([chunk], config, arch, groups, folder)
+    return chunk
+
+
+def check_distributed_checkpoints(folder: Path, converted: Path, saved: Path, parallel: Parallel) -> None:
+    """Megatron loads what we converted, and we read what Megatron saved: bit for bit."""
+    chunk = build(folder, parallel)
+    if dist.get_rank() == 0:
+        saved.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(chunk.sharded_state_dict(), str(saved))
+    wanted = {name: parameter.clone() for name, parameter in chunk.named_parameters()}
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.zero_()  # as load_into pads the vocabulary
+    loaded = dist_checkpointing.load(chunk.sharded_state_dict(), str(converted / "torch_dist"))
+    chunk.load_state_dict(loaded)
+    for name, parameter in chunk.named_parameters():
+        assert torch.equal(parameter, wanted[name]), name
+    if dist.get_rank() == 0:
+        arch = read_architecture(folder)
+        ours, theirs = HFReader(folder), MegatronReader(saved, arch)
+        assert ours.names() == theirs.names()
+        for name in ours.names():
+            assert torch.equal(ours.read(name), theirs.read(name)), name
+    dist.barrier()
+    stop()
+
+
+def run(checkpoints: Path, out: Path, world: int) -> None:
+    """``checkpoints`` has folders FAMILY and FAMILY-megatron of every family; scores go to ``out``."""
+    score_all(checkpoints, out, world)
+    if world == max(LAYOUTS):
+        for layout, parallel in CHECKPOINT_LAYOUTS.items():
+            for family in FAMILIES:
+                if fits(family, parallel):
+                    folders = checkpoints / family, checkpoints / f"{family}-megatron"
+                    check_distributed_checkpoints(*folders, out / f"saved-{layout}-{family}", parallel)

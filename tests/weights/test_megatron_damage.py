@@ -1,0 +1,293 @@
+"""Megatron → Hugging Face from damaged or hostile input: named in one line, not run, nothing left behind."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversion_helpers import (
+    assert_bits,
+    refused_without_a_trace,
+    save_model,
+    tensors_of,
+    to_hf,
+    to_megatron,
+)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.weights import MegatronReader, check_pickles, read_architecture
+
+Damage = Callable[[Path], object]
+DATA, FIRST = Path("torch_dist"), Path("torch_dist", "__0_0.distcp")
+NORM = "decoder.final_layernorm.weight"
+FC1 = "decoder.layers.mlp.linear_fc1.weight"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    save_model(folder / "hf", "qwen3")
+    to_megatron(folder / "hf", folder / "megatron")
+    return folder / "megatron"
+
+
+class Payload:
+    """Unpickling it would leave a file."""
+
+    def __init__(self, call: Callable[..., object], *args: object) -> None:
+        self._made = call, args
+
+    def __reduce__(self) -> Any:
+        return self._made
+
+
+def touch(path: str) -> None:
+    Path(path).touch()
+
+
+def payload(kind: str, trace: Path) -> Payload:
+    return {
+        "os.system": Payload(os.system, f"touch {trace}"),
+        "eval": Payload(eval, f"__import__('pathlib').Path({str(trace)!r}).touch()"),
+        "a class of ours": Payload(touch, str(trace)),
+    }[kind]
+
+
+KINDS = ["os.system", "eval", "a class of ours"]
+
+
+def edit(change: Callable[[Metadata], object]) -> Damage:
+    """Of the index."""
+
+    def damage(folder: Path) -> None:
+        path = folder / DATA / ".metadata"
+        index = pickle.loads(path.read_bytes())
+        change(index)
+        path.write_bytes(pickle.dumps(index))
+
+    return damage
+
+
+def replace_entry(folder: Path, key: str, value: object) -> None:
+    """The first entry of a key becomes another, in a file of its own."""
+
+    def change(index: Metadata) -> None:
+        where = next(where for where in index.storage_data if where.fqn == key)
+        torch.save(value, folder / DATA / "new.distcp")
+        size = (folder / DATA / "new.distcp").stat().st_size
+        index.storage_data[where] = replace(
+            index.storage_data[where], relative_path="new.distcp", offset=0, length=size
+        )
+
+    edit(change)(folder)
+
+
+def another_entry(value: object) -> Damage:
+    return lambda folder: replace_entry(folder, NORM, value)
+
+
+def run(path: Path, kind: str) -> None:
+    """What a trusting reader does."""
+    if path.name == ".metadata":
+        pickle.loads(path.read_bytes())
+    else:
+        torch.load(path, weights_only=False)
+
+
+def hostile_metadata(folder: Path, value: object) -> Path:
+    path = folder / DATA / ".metadata"
+    path.write_bytes(pickle.dumps(value))
+    return path
+
+
+def hostile_metadata_inside(folder: Path, value: object) -> Path:
+    edit(lambda index: setattr(index, "planner_data", value))(folder)
+    return folder / DATA / ".metadata"
+
+
+def hostile_entry(folder: Path, value: object) -> Path:
+    replace_entry(folder, NORM, value)
+    return folder / DATA / "new.distcp"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("put", [hostile_metadata, hostile_metadata_inside, hostile_entry])
+def test_a_hostile_pickle_does_not_run(
+    sound: Path, tmp_path: Path, kind: str, put: Callable[[Path, object], Path]
+) -> None:
+    trace, folder = tmp_path / "trace", tmp_path / "megatron"
+    shutil.copytree(sound, folder)
+    path = put(folder, payload(kind, trace))
+    refused_without_a_trace(
+        lambda: to_hf(folder, tmp_path / "out"), tmp_path, f"{path} is damaged or not to be trusted"
+    )
+    assert not trace.exists()
+    run(path, kind)
+    assert trace.exists()  # it would have
+
+
+def hostile_common(folder: Path, value: object) -> Path:
+    torch.save({"iteration": value}, folder / DATA / "common.pt")
+    return folder / DATA / "common.pt"
+
+
+def hostile_object(folder: Path, value: object) -> Path:
+    index = pickle.loads((folder / DATA / ".metadata").read_bytes())
+    replace_entry(folder, next(key for key in index.state_dict_metadata if "_extra_state" in key), [value])
+    return folder / DATA / "new.distcp"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("put", [hostile_metadata, hostile_metadata_inside, hostile_common, hostile_object])
+def test_pickles_are_checked_before_others_open_them(
+    sound: Path, tmp_path: Path, kind: str, put: Callable[[Path, object], Path]
+) -> None:
+    check_pickles(sound / DATA)
+    trace, folder = tmp_path / "trace", tmp_path / "megatron"
+    shutil.copytree(sound, folder)
+    path = put(folder, payload(kind, trace))
+    refused_without_a_trace(lambda: check_pickles(folder / DATA), tmp_path, f"{path} is damaged or not to be")
+    assert not trace.exists()
+    run(path, kind)
+    assert trace.exists()
+
+
+def cut(path: Path, size: int) -> Damage:
+    return lambda folder: (folder / path).write_bytes((folder / path).read_bytes()[:size])
+
+
+def flip(folder: Path) -> None:
+    """One bit of a value of the final norm, in the middle of its entry."""
+    index = pickle.loads((folder / DATA / ".metadata").read_bytes())
+    info = next(info for where, info in index.storage_data.items() if where.fqn == NORM)
+    path = folder / DATA / info.relative_path
+    data = bytearray(path.read_bytes())
+    entry = io.BytesIO(data[info.offset : info.offset + info.length])
+    value = torch.load(entry, weights_only=True)
+    at = data.index(value.numpy().tobytes(), info.offset)
+    data[at + 4] ^= 1
+    path.write_bytes(data)
+
+
+def lead_out(index: Metadata) -> None:
+    for where, info in index.storage_data.items():
+        index.storage_data[where] = replace(info, relative_path="../config.json")
+
+
+def foreign(index: Metadata) -> None:
+    index.state_dict_metadata["decoder.score.weight"] = index.state_dict_metadata[NORM]
+
+
+def resize(index: Metadata) -> None:
+    index.state_dict_metadata[NORM] = replace(index.state_dict_metadata[NORM], size=torch.Size([21]))
+
+
+def narrow_vocabulary(index: Metadata) -> None:
+    key = "output_layer.weight"
+    index.state_dict_metadata[key] = replace(index.state_dict_metadata[key], size=torch.Size([1236, 20]))
+
+
+def hole(index: Metadata) -> None:
+    index.state_dict_metadata[FC1].chunks.pop(1)
+
+
+def lost_file(index: Metadata) -> None:
+    del index.storage_data[MetadataIndex(NORM, torch.Size([0]))]
+
+
+def odd_chunk(index: Metadata) -> None:
+    index.state_dict_metadata[NORM].chunks[0] = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([1, 20]))
+    index.storage_data[MetadataIndex(NORM, torch.Size([0, 0]))] = index.storage_data.pop(
+        MetadataIndex(NORM, torch.Size([0]))
+    )
+
+
+def compressed(index: Metadata) -> None:
+    for info in index.storage_data.values():
+        info.transform_descriptors = ["zstd"]
+
+
+def odd_info(index: Metadata) -> None:
+    index.storage_data[next(iter(index.storage_data))] = "__0_0.distcp"
+
+
+DAMAGE: dict[str, tuple[Damage, list[str]]] = {
+    "truncated .distcp": (cut(FIRST, -1000), [f"{FIRST} is truncated"]),
+    "empty .distcp": (cut(FIRST, 0), [f"{FIRST} is truncated"]),
+    "missing .distcp": (lambda f: (f / FIRST).unlink(), [f"{FIRST} not found; it holds"]),
+    "garbage in the .distcp": (
+        lambda f: (f / FIRST).write_bytes(b"x" * (f / FIRST).stat().st_size),
+        [f"{FIRST} is damaged"],
+    ),
+    "flipped bit": (flip, ["model.norm.weight is not what the manifest.json beside it says"]),
+    "missing .metadata": (lambda f: (f / DATA / ".metadata").unlink(), [".metadata not found"]),
+    "truncated .metadata": (cut(DATA / ".metadata", 999), [".metadata is damaged"]),
+    "empty .metadata": (cut(DATA / ".metadata", 0), [".metadata is damaged"]),
+    "a .metadata of something else": (
+        lambda f: (f / DATA / ".metadata").write_bytes(pickle.dumps({"a": 1})),
+        [".metadata does not hold the index"],
+    ),
+    "a .metadata with other places": (edit(odd_info), [".metadata does not hold the index"]),
+    "path out of the folder": (edit(lead_out), [".metadata: '../config.json' is not the name of a file"]),
+    "missing key": (edit(lambda i: i.state_dict_metadata.pop(NORM)), [f".metadata has no {NORM}"]),
+    "foreign key": (edit(foreign), [".metadata has decoder.score.weight, which a qwen3 model"]),
+    "wrong global shape": (edit(resize), [f".metadata: {NORM} is (21,)", "(20,)"]),
+    "vocabulary too small": (edit(narrow_vocabulary), ["output_layer.weight is (1236, 20)", "(1237, 20)"]),
+    "hole": (edit(hole), [f".metadata: chunks cover 0 of 480 values of {FC1} at (0,)"]),
+    "chunk of other dimensions": (
+        edit(odd_chunk),
+        [f".metadata: {NORM} is (20,), and has a chunk of (1, 20) at (0, 0)"],
+    ),
+    "chunk in no file": (edit(lost_file), [f".metadata: no file for {NORM}"]),
+    "compressed": (edit(compressed), [f"{FIRST}", "is compressed"]),
+    "entry of another shape": (another_entry(torch.zeros(21)), [f"new.distcp: {NORM} is not what the index"]),
+    "entry of another dtype": (
+        another_entry(torch.zeros(20).half()),
+        [f"new.distcp: {NORM} is not what the"],
+    ),
+    "entry that is no tensor": (another_entry([1.0] * 20), [f"new.distcp: {NORM} is not what the index"]),
+    "NaN": (another_entry(torch.full([20], torch.nan)), ["model.norm.weight: not finite in float32"]),
+    "damaged manifest": (cut(Path("manifest.json"), 999), ["manifest.json is not a manifest"]),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_named_and_leaves_no_trace(
+    sound: Path, tmp_path: Path, damage: Damage, message: list[str]
+) -> None:
+    folder = tmp_path / "megatron"
+    shutil.copytree(sound, folder)
+    damage(folder)
+    refused_without_a_trace(lambda: to_hf(folder, tmp_path / "out"), tmp_path, *message)
+
+
+def test_no_damaged_byte_of_the_index_makes_wrong_values(sound: Path, tmp_path: Path) -> None:
+    """Whatever the byte was: refused in one line, or it did not matter."""
+    folder = tmp_path / "megatron"
+    shutil.copytree(sound, folder)
+    arch, path = read_architecture(folder), folder / DATA / ".metadata"
+    whole, dice, refused = path.read_bytes(), random.Random(0), 0
+    original = tensors_of(sound.parent / "hf")
+    for _ in range(60):
+        data = bytearray(whole)
+        data[dice.randrange(len(data))] = dice.randrange(256)
+        path.write_bytes(data)
+        try:
+            reader = MegatronReader(folder, arch)
+            found = {name: reader.read(name) for name in original}
+        except InputError as error:
+            assert "\n" not in str(error)
+            refused += 1
+        else:
+            assert_bits(found, original)
+    assert refused > 30

@@ -1,0 +1,164 @@
+"""Block-scaled FP8 checkpoints: read as what they mean, converted to plain floats."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conversion_helpers import (
+    FAMILIES,
+    assert_bits,
+    edit_tensor,
+    refused_without_a_trace,
+    save_model,
+    tensors_of,
+    to_hf,
+    to_megatron,
+)
+from safetensors.torch import save_file
+from torch import Tensor
+from weights_helpers import edit_config
+
+from megatron_fspo.weights import (
+    HFReader,
+    MegatronReader,
+    compare,
+    expected_hf_shapes,
+    read_architecture,
+    stream,
+    write_hf_checkpoint,
+)
+
+BLOCK = [8, 7]  # no size of the models is a multiple of both
+Q = "model.layers.1.self_attn.q_proj.weight"
+QUANTISED = {"quant_method": "fp8", "weight_block_size": BLOCK, "activation_scheme": "dynamic"}
+
+
+def save_fp8(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Linear layers in FP8, all else in ``dtype``; returns what it means, block by block."""
+    original = save_model(folder, family)
+    stored, meant = {}, {}
+    for name, tensor in original.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = meant[name] = tensor.to(dtype)
+            continue
+        stored[name] = (tensor * 100).to(torch.float8_e4m3fn)
+        rows, columns = (range(0, size, of) for size, of in zip(tensor.shape, BLOCK, strict=True))
+        scale = torch.rand(len(rows), len(columns)) / 100
+        stored[f"{name}_scale_inv"] = scale
+        whole = stored[name].float()
+        for i, row in enumerate(rows):
+            for j, column in enumerate(columns):
+                whole[row : row + BLOCK[0], column : column + BLOCK[1]] *= scale[i, j]
+        meant[name] = whole.to(dtype)
+    save_file(stored, folder / "model.safetensors")
+    edit_config(folder, quantization_config=QUANTISED, dtype=str(dtype).removeprefix("torch."))
+    return meant
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_value_is_read_times_the_scale_of_its_block(tmp_path: Path, dtype: torch.dtype) -> None:
+    meant = save_fp8(tmp_path, "qwen3", dtype)
+    reader = HFReader(tmp_path)
+    assert reader.names() == meant.keys()
+    assert {name: reader.dtype(name) for name in meant} == dict.fromkeys(meant, dtype)
+    assert_bits({name: reader.read(name) for name in meant}, meant)
+    dice = random.Random(0)
+    for name, tensor in meant.items():
+        for _ in range(5):
+            part = tuple(
+                slice(*sorted((dice.randint(0, size), dice.randint(0, size)))) for size in tensor.shape
+            )
+            assert torch.equal(reader.read(name, part), tensor[part]), (name, part)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp8_converts_to_plain_floats(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 12 rows of 20 columns, 7 of 32: never a block of scales.
+    monkeypatch.setattr("megatron_fspo.weights.reader.BLOCK_BYTES", 500)
+    meant = save_fp8(tmp_path / "fp8", family)
+    arch = read_architecture(tmp_path / "fp8")
+    to_megatron(tmp_path / "fp8", tmp_path / "megatron")
+    reader = MegatronReader(tmp_path / "megatron", arch)
+    assert list(compare(HFReader(tmp_path / "fp8"), reader, arch)) == []
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert_bits(tensors_of(tmp_path / "back"), meant)
+    for folder in ("megatron", "back"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert "quantization_config" not in config
+        assert config["dtype"] == "bfloat16"
+        assert read_architecture(tmp_path / folder) == arch
+
+
+def test_fp8_is_written_to_a_plain_checkpoint_directly(tmp_path: Path) -> None:
+    meant = save_fp8(tmp_path / "fp8", "qwen3")
+    names = expected_hf_shapes(read_architecture(tmp_path / "fp8"))
+    write_hf_checkpoint(tmp_path / "out", stream(HFReader(tmp_path / "fp8"), names), tmp_path / "fp8")
+    assert_bits(tensors_of(tmp_path / "out"), meant)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def config(**changes: object) -> Callable[[Path], None]:
+    return lambda folder: edit_config(folder, quantization_config=QUANTISED | changes)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "no scale": (
+        edit_tensor(f"{Q}_scale_inv", lambda t: None),
+        ["model.safetensors", f"{Q} has no {Q}_scale_inv"],
+    ),
+    "a scale of nothing": (edit_tensor(Q, lambda t: None), ["model.safetensors", f"{Q} has a scale"]),
+    "a scale of floats": (edit_tensor(Q, lambda t: t.bfloat16()), [f"{Q} has a scale, but is not FP8"]),
+    "a scale of other blocks": (
+        edit_tensor(f"{Q}_scale_inv", lambda t: t[:-1].clone()),
+        ["model.safetensors", f"{Q}_scale_inv is F32 (2, 3); blocks of (8, 7) make it (3, 3)"],
+    ),
+    "a scale of whole numbers": (
+        edit_tensor(f"{Q}_scale_inv", lambda t: t.int()),
+        ["model.safetensors", f"{Q}_scale_inv is I32"],
+    ),
+    "a scale that is infinite": (
+        edit_tensor(f"{Q}_scale_inv", lambda t: t * torch.inf),
+        ["model.safetensors", f"{Q} is not finite in bfloat16"],
+    ),
+    "a NaN of FP8": (
+        edit_tensor(Q, lambda t: t.float().fill_(torch.nan).to(t.dtype)),
+        ["model.safetensors", f"{Q} is not finite in bfloat16"],
+    ),
+    "another FP8": (
+        edit_tensor(Q, lambda t: t.float().to(torch.float8_e5m2)),
+        [f"{Q} has a scale, but is not FP8"],
+    ),
+    "no quantization_config": (
+        lambda folder: edit_config(folder, quantization_config=...),
+        ["has FP8 weights, but its config.json no quantization_config"],
+    ),
+    "gptq": (config(quant_method="gptq"), ["config.json: quantization_config is not FP8"]),
+    "one scale per tensor": (config(weight_block_size=None), ["config.json: quantization_config is not FP8"]),
+    "blocks of nothing": (config(weight_block_size=[0, 7]), ["config.json: quantization_config is not FP8"]),
+    "blocks of three": (config(weight_block_size=[8, 7, 1]), ["quantization_config is not FP8"]),
+    "no object": (
+        lambda folder: edit_config(folder, quantization_config="fp8"),
+        ["config.json: quantization_config is not FP8"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_fp8_is_refused(tmp_path: Path, damage: Callable[[Path], None], message: list[str]) -> None:
+    save_fp8(tmp_path / "fp8", "qwen3")
+    damage(tmp_path / "fp8")
+    refused_without_a_trace(lambda: to_megatron(tmp_path / "fp8", tmp_path / "out"), tmp_path, *message)
+
+
+def test_a_quantised_config_is_refused_even_over_plain_floats(tmp_path: Path) -> None:
+    """The weights would not mean what they seem to."""
+    save_model(tmp_path / "hf", "qwen3")
+    edit_config(tmp_path / "hf", quantization_config={"quant_method": "gptq", "bits": 4})
+    refused_without_a_trace(
+        lambda: to_megatron(tmp_path / "hf", tmp_path / "out"), tmp_path, "quantization_config is not FP8"
+    )
