@@ -54,8 +54,10 @@ LAYOUTS = {
     },
 }
 # Layouts that load and save distributed checkpoints, all of 4 ranks.
+# What the first saves, all load.
 CHECKPOINT_LAYOUTS = {
     "tp2.sp.pp2": Parallel(tensor=2, sequence=True, pipeline=2),
+    "single": Parallel(),
     "tp4.sp": Parallel(tensor=4, sequence=True),
     "pp4": Parallel(pipeline=4),
     "pp2.ep2": Parallel(pipeline=2, expert=2),

@@ -4,6 +4,7 @@ checkpoints as well.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -48,21 +49,23 @@ def build(folder: Path, parallel: Parallel) -> GPTModel:
     return chunk
 
 
-def check_distributed_checkpoints(folder: Path, converted: Path, saved: Path, parallel: Parallel) -> None:
-    """Megatron loads what we converted, and we read what Megatron saved: bit for bit."""
+def check_distributed_checkpoints(
+    folder: Path, saved: Path, parallel: Parallel, to_load: Sequence[Path]
+) -> None:
+    """Megatron loads what we converted, or another layout saved; we read what this one saves: bit for bit."""
     chunk = build(folder, parallel)
     if dist.get_rank() == 0:
         saved.mkdir()
     dist.barrier()
     dist_checkpointing.save(chunk.sharded_state_dict(), str(saved))
     wanted = {name: parameter.clone() for name, parameter in chunk.named_parameters()}
-    with torch.no_grad():
-        for parameter in chunk.parameters():
-            parameter.zero_()  # as load_into pads the vocabulary
-    loaded = dist_checkpointing.load(chunk.sharded_state_dict(), str(converted / "torch_dist"))
-    chunk.load_state_dict(loaded)
-    for name, parameter in chunk.named_parameters():
-        assert torch.equal(parameter, wanted[name]), name
+    for data in to_load:
+        with torch.no_grad():
+            for parameter in chunk.parameters():
+                parameter.zero_()  # as load_into pads the vocabulary
+        chunk.load_state_dict(dist_checkpointing.load(chunk.sharded_state_dict(), str(data)))
+        for name, parameter in chunk.named_parameters():
+            assert torch.equal(parameter, wanted[name]), (data, name)
     if dist.get_rank() == 0:
         arch = read_architecture(folder)
         ours, theirs = HFReader(folder), MegatronReader(saved, arch)
@@ -80,5 +83,7 @@ def run(checkpoints: Path, out: Path, world: int) -> None:
         for layout, parallel in CHECKPOINT_LAYOUTS.items():
             for family in FAMILIES:
                 if fits(family, parallel):
-                    folders = checkpoints / family, checkpoints / f"{family}-megatron"
-                    check_distributed_checkpoints(*folders, out / f"saved-{layout}-{family}", parallel)
+                    first = out / f"saved-{next(iter(CHECKPOINT_LAYOUTS))}-{family}"
+                    saved = out / f"saved-{layout}-{family}"
+                    to_load = checkpoints / f"{family}-megatron/torch_dist", first
+                    check_distributed_checkpoints(checkpoints / family, saved, parallel, to_load)

@@ -40,6 +40,30 @@ def three_layouts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[s
     return done.stdout, json.loads(out.read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_other_families_have_one_gradient_too(tmp_path: Path, family: str) -> None:
+    """Scaled RoPE, biases of q, k and v; no norm of q and k."""
+    common = {
+        "hidden_act": "silu", "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 37, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6, "rope_theta": 500_000.0, "tie_word_embeddings": False, "dtype": "float32",
+    }  # fmt: skip
+    rope = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = common | {"model_type": family} | ({"rope_scaling": rope} if family == "llama" else {})
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    text = (REPO / RUN).read_text(encoding="utf-8")
+    text = re.sub(r"(?m)^checkpoint = .*$", f'checkpoint = "{tmp_path}"', text, count=1)
+    (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+    done = verify("--config", str(tmp_path / "run.toml"), "--layouts", "tp2.sp", "--dtype", "float64")
+    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    (row,) = table_lines(done.stdout)
+    assert row[:2] == ["tp2.sp", "float64"] and row[-2:] == ["12", "pass"]
+    assert float(row[2]) < 1e-12
+
+
 def test_the_table_has_a_line_for_each_layout_and_precision(
     three_layouts: tuple[str, dict[str, Any]],
 ) -> None:
