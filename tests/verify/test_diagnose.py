@@ -130,6 +130,11 @@ def of_sums(sums: torch.Tensor, on: str = "cp2", *, want: Reference = WANT, limi
     return only(diagnose(replace(OUTCOME, log_ratio_sums=sums), errors, want=want, on=on, limits=limits))
 
 
+def test_a_little_off_is_rounding_and_not_a_multiple() -> None:
+    limit = SHARP.value
+    assert "is little: log-ratios in bf16" in of_sums(SUMS * (1 + 1.5 * limit / SUMS.abs().max().item()))
+
+
 def test_sums() -> None:
     lengths = torch.tensor([4, 1, 1])
     assert "S is 2 x its value on every sequence, as by one reduction too many over 2" in of_sums(2 * SUMS)
