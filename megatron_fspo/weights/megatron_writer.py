@@ -206,20 +206,23 @@ class _Writer:
             self._stream = self._stack.enter_context(open(self._folder / name, "wb"))
             self._files += 1
         stream, first = self._stream, self._stream.tell()
-        stream.write(_saved(value))
+        _save(value, stream)
         info = _StorageInfo(Path(stream.name).name, first, stream.tell() - first)
         self._index.storage_data[index] = info
 
     def finish(self) -> None:
         """Write the index, without which nothing of the folder loads."""
         self._stack.close()
-        (self._folder / COMMON).write_bytes(_saved({}))
+        with open(self._folder / COMMON, "wb") as common:
+            _save({}, common)
         (self._folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
         (self._folder / METADATA).write_bytes(pickle.dumps(self._index))
 
 
-def _saved(value: Any) -> memoryview:
+def _save(value: Any, stream: BinaryIO) -> None:
     """By way of memory: torch turns a full disk into errors of its own."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return buffer.getbuffer()
+    # Released here: Python 3.12.1 crashes when it collects such a view with an error's traceback.
+    with buffer.getbuffer() as view:
+        stream.write(view)
