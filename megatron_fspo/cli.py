@@ -1,4 +1,4 @@
-"""``megatron-fspo train | verify | evaluate | report | doctor``.
+"""``megatron-fspo train | verify | evaluate | serve | report | doctor``.
 
 Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, told in one line; 143 stopped
 by SIGTERM with a checkpoint to resume from.
@@ -47,6 +47,18 @@ overlap, recompute. Exit status 1 if a case fails; the worst parameter is named.
 """
 
 
+_SERVE_HELP = """\
+Run vLLM for the rollouts of `megatron-fspo train`, until Ctrl-C, SIGTERM or the end of what started this.
+
+Here:                     megatron-fspo serve --model runs/make-sum-32/checkpoint
+More flags for vLLM:      megatron-fspo serve --model Qwen3-8B -- --tensor-parallel-size 2
+
+vLLM has an environment of its own (`make .venv-vllm/.ready` makes one for a CPU). A server that crashed is
+started again. It trusts whoever reaches it: keep it on the loopback address or in a private network. The
+environment variable VLLM_API_KEY, if set, guards its generation routes, and only those.
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     quiet_megatron()
@@ -91,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print one JSON line")
     evaluate.set_defaults(run=_evaluate)
 
+    _add_serve(commands)
+
     report = commands.add_parser("report", help="draw report/index.html of a run")
     report.add_argument("folder", type=Path, help="the run's folder, such as runs/demo")
     report.set_defaults(run=_report)
@@ -122,6 +136,31 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     verify.add_argument("--json", type=Path, metavar="FILE", help="write every case")
     _add_nproc(verify)
     verify.set_defaults(run=_verify)
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="run vLLM for the rollouts of a training run",
+        description=_SERVE_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    serve.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    serve.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
+    serve.add_argument(
+        "--backend",
+        choices=["gloo", "disk", "nccl"],
+        default="gloo",
+        help="how weights come (default: %(default)s)",
+    )
+    serve.add_argument("--dtype", default="auto", help="of weights and activations (default: the model's)")
+    serve.add_argument("--log", type=Path, metavar="FILE", help="(default: runs/vllm-PORT.log)")
+    serve.add_argument("--vllm", metavar="PATH", help="vLLM's program (default: $VLLM_BIN, or vllm on PATH)")
+    serve.add_argument("--keep-alive", action="store_true", help="stay when what started this ends")
+    serve.add_argument("extra", nargs="*", metavar="-- FLAGS", help="more flags of vllm serve")
+    serve.set_defaults(run=_serve)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -205,6 +244,22 @@ def _verify(args: argparse.Namespace, _: list[str]) -> int:
     finally:
         stop()
     return 0 if passed else 1
+
+
+def _serve(args: argparse.Namespace, _: list[str]) -> int:
+    from megatron_fspo.serve import ServerOptions, supervise
+
+    options = ServerOptions(
+        model=args.model,
+        host=args.host,
+        port=args.port,
+        backend=args.backend,
+        dtype=args.dtype,
+        log=args.log,
+        program=args.vllm,
+        extra=tuple(args.extra),
+    )
+    return supervise(options, keep_alive=args.keep_alive)
 
 
 def _report(args: argparse.Namespace, _: list[str]) -> int:

@@ -99,7 +99,9 @@ class Reward(Section):
 class Rollout(Section):
     """Sampling during training."""
 
-    engine: Literal["embedded"] = Field("embedded", description="embedded: sample from the training model")
+    engine: Literal["embedded", "vllm"] = Field(
+        "embedded", description="embedded: sample from the training model; vllm: from servers, see [vllm]"
+    )
     prompts: PositiveInt = Field(description="prompts per step, over all ranks")
     samples: Annotated[int, Field(ge=2)] = Field(8, description="responses per prompt; at least 2")
     temperature: PositiveFloat = Field(1.0, description="the trainer scores under the same temperature")
@@ -108,6 +110,28 @@ class Rollout(Section):
     )
     max_response_tokens: PositiveInt = Field(description="longest response, stop token included")
     max_batch: PositiveInt = Field(256, description="responses decoded side by side (KV-cache rows)")
+
+
+class VLLM(Section):
+    """Servers that sample, for `rollout.engine = "vllm"`; `megatron-fspo serve` starts one."""
+
+    urls: tuple[str, ...] = Field(("http://127.0.0.1:8000",), description="the servers", min_length=1)
+    transfer: Literal["gloo", "nccl", "disk"] = Field(
+        "gloo", description="how new weights get there: broadcast through the CPU, or by NCCL; or as files"
+    )
+    address: str = Field("127.0.0.1", description="this machine as the servers see it, for gloo and nccl")
+    folder: Path | None = Field(
+        None, description="for disk: a folder that trainer and servers see under the same name"
+    )
+    in_flight: PositiveInt = Field(256, description="responses asked of one server at a time")
+    recovery_seconds: PositiveFloat = Field(
+        600.0, description="stop the run when no server has answered for so long"
+    )
+    canary_tolerance: PositiveFloat | None = Field(
+        None,
+        description="after an update, largest difference in log-prob between trainer and server on fixed "
+        "sequences, in nats; default 1e-4 in float32, 0.25 in bfloat16",
+    )
 
 
 class Loss(Section):
@@ -266,6 +290,7 @@ class Config(Section):
     data: Data
     reward: Reward
     rollout: Rollout
+    vllm: VLLM = VLLM()
     loss: PolicyLossConfig = FSPOLoss()
     batch: Batch = Batch()
     optimizer: Optimizer = Optimizer()

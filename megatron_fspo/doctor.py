@@ -47,7 +47,7 @@ def examine() -> dict[str, Any]:
     elif not apex_kernels:
         missing.append("optional: NVIDIA apex from source, for fused weight-gradient accumulation")
     if not versions["vllm"]:
-        missing.append("optional: vllm, in an environment of its own (for a later version)")
+        missing.append("optional: vllm, in an environment of its own, for rollout.engine = vllm")
     return {
         "python": platform.python_version(),
         "packages": versions,

@@ -43,6 +43,15 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VersionSpan:
+    """The tokens of a response that one version of the weights sampled: ``start`` up to, without, ``end``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """One sampled response.
 
@@ -58,7 +67,9 @@ class Completion:
     """Log-prob of each token under the distribution sampled from (after temperature and top-p), nats."""
     finish_reason: Literal["stop", "length"]
     weight_version: int
-    """Version of the weights that sampled it."""
+    """Version of the weights that sampled it; the oldest, if they changed under way."""
+    version_spans: tuple[VersionSpan, ...] = ()
+    """Which version sampled which tokens, without gaps; empty where all are ``weight_version``'s."""
 
 
 @dataclass(frozen=True, kw_only=True)

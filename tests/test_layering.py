@@ -28,6 +28,8 @@ FLOORS = {
     "weights": 4,
     "mcore": 5,
     "rollout": 5,
+    "serve": 5,
+    "vllm_plugin": 5,
     "trainer": 6,
     "verify": 7,
     "command line": 8,
@@ -45,7 +47,9 @@ THIRD_PARTY = {
     "parallel": {"torch"},
     "weights": {"torch", "safetensors"},
     "mcore": {"torch", "safetensors", "megatron", "transformer_engine"},
-    "rollout": {"torch"},
+    "rollout": {"torch", "safetensors", "httpx"},
+    "serve": set(),
+    "vllm_plugin": {"torch", "safetensors", "vllm"},
     "trainer": {
         *("torch", "numpy", "pydantic"),
         *("tqdm", "wandb", "matplotlib", "jinja2", "markupsafe"),  # where numbers and reports go

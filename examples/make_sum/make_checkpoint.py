@@ -5,6 +5,7 @@ right about two times in three: good enough to be rewarded often, bad enough to 
 
     python examples/make_sum/make_checkpoint.py                # what is shipped
     python examples/make_sum/make_checkpoint.py --steps 100 --seed 7 --out /tmp/weaker
+    python examples/make_sum/make_checkpoint.py --head-dim 32 --out runs/make-sum-32    # for vLLM on a CPU
 
 Two runs on one machine write the same bytes. Another CPU or torch version may round differently.
 """
@@ -16,7 +17,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -154,15 +155,15 @@ def accuracy(numbers: Sequence[int], responses: Sequence[str]) -> float:
     return sum(verdicts) / len(verdicts)
 
 
-def save(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """Write ``model`` with its tokenizer as a Hugging Face checkpoint."""
+def save(model: Qwen3ForCausalLM, config: Mapping[str, object], folder: Path) -> None:
+    """Write ``model`` with its ``config`` and its tokenizer as a Hugging Face checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(ALPHABET)}, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([BEGIN, STOP, PAD])
     tokenizer.save(str(folder / "tokenizer.json"))
     for name, content in (
-        ("config", CONFIG),
+        ("config", config),
         ("generation_config", GENERATION_CONFIG),
         ("tokenizer_config", TOKENIZER_CONFIG),
     ):
@@ -178,13 +179,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all that is random (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder (default: this one)")
+    parser.add_argument(
+        "--head-dim", type=int, default=CONFIG["head_dim"], help="width of a head (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
 
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
+    config = {**CONFIG, "head_dim": options.head_dim}
+    model = Qwen3ForCausalLM(Qwen3Config(**config))
     train(model, options.steps, options.seed)
-    save(model, options.out / "checkpoint")
+    save(model, config, options.out / "checkpoint")
     write_prompts(options.out)
     for name, numbers in (("train", TRAIN), ("held out", HELD_OUT)):
         asked = numbers * (640 // len(numbers))

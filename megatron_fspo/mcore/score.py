@@ -5,7 +5,7 @@ The path is that of training: packed micro-batches, Megatron's schedule, log-pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -58,7 +58,7 @@ def score_checkpoint(
     """
     arch = read_architecture(folder)
     check_parallel(arch, parallel)
-    samples = _samples(sequences, arch)
+    _samples(sequences, arch)  # what is wrong with them is said before long work
     join(backend)
     try:
         check_world(parallel, dist.get_world_size())
@@ -67,13 +67,32 @@ def score_checkpoint(
         chunks = build_chunks(arch, config, backend)
         load_chunks(chunks, config, arch, groups, folder)
         models = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
-        batches = _micro_batches(samples, groups, parallel, backend)
         scoring = Scoring(groups=groups, vocab_size=arch.vocab_size, temperature=1.0)
-        scores = score(models, batches, scoring)
-        found = gather_lists(_by_sequence(batches, scores), group=groups.dp_cp)
-        return _put_together(sequences, found) if dist.get_rank() == 0 else None
+        return score_sequences(
+            lambda batches: score(models, batches, scoring),
+            sequences,
+            arch=arch,
+            groups=groups,
+            parallel=parallel,
+            device=backend.device,
+        )
     finally:
         stop()
+
+
+def score_sequences(
+    score_batches: Callable[[list[MicroBatch]], list[Tensor]],
+    sequences: Sequence[Sequence[int]],
+    *,
+    arch: Architecture,
+    groups: ParallelGroups,
+    parallel: Parallel,
+    device: torch.device,
+) -> list[Tensor] | None:
+    """The same under a running model: ``score_batches`` gives the log-probs of this rank's micro-batches."""
+    batches = _micro_batches(_samples(sequences, arch), groups, parallel, device)
+    found = gather_lists(_by_sequence(batches, score_batches(batches)), group=groups.dp_cp)
+    return _put_together(sequences, found) if dist.get_rank() == 0 else None
 
 
 def _samples(sequences: Sequence[Sequence[int]], arch: Architecture) -> list[Sample]:
@@ -92,7 +111,7 @@ def _samples(sequences: Sequence[Sequence[int]], arch: Architecture) -> list[Sam
 
 
 def _micro_batches(
-    samples: Sequence[Sample], groups: ParallelGroups, parallel: Parallel, backend: Backend
+    samples: Sequence[Sample], groups: ParallelGroups, parallel: Parallel, device: torch.device
 ) -> list[MicroBatch]:
     """Those of this rank."""
     lengths = [sample_length(sample, context=parallel.context) for sample in samples]
@@ -111,7 +130,7 @@ def _micro_batches(
             context_rank=groups.cp.rank(),
             context_size=parallel.context,
             multiple_of=parallel.tensor if parallel.sequence else 1,
-            device=backend.device,
+            device=device,
         )
         for pack in plan[groups.dp.rank()]
     ]

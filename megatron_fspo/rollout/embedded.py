@@ -65,6 +65,12 @@ class EmbeddedEngine:
     def resume(self) -> None:
         self._paused = False
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, progress: Progress | None = None
     ) -> list[list[Completion]]:

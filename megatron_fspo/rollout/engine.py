@@ -34,3 +34,11 @@ class RolloutEngine(Protocol):
     def resume(self) -> None:
         """Take work again."""
         ...
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last weight update, on the first rank."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the engine holds outside this process."""
+        ...

@@ -14,9 +14,19 @@ def uniforms(seed: int, prompt_index: int, number: int, count: int) -> Tensor:
     A pure function of its arguments, so a completion does not depend on what else is in the batch, on the
     number of ranks, or on what was sampled before.
     """
-    name = hashlib.blake2b(f"{seed}/{prompt_index}/{number}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(name, "little") >> 1)
+    generator = torch.Generator().manual_seed(_stream_name(seed, prompt_index, number) >> 1)
     return torch.rand(count, generator=generator, dtype=torch.float64)
+
+
+def stream_seed(seed: int, prompt_index: int, number: int) -> int:
+    """The same stream for a sampler of its own: a seed in [0, 2³¹), where every sampler takes one."""
+    return _stream_name(seed, prompt_index, number) >> 33
+
+
+def _stream_name(seed: int, prompt_index: int, number: int) -> int:
+    """64 well-mixed bits."""
+    name = hashlib.blake2b(f"{seed}/{prompt_index}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(name, "little")
 
 
 def sample(logits: Tensor, draws: Tensor, *, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:

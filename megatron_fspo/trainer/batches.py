@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.packing.batch import MicroBatch, collate, sample_length
@@ -69,25 +67,3 @@ def _micro_batches(
         )
         for micro_batch in plan[groups.dp.rank()]
     ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mismatch:
-    """How far the sampler's log-probs are from the trainer's, over this rank's tokens."""
-
-    total: float
-    """Σ |Δ|."""
-    largest: float
-    tokens: int
-
-
-def sampler_mismatch(micro_batches: Sequence[MicroBatch], scores: Sequence[Tensor]) -> Mismatch:
-    """Compare the sampled log-probs with the old pass, token by token (finite ones)."""
-    total, largest, tokens = 0.0, 0.0, 0
-    for batch, score in zip(micro_batches, scores, strict=True):
-        gap = (score - batch.sampled_log_probs)[batch.mask].abs()
-        gap = gap[torch.isfinite(gap)]
-        total += gap.sum().item()
-        tokens += gap.numel()
-        largest = max(largest, gap.max().item() if gap.numel() else 0.0)
-    return Mismatch(total=total, largest=largest, tokens=tokens)

@@ -94,7 +94,12 @@ def evaluate_checkpoint(inputs: Inputs) -> dict[str, float]:
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
     policy = build_policy(inputs, groups)
     load_hf(policy, config.model.checkpoint)
-    return evaluate(inputs, build_engine(inputs, policy), groups).metrics
+    engine = build_engine(inputs, policy)
+    engine.update_weights(0)
+    try:
+        return evaluate(inputs, engine, groups).metrics
+    finally:
+        engine.close()
 
 
 def pass_at(k: int, rewards: Sequence[float]) -> float:

@@ -44,9 +44,11 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
         run.log.step(run.step, metrics | run.timings)
         if stopping and not last:
             run.log.say(f"stopped by SIGTERM after step {run.step}; continue with --resume")
+            run.engine.close()
             run.log.close()
             return False
     export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
+    run.engine.close()
     run.log.close()
     return True
 
@@ -62,7 +64,7 @@ def train_step(run: Training) -> dict[str, float]:
     metrics = sampling_metrics(samples)
     # One optimizer step per rollout sees the rollout's own weights: old and new log-probs are the same.
     if config.batch.mini_batches * config.batch.epochs > 1:
-        mini_batches, mismatch = score_old(run, mini_batches)
+        mini_batches, mismatch = score_old(run, mini_batches, samples)
         metrics |= mismatch
     if run.reference is not None:
         mini_batches = score_reference(run, mini_batches)
@@ -71,6 +73,7 @@ def train_step(run: Training) -> dict[str, float]:
     run.engine.pause()
     run.engine.update_weights(run.step + 1)
     run.engine.resume()
+    metrics |= run.engine.metrics()
 
     seconds = time.perf_counter() - began
     run.timings["timing_s/step"] = seconds

@@ -6,21 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.policy import Update, score
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.metrics import gather_lists, reduce_metrics, share
-from megatron_fspo.trainer.batches import sampler_mismatch
+from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.trainer.build import Training
+from megatron_fspo.trainer.mismatch import mismatch_metrics
 from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
 from megatron_fspo.types import Sample
 
 
 def score_old(
-    run: Training, mini_batches: list[list[MicroBatch]]
+    run: Training, mini_batches: list[list[MicroBatch]], samples: Sequence[Sample]
 ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
     """Log-probs before the first update, with the packs of the training pass; compared with the sampler's.
 
@@ -31,10 +29,10 @@ def score_old(
     with run.log.phase("old_log_prob", len(flat), "pack", run.timings) as progress:
         scores = run.policy.score(flat, run.scoring)
         progress(len(flat))
-    mismatch = sampler_mismatch(flat, scores)
-    pair = torch.tensor([mismatch.total, mismatch.tokens], device=run.inputs.backend.device)
-    metrics = reduce_metrics({"rollout/logprob_abs_diff/mean": pair}, group=run.groups.dp_cp)
-    metrics["rollout/logprob_abs_diff/max"] = max(gather_lists([mismatch.largest], group=run.groups.dp_cp))
+    lengths = [len(sample.completion.token_ids) for sample in samples]
+    metrics = mismatch_metrics(
+        flat, scores, lengths, group=run.groups.dp_cp, device=run.inputs.backend.device
+    )
     remaining = iter(scores)
     scored = [[replace(batch, old_log_probs=next(remaining)) for batch in part] for part in mini_batches]
     return scored, metrics

@@ -90,6 +90,14 @@ def test_shipped_files_are_what_the_script_writes(made: list[Path]) -> None:
     assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) < 1_200_000
 
 
+def test_another_width_of_heads(tmp_path: Path) -> None:
+    make_checkpoint.main(["--steps", "1", "--head-dim", "32", "--out", str(tmp_path)])
+    model = Qwen3ForCausalLM.from_pretrained(tmp_path / "checkpoint")
+    assert model.config.head_dim == 32
+    assert model.model.layers[0].self_attn.q_proj.out_features == 4 * 32
+    assert make_checkpoint.CONFIG["head_dim"] == 24
+
+
 def test_shipped_prompts_read_as_prompts() -> None:
     tokenizer = load_tokenizer(CHECKPOINT)
     check_vocabulary(tokenizer, json.loads((CHECKPOINT / "config.json").read_text())["vocab_size"])

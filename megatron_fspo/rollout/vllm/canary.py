@@ -1,0 +1,52 @@
+"""Proof that a server has the trainer's weights: both score the same fixed sequences.
+
+Wrong weights can answer as fluently as right ones. (vLLM on a CPU kept the old head of models that tie it to
+the embedding, and said nothing.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.errors import TrainingError
+from megatron_fspo.rollout.vllm.server import Server
+
+COUNT, LENGTH = 4, 24
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+"""Largest |Δ log-prob| of a token, in nats. bf16 rounds every activation, differently on each side."""
+
+
+class WrongWeights(TrainingError):
+    """A server scores the canary otherwise than the trainer."""
+
+
+def canary_sequences(vocab_size: int, max_length: int) -> list[tuple[int, ...]]:
+    """Random token ids, the same in every run of a model."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (COUNT, min(LENGTH, max_length - 1))
+    return [tuple(row) for row in torch.randint(vocab_size, shape, generator=generator).tolist()]
+
+
+async def ask(server: Server, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Per sequence of n tokens, the server's log-probs [n - 1] of all but the first."""
+    rows = await asyncio.gather(*(server.score(ids) for ids in sequences))
+    return [torch.tensor(row) for row in rows]
+
+
+def check(
+    server: str, version: int, got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float
+) -> float:
+    """Largest |Δ|; ``WrongWeights`` beyond the tolerance."""
+    difference = (torch.cat(list(got)) - torch.cat(list(want))).abs()
+    largest = difference.max().item()
+    if not largest <= tolerance:
+        raise WrongWeights(
+            f"{server} does not have the trainer's weights after the update to version {version}: log-probs "
+            f"of {difference.numel()} canary tokens differ by up to {largest:.3g} nats, on average by "
+            f"{difference.mean():.3g}; {tolerance:.3g} is allowed"
+        )
+    return largest

@@ -1,0 +1,173 @@
+"""How tensors get to vLLM's workers: broadcast over gloo or NCCL, or as files on a shared disk.
+
+The workers' side is ``megatron_fspo.vllm_plugin``. A sender is used by the first rank only; which tensors go
+when is :mod:`.update`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from megatron_fspo.rollout.vllm.answers import BadAnswer
+from megatron_fspo.rollout.vllm.server import Server
+
+Bucket = Sequence[tuple[str, Tensor]]
+
+
+class Sender(Protocol):
+    """One way to the workers."""
+
+    async def connect(self, servers: Sequence[Server]) -> None:
+        """Make ``servers`` those that :meth:`send` reaches."""
+        ...
+
+    async def send(self, bucket: Bucket) -> None:
+        """Have every worker load the tensors; returns when all have."""
+        ...
+
+    def close(self) -> None:
+        """Let go of groups and files."""
+        ...
+
+
+class BroadcastSender:
+    """Rank 0 of a group with all workers of all servers.
+
+    Args:
+        kind: ``gloo`` (through the CPU) or ``nccl``.
+        address: name or IP of this machine, as the servers see it.
+        timeout_seconds: for joining the group and for each broadcast.
+    """
+
+    def __init__(self, kind: str, *, address: str, timeout_seconds: float = 120.0) -> None:
+        self._kind = kind
+        self._address = address
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._servers: Sequence[Server] = ()
+        self._group: Any = None
+        self._device = torch.device("cpu" if kind == "gloo" else "cuda")
+
+    async def connect(self, servers: Sequence[Server]) -> None:
+        self.close()
+        sizes = await asyncio.gather(*(_workers(server) for server in servers))
+        # Port 0: any that is free.
+        store: Any = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        infos = [
+            {
+                "master_address": self._address,
+                "master_port": store.port,
+                "world_size": 1 + sum(sizes),
+                "rank_offset": offset,
+                "timeout_seconds": self._timeout.total_seconds(),
+            }
+            for offset in accumulate(sizes[:-1], initial=1)
+        ]
+        joining = asyncio.to_thread(self._join, store, 1 + sum(sizes))
+        asked = (
+            server.post(
+                "/init_weight_transfer_engine", {"init_info": info}, timeout=self._seconds, attempts=1
+            )
+            for server, info in zip(servers, infos, strict=True)
+        )
+        self._group, *_ = await asyncio.gather(joining, *asked)
+        self._servers = servers
+
+    @property
+    def _seconds(self) -> float:
+        return self._timeout.total_seconds() + 10
+
+    def _join(self, store: Any, size: int) -> Any:
+        if self._kind == "gloo":
+            return dist.ProcessGroupGloo(store, 0, size, self._timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        return dist.ProcessGroupNCCL(store, 0, size, options)
+
+    async def send(self, bucket: Bucket) -> None:
+        info = {
+            "names": [name for name, _ in bucket],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+        }
+        asked = (
+            server.post("/update_weights", {"update_info": info}, timeout=self._seconds, attempts=1)
+            for server in self._servers
+        )
+        await asyncio.gather(asyncio.to_thread(self._broadcast, bucket), *asked)
+
+    def _broadcast(self, bucket: Bucket) -> None:
+        for _, tensor in bucket:
+            self._group.broadcast([tensor.to(self._device).contiguous()], dist.BroadcastOptions()).wait()
+
+    def close(self) -> None:
+        # A gloo group that is still referenced at the interpreter's exit aborts it now and then.
+        self._group = None
+        self._servers = ()
+
+
+class DiskSender:
+    """Safetensors files in a folder that the servers see under the same name; gone once they are loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._servers: Sequence[Server] = ()
+
+    async def connect(self, servers: Sequence[Server]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        await asyncio.gather(
+            *(server.post("/init_weight_transfer_engine", {"init_info": {}}) for server in servers)
+        )
+        self._servers = servers
+
+    async def send(self, bucket: Bucket) -> None:
+        path = self._folder.resolve() / f"weights-{uuid.uuid4().hex}.safetensors"
+        try:
+            # Complete under its name or not there at all.
+            partial = path.with_suffix(".partial")
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket}
+            await asyncio.to_thread(save_file, tensors, partial, {"format": "pt"})
+            partial.rename(path)
+            info = {"update_info": {"paths": [str(path)]}}
+            await asyncio.gather(
+                *(server.post("/update_weights", info, timeout=600, attempts=1) for server in self._servers)
+            )
+        finally:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._servers = ()
+
+
+async def _workers(server: Server) -> int:
+    answer = await server.get("/get_world_size")
+    if not isinstance(answer, dict) or type(answer.get("world_size")) is not int:
+        raise BadAnswer(f"{server.url}/get_world_size: {answer!r} is not a number of workers")
+    return int(answer["world_size"])
+
+
+def in_buckets(
+    tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = 256 * 2**20
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Tensors in runs of at most ``bucket_bytes``, or one tensor."""
+    bucket: list[tuple[str, Tensor]] = []
+    held = 0
+    for name, tensor in tensors:
+        if bucket and held + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append((name, tensor))
+        held += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,185 @@
+"""vLLM's program, flags and environment for this trainer, and what is refused before it starts."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_fspo.errors import InputError
+
+SERVED_NAME = "policy"
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What the CPU attention of vLLM 0.32 can do."""
+BACKENDS = {"gloo": "gloo", "disk": "disk", "nccl": "torch_nccl"}
+"""Our word for a way of weights → the name under which the plugin registers it in vLLM."""
+
+# What is in vLLM's environment, told by its own Python without importing vLLM, which takes seconds.
+_PROBE = """
+from importlib.metadata import entry_points, version
+import json
+found = [entry.name for entry in entry_points(group="vllm.general_plugins")]
+print(json.dumps({"version": version("vllm"), "plugin": "megatron_fspo" in found}))
+"""
+# Of torchrun and of the trainer's Python. With the agent's store named in its environment, vLLM would try to
+# join the trainer's process group.
+_NOT_FOR_VLLM = re.compile(
+    r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|PYTHON(PATH|HOME)"
+)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """One server: what it serves, where, and how it takes new weights."""
+
+    model: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    backend: Literal["gloo", "disk", "nccl"] = "gloo"
+    dtype: str = "auto"
+    log: Path | None = None
+    """Default: ``runs/vllm-PORT.log``."""
+    program: str | None = None
+    """Path of ``vllm``. Default: ``$VLLM_BIN``, then ``vllm`` on PATH."""
+    extra: tuple[str, ...] = ()
+    """More flags of ``vllm serve``."""
+    start_seconds: float = 1800.0
+    """For loading and compiling a large model."""
+
+    @property
+    def log_file(self) -> Path:
+        return self.log or Path("runs", f"vllm-{self.port}.log")
+
+    @property
+    def connect_host(self) -> str:
+        """Where this machine reaches the server."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.connect_host}]" if ":" in self.connect_host else self.connect_host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def loopback_only(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A vLLM that was found."""
+
+    program: Path
+    version: str
+
+    @property
+    def on_cpu(self) -> bool:
+        return "cpu" in self.version
+
+
+def find_vllm(options: ServerOptions) -> Installation:
+    """The program and its version.
+
+    Raises:
+        InputError: it is not there, or its environment lacks our plugin.
+    """
+    named = options.program or os.environ.get("VLLM_BIN") or "vllm"
+    found = shutil.which(named)
+    if found is None:
+        raise InputError(
+            f"vLLM: no program {named}; name one with --vllm PATH or $VLLM_BIN "
+            "(`make .venv-vllm/.ready` installs one for a CPU)"
+        )
+    program = Path(os.path.abspath(found))
+    python = program.parent / "python"  # not resolved: a link out of a virtual environment would leave it
+    if not python.exists():
+        raise InputError(f"vLLM: {program} has no python beside it; name the program in vLLM's environment")
+    probe = subprocess.run(
+        [python, "-c", _PROBE], capture_output=True, text=True, env=environment(on_cpu=False)
+    )
+    if probe.returncode != 0:
+        reason = (probe.stderr.strip() or "no reason given").splitlines()[-1]
+        raise InputError(f"vLLM: {python} knows of no package vllm: {reason}")
+    answer = json.loads(probe.stdout)
+    if not answer["plugin"]:
+        raise InputError(
+            f"vLLM: {python} lacks our plugin; run `{python} -m pip install --no-deps megatron-fspo`, "
+            "or `-e .` in a checkout"
+        )
+    return Installation(program, answer["version"])
+
+
+def check(options: ServerOptions, vllm: Installation) -> None:
+    """Refuse what would fail minutes later, or would show a secret.
+
+    Raises:
+        InputError
+    """
+    if any(word.split("=")[0] == "--api-key" for word in options.extra):
+        raise InputError("--api-key: every user of the machine can read it there; set VLLM_API_KEY instead")
+    head_dim = _head_dim(_model_config(options.model))
+    if vllm.on_cpu and head_dim is not None and head_dim not in CPU_HEAD_DIMS:
+        raise InputError(
+            f"{options.model}/config.json: head_dim {head_dim}: vLLM on a CPU can do "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}"
+        )
+
+
+def _model_config(model: Path) -> dict[str, Any]:
+    path = model / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise InputError(
+            f"--model {model}: no Hugging Face checkpoint there ({path} cannot be read)"
+        ) from None
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return content
+
+
+def _head_dim(config: Mapping[str, Any]) -> int | None:
+    if config.get("head_dim"):
+        return int(config["head_dim"])
+    if "hidden_size" in config and config.get("num_attention_heads"):
+        return int(config["hidden_size"]) // int(config["num_attention_heads"])
+    return None
+
+
+def _dtype(options: ServerOptions) -> str:
+    """The checkpoint's own, where none is named: vLLM's "auto" halves float32."""
+    config = _model_config(options.model)
+    return (
+        str(config.get("dtype") or config.get("torch_dtype") or "auto")
+        if options.dtype == "auto"
+        else options.dtype
+    )
+
+
+def command(options: ServerOptions, vllm: Installation) -> list[str]:
+    """vLLM's command line. Nothing secret: every user of the machine can read it."""
+    words = [str(vllm.program), "serve", str(options.model)]
+    words += ["--host", options.host, "--port", str(options.port), "--dtype", _dtype(options)]
+    words += ["--served-model-name", SERVED_NAME, "--enable-scale-out", "--skip-tokenizer-init"]
+    words += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    words += ["--weight-transfer-config", json.dumps({"backend": BACKENDS[options.backend]})]
+    return words + ["--enforce-eager"] * vllm.on_cpu + list(options.extra)
+
+
+def environment(*, on_cpu: bool) -> dict[str, str]:
+    """vLLM's environment: ours, VLLM_API_KEY included, without torchrun's part and our Python's."""
+    kept = {name: value for name, value in os.environ.items() if not _NOT_FOR_VLLM.fullmatch(name)}
+    defaults = {"VLLM_NO_USAGE_STATS": "1"} | ({"VLLM_CPU_KVCACHE_SPACE": "1"} if on_cpu else {})  # GiB
+    return defaults | kept | {"VLLM_SERVER_DEV_MODE": "1"}

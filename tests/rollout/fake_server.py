@@ -1,0 +1,191 @@
+"""A small HTTP server that answers like vLLM, and fails on demand. It runs in the loop of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from megatron_fspo.rollout.vllm.pool import Pool, Request
+from megatron_fspo.rollout.vllm.server import Server, http_client
+from megatron_fspo.types import SamplingParams
+
+MAX_TOKENS = 3
+VOCAB_SIZE = 50
+PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
+KEY = "sk-very-secret-1"
+
+
+def requests(count: int) -> list[Request]:
+    """Requests that their seeds tell apart, and so their answers."""
+    return [Request(prompt_ids=(1, 2), params=PARAMS, seed=seed) for seed in range(count)]
+
+
+def tokens_of(seed: int) -> tuple[int, ...]:
+    """What the server samples for a seed."""
+    return tuple(seed // VOCAB_SIZE**i % VOCAB_SIZE for i in range(MAX_TOKENS))
+
+
+def good_answer(seed: int, version: str = "default") -> dict[str, Any]:
+    tokens = tokens_of(seed)
+    return {
+        "request_id": "r",
+        "model": "policy",
+        "usage": {},
+        "prompt_logprobs": None,
+        "choices": [
+            {
+                "index": 0,
+                "finish_reason": "length",
+                "stop_reason": None,
+                "token_ids": list(tokens),
+                "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
+                "logprobs": {
+                    "content": [
+                        {"token_id": token, "logprob": -0.5 - i, "rank": 1, "top_logprobs": []}
+                        for i, token in enumerate(tokens)
+                    ]
+                },
+            }
+        ],
+    }
+
+
+class FakeServer:
+    """Answers ``/health`` and everything else as a generate request.
+
+    ``script`` says what happens to the next requests, ``always`` to those after: "answer", "hang" (never
+    answer), "cut" (half of the JSON, as if it were all), "drop" (half of the body, then the connection is
+    gone), "close" (no answer at all), "garbage" (an answer without tokens), "die" (the whole server is gone),
+    or a status with which to refuse.
+    """
+
+    def __init__(self) -> None:
+        self.script: deque[str | int] = deque()
+        self.always: str | int = "answer"
+        self.healthy = True
+        self.delay = 0.0
+        self.version = "default"
+        self.port = 0
+        self.arrived: list[int] = []  # seeds, in order
+        self.answered: list[int] = []
+        self.headers: list[str] = []
+        self.bodies: list[Any] = []
+        self.open = 0
+        self.most_open = 0
+        self.said = "no"
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._handlers: set[asyncio.Task[Any]] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        """On the port it had before, if it ran before."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def kill(self) -> None:
+        """Like kill −9: nobody listens, and open connections are reset."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for writer in self._writers:
+            writer.transport.abort()
+        for handler in self._handlers - {asyncio.current_task()}:
+            handler.cancel()
+
+    async def __aenter__(self) -> FakeServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.kill()
+        await asyncio.gather(*self._handlers, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._writers.add(writer)
+        self._handlers.add(task)
+        try:
+            while await self._one(reader, writer):
+                pass
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            self._handlers.discard(task)
+            writer.transport.abort()
+
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """One request; whether the connection lives on."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        self.headers.append(head)
+        lengths = [line.split(":")[1] for line in head.split("\r\n") if line.lower().startswith("content-le")]
+        body = await reader.readexactly(int(lengths[0])) if lengths else b""
+        if head.startswith("GET /health"):
+            return await self._send(writer, 200 if self.healthy else 503, b"")
+        request = json.loads(body) if body else {}
+        self.bodies.append(request)
+        seed = request.get("sampling_params", {}).get("seed", -1)
+        self.arrived.append(seed)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            await asyncio.sleep(self.delay)
+            return await self._act(writer, seed)
+        finally:
+            self.open -= 1
+
+    async def _act(self, writer: asyncio.StreamWriter, seed: int) -> bool:
+        what = self.script.popleft() if self.script else self.always
+        answer = json.dumps(good_answer(max(seed, 0), self.version)).encode()
+        if isinstance(what, int):
+            error = {"error": {"message": self.said, "code": what}}
+            return await self._send(writer, what, json.dumps(error).encode())
+        if what == "answer":
+            self.answered.append(seed)
+            return await self._send(writer, 200, answer)
+        if what == "cut":
+            return await self._send(writer, 200, answer[: len(answer) // 2])
+        if what == "garbage":
+            return await self._send(writer, 200, b'{"model": "policy", "choices": []}')
+        if what == "hang":
+            await asyncio.Event().wait()
+        if what == "drop":
+            await self._send(writer, 200, answer[: len(answer) // 2], length=len(answer))
+        if what == "die":
+            self.kill()
+        return False
+
+    async def _send(
+        self, writer: asyncio.StreamWriter, status: int, body: bytes, length: int | None = None
+    ) -> bool:
+        length = len(body) if length is None else length
+        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {length}\r\n\r\n".encode() + body)
+        await writer.drain()
+        return True
+
+
+@asynccontextmanager
+async def running(count: int, **options: Any) -> AsyncIterator[tuple[Pool, list[FakeServer]]]:
+    """Servers, and a pool of them."""
+    async with AsyncExitStack() as stack:
+        fakes = [await stack.enter_async_context(FakeServer()) for _ in range(count)]
+        http = await stack.enter_async_context(http_client())
+        settings = {"max_in_flight_per_server": 4, "vocab_size": VOCAB_SIZE, "probe_seconds": 0.01}
+        yield Pool([Server(fake.url, http, api_key=KEY) for fake in fakes], **(settings | options)), fakes
+
+
+def run(work: Callable[[Pool, list[FakeServer]], Awaitable[Any]], count: int = 2, **options: Any) -> Any:
+    async def main() -> Any:
+        async with running(count, **options) as (pool, fakes), asyncio.timeout(20):
+            return await work(pool, fakes)
+
+    return asyncio.run(main())

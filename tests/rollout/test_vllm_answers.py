@@ -1,0 +1,243 @@
+"""Answers: the good one is read, and nothing else is."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_server import PARAMS, good_answer, tokens_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fspo.errors import TrainingError
+from megatron_fspo.rollout.vllm.answers import BadAnswer, parse, read_completion, read_prompt_log_probs
+from megatron_fspo.types import Completion, VersionSpan
+
+WHERE = "http://server:8000"
+SEED = 3 + 50 * 5 + 50 * 50 * 8
+TOKENS = (3, 5, 8)
+STOPPING = replace(PARAMS, stop_token_ids=(8, 9))
+
+
+def read(answer: object, params: Any = PARAMS) -> Completion:
+    return read_completion(answer, params=params, where=WHERE)
+
+
+def answer(**choice: Any) -> dict[str, Any]:
+    """The good answer with parts of its choice replaced."""
+    good = good_answer(SEED)
+    good["choices"][0] |= choice
+    return good
+
+
+def content(*entries: tuple[object, object]) -> dict[str, Any]:
+    return {"content": [{"token_id": token, "logprob": value} for token, value in entries]}
+
+
+def spans(*entries: tuple[object, object, object]) -> list[dict[str, object]]:
+    return [{"version": version, "start": start, "end": end} for version, start, end in entries]
+
+
+def test_the_good_answer() -> None:
+    assert tokens_of(SEED) == TOKENS
+    assert read(good_answer(SEED)) == Completion(
+        token_ids=TOKENS,
+        log_probs=(-0.5, -1.5, -2.5),
+        finish_reason="length",
+        weight_version=0,
+        version_spans=(VersionSpan(version=0, start=0, end=3),),
+    )
+
+
+def test_a_stop() -> None:
+    assert read(answer(finish_reason="stop"), STOPPING).finish_reason == "stop"
+
+
+def test_versions_that_changed_under_way() -> None:
+    completion = read(answer(weight_versions=spans(("12", 0, 1), ("13", 1, 3))))
+    assert completion.weight_version == 12
+    assert completion.version_spans == (
+        VersionSpan(version=12, start=0, end=1),
+        VersionSpan(version=13, start=1, end=3),
+    )
+
+
+def test_a_certain_token_may_round_above_zero() -> None:
+    assert read(answer(logprobs=content((3, 1e-7), (5, 0), (8, -1)))).log_probs == (1e-7, 0.0, -1.0)
+
+
+def test_a_greedy_choice_is_certain() -> None:
+    assert read(good_answer(SEED), replace(PARAMS, temperature=0.0)).log_probs == (0.0, 0.0, 0.0)
+
+
+GARBAGE: dict[str, tuple[object, str]] = {
+    "nothing": (None, "the answer is None, not an object"),
+    "list": ([], "not an object"),
+    "error with status 200": ({"error": {"message": "EngineCore"}}, "EngineCore"),
+    "error beside an answer": (good_answer(SEED) | {"error": "late"}, "the answer is an error: 'late'"),
+    "other model": (good_answer(SEED) | {"model": "base"}, "from model 'base', not 'policy'"),
+    "no model": ({"choices": []}, "from model None"),
+    "no choices": ({"model": "policy"}, "choices is None"),
+    "empty choices": (good_answer(SEED) | {"choices": []}, "0 choices where 1"),
+    "two choices": (good_answer(SEED) | {"choices": [{}, {}]}, "2 choices where 1"),
+    "choice of null": (good_answer(SEED) | {"choices": [None]}, "the choice is None"),
+    "no tokens": (answer(token_ids=[]), "no token in the completion"),
+    "null tokens": (answer(token_ids=None), "token_ids is None"),
+    "tokens as text": (answer(token_ids=["3", "5", "8"]), "not a list of token ids"),
+    "a token of true": (answer(token_ids=[3, True, 8]), "not a list of token ids"),
+    "a negative token": (answer(token_ids=[3, -5, 8]), "not a list of token ids"),
+    "no log-probs": (answer(logprobs=None), "no log-probs: logprobs is None"),
+    "log-probs without content": (answer(logprobs={"content": None}), "no log-probs"),
+    "a log-prob too few": (answer(logprobs=content((3, -1), (5, -1))), "2 log-probs for 3 tokens"),
+    "log-prob of null": (answer(logprobs={"content": [None] * 3}), "log-prob 0 is None"),
+    "other token": (answer(logprobs=content((3, -1), (8, -1), (5, -1))), "log-prob 1 is of token 8"),
+    "token of 3.0": (answer(logprobs=content((3.0, -1), (5, -1), (8, -1))), "log-prob 0 is of token 3.0"),
+    "log-prob as text": (answer(logprobs=content((3, "-1"), (5, -1), (8, -1))), "'-1', not a number"),
+    "log-prob of true": (answer(logprobs=content((3, False), (5, -1), (8, -1))), "False, not a number"),
+    "NaN": (answer(logprobs=content((3, -1), (5, float("nan")), (8, -1))), "token 1 is nan"),
+    "infinite": (answer(logprobs=content((3, -1), (5, float("-inf")), (8, -1))), "token 1 is -inf"),
+    "vLLM's -9999": (answer(logprobs=content((3, -1), (5, -9999.0), (8, -1))), "token 1 is -9999.0"),
+    "positive": (answer(logprobs=content((3, -1), (5, 0.01), (8, -1))), "token 1 is 0.01"),
+    "too large for a float": (answer(logprobs=content((3, -(10**400)), (5, -1), (8, -1))), "not a finite"),
+    "aborted": (answer(finish_reason="abort"), "finish_reason 'abort'"),
+    "no reason": (answer(finish_reason=None), "finish_reason None"),
+    "stop without one": (answer(finish_reason="stop"), "without a stop token: the last is 8"),
+    "no versions": (answer(weight_versions=None), "weight_versions is None"),
+    "empty versions": (answer(weight_versions=[]), "covers 0 of 3"),
+    "versions too short": (answer(weight_versions=spans(("1", 0, 2))), "covers 2 of 3"),
+    "versions too long": (answer(weight_versions=spans(("1", 0, 4))), "covers 4 of 3"),
+    "a gap": (answer(weight_versions=spans(("1", 0, 1), ("2", 2, 3))), "from 2 to 3 where 1 comes next"),
+    "an overlap": (answer(weight_versions=spans(("1", 0, 2), ("2", 1, 3))), "from 1 to 3 where 2"),
+    "an empty span": (answer(weight_versions=spans(("1", 0, 0), ("2", 0, 3))), "from 0 to 0"),
+    "span of null": (answer(weight_versions=[None]), "holds None, not a span"),
+    "span of text": (answer(weight_versions=spans(("1", "0", "3"))), "not a span"),
+    "version by name": (answer(weight_versions=spans(("v7", 0, 3))), "weight version 'v7'"),
+    "version as number": (answer(weight_versions=spans((7, 0, 3))), "weight version 7"),
+    "negative version": (answer(weight_versions=spans(("-1", 0, 3))), "weight version '-1'"),
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage(name: str) -> None:
+    garbage, message = GARBAGE[name]
+    with pytest.raises(BadAnswer) as raised:
+        read(garbage)
+    assert isinstance(raised.value, TrainingError)
+    assert str(raised.value).startswith(f"{WHERE}: ")
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "finish_reason", "message"),
+    [
+        (replace(PARAMS, max_tokens=2), "length", "3 tokens where at most 2"),
+        (replace(PARAMS, max_tokens=4), "length", "cut off after 3 of 4 tokens: --max-model-len"),
+        (replace(PARAMS, stop_token_ids=(5,)), "length", "stop token 5 at position 1 of 3"),
+        (replace(PARAMS, stop_token_ids=(5, 8)), "stop", "stop token 5 at position 1 of 3"),
+        (STOPPING, "length", "'length' with stop token 8 at the end"),
+    ],
+)
+def test_not_what_was_asked_for(params: Any, finish_reason: str, message: str) -> None:
+    with pytest.raises(BadAnswer, match=message):
+        read(answer(finish_reason=finish_reason), params)
+
+
+def paths(value: object, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a JSON value."""
+    children = (
+        value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else [])
+    )
+    return [path, *(found for key, child in children for found in paths(child, (*path, key)))]
+
+
+def changed(value: Any, path: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
+    value = copy.deepcopy(value)
+    inner = value
+    for key in path[:-1]:
+        inner = inner[key]
+    change(inner, path[-1])
+    return value
+
+
+def read_or_bad(value: object) -> Completion | None:
+    try:
+        return read(value)
+    except BadAnswer:
+        return None
+
+
+GOOD = good_answer(SEED)
+PLACES = [path for path in paths(GOOD) if path]
+# A number in place of a number could be a good answer to another question; these cannot.
+JUNK = st.sampled_from(
+    [None, True, "", "x", [], {}, [[]], {"a": 1}, 10**9, 10**400, 1.5, float("nan"), float("inf"), -(10**6)]
+)
+
+
+@given(st.sampled_from(PLACES), JUNK)
+def test_junk_anywhere_is_noticed(path: tuple[Any, ...], junk: object) -> None:
+    def put(inner: Any, key: Any) -> None:
+        inner[key] = junk
+
+    assert read_or_bad(changed(GOOD, path, put)) in (None, read(GOOD))
+
+
+@given(st.sampled_from(PLACES), st.sampled_from(["delete", "double"]))
+def test_parts_lost_or_doubled_are_noticed(path: tuple[Any, ...], how: str) -> None:
+    def change(inner: Any, key: Any) -> None:
+        if how == "double" and isinstance(inner, list):
+            inner.insert(key, copy.deepcopy(inner[key]))
+        else:
+            del inner[key]
+
+    assert read_or_bad(changed(GOOD, path, change)) in (None, read(GOOD))
+
+
+def test_no_truncation_is_an_answer() -> None:
+    text = json.dumps(GOOD).encode()
+    assert read(parse(text, WHERE)) == read(GOOD)
+    for length in range(len(text)):
+        with pytest.raises(BadAnswer):
+            read(parse(text[:length], WHERE))
+
+
+@given(st.binary(max_size=30))
+def test_no_bytes_break_the_parser(body: bytes) -> None:
+    try:
+        value = parse(body, WHERE)
+    except BadAnswer:
+        return
+    assert read_or_bad(value) is None
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"9" * 10_000, b"\xff{}"], ids=["deep", "long", "utf8"])
+def test_hostile_json(body: bytes) -> None:
+    with pytest.raises(BadAnswer, match="is not JSON"):
+        parse(body, WHERE)
+
+
+def test_prompt_log_probs() -> None:
+    entries = [None, {"5": {"logprob": -6.5, "rank": 2}, "9": {"logprob": -0.1}}, {"7": {"logprob": -1}}]
+    good = {"model": "policy", "prompt_logprobs": entries, "choices": []}
+    assert read_prompt_log_probs(good, [10, 5, 7], WHERE) == [-6.5, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (None, "prompt_logprobs is None"),
+        ([None, {"5": {"logprob": -1}}], "2 prompt log-probs for 3 tokens"),
+        ([None, {"6": {"logprob": -1}}, {"7": {"logprob": -1}}], "position 1 has no log-prob of token 5"),
+        ([None, None, {"7": {"logprob": -1}}], "position 1 has no log-prob of token 5: None"),
+        ([None, {"5": {"logprob": float("nan")}}, {"7": {"logprob": -1}}], "position 1 is nan"),
+        ([None, {"5": {}}, {"7": {"logprob": -1}}], "position 1 is None, not a number"),
+    ],
+)
+def test_bad_prompt_log_probs(entries: object, message: str) -> None:
+    with pytest.raises(BadAnswer, match=f"{WHERE}: .*{message}"):
+        read_prompt_log_probs({"model": "policy", "prompt_logprobs": entries}, [10, 5, 7], WHERE)

@@ -1,0 +1,139 @@
+"""One server over HTTP: what is tried again, what is not, and what is never told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from fake_server import KEY, FakeServer, run
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.rollout.vllm import server as server_module
+from megatron_fspo.rollout.vllm.answers import BadAnswer
+from megatron_fspo.rollout.vllm.server import Refused, Server, ServerLost
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_FIRST_WAIT", 0.005)
+
+
+def ask(server_work: Callable[[Server, FakeServer], Awaitable[Any]]) -> Any:
+    return run(lambda pool, fakes: server_work(pool.live()[0], fakes[0]), count=1)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
+def test_4xx_is_the_servers_words_and_not_tried_again(status: int) -> None:
+    async def work(server: Server, fake: FakeServer) -> None:
+        fake.always, fake.said = status, f"no model by that name,\nkey {KEY}"
+        with pytest.raises(Refused) as raised:
+            await server.post("inference/v1/generate", {}, attempts=5)
+        assert isinstance(raised.value, InputError)
+        assert f"refused with {status}: no model by that name, key ***" in str(raised.value)
+        assert len(fake.arrived) == 1
+
+    ask(work)
+
+
+@pytest.mark.parametrize("failure", [500, 503, "close", "drop"])
+def test_what_may_pass_is_tried_again(failure: str | int) -> None:
+    async def work(server: Server, fake: FakeServer) -> None:
+        fake.script.extend([failure, failure])
+        assert await server.post("x", {}, attempts=3)
+        assert len(fake.arrived) == 3
+        fake.script.extend([failure, failure])
+        with pytest.raises(ServerLost, match=r"/x: .*\(attempt 2 of 2\)"):
+            await server.post("x", {}, attempts=2)
+        assert len(fake.arrived) == 5
+
+    ask(work)
+
+
+def test_waits_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def work(server: Server, fake: FakeServer) -> None:
+        fake.kill()
+        monkeypatch.setattr(server_module.asyncio, "sleep", sleep)
+        monkeypatch.setattr(server_module, "_FIRST_WAIT", 1.0)
+        with pytest.raises(ServerLost, match="ConnectError"):
+            await server.get("health", attempts=7)
+
+    ask(work)
+    middle = [1, 2, 4, 8, 8, 8]
+    assert all(0.5 * m <= wait <= 1.5 * m for wait, m in zip(waits, middle, strict=True))
+    assert waits != middle
+
+
+def test_a_server_that_hangs_is_asked_once() -> None:
+    async def work(server: Server, fake: FakeServer) -> None:
+        fake.always = "hang"
+        with pytest.raises(ServerLost, match=r"no answer in 0\.05 s"):
+            await server.post("x", {}, attempts=3, timeout=0.05)
+        assert len(fake.arrived) == 1
+
+    ask(work)
+
+
+def test_half_of_an_answer() -> None:
+    async def work(server: Server, fake: FakeServer) -> None:
+        fake.always = "cut"
+        with pytest.raises(BadAnswer, match=r"/x: the answer of .* bytes is not JSON"):
+            await server.post("x", {}, attempts=3)
+        assert len(fake.arrived) == 1
+
+    ask(work)
+
+
+def test_health() -> None:
+    async def work(server: Server, fake: FakeServer) -> None:
+        assert await server.healthy()
+        fake.healthy = False
+        assert not await server.healthy()
+        fake.kill()
+        assert not await server.healthy()
+
+    ask(work)
+
+
+@pytest.mark.parametrize("failure", [400, 500, "close", "cut", "drop", "hang"])
+def test_the_key_is_sent_and_never_told(failure: str | int, caplog: pytest.LogCaptureFixture) -> None:
+    async def work(server: Server, fake: FakeServer) -> str:
+        fake.always, fake.said = failure, f"you said Bearer {KEY}"
+        with pytest.raises((Refused, ServerLost, BadAnswer)) as raised:
+            await server.post("x", {}, timeout=0.2, attempts=2)
+        assert all(f"authorization: bearer {KEY}" in head.lower() for head in fake.headers)
+        error: BaseException | None = raised.value
+        said = []
+        while error is not None:
+            said.append(repr(error))
+            error = error.__cause__ or error.__context__
+        return " ".join([*said, repr(server), str(server), repr(vars(server)["_headers"])])
+
+    with caplog.at_level(logging.DEBUG):
+        said = ask(work)
+    assert KEY not in said
+    assert KEY not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "url", ["", "server:8000", "ftp://server", "http://", "http://server?x=1", "http://a b"]
+)
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(InputError, match="rollout server"):
+        Server(url, httpx.AsyncClient())
+
+
+def test_secrets_that_do_not_fit_are_not_echoed() -> None:
+    with pytest.raises(InputError) as raised:
+        Server(f"http://me:{KEY}@server", httpx.AsyncClient())
+    assert KEY not in str(raised.value)
+    with pytest.raises(InputError) as raised:
+        Server("http://server", httpx.AsyncClient(), api_key=f"{KEY}\n")
+    assert KEY not in str(raised.value)

@@ -1,0 +1,320 @@
+"""Servers that crash, hang, lie and come back: every request is answered once, or the caller is told."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_server import PARAMS, VOCAB_SIZE, FakeServer, requests, run, tokens_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.rollout.sampling import stream_seed
+from megatron_fspo.rollout.vllm import server as server_module
+from megatron_fspo.rollout.vllm.answers import BadAnswer
+from megatron_fspo.rollout.vllm.pool import MAX_LOSSES, Pool, Request
+from megatron_fspo.rollout.vllm.server import Server, ServerLost
+from megatron_fspo.types import Completion, Prompt
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_FIRST_WAIT", 0.005)
+
+
+def check_all(completions: list[Completion], count: int) -> None:
+    """As many as asked for, each where its request was."""
+    assert [completion.token_ids for completion in completions] == [tokens_of(i) for i in range(count)]
+
+
+def test_order_counts_and_limits() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        for fake in fakes:
+            fake.delay = 0.002
+        calls: list[int] = []
+        check_all(await pool.generate(requests(60), calls.append), 60)
+        assert calls == [1] * 60
+        assert sorted(seed for fake in fakes for seed in fake.arrived) == list(range(60))
+        assert [fake.most_open for fake in fakes] == [4, 4, 4]
+
+    run(work, count=3)
+
+
+def test_the_least_loaded_server_is_first() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        for fake in fakes:
+            fake.delay = 0.05
+        await pool.generate(requests(5))
+        assert sorted(len(fake.arrived) for fake in fakes) == [2, 3]
+        # A slow server gets less, because its requests stay open.
+        fakes[0].delay, fakes[1].delay = 0.1, 0.001
+        await pool.generate(requests(60))
+        assert len(fakes[0].arrived) * 3 < len(fakes[1].arrived)
+
+    run(work)
+
+
+def test_nothing_to_do() -> None:
+    assert run(lambda pool, fakes: pool.generate([])) == []
+
+
+@pytest.mark.parametrize("failure", ["close", "drop", 500, "hang", "die"])
+def test_the_work_of_a_lost_server_goes_to_the_other(failure: str | int) -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        fakes[0].script.extend(["answer"] * 5)
+        fakes[0].always, fakes[0].healthy = failure, False
+        calls: list[int] = []
+        check_all(await pool.generate(requests(40), calls.append), 40)
+        assert len(calls) == 40
+        assert [server.url for server in pool.live()] == [fakes[1].url]
+        arrived = len(fakes[0].arrived)
+        check_all(await pool.generate(requests(10)), 10)  # and it stays out in the next batch
+        assert len(fakes[0].arrived) == arrived
+
+    run(work, request_seconds=0.3, attempts=2)
+
+
+def test_all_dead_waits_for_a_restart() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        for fake in fakes:
+            fake.script.extend(["answer"] * 3 + ["die"])
+        batch = asyncio.create_task(pool.generate(requests(30)))
+        while pool.live():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert not batch.done()
+        await fakes[1].start()
+        check_all(await batch, 30)
+
+    run(work, attempts=1)
+
+
+def test_nobody_comes_back() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        for fake in fakes:
+            fake.kill()
+        with pytest.raises(TrainingError, match=r"no rollout server for 0\.2 s: http.*ConnectError.*; http"):
+            await pool.generate(requests(3))
+        await fakes[0].start()
+        check_all(await pool.generate(requests(3)), 3)  # the next batch waits anew
+
+    run(work, attempts=1, recovery_seconds=0.2)
+
+
+def test_a_server_is_admitted_before_it_serves_again() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        (fake,) = fakes
+        fake.script.extend(["answer", "close"])
+        asked: list[int] = []
+
+        async def admit(server: Server) -> bool:
+            assert server.url == fake.url
+            asked.append(len(fake.arrived))
+            if len(asked) == 2:
+                raise ServerLost("gone again")
+            await asyncio.sleep(0.02)
+            return len(asked) > 3
+
+        pool.admit = admit
+        check_all(await pool.generate(requests(6)), 6)
+        assert len(asked) == 4
+        assert len(set(asked)) == 1  # nothing was sent before it was admitted
+
+    run(work, count=1, attempts=1, max_in_flight_per_server=1)
+
+
+def test_a_failure_from_before_the_admission_is_old_news() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        asked: list[Server] = []
+
+        async def admit(server: Server) -> bool:
+            asked.append(server)
+            return True
+
+        pool.admit = admit
+        fakes[0].script.extend(["hang", "close"])
+        check_all(await pool.generate(requests(4)), 4)
+        assert len(asked) == 1
+
+    run(work, count=1, attempts=1, max_in_flight_per_server=2, request_seconds=0.3)
+
+
+def test_a_refused_server_stays_out() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        async def admit(server: Server) -> bool:
+            return False
+
+        pool.admit = admit
+        fakes[0].script.append("close")
+        fakes[1].delay = 0.01
+        check_all(await pool.generate(requests(40)), 40)
+        assert [server.url for server in pool.live()] == [fakes[1].url]
+
+    run(work, attempts=1)
+
+
+def test_an_error_of_an_admission_ends_the_batch() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        async def admit(server: Server) -> bool:
+            raise TrainingError("other weights than the trainer's")
+
+        pool.admit = admit
+        fakes[0].always, fakes[1].always = "close", "hang"
+        with pytest.raises(TrainingError, match="other weights"):
+            await pool.generate(requests(8))
+
+    run(work, attempts=1)
+
+
+def test_an_admission_under_way_is_seen_through() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        async def admit(server: Server) -> bool:
+            await asyncio.sleep(0.3)
+            return True
+
+        pool.admit = admit
+        fakes[0].script.append("close")
+        fakes[1].delay = 0.02
+        check_all(await pool.generate(requests(20)), 20)
+        assert len(pool.live()) == 2
+
+    run(work, attempts=1)
+
+
+def test_a_bad_answer_is_raised_and_the_rest_cancelled() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        fakes[0].script.extend(["hang", "hang"])
+        fakes[0].always = fakes[1].always = "hang"
+        fakes[1].script.append("garbage")
+        with pytest.raises(BadAnswer, match=f"{fakes[1].url}: 0 choices"):
+            await pool.generate(requests(20))
+        assert asyncio.all_tasks() - fakes[0]._handlers - fakes[1]._handlers == {asyncio.current_task()}
+        for fake in fakes:
+            fake.always = "answer"
+        check_all(await pool.generate(requests(20)), 20)  # and the pool is as good as new
+
+    run(work)
+
+
+def test_a_server_with_old_weights_is_lost() -> None:
+    """It was killed and restarted while nothing was open, so nobody saw it go."""
+
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        fakes[0].version = "7"
+
+        async def admit(server: Server) -> bool:
+            fakes[1].version = "7"
+            return True
+
+        pool.admit = admit
+        completions = await pool.generate(requests(30), oldest_version=7)
+        check_all(completions, 30)
+        assert {completion.weight_version for completion in completions} == {7}
+
+    run(work)
+
+
+def test_a_request_that_kills_every_server_stops_the_run() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        for fake in fakes:
+            fake.always = "close"
+        with pytest.raises(
+            TrainingError, match=f"request 0 lost its server {MAX_LOSSES} times; the last: http"
+        ):
+            await pool.generate(requests(1))
+        assert sum(len(fake.arrived) for fake in fakes) == MAX_LOSSES
+
+    run(work, attempts=1)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (
+            Request(prompt_ids=(1, VOCAB_SIZE), params=PARAMS, seed=0),
+            "prompt token 50 is outside the model's",
+        ),
+        (Request(prompt_ids=(-1,), params=PARAMS, seed=0), "prompt token -1 is outside"),
+        (Request(prompt_ids=(), params=PARAMS, seed=0), "request 1 has an empty prompt"),
+        (
+            Request(prompt_ids=(1,), params=replace(PARAMS, stop_token_ids=(99,)), seed=0),
+            "request 1: stop token 99 is outside",
+        ),
+    ],
+)
+def test_what_would_kill_a_server_is_not_sent(request_: Request, message: str) -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        with pytest.raises(InputError, match=message):
+            await pool.generate([*requests(1), request_])
+        assert fakes[0].arrived == fakes[1].arrived == []
+
+    run(work)
+
+
+def test_no_servers() -> None:
+    with pytest.raises(InputError, match="no rollout servers"):
+        Pool([], max_in_flight_per_server=1, vocab_size=5)
+
+
+def test_only_servers_with_the_new_weights_serve() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        fakes[0].kill()
+        reached = await pool.reachable()
+        assert [server.url for server in reached] == [fakes[1].url]
+        pool.serve(reached)
+        assert pool.live() == reached
+        await fakes[0].start()
+        pool.serve(await pool.reachable())
+        assert len(pool.live()) == 2
+
+    run(work)
+
+
+def test_what_is_sent() -> None:
+    params = replace(PARAMS, n=5, seed=11, temperature=0.7, top_p=0.9)
+    prompt = Prompt(index=3, token_ids=(1, 2), text="", answer="")
+    request = Request.of(prompt, params, 4)
+    assert request.seed == stream_seed(11, 3, 4)
+
+    async def work(pool: Pool, fakes: list[FakeServer]) -> Any:
+        await pool.generate([request])
+        return fakes[0].bodies[0]
+
+    body = run(work, count=1)
+    assert (body["model"], body["token_ids"]) == ("policy", [1, 2])
+    sampling = body["sampling_params"]
+    assert (sampling["n"], sampling["seed"], sampling["logprobs"]) == (1, request.seed, 0)
+    assert (sampling["max_tokens"], sampling["temperature"], sampling["top_p"]) == (3, 0.7, 0.9)
+
+
+TROUBLE = st.lists(st.sampled_from(["answer", "close", "drop", 500, 503, "die"]), max_size=6)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(TROUBLE, min_size=1, max_size=3), st.integers(1, 12))
+def test_any_trouble_that_ends_loses_nothing(trouble: list[list[str | int]], count: int) -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        for fake, script in zip(fakes, trouble, strict=True):
+            fake.script.extend(script)
+
+        async def restart() -> None:
+            while True:
+                await asyncio.sleep(0.01)
+                for fake in fakes:
+                    if fake._server is None:
+                        await fake.start()
+
+        restarts = asyncio.create_task(restart())
+        calls: list[int] = []
+        try:
+            check_all(await pool.generate(requests(count), calls.append), count)
+        finally:
+            restarts.cancel()
+        assert calls == [1] * count
+        assert all(fake.most_open <= 3 for fake in fakes)
+
+    # Five attempts, so that no request is lost MAX_LOSSES times.
+    run(work, count=len(trouble), attempts=5, max_in_flight_per_server=3)

@@ -1,0 +1,384 @@
+"""Starting, watching and ending vLLM, with a small program in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fake_vllm import FakeVLLM, is_running, until
+from launch import environment
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.serve import ServerOptions, ServerProcess, flags, process
+
+KEY = "a-secret-of-32-letters-and-digits"
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeVLLM:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    fake = FakeVLLM(folder)
+    fake.write()
+    monkeypatch.setenv("VLLM_BIN", str(fake.program))
+    return fake
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_config(folder, head_dim=32)
+    return folder
+
+
+def write_config(folder: Path, **config: object) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def options(fake: FakeVLLM, model: Path, tmp_path: Path) -> Callable[..., ServerOptions]:
+    def make(**changes: object) -> ServerOptions:
+        log = tmp_path / "logs" / "vllm.log"
+        return ServerOptions(**{"model": model, "port": free_port(), "log": log, **changes})
+
+    return make
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_dtype_is_the_checkpoints_unless_told(model: Path, key: str) -> None:
+    """vLLM's own choice for float32 is half of it."""
+    vllm = flags.Installation(Path("vllm"), "0.32.0+cpu")
+    write_config(model, **{key: "float32"})
+    for told, want in (("auto", "float32"), ("bfloat16", "bfloat16")):
+        words = flags.command(ServerOptions(model, dtype=told), vllm)
+        assert words[words.index("--dtype") + 1] == want
+
+
+def test_flags_and_environment(
+    fake: FakeVLLM, options: Callable[..., ServerOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "0")
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
+    settings = options(backend="disk", dtype="float32", extra=("--max-num-seqs", "8"))
+    with ServerProcess(settings) as server:
+        assert server.alive
+        assert server.healthy()
+        assert server.url == f"http://127.0.0.1:{settings.port}"
+        shown = [psutil.Process(pid).cmdline() for pid in [*fake.running, server._guard.pid]]
+    assert not server.alive
+    assert not server.healthy()
+    (start,) = fake.starts
+    assert start["argv"] == [
+        *("serve", str(settings.model), "--host", "127.0.0.1", "--port", str(settings.port)),
+        *("--dtype", "float32", "--served-model-name", "policy", "--enable-scale-out"),
+        *("--skip-tokenizer-init", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
+        *("--weight-transfer-config", '{"backend": "disk"}', "--enforce-eager", "--max-num-seqs", "8"),
+    ]
+    environ = start["environ"]
+    assert (
+        environ["VLLM_SERVER_DEV_MODE"] == environ["VLLM_NO_USAGE_STATS"] == environ["HF_HUB_OFFLINE"] == "1"
+    )
+    assert environ["VLLM_CPU_KVCACHE_SPACE"] == "3", "what the user sets stays"
+    gone = {"RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH"}
+    assert not gone & environ.keys(), "vLLM is no rank of ours"
+    assert environ["VLLM_API_KEY"] == KEY
+    assert KEY not in str(shown)
+    assert KEY not in settings.log_file.read_text()
+
+
+def test_a_gpu_build_gets_no_cpu_flags(
+    fake: FakeVLLM, options: Callable[..., ServerOptions], model: Path
+) -> None:
+    fake.write(version="0.32.0")
+    write_config(model, head_dim=24)
+    with ServerProcess(options(backend="nccl")):
+        pass
+    (start,) = fake.starts
+    assert "--enforce-eager" not in start["argv"]
+    assert '{"backend": "torch_nccl"}' in start["argv"], "vLLM's own backend of that name is another"
+    assert ("VLLM_CPU_KVCACHE_SPACE" in start["environ"]) == ("VLLM_CPU_KVCACHE_SPACE" in os.environ)
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"head_dim": 24}, "head_dim 24: vLLM on a CPU can do 32, 64, 80, 96"),
+        ({"hidden_size": 96, "num_attention_heads": 4}, "head_dim 24: "),
+        ({"head_dim": 128}, ""),
+        ({"hidden_size": 256, "num_attention_heads": 4}, ""),
+        ({}, ""),
+    ],
+)
+def test_head_dim_on_a_cpu(
+    config: dict, found: str, options: Callable[..., ServerOptions], model: Path
+) -> None:
+    write_config(model, **config)
+    if not found:
+        ServerProcess(options())
+        return
+    with pytest.raises(InputError, match=found):
+        ServerProcess(options())
+
+
+def test_refusals(
+    fake: FakeVLLM, options: Callable[..., ServerOptions], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for word in ("--api-key", f"--api-key={KEY}"):
+        with pytest.raises(InputError, match="set VLLM_API_KEY") as refused:
+            ServerProcess(options(extra=(word, KEY)))
+        assert KEY not in str(refused.value)
+    with pytest.raises(InputError, match=r"no Hugging Face checkpoint there"):
+        ServerProcess(options(model=model / "none"))
+    (model / "config.json").write_text("{")
+    with pytest.raises(InputError, match=r"config\.json: not JSON"):
+        ServerProcess(options())
+    fake.write(plugin=False)
+    with pytest.raises(InputError, match="lacks our plugin; run"):
+        ServerProcess(options())
+    (fake.folder / "python").write_text("#!/bin/sh\necho 'PackageNotFoundError: vllm' >&2; exit 1\n")
+    with pytest.raises(InputError, match="knows of no package vllm: PackageNotFoundError: vllm"):
+        ServerProcess(options())
+    (fake.folder / "python").unlink()
+    with pytest.raises(InputError, match="no python beside it"):
+        ServerProcess(options())
+    with pytest.raises(InputError, match=r"no program .*elsewhere; name one with --vllm"):
+        ServerProcess(options(program=str(fake.folder / "elsewhere")))
+    monkeypatch.delenv("VLLM_BIN")
+    monkeypatch.setenv("PATH", str(model))
+    with pytest.raises(InputError, match="no program vllm; "):
+        ServerProcess(options())
+
+
+def test_the_port_of_another(fake: FakeVLLM, options: Callable[..., ServerOptions]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(InputError, match=f"--port {port}: Address already in use"):
+            ServerProcess(options(port=port)).start()
+    with pytest.raises(InputError, match=r"--host no\.such\.host\.invalid"):
+        ServerProcess(options(host="no.such.host.invalid")).start()
+    assert fake.starts == []
+
+
+def test_a_crash_at_the_start_shows_the_end_of_the_log(
+    fake: FakeVLLM, options: Callable[..., ServerOptions]
+) -> None:
+    settings = options()
+    settings.log_file.parent.mkdir()
+    settings.log_file.write_text("of another day\n")
+    fake.set_mode("crash")
+    with pytest.raises(TrainingError, match="vLLM ended while it started") as crash:
+        ServerProcess(settings).start()
+    assert str(crash.value).splitlines() == [
+        f"vLLM ended while it started; the end of {settings.log_file}:",
+        "  loading",
+        "  RuntimeError: no room for the weights",
+        "  megatron-fspo: vLLM ended, status 3",
+    ]
+
+
+def test_a_server_that_is_never_ready(fake: FakeVLLM, options: Callable[..., ServerOptions]) -> None:
+    fake.set_mode("slow")
+    with pytest.raises(TrainingError, match="not ready after 1 s"):
+        ServerProcess(options(start_seconds=1)).start()
+    assert fake.running == []
+
+
+def test_a_deaf_server_is_killed(
+    fake: FakeVLLM, options: Callable[..., ServerOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "GRACE_SECONDS", 0.3)
+    fake.set_mode("deaf")
+    server = ServerProcess(options())
+    server.start()
+    assert len(fake.running) == 2
+    server.stop()
+    assert fake.running == []
+    server.stop()
+
+
+def test_nothing_stays_when_the_guard_is_killed(
+    fake: FakeVLLM, options: Callable[..., ServerOptions]
+) -> None:
+    server = ServerProcess(options())
+    server.start()
+    os.kill(server._guard.pid, signal.SIGKILL)
+    until(lambda: not server.alive, "the end is noticed")
+    server.stop()
+    assert fake.running == []
+
+
+def test_urls() -> None:
+    def options(host: str) -> ServerOptions:
+        return ServerOptions(model=Path(), host=host)
+
+    assert options("0.0.0.0").url == "http://127.0.0.1:8000"
+    assert options("::").url == options("::1").url == "http://[::1]:8000"
+    assert options("node7").url == "http://node7:8000"
+    assert [options(host).loopback_only for host in ("127.0.0.1", "::1", "localhost", "127.1.2.3")] == [
+        True
+    ] * 4
+    assert [options(host).loopback_only for host in ("0.0.0.0", "::", "node7", "10.0.0.1")] == [False] * 4
+    assert options("::1").log_file == Path("runs/vllm-8000.log")
+
+
+class Command:
+    """``megatron-fspo serve``, running."""
+
+    def __init__(self, tmp_path: Path, model: Path, *words: str, as_child: bool = False) -> None:
+        self.port = free_port()
+        self.log = tmp_path / "vllm.log"
+        self.out = tmp_path / "out"
+        serve = [sys.executable, "-m", "megatron_fspo", "serve", "--model", str(model)]
+        serve += ["--port", str(self.port), "--log", str(self.log), *words]
+        if as_child:  # of a program that knows nothing of it
+            serve = [sys.executable, "-c", f"import subprocess; subprocess.run({serve})"]
+        with self.out.open("wb") as file:
+            self.process = subprocess.Popen(serve, stdout=file, stderr=subprocess.STDOUT, env=environment())
+
+    @property
+    def said(self) -> list[str]:
+        return self.out.read_text().splitlines()
+
+    @property
+    def all(self) -> list[int]:
+        """Our own processes: the command's, and its parent's if it has one."""
+        if not is_running(self.process.pid):
+            return []
+        return [self.process.pid, *(p.pid for p in psutil.Process(self.process.pid).children(recursive=True))]
+
+    def until_ready(self, times: int = 1) -> None:
+        until(lambda: "".join(self.said).count("is ready") == times or not self.all, "ready")
+        assert self.all, self.said
+
+
+@pytest.fixture
+def serve(fake: FakeVLLM, model: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    started: list[Command] = []
+
+    def start(*words: str, as_child: bool = False) -> Command:
+        started.append(Command(tmp_path, model, *words, as_child=as_child))
+        return started[-1]
+
+    yield start
+    for command in started:
+        command.process.kill()
+        command.process.wait()
+    for pid in fake.running:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_all(
+    number: int, status: int, serve: Callable[..., Command], fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    command = serve("--", "--max-num-seqs", "8")
+    command.until_ready()
+    assert command.said == [f"vLLM is ready at http://127.0.0.1:{command.port}, its log is {command.log}"]
+    assert fake.starts[0]["argv"][-2:] == ["--max-num-seqs", "8"]
+    assert len(fake.running) == 2
+    assert KEY not in str([psutil.Process(pid).cmdline() for pid in command.all])
+    command.process.send_signal(number)
+    assert command.process.wait(60) == status
+    assert fake.running == []
+    assert command.said[1:] == (["megatron-fspo: interrupted"] if status else [])
+    assert KEY not in command.log.read_text() + command.out.read_text()
+
+
+def test_a_signal_while_it_starts(serve: Callable[..., Command], fake: FakeVLLM) -> None:
+    fake.set_mode("slow")
+    command = serve()
+    until(lambda: fake.starts, "a start")
+    command.process.terminate()
+    assert command.process.wait(60) == 0
+    assert fake.running == []
+
+
+def test_killing_it_leaves_nothing(serve: Callable[..., Command], fake: FakeVLLM) -> None:
+    command = serve("--keep-alive")
+    command.until_ready()
+    command.process.kill()
+    until(lambda: not fake.running, "the end of vLLM")
+
+
+@pytest.mark.parametrize("keep_alive", [False, True])
+def test_the_end_of_the_parent(keep_alive: bool, serve: Callable[..., Command], fake: FakeVLLM) -> None:
+    command = serve(*["--keep-alive"] * keep_alive, as_child=True)
+    command.until_ready()
+    parent, ours, *_ = processes = command.all
+    os.kill(parent, signal.SIGKILL)
+    command.process.wait()
+    if keep_alive:
+        with pytest.raises(AssertionError):
+            until(lambda: not is_running(ours), "an end that must not come", seconds=2)
+        assert len(fake.running) == 2
+        os.kill(ours, signal.SIGTERM)
+    until(lambda: not any(map(is_running, [*processes, *fake.running])), "the end of all")
+
+
+def test_restarts_and_their_limit(serve: Callable[..., Command], fake: FakeVLLM) -> None:
+    command = serve()
+    for crash in range(4):
+        command.until_ready(times=crash + 1)
+        os.kill(fake.starts[-1]["pids"][0], signal.SIGKILL)
+    assert command.process.wait(60) == 1
+    assert fake.running == []
+    assert len(fake.starts) == 4
+    said = command.said
+    again = f"vLLM is ready again at http://127.0.0.1:{command.port}, with the checkpoint's weights"
+    assert said[1:7] == [
+        line
+        for n in (1, 2, 3)
+        for line in (f"megatron-fspo: vLLM ended; restart {n}, of at most 3 in 10 min", again)
+    ]
+    assert said[7] == f"megatron-fspo: vLLM ended 4 times in 10 minutes; the end of {command.log}:"
+    assert said[-1] == "  megatron-fspo: vLLM ended, status -9"
+
+
+def test_a_restart_that_fails_counts(serve: Callable[..., Command], fake: FakeVLLM) -> None:
+    command = serve()
+    command.until_ready()
+    fake.set_mode("crash")
+    os.kill(fake.starts[-1]["pids"][0], signal.SIGKILL)
+    assert command.process.wait(60) == 1
+    assert len([line for line in command.said if "ended; restart" in line]) == 3
+    assert "  RuntimeError: no room for the weights" in command.said
+
+
+def test_a_crash_at_the_start_is_not_tried_again(serve: Callable[..., Command], fake: FakeVLLM) -> None:
+    fake.set_mode("crash")
+    command = serve()
+    assert command.process.wait(60) == 1
+    assert command.said[0].startswith("megatron-fspo: vLLM ended while it started; the end of ")
+    assert "  RuntimeError: no room for the weights" in command.said
+
+
+def test_another_host_is_warned_of(serve: Callable[..., Command]) -> None:
+    command = serve("--host", "0.0.0.0")
+    command.until_ready()
+    warning, ready = command.said
+    assert warning.startswith(
+        "megatron-fspo: --host 0.0.0.0: vLLM's development routes are open, and with them"
+    )
+    assert "runs any code here; VLLM_API_KEY does not guard them" in warning
+    assert ready.startswith(f"vLLM is ready at http://127.0.0.1:{command.port}, ")

@@ -1,0 +1,248 @@
+"""Weights into a real vLLM, and what it then computes. Skipped unless VLLM_BIN names one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fake_vllm import is_running, until
+from launch import environment
+from megatron_fspo.serve import ServerOptions, ServerProcess
+from real_server import FLAGS, Routes, distance, make_checkpoint, weights
+from test_serve import free_port
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+TOLERANCE = 1e-4
+FAR = 0.1
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {
+        f"{name}{seed}": make_checkpoint(folder / f"{name}{seed}", tied=tied, seed=seed)
+        for name, tied in (("tied", True), ("untied", False))
+        for seed in (0, 1)
+    }
+
+
+class GlooTrainer:
+    """The trainer's end of the backend ``gloo``."""
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        port, timeout = free_port(), timedelta(seconds=60)
+        # Held: the group's workers come to it.
+        self._store = dist.TCPStore("127.0.0.1", port, 2, True, timeout, wait_for_workers=False)
+        info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        with Call(routes, "/init_weight_transfer_engine", {"init_info": info}) as call:
+            self._group = dist.ProcessGroupGloo(self._store, 0, 2, timeout)
+        assert call.status == 200, call.answer
+
+    def send(self, tensors: dict[str, Tensor], unsendable: tuple[str, ...] = ()) -> int:
+        """Broadcast; returns the route's status. ``unsendable`` are announced as of a type there is not."""
+        names = [*tensors, *unsendable]
+        info = {
+            "names": names,
+            "dtype_names": ["float32" if name in tensors else "no_such_type" for name in names],
+            "shapes": [list(tensors[name].shape) if name in tensors else [1] for name in names],
+        }
+        with Call(self._routes, "/update_weights", {"update_info": info}) as call:
+            for tensor in tensors.values():
+                self._group.broadcast([tensor.contiguous()], dist.BroadcastOptions()).wait()
+        return call.status
+
+    def update(self, tensors: dict[str, Tensor], version: str) -> None:
+        self._routes.do("/start_weight_update", {})
+        assert self.send(tensors) == 200
+        self._routes.do("/finish_weight_update", {"weight_version": version})
+
+    def close(self) -> None:
+        del self._group, self._store
+
+
+class Call(threading.Thread):
+    """A request under way while the body runs: the worker answers when it has what the body sends."""
+
+    def __init__(self, routes: Routes, path: str, body: dict) -> None:
+        super().__init__()
+        self._request = routes, path, body
+
+    def run(self) -> None:
+        routes, path, body = self._request
+        self.status, self.answer = routes.ask(path, body)
+
+    def __enter__(self) -> Call:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.join(120)
+
+
+@pytest.fixture
+def command(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Routes]]:
+    """``megatron-fspo serve`` of tied0, ready."""
+    port = free_port()
+    words = ["--model", str(checkpoints["tied0"]), "--port", str(port), "--log", str(tmp_path / "log")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_fspo", "serve", *words, "--dtype", "float32", "--", *FLAGS],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("vLLM is ready at"), (tmp_path / "log").read_text()[
+            -3000:
+        ]
+        yield process, Routes(f"http://127.0.0.1:{port}")
+    finally:
+        process.terminate()
+        process.wait(30)
+        process.stdout.close()
+
+
+def test_gloo_tied_a_failed_update_and_a_crash(
+    command: tuple[subprocess.Popen[str], Routes], checkpoints: dict[str, Path]
+) -> None:
+    process, routes = command
+    old, new = checkpoints["tied0"], checkpoints["tied1"]
+    assert distance(routes, old) < TOLERANCE
+    assert distance(routes, new) > FAR
+    assert routes.version == "default"
+    trainer = GlooTrainer(routes)
+    trainer.update(weights(new), "v1")
+    assert distance(routes, new) < TOLERANCE
+    assert routes.version == "v1"
+
+    # Of the fused query, key and value one arrives; the layer keeps what it had, and the rest of the session
+    # does not stay.
+    routes.do("/start_weight_update", {})
+    query = "model.layers.0.self_attn.q_proj.weight"
+    assert trainer.send({query: weights(old)[query]}, unsendable=("model.norm.weight",)) == 500
+    assert distance(routes, new) < TOLERANCE
+    assert routes.version == "v1"
+    trainer.update(weights(old), "v2")
+    assert distance(routes, old) < TOLERANCE
+
+    # Another trainer takes over.
+    trainer.close()
+    trainer = GlooTrainer(routes)
+    trainer.update(weights(new), "v3")
+    assert distance(routes, new) < TOLERANCE
+    trainer.close()
+
+    family = psutil.Process(process.pid).children(recursive=True)
+    (engine,) = [child for child in family if "EngineCore" in child.name()]
+    os.kill(engine.pid, signal.SIGKILL)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("vLLM is ready again at")
+    assert not any(is_running(child.pid) for child in family)
+    assert distance(routes, old) < TOLERANCE, "the checkpoint's"
+    assert routes.version == "default"
+
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 3
+    process.kill()
+    until(lambda: not any(is_running(child.pid) for child in family), "the end of all", seconds=30)
+
+
+def disk_update(routes: Routes, file: Path, version: str) -> None:
+    routes.do("/start_weight_update", {})
+    routes.do("/update_weights", {"update_info": {"paths": [str(file)]}})
+    routes.do("/finish_weight_update", {"weight_version": version})
+
+
+def test_disk_untied(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    old, new = checkpoints["untied0"], checkpoints["untied1"]
+    options = ServerOptions(
+        old, port=free_port(), backend="disk", dtype="float32", log=tmp_path / "log", extra=FLAGS
+    )
+    with ServerProcess(options) as server:
+        routes = Routes(server.url)
+        routes.do("/init_weight_transfer_engine", {"init_info": {}})
+        assert distance(routes, old) < TOLERANCE
+        assert distance(routes, new) > FAR
+        disk_update(routes, new / "model.safetensors", "v1")
+        assert distance(routes, new) < TOLERANCE
+
+        # A file that ends too soon, and one of bfloat16.
+        routes.do("/start_weight_update", {})
+        missing = {"update_info": {"paths": [str(tmp_path / "none.safetensors")]}}
+        assert routes.ask("/update_weights", missing)[0] == 500
+        assert distance(routes, new) < TOLERANCE
+        rounded = {name: tensor.bfloat16() for name, tensor in weights(old).items()}
+        save_file(rounded, tmp_path / "rounded.safetensors")
+        disk_update(routes, tmp_path / "rounded.safetensors", "v2")
+        assert TOLERANCE < distance(routes, old) < FAR
+        assert routes.version == "v2"
+
+
+STALE = """\
+def register():
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+    def load():
+        from megatron_fspo.vllm_plugin import transfer
+
+        transfer.repack = lambda model: 0
+        return transfer.DiskTransfer
+
+    Factory._registry["disk"] = load
+"""
+
+
+@pytest.fixture
+def without_repack(tmp_path: Path) -> str:
+    """vLLM with a second plugin, which takes repack() out of ours."""
+    (tmp_path / "stale.py").write_text(STALE)
+    entry = tmp_path / "stale-1.dist-info"
+    entry.mkdir()
+    (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: stale\nVersion: 1\n")
+    (entry / "entry_points.txt").write_text("[vllm.general_plugins]\nstale = stale:register\n")
+    for name in ("vllm", "python"):
+        program = tmp_path / name
+        real = Path(os.environ["VLLM_BIN"]).parent / name
+        program.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {real} "$@"\n')
+        program.chmod(0o755)
+    return str(tmp_path / "vllm")
+
+
+def test_without_repack_a_tied_model_is_stale(
+    without_repack: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """What the canary is for: every route answers 200, and the answers are wrong."""
+    old, new = checkpoints["tied0"], checkpoints["tied1"]
+    options = ServerOptions(
+        old,
+        port=free_port(),
+        backend="disk",
+        dtype="float32",
+        log=tmp_path / "log",
+        program=without_repack,
+        extra=FLAGS,
+    )
+    with ServerProcess(options) as server:
+        routes = Routes(server.url)
+        disk_update(routes, new / "model.safetensors", "v1")
+        assert routes.version == "v1"
+        assert distance(routes, new) > FAR
+        assert distance(routes, old) > FAR, "the layers are new, the head is old"
+    assert not torch.equal(
+        weights(old)["model.embed_tokens.weight"], weights(new)["model.embed_tokens.weight"]
+    )
