@@ -6,6 +6,7 @@ All of it follows from fixed seeds, so that every rank makes the same without ta
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -118,12 +119,18 @@ def with_layers(arch: Architecture, parallel: Parallel) -> Architecture:
     return replace(arch, num_layers=2 if chunks == 1 else max(chunks, 4))
 
 
+def _kind(name: str) -> str:
+    return re.sub(r"layers\.\d+", "layers", name)
+
+
 def random_weights(arch: Architecture) -> dict[str, Tensor]:
     """Hugging Face name → fp32 tensor, large enough that attention and clips matter."""
     generator = torch.Generator().manual_seed(1)
+    shapes = expected_hf_shapes(arch)
+    kinds = [_kind(name) for name in shapes]  # drawn kind by kind, and of each kind layer by layer
     return {
         name: torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else 0.2) + (len(shape) == 1)
-        for name, shape in expected_hf_shapes(arch).items()
+        for name, shape in sorted(shapes.items(), key=lambda item: kinds.index(_kind(item[0])))
     }
 
 

@@ -100,8 +100,6 @@ _COMMON = (
          _hf(f"{_H}self_attn.q_proj.weight", "q_size", "hidden_size"),
          _hf(f"{_H}self_attn.k_proj.weight", "kv_size", "hidden_size"),
          _hf(f"{_H}self_attn.v_proj.weight", "kv_size", "hidden_size")),
-    _row("row", f"{_M}self_attention.linear_proj.weight",
-         _hf(f"{_H}self_attn.o_proj.weight", "hidden_size", "q_size")),
     _row("replicated", "decoder.final_layernorm.weight", _hf("model.norm.weight", "hidden_size")),
 )
 _QKV_BIAS = (
@@ -115,6 +113,10 @@ _QK_NORM = (
          _hf(f"{_H}self_attn.q_norm.weight", "head_dim")),
     _row("replicated", f"{_M}self_attention.k_layernorm.weight",
          _hf(f"{_H}self_attn.k_norm.weight", "head_dim")),
+)
+_OUT = (
+    _row("row", f"{_M}self_attention.linear_proj.weight",
+         _hf(f"{_H}self_attn.o_proj.weight", "hidden_size", "q_size")),
 )
 _MLP = (
     _row("replicated", f"{_M}pre_mlp_layernorm.weight | {_M}mlp.linear_fc1.layer_norm_weight",
@@ -146,10 +148,10 @@ _TIED_OUTPUT = _row("vocab", "output_layer.weight", _EMBED, key="embedding.word_
 
 TABLES: Mapping[str, tuple[Row, ...]] = MappingProxyType(
     {
-        "llama": (*_COMMON, *_MLP),
-        "qwen2": (*_COMMON, *_QKV_BIAS, *_MLP),
-        "qwen3": (*_COMMON, *_QK_NORM, *_MLP),
-        "qwen3_moe": (*_COMMON, *_QK_NORM, *_MOE),
+        "llama": (*_COMMON, *_OUT, *_MLP),
+        "qwen2": (*_COMMON, *_QKV_BIAS, *_OUT, *_MLP),
+        "qwen3": (*_COMMON, *_QK_NORM, *_OUT, *_MLP),
+        "qwen3_moe": (*_COMMON, *_QK_NORM, *_OUT, *_MOE),
     }
 )
 
