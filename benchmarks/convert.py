@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.logprob_head import machine, peak_kib
+from machine import ROOT, environment, machine, peak_kib
 from megatron_fspo.weights import expected_hf_shapes, read_architecture, row_blocks, write_hf_checkpoint
 
-ROOT = Path(__file__).resolve().parent.parent
 COMMON = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -76,8 +75,7 @@ def make(folder: Path, model: str) -> None:
                     size = (rows.stop - rows.start, *shape[1:])
                     yield name, torch.randn(size, generator=generator).to(arch.dtype)
 
-        dtypes = dict.fromkeys(expected_hf_shapes(arch), arch.dtype)
-        write_hf_checkpoint(folder, blocks(), config_only, dtypes=dtypes)
+        write_hf_checkpoint(folder, blocks(), config_only, dtype=arch.dtype)
 
 
 def forget(folder: Path) -> None:
@@ -94,8 +92,7 @@ def step(source: Path, *words: str | Path) -> dict[str, float]:
     forget(source)
     began = time.perf_counter()
     arguments = [sys.executable, str(Path(__file__).resolve()), "--in-this-process", *map(str, words)]
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(arguments, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True)
     os.sync()
     seconds = time.perf_counter() - began
     if done.returncode:

@@ -13,8 +13,6 @@ import argparse
 import json
 import math
 import os
-import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -34,11 +32,11 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from machine import ROOT, cpu
 from megatron_fspo.objective import length_reweighting_error
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.trainer.history import Array, History, Records, Series, read_records
 
-ROOT = Path(__file__).resolve().parent.parent
 DEMO = tomllib.loads((ROOT / "examples/make_sum/run.toml").read_text(encoding="utf-8"))
 EXPONENTS = {"fspo": 0.5, "rloo": 0.0, "gspo": 1.0}
 LOOKS = {"fspo": ("#0072b2", "o"), "rloo": ("#d55e00", "s"), "gspo": ("#009e73", "v")}  # Okabe and Ito's
@@ -165,14 +163,6 @@ def draw(lengths: Sequence[float], summary: Mapping[str, Any], path: Path) -> No
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def machine() -> dict[str, str]:
-    """What the figures were made with."""
-    info = Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
-    cpu = {"cpu": models[0] if models else platform.machine()}
-    return cpu | {name: version(name) for name in ("torch", "megatron-core")}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Length fairness of clipping at a matched clip rate.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="2 to 10 (default 1 2 3)")
@@ -188,7 +178,8 @@ def main() -> None:
         result = measure((args.folder or Path(temporary)).resolve(), args.seeds, args.steps, args.clip_rate)
     command = shlex.join(["python", "benchmarks/fairness.py", *sys.argv[1:]])
     settings = {"steps": args.steps, "clip_rate": args.clip_rate, "seeds": args.seeds, "demo": DEMO}
-    result = {"command": command, "machine": machine()} | settings | result
+    machine = {"cpu": cpu()} | {name: version(name) for name in ("torch", "megatron-core")}
+    result = {"command": command, "machine": machine} | settings | result
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     draw(result["lengths"], result["summary"], args.plot)
     print(table(result["summary"], len(args.seeds)))

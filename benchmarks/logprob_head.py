@@ -13,10 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -32,9 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from machine import ROOT, environment, machine, peak_kib
 from megatron_fspo.parallel.head import linear_log_probs
 
-ROOT = Path(__file__).resolve().parent.parent
 CHUNK = 256
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Size = Mapping[str, Any]  # tokens, hidden, vocab, dtype
@@ -101,13 +97,6 @@ def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_(), labels, upstream
 
 
-def peak_kib() -> int:
-    """Largest resident set of this program so far. (``ru_maxrss`` would include the parent's before exec.)"""
-    status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    return int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def measure_here(variant: str, size: Size, passes: int = 2) -> dict[str, float]:
     """CPU seconds of the last pass, and peak of all in MiB."""
 
@@ -151,9 +140,7 @@ def in_fresh_process(task: str, variant: str, size: Size, **more: int) -> dict[s
     """``measure_here`` or ``errors_here`` in a process of its own, on one thread."""
     arguments = json.dumps({"task": task, "arguments": {"variant": variant, "size": dict(size), **more}})
     command = [sys.executable, str(Path(__file__).resolve()), "--in-this-process", arguments]
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{done.stdout}{done.stderr}{variant} failed, exit status {done.returncode}")
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -201,14 +188,6 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         cells = " | ".join(f"{row['time']:.2f} | {row['peak']:.3f}" for row in rows)
         lines.append(f"| {variant} | {cells} |")
     return "\n".join(lines)
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were made with."""
-    info = Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
-    cpu = models[0] if models else platform.machine()
-    return {"cpu": cpu, "cpus": os.cpu_count(), "threads": 1, "torch": torch.__version__}
 
 
 def main() -> None:

@@ -30,18 +30,19 @@ def render() -> str:
         for model in models:
             if len(models) > 1:
                 parts.append(f'\n### {section}.name = "{model.model_fields["name"].default}"\n')
-            parts.append(f"\n{(model.__doc__ or '').strip()}\n\n{_table(model, skip_name=len(models) > 1)}")
+            parts.append(f"\n{(model.__doc__ or '').strip()}\n{_table(model, skip_name=len(models) > 1)}")
     return "".join(parts)
 
 
 def _table(model: type[BaseModel], *, skip_name: bool) -> str:
-    lines = ["| key | legal | default | |", "|---|---|---|---|"]
+    head = ["", "| key | legal | default | |", "|---|---|---|---|"]
+    lines = []
     for key, field in model.model_fields.items():
         if key == "name" and skip_name:
             continue
         default = "required" if field.is_required() else _default(field.default)
         lines.append(f"| `{key}` | {_legal(field)} | {default} | {field.description or ''} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*head, *lines]) + "\n" if lines else ""
 
 
 def _models(field: FieldInfo) -> list[type[BaseModel]]:

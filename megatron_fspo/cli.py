@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         "evaluate",
         help="sample and grade the validation prompts",
         description="Accuracy of a Hugging Face checkpoint on data.validation.\n\n"
-        "  megatron-fspo evaluate --config runs/demo/config.toml --model.checkpoint runs/demo/hf",
+        "  megatron-fspo evaluate --config runs/demo/config.toml --nproc 2 --model.checkpoint runs/demo/hf",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

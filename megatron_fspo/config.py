@@ -9,14 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-
-class Section(BaseModel):
-    """Strict about names, lenient about spelling (``2`` for ``"2"``); numbers are finite."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
-
+from megatron_fspo.config_correction import CorrectionConfig, NoCorrection
+from megatron_fspo.config_section import Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
 UnitInterval = Annotated[float, Field(gt=0, lt=1)]
@@ -110,6 +106,21 @@ class Rollout(Section):
     )
     max_response_tokens: PositiveInt = Field(description="longest response, stop token included")
     max_batch: PositiveInt = Field(256, description="responses decoded side by side (KV-cache rows)")
+    max_staleness: NonNegativeInt = Field(
+        0,
+        description="versions that the weights behind a token may be older than the trainer's; above 0 so "
+        "many steps are sampled ahead, while the trainer learns (vllm only)",
+    )
+    old_log_probs: Literal["recompute", "sampled"] = Field(
+        "recompute",
+        description="what S starts from: the trainer's own pass before the first update, or the sampler's "
+        "log-probs without a pass; S then includes mismatch and staleness",
+    )
+    mismatch_limit: PositiveFloat | None = Field(
+        None,
+        description="alarm when trainer and sampler differ by more per token on average, in nats, where "
+        "their weights are the same; default 1e-3 in float32, 0.05 in bfloat16",
+    )
 
 
 class VLLM(Section):
@@ -292,6 +303,7 @@ class Config(Section):
     rollout: Rollout
     vllm: VLLM = VLLM()
     loss: PolicyLossConfig = FSPOLoss()
+    correction: CorrectionConfig = NoCorrection()
     batch: Batch = Batch()
     optimizer: Optimizer = Optimizer()
     evaluation: Evaluation = Evaluation()
@@ -326,6 +338,29 @@ class Config(Section):
             raise ValueError(
                 f"parallel.virtual_pipeline = {self.parallel.virtual_pipeline} needs parallel.pipeline > 1"
             )
+        if self.rollout.max_staleness and self.rollout.engine != "vllm":
+            raise ValueError(
+                f"rollout.max_staleness = {self.rollout.max_staleness} needs rollout.engine = vllm: "
+                f"{self.rollout.engine} samples and trains in turns"
+            )
         if self.model.backend == "cpu" and self.model.layers == "transformer_engine":
             raise ValueError("model.layers = transformer_engine needs model.backend = cuda")
+        self._check_sampled_log_probs()
         return self
+
+    def _check_sampled_log_probs(self) -> None:
+        sampled = self.rollout.old_log_probs == "sampled"
+        corrected = self.correction.name != "none"
+        if sampled and corrected:
+            raise ValueError(
+                "rollout.old_log_probs = sampled leaves nothing to correct for "
+                f"correction.name = {self.correction.name}: S starts from the sampler already"
+            )
+        if (sampled or corrected) and self.rollout.top_p < 1:
+            key = (
+                "rollout.old_log_probs = sampled" if sampled else f"correction.name = {self.correction.name}"
+            )
+            raise ValueError(
+                f"{key} needs rollout.top_p = 1, not {self.rollout.top_p}: the log-probs of a cut vocabulary "
+                "are renormalised, a bias that grows with length"
+            )

@@ -37,7 +37,8 @@ def examine() -> dict[str, Any]:
         missing.append("a GPU that torch can see (a driver, and a CUDA build of torch)")
     if not engine:
         missing.append(
-            "Transformer Engine with its torch extension: pip install 'megatron-fspo[te]', on a GPU machine"
+            "Transformer Engine with its torch extension, on a GPU machine: in a checkout of megatron_fspo "
+            "`pip install --no-build-isolation -e '.[te]'`"
         )
     if versions["apex"] and not apex_kernels:
         missing.append(

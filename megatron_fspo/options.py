@@ -36,8 +36,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise InputError(f"{path}: not TOML: {error}") from None
     for key, value in _parse_overrides(overrides):
         _set(tree, key, value)
-    if isinstance(tree.setdefault("loss", {}), dict):
-        tree["loss"].setdefault("name", "fspo")
+    for section in _UNIONS:
+        if isinstance(tree.setdefault(section, {}), dict):
+            tree[section].setdefault("name", _variants(section)[0])
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -51,7 +52,7 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def legal_keys() -> Iterator[tuple[str, FieldInfo, str]]:
-    """Every key as (``section.key``, its field, the loss it belongs to or ""), in the order of the file."""
+    """Every key as (``section.key``, its field, the variant that has it or ""), in the order of the file."""
     for section, field in Config.model_fields.items():
         variants = _models(field)
         seen: set[str] = set()
@@ -71,10 +72,11 @@ def describe_keys() -> str:
     lines = []
     for key, field, variant in legal_keys():
         default = "required" if field.is_required() else f"default {_show(field.default)}"
-        if key == "loss.name":
-            default, text = "default fspo", "fspo, rloo, gspo, grpo or dapo"
-        else:
-            text = field.description or ""
+        text = field.description or ""
+        section, _, name = key.partition(".")
+        if name == "name" and section in _UNIONS:
+            *first, last = _variants(section)
+            text = f"{', '.join(first)} or {last}"
         owner = f" [{variant}]" if variant else ""
         lines.append(f"  --{key.replace('_', '-'):<32} {text}{owner} ({default})")
     return "\n".join(lines)
@@ -86,6 +88,14 @@ def _models(field: FieldInfo) -> list[type[BaseModel]]:
     if isinstance(annotation, type):
         return [annotation]
     return list(get_args(annotation))
+
+
+_UNIONS = tuple(section for section, field in Config.model_fields.items() if len(_models(field)) > 1)
+"""Sections that are one of several, by ``name``; the first is the default."""
+
+
+def _variants(section: str) -> list[str]:
+    return [str(model.model_fields["name"].default) for model in _models(Config.model_fields[section])]
 
 
 def _same(one: FieldInfo, other: FieldInfo | None) -> bool:
@@ -135,7 +145,7 @@ def _first_line(error: ValidationError) -> str:
     # A union's location carries the variant's tag (loss.fspo.c_low): the file does not.
     path = [str(part) for part in first["loc"]]
     variant = ""
-    if len(path) == 3 and path[0] == "loss":
+    if len(path) == 3 and path[0] in _UNIONS:
         path, variant = [path[0], path[2]], path[1]
     key = ".".join(path)
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
@@ -147,7 +157,7 @@ def _first_line(error: ValidationError) -> str:
     if not key:
         return message + more
     if first["type"].startswith("union_tag"):
-        legal = ", ".join(str(m.model_fields["name"].default) for m in _models(Config.model_fields["loss"]))
+        legal = ", ".join(_variants(path[0]))
         found = first["input"].get("name") if isinstance(first["input"], dict) else first["input"]
         return f"{key}.name = {found!r}: must be one of {legal}{more}"
     return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}{more}"
@@ -156,7 +166,8 @@ def _first_line(error: ValidationError) -> str:
 def _nearest(key: str, variant: str) -> str:
     owners = [owner for name, _, owner in legal_keys() if name == key]
     if owners:
-        return f": with loss.name = {variant} there is none, it belongs to {', '.join(owners)}"
+        section = key.partition(".")[0]
+        return f": with {section}.name = {variant} there is none, it belongs to {', '.join(owners)}"
     legal = [name for name, _, owner in legal_keys() if owner in ("", variant)]
     legal += list(Config.model_fields) if "." not in key else []
     close = difflib.get_close_matches(key, legal, n=1, cutoff=0.5)

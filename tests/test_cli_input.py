@@ -109,6 +109,33 @@ def test_training_with_evaluation_needs_validation_prompts(
     assert line == "evaluate needs data.validation"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("--vllm.transfer disk", "vllm.transfer = disk needs vllm.folder"),
+        ("--vllm.transfer nccl", "vllm.transfer = nccl needs a trainer on GPUs"),
+        ("--vllm.urls ['http://h:1/','http://h:1']", "vllm.urls names http://h:1 twice"),
+        ("--vllm.urls ['h:1']", "'h:1'"),
+        ("--vllm.urls []", "vllm.urls"),
+        ("--vllm.urls ['http://10.0.0.7:1']", "vllm.address = 127.0.0.1 is this machine to itself only"),
+        ("--rollout.temperature 2.1", "rollout.temperature = 2.1: vLLM takes at most 2"),
+        ("--evaluation.temperature 3", "evaluation.temperature = 3.0: vLLM takes at most 2"),
+    ],
+)
+def test_wrong_options_of_vllm(refusal: Callable[..., str], overrides: str, words: str) -> None:
+    assert words in refusal("--rollout.engine", "vllm", *overrides.split())
+
+
+def test_a_wrong_api_key(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "not a key")
+    line = refusal("--rollout.engine", "vllm")
+    assert "API key" in line and "not a key" not in line
+
+
+def test_the_embedded_engine_takes_turns(refusal: Callable[..., str]) -> None:
+    assert "rollout.max_staleness = 1 needs rollout.engine = vllm" in refusal("--rollout.max-staleness", "1")
+
+
 GOOD = '{"prompt": "^37=", "answer": "37"}\n'
 
 

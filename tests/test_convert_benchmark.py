@@ -15,6 +15,7 @@ def test_the_page_shows_what_was_measured() -> None:
     report = json.loads((REPO / "benchmarks/results/convert.json").read_text(encoding="utf-8"))
     page = (REPO / "docs/performance.md").read_text(encoding="utf-8")
     assert report["model"] == "qwen3-8b" and convert.table(report) in page
+    assert report["command"] in page
     for step in ("to Megatron", "to Hugging Face"):
         assert report["steps"][step]["time"] <= 2.5
         assert report["steps"][step]["peak_mib"] <= 3 * 1024

@@ -35,7 +35,8 @@ FLOORS = {
     "command line": 8,
 }
 SINGLE_MODULES = {
-    **dict.fromkeys(["__init__", "types", "config", "errors", "options"], "base"),
+    **dict.fromkeys(["__init__", "types", "errors", "options"], "base"),
+    **dict.fromkeys(["config", "config_correction", "config_section"], "base"),
     **dict.fromkeys(["cli", "console", "doctor", "__main__"], "command line"),
 }
 THIRD_PARTY = {

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_fspo.config import Config, FSPOLoss, GRPOLoss, RLOOLoss
+from megatron_fspo.config_correction import LengthFairGate, NoCorrection, SequenceMask
 from megatron_fspo.errors import InputError
 from megatron_fspo.options import describe_keys, legal_keys, load_config, save_config
 
@@ -25,6 +26,7 @@ REQUIRED: dict[str, Any] = {
     "rollout": {"prompts": 8, "max_response_tokens": 100},
 }
 LOSSES = ("fspo", "rloo", "gspo", "grpo", "dapo")
+CORRECTIONS = ("none", "token_tis", "sequence_tis", "sequence_mask", "length_fair_gate")
 
 
 @pytest.fixture
@@ -66,20 +68,25 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:
 @st.composite
 def trees(draw: st.DrawFn) -> dict[str, Any]:
     """Whole configurations; the keys that must agree with others stay as they are."""
-    loss = draw(st.sampled_from(LOSSES))
+    loss, correction = draw(st.sampled_from(LOSSES)), draw(st.sampled_from(CORRECTIONS))
     tied = {"run.name", "rollout.prompts", "rollout.max_response_tokens", "data.max_prompt_tokens"}
     tied |= {"batch.mini_batches", "batch.max_tokens", "model.layers", "loss.name"}
     tied |= {"parallel.sequence", "parallel.context", "parallel.virtual_pipeline"}
+    tied |= {"correction.name", "rollout.top_p", "rollout.old_log_probs", "rollout.max_staleness"}
     tree: dict[str, Any] = {section: dict(keys) for section, keys in REQUIRED.items()}
-    tree["loss"] = {"name": loss}
+    tree["loss"], tree["correction"] = {"name": loss}, {"name": correction}
     for key, field, owner in legal_keys():
         section, _, name = key.partition(".")
-        if key not in tied and owner in ("", loss) and (field.is_required() or draw(st.booleans())):
+        if (
+            key not in tied
+            and owner in ("", loss, correction)
+            and (field.is_required() or draw(st.booleans()))
+        ):
             tree.setdefault(section, {})[name] = draw(values(field))
     return tree
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(tree=trees())
 def test_a_configuration_written_and_read_is_the_same(
     tree: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
@@ -92,7 +99,7 @@ def test_a_configuration_written_and_read_is_the_same(
 
 def test_defaults_are_fspo(path: Path) -> None:
     config = load_config(path)
-    assert config.loss == FSPOLoss()
+    assert config.loss == FSPOLoss() and config.correction == NoCorrection()
     assert config.run_folder == Path("runs/fspo")
 
 
@@ -132,6 +139,12 @@ def test_an_override_may_change_the_loss(path: Path) -> None:
     assert load_config(path, ["--loss.name=grpo"]).loss == GRPOLoss()
 
 
+def test_an_override_may_ask_for_a_correction(path: Path) -> None:
+    words = ["--correction.name", "sequence_mask", "--correction.low", "0.25"]
+    assert load_config(path, words).correction == SequenceMask(low=0.25)
+    assert load_config(path, ["--correction.name=length_fair_gate"]).correction == LengthFairGate()
+
+
 def test_numbers_in_the_file_may_name_a_run(path: Path) -> None:
     path.write_text(tomli_w.dumps(REQUIRED | {"run": {"steps": 3, "name": 12}}))
     assert load_config(path).run.name == "12"
@@ -155,6 +168,35 @@ def test_numbers_in_the_file_may_name_a_run(path: Path) -> None:
         ),
         ("--loss.name gpso", "loss.name = 'gpso': must be one of fspo, rloo, gspo, grpo, dapo"),
         ("--loss.name 3", "loss.name = 3: must be one of fspo, rloo, gspo, grpo, dapo"),
+        (
+            "--correction.name tis",
+            "correction.name = 'tis': must be one of none, token_tis, sequence_tis, sequence_mask, "
+            "length_fair_gate",
+        ),
+        (
+            "--correction.cap 2",
+            "unknown key correction.cap: with correction.name = none there is none, "
+            "it belongs to token_tis, sequence_tis",
+        ),
+        (
+            "--correction.name token_tis --correction.cap 0.5",
+            "correction.cap = 0.5: input should be greater than or equal to 1",
+        ),
+        (
+            "--correction.name token_tis --rollout.old-log-probs sampled",
+            "rollout.old_log_probs = sampled leaves nothing to correct for correction.name = token_tis: "
+            "S starts from the sampler already",
+        ),
+        (
+            "--rollout.old-log-probs sampled --rollout.top-p 0.9",
+            "rollout.old_log_probs = sampled needs rollout.top_p = 1, not 0.9: the log-probs of a cut "
+            "vocabulary are renormalised, a bias that grows with length",
+        ),
+        (
+            "--correction.name sequence_mask --rollout.top-p 0.9",
+            "correction.name = sequence_mask needs rollout.top_p = 1, not 0.9: the log-probs of a cut "
+            "vocabulary are renormalised, a bias that grows with length",
+        ),
         (
             "--loss.drift wild",
             "loss.drift = 'wild': input should be 'none', 'given', 'k3' or 'half_variance'",
@@ -208,6 +250,7 @@ def test_a_wrong_override_is_told_in_one_line(path: Path, words: str, told: str)
         ("", "run is missing (and 4 more)"),
         ("run = 3", "run = 3: input should be a valid dictionary or instance of Run (and 4 more)"),
         ("loss = 3", "run is missing (and 5 more)"),
+        ("correction = 3", "run is missing (and 5 more)"),
     ],
 )
 def test_a_wrong_file_is_told_in_one_line(path: Path, text: str, told: str) -> None:
@@ -251,9 +294,9 @@ def test_a_section_that_is_a_value(path: Path, section: str, told: str) -> None:
     assert complaint(path, f"--{section}.name", "x") == f"{section} is a section, not a value"
 
 
-def fields_of(loss: str) -> dict[str, Any]:
+def fields_of(loss: str, correction: str) -> dict[str, Any]:
     """``section.key`` → value of a whole configuration, by walking the models."""
-    config = Config.model_validate(REQUIRED | {"loss": {"name": loss}})
+    config = Config.model_validate(REQUIRED | {"loss": {"name": loss}, "correction": {"name": correction}})
     return {
         f"{section}.{key}": getattr(getattr(config, section), key)
         for section in Config.model_fields
@@ -261,13 +304,14 @@ def fields_of(loss: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_legal_keys_are_all_fields_once(loss: str) -> None:
-    listed = [(key, field) for key, field, owner in legal_keys() if owner in ("", loss)]
-    fields = fields_of(loss)
+@pytest.mark.parametrize(("loss", "correction"), [*zip(LOSSES, CORRECTIONS, strict=True)])
+def test_legal_keys_are_all_fields_once(loss: str, correction: str) -> None:
+    listed = [(key, field) for key, field, owner in legal_keys() if owner in ("", loss, correction)]
+    fields = fields_of(loss, correction)
     assert sorted(key for key, _ in listed) == sorted(fields)
     for key, field in listed:
-        assert field.is_required() or key == "loss.name" or field.default == fields[key], key
+        variant = key in ("loss.name", "correction.name")
+        assert field.is_required() or variant or field.default == fields[key], key
 
 
 def described(lines: Sequence[str]) -> set[str]:
@@ -281,3 +325,5 @@ def test_the_reference_has_a_line_for_every_key() -> None:
     assert "[fspo]" in c_high and "(default 0.03)" in c_high
     (steps,) = [line for line in lines if "--run.steps " in line]
     assert "(required)" in steps
+    (name,) = [line for line in lines if "--correction.name " in line]
+    assert "none, token_tis, sequence_tis, sequence_mask or length_fair_gate (default none)" in name

@@ -92,7 +92,8 @@ def test_flags_and_environment(
         *("serve", str(settings.model), "--host", "127.0.0.1", "--port", str(settings.port)),
         *("--dtype", "float32", "--served-model-name", "policy", "--enable-scale-out"),
         *("--skip-tokenizer-init", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
-        *("--weight-transfer-config", '{"backend": "disk"}', "--enforce-eager", "--max-num-seqs", "8"),
+        *("--weight-transfer-config", '{"backend": "disk"}', "--worker-extension-cls", flags.EXTENSION),
+        *("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-seqs", "8"),
     ]
     environ = start["environ"]
     assert (

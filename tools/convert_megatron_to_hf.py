@@ -22,7 +22,6 @@ import torch
 from megatron_fspo.console import exit_status, progress_bar
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import (
-    HFReader,
     MegatronReader,
     expected_hf_shapes,
     read_architecture,
@@ -40,15 +39,12 @@ def main() -> int:
     model = args.hf or args.source
     arch = read_architecture(model)
     reader = MegatronReader(args.source, arch)
-    names = list(expected_hf_shapes(arch))
-    origin = HFReader(args.hf) if args.hf else reader
     manifest = read_manifest(args.source)
     with progress_bar(size_in_bytes(reader), "converting") as progress:
         written = write_hf_checkpoint(
             args.out,
-            stream(reader, names, progress),
+            stream(reader, expected_hf_shapes(arch), progress),
             model,
-            dtypes={name: origin.dtype(name) for name in names},
             dtype=args.dtype and getattr(torch, args.dtype),
             max_shard_bytes=_bytes(args.max_shard_size),
             recorded=manifest.tensors if manifest else None,

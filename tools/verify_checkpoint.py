@@ -48,6 +48,10 @@ def main() -> int:
     if args.as_rank:
         _score_as_rank(**json.loads(args.as_rank))
         return 0
+    if args.first is None:
+        raise InputError("name a checkpoint folder, or two to compare; --help shows examples")
+    if not args.tolerance >= 0:
+        raise InputError(f"--tolerance {args.tolerance}: it must be at least 0")
     if args.logits:
         _check_logits(args.first, args.second, args.layout)
     differences = list(_bits(args.first, args.second))
@@ -206,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("first", type=Path, metavar="A", nargs="?", default=Path(), help="checkpoint folder")
+    parser.add_argument("first", type=Path, metavar="A", nargs="?", help="checkpoint folder")
     parser.add_argument("second", type=Path, metavar="B", nargs="?", help="another; else A's manifest")
     parser.add_argument("--logits", action="store_true", help="compare log-probs, too")
     parser.add_argument("--layout", default="single", help="of the Megatron model (default: one rank)")

@@ -18,7 +18,6 @@ from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.weights import (
     Architecture,
     check_coverage,
-    expected_hf_shapes,
     iterate_hf_tensors,
     load_into,
     open_checkpoint,
@@ -69,9 +68,7 @@ def export_hf(policy: Policy, out: Path, *, source: Path) -> None:
         named = [list(chunk.named_parameters()) for chunk in policy.chunks]
         tensors = hf_tensors(policy, named)
         if dist.get_rank() == 0:
-            reader = open_checkpoint(source, policy.arch)
-            dtypes = {name: reader.dtype(name) for name in expected_hf_shapes(policy.arch)}
-            write_hf_checkpoint(out, tensors, source, dtypes=dtypes, layout=_sizes(groups))
+            write_hf_checkpoint(out, tensors, source, layout=_sizes(groups))
         else:
             for _ in tensors:
                 pass

@@ -105,6 +105,9 @@ class PolicyLoss:
 
     The last term is the k2 estimate of the KL to the reference policy: its gradient, averaged over samples of
     π, is that of KL(π ‖ π_ref), which the gradient of the k3 estimate is not (arXiv 2510.01555).
+
+    A micro-batch's ``rollout_weights`` multiply each token's gradient of the first term, and nothing else: N,
+    S, clip decisions, ``actor/pg_loss`` (J as the band sees it), entropy and KL are those without them.
     """
 
     objective: PolicyObjective
@@ -155,7 +158,7 @@ class PolicyLoss:
             self.observer(batch, terms)
         per_token = batch.num_sequences / max(batch.num_tokens, 1)
         kl_gap = self._kl_gap(batch, log_probs.detach())
-        weight = terms.weight - self.kl_coef * per_token * kl_gap
+        weight = _corrected(terms.weight, batch.rollout_weights) - self.kl_coef * per_token * kl_gap
         objective = torch.where(weight != 0, weight * log_probs, 0.0).sum()
         if self.entropy_coef:
             scored = batch.mask & torch.isfinite(entropy.detach())
@@ -170,6 +173,11 @@ class PolicyLoss:
         assert batch.reference_log_probs is not None, "kl_coef > 0 needs reference_log_probs"
         gap = log_probs - batch.reference_log_probs
         return torch.where(batch.mask & torch.isfinite(gap), gap, 0.0)
+
+
+def _corrected(weight: Tensor, rollout_weights: Tensor | None) -> Tensor:
+    """[t] gradient weights times the rollout's; what is dropped or outside the mask stays 0."""
+    return weight if rollout_weights is None else torch.where(weight != 0, weight * rollout_weights, 0.0)
 
 
 def _metrics(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from datetime import timedelta
@@ -95,3 +96,5 @@ def stop() -> None:
     RotaryEmbedding.forward.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Models and their hooks hold each other and their groups, whose threads go on until they are collected.
+    gc.collect()

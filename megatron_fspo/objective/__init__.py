@@ -1,4 +1,4 @@
-"""What FSPO is, in pure torch: bands, surrogates, advantages, fairness and calibration.
+"""What FSPO is, in pure torch: bands, surrogates, advantages, fairness, calibration, rollout correction.
 
 Nothing here knows of Megatron, of process groups or of a model; any trainer can use it::
 
@@ -39,6 +39,7 @@ from megatron_fspo.objective.calibration import (
     k3_kl,
     sigma_hat,
 )
+from megatron_fspo.objective.correction import length_fair_gate, truncated_weight, within_ratio
 from megatron_fspo.objective.fairness import LengthBin, LengthReweightingError, length_reweighting_error
 from megatron_fspo.objective.surrogate import Surrogate, sequence_surrogate
 from megatron_fspo.objective.token_level import TokenSurrogate, aggregation_weight, token_surrogate
@@ -63,8 +64,11 @@ __all__ = [
     "group_normalized_advantages",
     "k3_kl",
     "leave_one_out_advantages",
+    "length_fair_gate",
     "length_reweighting_error",
     "sequence_surrogate",
     "sigma_hat",
     "token_surrogate",
+    "truncated_weight",
+    "within_ratio",
 ]

@@ -50,6 +50,8 @@ class MicroBatch:
     """[t] log-probs of the labels before this rollout's first update; None: the same as the new ones."""
     reference_log_probs: Tensor | None = None
     """[t] log-probs of the labels under the reference policy, for a KL penalty."""
+    rollout_weights: Tensor | None = None
+    """[t] finite factors on each token's policy gradient, from a rollout correction; None: all 1."""
     num_sequences: int
     """N: sequences with a response, of the whole optimizer step over all ranks."""
     num_tokens: int

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_fspo.rollout.engine import Progress
+from megatron_fspo.rollout.engine import Pending, Progress
 from megatron_fspo.rollout.sampling import sample, uniforms
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
@@ -71,10 +72,14 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Nothing is held."""
 
+    def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> Pending:
+        """See the protocol."""
+        return partial(self.generate, prompts, params)
+
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, progress: Progress | None = None
     ) -> list[list[Completion]]:
-        """See the protocol. Raises RuntimeError while paused."""
+        """Completions of the prompts, in their order. Raises RuntimeError while paused."""
         if self._paused:
             raise RuntimeError("generate() on a paused engine: call resume() first")
         rows = [

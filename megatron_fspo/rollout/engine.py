@@ -11,16 +11,26 @@ Progress = Callable[[int], None]
 """Called with the number of completions that have just finished."""
 
 
+class Pending(Protocol):
+    """Completions that were asked for."""
+
+    def __call__(self, progress: Progress | None = None) -> list[list[Completion]]:
+        """Wait for them: ``params.n`` completions of each prompt, in the order of the prompts. Once."""
+        ...
+
+
 class RolloutEngine(Protocol):
     """A sampler whose weights follow the trainer's.
 
-    Order of calls in a step: ``generate`` … train … ``pause``, ``update_weights``, ``resume``.
+    Order of calls in a step: ``submit`` and collect … train … ``pause``, ``update_weights``, ``resume``.
     """
 
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, progress: Progress | None = None
-    ) -> list[list[Completion]]:
-        """``params.n`` completions of each prompt, in the order of the prompts."""
+    def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> Pending:
+        """Ask for ``params.n`` completions of each prompt.
+
+        Several batches may be pending at once, and are collected in the order they were asked for. An engine
+        that samples in this process does so only when they are collected.
+        """
         ...
 
     def update_weights(self, version: int) -> None:
@@ -28,7 +38,7 @@ class RolloutEngine(Protocol):
         ...
 
     def pause(self) -> None:
-        """Finish or hold what is under way; ``generate`` is refused until :meth:`resume`."""
+        """Finish or hold what is under way; nothing is sampled until :meth:`resume`."""
         ...
 
     def resume(self) -> None:

@@ -20,6 +20,8 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What the CPU attention of vLLM 0.32 can do."""
 BACKENDS = {"gloo": "gloo", "disk": "disk", "nccl": "torch_nccl"}
 """Our word for a way of weights → the name under which the plugin registers it in vLLM."""
+EXTENSION = "megatron_fspo.vllm_plugin.statistics.WorkerExtension"
+"""Lets the trainer ask for statistics of the weights when a server scores otherwise than it."""
 
 # What is in vLLM's environment, told by its own Python without importing vLLM, which takes seconds.
 _PROBE = """
@@ -113,8 +115,8 @@ def find_vllm(options: ServerOptions) -> Installation:
     answer = json.loads(probe.stdout)
     if not answer["plugin"]:
         raise InputError(
-            f"vLLM: {python} lacks our plugin; run `{python} -m pip install --no-deps megatron-fspo`, "
-            "or `-e .` in a checkout"
+            f"vLLM: {python} lacks our plugin; run `{python} -m pip install --no-deps -e .` "
+            "in a checkout of megatron_fspo"
         )
     return Installation(program, answer["version"])
 
@@ -175,7 +177,12 @@ def command(options: ServerOptions, vllm: Installation) -> list[str]:
     words += ["--served-model-name", SERVED_NAME, "--enable-scale-out", "--skip-tokenizer-init"]
     words += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     words += ["--weight-transfer-config", json.dumps({"backend": BACKENDS[options.backend]})]
-    return words + ["--enforce-eager"] * vllm.on_cpu + list(options.extra)
+    words += ["--worker-extension-cls", EXTENSION]
+    if vllm.on_cpu:
+        # A prompt that is read in parts has its random stream set back, which torch cannot do on a CPU: the
+        # engine would die, also of responses that are read again because an update met them.
+        words += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    return words + list(options.extra)
 
 
 def environment(*, on_cpu: bool) -> dict[str, str]:

@@ -16,6 +16,7 @@ from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rollout.engine import RolloutEngine
+from megatron_fspo.trainer.ahead import Ahead
 from megatron_fspo.trainer.folder import (
     checkpoint_folder,
     checkpoint_to_resume,
@@ -40,7 +41,7 @@ class Training:
     engine: RolloutEngine
     scoring: Scoring
     loss: LossState
-    cursor: PromptCursor
+    ahead: Ahead
     log: RunLog
     step: int
     """Steps done. The weight version: one per step."""
@@ -52,7 +53,7 @@ class Training:
         config = self.inputs.config
         folder = checkpoint_folder(config, self.step)
         if not folder.exists():
-            state = {"step": self.step, "cursor": self.cursor.state_dict(), "loss": self.loss.state_dict()}
+            state = {"step": self.step, "cursor": self.ahead.state_dict(), "loss": self.loss.state_dict()}
             save_checkpoint(self.policy, folder, state)
         if dist.get_rank() == 0:
             remove_old_checkpoints(config)
@@ -92,7 +93,7 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
             groups=groups, vocab_size=inputs.arch.vocab_size, temperature=config.rollout.temperature
         ),
         loss=loss,
-        cursor=cursor,
+        ahead=Ahead(inputs, engine, groups, cursor, step),
         log=log,
         step=step,
     )

@@ -13,7 +13,7 @@ from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.parts import build_engine, build_policy
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.sampling import Graded, sample_and_grade
+from megatron_fspo.trainer.sampling import Graded, ask, collect_and_grade
 from megatron_fspo.types import SamplingParams
 
 # Evaluation has streams of its own: the same before and after training, never those of a rollout.
@@ -40,21 +40,16 @@ def evaluate(
     config = inputs.config
     assert config.data.validation is not None
     k = config.evaluation.samples
-    graded = sample_and_grade(
-        inputs,
-        engine,
-        groups,
-        inputs.validation,
-        SamplingParams(
-            n=k,
-            temperature=config.evaluation.temperature,
-            top_p=config.evaluation.top_p,
-            max_tokens=config.rollout.max_response_tokens,
-            stop_token_ids=inputs.stop_token_ids,
-            seed=config.run.seed + _SEED_OFFSET,
-        ),
-        progress,
+    params = SamplingParams(
+        n=k,
+        temperature=config.evaluation.temperature,
+        top_p=config.evaluation.top_p,
+        max_tokens=config.rollout.max_response_tokens,
+        stop_token_ids=inputs.stop_token_ids,
+        seed=config.run.seed + _SEED_OFFSET,
     )
+    batch = ask(engine, groups, inputs.validation, params)
+    graded = collect_and_grade(inputs, groups, batch, progress)
     rewards = [row for _, _, row in graded]
     lengths = [len(completion.token_ids) for _, row, _ in graded for completion in row]
     name = f"val/{config.data.validation.stem}"

@@ -11,13 +11,14 @@ from types import FrameType
 
 from megatron_fspo.mcore.hf_weights import export_hf
 from megatron_fspo.parallel.metrics import any_rank
+from megatron_fspo.trainer.ahead import staleness_metrics
 from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.build import Training, build
 from megatron_fspo.trainer.evaluate import evaluate
-from megatron_fspo.trainer.optimize import optimize, score_old, score_reference
+from megatron_fspo.trainer.optimize import optimize, score_reference, with_old_log_probs
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.sampling import make_samples, sample_and_grade, sampling_metrics
-from megatron_fspo.types import Sample, SamplingParams
+from megatron_fspo.trainer.sampling import collect_and_grade, make_samples, sampling_metrics
+from megatron_fspo.types import Sample
 
 
 def train(inputs: Inputs, *, resume: bool) -> bool:
@@ -62,10 +63,9 @@ def train_step(run: Training) -> dict[str, float]:
     samples = rollout(run)
     mini_batches = make_mini_batches(config, run.inputs.arch, samples, run.groups, run.inputs.backend.device)
     metrics = sampling_metrics(samples)
-    # One optimizer step per rollout sees the rollout's own weights: old and new log-probs are the same.
-    if config.batch.mini_batches * config.batch.epochs > 1:
-        mini_batches, mismatch = score_old(run, mini_batches, samples)
-        metrics |= mismatch
+    metrics |= staleness_metrics(samples, run.step, limit=config.rollout.max_staleness)
+    mini_batches, mismatch = with_old_log_probs(run, mini_batches, samples)
+    metrics |= mismatch
     if run.reference is not None:
         mini_batches = score_reference(run, mini_batches)
     metrics |= optimize(run, mini_batches, samples)
@@ -82,22 +82,14 @@ def train_step(run: Training) -> dict[str, float]:
 
 
 def rollout(run: Training) -> list[Sample]:
-    """Responses to the next prompts, graded, with advantages."""
-    config = run.inputs.config
-    prompts = [run.inputs.train[i] for i in run.cursor.take(config.rollout.prompts)]
-    params = SamplingParams(
-        n=config.rollout.samples,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        max_tokens=config.rollout.max_response_tokens,
-        stop_token_ids=run.inputs.stop_token_ids,
-        # A prompt that comes again in a later step gets other responses.
-        seed=config.run.seed * 1_000_000_007 + run.step,
-    )
-    total = len(prompts) * params.n // run.groups.dp.size()
+    """Responses to the next prompts, graded, with advantages; those of later steps, as far ahead as may be,
+    are asked for."""
+    batch = run.ahead.take(run.step)
+    total = len(batch.prompts) * run.inputs.config.rollout.samples // run.groups.dp.size()
     with run.log.phase("gen", total, "response", run.timings) as progress:
-        graded = sample_and_grade(run.inputs, run.engine, run.groups, prompts, params, progress)
-    return make_samples(run.inputs, prompts, graded)
+        graded = collect_and_grade(run.inputs, run.groups, batch, progress)
+    run.ahead.ask(run.step)
+    return make_samples(run.inputs, batch.prompts, graded)
 
 
 def _evaluate(run: Training) -> dict[str, float]:

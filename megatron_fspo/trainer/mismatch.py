@@ -1,14 +1,15 @@
 """How far the sampler's log-probs are from the trainer's: Δ = log π_trainer - log π_sampler, token by token.
 
 It would be 0 if both computed alike. Other kernels and precisions make small noise; its sum over a response
-spreads as √L, as S does. A bias, or much more, is a fault: stale weights, another temperature or top-p,
-log-probs before the temperature.
+spreads as √L, as S does. A bias, or much more, is a fault (see :mod:`.alarm`), or older weights: responses
+that were sampled before the last updates differ by what those changed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,20 +20,67 @@ from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.metrics import gather_lists, reduce_metrics
 
 
-def mismatch_metrics(
-    micro_batches: Sequence[MicroBatch],
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """Δ of one rollout: this rank's tokens, and every response as a whole."""
+
+    deltas: tuple[Tensor, ...]
+    """Per micro-batch of this rank [t], float64; 0 outside the mask."""
+    sums: Tensor
+    """[samples] Σ Δ over the whole response, on every rank; not finite where a token's Δ is not."""
+    lengths: Tensor
+    """[samples] response lengths."""
+
+
+def token_deltas(batch: MicroBatch, score: Tensor) -> Tensor:
+    """Δ [t] in float64 of a micro-batch scored by the trainer; 0 outside the mask."""
+    return torch.where(batch.mask, (score - batch.sampled_log_probs).double(), 0.0)
+
+
+def per_sample(
+    batches: Sequence[MicroBatch], columns: Sequence[Tensor], samples: int, *, group: dist.ProcessGroup
+) -> Tensor:
+    """Per-token numbers added up over whole responses, wherever their tokens lie. Collective.
+
+    Args:
+        batches, columns: this rank's, and for each [k, t] float64, 0 outside the mask.
+        samples: of the whole rollout.
+        group: data × context parallel.
+
+    Returns:
+        [k, samples], on every rank.
+    """
+    sums = columns[0].new_zeros(len(columns[0]), samples)
+    for batch, column in zip(batches, columns, strict=True):
+        sums.index_add_(1, batch.sample_index[batch.segment[batch.mask]], column[:, batch.mask])
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)
+    return sums
+
+
+def measure(
+    batches: Sequence[MicroBatch],
     scores: Sequence[Tensor],
     lengths: Sequence[int],
     *,
     group: dist.ProcessGroup,
-    device: torch.device,
-) -> dict[str, float]:
-    """Over all tokens of a rollout whose Δ is finite. Collective.
+) -> Mismatch:
+    """Compare the old pass with the sampler. Collective.
 
     Args:
-        micro_batches, scores: this rank's, and the old pass's log-probs of their labels, [t] each.
+        batches, scores: this rank's, and the old pass's log-probs of their labels, [t] each.
         lengths: response lengths of all samples of the rollout.
         group: data × context parallel.
+    """
+    deltas = tuple(token_deltas(batch, score) for batch, score in zip(batches, scores, strict=True))
+    (sums,) = per_sample(batches, [delta[None] for delta in deltas], len(lengths), group=group)
+    return Mismatch(deltas=deltas, sums=sums, lengths=torch.tensor(lengths, device=sums.device))
+
+
+def mismatch_metrics(
+    mismatch: Mismatch, batches: Sequence[MicroBatch], *, group: dist.ProcessGroup
+) -> dict[str, float]:
+    """Over all tokens of a rollout whose Δ is finite. Collective.
 
     Returns:
         ``rollout/logprob_abs_diff/mean`` and ``/max``: |Δ| of a token, nats;
@@ -40,27 +88,25 @@ def mismatch_metrics(
         exp(Δ) - 1 - Δ;
         ``rollout/mismatch_sigma``: spread of Σ Δ / √L over responses, beside ``fspo/sigma_hat``.
     """
-    totals = torch.zeros(4, dtype=torch.float64, device=device)  # |Δ|, -Δ, exp(Δ) - 1 - Δ, tokens
-    sums = torch.zeros(len(lengths), dtype=torch.float64, device=device)
+    totals = mismatch.sums.new_zeros(4)  # |Δ|, -Δ, exp(Δ) - 1 - Δ, tokens
     largest = 0.0
-    for batch, score in zip(micro_batches, scores, strict=True):
-        delta = (score - batch.sampled_log_probs).double()
-        counts = batch.mask & delta.isfinite()
-        sums.index_add_(0, batch.sample_index[batch.segment[counts]], delta[counts])
-        delta = delta[counts]
+    for batch, delta in zip(batches, mismatch.deltas, strict=True):
+        counted = delta[batch.mask & delta.isfinite()]
         totals += torch.stack(
-            [delta.abs().sum(), -delta.sum(), (delta.expm1() - delta).sum(), counts.sum().double()]
+            [
+                counted.abs().sum(),
+                -counted.sum(),
+                (counted.expm1() - counted).sum(),
+                counted.new_tensor(len(counted)),
+            ]
         )
-        largest = max(largest, delta.abs().max().item() if delta.numel() else 0.0)
+        largest = max(largest, counted.abs().max().item() if len(counted) else 0.0)
     names = ("rollout/logprob_abs_diff/mean", "rollout/kl_k1", "rollout/kl_k3")
     metrics = reduce_metrics(
         {name: torch.stack([total, totals[3]]) for name, total in zip(names, totals[:3], strict=True)},
         group=group,
     )
     metrics["rollout/logprob_abs_diff/max"] = max(gather_lists([largest], group=group))
-    if group.size() > 1:
-        dist.all_reduce(sums, group=group)
-    known = torch.tensor(lengths, device=device)
-    answered = known > 0
-    spread = sigma_hat(sums[answered], known[answered], 0.5) if answered.any() else math.nan
-    return metrics | {"rollout/mismatch_sigma": float(spread)}
+    known = mismatch.sums.isfinite() & (mismatch.lengths > 0)
+    spread = sigma_hat(mismatch.sums, mismatch.lengths, 0.5) if known.any() else math.nan
+    return metrics | {"rollout/mismatch_sigma": spread}

@@ -14,6 +14,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import Backend, choose_backend
 from megatron_fspo.mcore.model import check_parallel, check_trainable, check_world
 from megatron_fspo.rewards import Reward, get_reward
+from megatron_fspo.rollout.vllm.connect import check_options
 from megatron_fspo.types import Prompt
 from megatron_fspo.weights import Architecture, check_checkpoint, open_checkpoint, read_architecture
 
@@ -58,6 +59,12 @@ def prepare(config: Config, *, world_size: int) -> Inputs:
             f"but {config.data.train} has only {len(train)} prompts"
         )
     _check_context(config, arch)
+    if config.rollout.engine == "vllm":
+        temperatures = {
+            "rollout.temperature": config.rollout.temperature,
+            "evaluation.temperature": config.evaluation.temperature,
+        }
+        check_options(config.vllm, temperatures, cuda=backend.device.type == "cuda")
     if config.evaluation.every and config.data.validation is None:
         raise InputError("evaluation.every > 0 needs data.validation (or set evaluation.every = 0)")
     return Inputs(

@@ -98,8 +98,8 @@ def clip_metrics(records: Sequence[SequenceRecord], *, seed: int) -> dict[str, f
     """Clip rates, length fairness and spread over the off-policy records of one step.
 
     Args:
-        records: those of the first optimizer step left out, where S = 0 by construction. What was dropped
-            as not finite, and empty responses, count nowhere.
+        records: those of the first optimizer step left out where S = 0 by construction (old log-probs from
+            the trainer). What was dropped as not finite, and empty responses, count nowhere.
         seed: for the permutations behind the null floor of LRE.
     """
     records = [r for r in records if r.counts]

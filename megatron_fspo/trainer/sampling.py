@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
-from megatron_fspo.rollout.engine import RolloutEngine
+from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams
 
@@ -17,25 +18,38 @@ Graded = tuple[int, tuple[Completion, ...], tuple[float, ...]]
 """Position of the prompt, its completions, their rewards."""
 
 
-def sample_and_grade(
-    inputs: Inputs,
-    engine: RolloutEngine,
-    groups: ParallelGroups,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    progress: Callable[[int], None] | None = None,
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Responses that were asked for."""
+
+    prompts: Sequence[Prompt]
+    """Of all ranks."""
+    mine: range
+    """Positions of this data-parallel rank's prompts."""
+    pending: Pending
+
+
+def ask(
+    engine: RolloutEngine, groups: ParallelGroups, prompts: Sequence[Prompt], params: SamplingParams
+) -> Batch:
+    """Ask for responses to all prompts; each data-parallel rank for its share. Collective."""
+    mine = range(groups.dp.rank(), len(prompts), groups.dp.size())
+    return Batch(prompts=prompts, mine=mine, pending=engine.submit([prompts[i] for i in mine], params))
+
+
+def collect_and_grade(
+    inputs: Inputs, groups: ParallelGroups, batch: Batch, progress: Progress | None = None
 ) -> list[Graded]:
     """Completions and rewards of all prompts, on every rank, in the order of the prompts.
 
-    Each data-parallel rank samples and grades its share. Ranks that share a model sample together; the
-    first of them grades, so that a reward may be slow, random or a remote call.
+    Each data-parallel rank grades its share. Ranks that share a model have the same completions; the first
+    of them grades, so that a reward may be slow, random or a remote call.
     """
-    mine = range(groups.dp.rank(), len(prompts), groups.dp.size())
-    completions = engine.generate([prompts[i] for i in mine], params, progress)
+    completions = batch.pending(progress)
     graded: list[Graded] = []
     if groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
-        for i, texts in zip(mine, completions, strict=True):
-            rewards = tuple(grade(inputs, prompts[i], completion) for completion in texts)
+        for i, texts in zip(batch.mine, completions, strict=True):
+            rewards = tuple(grade(inputs, batch.prompts[i], completion) for completion in texts)
             graded.append((i, tuple(texts), rewards))
     for group in (groups.tp, groups.cp, groups.pp):
         graded = share(graded, group=group)

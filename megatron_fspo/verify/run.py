@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -71,8 +73,9 @@ def verify(
     ties = [arch.tied] if config is not None else [False, True]
     temperature = TEMPERATURE if config is None else config.rollout.temperature
     models = {replace(with_layers(arch, layout.parallel), tied=tied) for layout in layouts for tied in ties}
-    wanted = _references(models, dtypes, cases(config, 0), temperature)
+    wanted = references(models, dtypes, cases(config, 0), temperature)
     stop()
+    gc.freeze()  # what lives on is not looked through again whenever a layout's groups are collected
     found: list[Result] = []
     for number, layout in enumerate(layouts):
         results: list[Result] = []
@@ -82,7 +85,7 @@ def verify(
             model = replace(with_layers(arch, layout.parallel), tied=ties[(number + turn) % len(ties)])
             policy = build(layout, model, random_weights(model), backend, groups, dtype)
             some = asked if every_case else _share(asked, turn, len(possible), number)
-            results += _verify(policy, layout, some, wanted[model], temperature)
+            results += check_cases(policy, layout, some, wanted[model], temperature)
         report(layout, results)
         found += results
         # Megatron leaves its groups behind, and each keeps threads busy: every layout starts anew.
@@ -103,9 +106,10 @@ def _possible(layout: Layout, dtypes: Sequence[torch.dtype]) -> list[torch.dtype
     return sorted(possible, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _verify(
+def check_cases(
     policy: Policy, layout: Layout, asked: Sequence[Case], wanted: dict[str, Reference], temperature: float
 ) -> list[Result]:
+    """Run each case and compare it with the reference of its name. Collective."""
     arch, dtype = policy.arch, policy.config.params_dtype
     samples = make_samples(arch)
     scored = {
@@ -138,7 +142,7 @@ def _verify(
     return results
 
 
-def _references(
+def references(
     models: Iterable[Architecture], dtypes: Sequence[torch.dtype], asked: Sequence[Case], temperature: float
 ) -> dict[Architecture, dict[str, Reference]]:
     """Model → case → reference, computed once, on rank 0."""
@@ -164,4 +168,7 @@ def _references(
         }
     everyone = dist.group.WORLD
     assert everyone is not None
-    return share(found, group=everyone)
+    # As one file: thousands of tensors pickled one by one take seconds to read.
+    file = io.BytesIO()
+    torch.save(found, file)
+    return torch.load(io.BytesIO(share(file.getvalue(), group=everyone)), weights_only=False)

@@ -11,10 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from torch._C._distributed_c10d import Store, TCPStore
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -22,6 +20,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from megatron_fspo.vllm_plugin.receive import Join, Receiver, join_gloo, join_nccl
 
 
 class _CheckpointTransfer(WeightTransferEngine):
@@ -112,56 +112,46 @@ class _BroadcastTransfer(_CheckpointTransfer):
 
     init_info_cls = BroadcastInit
     update_info_cls = BroadcastUpdate
-    _group: Any = None
 
-    def init_transfer_engine(self, init_info: BroadcastInit) -> None:
-        self.shutdown()
-        timeout = timedelta(seconds=init_info.timeout_seconds)
-        parallel = self.parallel_config
-        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        store = TCPStore(init_info.master_address, init_info.master_port, is_master=False, timeout=timeout)
-        self._group = self.join(store, rank, init_info.world_size, timeout)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._receiver = Receiver(*self.link())
 
-    def join(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-        """The process group, of a kind that only its subclass knows."""
+    def link(self) -> tuple[Join, torch.device]:
+        """What makes the group, and where its tensors arrive: all that the kinds differ in."""
         raise NotImplementedError
 
+    def init_transfer_engine(self, init_info: BroadcastInit) -> None:
+        parallel = self.parallel_config
+        self._receiver.connect(
+            init_info.master_address,
+            init_info.master_port,
+            rank=init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            size=init_info.world_size,
+            timeout=timedelta(seconds=init_info.timeout_seconds),
+        )
+
     def tensors(self, update_info: BroadcastUpdate) -> Iterator[tuple[str, Tensor]]:
-        if self._group is None:
-            raise RuntimeError("weight update before /init_weight_transfer_engine")
-        for name, dtype, shape in zip(
-            update_info.names, update_info.dtype_names, update_info.shapes, strict=True
-        ):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.transfer_device)
-            self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
+        sent = self._receiver.tensors(update_info.names, update_info.dtype_names, update_info.shapes)
+        for name, tensor in sent:
             yield name, tensor.to(self.device)
 
-    @property
-    def transfer_device(self) -> torch.device:
-        return torch.device("cpu")
-
     def shutdown(self) -> None:
-        self._group = None
+        self._receiver.close()
 
 
 class GlooTransfer(_BroadcastTransfer):
     """Through the CPU and TCP: works everywhere."""
 
-    def join(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    def link(self) -> tuple[Join, torch.device]:
+        return join_gloo, torch.device("cpu")
 
 
 class NCCLTransfer(_BroadcastTransfer):
-    """From GPU to GPU, by torch's NCCL, as the trainer has it."""
+    """From GPU to GPU."""
 
-    def join(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-
-    @property
-    def transfer_device(self) -> torch.device:
-        return self.device
+    def link(self) -> tuple[Join, torch.device]:
+        return join_nccl, self.device
 
 
 @dataclass

@@ -15,17 +15,16 @@ from megatron_fspo.weights.load import check_checkpoint, check_coverage, iterate
 from megatron_fspo.weights.manifest import Manifest, TensorRecord, read_manifest
 from megatron_fspo.weights.megatron_reader import MegatronReader
 from megatron_fspo.weights.megatron_writer import write_megatron_checkpoint
-from megatron_fspo.weights.reader import Reader, read_rows, row_blocks, size_in_bytes, stream
+from megatron_fspo.weights.reader import Reader, row_blocks, size_in_bytes, stream
 from megatron_fspo.weights.safe_pickle import check_pickles
 from megatron_fspo.weights.shards import from_megatron_shards, shard_shape, shard_slices, to_megatron_shard
-from megatron_fspo.weights.table import HFTensor, Row, expected_hf_shapes, has_parameter, resolve, tied_copies
+from megatron_fspo.weights.table import Row, expected_hf_shapes, has_parameter, resolve
 
 __all__ = [
     "Architecture",
     "Difference",
     "Experts",
     "HFReader",
-    "HFTensor",
     "Manifest",
     "MegatronReader",
     "Reader",
@@ -46,14 +45,12 @@ __all__ = [
     "open_checkpoint",
     "read_architecture",
     "read_manifest",
-    "read_rows",
     "resolve",
     "row_blocks",
     "shard_shape",
     "shard_slices",
     "size_in_bytes",
     "stream",
-    "tied_copies",
     "to_megatron_shard",
     "write_hf_checkpoint",
     "write_megatron_checkpoint",

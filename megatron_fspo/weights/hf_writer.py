@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import read_architecture
 from megatron_fspo.weights.folder import copy_side_files, new_checkpoint
-from megatron_fspo.weights.hf_reader import INDEX, SINGLE, HFReader
+from megatron_fspo.weights.formats import open_checkpoint
+from megatron_fspo.weights.hf_reader import INDEX, SINGLE
 from megatron_fspo.weights.manifest import Manifest, TensorRecord, check_record
 from megatron_fspo.weights.reader import all_finite
 from megatron_fspo.weights.table import expected_hf_shapes
@@ -31,7 +32,6 @@ def write_hf_checkpoint(
     tensors: Iterable[tuple[str, Tensor]],
     source_dir: str | Path,
     *,
-    dtypes: Mapping[str, torch.dtype] | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 2**30,
     layout: Mapping[str, int] | None = None,
@@ -45,8 +45,7 @@ def write_hf_checkpoint(
     Args:
         tensors: exactly those the config asks for, in any order. A tensor may come whole, or as consecutive
             blocks of its rows (dimension 0) under the same name.
-        dtypes: of every tensor in the file; by default each has the one it has in ``source_dir``.
-        dtype: one for all; the config says so, too.
+        dtype: of all tensors; the config says so, too. By default each has the one it has in ``source_dir``.
         max_shard_bytes: a file is no larger, unless it holds one tensor only.
         layout: parallel sizes the model had, for the manifest.
         recorded: what the source's manifest says of the tensors, if they must still be that.
@@ -59,11 +58,11 @@ def write_hf_checkpoint(
     shapes = expected_hf_shapes(arch)
     if dtype is not None and dtype not in _NAMES:
         raise InputError(f"dtype is {str(dtype).removeprefix('torch.')!r}; only floats can be written")
-    if dtype is not None:
-        dtypes = dict.fromkeys(shapes, dtype)
-    elif dtypes is None:
-        reader = HFReader(source)
+    if dtype is None:
+        reader = open_checkpoint(source, arch)
         dtypes = {name: reader.dtype(name) for name in shapes}
+    else:
+        dtypes = dict.fromkeys(shapes, dtype)
     total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items())
     with new_checkpoint(out_dir, source, total) as folder:
         copy_side_files(source, folder, dtype)

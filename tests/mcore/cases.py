@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.config import Parallel
-from megatron_fspo.types import Completion, Prompt, Sample
+from megatron_fspo.types import Sample
+from random_samples import random_samples
 
 # World size → name → layout.
 LAYOUTS = {
@@ -46,23 +47,7 @@ SHAPES = [
 
 def samples() -> list[Sample]:
     """The same on every rank. Token 0, which also pads, is sampled too."""
-    generator = torch.Generator().manual_seed(11)
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(0, VOCAB, (count,), generator=generator).tolist())
-
-    return [
-        Sample(
-            prompt=Prompt(index=i, token_ids=ids(p), text="", answer=""),
-            number=0,
-            completion=Completion(
-                token_ids=ids(n), log_probs=(0.0,) * n, finish_reason="length", weight_version=0
-            ),
-            reward=0.0,
-            advantage=(-1.0) ** i * (1 + i / 10),
-        )
-        for i, (p, n) in enumerate(SHAPES)
-    ]
+    return random_samples(SHAPES, vocab=VOCAB, seed=11)
 
 
 def drift(index: int) -> Tensor:

@@ -5,28 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.model import check_parallel, check_trainable, check_world
+from megatron_fspo.verify.cases import SMALL as DENSE
 from megatron_fspo.weights import Architecture, Experts
 
-DENSE = Architecture(
-    model_type="qwen3",
-    num_layers=4,
-    hidden_size=64,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=16,
-    ffn_size=96,
-    vocab_size=61,
-    tied=False,
-    rms_norm_eps=1e-6,
-    rope_theta=10_000.0,
-    max_position_embeddings=512,
-    dtype=torch.float32,
-)
 TWO_OF_8 = Experts(count=8, per_token=2, ffn_size=40, normalize_top_k=True)
 MOE = replace(DENSE, model_type="qwen3_moe", experts=TWO_OF_8)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -17,6 +19,15 @@ MAX_TOKENS = 3
 VOCAB_SIZE = 50
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
 KEY = "sk-very-secret-1"
+UPDATE = {
+    "/pause",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/resume",
+}
 
 
 def requests(count: int) -> list[Request]:
@@ -55,7 +66,7 @@ def good_answer(seed: int, version: str = "default") -> dict[str, Any]:
 
 
 class FakeServer:
-    """Answers ``/health`` and everything else as a generate request.
+    """Answers ``/health``, what an update asks for, and everything else as a generate request.
 
     ``script`` says what happens to the next requests, ``always`` to those after: "answer", "hang" (never
     answer), "cut" (half of the JSON, as if it were all), "drop" (half of the body, then the connection is
@@ -77,7 +88,13 @@ class FakeServer:
         self.open = 0
         self.most_open = 0
         self.said = "no"
+        self.broken: set[str] = set()  # routes of an update that fail
+        self.updates: list[str] = []  # routes of updates, in order
+        self.score = -1.0  # log-prob of every prompt token
+        self.serving = asyncio.Event()  # not while paused
+        self.serving.set()
         self._server: asyncio.Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._handlers: set[asyncio.Task[Any]] = set()
 
@@ -87,8 +104,21 @@ class FakeServer:
 
     async def start(self) -> None:
         """On the port it had before, if it ran before."""
+        self._loop = asyncio.get_running_loop()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    def start_from_outside(self) -> None:
+        """Like :meth:`start`, from another thread."""
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(self.start(), self._loop).result(5)
+
+    def kill_from_outside(self) -> None:
+        """Like :meth:`kill`, from another thread."""
+        assert self._loop is not None
+        done = Future[None]()
+        self._loop.call_soon_threadsafe(lambda: done.set_result(self.kill()))
+        done.result(5)
 
     def kill(self) -> None:
         """Like kill −9: nobody listens, and open connections are reset."""
@@ -106,11 +136,16 @@ class FakeServer:
 
     async def __aexit__(self, *exc: object) -> None:
         self.kill()
+        await asyncio.to_thread(time.sleep, 0.01)  # some tests replace asyncio's sleep
+        self.kill()
         await asyncio.gather(*self._handlers, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if self._server is None:  # killed while this connection was accepted
+            writer.transport.abort()
+            return
         self._writers.add(writer)
         self._handlers.add(task)
         try:
@@ -132,6 +167,9 @@ class FakeServer:
         if head.startswith("GET /health"):
             return await self._send(writer, 200 if self.healthy else 503, b"")
         request = json.loads(body) if body else {}
+        route = head.split()[1].split("?")[0]
+        if route in UPDATE:
+            return await self._update(writer, route, request)
         self.bodies.append(request)
         seed = request.get("sampling_params", {}).get("seed", -1)
         self.arrived.append(seed)
@@ -139,13 +177,41 @@ class FakeServer:
         self.most_open = max(self.most_open, self.open)
         try:
             await asyncio.sleep(self.delay)
-            return await self._act(writer, seed)
+            started = self.version
+            await self.serving.wait()
+            if "prompt_logprobs" in request.get("sampling_params", {}):
+                return await self._score(writer, request["token_ids"])
+            return await self._act(writer, seed, started)
         finally:
             self.open -= 1
 
-    async def _act(self, writer: asyncio.StreamWriter, seed: int) -> bool:
+    async def _update(self, writer: asyncio.StreamWriter, route: str, request: Any) -> bool:
+        self.updates.append(route)
+        if route in self.broken:
+            return await self._send(writer, 500, b"broken")
+        if route == "/pause":
+            self.serving.clear()
+        if route == "/resume":
+            self.serving.set()
+        if route == "/finish_weight_update":
+            self.version = request["weight_version"]
+        return await self._send(writer, 200, b'{"success": true}')
+
+    async def _score(self, writer: asyncio.StreamWriter, ids: list[int]) -> bool:
+        answer = good_answer(0, self.version)
+        entries = [{str(token): {"logprob": self.score}} for token in ids[1:]]
+        return await self._send(
+            writer, 200, json.dumps(answer | {"prompt_logprobs": [None, *entries]}).encode()
+        )
+
+    async def _act(self, writer: asyncio.StreamWriter, seed: int, started: str) -> bool:
         what = self.script.popleft() if self.script else self.always
-        answer = json.dumps(good_answer(max(seed, 0), self.version)).encode()
+        whole = good_answer(max(seed, 0), self.version)
+        if started != self.version:  # an update met it after its first token
+            spans = [{"version": started, "start": 0, "end": 1}]
+            spans += [{"version": self.version, "start": 1, "end": MAX_TOKENS}]
+            whole["choices"][0]["weight_versions"] = spans
+        answer = json.dumps(whole).encode()
         if isinstance(what, int):
             error = {"error": {"message": self.said, "code": what}}
             return await self._send(writer, what, json.dumps(error).encode())

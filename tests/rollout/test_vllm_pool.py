@@ -169,19 +169,92 @@ def test_an_error_of_an_admission_ends_the_batch() -> None:
     run(work, attempts=1)
 
 
-def test_an_admission_under_way_is_seen_through() -> None:
+def test_an_admission_that_outlasts_the_batch_is_dropped() -> None:
     async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        under_way = []
+
         async def admit(server: Server) -> bool:
-            await asyncio.sleep(0.3)
-            return True
+            under_way.append(asyncio.get_running_loop().create_future())
+            return await under_way[-1]
 
         pool.admit = admit
         fakes[0].script.append("close")
         fakes[1].delay = 0.02
         check_all(await pool.generate(requests(20)), 20)
+        await asyncio.sleep(0)
+        (admitted,) = under_way
+        assert admitted.cancelled()
+        assert len(pool.live()) == 1
+        await pool.serve(await pool.reachable())  # an update meanwhile reached it
         assert len(pool.live()) == 2
 
     run(work, attempts=1)
+
+
+def test_batches_share_the_servers_and_the_first_goes_first() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        fakes[0].delay = 0.005
+        done: list[str] = []
+        first = asyncio.create_task(pool.generate(requests(10), lambda _: done.append("first")))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(pool.generate(requests(10), lambda _: done.append("second")))
+        check_all(await first, 10)
+        assert not second.done()
+        check_all(await second, 10)
+        assert fakes[0].most_open == 4
+        # The second began while the last of the first were open: no server waits for a batch to end.
+        assert done[:8] == ["first"] * 8
+        assert done.count("first") == done.count("second") == 10
+
+    run(work, count=1)
+
+
+def test_a_failed_batch_leaves_the_others_alone() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        fakes[0].delay = 0.02
+        fakes[0].script.append("garbage")
+        bad = asyncio.create_task(pool.generate(requests(1)))
+        await asyncio.sleep(0)
+        good = asyncio.create_task(pool.generate(requests(10)))
+        with pytest.raises(BadAnswer):
+            await bad
+        check_all(await good, 10)
+
+    run(work, count=1)
+
+
+def test_what_a_server_without_the_new_weights_holds_is_asked_again() -> None:
+    """It is paused in the middle of an update, and would never answer."""
+
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        fakes[0].always = "hang"
+
+        async def admit(server: Server) -> bool:
+            return False
+
+        pool.admit = admit
+        batch = asyncio.create_task(pool.generate(requests(20)))
+        while len(fakes[0].arrived) < 4 or len(fakes[1].arrived) < 16:
+            await asyncio.sleep(0.01)
+        assert not batch.done()
+        await pool.serve([server for server in pool.live() if server.url == fakes[1].url])
+        check_all(await batch, 20)
+
+    run(work)
+
+
+def test_a_cancelled_batch_frees_its_places() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        fakes[0].script.extend(["hang"] * 4)
+        batch = asyncio.create_task(pool.generate(requests(20)))
+        while len(fakes[0].arrived) < 4:
+            await asyncio.sleep(0.01)
+        batch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await batch
+        check_all(await pool.generate(requests(20)), 20)
+
+    run(work, count=1)
 
 
 def test_a_bad_answer_is_raised_and_the_rest_cancelled() -> None:
@@ -264,10 +337,10 @@ def test_only_servers_with_the_new_weights_serve() -> None:
         fakes[0].kill()
         reached = await pool.reachable()
         assert [server.url for server in reached] == [fakes[1].url]
-        pool.serve(reached)
+        await pool.serve(reached)
         assert pool.live() == reached
         await fakes[0].start()
-        pool.serve(await pool.reachable())
+        await pool.serve(await pool.reachable())
         assert len(pool.live()) == 2
 
     run(work)

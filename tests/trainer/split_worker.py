@@ -1,4 +1,5 @@
-"""On two ranks: what one optimizer step reports, for every split of one batch in several layouts.
+"""On two ranks: what one optimizer step reports, for every split of one batch in several layouts; also with
+corrections for a sampler whose log-probs are off by noise.
 
 split_worker.py OUT.json
 """
@@ -13,11 +14,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_fspo.config_correction import (
+    CorrectionConfig,
+    LengthFairGate,
+    NoCorrection,
+    SequenceTIS,
+    TokenTIS,
+)
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.mcore.startup import start, stop
 from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.trainer.correction import correct
 from megatron_fspo.trainer.losses import LossState
+from megatron_fspo.trainer.mismatch import measure, mismatch_metrics
 from megatron_fspo.trainer.records import SequenceRecord, clip_metrics, records_of
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import (
@@ -32,6 +42,13 @@ from megatron_fspo.verify.cases import (
 from megatron_fspo.verify.layouts import parse_layout
 
 LAYOUTS = ("dp2", "cp2", "pp2", "tp2.sp")
+# Name → loss and correction. Noise of .04 per token: the rules act on some responses, not on all.
+CASES: dict[str, tuple[str, CorrectionConfig]] = {
+    **{name: (name, NoCorrection()) for name in ("fspo", "gspo", "grpo", "dapo")},
+    "fspo, length_fair_gate": ("fspo", LengthFairGate(c=0.03)),
+    "fspo, token_tis": ("fspo", TokenTIS(cap=1.03)),
+    "dapo, sequence_tis": ("dapo", SequenceTIS(cap=1.1)),
+}
 
 
 def reported(layout_name: str) -> dict[str, dict[str, float]]:
@@ -41,27 +58,35 @@ def reported(layout_name: str) -> dict[str, dict[str, float]]:
     groups = start(backend, parallel=layout.parallel, seed=1)
     policy = production.build(layout, SMALL, random_weights(SMALL), backend, groups, torch.float32)
     samples = make_samples(SMALL)
-    moved = drifts(samples, seed=5)
+    lengths = [len(sample.completion.token_ids) for sample in samples]
+    moved, noise = drifts(samples, seed=5), drifts(samples, seed=6)
     found = {}
     for split in SPLITS:
         scored = production.score(policy, split, samples, TEMPERATURE)
         batches = [
-            replace(batch, old_log_probs=production.log_probs_below(batch, log_probs, moved, samples))
+            replace(
+                batch,
+                old_log_probs=production.log_probs_below(batch, log_probs, moved, samples),
+                sampled_log_probs=production.log_probs_below(batch, log_probs, noise, samples),
+            )
             for batch, log_probs in zip(scored.micro_batches, scored.log_probs, strict=True)
         ]
-        for name in ("fspo", "gspo", "grpo", "dapo"):
+        mismatch = measure(batches, scored.log_probs, lengths, group=groups.dp_cp)
+        measured = mismatch_metrics(mismatch, batches, group=groups.dp_cp)
+        for name, (loss_name, correction) in CASES.items():
             mine: list[SequenceRecord] = []
             loss = PolicyLoss(
-                objective=LossState(LOSSES[name]).objective(),
+                objective=LossState(LOSSES[loss_name]).objective(),
                 scoring=scored.scoring,
                 observer=lambda batch, terms, mine=mine: mine.extend(
                     records_of(batch, terms, groups.dp.rank())
                 ),
             )
-            update = policy.update(batches, loss)
+            corrected, metrics = correct(correction, batches, mismatch, group=groups.dp_cp)
+            update = policy.update(corrected, loss)
             records = gather_lists(share(mine, group=groups.pp, source=-1), group=groups.dp)
             numbers = update.metrics | {"grad_norm": update.grad_norm} | clip_metrics(records, seed=1)
-            found[f"{name} | {split}"] = numbers
+            found[f"{name} | {split}"] = numbers | measured | metrics
     return found
 
 

@@ -3,47 +3,22 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from megatron_fspo.packing.batch import collate
-from megatron_fspo.trainer.mismatch import mismatch_metrics
-from megatron_fspo.types import Completion, Prompt, Sample
-
-ALONE: Any = SimpleNamespace(size=lambda: 1)
-LENGTHS = [1, 9, 30, 0, 4]
-
-
-def sample(index: int, log_probs: list[float]) -> Sample:
-    prompt = Prompt(index=index, token_ids=(1, 2, 3)[: 1 + index % 3], text="", answer="")
-    completion = Completion(
-        token_ids=(5,) * len(log_probs), log_probs=tuple(log_probs), finish_reason="length", weight_version=0
-    )
-    return Sample(prompt=prompt, number=0, completion=completion, reward=0.0, advantage=0.0)
-
-
-def responses(scale: float = 0.1, shift: float = 0.0) -> tuple[list[Sample], list[torch.Tensor]]:
-    """Samples, and per response the Δ of its tokens."""
-    generator = torch.Generator().manual_seed(0)
-    deltas = [torch.randn(n, generator=generator, dtype=torch.float64) * scale + shift for n in LENGTHS]
-    return [sample(i, [-1.5] * n) for i, n in enumerate(LENGTHS)], deltas
+from megatron_fspo.trainer.mismatch import measure, mismatch_metrics
+from megatron_fspo.types import Sample
+from mismatch_cases import ALONE, PACKS, packed, responses
 
 
 def metrics(samples: list[Sample], deltas: list[torch.Tensor], packs: list[list[int]]) -> dict[str, float]:
-    batches = [collate(samples, pack, num_sequences=4, num_tokens=sum(LENGTHS)) for pack in packs]
-    scores = []
-    for batch in batches:
-        score = torch.full(batch.mask.shape, math.nan, dtype=torch.float64)  # outside the mask: anything
-        for number, index in enumerate(batch.sample_index.tolist()):
-            score[batch.mask & (batch.segment == number)] = deltas[index] - 1.5
-        scores.append(score)
-    return mismatch_metrics(batches, scores, LENGTHS, group=ALONE, device=torch.device("cpu"))
+    batches, scores = packed(samples, deltas, packs)
+    lengths = [len(s.completion.token_ids) for s in samples]
+    return mismatch_metrics(measure(batches, scores, lengths, group=ALONE), batches, group=ALONE)
 
 
-@pytest.mark.parametrize("packs", [[[0, 1, 2, 3, 4]], [[4, 2], [3, 0], [1]], [[2], [1], [0], [4], [3]]])
+@pytest.mark.parametrize("packs", PACKS)
 def test_metrics_are_those_of_the_responses(packs: list[list[int]]) -> None:
     samples, deltas = responses()
     got, tokens = metrics(samples, deltas, packs), torch.cat(deltas)

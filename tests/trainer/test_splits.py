@@ -10,7 +10,7 @@ import pytest
 
 from launch import run_worker
 from megatron_fspo.verify.cases import SPLITS
-from split_worker import LAYOUTS
+from split_worker import CASES, LAYOUTS
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("loss", ["fspo", "gspo", "grpo", "dapo"])
+@pytest.mark.parametrize("loss", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_split_reports_the_same(found: dict[str, Any], layout: str, loss: str) -> None:
     want = found["dp2"][f"{loss} | {SPLITS[0]}"]
@@ -31,3 +31,13 @@ def test_every_split_reports_the_same(found: dict[str, Any], layout: str, loss: 
         assert got.keys() == want.keys()
         for name, value in want.items():
             assert got[name] == pytest.approx(value, rel=1e-6, abs=1e-6, nan_ok=True), (split, name)
+
+
+def test_every_correction_acts(found: dict[str, Any]) -> None:
+    numbers = {name: found["dp2"][f"{name} | {SPLITS[0]}"] for name in CASES}
+    for name, (loss, correction) in CASES.items():
+        shares = [value for key, value in numbers[name].items() if key.startswith("rollout/correction_")]
+        assert not shares if correction.name == "none" else all(0 < value < 2 for value in shares[:1])
+        if correction.name != "none":
+            assert numbers[name]["grad_norm"] != pytest.approx(numbers[loss]["grad_norm"], rel=1e-3)
+            assert numbers[name]["actor/pg_loss"] == numbers[loss]["actor/pg_loss"]

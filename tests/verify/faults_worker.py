@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,27 +19,15 @@ from patching import Fault, Patch
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import share
-from megatron_fspo.verify.cases import (
-    SMALL,
-    TEMPERATURE,
-    Case,
-    cases,
-    drifts,
-    make_samples,
-    random_weights,
-    with_layers,
-)
-from megatron_fspo.verify.compare import LIMITS, compare
-from megatron_fspo.verify.diagnose import problems
+from megatron_fspo.verify.cases import SMALL, TEMPERATURE, cases, random_weights, with_layers
 from megatron_fspo.verify.layouts import Layout, parse_layout
-from megatron_fspo.verify.production import build, run, score
-from megatron_fspo.verify.reference import Reference, forward, reference
+from megatron_fspo.verify.production import build
+from megatron_fspo.verify.reference import Reference
+from megatron_fspo.verify.run import check_cases, references
 from megatron_fspo.weights import Architecture
 
 BACKEND = choose_backend("cpu")
 CASES = {case.name: case for case in cases(None, 0)}
-SAMPLES = make_samples(SMALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,51 +37,27 @@ class Place:
     layout: Layout
     groups: ParallelGroups
     arch: Architecture
-    wanted: dict[tuple[bool, str], Reference]
-    """By tied and loss."""
+    wanted: dict[Architecture, dict[str, Reference]]
+    """Model → case → reference."""
 
     def step(self, fault: Fault, dtype: torch.dtype, patch: Patch) -> dict[str, object]:
         """One training step with the patch, and what is said of it."""
         model = replace(self.arch, tied=fault.tied)
-        want = self.wanted[fault.tied, fault.loss]
         case = replace(CASES[fault.loss], split=fault.split)
         with patch:
             policy = build(self.layout, model, random_weights(model), BACKEND, self.groups, dtype)
-            scored = score(policy, case.split, SAMPLES, TEMPERATURE)
-            outcome = run(policy, case, scored, SAMPLES, policy_drifts(case), reference_drifts())
-        errors = compare(policy, outcome, want)
-        found = problems(outcome, want, errors, LIMITS[dtype], self.layout)
-        return {"problems": found, "parameter": errors.worst_parameter, "error": errors.gradient}
-
-
-def policy_drifts(case: Case) -> list[torch.Tensor]:
-    return drifts(SAMPLES, seed=3, clipped=case.clipped)
-
-
-def reference_drifts() -> list[torch.Tensor]:
-    return drifts(SAMPLES, seed=4)
-
-
-def references(arch: Architecture, faults: Sequence[Fault]) -> dict[tuple[bool, str], Reference]:
-    """What the faults' losses must be, computed on rank 0."""
-    found: dict[tuple[bool, str], Reference] = {}
-    for tied in sorted({fault.tied for fault in faults}) if dist.get_rank() == 0 else ():
-        model = replace(arch, tied=tied)
-        weights = {name: w.double().requires_grad_() for name, w in random_weights(model).items()}
-        scores = forward(weights, model, SAMPLES, TEMPERATURE)
-        for case in {fault.loss: CASES[fault.loss] for fault in faults if fault.tied == tied}.values():
-            penalty = {"ref_drifts": reference_drifts(), "kl_coef": case.loss.kl_coef}
-            found[tied, case.name] = reference(
-                scores, case.loss, policy_drifts(case), **penalty if case.loss.kl_coef else {}
-            )
-    return share(found, group=dist.group.WORLD)
+            (result,) = check_cases(policy, self.layout, [case], self.wanted[model], TEMPERATURE)
+        errors = result.errors
+        return {"problems": result.problems, "parameter": errors.worst_parameter, "error": errors.gradient}
 
 
 def on_layout(name: str, faults: dict[str, Fault]) -> dict[str, dict[str, object]]:
     """Each fault in both precisions, then each of their cases without it."""
     layout = parse_layout(name, world_size=dist.get_world_size())
     arch = with_layers(SMALL, layout.parallel)
-    wanted = references(arch, list(faults.values()))
+    models = {replace(arch, tied=fault.tied) for fault in faults.values()}
+    asked = [CASES[loss] for loss in {fault.loss: None for fault in faults.values()}]
+    wanted = references(models, [], asked, TEMPERATURE)
     stop()
     groups = start(BACKEND, parallel=layout.parallel, seed=1)
     place = Place(layout=layout, groups=groups, arch=arch, wanted=wanted)

@@ -9,30 +9,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_fspo.types import Completion, Prompt, Sample
+from megatron_fspo.types import Sample
 from megatron_fspo.weights import Architecture, read_architecture
+from random_samples import random_samples
 
 SHAPES = [(1, 1), (3, 40), (5, 2), (2, 0), (4, 17)]  # tokens of prompt and response
 
 
 def samples() -> list[Sample]:
-    generator = torch.Generator().manual_seed(3)
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(0, 37, (count,), generator=generator).tolist())
-
-    return [
-        Sample(
-            prompt=Prompt(index=i, token_ids=ids(p), text="", answer=""),
-            number=0,
-            completion=Completion(
-                token_ids=ids(n), log_probs=(0.0,) * n, finish_reason="length", weight_version=0
-            ),
-            reward=0.0,
-            advantage=(-1.0) ** i * (1 + i / 10),
-        )
-        for i, (p, n) in enumerate(SHAPES)
-    ]
+    return random_samples(SHAPES, vocab=37, seed=3)
 
 
 def load(checkpoint: Path) -> tuple[dict[str, Tensor], Architecture]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from megatron_fspo.rollout.vllm.loop import Loop
+from megatron_fspo.rollout.vllm.senders import BroadcastSender
+from megatron_fspo.rollout.vllm.server import Server, http_client
+from megatron_fspo.rollout.vllm.statistics import explain, statistics
+from megatron_fspo.rollout.vllm.update import resume, send_weights
 
 FLAGS = ("--max-model-len", "128", "--max-num-seqs", "4")
 PROMPT = torch.randint(0, 61, (48,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -51,13 +59,13 @@ class Routes:
     """The routes of a server."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self.url = url
 
     def ask(self, path: str, body: dict | None = None) -> tuple[int, Any]:
         """Status and answer; GET without a body."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self._url + path, data=data, headers={"Content-Type": "application/json"}
+            self.url + path, data=data, headers={"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
@@ -71,19 +79,41 @@ class Routes:
         assert status == 200, (path, status, answer)
         return answer
 
-    def score(self) -> Tensor:
-        """As :func:`score_with_transformers`, by the server."""
-        self.do("/reset_prefix_cache", {})
+    def score(self, prompt: Sequence[int] = PROMPT, *, reset: bool = True) -> Tensor:
+        """As :func:`score_with_transformers`, by the server; ``reset`` its cache before."""
+        if reset:
+            self.do("/reset_prefix_cache", {})
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        body = {"model": "policy", "token_ids": PROMPT, "sampling_params": sampling}
+        body = {"model": "policy", "token_ids": list(prompt), "sampling_params": sampling}
         rows = self.do("/inference/v1/generate", body)["prompt_logprobs"]
-        return torch.tensor([rows[i][str(PROMPT[i])]["logprob"] for i in range(1, len(PROMPT))])
+        return torch.tensor([rows[i][str(prompt[i])]["logprob"] for i in range(1, len(prompt))])
 
     @property
     def version(self) -> str:
         return self.do("/weight_info")["weight_version"]
 
 
+def statistics_say(routes: Routes, tensors: dict[str, Tensor]) -> str:
+    """What a trainer with these tensors is told of the server's."""
+
+    async def main() -> str:
+        async with http_client() as http:
+            return await explain(Server(routes.url, http), statistics(tensors.items()))
+
+    return asyncio.run(main())
+
+
 def distance(routes: Routes, checkpoint: Path) -> float:
     """Largest difference of a log-prob in nats between the server and transformers."""
     return (routes.score() - score_with_transformers(checkpoint)).abs().max().item()
+
+
+def send(url: str, tensors: dict[str, Tensor], version: int) -> Exception | None:
+    """A whole update by the trainer's own sender, over gloo; what went wrong."""
+    with Loop() as loop:
+        http = http_client()
+        server, sender = Server(url, http), BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=60)
+        problem = send_weights([server], sender, loop, tensors.items(), version)
+        loop.run(resume([server]))
+        loop.run(http.aclose())
+        return problem

@@ -21,13 +21,15 @@ from torch import Tensor
 from fake_vllm import is_running, until
 from launch import environment
 from megatron_fspo.serve import ServerOptions, ServerProcess
-from real_server import FLAGS, Routes, distance, make_checkpoint, weights
+from real_server import FLAGS, Routes, distance, make_checkpoint, send, statistics_say, weights
+from serving import serving, without_repack
 from test_serve import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 TOLERANCE = 1e-4
 FAR = 0.1
+NO_STATISTICS = ("--worker-extension-cls", "")
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +101,9 @@ def command(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[tuple[subp
     """``megatron-fspo serve`` of tied0, ready."""
     port = free_port()
     words = ["--model", str(checkpoints["tied0"]), "--port", str(port), "--log", str(tmp_path / "log")]
+    words += ["--dtype", "float32", "--", *FLAGS, *NO_STATISTICS]
     process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_fspo", "serve", *words, "--dtype", "float32", "--", *FLAGS],
+        [sys.executable, "-m", "megatron_fspo", "serve", *words],
         stdout=subprocess.PIPE,
         text=True,
         env=environment(),
@@ -129,6 +132,11 @@ def test_gloo_tied_a_failed_update_and_a_crash(
     trainer.update(weights(new), "v1")
     assert distance(routes, new) < TOLERANCE
     assert routes.version == "v1"
+    assert statistics_say(routes, weights(new)) == (
+        "No statistics of its tensors: start it with `megatron-fspo serve`, or with --worker-extension-cls "
+        "megatron_fspo.vllm_plugin.statistics.WorkerExtension."
+    )
+    assert distance(routes, new) < TOLERANCE, "asking does no harm"
 
     # Of the fused query, key and value one arrives; the layer keeps what it had, and the rest of the session
     # does not stay.
@@ -180,6 +188,14 @@ def test_disk_untied(checkpoints: dict[str, Path], tmp_path: Path) -> None:
         assert distance(routes, new) > FAR
         disk_update(routes, new / "model.safetensors", "v1")
         assert distance(routes, new) < TOLERANCE
+        agree = statistics_say(routes, weights(new)).splitlines()
+        assert agree == [
+            "The loaded weights agree (25 tensors); what is computed with differs: a stale packed copy, "
+            "another dtype or other rotary or attention settings, or elements that changed places."
+        ]
+        # Only the norms are ones in both.
+        differ = statistics_say(routes, weights(old)).splitlines()
+        assert differ[0].startswith("17 of 26 tensors differ; ")
 
         # A file that ends too soon, and one of bfloat16.
         routes.do("/start_weight_update", {})
@@ -193,39 +209,7 @@ def test_disk_untied(checkpoints: dict[str, Path], tmp_path: Path) -> None:
         assert routes.version == "v2"
 
 
-STALE = """\
-def register():
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
-
-    def load():
-        from megatron_fspo.vllm_plugin import transfer
-
-        transfer.repack = lambda model: 0
-        return transfer.DiskTransfer
-
-    Factory._registry["disk"] = load
-"""
-
-
-@pytest.fixture
-def without_repack(tmp_path: Path) -> str:
-    """vLLM with a second plugin, which takes repack() out of ours."""
-    (tmp_path / "stale.py").write_text(STALE)
-    entry = tmp_path / "stale-1.dist-info"
-    entry.mkdir()
-    (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: stale\nVersion: 1\n")
-    (entry / "entry_points.txt").write_text("[vllm.general_plugins]\nstale = stale:register\n")
-    for name in ("vllm", "python"):
-        program = tmp_path / name
-        real = Path(os.environ["VLLM_BIN"]).parent / name
-        program.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {real} "$@"\n')
-        program.chmod(0o755)
-    return str(tmp_path / "vllm")
-
-
-def test_without_repack_a_tied_model_is_stale(
-    without_repack: str, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_without_repack_a_tied_model_is_stale(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """What the canary is for: every route answers 200, and the answers are wrong."""
     old, new = checkpoints["tied0"], checkpoints["tied1"]
     options = ServerOptions(
@@ -234,7 +218,7 @@ def test_without_repack_a_tied_model_is_stale(
         backend="disk",
         dtype="float32",
         log=tmp_path / "log",
-        program=without_repack,
+        program=without_repack(tmp_path),
         extra=FLAGS,
     )
     with ServerProcess(options) as server:
@@ -243,6 +227,27 @@ def test_without_repack_a_tied_model_is_stale(
         assert routes.version == "v1"
         assert distance(routes, new) > FAR
         assert distance(routes, old) > FAR, "the layers are new, the head is old"
+        agree, head = statistics_say(routes, weights(new)).splitlines()
+        assert agree.startswith(
+            "The loaded weights agree (24 tensors); what is computed with differs: stale packed copies (1); "
+        )
+        assert head.startswith("  model.embed_tokens.weight (packed): ")
     assert not torch.equal(
         weights(old)["model.embed_tokens.weight"], weights(new)["model.embed_tokens.weight"]
     )
+
+
+def test_two_workers_in_one_server(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor parallel: each has its shards, and statistics add up to the whole."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it wants a NUMA node for each
+    old, new = checkpoints["untied0"], checkpoints["untied1"]
+    with serving(old, tmp_path, "--dtype", "float32", "--", *FLAGS, "--tensor-parallel-size", "2") as (
+        server,
+    ):
+        routes = server.routes
+        assert distance(routes, old) < TOLERANCE
+        assert send(server.url, weights(new), 1) is None
+        assert distance(routes, new) < TOLERANCE
+        assert statistics_say(routes, weights(new)).startswith("The loaded weights agree (25 tensors); ")

@@ -85,17 +85,6 @@ def recast(folder: Path, dtype_of: Callable[[str], torch.dtype]) -> dict[str, Te
     return tensors_of(folder)
 
 
-def edit_tensor(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
-    """Replace one tensor of the single file, or drop it where ``change`` returns None."""
-
-    def damage(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        new = change(tensors.pop(name, torch.zeros(3)))
-        save_file(tensors if new is None else tensors | {name: new}, folder / "model.safetensors")
-
-    return damage
-
-
 def to_megatron(source: Path, out: Path) -> Manifest:
     return write_megatron_checkpoint(out, HFReader(source), read_architecture(source))
 
@@ -103,9 +92,8 @@ def to_megatron(source: Path, out: Path) -> Manifest:
 def to_hf(source: Path, out: Path, **how) -> Manifest:
     arch, manifest = read_architecture(source), read_manifest(source)
     assert manifest is not None
-    dtypes = {name: record.dtype for name, record in manifest.tensors.items()}
     tensors = stream(MegatronReader(source, arch), expected_hf_shapes(arch))
-    return write_hf_checkpoint(out, tensors, source, dtypes=dtypes, recorded=manifest.tensors, **how)
+    return write_hf_checkpoint(out, tensors, source, recorded=manifest.tensors, **how)
 
 
 def assert_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

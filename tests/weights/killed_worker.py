@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from torch import Tensor
 
@@ -46,9 +45,7 @@ def begin(jobs: list[str]) -> None:
                 begin(rest)
             yield given
 
-    write_hf_checkpoint(
-        out, tensors(), Path(source), dtypes=dict.fromkeys(expected_hf_shapes(arch), arch.dtype)
-    )
+    write_hf_checkpoint(out, tensors(), source)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,15 @@ import pytest
 import torch
 from conversion_helpers import (
     contents,
-    edit_tensor,
     refused_without_a_trace,
     save_model,
     tensors_of,
     to_hf,
     to_megatron,
 )
+from damage_helpers import INDEX, ONE, Damage, config, cut, edit_tensor, put
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from weights_helpers import edit_config
 
-Damage = Callable[[Path], object]
-ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Q = "model.layers.1.self_attn.q_proj.weight"
 NORM = "model.layers.0.self_attn.k_norm.weight"
 
@@ -36,18 +32,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(folder / "shards", "qwen3", shard_size="100KB")
     save_model(folder / "experts", "qwen3_moe")
     return folder
-
-
-def config(**changes: object) -> Damage:
-    return lambda folder: edit_config(folder, **changes)
-
-
-def put(value: float) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.index_put((torch.tensor(-1),), torch.tensor(value))
-
-
-def cut(size: int) -> Damage:
-    return lambda folder: (folder / ONE).write_bytes((folder / ONE).read_bytes()[:size])
 
 
 def first_shard(folder: Path) -> Path:

@@ -22,12 +22,12 @@ from conversion_helpers import (
     to_hf,
     to_megatron,
 )
+from damage_helpers import Damage, cut
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import MegatronReader, check_pickles, read_architecture
 
-Damage = Callable[[Path], object]
 DATA, FIRST = Path("torch_dist"), Path("torch_dist", "__0_0.distcp")
 NORM = "decoder.final_layernorm.weight"
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
@@ -162,10 +162,6 @@ def test_pickles_are_checked_before_others_open_them(
     assert trace.exists()
 
 
-def cut(path: Path, size: int) -> Damage:
-    return lambda folder: (folder / path).write_bytes((folder / path).read_bytes()[:size])
-
-
 def flip(folder: Path) -> None:
     """One bit of a value of the final norm, in the middle of its entry."""
     index = pickle.loads((folder / DATA / ".metadata").read_bytes())
@@ -222,8 +218,8 @@ def odd_info(index: Metadata) -> None:
 
 
 DAMAGE: dict[str, tuple[Damage, list[str]]] = {
-    "truncated .distcp": (cut(FIRST, -1000), [f"{FIRST} is truncated"]),
-    "empty .distcp": (cut(FIRST, 0), [f"{FIRST} is truncated"]),
+    "truncated .distcp": (cut(-1000, FIRST), [f"{FIRST} is truncated"]),
+    "empty .distcp": (cut(0, FIRST), [f"{FIRST} is truncated"]),
     "missing .distcp": (lambda f: (f / FIRST).unlink(), [f"{FIRST} not found; it holds"]),
     "garbage in the .distcp": (
         lambda f: (f / FIRST).write_bytes(b"x" * (f / FIRST).stat().st_size),
@@ -231,8 +227,8 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
     ),
     "flipped bit": (flip, ["model.norm.weight is not what the manifest.json beside it says"]),
     "missing .metadata": (lambda f: (f / DATA / ".metadata").unlink(), [".metadata not found"]),
-    "truncated .metadata": (cut(DATA / ".metadata", 999), [".metadata is damaged"]),
-    "empty .metadata": (cut(DATA / ".metadata", 0), [".metadata is damaged"]),
+    "truncated .metadata": (cut(999, DATA / ".metadata"), [".metadata is damaged"]),
+    "empty .metadata": (cut(0, DATA / ".metadata"), [".metadata is damaged"]),
     "a .metadata of something else": (
         lambda f: (f / DATA / ".metadata").write_bytes(pickle.dumps({"a": 1})),
         [".metadata does not hold the index"],
@@ -257,7 +253,7 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
     ),
     "entry that is no tensor": (another_entry([1.0] * 20), [f"new.distcp: {NORM} is not what the index"]),
     "NaN": (another_entry(torch.full([20], torch.nan)), ["model.norm.weight: not finite in float32"]),
-    "damaged manifest": (cut(Path("manifest.json"), 999), ["manifest.json is not a manifest"]),
+    "damaged manifest": (cut(999, "manifest.json"), ["manifest.json is not a manifest"]),
 }
 
 

@@ -7,10 +7,10 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from damage_helpers import INDEX, ONE, Damage, config, cut, edit_tensor, put
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from weights_helpers import assert_same, edit_config, export, load_ranks, megatron_shapes, save_qwen3
@@ -19,7 +19,6 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.weights import Architecture, check_tensor_parallel, read_architecture, table
 from megatron_fspo.weights.architecture import SUPPORTED
 
-Damage = Callable[[Path], object]
 Q = "model.layers.1.self_attn.q_proj.weight"
 NORM = "model.layers.0.self_attn.k_norm.weight"
 
@@ -43,10 +42,6 @@ def folder(tmp_path: Path) -> Path:
     save_qwen3(tmp_path / "hf", tied=False)
     load(tmp_path / "hf")  # sound before it is damaged
     return tmp_path / "hf"
-
-
-def config(**changes: Any) -> Damage:
-    return lambda folder: edit_config(folder, **changes)
 
 
 CONFIGS: list[tuple[Damage, list[str]]] = [
@@ -107,29 +102,6 @@ def test_every_supported_architecture_has_a_table() -> None:
     assert set(SUPPORTED) == table.TABLES.keys()
 
 
-def edit(name: str, change: Callable[[Tensor], Tensor | None]) -> Damage:
-    """Replace one tensor of the file, or drop it where ``change`` returns None."""
-
-    def damage(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        new = change(tensors.pop(name)) if name in tensors else change(torch.zeros(3))
-        save_file(tensors if new is None else tensors | {name: new}, folder / "model.safetensors")
-
-    return damage
-
-
-def put(value: float) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.index_put((torch.tensor(-1),), torch.tensor(value))
-
-
-def cut(size: int) -> Damage:
-    def damage(folder: Path) -> None:
-        path = folder / "model.safetensors"
-        path.write_bytes(path.read_bytes()[:size])
-
-    return damage
-
-
 def shard(folder: Path) -> dict[str, str]:
     """Rewrite the checkpoint as two files and an index; returns the index's map."""
     tensors = load_file(folder / "model.safetensors")
@@ -155,28 +127,27 @@ def add_to_b(folder: Path, name: str) -> None:
     save_file(tensors | {name: torch.zeros(2)}, folder / "b.safetensors")
 
 
-ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILES: list[tuple[str, Damage, list[str]]] = [
     ("no weights", lambda f: (f / ONE).unlink(), ["/hf has neither model.safetensors"]),
     ("truncated data", cut(-100), [f"{ONE} is truncated"]),
     ("truncated header", cut(50), [f"{ONE} is truncated"]),
     ("empty file", cut(0), [f"{ONE} is truncated, or not a safetensors file"]),
     ("a pickle", lambda f: torch.save({"w": 1}, f / ONE), [f"{ONE} is truncated, or not a safetensors file"]),
-    ("missing tensor", edit(Q, lambda t: None), [f"has no tensor {Q};"]),
-    ("missing head", edit("lm_head.weight", lambda t: None), ["has no tensor lm_head.weight;"]),
-    ("extra tensor", edit("score.weight", lambda t: t), [f"{ONE} has score.weight"]),
-    ("extra layer", edit(Q.replace(".1.", ".2."), lambda t: t), [f"{ONE} has model.layers.2.self_attn"]),
+    ("missing tensor", edit_tensor(Q, lambda t: None), [f"has no tensor {Q};"]),
+    ("missing head", edit_tensor("lm_head.weight", lambda t: None), ["has no tensor lm_head.weight;"]),
+    ("extra tensor", edit_tensor("score.weight", lambda t: t), [f"{ONE} has score.weight"]),
+    ("extra layer", edit_tensor(Q.replace(".1.", ".2."), lambda t: t), [f"{ONE} has model.layers.2.self"]),
     ("fewer layers in the config", config(num_hidden_layers=1), [f"{ONE} has model.layers.1."]),
-    ("transposed", edit(Q, lambda t: t.T.contiguous()),
+    ("transposed", edit_tensor(Q, lambda t: t.T.contiguous()),
      [f"{ONE}: {Q} has shape (20, 24); config.json makes it (24, 20)"]),
     ("another vocabulary", config(vocab_size=1236),
      [f"{ONE}: lm_head.weight has shape (1237, 20); config.json makes it (1236, 20)"]),
-    ("a bias", edit(Q.replace("weight", "bias"), lambda t: t),
+    ("a bias", edit_tensor(Q.replace("weight", "bias"), lambda t: t),
      [f"{ONE} has model.layers.1.self_attn.q_proj.bias"]),
-    ("NaN", edit(Q, put(torch.nan)), [f"{ONE}: {Q} is not finite in float32"]),
-    ("infinity in a norm", edit(NORM, put(torch.inf)), [f"{ONE}: {NORM} is not finite in float32"]),
-    ("integers", edit(Q, lambda t: t.to(torch.int8)), [f"{Q} in", f"{ONE} is I8; supported: F64"]),
-    ("FP8", edit(Q, lambda t: t.to(torch.float8_e4m3fn)),
+    ("NaN", edit_tensor(Q, put(torch.nan)), [f"{ONE}: {Q} is not finite in float32"]),
+    ("infinity in a norm", edit_tensor(NORM, put(torch.inf)), [f"{ONE}: {NORM} is not finite in float32"]),
+    ("integers", edit_tensor(Q, lambda t: t.to(torch.int8)), [f"{Q} in", f"{ONE} is I8; supported: F64"]),
+    ("FP8", edit_tensor(Q, lambda t: t.to(torch.float8_e4m3fn)),
      ["/hf has FP8 weights, but its config.json no quant"]),
     ("stale single file", sharded(lambda f, m: shutil.copy(f / "a.safetensors", f / ONE)),
      [f"has both {ONE} and {INDEX}"]),
@@ -214,7 +185,7 @@ def test_sharded_files_load_like_one(folder: Path) -> None:
 
 
 def test_values_too_large_for_the_model_are_refused(folder: Path) -> None:
-    edit(Q, put(1e5))(folder)
+    edit_tensor(Q, put(1e5))(folder)
     load(folder, dtype=torch.bfloat16)
     refused(lambda: load(folder, dtype=torch.float16), ONE, f"{Q} is not finite in float16")
 

@@ -12,13 +12,13 @@ import torch
 from conversion_helpers import (
     FAMILIES,
     assert_bits,
-    edit_tensor,
     refused_without_a_trace,
     save_model,
     tensors_of,
     to_hf,
     to_megatron,
 )
+from damage_helpers import Damage, edit_tensor
 from safetensors.torch import save_file
 from torch import Tensor
 from weights_helpers import edit_config
@@ -106,7 +106,7 @@ def config(**changes: object) -> Callable[[Path], None]:
     return lambda folder: edit_config(folder, quantization_config=QUANTISED | changes)
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+DAMAGE: dict[str, tuple[Damage, list[str]]] = {
     "no scale": (
         edit_tensor(f"{Q}_scale_inv", lambda t: None),
         ["model.safetensors", f"{Q} has no {Q}_scale_inv"],

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from conversion_helpers import edit_tensor, recast, save_model, tensors_of, to_hf, to_megatron
+from conversion_helpers import recast, save_model, tensors_of, to_hf, to_megatron
+from damage_helpers import edit_tensor
 from safetensors.torch import save_file
 from torch import Tensor
 

@@ -19,6 +19,9 @@ COUNT, LENGTH = 4, 24
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 """Largest |Δ log-prob| of a token, in nats. bf16 rounds every activation, differently on each side."""
 
+ANSWER_SECONDS = 600.0
+"""Responses that were frozen during the update are served first."""
+
 
 class WrongWeights(TrainingError):
     """A server scores the canary otherwise than the trainer."""
@@ -33,7 +36,7 @@ def canary_sequences(vocab_size: int, max_length: int) -> list[tuple[int, ...]]:
 
 async def ask(server: Server, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """Per sequence of n tokens, the server's log-probs [n - 1] of all but the first."""
-    rows = await asyncio.gather(*(server.score(ids) for ids in sequences))
+    rows = await asyncio.gather(*(server.score(ids, timeout=ANSWER_SECONDS) for ids in sequences))
     return [torch.tensor(row) for row in rows]
 
 

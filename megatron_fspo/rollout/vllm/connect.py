@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from ipaddress import ip_address
+
+import httpx
 
 from megatron_fspo.config import VLLM
 from megatron_fspo.errors import InputError
@@ -12,13 +16,42 @@ from megatron_fspo.rollout.vllm.pool import Pool
 from megatron_fspo.rollout.vllm.senders import BroadcastSender, DiskSender, Sender
 from megatron_fspo.rollout.vllm.server import Server, http_client
 
+LARGEST_TEMPERATURE = 2.0  # vLLM refuses more
+
+
+def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: bool) -> None:
+    """Before any server is asked.
+
+    Args:
+        temperatures: that will be sampled at, by key of the configuration.
+        cuda: whether the trainer's tensors are on a GPU.
+
+    Raises:
+        InputError: the first thing that is wrong.
+    """
+    urls = [server.url for server in _servers(options, http_client())]
+    twice = next((url for i, url in enumerate(urls) if url in urls[:i]), None)
+    if twice is not None:
+        raise InputError(f"vllm.urls names {twice} twice")
+    if options.transfer == "disk" and options.folder is None:
+        raise InputError("vllm.transfer = disk needs vllm.folder, which trainer and servers share")
+    if options.transfer == "nccl" and not cuda:
+        raise InputError("vllm.transfer = nccl needs a trainer on GPUs; gloo and disk work everywhere")
+    far = next((url for url in urls if not _is_loopback(httpx.URL(url).host)), None)
+    if options.transfer != "disk" and far is not None and _is_loopback(options.address):
+        raise InputError(
+            f"vllm.address = {options.address} is this machine to itself only: name it as {far} sees it"
+        )
+    for key, temperature in temperatures.items():
+        if temperature > LARGEST_TEMPERATURE:
+            raise InputError(f"{key} = {temperature}: vLLM takes at most {LARGEST_TEMPERATURE:g}")
+
 
 def connect(options: VLLM, vocab_size: int) -> Leader:
     """For the first rank. The API key comes from ``VLLM_API_KEY``, and goes nowhere else."""
     http = http_client()
-    servers = [Server(url, http, api_key=os.environ.get("VLLM_API_KEY")) for url in options.urls]
     pool = Pool(
-        servers,
+        _servers(options, http),
         vocab_size=vocab_size,
         max_in_flight_per_server=options.in_flight,
         recovery_seconds=options.recovery_seconds,
@@ -26,9 +59,21 @@ def connect(options: VLLM, vocab_size: int) -> Leader:
     return Leader(loop=Loop(), http=http, pool=pool, sender=_sender(options))
 
 
+def _servers(options: VLLM, http: httpx.AsyncClient) -> list[Server]:
+    return [Server(url, http, api_key=os.environ.get("VLLM_API_KEY")) for url in options.urls]
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
 def _sender(options: VLLM) -> Sender:
     if options.transfer == "disk":
-        if options.folder is None:
-            raise InputError("vllm.transfer = disk needs vllm.folder, which trainer and servers share")
+        assert options.folder is not None
         return DiskSender(options.folder)
     return BroadcastSender(options.transfer, address=options.address)

@@ -1,17 +1,17 @@
 """Rollouts from vLLM servers, as the trainer sees them: generate, and new weights that are proven.
 
-The first rank of the job talks to the servers; what the other ranks do here is collective with it: they bring
-prompts, gather weights and score the canary.
+The first rank of the job leads: it talks to the servers, and tells the others what to do together with it:
+they bring prompts, gather weights and score the canary.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
 
 import httpx
 import torch.distributed as dist
@@ -20,8 +20,8 @@ from torch import Tensor
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
-from megatron_fspo.rollout.engine import Progress
-from megatron_fspo.rollout.vllm import canary, update
+from megatron_fspo.rollout.engine import Pending, Progress
+from megatron_fspo.rollout.vllm import canary, statistics, update
 from megatron_fspo.rollout.vllm.loop import Loop
 from megatron_fspo.rollout.vllm.pool import Pool, Request
 from megatron_fspo.rollout.vllm.senders import Sender
@@ -76,7 +76,7 @@ class VLLMEngine:
         self._canary = canary_sequences
         self._tolerance = tolerance
         self._version = 0
-        self._returned: SimpleQueue[Any] = SimpleQueue()
+        self._events: SimpleQueue[_Returned | None] = SimpleQueue()  # None: some batch is done
         self._canary_error = float("nan")
         if leader is not None:
             leader.pool.admit = self._admit
@@ -87,93 +87,111 @@ class VLLMEngine:
     def resume(self) -> None:
         """See :meth:`pause`."""
 
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, progress: Progress | None = None
-    ) -> list[list[Completion]]:
-        """See the protocol. A server that dies is done without, and served again when it is back."""
+    def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> Pending:
+        """See the protocol. The servers are asked at once, and answer while the trainer does something else.
+
+        Responses that are under way during a weight update go on after it, with the new weights. A server
+        that dies is done without, and served again when it is back.
+        """
         mine = [(self._groups.dp.rank(), prompt) for prompt in prompts]
         everyone = gather_lists(mine, group=self._groups.dp)
         requests = [
             Request.of(prompt, params, number) for _, prompt in everyone for number in range(params.n)
         ]
-        found = self._lead(requests, progress) if self._leader else self._follow()
-        rows = [found[i : i + params.n] for i in range(0, len(found), params.n)]
-        return [row for (rank, _), row in zip(everyone, rows, strict=True) if rank == self._groups.dp.rank()]
+        batch = _Batch()
+        if self._leader is not None:
+            pool = self._leader.pool
+            work = pool.generate(requests, batch.count_one, oldest_version=self._version)
+            batch.work = self._leader.loop.submit(work)
+            batch.work.add_done_callback(lambda _: self._events.put(None))
 
-    def _lead(self, requests: Sequence[Request], progress: Progress | None) -> list[Completion]:
-        """Ask for the completions; meanwhile give servers that come back the current weights."""
-        assert self._leader is not None
-        events: SimpleQueue[_Returned | Future[list[Completion]]] = SimpleQueue()
-        self._returned = events
-        work = self._leader.loop.submit(self._generate(requests, progress))
-        work.add_done_callback(events.put)
-        while isinstance(event := events.get(), _Returned):
-            share(("update", None), group=_world())
-            event.answer(self._update([event.server]) is None)
-        problem = event.exception()
-        share(("failed", str(problem)) if problem else ("done", event.result()), group=_world())
-        if problem:
-            raise problem
-        return event.result()
+        def collect(progress: Progress | None = None) -> list[list[Completion]]:
+            found = self._collect(batch, progress) if self._leader else self._follow()
+            rows = [found[i : i + params.n] for i in range(0, len(found), params.n)]
+            return [
+                row for (rank, _), row in zip(everyone, rows, strict=True) if rank == self._groups.dp.rank()
+            ]
 
-    async def _generate(self, requests: Sequence[Request], progress: Progress | None) -> list[Completion]:
-        assert self._leader is not None
-        return await self._leader.pool.generate(requests, progress, oldest_version=self._version)
+        return collect
+
+    def _collect(self, batch: _Batch, progress: Progress | None) -> list[Completion]:
+        """Wait for the completions; meanwhile give servers that come back the current weights."""
+        batch.report_to(progress)
+        with _Led():
+            while not batch.work.done():
+                event = self._events.get()
+                if event is not None and not event.admitted.done():
+                    event.answer(self._update([event.server]) is None)
+            completions = batch.work.result()
+        share(("done", completions), group=_world())
+        return completions
 
     async def _admit(self, server: Server) -> bool:
         """Whether a server that came back has the current weights; gives them to it. For the pool."""
         returned = _Returned(server, asyncio.get_running_loop().create_future())
-        self._returned.put(returned)
+        self._events.put(returned)
         return await returned.admitted
 
     def _follow(self) -> list[Completion]:
+        """On the other ranks: what the first one says."""
         while True:
             what, value = share(("", None), group=_world())
             if what == "done":
                 return value  # type: ignore[return-value]
             if what == "failed":
                 raise TrainingError(str(value))
-            self._update([])
+            self._trainer.score(self._canary)
+            for _ in self._trainer.tensors():
+                pass
 
     def update_weights(self, version: int) -> None:
         """Send the trainer's weights to every server and prove that they arrived. Collective.
 
+        A server on which that fails stays out of rotation, and is tried again while there is work.
+
         Raises:
-            TrainingError: on every rank; a server has other weights than the trainer, or none took them.
+            TrainingError: on every rank; a server has other weights than the trainer, or servers were
+                reachable and none took them.
         """
         self._version = version
+        if self._leader is None:
+            self._follow()
+            return
+        with _Led():
+            self._update_all()
+        share(("done", []), group=_world())
+
+    def _update_all(self) -> None:
+        assert self._leader is not None
+        loop, pool = self._leader.loop, self._leader.pool
         for _ in range(ATTEMPTS):
-            servers = self._leader.loop.run(self._leader.pool.reachable()) if self._leader else []
-            problem = self._update(servers)
-            told = share(None if problem is None else str(problem), group=_world())
-            if told is None:
-                if self._leader:
-                    self._leader.pool.serve(servers)
-                return
-        raise TrainingError(f"no weight update to version {version} in {ATTEMPTS} attempts: {told}")
+            servers = loop.run(pool.reachable())
+            problem = self._update(servers) if servers else None
+            if problem is None:
+                break
+            # One that fails makes an update of all fail: each alone tells which.
+            reached = loop.run(pool.reachable())
+            servers = [s for s in servers if s in reached and self._update([s]) is None]
+            if servers:
+                break
+        else:
+            raise TrainingError(
+                f"no weight update to version {self._version} in {ATTEMPTS} attempts: {problem}"
+            )
+        loop.run(pool.serve(servers))
 
     def _update(self, servers: Sequence[Server]) -> Exception | None:
-        """Send and prove; returns, on the first rank, why servers did not take the weights. Collective.
+        """Send the weights and prove them, together with the other ranks; returns why servers did not take
+        them.
 
         Raises:
-            WrongWeights: on every rank; a server took other weights.
+            WrongWeights: a server took other weights.
         """
-        want = self._trainer.score(self._canary)
-        if self._leader is None:
-            for _ in self._trainer.tensors():
-                pass
-            verdict = None
-        else:
-            assert want is not None
-            verdict = self._send_and_check(servers, want)
-        wrong = share(str(verdict) if isinstance(verdict, canary.WrongWeights) else None, group=_world())
-        if wrong is not None:
-            raise canary.WrongWeights(wrong)
-        return verdict
-
-    def _send_and_check(self, servers: Sequence[Server], want: Sequence[Tensor]) -> Exception | None:
         assert self._leader is not None
+        share(("gather", None), group=_world())
         loop, sender = self._leader.loop, self._leader.sender
+        want = self._trainer.score(self._canary)
+        assert want is not None
         problem = update.send_weights(servers, sender, loop, self._trainer.tensors(), self._version)
         if problem is not None:
             return problem
@@ -182,21 +200,77 @@ class VLLMEngine:
             errors = []
             for server in servers:
                 got = loop.run(canary.ask(server, self._canary))
-                errors.append(canary.check(server.url, self._version, got, want, self._tolerance))
+                try:
+                    errors.append(canary.check(server.url, self._version, got, want, self._tolerance))
+                except canary.WrongWeights as error:
+                    raise canary.WrongWeights(f"{error}\n{self._statistics(server)}") from None
             self._canary_error = max(errors, default=float("nan"))
+        except canary.WrongWeights:
+            raise
         except Exception as error:
             return error
         return None
 
+    def _statistics(self, server: Server) -> str:
+        """How the server's tensors differ from ours; the other ranks gather once more."""
+        assert self._leader is not None
+        share(("gather", None), group=_world())
+        self._trainer.score(self._canary)
+        mine = statistics.statistics(self._trainer.tensors())
+        return self._leader.loop.run(statistics.explain(server, mine))
+
     def metrics(self) -> dict[str, float]:
-        return {"rollout/canary_abs_diff_max": self._canary_error}
+        if self._leader is None:
+            return {}
+        return {
+            "rollout/canary_abs_diff_max": self._canary_error,
+            "rollout/servers": float(len(self._leader.pool.live())),
+        }
 
     def close(self) -> None:
-        """Let go of servers and groups."""
+        """Let go of servers and groups; what is under way is dropped."""
         if self._leader is not None:
             self._leader.sender.close()
             self._leader.loop.run(self._leader.http.aclose())
             self._leader.loop.close()
+
+
+class _Led:
+    """What the first rank does while the others follow: they hear of its failure."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            share(("failed", str(error)), group=_world())
+
+
+class _Batch:
+    """Completions under way, and how many are done, on the first rank."""
+
+    work: Future[list[Completion]]
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._unreported = 0
+        self._progress: Progress | None = None
+
+    def count_one(self, number: int) -> None:
+        """One more is done; called in the thread of the loop."""
+        with self._lock:
+            self._unreported += number
+            self._report()
+
+    def report_to(self, progress: Progress | None) -> None:
+        """From here on tell ``progress``, also of what is done already."""
+        with self._lock:
+            self._progress = progress
+            self._report()
+
+    def _report(self) -> None:
+        if self._progress is not None and self._unreported:
+            self._progress(self._unreported)
+            self._unreported = 0
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 from megatron_fspo.errors import InputError, TrainingError
@@ -45,11 +46,12 @@ class _Slot:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.open = 0
         self.up = True
         self.losses = 0
         self.reason = ""
-        self.admitting = False
+        self.open = 0
+        self.sampling: set[asyncio.Task[Completion]] = set()
+        self.probe: asyncio.Task[None] | None = None
 
 
 async def _always(server: Server) -> bool:
@@ -59,9 +61,9 @@ async def _always(server: Server) -> bool:
 class Pool:
     """Spreads requests over servers.
 
-    A server that is lost leaves the rotation and its requests go to the others. While a batch is under way
-    its ``/health`` is probed; once that answers and ``admit`` agrees, it serves again. A pool belongs to one
-    event loop.
+    A server that is lost leaves the rotation and its requests go to the others. While there is work its
+    ``/health`` is probed; once that answers and ``admit`` agrees, it serves again. A pool belongs to one
+    event loop: all of its methods are called there.
 
     Args:
         servers: at least one. All count as up at first.
@@ -72,7 +74,8 @@ class Pool:
         request_seconds: how long one request may take; longer, and its server counts as lost. Requests wait
             while a server is paused.
         attempts: per request and server, see :meth:`Server.post`.
-        probe_seconds: between two looks at a lost server.
+        probe_seconds: between two looks at a lost server; doubles with every refused admission, up to
+            64 times.
     """
 
     def __init__(
@@ -97,7 +100,10 @@ class Pool:
         self.request_seconds = request_seconds
         self.attempts = attempts
         self.probe_seconds = probe_seconds
-        self._turn = asyncio.Lock()
+        self._turns = count()
+        self._queue: list[tuple[int, asyncio.Future[_Slot]]] = []  # who waits for a server, a heap by turn
+        self._batches: set[asyncio.Future[None]] = set()  # one per call of generate(); an error ends the call
+        self._patience: asyncio.TimerHandle | None = None  # runs while no server is up
 
     def live(self) -> list[Server]:
         """The servers in rotation."""
@@ -108,13 +114,19 @@ class Pool:
         healthy = await asyncio.gather(*(slot.server.healthy() for slot in self._slots))
         return [slot.server for slot, well in zip(self._slots, healthy, strict=True) if well]
 
-    def serve(self, servers: Sequence[Server]) -> None:
-        """From here on these serve, and no others: they have the current weights. Not during a batch."""
+    async def serve(self, servers: Sequence[Server]) -> None:
+        """From here on these serve, and no others: they have the current weights.
+
+        Requests that are open at the others are asked anew.
+        """
         for slot in self._slots:
             if slot.server in servers:
                 slot.up = True
             else:
                 _take_out(slot, f"{slot.server.url}: not reached by the last weight update")
+                for task in slot.sampling:
+                    task.cancel()
+        self._tend()
 
     async def generate(
         self,
@@ -123,7 +135,7 @@ class Pool:
         *,
         oldest_version: int = 0,
     ) -> list[Completion]:
-        """One completion per request, in their order. A second call waits for the first.
+        """One completion per request, in their order. Requests of an earlier call go first.
 
         Args:
             on_done: called with 1 for each completion, in the event loop's thread; it must not block.
@@ -138,8 +150,26 @@ class Pool:
         """
         for position, request in enumerate(requests):
             self._check(position, request)
-        async with self._turn:
-            return await _Batch(self, self._slots, requests, on_done, oldest_version).run()
+        trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._batches.add(trouble)
+        self._tend()
+        tasks = [
+            asyncio.create_task(self._answer(position, request, on_done, oldest_version))
+            for position, request in enumerate(requests)
+        ]
+        answers = asyncio.gather(*tasks)
+        try:
+            ends: list[asyncio.Future[Any]] = [answers, trouble]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if trouble.done():
+                trouble.result()
+            return answers.result()
+        finally:
+            self._batches.discard(trouble)
+            ending: list[asyncio.Future[Any]] = [*tasks, *self._tend(), answers]
+            for future in ending:
+                future.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
 
     def _check(self, position: int, request: Request) -> None:
         ids = request.prompt_ids
@@ -153,149 +183,142 @@ class Pool:
                     f" of {self.vocab_size}"
                 )
 
+    async def _answer(
+        self, position: int, request: Request, on_done: Progress | None, oldest_version: int
+    ) -> Completion:
+        """Ask servers until one has answered."""
+        turn = next(self._turns)
+        for _ in range(MAX_LOSSES):
+            try:
+                completion = await self._ask(turn, request, oldest_version)
+            except ServerLost as error:
+                lost = error
+            else:
+                if on_done is not None:
+                    on_done(1)
+                return completion
+        raise TrainingError(
+            f"rollout request {position} lost its server {MAX_LOSSES} times; the last: {lost}"
+        ) from lost
 
-class _Batch:
-    """One call of :meth:`Pool.generate`. Each request is waiting, or open in exactly one task, or done."""
+    async def _ask(self, turn: int, request: Request, oldest_version: int) -> Completion:
+        """Wait for a server and ask it."""
+        while True:
+            slot = await self._turn_of(turn)
+            losses = slot.losses
+            sampling = asyncio.create_task(self._sample(slot.server, request, oldest_version))
+            slot.sampling.add(sampling)
+            try:
+                await asyncio.wait([sampling])
+                if not sampling.cancelled():  # else its server was taken out under it
+                    return sampling.result()
+            except ServerLost as error:
+                if slot.losses == losses:  # else it was lost, and perhaps came back, since it was asked
+                    _take_out(slot, str(error))
+                raise
+            except asyncio.CancelledError:
+                sampling.cancel()
+                await asyncio.wait([sampling])
+                raise
+            finally:
+                slot.sampling.discard(sampling)
+                slot.open -= 1
+                self._tend()
 
-    def __init__(
-        self,
-        pool: Pool,
-        slots: Sequence[_Slot],
-        requests: Sequence[Request],
-        on_done: Progress | None,
-        oldest_version: int,
-    ) -> None:
-        self._pool = pool
-        self._slots = slots
-        self._requests = requests
-        self._on_done = on_done
-        self._oldest_version = oldest_version
-        self._waiting = deque(range(len(requests)))
-        self._done: dict[int, Completion] = {}
-        self._lost: dict[int, int] = {}  # request → how often its server was lost
-        self._open: dict[asyncio.Task[Completion], tuple[int, _Slot, int]] = {}  # → request, slot, its losses
-        self._probes: dict[asyncio.Task[Any], _Slot] = {}
-        self._ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()  # of both kinds
-        self._none_up_since: float | None = None
-
-    async def run(self) -> list[Completion]:
+    async def _turn_of(self, turn: int) -> _Slot:
+        """A place at the least loaded server, once it is this turn's."""
+        place: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
+        heappush(self._queue, (turn, place))
+        self._hand_out()
         try:
-            while not self._complete():
-                self._send()
-                self._probe()
-                await self._next()
-            await self._end_probes()
-        finally:
-            tasks = [*self._open, *self._probes]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for slot in self._slots:
-                slot.open, slot.admitting = 0, False
-        return [self._done[i] for i in range(len(self._requests))]
+            return await place
+        except asyncio.CancelledError:
+            if not place.cancelled():  # handed out in the same moment
+                place.result().open -= 1
+            raise
 
-    def _complete(self) -> bool:
-        return len(self._done) == len(self._requests)
-
-    def _send(self) -> None:
-        """Open as many requests as the servers may have, the least loaded server first."""
-        while self._waiting:
-            free = [slot for slot in self._slots if slot.up and slot.open < self._pool.max_in_flight]
+    def _hand_out(self) -> None:
+        """Give free places to those whose turn it is."""
+        while self._queue:
+            free = [slot for slot in self._slots if slot.up and slot.open < self.max_in_flight]
             if not free:
                 return
-            slot = min(free, key=lambda slot: slot.open)
-            index = self._waiting.popleft()
-            task = asyncio.create_task(self._sample(slot.server, self._requests[index]))
-            slot.open += 1
-            self._open[task] = (index, slot, slot.losses)
-            task.add_done_callback(self._ended.put_nowait)
+            _, place = heappop(self._queue)
+            if not place.done():  # else its batch was cancelled
+                slot = min(free, key=lambda slot: slot.open)
+                slot.open += 1
+                place.set_result(slot)
 
-    def _probe(self) -> None:
-        """Have every lost server watched by one task."""
-        for slot in self._slots:
-            if not slot.up and slot not in self._probes.values():
-                probe = asyncio.create_task(self._bring_back(slot))
-                self._probes[probe] = slot
-                probe.add_done_callback(self._ended.put_nowait)
-
-    async def _next(self) -> None:
-        """Wait for a task to end and book what it brought."""
-        now = asyncio.get_running_loop().time()
-        if any(slot.up for slot in self._slots):
-            self._none_up_since = None
-        elif self._none_up_since is None:
-            self._none_up_since = now
-        limit = None if self._none_up_since is None else self._none_up_since + self._pool.recovery_seconds
-        try:
-            async with asyncio.timeout_at(limit):
-                task = await self._ended.get()
-        except TimeoutError:
-            reasons = "; ".join(slot.reason for slot in self._slots)
-            raise TrainingError(
-                f"no rollout server for {self._pool.recovery_seconds:g} s: {reasons}"
-            ) from None
-        if task in self._probes:
-            del self._probes[task]
-            task.result()
-        else:
-            self._book(task)
-
-    def _book(self, task: asyncio.Task[Completion]) -> None:
-        index, slot, losses = self._open.pop(task)
-        slot.open -= 1
-        try:
-            self._done[index] = task.result()
-        except ServerLost as error:
-            if slot.losses == losses:  # else it was lost, and perhaps came back, since the request was sent
-                _take_out(slot, str(error))
-            self._lost[index] = self._lost.get(index, 0) + 1
-            if self._lost[index] >= MAX_LOSSES:
-                raise TrainingError(
-                    f"rollout request {index} lost its server {MAX_LOSSES} times; the last: {error}"
-                ) from error
-            self._waiting.appendleft(index)
-        else:
-            if self._on_done is not None:
-                self._on_done(1)
-
-    async def _sample(self, server: Server, request: Request) -> Completion:
+    async def _sample(self, server: Server, request: Request, oldest_version: int) -> Completion:
         answer = await server.generate(
             request.prompt_ids,
             request.params,
             seed=request.seed,
-            timeout=self._pool.request_seconds,
-            attempts=self._pool.attempts,
+            timeout=self.request_seconds,
+            attempts=self.attempts,
         )
         completion = read_completion(answer, params=request.params, where=server.url)
-        if completion.weight_version < self._oldest_version:
+        if completion.weight_version < oldest_version:
             raise ServerLost(
                 f"{server.url}: sampled with weights {completion.weight_version}, older than"
-                f" {self._oldest_version}: was it restarted?"
+                f" {oldest_version}: was it restarted?"
             )
         return completion
 
+    def _tend(self) -> list[asyncio.Task[None]]:
+        """While there is work, look after lost servers; called whenever something changed.
+
+        Returns:
+            probes that were cancelled.
+        """
+        self._hand_out()
+        at_work = bool(self._batches)
+        cancelled = []
+        for slot in self._slots:
+            wanted = at_work and not slot.up
+            if wanted and (slot.probe is None or slot.probe.done()):
+                slot.probe = asyncio.create_task(self._bring_back(slot))
+            elif not wanted and slot.probe is not None:
+                slot.probe.cancel()
+                cancelled.append(slot.probe)
+                slot.probe = None
+        none_up = at_work and not self.live()
+        if none_up and self._patience is None:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_later(self.recovery_seconds, self._give_up)
+        elif not none_up and self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        return cancelled
+
+    def _give_up(self) -> None:
+        reasons = "; ".join(slot.reason for slot in self._slots)
+        self._fail(TrainingError(f"no rollout server for {self.recovery_seconds:g} s: {reasons}"))
+
+    def _fail(self, error: Exception) -> None:
+        """End every batch."""
+        for trouble in self._batches:
+            if not trouble.done():
+                trouble.set_exception(error)
+
     async def _bring_back(self, slot: _Slot) -> None:
         """Put a lost server into rotation again once it is healthy and admitted."""
-        while not self._complete():
+        wait = self.probe_seconds
+        while True:
             if await slot.server.healthy():
-                slot.admitting = True
                 try:
-                    slot.up = await self._pool.admit(slot.server)
+                    if await self.admit(slot.server):
+                        break
+                    wait = min(2 * wait, 64 * self.probe_seconds)
                 except ServerLost as error:
                     slot.reason = str(error)
-                finally:
-                    slot.admitting = False
-                if slot.up:
+                except Exception as error:
+                    self._fail(error)
                     return
-            await asyncio.sleep(self._pool.probe_seconds)
-
-    async def _end_probes(self) -> None:
-        """Stop the probes. An admission under way is seen through: half of an update is no update."""
-        for probe, slot in self._probes.items():
-            if not slot.admitting:
-                probe.cancel()
-        # An error of an admission is not this batch's: the server stays out, and is asked again.
-        await asyncio.gather(*self._probes, return_exceptions=True)
+            await asyncio.sleep(wait)
+        slot.up = True
+        slot.probe = None
+        self._tend()
 
 
 def _take_out(slot: _Slot, reason: str) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -18,10 +19,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from megatron_fspo.rollout.vllm.answers import BadAnswer
-from megatron_fspo.rollout.vllm.server import Server
+from megatron_fspo.rollout.vllm.server import Server, ServerLost
 
 Bucket = Sequence[tuple[str, Tensor]]
 
@@ -42,6 +43,32 @@ class Sender(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Link:
+    """All that one kind of broadcast differs in from another."""
+
+    join: Callable[[Store, int, int, timedelta], Any]
+    """(store, rank, size, timeout) → a process group, which exists once all ranks have called this."""
+    device: torch.device
+    """Where it sends from."""
+
+
+def _join_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _join_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+LINKS = {
+    "gloo": Link(_join_gloo, torch.device("cpu")),
+    "nccl": Link(_join_nccl, torch.device("cuda")),
+}
+
+
 class BroadcastSender:
     """Rank 0 of a group with all workers of all servers.
 
@@ -52,12 +79,11 @@ class BroadcastSender:
     """
 
     def __init__(self, kind: str, *, address: str, timeout_seconds: float = 120.0) -> None:
-        self._kind = kind
+        self._link = LINKS[kind]
         self._address = address
         self._timeout = timedelta(seconds=timeout_seconds)
         self._servers: Sequence[Server] = ()
         self._group: Any = None
-        self._device = torch.device("cpu" if kind == "gloo" else "cuda")
 
     async def connect(self, servers: Sequence[Server]) -> None:
         self.close()
@@ -74,7 +100,7 @@ class BroadcastSender:
             }
             for offset in accumulate(sizes[:-1], initial=1)
         ]
-        joining = asyncio.to_thread(self._join, store, 1 + sum(sizes))
+        joining = asyncio.to_thread(self._link.join, store, 0, 1 + sum(sizes), self._timeout)
         asked = (
             server.post(
                 "/init_weight_transfer_engine", {"init_info": info}, timeout=self._seconds, attempts=1
@@ -88,13 +114,6 @@ class BroadcastSender:
     def _seconds(self) -> float:
         return self._timeout.total_seconds() + 10
 
-    def _join(self, store: Any, size: int) -> Any:
-        if self._kind == "gloo":
-            return dist.ProcessGroupGloo(store, 0, size, self._timeout)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        return dist.ProcessGroupNCCL(store, 0, size, options)
-
     async def send(self, bucket: Bucket) -> None:
         info = {
             "names": [name for name, _ in bucket],
@@ -105,16 +124,23 @@ class BroadcastSender:
             server.post("/update_weights", {"update_info": info}, timeout=self._seconds, attempts=1)
             for server in self._servers
         )
-        await asyncio.gather(asyncio.to_thread(self._broadcast, bucket), *asked)
-
-    def _broadcast(self, bucket: Bucket) -> None:
-        for _, tensor in bucket:
-            self._group.broadcast([tensor.to(self._device).contiguous()], dist.BroadcastOptions()).wait()
+        sending = asyncio.to_thread(_broadcast, self._group, self._link.device, bucket)
+        await asyncio.gather(sending, *asked)
 
     def close(self) -> None:
         # A gloo group that is still referenced at the interpreter's exit aborts it now and then.
         self._group = None
         self._servers = ()
+
+
+def _broadcast(group: Any, device: torch.device, bucket: Bucket) -> None:
+    # The group is an argument: after a failure this thread may still wait while the sender joins another.
+    for name, tensor in bucket:
+        try:
+            group.broadcast([tensor.to(device).contiguous()], dist.BroadcastOptions()).wait()
+        except RuntimeError as error:
+            first = str(error).split(". ")[0]  # gloo's second sentence wishes good luck
+            raise ServerLost(f"the broadcast of {name} failed: {first}") from error
 
 
 class DiskSender:
@@ -160,14 +186,19 @@ async def _workers(server: Server) -> int:
 def in_buckets(
     tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = 256 * 2**20
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in runs of at most ``bucket_bytes``, or one tensor."""
+    """Tensors in runs of at most ``bucket_bytes``, or one tensor.
+
+    A bucket is emptied when the next is asked for, so no more than one is held, and the tensor after it.
+    """
     bucket: list[tuple[str, Tensor]] = []
     held = 0
     for name, tensor in tensors:
         if bucket and held + tensor.nbytes > bucket_bytes:
             yield bucket
+            bucket.clear()  # the consumer's list
             bucket, held = [], 0
         bucket.append((name, tensor))
         held += tensor.nbytes
     if bucket:
         yield bucket
+        bucket.clear()

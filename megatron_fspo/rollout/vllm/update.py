@@ -6,7 +6,7 @@ Until :func:`resume` they stay paused, also after a failure: none answers with h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch import Tensor
 from megatron_fspo.rollout.vllm.loop import Loop
 from megatron_fspo.rollout.vllm.senders import Sender, in_buckets
 from megatron_fspo.rollout.vllm.server import Server, ServerLost
+
+CONTROL_SECONDS = 150.0
+"""For each step of an update but the tensors; a server that takes longer counts as lost."""
 
 
 def send_weights(
@@ -49,21 +52,27 @@ async def _begin(servers: Sequence[Server], sender: Sender) -> None:
 
 async def _start(server: Server) -> None:
     try:
-        await server.post("/start_weight_update", timeout=600)
+        await server.post("/start_weight_update", timeout=CONTROL_SECONDS)
     except ServerLost:  # in the middle of an update that failed: end that one, this one brings every tensor
-        await server.post("/finish_weight_update", timeout=600)
-        await server.post("/start_weight_update", timeout=600)
+        await server.post("/finish_weight_update", timeout=CONTROL_SECONDS)
+        await server.post("/start_weight_update", timeout=CONTROL_SECONDS)
 
 
 async def _finish(servers: Sequence[Server], version: int) -> None:
     await _all(servers, "/finish_weight_update", {"weight_version": str(version)})
-    # What is cached belongs to the old weights.
-    await _all(servers, "/reset_prefix_cache")
+    # What is cached belongs to the old weights. Frozen requests hold some of it, and vLLM would leave all of
+    # it in place for them; so they give theirs up, and compute it again with the new weights.
+    answers = await _all(servers, "/reset_prefix_cache", params={"reset_running_requests": "true"})
+    for server, answer in zip(servers, answers, strict=True):
+        if answer != {"success": True}:
+            raise ServerLost(f"{server.url}/reset_prefix_cache: {answer!r}: keys and values of old weights")
 
 
-async def _all(servers: Sequence[Server], route: str, body: Any = None, **options: Any) -> None:
-    await asyncio.gather(
-        *(server.post(route, body, attempts=1, timeout=600, **options) for server in servers)
+async def _all(
+    servers: Sequence[Server], route: str, body: Any = None, params: Mapping[str, str] | None = None
+) -> list[object]:
+    return await asyncio.gather(
+        *(server.post(route, body, params=params, attempts=1, timeout=CONTROL_SECONDS) for server in servers)
     )
 
 

@@ -1,0 +1,39 @@
+"""What the benchmarks share: the machine, and processes of their own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def cpu() -> str:
+    """The processor's name."""
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
+    return models[0] if models else platform.machine()
+
+
+def machine() -> dict[str, Any]:
+    """What figures of one thread were made with."""
+    return {"cpu": cpu(), "cpus": os.cpu_count(), "threads": 1, "torch": torch.__version__}
+
+
+def peak_kib() -> int:
+    """Largest resident set of this program so far. (``ru_maxrss`` would include the parent's before exec.)"""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    return int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that measures: the package of this checkout, whichever one is installed."""
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": paths, **more}

@@ -1,0 +1,54 @@
+"""The ``correction`` section of the configuration: what is done where the sampler is not quite the trainer.
+
+delta_t is log pi_trainer - log pi_sampler of a token, before the first update; sums go over whole responses.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat
+
+from megatron_fspo.config_section import Section
+
+
+class NoCorrection(Section):
+    """None: the difference between sampler and trainer is measured, and left as it is."""
+
+    name: Literal["none"] = "none"
+
+
+class TokenTIS(Section):
+    """Truncated importance sampling by token: gradient weight min(exp(delta_t), cap)."""
+
+    name: Literal["token_tis"] = "token_tis"
+    cap: Annotated[float, Field(ge=1)] = Field(2.0, description="largest weight of a token")
+
+
+class SequenceTIS(Section):
+    """Truncated importance sampling by sequence: gradient weight min(exp(sum of delta_t), cap)."""
+
+    name: Literal["sequence_tis"] = "sequence_tis"
+    cap: Annotated[float, Field(ge=1)] = Field(2.0, description="largest weight of a sequence")
+
+
+class SequenceMask(Section):
+    """Drop a sequence unless low <= exp(sum of delta_t) <= high: more of the long ones."""
+
+    name: Literal["sequence_mask"] = "sequence_mask"
+    low: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="smallest weight that is kept")
+    high: Annotated[float, Field(ge=1)] = Field(2.0, description="largest weight that is kept")
+
+
+class LengthFairGate(Section):
+    """Drop a sequence unless |sum of delta_t| <= c * sqrt(L): the same share at every length."""
+
+    name: Literal["length_fair_gate"] = "length_fair_gate"
+    c: PositiveFloat = Field(
+        0.05, description="nats per sqrt(token); three to four times `rollout/mismatch_sigma` of a sound run"
+    )
+
+
+CorrectionConfig = Annotated[
+    NoCorrection | TokenTIS | SequenceTIS | SequenceMask | LengthFairGate, Field(discriminator="name")
+]

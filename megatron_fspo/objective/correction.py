@@ -1,0 +1,74 @@
+"""Corrections for a sampler that is not quite the trainer's policy, kept apart from the clip band.
+
+Δ_t = log π_trainer(y_t) − log π_sampler(y_t), both at the sampling temperature, with the trainer's weights
+before this rollout's first update. exp(Δ) is the importance weight from the policy that sampled to the policy
+that updates start from; the band then watches how far updates move on from there.
+
+All clipping is in log space, before exp: ΣΔ = +800 under a cap gives the cap, not infinity. What is not
+finite gets weight 0, never NaN; whether its sequence is reported as dropped is the trainer's business.
+
+Shapes: N rows, sequences or tokens. Units: Δ and its sums in nats.
+Source: truncated importance sampling is common in this field, as is a constant limit on the weight of a
+sequence. ``length_fair_gate`` is ours.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def truncated_weight(log_ratio: Tensor, cap: float) -> Tensor:
+    """min(exp(x), cap) [N] of x = Δ_t (``token_tis``) or Σ_t Δ_t (``sequence_tis``); 0 where x is not finite.
+
+    Args:
+        log_ratio: x [N] in nats, float32 or float64, also the dtype of the result.
+        cap: above 0. The weight is truncated where x > log(cap).
+
+    Raises ``ValueError`` for another cap.
+    """
+    _require_positive("cap", cap)
+    return torch.where(log_ratio.isfinite(), log_ratio.clamp(max=math.log(cap)).exp(), 0.0)
+
+
+def within_ratio(log_ratio_sums: Tensor, low: float, high: float) -> Tensor:
+    """bool [N]: low <= exp(Σ_t Δ_t) <= high. False where the sum is not finite.
+
+    One limit for every length: independent noise makes the sum spread as √L, so it rejects long responses.
+
+    Args:
+        log_ratio_sums: Σ_t Δ_t [N] in nats.
+        low, high: 0 < low <= high.
+
+    Raises ``ValueError`` for other limits.
+    """
+    _require_positive("low", low)
+    _require_positive("high", high)
+    if low > high:
+        raise ValueError(f"low must not be above high, got {low} and {high}")
+    return (log_ratio_sums >= math.log(low)) & (log_ratio_sums <= math.log(high))
+
+
+def length_fair_gate(log_ratio_sums: Tensor, lengths: Tensor, c: float) -> Tensor:
+    """bool [N]: |Σ_t Δ_t| <= c·√L. False where the sum is not finite.
+
+    Independent noise with a deviation of σ per token gives the sum the deviation σ·√L: the gate rejects the
+    share P(|Z| > c/σ) at every length. A constant limit on the sum rejects the long ones, a constant limit on
+    the mean ΣΔ/L the short ones. Source: ours, FSPO's argument for its band applied to the sampler's noise.
+
+    Args:
+        log_ratio_sums: Σ_t Δ_t [N] in nats.
+        lengths: L [N], response tokens.
+        c: nats per √token, above 0; three to four σ leaves sound responses alone.
+
+    Raises ``ValueError`` for another c.
+    """
+    _require_positive("c", c)
+    return log_ratio_sums.isfinite() & (log_ratio_sums.abs() <= c * lengths.to(log_ratio_sums.dtype).sqrt())
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{name} must be finite and above 0, got {value}")

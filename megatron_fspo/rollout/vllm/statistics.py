@@ -1,0 +1,142 @@
+"""Why a server failed the canary: statistics of the trainer's tensors beside those of the server's.
+
+The server's side is ``megatron_fspo.vllm_plugin.statistics``. Statistics cannot see elements that changed
+places.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.parallel.tensor_stats import Stats, tensor_stats
+from megatron_fspo.rollout.vllm.answers import BadAnswer
+from megatron_fspo.rollout.vllm.server import Server
+
+EXTENSION = "megatron_fspo.vllm_plugin.statistics.WorkerExtension"
+METHOD = "weight_statistics"
+PACKED = " (packed)"
+"""What the server calls the copy of a tensor that it computes with."""
+SHOWN = 5
+_SAME = 1e-9
+"""Of sums in float64, over the tensor's size: the order of the sum alone stays far below."""
+_EPSILON = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
+"""Of the types that hold values; those of quantised tensors need scales."""
+
+
+def statistics(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Stats]:
+    """Per tensor, one at a time in memory; {} where a rank gets none."""
+    return {name: tensor_stats(tensor) for name, tensor in tensors}
+
+
+async def explain(server: Server, mine: Mapping[str, Stats]) -> str:
+    """Some lines on how the server's tensors differ from ours, or on why it cannot be said. Never raises."""
+    try:
+        theirs = await ask(server)
+    except (TrainingError, InputError) as error:
+        if METHOD in str(error):  # the one that its worker does not have
+            return (
+                "No statistics of its tensors: start it with `megatron-fspo serve`, or with "
+                f"--worker-extension-cls {EXTENSION}."
+            )
+        return f"No statistics of its tensors: {error}"
+    return compare(mine, theirs)
+
+
+async def ask(server: Server) -> dict[str, Stats]:
+    """Statistics of the server's tensors, all its workers together.
+
+    Raises:
+        ServerLost, Refused: as :meth:`Server.post`, also when it was started without the extension.
+        BadAnswer: the answer has another form.
+    """
+    answer = await server.post("/collective_rpc", {"method": METHOD}, timeout=600)
+    found: dict[str, Stats] = {}
+    try:
+        for worker in answer["results"]:  # type: ignore[index]
+            for name, words in worker.items():
+                piece = Stats.from_words(words)
+                found[name] = found[name] + piece if name in found else piece
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise BadAnswer(f"{server.url}/collective_rpc: the answer has no statistics in it") from None
+    return found
+
+
+def compare(mine: Mapping[str, Stats], theirs: Mapping[str, Stats]) -> str:
+    """What differs most, on at most 9 lines."""
+    both = {
+        name: stats
+        for name, stats in theirs.items()
+        if name.removesuffix(PACKED) in mine and stats.dtype in _EPSILON
+    }
+    gaps = {name: difference(mine[name.removesuffix(PACKED)], stats) for name, stats in both.items()}
+    wrong = sorted((name for name in gaps if gaps[name] > 0), key=lambda name: -gaps[name])
+    lines = [_summary(both, wrong)]
+    for name in wrong[:SHOWN]:
+        ours = mine[name.removesuffix(PACKED)]
+        lines.append(f"  {name}: {_numbers(ours)} | {_numbers(both[name])}")
+    if len(wrong) > SHOWN:
+        lines.append(f"  and {len(wrong) - SHOWN} more")
+    types = sorted({(mine[name.removesuffix(PACKED)].dtype, stats.dtype) for name, stats in both.items()})
+    if any(ours != other for ours, other in types):
+        lines.append("Types here and there: " + ", ".join(f"{ours} and {other}" for ours, other in types))
+    alone = sorted((mine.keys() | theirs.keys()) - both.keys() - {name.removesuffix(PACKED) for name in both})
+    if alone:
+        lines.append(f"Not compared, quantised or on one side only: {len(alone)}, such as {alone[0]}")
+    return "\n".join(lines)
+
+
+def _summary(both: Mapping[str, Stats], wrong: list[str]) -> str:
+    loaded = [name for name in both if not name.endswith(PACKED) or name.removesuffix(PACKED) not in both]
+    agree = f"The loaded weights agree ({len(loaded)} tensors); what is computed with differs:"
+    if not both:
+        return "No tensor has the same name on both sides."
+    if not wrong:
+        return (
+            f"{agree} a stale packed copy, another dtype or other rotary or attention settings, or elements "
+            "that changed places."
+        )
+    columns = "mean, rms, min, max of the trainer's | the server's:"
+    if not set(wrong) & set(loaded):
+        return f"{agree} stale packed copies ({len(wrong)}); {columns}"
+    return f"{len(wrong)} of {len(both)} tensors differ; {columns}"
+
+
+def difference(ours: Stats, theirs: Stats) -> float:
+    """0 for the same elements, up to their rounding; ∞ where not a number or not as many; else over the size.
+
+    Replicated tensors come once from each worker that holds them.
+    """
+    copies, rest = divmod(theirs.count, ours.count) if ours.count else (1, theirs.count)
+    if rest or not copies:
+        return math.inf
+    theirs = replace(theirs, count=ours.count, total=theirs.total / copies, squares=theirs.squares / copies)
+    if not ours.count:
+        return 0.0
+    rms = max(ours.rms, theirs.rms) or 1.0
+    size = max(abs(ours.low), abs(ours.high), abs(theirs.low), abs(theirs.high)) or 1.0
+    gap = max(
+        abs(ours.mean - theirs.mean) / rms,
+        abs(ours.rms - theirs.rms) / rms,
+        abs(ours.low - theirs.low) / size,
+        abs(ours.high - theirs.high) / size,
+        key=lambda value: math.inf if math.isnan(value) else value,
+    )
+    if math.isnan(gap):
+        return math.inf
+    return gap if gap > _allowed(ours.dtype, theirs.dtype) else 0.0
+
+
+def _allowed(ours: str, theirs: str) -> float:
+    """A server that rounds what it is sent has the same weights."""
+    if ours == theirs:
+        return _SAME
+    return max(_EPSILON[ours], _EPSILON[theirs])
+
+
+def _numbers(stats: Stats) -> str:
+    return " ".join(f"{value:.4g}" for value in (stats.mean, stats.rms, stats.low, stats.high))

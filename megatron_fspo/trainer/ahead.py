@@ -1,0 +1,113 @@
+"""Which prompts are next, and how far ahead of the trainer they are asked.
+
+The batch of step k is trained on weights k. With ``rollout.max_staleness`` = K the batches up to k + K are
+asked for before step k trains, and sampled meanwhile: no token is from weights older than K versions when it
+is learned from. K = 0 is the synchronous algorithm.
+
+Batches are made of prompts in their order and waited for to the last response. To train on whoever is done
+first would favour short responses.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from megatron_fspo.data.prompts import PromptCursor
+from megatron_fspo.errors import TrainingError
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.rollout.engine import RolloutEngine
+from megatron_fspo.trainer.prepare import Inputs
+from megatron_fspo.trainer.sampling import Batch, ask
+from megatron_fspo.types import Sample, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    batch: Batch
+    cursor: dict[str, int]
+    """Where the walk over the prompts stood before it."""
+
+
+class Ahead:
+    """Batches that were asked for and are still to be learned from.
+
+    Args:
+        step: the first to ask for.
+    """
+
+    def __init__(
+        self, inputs: Inputs, engine: RolloutEngine, groups: ParallelGroups, cursor: PromptCursor, step: int
+    ) -> None:
+        self._inputs = inputs
+        self._engine = engine
+        self._groups = groups
+        self._cursor = cursor
+        self._next = step
+        self._asked: deque[_Asked] = deque()
+
+    def take(self, step: int) -> Batch:
+        """The batch of this step. Collective."""
+        self._ask_until(step)
+        return self._asked.popleft().batch
+
+    def ask(self, step: int) -> None:
+        """Ask for all that may be sampled while this step trains. Collective."""
+        config = self._inputs.config
+        self._ask_until(min(step + config.rollout.max_staleness, config.run.steps - 1))
+
+    def state_dict(self) -> dict[str, int]:
+        """The prompt cursor to resume with: what was only asked for is asked for again."""
+        return self._asked[0].cursor if self._asked else self._cursor.state_dict()
+
+    def _ask_until(self, step: int) -> None:
+        while self._next <= step:
+            cursor = self._cursor.state_dict()
+            prompts = [self._inputs.train[i] for i in self._cursor.take(self._inputs.config.rollout.prompts)]
+            batch = ask(self._engine, self._groups, prompts, self._params(self._next))
+            self._asked.append(_Asked(batch=batch, cursor=cursor))
+            self._next += 1
+
+    def _params(self, step: int) -> SamplingParams:
+        rollout = self._inputs.config.rollout
+        return SamplingParams(
+            n=rollout.samples,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            max_tokens=rollout.max_response_tokens,
+            stop_token_ids=self._inputs.stop_token_ids,
+            # A prompt that comes again in a later step gets other responses.
+            seed=self._inputs.config.run.seed * 1_000_000_007 + step,
+        )
+
+
+def staleness_metrics(samples: list[Sample], step: int, *, limit: int) -> dict[str, float]:
+    """How many versions older than the trainer's the weights were that sampled.
+
+    Returns:
+        ``rollout/staleness/mean`` over tokens and ``/max``; ``rollout/partial``: share of responses that an
+        update met half-way, so that several versions wrote them.
+
+    Raises:
+        TrainingError: a token is older than ``limit`` versions.
+    """
+    total = tokens = 0
+    for sample in samples:
+        completion = sample.completion
+        count = len(completion.token_ids)
+        tokens += count
+        total += sum((step - span.version) * (span.end - span.start) for span in completion.version_spans)
+        if not completion.version_spans:
+            total += (step - completion.weight_version) * count
+    oldest = step - min(sample.completion.weight_version for sample in samples)
+    if oldest > limit:
+        raise TrainingError(
+            f"step {step + 1}: a response is from weights {oldest} versions old, "
+            f"rollout.max_staleness = {limit}"
+        )
+    partial = sum(len(sample.completion.version_spans) > 1 for sample in samples)
+    return {
+        "rollout/staleness/mean": total / max(tokens, 1),
+        "rollout/staleness/max": float(oldest),
+        "rollout/partial": partial / len(samples),
+    }

@@ -1,0 +1,218 @@
+"""An alarm when sampler and trainer differ more than kernels and precision explain, with the likeliest cause.
+
+Only responses that claim the trainer's present weights are looked at: with older ones Δ includes what the
+updates since have changed (weights older than allowed stop the run, see :mod:`.ahead`). Each cause is a test
+that the others fail:
+
+* log-probs before the temperature, or at another one: scored at that temperature, the difference vanishes;
+* a cut vocabulary (top-p, top-k), renormalised: Δ is the log of the mass kept, so never above 0;
+* none of these: other weights than claimed, or other kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.trainer.mismatch import Mismatch, token_deltas
+from megatron_fspo.types import Completion, Sample
+
+LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+"""Largest mean |Δ| of a sound run, in nats. Measured against vLLM: 1e-6 in float32, 0.007 in bfloat16."""
+
+_LEAST_KEPT = 0.5
+"""Of the probability, by a cut vocabulary that nobody asked for; less at hardly any token."""
+_EXCEPTIONS = 0.01
+"""Share of tokens that may break a rule which noise blurs."""
+_PASSES = 6
+"""Of the search for another temperature."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the run asked for, and what it has at hand."""
+
+    version: int
+    """Of the trainer's weights."""
+    temperature: float
+    top_p: float
+    limit: float
+    """Largest mean |Δ|, nats."""
+    rescore: Callable[[Sequence[MicroBatch], float], list[Tensor]]
+    """Log-probs [t] of micro-batches at another temperature; collective."""
+    probe: int
+    """Micro-batches of this rank to score again, the first ones."""
+    groups: ParallelGroups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """Δ over some tokens, over all ranks; the same on every rank."""
+
+    tokens: int
+    mean: float
+    """Of |Δ|; NaN without tokens."""
+    largest: float
+    beyond: float
+    """Share of tokens with Δ outside what a cut vocabulary can give."""
+
+
+def check_mismatch(
+    batches: Sequence[MicroBatch], mismatch: Mismatch, samples: Sequence[Sample], setting: Setting
+) -> tuple[dict[str, float], str | None]:
+    """Look at one rollout. Collective; scores a few micro-batches again if something is wrong.
+
+    Returns:
+        ``rollout/mismatch_alarm``: 1 or 0, NaN where the present weights sampled nothing; and what to tell
+        the user, if anything.
+    """
+    fresh = torch.tensor(
+        [sampled_by(s.completion, setting.version) for s in samples], device=mismatch.sums.device
+    )
+    gap = _gap(batches, mismatch.deltas, fresh, setting)
+    if not gap.tokens:
+        return {"rollout/mismatch_alarm": math.nan}, None
+    if gap.mean <= setting.limit:
+        return {"rollout/mismatch_alarm": 0.0}, None
+    text = (
+        f"sampler and trainer differ by {gap.mean:.2g} nats per token (at most {gap.largest:.2g}) over "
+        f"{gap.tokens:,} tokens of the present weights, version {setting.version}; "
+        f"rollout.mismatch_limit is {setting.limit:g}. "
+        f"Likeliest cause: {find_cause(batches, mismatch, fresh, gap, setting)}"
+    )
+    return {"rollout/mismatch_alarm": 1.0}, text
+
+
+def sampled_by(completion: Completion, version: int) -> bool:
+    """Whether these weights sampled every token."""
+    return completion.weight_version == version and all(
+        s.version == version for s in completion.version_spans
+    )
+
+
+def find_cause(
+    batches: Sequence[MicroBatch], mismatch: Mismatch, fresh: Tensor, gap: Gap, setting: Setting
+) -> str:
+    """The likeliest cause of a ``gap`` over fresh tokens, with its evidence. Collective."""
+    probe = _Probe(batches[: setting.probe], mismatch.deltas[: setting.probe], fresh, setting)
+    other = find_temperature(probe)
+    if other is not None:
+        what = (
+            "log-probs before the temperature (a server without --logprobs-mode processed_logprobs), or a "
+            "sampler that ignores it"
+            if other == 1
+            else "another temperature"
+        )
+        return (
+            f"{what}: scored at {other:.3g} instead of rollout.temperature = {setting.temperature:g}, the "
+            "difference vanishes"
+        )
+    if gap.beyond <= _EXCEPTIONS:
+        told = (
+            f"expected with rollout.top_p = {setting.top_p:g}, as the old pass ignores the cut"
+            if setting.top_p < 1
+            else "but rollout.top_p is 1: look for sampling defaults of the server"
+        )
+        return f"a vocabulary cut by top-p or top-k, and log-probs renormalised over the rest; {told}"
+    return (
+        "other weights than claimed, or other kernels: no temperature explains it, nor a cut vocabulary (see "
+        "rollout/canary_abs_diff_max)"
+    )
+
+
+def find_temperature(probe: _Probe) -> float | None:
+    """The temperature at which the difference vanishes, 1 before any other; None: there is none. Collective.
+
+    Log-probs are smooth in β = 1/T: Gauss-Newton on Σ Δ², with the derivative from the last two passes.
+    """
+    beta, scores = 1 / probe.setting.temperature, probe.scores
+    following = 1.0 if beta != 1 else 0.9
+    for _ in range(_PASSES):
+        before, before_scores = beta, scores
+        beta = following
+        scores = probe.score(1 / beta)
+        if probe.explained(scores):
+            return 1 / beta
+        step = probe.newton_step(before_scores, scores, beta - before)
+        # A wrong derivative must not throw it out of reach.
+        following = min(max(beta + step, beta / 3), beta * 3)
+        if not abs(following - beta) > 1e-9:
+            return None
+    return None
+
+
+class _Probe:
+    """The fresh tokens of a few micro-batches, to be scored again."""
+
+    def __init__(
+        self, batches: Sequence[MicroBatch], deltas: Sequence[Tensor], fresh: Tensor, setting: Setting
+    ) -> None:
+        self.setting = setting
+        self._batches, self._fresh = batches, fresh
+        self.scores = [d + b.sampled_log_probs for b, d in zip(batches, deltas, strict=True)]
+        """At the run's temperature."""
+        self._before = _gap(batches, deltas, fresh, setting).mean
+
+    def score(self, temperature: float) -> list[Tensor]:
+        """Log-probs [t] at another temperature."""
+        return self.setting.rescore(self._batches, temperature)
+
+    def explained(self, scores: Sequence[Tensor]) -> bool:
+        """Whether the difference vanishes with these: within the limit, and not by a hair's breadth."""
+        deltas = [token_deltas(batch, score) for batch, score in zip(self._batches, scores, strict=True)]
+        gap = _gap(self._batches, deltas, self._fresh, self.setting)
+        return gap.mean <= min(self.setting.limit, self._before / 4)
+
+    def newton_step(self, before: Sequence[Tensor], scores: Sequence[Tensor], change: float) -> float:
+        """-Σ d·Δ / Σ d², d the derivative of a log-prob; ``change`` of 1/T lies between the two passes."""
+        totals = scores[0].new_zeros(2, dtype=torch.float64)
+        for batch, old, new in zip(self._batches, before, scores, strict=True):
+            delta = token_deltas(batch, new)
+            slope = (new.double() - old.double()) / change
+            used = _chosen(batch, self._fresh) & delta.isfinite() & slope.isfinite()
+            totals += torch.stack([(slope * delta)[used].sum(), slope[used].square().sum()])
+        up, down = _summed(totals, self.setting.groups)
+        return -up / down if down > 0 else 0.0
+
+
+def _gap(batches: Sequence[MicroBatch], deltas: Sequence[Tensor], which: Tensor, setting: Setting) -> Gap:
+    """Over the tokens of the samples ``which`` [samples] whose Δ is finite. Collective."""
+    floor = math.log(setting.top_p if setting.top_p < 1 else _LEAST_KEPT)
+    totals = deltas[0].new_zeros(3)
+    largest = 0.0
+    for batch, delta in zip(batches, deltas, strict=True):
+        used = delta[_chosen(batch, which) & delta.isfinite()]
+        beyond = (used > setting.limit) | (used < floor - setting.limit)
+        totals += torch.stack([used.abs().sum(), beyond.sum().double(), used.new_tensor(len(used))])
+        largest = max(largest, used.abs().max().item() if len(used) else 0.0)
+    total, beyond_count, count = _summed(totals, setting.groups)
+    return Gap(
+        tokens=int(count),
+        mean=total / count if count else math.nan,
+        largest=max(gather_lists([largest], group=setting.groups.dp_cp)),
+        beyond=beyond_count / count if count else math.nan,
+    )
+
+
+def _chosen(batch: MicroBatch, which: Tensor) -> Tensor:
+    """[t] bool: response tokens of the samples ``which`` [samples]."""
+    own = which[batch.sample_index]
+    return batch.mask & torch.cat([own, own.new_zeros(1)])[batch.segment]
+
+
+def _summed(totals: Tensor, groups: ParallelGroups) -> list[float]:
+    """Over all ranks with different tokens; alike to the last bit, as what follows on it is collective."""
+    if groups.dp_cp.size() > 1:
+        dist.all_reduce(totals, group=groups.dp_cp)
+    numbers: list[float] = totals.tolist()
+    for group in (groups.tp, groups.pp):
+        numbers = share(numbers, group=group)
+    return numbers

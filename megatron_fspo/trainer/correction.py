@@ -1,0 +1,142 @@
+"""From the measured mismatch to gradient weights, by the rule of the ``correction`` section.
+
+A dropped sequence stays in N with weight 0: the size of a step does not depend on how many were dropped. A
+response whose Δ is not finite is not weighted; its old log-probs become NaN, so that the loss drops, counts
+and names it as it does everything that is not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import assert_never
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fspo.config_correction import (
+    CorrectionConfig,
+    LengthFairGate,
+    NoCorrection,
+    SequenceMask,
+    SequenceTIS,
+    TokenTIS,
+)
+from megatron_fspo.objective import length_fair_gate, truncated_weight, within_ratio
+from megatron_fspo.objective.fairness import length_bins
+from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.trainer.mismatch import Mismatch, per_sample
+
+
+def correct(
+    correction: CorrectionConfig,
+    batches: Sequence[MicroBatch],
+    mismatch: Mismatch,
+    *,
+    group: dist.ProcessGroup,
+) -> tuple[list[MicroBatch], dict[str, float]]:
+    """Micro-batches with ``rollout_weights``, and the metrics of the correction. Collective.
+
+    Args:
+        batches: this rank's, with the old log-probs that ``mismatch`` was measured with.
+        group: data × context parallel.
+
+    Returns:
+        the metrics of :func:`correction_metrics`; none without a correction.
+    """
+    if isinstance(correction, NoCorrection):
+        return list(batches), {}
+    if isinstance(correction, TokenTIS):
+        weights, columns = _by_token(correction, batches, mismatch, group)
+    else:
+        weights, columns = _by_sequence(correction, batches, mismatch)
+    corrected = [
+        _with_weights(batch, weight, mismatch.sums) for batch, weight in zip(batches, weights, strict=True)
+    ]
+    name = {"token_tis": "truncated_tokens", "sequence_tis": "truncated_sequences"}.get(
+        correction.name, "dropped"
+    )
+    return corrected, correction_metrics(name, columns, mismatch)
+
+
+def sequence_weights(
+    correction: SequenceTIS | SequenceMask | LengthFairGate, sums: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Weight [N] of each sequence, and whether [N] the rule acted: dropped it, or truncated its weight."""
+    match correction:
+        case SequenceTIS(cap=cap):
+            return truncated_weight(sums, cap), sums > math.log(cap)
+        case SequenceMask(low=low, high=high):
+            kept = within_ratio(sums, low, high)
+        case LengthFairGate(c=c):
+            kept = length_fair_gate(sums, lengths, c)
+        case _:
+            assert_never(correction)
+    return kept.to(sums.dtype), ~kept
+
+
+def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[str, float]:
+    """What the rule did, over all responses whose Δ is finite.
+
+    Args:
+        name: what it does to a unit (a sequence, or a token for ``token_tis``).
+        columns: [3, samples] of each response: units acted on, weight over units, units.
+
+    Returns:
+        ``rollout/correction_<name>``, the share of units, also ``/short`` and ``/long``, in the shorter and
+        the longer half of the responses (equal lengths share a half; NaN where there is none);
+        ``rollout/correction_weight_mean`` over units.
+    """
+    counted = mismatch.sums.isfinite() & (mismatch.lengths > 0)
+    acted, weight, units = columns[:, counted]
+    half = length_bins(mismatch.lengths[counted], 2)
+
+    def share(chosen: Tensor) -> float:
+        return (acted[chosen].sum() / units[chosen].sum()).item()
+
+    return {
+        f"rollout/correction_{name}": share(half >= 0),
+        f"rollout/correction_{name}/short": share(half == 0),
+        f"rollout/correction_{name}/long": share(half == 1),
+        "rollout/correction_weight_mean": (weight.sum() / units.sum()).item(),
+    }
+
+
+def _by_token(
+    correction: TokenTIS, batches: Sequence[MicroBatch], mismatch: Mismatch, group: dist.ProcessGroup
+) -> tuple[list[Tensor], Tensor]:
+    """Per micro-batch the weights [t]; and the columns of :func:`correction_metrics`."""
+    weights = [truncated_weight(delta, correction.cap) for delta in mismatch.deltas]
+    acted = [delta > math.log(correction.cap) for delta in mismatch.deltas]
+    rows = [torch.stack([a.double(), w]) for a, w in zip(acted, weights, strict=True)]
+    totals = per_sample(batches, rows, len(mismatch.lengths), group=group)
+    return weights, torch.cat([totals, mismatch.lengths.double()[None]])
+
+
+def _by_sequence(
+    correction: SequenceTIS | SequenceMask | LengthFairGate,
+    batches: Sequence[MicroBatch],
+    mismatch: Mismatch,
+) -> tuple[list[Tensor], Tensor]:
+    """The same for the rules that give every token of a response one weight."""
+    weight, acted = sequence_weights(correction, mismatch.sums, mismatch.lengths)
+    weights = [_per_token(weight[batch.sample_index], batch) for batch in batches]
+    return weights, torch.stack([acted.double(), weight, torch.ones_like(weight)])
+
+
+def _with_weights(batch: MicroBatch, weights: Tensor, sums: Tensor) -> MicroBatch:
+    assert batch.old_log_probs is not None
+    old = batch.old_log_probs
+    broken = _per_token(~sums[batch.sample_index].isfinite(), batch)
+    return replace(
+        batch,
+        old_log_probs=torch.where(broken, math.nan, old),
+        rollout_weights=torch.where(batch.mask, weights, 0.0).to(old.dtype),
+    )
+
+
+def _per_token(values: Tensor, batch: MicroBatch) -> Tensor:
+    """[n] → [t]; 0 (or False) for tokens that belong to nobody."""
+    return torch.cat([values, values.new_zeros(1)])[batch.segment]

@@ -1,0 +1,201 @@
+"""Weights from a job of tensor and pipeline parallel ranks to servers of several workers, by broadcast."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_workers import Workers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from launch import REPO, run_worker
+from megatron_fspo.rollout.vllm import senders, update
+from megatron_fspo.rollout.vllm.loop import Loop
+from megatron_fspo.rollout.vllm.senders import BroadcastSender, Link, in_buckets
+from megatron_fspo.rollout.vllm.server import Server, http_client
+from megatron_fspo.vllm_plugin import receive
+
+BUCKET_BYTES = 40_000
+TIMEOUT_SECONDS = 6.0
+# Workers of each server, and what goes wrong at the last: groups of 2, 3 and 4 ranks.
+CASES = [
+    ((1,), "raise"),
+    ((2,), "raise"),
+    ((1, 1), "die"),
+    ((1, 1), "hang"),
+    ((3,), "raise"),
+    ((2, 1), "die"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(random_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Name → folder and dtype: the tied one in bfloat16."""
+    from transformers import Qwen3ForCausalLM
+
+    tied = tmp_path_factory.mktemp("bfloat16") / "tied"
+    Qwen3ForCausalLM.from_pretrained(random_checkpoints["tied"], dtype=torch.bfloat16).save_pretrained(tied)
+    return {"tied": (tied, "bfloat16"), "untied": (random_checkpoints["untied"], "float32")}
+
+
+@pytest.fixture(scope="module")
+def sent(checkpoints: dict, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list]]:
+    """What the ranks wrote, and per case (name, servers, result)."""
+    out = tmp_path_factory.mktemp("sent")
+    with ExitStack() as stack:
+        todo, servers = [], []
+        for name, (folder, dtype) in checkpoints.items():
+            for sizes, fault in CASES[:: 2 if name == "tied" else 1]:
+                group = [stack.enter_context(Workers(size)) for size in sizes]
+                urls = [server.url for server in group]
+                servers.append((name, fault, group))
+                todo.append({"checkpoint": str(folder), "dtype": dtype, "urls": urls, "fault": fault})
+        words = [str(out), str(BUCKET_BYTES), str(TIMEOUT_SECONDS), json.dumps(todo)]
+        run_worker(Path(__file__).with_name("sending_worker.py"), *words, nproc=4, timeout=400)
+        results = json.loads((out / "results.json").read_text())
+        yield out, [(*server, result) for server, result in zip(servers, results, strict=True)]
+
+
+def differing(got: dict[str, Tensor], want: dict[str, Tensor]) -> set[str]:
+    """Names whose bytes, shape or dtype differ, or that one of both lacks."""
+    return {
+        name
+        for name in got.keys() | want.keys()
+        if name not in got
+        or name not in want
+        or got[name].dtype != want[name].dtype
+        or got[name].shape != want[name].shape
+        or not torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8))
+    }
+
+
+@pytest.mark.slow
+def test_every_worker_has_the_exported_checkpoint(sent: tuple[Path, list]) -> None:
+    out, cases = sent
+    exported = {
+        (name, version): load_file(out / f"{name}-{version}" / "model.safetensors")
+        for name in ("tied", "untied")
+        for version in (1, 2)
+    }
+    assert ("lm_head.weight" in exported["untied", 1], "lm_head.weight" in exported["tied", 1]) == (
+        True,
+        False,
+    )
+    assert differing(exported["tied", 1], exported["tied", 2]) == exported["tied", 1].keys()
+    for name, fault, servers, result in cases:
+        assert result["first"]["problem"] is None
+        assert result["second"]["problem"] is None
+        for server in servers:
+            gone = server is servers[-1] and fault != "raise"
+            assert list(server.finished) == (["1"] if gone else ["1", "2"]), (name, fault)
+            for version, workers in server.finished.items():
+                for loaded in workers:
+                    assert not differing(loaded, exported[name, int(version)]), (name, fault, version)
+
+
+@pytest.mark.slow
+def test_a_failure_is_reported_in_time(sent: tuple[Path, list]) -> None:
+    # Whoever notices first: the worker, its server's end, another worker, or the broadcast here.
+    says = ("no room for", "RemoteProtocolError", "Timed out", "Connection closed", "the broadcast of ")
+    for name, fault, servers, result in sent[1]:
+        failed = result["fault"]
+        assert failed["problem"], (name, fault)
+        assert any(words in failed["problem"] for words in says), failed
+        # A worker that stops for good shows as a broadcast, or an answer, that does not come.
+        limit = TIMEOUT_SECONDS + 10 if fault == "hang" else TIMEOUT_SECONDS
+        assert failed["seconds"] < limit + 5, (name, fault)
+        assert [route for route, _ in servers[-1].asked].count("/finish_weight_update") in (1, 2)
+
+
+@pytest.mark.slow
+def test_no_rank_holds_more_than_a_bucket_and_a_tensor(sent: tuple[Path, list]) -> None:
+    for *_, result in sent[1]:
+        for name, attempt in result.items():
+            # A broadcast that failed may still be under way, and has its tensor.
+            tensors = 2 if name == "fault" else 1
+            assert 0 < attempt["peak"] <= BUCKET_BYTES + tensors * attempt["largest"] < attempt["total"] / 2
+
+
+def test_buckets() -> None:
+    tensors = [(str(i), torch.zeros(n)) for i, n in enumerate([1, 2, 1, 9, 1, 1])]
+    names = [[name for name, _ in bucket] for bucket in in_buckets(tensors, 16)]
+    assert names == [["0", "1", "2"], ["3"], ["4", "5"]]
+    assert list(in_buckets([], 16)) == []
+
+
+WEIGHTS = {
+    "a": torch.arange(12.0).view(3, 4),
+    "b": torch.ones(7, dtype=torch.bfloat16),
+    "c": torch.zeros(2, 0),
+    "d": torch.arange(6.0).view(2, 3).t(),
+}
+
+
+def exchange(kind: str, count: int = 2) -> tuple[list[Any], list[dict[str, Tensor]]]:
+    """An update in this process: what the server was asked, and what its workers have."""
+    with Workers(count) as server, Loop() as loop:
+        http = http_client()
+        sender = BroadcastSender(kind, address="127.0.0.1", timeout_seconds=30)
+        problem = update.send_weights([Server(server.url, http)], sender, loop, WEIGHTS.items(), 5)
+        loop.run(http.aclose())
+        assert problem is None
+        return server.asked, server.finished["5"]
+
+
+def without_port(asked: list[Any]) -> str:
+    return json.dumps(asked).replace(str(asked[2][1]["init_info"]["master_port"]), "PORT")
+
+
+def test_nccl_sends_as_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the NCCL link put on gloo and the CPU, nothing is left that differs."""
+    asked, loaded = exchange("gloo")
+    joined = []
+
+    def join(*arguments: Any) -> Any:
+        joined.append(arguments)
+        return senders.LINKS["gloo"].join(*arguments)
+
+    monkeypatch.setitem(senders.LINKS, "nccl", Link(join, torch.device("cpu")))
+    asked_by_nccl, loaded_by_nccl = exchange("nccl")
+    ((_, rank, size, timeout),) = joined
+    assert (rank, size, timeout) == (0, 3, timedelta(seconds=30))
+    assert without_port(asked) == without_port(asked_by_nccl)
+    for worker in [*loaded, *loaded_by_nccl]:
+        assert not differing(worker, {name: tensor.contiguous() for name, tensor in WEIGHTS.items()})
+    assert senders.LINKS["gloo"].device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("join", [senders._join_nccl, receive.join_nccl])
+def test_the_nccl_group(join: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Fake:
+        class Options:
+            pass
+
+        def __init__(self, *arguments: Any) -> None:
+            made.append(arguments)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Fake, raising=False)
+    group = join("store", 1, 4, timedelta(seconds=9))
+    ((store, rank, size, options),) = made
+    assert isinstance(group, Fake)
+    assert (store, rank, size) == ("store", 1, 4)
+    assert options._timeout == timedelta(seconds=9)
+
+
+def test_workers_of_both_kinds_differ_in_their_link_only() -> None:
+    tree = ast.parse((REPO / "megatron_fspo/vllm_plugin/transfer.py").read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    for name in ("GlooTransfer", "NCCLTransfer"):
+        assert [ast.unparse(base) for base in classes[name].bases] == ["_BroadcastTransfer"]
+        assert [node.name for node in classes[name].body if not isinstance(node, ast.Expr)] == ["link"]

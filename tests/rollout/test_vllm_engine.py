@@ -1,0 +1,279 @@
+"""Weight updates and pending batches against servers that answer like vLLM, and fail on demand."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_server import MAX_TOKENS, VOCAB_SIZE, FakeServer, tokens_of
+from torch import Tensor
+
+from megatron_fspo.errors import TrainingError
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.rollout.sampling import stream_seed
+from megatron_fspo.rollout.vllm import engine as engine_module
+from megatron_fspo.rollout.vllm import server as server_module
+from megatron_fspo.rollout.vllm.canary import WrongWeights
+from megatron_fspo.rollout.vllm.engine import Leader, Trainer, VLLMEngine
+from megatron_fspo.rollout.vllm.loop import Loop
+from megatron_fspo.rollout.vllm.pool import Pool
+from megatron_fspo.rollout.vllm.senders import DiskSender
+from megatron_fspo.rollout.vllm.server import Server, http_client
+from megatron_fspo.types import Completion, Prompt, SamplingParams, VersionSpan
+
+PROMPTS = [Prompt(index=i, token_ids=(1, 2), text="", answer="") for i in range(3)]
+PARAMS = SamplingParams(n=4, max_tokens=MAX_TOKENS, seed=5)
+CANARY = [(1, 2, 3), (4, 5)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    file = tmp_path_factory.mktemp("rendezvous") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_FIRST_WAIT", 0.005)
+
+
+class Weights:
+    """A trainer's weights: what is asked of it, counted."""
+
+    def __init__(self) -> None:
+        self.gathered = 0
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        self.gathered += 1
+        yield "w", torch.ones(2)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        return [torch.full((len(ids) - 1,), -1.0) for ids in sequences]
+
+
+@contextmanager
+def running(folder: Path, count: int = 2) -> Iterator[tuple[VLLMEngine, list[FakeServer], Weights]]:
+    """An engine, its servers, and the weights that it sends."""
+    with ExitStack() as stack:
+        servers_loop = stack.enter_context(Loop())
+        fakes = []
+        for _ in range(count):
+            fake = FakeServer()
+            servers_loop.run(fake.start())
+            stack.callback(lambda fake=fake: servers_loop.run(fake.__aexit__()))
+            fakes.append(fake)
+        http = http_client()
+        pool = Pool(
+            [Server(fake.url, http) for fake in fakes],
+            max_in_flight_per_server=8,
+            vocab_size=VOCAB_SIZE,
+            recovery_seconds=2,
+            probe_seconds=0.02,
+            attempts=1,
+        )
+        leader = Leader(loop=Loop(), http=http, pool=pool, sender=DiskSender(folder))
+        weights = Weights()
+        world = dist.group.WORLD
+        assert world is not None
+        engine = VLLMEngine(
+            Trainer(tensors=weights.tensors, score=weights.score),
+            ParallelGroups(tp=world, pp=world, cp=world, dp=world, dp_cp=world, ep=world),
+            leader,
+            canary_sequences=CANARY,
+            tolerance=1e-4,
+        )
+        stack.callback(engine.close)
+        yield engine, fakes, weights
+
+
+def check_all(found: list[list[Completion]]) -> None:
+    """Four completions of each prompt, each where its request was."""
+    want = [[tokens_of(stream_seed(PARAMS.seed, p.index, n)) for n in range(PARAMS.n)] for p in PROMPTS]
+    assert [[completion.token_ids for completion in row] for row in found] == want
+
+
+def versions(found: list[list[Completion]]) -> set[int]:
+    return {completion.weight_version for row in found for completion in row}
+
+
+def after(seconds: float, work: object) -> None:
+    """Call ``work`` later, from another thread."""
+    assert callable(work)
+    threading.Timer(seconds, work).start()
+
+
+def test_every_server_is_updated_and_proven(tmp_path: Path) -> None:
+    with running(tmp_path) as (engine, fakes, weights):
+        engine.update_weights(3)
+        found = engine.submit(PROMPTS, PARAMS)()
+        check_all(found)
+        assert versions(found) == {3}
+        assert all(fake.arrived for fake in fakes)
+        for fake in fakes:
+            assert fake.updates == [
+                "/pause",
+                "/init_weight_transfer_engine",
+                "/start_weight_update",
+                "/update_weights",
+                "/finish_weight_update",
+                "/reset_prefix_cache",
+                "/resume",
+            ]
+        assert weights.gathered == 1
+        assert engine.metrics() == {"rollout/canary_abs_diff_max": 0.0, "rollout/servers": 2.0}
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "route", ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+)
+def test_a_server_that_cannot_be_updated_is_done_without(tmp_path: Path, route: str) -> None:
+    with running(tmp_path) as (engine, fakes, weights):
+        fakes[0].broken = {route}
+        engine.update_weights(1)
+        assert weights.gathered == 3  # both, then one by one
+        asked = len(fakes[0].arrived)
+        found = engine.submit(PROMPTS, PARAMS)()
+        check_all(found)
+        assert versions(found) == {1}
+        assert len(fakes[0].arrived) == asked
+        assert engine.metrics()["rollout/servers"] == 1
+        fakes[0].broken = set()
+        engine.update_weights(2)
+        assert versions(engine.submit(PROMPTS, PARAMS)()) == {2}
+        assert engine.metrics()["rollout/servers"] == 2
+
+
+def test_a_server_whose_cache_keeps_old_weights_is_not_served(tmp_path: Path) -> None:
+    with running(tmp_path) as (engine, fakes, _):
+        # vLLM answers 200 and {"success": false} where it could not.
+        original = fakes[0]._send
+
+        async def send(writer: object, status: int, body: bytes, length: int | None = None) -> bool:
+            if fakes[0].updates and fakes[0].updates[-1] == "/reset_prefix_cache":
+                body = b'{"success": false}'
+            return await original(writer, status, body, length)  # type: ignore[arg-type]
+
+        fakes[0]._send = send  # type: ignore[method-assign]
+        engine.update_weights(1)
+        assert engine.metrics()["rollout/servers"] == 1
+
+
+def test_no_server_takes_the_weights(tmp_path: Path) -> None:
+    with running(tmp_path) as (engine, fakes, _):
+        for fake in fakes:
+            fake.broken = {"/update_weights"}
+        with pytest.raises(TrainingError, match=r"no weight update to version 7 in 3 attempts: .*500 broken"):
+            engine.update_weights(7)
+
+
+def test_wrong_weights_stop_the_run(tmp_path: Path) -> None:
+    with running(tmp_path) as (engine, fakes, _):
+        fakes[1].score = -1.001
+        with pytest.raises(WrongWeights, match=rf"{fakes[1].url} does not have .* version 1: .*0\.001 nats"):
+            engine.update_weights(1)
+
+
+def test_a_server_that_comes_back_gets_the_weights_first(tmp_path: Path) -> None:
+    with running(tmp_path) as (engine, fakes, weights):
+        engine.update_weights(4)
+        for fake in fakes:
+            fake.always = "hang"
+        pending = engine.submit(PROMPTS, PARAMS)
+
+        def restart() -> None:
+            for fake in fakes:
+                fake.version, fake.always = "default", "answer"
+                fake.kill_from_outside()
+            fakes[1].start_from_outside()
+
+        after(0.2, restart)
+        found = pending()
+        check_all(found)
+        assert versions(found) == {4}
+        assert engine.metrics()["rollout/servers"] == 1
+        assert weights.gathered == 2
+
+
+def test_nobody_to_update_and_nobody_comes(tmp_path: Path) -> None:
+    with running(tmp_path) as (engine, fakes, weights):
+        for fake in fakes:
+            fake.kill_from_outside()
+        engine.update_weights(1)
+        assert weights.gathered == 0
+        began = time.monotonic()
+        with pytest.raises(
+            TrainingError, match=r"no rollout server for 2 s: .*not reached by the last weight"
+        ):
+            engine.submit(PROMPTS, PARAMS)()
+        assert time.monotonic() - began < 5
+
+
+def test_responses_go_on_over_an_update(tmp_path: Path) -> None:
+    with running(tmp_path) as (engine, fakes, _):
+        engine.update_weights(1)
+        for fake in fakes:
+            fake.serving.clear()  # the responses freeze after their first token
+        pending = engine.submit(PROMPTS, PARAMS)
+        later = engine.submit(PROMPTS[:1], PARAMS)
+        while sum(len(fake.arrived) for fake in fakes) < 12 + 4 + 4:  # and four of the canary
+            time.sleep(0.01)
+        engine.update_weights(2)
+        done: list[int] = []
+        found = pending(done.append)
+        check_all(found)
+        assert sum(done) == 12
+        spans = (VersionSpan(version=1, start=0, end=1), VersionSpan(version=2, start=1, end=MAX_TOKENS))
+        assert all(completion.version_spans == spans for row in found for completion in row)
+        assert versions(found) == {1}
+        assert [len(row) for row in later()] == [4]
+
+
+def test_progress_of_what_was_done_before_one_looked(tmp_path: Path) -> None:
+    with running(tmp_path) as (engine, fakes, _):
+        pending = engine.submit(PROMPTS, PARAMS)
+        while sum(len(fake.answered) for fake in fakes) < 12:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        done: list[int] = []
+        check_all(pending(done.append))
+        assert done == [12]
+
+
+def test_an_update_readmits_a_server_that_waits_for_one(tmp_path: Path) -> None:
+    """It came back while the trainer was busy: nobody was there to give it weights."""
+    with running(tmp_path) as (engine, fakes, weights):
+        engine.update_weights(1)
+        fakes[0].script.extend(["close"] * 8)
+        pending = engine.submit(PROMPTS, PARAMS)
+        time.sleep(0.5)
+        assert engine.metrics()["rollout/servers"] == 1
+        engine.update_weights(2)
+        assert engine.metrics()["rollout/servers"] == 2
+        check_all(pending())
+        assert weights.gathered == 2  # not once more for the one that waited
+        assert versions(engine.submit(PROMPTS, PARAMS)()) == {2}
+
+
+def test_a_failure_reaches_the_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, object]] = []
+    monkeypatch.setattr(engine_module, "share", lambda item, group: said.append(item) or item)
+    with running(tmp_path) as (engine, fakes, _):
+        fakes[0].score = -3.0
+        with pytest.raises(WrongWeights):
+            engine.update_weights(1)
+        assert [what for what, _ in said] == ["gather", "gather", "failed"]  # weights, then their statistics
+        fakes[0].score = -1.0
+        fakes[0].always = fakes[1].always = "garbage"
+        engine.update_weights(2)
+        with pytest.raises(TrainingError, match="0 choices"):
+            engine.submit(PROMPTS, PARAMS)()
+        assert [what for what, _ in said[3:]] == ["gather", "done", "failed"]

@@ -1,0 +1,280 @@
+"""Two real servers behind the engine, one of which is killed, or stands still in the middle of an update."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from fake_vllm import until
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.rollout.vllm import update
+from megatron_fspo.rollout.vllm.canary import canary_sequences
+from megatron_fspo.rollout.vllm.engine import Leader, Trainer, VLLMEngine
+from megatron_fspo.rollout.vllm.loop import Loop
+from megatron_fspo.rollout.vllm.pool import Pool
+from megatron_fspo.rollout.vllm.senders import BroadcastSender, in_buckets
+from megatron_fspo.rollout.vllm.server import Server, http_client
+from megatron_fspo.types import Completion, Prompt, SamplingParams
+from real_server import distance, make_checkpoint, weights
+from serving import Served, serving
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+TOLERANCE = 1e-4
+FAR = 0.1
+VOCAB_SIZE = 61
+FLAGS = ("--dtype", "float32", "--", "--max-model-len", "128", "--max-num-seqs", "16")
+# What an update met is read again: more at once than fits, which kills a vLLM that reads prompts in parts.
+FLAGS += ("--max-num-batched-tokens", "160")
+PROMPTS = [Prompt(index=i, token_ids=tuple(range(i, i + 4)), text="", answer="") for i in range(20)]
+
+
+class Model:
+    """A trainer whose weights are a checkpoint's."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.on_tensor: Callable[[], None] = lambda: None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights(self.checkpoint).items():
+            yield name, tensor
+            self.on_tensor()
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        model = Qwen3ForCausalLM.from_pretrained(self.checkpoint, dtype=torch.float32)
+        scores = []
+        for ids in sequences:
+            log_probs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            scores.append(log_probs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0])
+        return scores
+
+
+class Job:
+    """The production engine on one rank."""
+
+    def __init__(self, model: Model, servers: Sequence[Served]) -> None:
+        http = http_client()
+        self.pool = Pool(
+            [Server(server.url, http) for server in servers],
+            max_in_flight_per_server=8,
+            vocab_size=VOCAB_SIZE,
+            probe_seconds=0.5,
+        )
+        world = dist.group.WORLD
+        assert world is not None
+        sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=8)
+        self.engine = VLLMEngine(
+            Trainer(tensors=model.tensors, score=model.score),
+            ParallelGroups(tp=world, pp=world, cp=world, ep=world, dp=world, dp_cp=world),
+            Leader(loop=Loop(), http=http, pool=self.pool, sender=sender),
+            canary_sequences=canary_sequences(VOCAB_SIZE, 128),
+            tolerance=TOLERANCE,
+        )
+
+    def generate(self, tokens: int, meanwhile: Callable[[], None] = lambda: None) -> list[list[Completion]]:
+        """Four completions of every prompt, each counted once."""
+        done: list[int] = []
+        params = SamplingParams(n=4, max_tokens=tokens, seed=3)
+        pending = self.engine.submit(PROMPTS, params)
+        meanwhile()
+        completions = pending(done.append)
+        assert sum(done) == 4 * len(PROMPTS)
+        assert [len(row) for row in completions] == [4] * len(PROMPTS)
+        return completions
+
+    @property
+    def live(self) -> list[str]:
+        return [server.url for server in self.pool.live()]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return [make_checkpoint(folder / str(seed), tied=True, seed=seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def servers(checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
+    folder = tmp_path_factory.mktemp("servers")
+    with serving(checkpoints[0], folder, *FLAGS, count=2) as both:
+        yield both
+
+
+@pytest.fixture
+def model(checkpoints: list[Path], tmp_path: Path) -> Iterator[Model]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield Model(checkpoints[0])
+    dist.destroy_process_group()
+
+
+def texts(completions: list[list[Completion]]) -> list[tuple[int, ...]]:
+    return [completion.token_ids for row in completions for completion in row]
+
+
+def test_one_is_killed_in_the_middle_of_a_batch(
+    model: Model, servers: list[Served], checkpoints: list[Path]
+) -> None:
+    stays, dies = servers
+    old, new = checkpoints
+    job = Job(model, servers)
+    model.checkpoint = new
+    job.engine.update_weights(1)
+    assert job.live == [stays.url, dies.url]
+    for server in servers:
+        assert server.routes.version == "1"
+        assert distance(server.routes, new) < TOLERANCE < FAR < distance(server.routes, old)
+    undisturbed = job.generate(100)
+    assert len(set(texts(undisturbed))) == 80, "every request has a random stream of its own"
+    assert stays.answered > 0 < dies.answered
+
+    def kill() -> None:
+        until(lambda: dies.open > 0, "requests under way")
+        dies.engine.send_signal(signal.SIGKILL)
+
+    disturbed = job.generate(100, kill)
+    assert job.live == [stays.url]
+    assert texts(disturbed) == texts(undisturbed), "each request was answered, once, as it would have been"
+    assert {completion.weight_version for row in disturbed for completion in row} == {1}
+
+    dies.until_ready("vLLM is ready again at")
+    assert dies.routes.version == "default"
+    assert distance(dies.routes, old) < TOLERANCE
+    until(lambda: job.generate(20) and len(job.live) == 2, "the way back", seconds=120)
+    assert dies.routes.version == "1"
+    assert distance(dies.routes, new) < TOLERANCE
+    before = dies.answered
+    assert {completion.weight_version for row in job.generate(20) for completion in row} == {1}
+    assert dies.answered > before
+    job.engine.close()
+
+
+class Asker:
+    """Asks servers for scores all the time; each answer has to be of one version as a whole."""
+
+    def __init__(self, servers: Sequence[Served], checkpoints: Sequence[Path]) -> None:
+        self._versions = [Model(checkpoint).score([PROMPT])[0] for checkpoint in checkpoints]
+        self.errors: dict[str, list[list[float]]] = {server.url: [] for server in servers}
+        """Per server and answer, the distance to each checkpoint."""
+        self._end = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(server,)) for server in servers]
+
+    def _ask(self, served: Served) -> None:
+        async def main() -> None:
+            async with http_client() as http:
+                server = Server(served.url, http)
+                while not self._end.is_set():
+                    got = torch.tensor(await server.score(PROMPT, timeout=300))
+                    distances = [(got - want).abs().max().item() for want in self._versions]
+                    self.errors[served.url].append(distances)
+
+        asyncio.run(main())
+
+    def __enter__(self) -> Asker:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        for thread in self._threads:
+            thread.join()
+
+
+PROMPT = canary_sequences(VOCAB_SIZE, 128)[0]
+
+
+def test_one_stands_still_in_the_middle_of_an_update(
+    model: Model, servers: list[Served], checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than the sender waits. The other goes on; what answers has one version as a whole."""
+    goes_on, stops = servers
+    old, new = checkpoints
+    monkeypatch.setattr(update, "in_buckets", partial(in_buckets, bucket_bytes=2**15))
+    job = Job(model, servers)
+    model.checkpoint = new
+    job.engine.update_weights(1)
+    assert len(job.live) == 2
+    core = stops.engine
+    left = iter(range(10))
+    stopped = []
+
+    def stop() -> None:
+        if next(left, None) is None and not stopped:
+            core.send_signal(signal.SIGSTOP)
+            stopped.append(time.monotonic())
+            threading.Timer(25, core.send_signal, (signal.SIGCONT,)).start()
+
+    model.checkpoint, model.on_tensor = old, stop
+    with Asker(servers, checkpoints) as asker:
+        until(lambda: all(asker.errors.values()), "answers of both")
+        job.engine.update_weights(2)
+        took = time.monotonic() - stopped[0]
+        assert goes_on.url in job.live
+        in_rotation = stops.url in job.live
+        until(lambda: time.monotonic() - stopped[0] > 26, "the end of the standstill")
+        completions = job.generate(20)
+        until(lambda: job.generate(20) and len(job.live) == 2, "the way back", seconds=120)
+        count = {url: len(errors) for url, errors in asker.errors.items()}
+        until(lambda: all(len(errors) > count[url] for url, errors in asker.errors.items()), "more answers")
+    print(f"the update took {took:.1f} s; in rotation after it: {in_rotation}")
+    assert took > 8, "no standstill, no test"
+    assert {completion.weight_version for row in completions for completion in row} == {2}
+    for server in servers:
+        errors = asker.errors[server.url]
+        assert all(min(distances) < TOLERANCE for distances in errors), "a mixture answered"
+        assert errors[0][1] < TOLERANCE < FAR < errors[0][0]
+        assert errors[-1][0] < TOLERANCE < FAR < errors[-1][1]
+        assert server.routes.version == "2"
+        assert distance(server.routes, old) < TOLERANCE
+    job.engine.close()
+
+
+def test_responses_that_an_update_meets_go_on_with_the_new_weights(
+    model: Model, servers: list[Served], checkpoints: list[Path]
+) -> None:
+    """Every token has the log-prob that its version gives it after the whole of what came before: also the
+    cache of what the old weights had read is new."""
+    job = Job(model, servers)
+    model.checkpoint = checkpoints[0]
+    job.engine.update_weights(21)
+
+    def update_under_way() -> None:
+        tokens = [server.count("generation_tokens") for server in servers]
+        until(
+            lambda: all(
+                server.count("generation_tokens") > before + 200
+                for server, before in zip(servers, tokens, strict=True)
+            ),
+            "some tokens",
+        )
+        model.checkpoint = checkpoints[1]
+        job.engine.update_weights(22)
+
+    rows = job.generate(100, update_under_way)
+    found = [completion for row in rows for completion in row]
+    assert {len(completion.token_ids) for completion in found} == {100}
+    assert any(len(completion.version_spans) == 2 for completion in found)
+    sequences = [
+        prompt.token_ids + c.token_ids for prompt, row in zip(PROMPTS, rows, strict=True) for c in row
+    ]
+    scores = {21 + i: Model(checkpoint).score(sequences) for i, checkpoint in enumerate(checkpoints)}
+    worst = 0.0
+    for number, completion in enumerate(found):
+        sampled = torch.tensor(completion.log_probs)
+        for span in completion.version_spans:
+            mine = scores[span.version][number][-100:]
+            worst = max(worst, (sampled - mine)[span.start : span.end].abs().max().item())
+    assert worst < TOLERANCE

@@ -1,0 +1,204 @@
+"""On two ranks: rollouts sampled by the embedded engine in a way the trainer did not ask for, and what the
+alarm says of each.
+
+alarm_worker.py OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.decode import Decoder
+from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.policy_loss import Scoring
+from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.packing.batch import MicroBatch, collate
+from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.rollout.embedded import EmbeddedEngine
+from megatron_fspo.trainer.alarm import LIMIT, Setting, check_mismatch
+from megatron_fspo.trainer.mismatch import measure
+from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
+from megatron_fspo.verify import production
+from megatron_fspo.verify.cases import SMALL, random_weights, with_layers
+from megatron_fspo.verify.layouts import parse_layout
+
+TEMPERATURE, VERSION = 0.7, 5
+LAYOUTS = ("dp2", "cp2", "pp2.vpp2", "tp2.sp")
+
+
+class Situation:
+    """A policy in training in one layout, and others that may have sampled in its place."""
+
+    def __init__(self, layout_name: str) -> None:
+        self.backend = choose_backend("cpu")
+        layout = parse_layout(layout_name, world_size=2)
+        self.groups = start(self.backend, parallel=layout.parallel, seed=1)
+        arch = with_layers(SMALL, layout.parallel)
+        weights = random_weights(arch)
+        generator = torch.Generator().manual_seed(9)
+
+        def policy(noise: float, head: float = 1.0) -> Policy:
+            moved = {n: w + noise * torch.randn(w.shape, generator=generator) for n, w in weights.items()}
+            moved["lm_head.weight"] *= head
+            return production.build(layout, arch, moved, self.backend, self.groups, torch.float32)
+
+        self.policy, self.nearby, self.other = policy(0.0), policy(0.01), policy(0.3)
+        # As sure of itself as a trained model is against an untrained one: hardly any Δ above 0.
+        self.sure = policy(0.3, head=20.0)
+
+    def sample(self, policy: Policy | None = None, **changed: Any) -> list[Sample]:
+        """Four responses to each of eight prompts; sampled as asked for but for what is ``changed``."""
+        version = changed.pop("version", VERSION)
+        params = SamplingParams(
+            **{"n": 4, "temperature": TEMPERATURE, "max_tokens": 24, "stop_token_ids": (3,), "seed": 1}
+            | changed
+        )
+        prompts = [Prompt(index=i, token_ids=(i + 1, 7), text="", answer="") for i in range(8)]
+        model = policy or self.policy
+        engine = EmbeddedEngine(Decoder(model.chunks, self.groups, vocab_size=SMALL.vocab_size), max_batch=64)
+        engine.update_weights(version)
+        dp = self.groups.dp
+        mine = range(dp.rank(), len(prompts), dp.size())
+        rows = engine.generate([prompts[i] for i in mine], params)
+        found = dict(gather_lists(list(zip(mine, rows, strict=True)), group=dp))
+        return [
+            Sample(prompt=prompt, number=n, completion=completion, reward=0.0, advantage=0.0)
+            for i, prompt in enumerate(prompts)
+            for n, completion in enumerate(found[i])
+        ]
+
+    def check(
+        self,
+        samples: Sequence[Sample],
+        *,
+        noise: float = 0.0,
+        raw: bool = False,
+        temperature: float = TEMPERATURE,
+        **changed: Any,
+    ) -> tuple[dict[str, float], str | None]:
+        """What the alarm says; ``raw``: log-probs at temperature 1 in place of the sampler's."""
+        batches = self._packs(samples)
+        if raw:
+            scores = self._scores(batches, 1.0)
+            batches = [replace(b, sampled_log_probs=s) for b, s in zip(batches, scores, strict=True)]
+        generator = torch.Generator().manual_seed(self.groups.dp.rank())
+        batches = [
+            replace(
+                batch,
+                sampled_log_probs=batch.sampled_log_probs
+                + noise * torch.randn(batch.mask.shape, generator=generator),
+            )
+            for batch in batches
+        ]
+        lengths = [len(s.completion.token_ids) for s in samples]
+        mismatch = measure(batches, self._scores(batches, temperature), lengths, group=self.groups.dp_cp)
+        asked: dict[str, Any] = {"version": VERSION, "top_p": 1.0, "limit": LIMIT[torch.float32]} | changed
+        setting = Setting(
+            temperature=temperature,
+            rescore=self._scores,
+            probe=self.groups.pp.size(),
+            groups=self.groups,
+            **asked,
+        )
+        return check_mismatch(batches, mismatch, samples, setting)
+
+    def _packs(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        """Two per pipeline stage."""
+        groups = self.groups
+        mine = range(groups.dp.rank(), len(samples), groups.dp.size())
+        count = 2 * groups.pp.size()
+        return [
+            collate(
+                samples,
+                mine[number::count],
+                num_sequences=len(samples),
+                num_tokens=sum(len(s.completion.token_ids) for s in samples),
+                context_rank=groups.cp.rank(),
+                context_size=groups.cp.size(),
+                multiple_of=groups.tp.size(),
+            )
+            for number in range(count)
+        ]
+
+    def _scores(self, batches: Sequence[MicroBatch], temperature: float) -> list[torch.Tensor]:
+        scoring = Scoring(groups=self.groups, vocab_size=SMALL.vocab_size, temperature=temperature)
+        return self.policy.score(batches, scoring)
+
+
+def with_spans(samples: Sequence[Sample], first: int) -> list[Sample]:
+    """Responses whose first token an older version wrote."""
+
+    def spanned(completion: Completion) -> Completion:
+        spans = (
+            VersionSpan(version=first, start=0, end=1),
+            VersionSpan(version=VERSION, start=1, end=len(completion.token_ids)),
+        )
+        return replace(completion, weight_version=first, version_spans=spans)
+
+    return [replace(sample, completion=spanned(sample.completion)) for sample in samples]
+
+
+def difference(text: str | None) -> float:
+    """Nats per token that the alarm tells."""
+    assert text is not None
+    return float(text.removeprefix("sampler and trainer differ by ").split()[0])
+
+
+def said(layout_name: str) -> dict[str, Any]:
+    """Situation → metrics and text."""
+    s = Situation(layout_name)
+    sound = s.sample()
+    bf16 = {"noise": 0.009, "limit": LIMIT[torch.bfloat16]}
+    found = {
+        "sound": s.check(sound),
+        "raw": s.check(sound, raw=True),
+        "other weights": s.check(s.sample(s.other)),
+    }
+    if layout_name == LAYOUTS[0]:
+        cut = s.sample(top_p=0.6)
+        old = s.sample(s.nearby, version=VERSION - 1)
+        found |= {
+            "sound at 1": s.check(s.sample(temperature=1.0), temperature=1.0),
+            "sound in bf16": s.check(sound, **bf16),
+            "raw in bf16": s.check(sound, raw=True, **bf16),
+            "temperature ignored": s.check(s.sample(temperature=1.0)),
+            "temperature 0.9": s.check(s.sample(temperature=0.9)),
+            "temperature 0.35": s.check(s.sample(temperature=0.35)),
+            "temperature 1.4 for 1": s.check(s.sample(temperature=1.4), temperature=1.0),
+            "temperature 0.9 in bf16": s.check(s.sample(temperature=0.9), **bf16),
+            "top-p": s.check(cut),
+            "top-p as asked": s.check(cut, top_p=0.6),
+            "top-p in bf16": s.check(cut, **bf16),
+            # Some temperature brings it below this limit, but explains little of it.
+            "top-p a little over the limit": s.check(cut, limit=0.95 * difference(s.check(cut)[1])),
+            "top-p at another temperature": s.check(s.sample(top_p=0.6, temperature=1.0)),
+            "weights of a surer model": s.check(s.sample(s.sure)),
+            "weights nearby": s.check(s.sample(s.nearby)),
+            "older weights": s.check(old),
+            "some older": s.check([*sound[:9], *old[9:]]),
+            "partly older": s.check(with_spans(sound, VERSION - 1), raw=True),
+        }
+    return found
+
+
+def main() -> None:
+    found = {}
+    for layout in LAYOUTS:
+        found[layout] = said(layout)
+        writer = dist.get_rank() == 0
+        stop()
+    if writer:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Rollouts whose Δ is given, packed any way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_fspo.packing.batch import MicroBatch, collate
+from megatron_fspo.types import Completion, Prompt, Sample
+
+ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+LENGTHS = [1, 9, 30, 0, 4]
+PACKS = [[[0, 1, 2, 3, 4]], [[4, 2], [3, 0], [1]], [[2], [1], [0], [4], [3]]]
+
+
+def sample(index: int, log_probs: Sequence[float], **changed: Any) -> Sample:
+    """A response to a prompt of one to three tokens."""
+    prompt = Prompt(index=index, token_ids=(1, 2, 3)[: 1 + index % 3], text="", answer="")
+    completion = {"finish_reason": "length", "weight_version": 0} | changed
+    return Sample(
+        prompt=prompt,
+        number=0,
+        completion=Completion(token_ids=(5,) * len(log_probs), log_probs=tuple(log_probs), **completion),
+        reward=0.0,
+        advantage=(-1.0) ** index,
+    )
+
+
+def responses(scale: float = 0.1, shift: float = 0.0) -> tuple[list[Sample], list[torch.Tensor]]:
+    """Samples, and per response the Δ of its tokens."""
+    generator = torch.Generator().manual_seed(0)
+    deltas = [torch.randn(n, generator=generator, dtype=torch.float64) * scale + shift for n in LENGTHS]
+    return [sample(i, [-1.5] * n) for i, n in enumerate(LENGTHS)], deltas
+
+
+def packed(
+    samples: Sequence[Sample], deltas: Sequence[torch.Tensor], packs: Sequence[Sequence[int]]
+) -> tuple[list[MicroBatch], list[torch.Tensor]]:
+    """Micro-batches, and the trainer's log-probs: Δ above the sampler's; NaN outside the mask."""
+    lengths = [len(s.completion.token_ids) for s in samples]
+    batches = [
+        collate(samples, pack, num_sequences=sum(n > 0 for n in lengths), num_tokens=sum(lengths))
+        for pack in packs
+    ]
+    scores = []
+    for batch in batches:
+        score = torch.full(batch.mask.shape, math.nan, dtype=torch.float64)
+        for number, index in enumerate(batch.sample_index.tolist()):
+            here = batch.mask & (batch.segment == number)
+            score[here] = batch.sampled_log_probs[here] + deltas[index]
+        scores.append(score)
+    return batches, scores

@@ -1,0 +1,113 @@
+"""What is asked for when, what a resumed run asks for again, and how old a token may be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fspo.data.prompts import PromptCursor
+from megatron_fspo.errors import TrainingError
+from megatron_fspo.trainer.ahead import Ahead, staleness_metrics
+from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
+
+PROMPTS = tuple(Prompt(index=i, token_ids=(i,), text="", answer="") for i in range(10))
+GROUPS: Any = SimpleNamespace(dp=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
+
+
+class Engine:
+    """Writes down what is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], int]] = []
+
+    def submit(self, prompts: list[Prompt], params: SamplingParams) -> object:
+        self.asked.append(([prompt.index for prompt in prompts], params.seed))
+        return None
+
+
+def make(staleness: int, steps: int = 8, step: int = 0, state: dict | None = None) -> tuple[Ahead, Engine]:
+    rollout = dict(
+        prompts=3, samples=2, temperature=1.0, top_p=1.0, max_response_tokens=4, max_staleness=staleness
+    )
+    config = SimpleNamespace(rollout=SimpleNamespace(**rollout), run=SimpleNamespace(seed=7, steps=steps))
+    inputs: Any = SimpleNamespace(config=config, train=PROMPTS, stop_token_ids=(9,))
+    cursor = PromptCursor(len(PROMPTS), seed=1)
+    if state is not None:
+        cursor.load_state_dict(state)
+    engine: Any = Engine()
+    return Ahead(inputs, engine, GROUPS, cursor, step), engine
+
+
+def walk(ahead: Ahead, steps: range) -> list[list[int]]:
+    """The prompts of these steps, as the trainer takes them."""
+    taken = []
+    for step in steps:
+        taken.append([prompt.index for prompt in ahead.take(step).prompts])
+        ahead.ask(step)
+    return taken
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_how_far_ahead(staleness: int) -> None:
+    ahead, engine = make(staleness)
+    for step in range(8):
+        ahead.take(step)
+        assert len(engine.asked) == (min(step + max(staleness, 1), 8) if step else 1)
+        ahead.ask(step)
+        assert len(engine.asked) == min(step + staleness + 1, 8)
+
+
+def test_what_is_asked_does_not_depend_on_how_far_ahead() -> None:
+    asked = []
+    for staleness in (0, 1, 5):
+        ahead, engine = make(staleness)
+        taken = walk(ahead, range(8))
+        assert taken == [prompts for prompts, _ in engine.asked]
+        asked.append(engine.asked)
+    assert asked[0] == asked[1] == asked[2]
+    assert len({seed for _, seed in asked[0]}) == 8
+
+
+@given(st.integers(0, 4), st.integers(0, 4), st.integers(1, 7))
+def test_a_resumed_run_goes_on_where_the_trainer_was(before: int, after: int, saved: int) -> None:
+    """Not where the sampler was; also when it looks further ahead, or less."""
+    whole = walk(make(0)[0], range(8))
+    first, _ = make(before)
+    assert walk(first, range(saved)) == whole[:saved]
+    second, _ = make(after, step=saved, state=first.state_dict())
+    assert walk(second, range(saved, 8)) == whole[saved:]
+
+
+def sample(*spans: tuple[int, int, int]) -> Sample:
+    length = spans[-1][2]
+    completion = Completion(
+        token_ids=(1,) * length,
+        log_probs=(-1.0,) * length,
+        finish_reason="length",
+        weight_version=min(version for version, _, _ in spans),
+        version_spans=tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in spans),
+    )
+    return Sample(prompt=PROMPTS[0], number=0, completion=completion, reward=0.0, advantage=0.0)
+
+
+def test_staleness_counts_tokens() -> None:
+    samples = [sample((3, 0, 4)), sample((4, 0, 10), (5, 10, 16))]
+    metrics = staleness_metrics(samples, 5, limit=2)
+    assert metrics == {
+        "rollout/staleness/mean": pytest.approx((2 * 4 + 1 * 10) / 20),
+        "rollout/staleness/max": 2,
+        "rollout/partial": 0.5,
+    }
+    with pytest.raises(TrainingError, match="step 6: a response is from weights 2 versions old"):
+        staleness_metrics(samples, 5, limit=1)
+
+
+def test_an_engine_that_says_one_version_for_all() -> None:
+    whole = Completion(token_ids=(1, 2), log_probs=(0.0, 0.0), finish_reason="stop", weight_version=4)
+    one = Sample(prompt=PROMPTS[0], number=0, completion=whole, reward=0.0, advantage=0.0)
+    assert staleness_metrics([one], 4, limit=0)["rollout/staleness/mean"] == 0
+    assert staleness_metrics([one], 5, limit=1)["rollout/staleness/mean"] == 1

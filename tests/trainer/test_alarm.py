@@ -1,0 +1,75 @@
+"""The mismatch alarm names the cause that was planted, and is silent on a sound rollout."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alarm_worker import LAYOUTS
+from launch import run_worker
+
+RAW = "log-probs before the temperature"
+OTHER_TEMPERATURE = "another temperature: scored at {:.3g} instead of rollout.temperature = {:g}"
+CUT = "a vocabulary cut by top-p or top-k"
+WEIGHTS = "other weights than claimed, or other kernels"
+
+CAUSES = {
+    "sound": None,
+    "sound at 1": None,
+    "sound in bf16": None,
+    "raw": RAW,
+    "raw in bf16": RAW,
+    "temperature ignored": RAW,
+    "temperature 0.9": OTHER_TEMPERATURE.format(0.9, 0.7),
+    "temperature 0.35": OTHER_TEMPERATURE.format(0.35, 0.7),
+    "temperature 1.4 for 1": OTHER_TEMPERATURE.format(1.4, 1),
+    "temperature 0.9 in bf16": "another temperature",
+    "top-p": f"{CUT}, and log-probs renormalised over the rest; but rollout.top_p is 1",
+    "top-p as asked": f"{CUT}, and log-probs renormalised over the rest; expected with rollout.top_p = 0.6",
+    "top-p in bf16": CUT,
+    "top-p a little over the limit": CUT,
+    "top-p at another temperature": WEIGHTS,
+    "other weights": WEIGHTS,
+    "weights nearby": WEIGHTS,
+    "weights of a surer model": WEIGHTS,
+    "some older": None,
+}
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("alarm") / "said.json"
+    run_worker(Path(__file__).with_name("alarm_worker.py"), str(out), nproc=2)
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+@pytest.mark.parametrize("situation", CAUSES)
+def test_the_cause_is_named(said: dict[str, Any], situation: str) -> None:
+    metrics, text = said[LAYOUTS[0]][situation]
+    cause = CAUSES[situation]
+    assert metrics == {"rollout/mismatch_alarm": 0.0 if cause is None else 1.0}, text
+    if cause is None:
+        assert text is None
+    else:
+        assert f"Likeliest cause: {cause}" in text and "\n" not in text
+        assert "tokens of the present weights, version 5; rollout.mismatch_limit is " in text
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_every_layout(said: dict[str, Any], layout: str) -> None:
+    for situation in ("sound", "raw", "other weights"):
+        metrics, text = said[layout][situation]
+        cause = CAUSES[situation]
+        assert metrics["rollout/mismatch_alarm"] == (cause is not None)
+        assert text is None if cause is None else cause in text
+
+
+def test_only_responses_of_the_present_weights_say_anything(said: dict[str, Any]) -> None:
+    for situation in ("older weights", "partly older"):
+        metrics, text = said[LAYOUTS[0]][situation]
+        assert math.isnan(metrics["rollout/mismatch_alarm"]) and text is None

@@ -1,0 +1,105 @@
+"""Whole runs: where old log-probs come from, what a correction does to the step, and the alarm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launch import REPO
+from megatron_fspo.options import load_config
+from megatron_fspo.trainer.optimize import needs_old_pass
+from runs import CONFIG, rows, run
+
+ONE_RANK = (
+    "--parallel.tensor 1 --parallel.sequence false --run.steps 1 --evaluation.every 0 --checkpoint.every 0"
+)
+RUNS = {
+    "plain": "",
+    "sampled": "--rollout.old-log-probs sampled",
+    "gate": "--correction.name length_fair_gate --correction.c 1e-7",
+    "one step": "--batch.mini-batches 1",
+    "one step, gate": "--batch.mini-batches 1 --correction.name length_fair_gate --correction.c 1e-7",
+    "one step, sampled": "--batch.mini-batches 1 --rollout.old-log-probs sampled",
+    "top-p": "--rollout.top-p 0.6",
+}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], str]]:
+    """Run → metrics of its step, and what it printed."""
+    folder = tmp_path_factory.mktemp("mismatch")
+    found = {}
+    for name, words in RUNS.items():
+        word = name.replace(", ", "-").replace(" ", "-")
+        result = run(folder, word, *ONE_RANK.split(), *words.split(), nproc=1)
+        assert result.returncode == 0, f"{name}: {result.stderr[-6000:]}"
+        (row,) = rows(folder, word)
+        found[name] = row, result.stdout
+    return found
+
+
+Done = dict[str, tuple[dict[str, Any], str]]
+
+
+def test_a_sound_run_is_silent(done: Done) -> None:
+    for name in ("plain", "gate"):
+        row, out = done[name]
+        assert row["rollout/mismatch_alarm"] == 0 and "Likeliest cause" not in out
+
+
+def test_the_alarm_names_the_cause_in_the_log(done: Done) -> None:
+    row, out = done["top-p"]
+    assert row["rollout/mismatch_alarm"] == 1
+    (line,) = [line for line in out.splitlines() if "Likeliest cause" in line]
+    assert line.startswith("step 1: sampler and trainer differ by ")
+    assert "expected with rollout.top_p = 0.6" in line
+
+
+def test_sampled_old_log_probs_need_no_pass(done: Done) -> None:
+    """The embedded sampler's are the trainer's to fp32, so all that is learned is the same."""
+    (plain, _), (sampled, _) = done["plain"], done["sampled"]
+    assert "timing_s/old_log_prob" in plain and "timing_s/old_log_prob" not in sampled
+    assert plain["fspo/on_policy_abs_s_max"] == 0
+    absent = {"rollout/logprob_abs_diff/mean", "rollout/mismatch_alarm", "fspo/on_policy_abs_s_max"}
+    assert absent <= plain.keys() and not absent & sampled.keys()
+    # Measured by the first update: all there is without a pass.
+    for name in ("rollout/kl_k1", "rollout/mismatch_sigma"):
+        assert 0 < abs(sampled[name]) < 1e-4, name
+    for name in ("actor/grad_norm", "actor/pg_loss", "fspo/kl_k3"):
+        assert sampled[name] == pytest.approx(plain[name], rel=1e-2, abs=1e-5), name
+
+
+def test_a_gate_that_drops_the_most_leaves_little_to_learn(done: Done) -> None:
+    (plain, _), (gate, _) = done["plain"], done["gate"]
+    assert not any(name.startswith("rollout/correction") for name in plain)
+    kept = gate["rollout/correction_weight_mean"]
+    assert kept == pytest.approx(1 - gate["rollout/correction_dropped"]) and kept < 0.6
+    assert gate["actor/grad_norm"] < 0.9 * plain["actor/grad_norm"]
+    assert gate["fspo/nonfinite"] == 0
+
+
+def test_a_single_optimizer_step_takes_a_pass_for_a_correction_only(done: Done) -> None:
+    (plain, _), (gate, _) = done["one step"], done["one step, gate"]
+    assert "timing_s/old_log_prob" not in plain and "timing_s/old_log_prob" in gate
+    assert plain["fspo/on_policy_abs_s_max"] == gate["fspo/on_policy_abs_s_max"] == 0
+    assert gate["actor/grad_norm"] < 0.9 * plain["actor/grad_norm"]
+    # From the sampler's log-probs even the only step has an S, and a clip rate.
+    assert "fspo/sigma_hat" not in plain and done["one step, sampled"][0]["fspo/sigma_hat"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        ("--batch.mini-batches 2", True),
+        ("--batch.epochs 2", True),
+        ("", False),
+        ("--rollout.engine vllm", True),
+        ("--correction.name token_tis", True),
+        ("--rollout.old-log-probs sampled", False),
+        ("--rollout.old-log-probs sampled --rollout.engine vllm --batch.epochs 2", False),
+    ],
+)
+def test_when_the_trainer_scores_before_it_learns(words: str, needed: bool) -> None:
+    one = "--batch.mini-batches 1 --batch.epochs 1"
+    assert needs_old_pass(load_config(REPO / CONFIG, [*one.split(), *words.split()])) is needed

@@ -1,0 +1,214 @@
+"""From the mismatch to gradient weights: the same for every split, and only where they belong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fspo.config_correction import (
+    CorrectionConfig,
+    LengthFairGate,
+    NoCorrection,
+    SequenceMask,
+    SequenceTIS,
+    TokenTIS,
+)
+from megatron_fspo.mcore.policy_loss import PolicyLoss
+from megatron_fspo.objective import FSPOBand
+from megatron_fspo.objective.policy import PolicyObjective, SequenceLevel, TokenLevel
+from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.trainer.correction import correct
+from megatron_fspo.trainer.mismatch import measure
+from megatron_fspo.trainer.records import SequenceRecord, records_of
+from mismatch_cases import ALONE, LENGTHS, PACKS, packed, responses
+
+# Σ Δ of the responses of 1, 9, 30, 0 and 4 tokens.
+SUMS = [0.1, -0.4, 1.2, 0.0, -1.0]
+DELTAS = [
+    torch.linspace(-0.5, 0.5, n, dtype=torch.float64) + s / max(n, 1)
+    if n > 1
+    else torch.full((n,), s).double()
+    for n, s in zip(LENGTHS, SUMS, strict=True)
+]
+
+WEIGHTS: dict[str, tuple[CorrectionConfig, Callable[[int], Tensor]]] = {
+    "token_tis": (TokenTIS(cap=1.25), lambda i: DELTAS[i].exp().clamp(max=1.25)),
+    "sequence_tis": (SequenceTIS(cap=2.0), lambda i: torch.tensor(min(math.exp(SUMS[i]), 2.0))),
+    "sequence_mask": (SequenceMask(low=0.5, high=2.0), lambda i: torch.tensor(float(abs(SUMS[i]) < 0.69))),
+    # Limits .2, .6, 1.095, 0 and .4
+    "length_fair_gate": (LengthFairGate(c=0.2), lambda i: torch.tensor(float(i in (0, 1, 3)))),
+}
+
+
+def corrected(
+    correction: CorrectionConfig,
+    packs: list[list[int]],
+    deltas: list[Tensor] = DELTAS,
+    broken: float | None = None,
+) -> tuple[list[MicroBatch], dict[str, float]]:
+    """``broken``: the sampler's log-prob of a token of response 1."""
+    samples, _ = responses()
+    batches, scores = packed(samples, deltas, packs)
+    if broken is not None:
+        for batch in batches:
+            place = (batch.mask & (batch.sample_index == 1)[batch.segment]).nonzero()[3]
+            batch.sampled_log_probs[place] = broken
+    mismatch = measure(batches, scores, LENGTHS, group=ALONE)
+    old = [replace(batch, old_log_probs=score) for batch, score in zip(batches, scores, strict=True)]
+    return correct(correction, old, mismatch, group=ALONE)
+
+
+@pytest.mark.parametrize("packs", PACKS)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_every_token_gets_the_weight_of_its_rule_in_every_split(name: str, packs: list[list[int]]) -> None:
+    correction, weight = WEIGHTS[name]
+    batches, metrics = corrected(correction, packs)
+    for batch in batches:
+        assert batch.rollout_weights is not None
+        assert (batch.rollout_weights[~batch.mask] == 0).all()
+        for number, index in enumerate(batch.sample_index.tolist()):
+            here = batch.mask & (batch.segment == number)
+            want = weight(index).double().expand(LENGTHS[index])
+            assert torch.allclose(batch.rollout_weights[here], want, atol=1e-7)
+    assert metrics == pytest.approx(corrected(correction, PACKS[0])[1], rel=1e-12)
+
+
+def test_metrics_by_hand() -> None:
+    """Responses of 1 and 4 tokens are the shorter half of the four, 9 and 30 the longer."""
+    _, got = corrected(SequenceMask(), PACKS[1])
+    assert got == {
+        "rollout/correction_dropped": 2 / 4,
+        "rollout/correction_dropped/short": 1 / 2,
+        "rollout/correction_dropped/long": 1 / 2,
+        "rollout/correction_weight_mean": 2 / 4,
+    }
+    _, got = corrected(SequenceTIS(cap=2.0), PACKS[1])
+    assert got == pytest.approx(
+        {
+            "rollout/correction_truncated_sequences": 1 / 4,
+            "rollout/correction_truncated_sequences/short": 0,
+            "rollout/correction_truncated_sequences/long": 1 / 2,
+            "rollout/correction_weight_mean": (math.exp(0.1) + math.exp(-0.4) + 2 + math.exp(-1)) / 4,
+        }
+    )
+    _, got = corrected(TokenTIS(cap=1.25), PACKS[1])
+    tokens = torch.cat(DELTAS)
+    at_cap = [(delta.exp() > 1.25).sum().item() for delta in DELTAS]
+    assert 0 < at_cap[2] < 30 and 0 < at_cap[1] < 9
+    assert got == pytest.approx(
+        {
+            "rollout/correction_truncated_tokens": sum(at_cap) / 44,
+            "rollout/correction_truncated_tokens/short": (at_cap[0] + at_cap[4]) / 5,
+            "rollout/correction_truncated_tokens/long": (at_cap[1] + at_cap[2]) / 39,
+            "rollout/correction_weight_mean": tokens.exp().clamp(max=1.25).mean().item(),
+        }
+    )
+
+
+def test_without_a_correction_nothing_changes() -> None:
+    batches, metrics = corrected(NoCorrection(), PACKS[1])
+    assert metrics == {} and all(batch.rollout_weights is None for batch in batches)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_response_whose_difference_is_not_finite_is_dropped_as_such(name: str, value: float) -> None:
+    (batch,), metrics = corrected(WEIGHTS[name][0], PACKS[0], broken=value)
+    loss = Loss(SequenceLevel(band=FSPOBand(c_low=1.0, c_high=1.0)), batch)
+    assert [record.nonfinite for record in loss.records] == [False, True, False, False, False]
+    assert loss.gradient.isfinite().all() and (loss.gradient[batch.segment == 1] == 0).all()
+    # It counts in no metric of the correction.
+    left = [WEIGHTS[name][1](i).double() for i in (0, 2, 4)]
+    if name == "token_tis":
+        left = [torch.cat(left)]
+    want = torch.stack(left).mean().item()
+    assert metrics["rollout/correction_weight_mean"] == pytest.approx(want)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+class GivenScores:
+    """In place of a model: log-probs and entropies as leaves, to see what gradient each gets."""
+
+    groups = SimpleNamespace(cp=ALONE)
+
+    def __init__(self, log_probs: Tensor) -> None:
+        self.log_probs = log_probs.clone().requires_grad_()
+        self.entropy = torch.ones_like(log_probs).requires_grad_()
+
+    def __call__(self, *_: object) -> tuple[Tensor, Tensor]:
+        return self.log_probs, self.entropy
+
+
+class Loss:
+    """One micro-batch through PolicyLoss, with S = 0.1 everywhere."""
+
+    def __init__(self, objective: PolicyObjective, batch: MicroBatch, **coefficients: float) -> None:
+        assert batch.old_log_probs is not None
+        scores = torch.full(batch.mask.shape, -1.4, dtype=torch.float64)
+        old = torch.where(batch.old_log_probs.isfinite() | ~batch.mask, -1.41, batch.old_log_probs)
+        batch = replace(batch, old_log_probs=old, reference_log_probs=scores - 0.3)
+        scoring: Any = GivenScores(scores)
+        self.records: list[SequenceRecord] = []
+        loss = PolicyLoss(
+            objective=objective,
+            scoring=scoring,
+            observer=lambda batch, terms: self.records.extend(records_of(batch, terms, 0)),
+            **coefficients,
+        )
+        value, _, self.metrics = loss.loss(batch, torch.nn.Identity(), torch.empty(0))
+        value.backward()
+        self.gradient = scoring.log_probs.grad
+        self.entropy_gradient = scoring.entropy.grad
+
+
+OBJECTIVES: dict[str, PolicyObjective] = {
+    "sequence": SequenceLevel(band=FSPOBand(c_low=0.03, c_high=0.03)),  # A > 0 and L = 30: S = .3 is clipped
+    "sequence-mean": TokenLevel(eps_low=0.2, eps_high=0.2, aggregation="sequence-mean"),
+    "token-mean": TokenLevel(eps_low=0.2, eps_high=0.2, aggregation="token-mean"),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_policy_gradient_is_weighted_and_nothing_else(name: str, objective: PolicyObjective) -> None:
+    (batch,), _ = corrected(WEIGHTS[name][0], PACKS[0])
+    assert batch.rollout_weights is not None
+    # What is outside the mask must not matter.
+    batch = replace(batch, rollout_weights=torch.where(batch.mask, batch.rollout_weights, math.nan))
+    plain = replace(batch, rollout_weights=None)
+    alone, weighted = Loss(objective, plain), Loss(objective, batch)
+    here = batch.mask
+    assert torch.allclose(weighted.gradient[here], (alone.gradient * batch.rollout_weights)[here], atol=1e-12)
+    assert (weighted.gradient[~here] == 0).all() and not torch.equal(weighted.gradient, alone.gradient)
+    # S, clips, the reported loss and every other metric are those without the correction.
+    assert weighted.records == alone.records
+    for key, pair in alone.metrics.items():
+        assert torch.equal(weighted.metrics[key], pair), key
+    # Entropy and KL add the same gradient with the correction as without.
+    extra = {"entropy_coef": 0.3, "kl_coef": 0.2}
+    more, weighted_more = Loss(objective, plain, **extra), Loss(objective, batch, **extra)
+    kl = more.gradient - alone.gradient
+    assert torch.allclose(weighted_more.gradient - weighted.gradient, kl) and kl.abs().max() > 1e-3
+    assert torch.equal(weighted_more.entropy_gradient, more.entropy_gradient)
+    assert more.entropy_gradient.abs().max() > 0
+
+
+def test_a_dropped_sequence_stays_in_n() -> None:
+    """What the others learn from does not grow because one was dropped."""
+    deltas = [delta.clone() for delta in DELTAS]
+    deltas[2] += 10.0
+    (all_kept,), _ = corrected(LengthFairGate(c=1e3), PACKS[0], deltas)
+    (one_dropped,), metrics = corrected(LengthFairGate(c=1.0), PACKS[0], deltas)
+    assert metrics["rollout/correction_dropped"] == 1 / 4
+    objective = SequenceLevel(band=FSPOBand(c_low=1.0, c_high=1.0))
+    kept, dropped = Loss(objective, all_kept).gradient, Loss(objective, one_dropped).gradient
+    others = all_kept.segment != 2
+    assert torch.equal(dropped[others], kept[others]) and (dropped[~others] == 0).all()
+    assert (kept[~others] != 0).any()
