@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,7 +42,7 @@ def train(folder: Path, name: str, url: str, staleness: int, steps: int, core: i
     rows = [row for row in rows if row["step"] > 1]
     oldest = max(row["rollout/staleness/max"] for row in rows)
     if oldest > staleness:
-        raise SystemExit(f"a response {oldest} versions old where {staleness} are allowed")
+        sys.exit(f"a response {oldest} versions old where {staleness} are allowed")
     return {
         "seconds": fmean(row["timing_s/step"] for row in rows),
         "waiting": fmean(row["timing_s/gen"] for row in rows),
@@ -63,22 +64,34 @@ def start_server(folder: Path, port: int, core: int) -> subprocess.Popen[str]:
     )
     assert server.stdout is not None
     if "is ready" not in server.stdout.readline():
-        raise SystemExit((folder / "vllm.log").read_text(errors="replace")[-2000:])
+        sys.exit(f"the server did not start ({server.wait()}); `serve` says why above")
     return server
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """Markdown: times as multiples of a synchronous step."""
+    lines = ["| | a step | of it waiting for responses | staleness, mean over tokens |", "|---|---|---|---|"]
+    for name, key in (("synchronous", "sync"), ("one step ahead", "async")):
+        run, step = report[key], report["sync"]["seconds"]
+        times = f"{run['seconds'] / step:.2f} | {run['waiting'] / step:.2f}"
+        lines.append(f"| {name} | {times} | {run['staleness']:.2g} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="of each run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="of each run, 2 or more (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=2, help="runs of each kind (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8190, help="of the server (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/async_rollouts.json")
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
+    if options.steps < 2 or options.turns < 1:
+        parser.error("at least 2 steps, of which the first is left out, and 1 turn")
     if len(cores) < 2:
-        raise SystemExit("needs two cores")
+        sys.exit("needs two cores")
     if not (ROOT / CHECKPOINT).exists():
-        raise SystemExit(f"no {CHECKPOINT}: `make {CHECKPOINT}/config.json` makes it")
+        sys.exit(f"no {CHECKPOINT}: `make {CHECKPOINT}/config.json` makes it")
     runs: dict[str, list[dict[str, float]]] = {"sync": [], "async": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -95,8 +108,7 @@ def main() -> None:
             server.wait()
     means = {kind: {key: fmean(run[key] for run in some) for key in some[0]} for kind, some in runs.items()}
     ratio = means["sync"]["seconds"] / means["async"]["seconds"]
-    print(f"async finishes {ratio:.2f} times the steps of sync in the same time")
-    result = {
+    report = {
         "command": shlex.join(["python", "benchmarks/async_rollouts.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         **machine(),
@@ -106,7 +118,9 @@ def main() -> None:
         "async": means["async"],
         "steps_ratio": ratio,
     }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report))
+    print(f"\nasync finishes {ratio:.2f} times the steps of sync in the same time")
 
 
 if __name__ == "__main__":

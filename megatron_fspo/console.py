@@ -44,5 +44,5 @@ def progress_bar(total_bytes: int, what: str) -> Iterator[Callable[[int], object
 def quiet_megatron() -> None:
     """Megatron warns at import of every optional package that is not there; `doctor` says it better."""
     warnings.filterwarnings("ignore", module=r"megatron\.core")
-    # torch's deprecations of what Megatron calls, raised in torch or through our function mode.
+    # torch's deprecations of what Megatron calls.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecat")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -34,6 +36,13 @@ def torchrun(
     return subprocess.run(
         [*command, *program], cwd=cwd, env=environment(), timeout=timeout, capture_output=True, text=True
     )
+
+
+def found_by(worker: Path, folder: Path, *, nproc: int) -> Any:
+    """Run a worker on real ranks, and return what it wrote as JSON to the file it was told."""
+    out = folder / "found.json"
+    run_worker(worker, str(out), nproc=nproc)
+    return json.loads(out.read_text(encoding="utf-8"))
 
 
 def run_worker(worker: Path, *arguments: str, nproc: int, timeout: float = 300) -> str:

@@ -34,7 +34,8 @@ def test_the_errors_are_no_larger_than_the_naive_ones() -> None:
     ours, naive = (logprob_head.in_fresh_process("errors", variant, SIZE) for variant in ("ours", "naive"))
     assert ours.pop("log_prob") < 1e-5
     for name, error in ours.items():
-        assert 0 < error <= naive[name] < 1e-5, name
+        assert 0 < error <= naive[name], name
+    assert ours["weight_gradient"] < 1e-6 and ours["hidden_gradient"] < 1e-6
     assert ours["hidden_gradient"] < naive["hidden_gradient"] / 2  # the label's term is added last
 
 

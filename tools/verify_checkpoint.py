@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=[*DTYPES], default="float32", help="of the models (default float32)"
     )
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest |Δ| allowed (default 1e-5)")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="largest |Δ| allowed (default 1e-4)")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     return parser

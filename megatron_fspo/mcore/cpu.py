@@ -1,49 +1,63 @@
 """Lets Megatron-Core run where there is no GPU.
 
-Megatron writes ``device="cuda"`` in a few dozen places. On a machine without a GPU they mean the CPU: one
-torch function mode says so, and a few CUDA calls get their CPU meaning. No class of Megatron is touched;
+Megatron writes ``device="cuda"`` in a few dozen places. On a machine without a GPU they mean the CPU: torch's
+factories and four methods of its tensors are told so, and a few CUDA calls get their CPU meaning. (A torch
+function mode would say it in one place, but stand in the way of every call.) No class of Megatron is touched;
 norms and attention come through the layer spec (:mod:`megatron_fspo.mcore.layers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
+_FACTORIES = (
+    *("arange", "as_tensor", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"),
+    *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
+)
 
 
-class CudaMeansCpu(TorchFunctionMode):
-    """Reads ``cuda`` as ``cpu`` in every torch call of this thread."""
+def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A factory of tensors for which ``cuda`` is ``cpu``, and whose memory is never pinned."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's optimizers sort parameters by the name 'torch.cuda.FloatTensor'.
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
-        if not kwargs:  # most calls: keep them cheap
-            return func(*args)
-        named = dict(kwargs)
-        if named.get("pin_memory"):
-            named["pin_memory"] = False
-        if _is_cuda(named.get("device")):
-            named["device"] = CPU
-        return func(*args, **named)
+    @functools.wraps(factory)
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return made
+
+
+def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if args and _is_cuda(args[0]):
+        args = (CPU, *args[1:])
+    if _is_cuda(kwargs.get("device")):
+        kwargs["device"] = CPU
+    return _tensor_to(self, *args, **kwargs)
+
+
+def _type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+    found = _tensor_type(self, *args, **kwargs)
+    # Megatron's optimizers sort parameters by the name 'torch.cuda.FloatTensor'.
+    return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+
+def _itself(self: Tensor, *_: Any, **__: Any) -> Tensor:
+    return self
+
+
+_tensor_to, _tensor_type = torch.Tensor.to, torch.Tensor.type
 
 
 def _is_cuda(device: object) -> bool:
@@ -76,14 +90,15 @@ def _split_sizes_as_numpy(values: Any, as_numpy: bool = False, record_stream: bo
     return values.numpy() if as_numpy and isinstance(values, torch.Tensor) else values
 
 
-_mode: CudaMeansCpu | None = None
-
-
+@functools.cache
 def install() -> None:
     """Make ``cuda`` mean ``cpu`` for the rest of this process. Calling it again does nothing."""
-    global _mode
-    if _mode is not None:
-        return
+    _device_constructors()  # remembers torch's own factories, for ``with torch.device("meta")``
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.to = _to  # type: ignore[assignment, method-assign]
+    torch.Tensor.type = _type  # type: ignore[assignment, method-assign]
+    torch.Tensor.cuda = torch.Tensor.pin_memory = _itself  # type: ignore[assignment, method-assign]
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
@@ -96,5 +111,3 @@ def install() -> None:
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
     megatron_random._set_cuda_rng_state = lambda *_, **__: None
-    _mode = CudaMeansCpu()
-    _mode.__enter__()

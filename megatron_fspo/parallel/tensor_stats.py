@@ -9,6 +9,9 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
+PACKED = " (packed)"
+"""After the name of a tensor: the copy of it that vLLM computes with on a CPU."""
+
 _CHUNK = 2**22  # elements in float64 at a time: 32 MiB beside a model that fills its device
 
 

@@ -135,11 +135,19 @@ def random_weights(arch: Architecture) -> dict[str, Tensor]:
 
 
 def make_samples(arch: Architecture) -> list[Sample]:
-    """The batch. Token 0, which also pads, is sampled too; advantages are exact in fp32."""
-    generator = torch.Generator().manual_seed(2)
+    """The batch."""
+    return random_samples(_SHAPES, vocab_size=arch.vocab_size, seed=2)
+
+
+def random_samples(shapes: Sequence[tuple[int, int]], *, vocab_size: int, seed: int) -> list[Sample]:
+    """One sample for each (prompt, response) length in tokens.
+
+    Token 0, which also pads, is sampled too; advantages have both signs and are exact in fp32.
+    """
+    generator = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(0, arch.vocab_size, (count,), generator=generator).tolist())
+        return tuple(torch.randint(0, vocab_size, (count,), generator=generator).tolist())
 
     return [
         Sample(
@@ -151,7 +159,7 @@ def make_samples(arch: Architecture) -> list[Sample]:
             reward=0.0,
             advantage=(-1) ** i * (1 + i / 16),
         )
-        for i, (prompt, length) in enumerate(_SHAPES)
+        for i, (prompt, length) in enumerate(shapes)
     ]
 
 

@@ -17,6 +17,7 @@ from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.parallel.metrics import share
 from megatron_fspo.verify.cases import (
     SMALL,
+    SPLITS,
     TEMPERATURE,
     Case,
     cases,
@@ -95,9 +96,11 @@ def verify(
 
 
 def _share(asked: Sequence[Case], turn: int, turns: int, number: int) -> list[Case]:
-    """The cases of one precision out of several: the second has every third; other ones on each layout."""
-    second = [(place + number) % 3 == 0 for place in range(len(asked))]
-    return [case for case, late in zip(asked, second, strict=True) if turns == 1 or late == (turn == 1)]
+    """The cases of one precision out of several: the second has those of two splits, other ones on every
+    layout. So each split is scored in one precision only."""
+    start = 2 * number + number // len(SPLITS)  # cases() turns the splits by ``number``
+    second = {SPLITS[(start + i) % len(SPLITS)] for i in range(2)}
+    return [case for case in asked if turns == 1 or (case.split in second) == (turn == 1)]
 
 
 def _possible(layout: Layout, dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:

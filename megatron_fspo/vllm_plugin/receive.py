@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
-Join = Callable[[Store, int, int, timedelta], Any]
-"""(store, rank, size, timeout) → a process group, which exists once all ranks have called this."""
-
-
-def join_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group that sends through CPUs and TCP."""
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
-def join_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group that sends from GPU to GPU, as the trainer's torch has it."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+from megatron_fspo.parallel.links import Join
 
 
 class Receiver:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fspo.parallel.tensor_stats import tensor_stats
+from megatron_fspo.parallel.tensor_stats import PACKED, tensor_stats
 
-PACKED = " (packed)"
 _ROWS = 256  # of unit vectors at a time
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.types import Sample
-from random_samples import random_samples
+from megatron_fspo.verify.cases import random_samples
 
 # World size → name → layout.
 LAYOUTS = {
@@ -47,7 +47,7 @@ SHAPES = [
 
 def samples() -> list[Sample]:
     """The same on every rank. Token 0, which also pads, is sampled too."""
-    return random_samples(SHAPES, vocab=VOCAB, seed=11)
+    return random_samples(SHAPES, vocab_size=VOCAB, seed=11)
 
 
 def drift(index: int) -> Tensor:

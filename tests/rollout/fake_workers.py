@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fspo.vllm_plugin.receive import Join, Receiver, join_gloo
+from megatron_fspo.parallel.links import Join, join_gloo
+from megatron_fspo.vllm_plugin.receive import Receiver
 
 
 class Worker:

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from launch import REPO, run_worker
+from megatron_fspo.parallel.links import join_nccl
 from megatron_fspo.rollout.vllm import senders, update
 from megatron_fspo.rollout.vllm.loop import Loop
 from megatron_fspo.rollout.vllm.senders import BroadcastSender, Link, in_buckets
 from megatron_fspo.rollout.vllm.server import Server, http_client
-from megatron_fspo.vllm_plugin import receive
 
 BUCKET_BYTES = 40_000
 TIMEOUT_SECONDS = 6.0
@@ -174,8 +174,7 @@ def test_nccl_sends_as_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert senders.LINKS["gloo"].device == torch.device("cpu")
 
 
-@pytest.mark.parametrize("join", [senders._join_nccl, receive.join_nccl])
-def test_the_nccl_group(join: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nccl_group(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
     class Fake:
@@ -186,7 +185,7 @@ def test_the_nccl_group(join: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             made.append(arguments)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Fake, raising=False)
-    group = join("store", 1, 4, timedelta(seconds=9))
+    group: Any = join_nccl("store", 1, 4, timedelta(seconds=9))
     ((store, rank, size, options),) = made
     assert isinstance(group, Fake)
     assert (store, rank, size) == ("store", 1, 4)

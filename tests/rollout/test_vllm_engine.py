@@ -270,10 +270,14 @@ def test_a_failure_reaches_the_other_ranks(tmp_path: Path, monkeypatch: pytest.M
         fakes[0].score = -3.0
         with pytest.raises(WrongWeights):
             engine.update_weights(1)
-        assert [what for what, _ in said] == ["gather", "gather", "failed"]  # weights, then their statistics
+        assert [what for what, _ in said] == [
+            "score and gather",
+            "gather",
+            "failed",
+        ]
         fakes[0].score = -1.0
         fakes[0].always = fakes[1].always = "garbage"
         engine.update_weights(2)
         with pytest.raises(TrainingError, match="0 choices"):
             engine.submit(PROMPTS, PARAMS)()
-        assert [what for what, _ in said[3:]] == ["gather", "done", "failed"]
+        assert [what for what, _ in said[3:]] == ["score and gather", "done", "failed"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from alarm_worker import LAYOUTS
-from launch import run_worker
+from launch import found_by
 
 RAW = "log-probs before the temperature"
 OTHER_TEMPERATURE = "another temperature: scored at {:.3g} instead of rollout.temperature = {:g}"
@@ -42,10 +41,8 @@ CAUSES = {
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("alarm") / "said.json"
-    run_worker(Path(__file__).with_name("alarm_worker.py"), str(out), nproc=2)
-    result: dict[str, Any] = json.loads(out.read_text())
-    return result
+    worker = Path(__file__).with_name("alarm_worker.py")
+    return found_by(worker, tmp_path_factory.mktemp("alarm"), nproc=2)
 
 
 @pytest.mark.parametrize("situation", CAUSES)

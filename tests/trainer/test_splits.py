@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch import run_worker
+from launch import found_by
 from megatron_fspo.verify.cases import SPLITS
 from split_worker import CASES, LAYOUTS
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("splits") / "found.json"
-    run_worker(Path(__file__).with_name("split_worker.py"), str(out), nproc=2)
-    result: dict[str, Any] = json.loads(out.read_text())
-    return result
+    worker = Path(__file__).with_name("split_worker.py")
+    return found_by(worker, tmp_path_factory.mktemp("splits"), nproc=2)
 
 
 @pytest.mark.parametrize("loss", CASES)

@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_fspo.types import Sample
+from megatron_fspo.verify.cases import random_samples
 from megatron_fspo.weights import Architecture, read_architecture
-from random_samples import random_samples
 
 SHAPES = [(1, 1), (3, 40), (5, 2), (2, 0), (4, 17)]  # tokens of prompt and response
 
 
 def samples() -> list[Sample]:
-    return random_samples(SHAPES, vocab=37, seed=3)
+    return random_samples(SHAPES, vocab_size=37, seed=3)
 
 
 def load(checkpoint: Path) -> tuple[dict[str, Tensor], Architecture]:

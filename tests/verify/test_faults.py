@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,13 @@ import pytest
 import torch
 from faults import FAULTS
 
-from launch import run_worker
+from launch import found_by
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    out = tmp_path_factory.mktemp("faults") / "found.json"
-    run_worker(Path(__file__).with_name("faults_worker.py"), str(out), nproc=4)
-    return json.loads(out.read_text(encoding="utf-8"))
+    worker = Path(__file__).with_name("faults_worker.py")
+    return found_by(worker, tmp_path_factory.mktemp("faults"), nproc=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -199,16 +199,19 @@ def test_all_layouts_together_cover_the_pairs(ranks: int, precisions: tuple[str,
         shares = [_share(asked, turn, len(possible), number) for turn in range(len(possible))]
         assert Counter(case.name for share in shares for case in share) == Counter(c.name for c in asked)
         assert all(shares)
+        splits = [{case.split for case in share} for share in shares]
+        assert sum(map(len, splits)) == len(SPLITS)  # none is scored twice
         for dtype, share in zip(possible, shares, strict=True):
             for case in share:
                 seen |= {("split", layout.name, case.split), ("loss", case.name, case.split)}
-                seen.add(("dtype", case.name, str(dtype)))
+                seen |= {("dtype", case.name, str(dtype)), ("both", case.split, str(dtype))}
     for layout in layouts:
         assert {("split", layout.name, split) for split in SPLITS} <= seen
     everything = [*LOSSES, "all-clipped"]
     assert {("loss", name, split) for name in everything for split in SPLITS} <= seen
     kinds = {dtype for layout in layouts for dtype in _possible(layout, dtypes)}
     assert {("dtype", name, str(dtype)) for name in everything for dtype in kinds} <= seen
+    assert {("both", split, str(dtype)) for split in SPLITS for dtype in kinds} <= seen
 
 
 # Splits.

@@ -140,7 +140,8 @@ class VLLMEngine:
                 return value  # type: ignore[return-value]
             if what == "failed":
                 raise TrainingError(str(value))
-            self._trainer.score(self._canary)
+            if what == "score and gather":
+                self._trainer.score(self._canary)
             for _ in self._trainer.tensors():
                 pass
 
@@ -188,7 +189,7 @@ class VLLMEngine:
             WrongWeights: a server took other weights.
         """
         assert self._leader is not None
-        share(("gather", None), group=_world())
+        share(("score and gather", None), group=_world())
         loop, sender = self._leader.loop, self._leader.sender
         want = self._trainer.score(self._canary)
         assert want is not None
@@ -196,28 +197,30 @@ class VLLMEngine:
         if problem is not None:
             return problem
         try:
-            loop.run(update.resume(servers))
-            errors = []
-            for server in servers:
-                got = loop.run(canary.ask(server, self._canary))
-                try:
-                    errors.append(canary.check(server.url, self._version, got, want, self._tolerance))
-                except canary.WrongWeights as error:
-                    raise canary.WrongWeights(f"{error}\n{self._statistics(server)}") from None
-            self._canary_error = max(errors, default=float("nan"))
-        except canary.WrongWeights:
-            raise
+            scores = loop.run(self._ask(servers))
         except Exception as error:
             return error
+        self._canary_error = max(
+            self._check(server, got, want) for server, got in zip(servers, scores, strict=True)
+        )
         return None
 
-    def _statistics(self, server: Server) -> str:
-        """How the server's tensors differ from ours; the other ranks gather once more."""
+    async def _ask(self, servers: Sequence[Server]) -> list[list[Tensor]]:
+        """Let the servers go on, and score the canary."""
+        await update.resume(servers)
+        return await asyncio.gather(*(canary.ask(server, self._canary) for server in servers))
+
+    def _check(self, server: Server, got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+        """Largest |Δ log-prob|; WrongWeights, with the statistics of both sides' tensors, where it is too
+        large."""
         assert self._leader is not None
-        share(("gather", None), group=_world())
-        self._trainer.score(self._canary)
-        mine = statistics.statistics(self._trainer.tensors())
-        return self._leader.loop.run(statistics.explain(server, mine))
+        try:
+            return canary.check(server.url, self._version, got, want, self._tolerance)
+        except canary.WrongWeights as error:
+            share(("gather", None), group=_world())
+            mine = statistics.statistics(self._trainer.tensors())
+            told = self._leader.loop.run(statistics.explain(server, mine))
+            raise canary.WrongWeights(f"{error}\n{told}") from None
 
     def metrics(self) -> dict[str, float]:
         if self._leader is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
+from megatron_fspo.parallel.links import Join, join_gloo, join_nccl
 from megatron_fspo.rollout.vllm.answers import BadAnswer
 from megatron_fspo.rollout.vllm.server import Server, ServerLost
 
@@ -47,25 +48,14 @@ class Sender(Protocol):
 class Link:
     """All that one kind of broadcast differs in from another."""
 
-    join: Callable[[Store, int, int, timedelta], Any]
-    """(store, rank, size, timeout) → a process group, which exists once all ranks have called this."""
+    join: Join
     device: torch.device
     """Where it sends from."""
 
 
-def _join_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
-def _join_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
 LINKS = {
-    "gloo": Link(_join_gloo, torch.device("cpu")),
-    "nccl": Link(_join_nccl, torch.device("cuda")),
+    "gloo": Link(join_gloo, torch.device("cpu")),
+    "nccl": Link(join_nccl, torch.device("cuda")),
 }
 
 

@@ -13,14 +13,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.parallel.tensor_stats import Stats, tensor_stats
+from megatron_fspo.parallel.tensor_stats import PACKED, Stats, tensor_stats
 from megatron_fspo.rollout.vllm.answers import BadAnswer
 from megatron_fspo.rollout.vllm.server import Server
 
-EXTENSION = "megatron_fspo.vllm_plugin.statistics.WorkerExtension"
 METHOD = "weight_statistics"
-PACKED = " (packed)"
-"""What the server calls the copy of a tensor that it computes with."""
 SHOWN = 5
 _SAME = 1e-9
 """Of sums in float64, over the tensor's size: the order of the sum alone stays far below."""
@@ -39,10 +36,7 @@ async def explain(server: Server, mine: Mapping[str, Stats]) -> str:
         theirs = await ask(server)
     except (TrainingError, InputError) as error:
         if METHOD in str(error):  # the one that its worker does not have
-            return (
-                "No statistics of its tensors: start it with `megatron-fspo serve`, or with "
-                f"--worker-extension-cls {EXTENSION}."
-            )
+            return "No statistics of its tensors: `megatron-fspo serve` starts vLLM so that it can tell them."
         return f"No statistics of its tensors: {error}"
     return compare(mine, theirs)
 

@@ -1,0 +1,65 @@
+"""``cuda`` means ``cpu`` to all that Megatron calls; the rest of torch is as it was."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import megatron.core
+
+from launch import environment
+from megatron_fspo.mcore.cpu import _FACTORIES
+
+# A process of its own: what is installed stays.
+IN_A_PROCESS = """
+import torch
+before = torch.empty
+from megatron_fspo.mcore import cpu
+cpu.install()
+cpu.install()
+assert torch.empty.__wrapped__ is before
+on_cpu = [
+    torch.zeros(2, device="cuda"), torch.tensor([1.0], device=torch.device("cuda", 1), pin_memory=True),
+    torch.empty_like(torch.ones(1), device="cuda:0"), torch.ones(1).cuda(), torch.ones(1).pin_memory(),
+    torch.ones(1).to("cuda"), torch.ones(1).to(device="cuda"), torch.nn.Linear(2, 2).cuda().weight,
+    torch.ones(1, device=torch.cuda.current_device()),
+]
+assert all(tensor.device.type == "cpu" and not tensor.is_pinned() for tensor in on_cpu)
+assert torch.ones(1).to("cuda", torch.float64).dtype == torch.ones(1).to(torch.float64).dtype == torch.float64
+assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+assert torch.ones(1).type(torch.int32).dtype == torch.ones(1).type("torch.IntTensor").dtype == torch.int32
+with torch.device("meta"):
+    assert torch.empty(3).is_meta and torch.nn.Linear(2, 2).weight.is_meta
+    assert not torch.zeros(3, device="cuda").is_meta
+assert torch.ones(1, device="meta").is_meta and torch.ones(1).to("meta").is_meta
+print("held")
+"""
+# Never called here: other ways to train and to serve.
+ELSEWHERE = {"inference", "export", "fsdp", "datasets", "resharding", "ssm", "fusions"}
+
+
+def test_it_means_cpu() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IN_A_PROCESS],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "held", done.stderr
+
+
+def test_all_factories_that_megatron_calls() -> None:
+    root = Path(megatron.core.__file__).parent
+    called = set()
+    for path in root.rglob("*.py"):
+        if ELSEWHERE & set(path.relative_to(root).parts):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch."):
+                devices = [word.value for word in node.keywords if word.arg == "device"]
+                if any(isinstance(d, ast.Constant) and str(d.value).startswith("cuda") for d in devices):
+                    called.add(ast.unparse(node.func).removeprefix("torch."))
+    assert {"zeros", "tensor"} <= called
+    assert called - {"cuda.Stream"} <= {*_FACTORIES}
