@@ -1,7 +1,7 @@
 """An alarm when sampler and trainer differ more than kernels and precision explain, with the likeliest cause.
 
-Only responses that claim the trainer's present weights are looked at: with older ones Δ includes what the
-updates since have changed (weights older than allowed stop the run, see :mod:`.ahead`). Each cause is a test
+Only tokens of the trainer's present weights are looked at: with older ones Δ includes what the updates since
+have changed (weights older than allowed stop the run, see :mod:`.ahead`). Each cause is a test
 that the others fail:
 
 * log-probs before the temperature, or at another one: scored at that temperature, the difference vanishes;
@@ -23,7 +23,7 @@ from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.trainer.mismatch import Mismatch, token_deltas
-from megatron_fspo.types import Completion, Sample
+from megatron_fspo.types import Sample, VersionSpan
 
 LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Largest mean |Δ| of a sound run, in nats. Others report 0.011 between Megatron and vLLM in bfloat16."""
@@ -74,9 +74,7 @@ def check_mismatch(
         ``rollout/mismatch_alarm``: 1 or 0, NaN where the present weights sampled nothing; and what to tell
         the user, if anything.
     """
-    fresh = torch.tensor(
-        [sampled_by(s.completion, setting.version) for s in samples], device=mismatch.sums.device
-    )
+    fresh = torch.tensor([fresh_from(s, setting.version) for s in samples], device=mismatch.sums.device)
     gap = _gap(batches, mismatch.deltas, fresh, setting)
     if not gap.tokens:
         return {"rollout/mismatch_alarm": math.nan}, None
@@ -91,11 +89,12 @@ def check_mismatch(
     return {"rollout/mismatch_alarm": 1.0}, text
 
 
-def sampled_by(completion: Completion, version: int) -> bool:
-    """Whether these weights sampled every token."""
-    return completion.weight_version == version and all(
-        s.version == version for s in completion.version_spans
-    )
+def fresh_from(sample: Sample, version: int) -> int:
+    """Position in prompt and response from which on all that follows was sampled by these weights."""
+    completion, before = sample.completion, len(sample.prompt.token_ids) - 1
+    whole = VersionSpan(version=completion.weight_version, start=0, end=len(completion.token_ids))
+    last = (completion.version_spans or (whole,))[-1]  # versions only grow
+    return before + (last.start if last.version == version else last.end)
 
 
 def find_cause(
@@ -150,7 +149,7 @@ def find_temperature(probe: _Probe) -> float | None:
 
 
 class _Probe:
-    """The fresh tokens of a few micro-batches, to be scored again."""
+    """The fresh tokens of a few micro-batches, to be scored again; ``fresh`` as :func:`_chosen` has it."""
 
     def __init__(
         self, batches: Sequence[MicroBatch], deltas: Sequence[Tensor], fresh: Tensor, setting: Setting
@@ -183,13 +182,13 @@ class _Probe:
         return -up / down if down > 0 else 0.0
 
 
-def _gap(batches: Sequence[MicroBatch], deltas: Sequence[Tensor], which: Tensor, setting: Setting) -> Gap:
-    """Over the tokens of the samples ``which`` [samples] whose Δ is finite. Collective."""
+def _gap(batches: Sequence[MicroBatch], deltas: Sequence[Tensor], fresh: Tensor, setting: Setting) -> Gap:
+    """Over the fresh tokens whose Δ is finite. Collective."""
     floor = math.log(setting.top_p if setting.top_p < 1 else _LEAST_KEPT)
     totals = deltas[0].new_zeros(3)
     largest = 0.0
     for batch, delta in zip(batches, deltas, strict=True):
-        used = delta[_chosen(batch, which) & delta.isfinite()]
+        used = delta[_chosen(batch, fresh) & delta.isfinite()]
         beyond = (used > setting.limit) | (used < floor - setting.limit)
         totals += torch.stack([used.abs().sum(), beyond.sum().double(), used.new_tensor(len(used))])
         largest = max(largest, used.abs().max().item() if len(used) else 0.0)
@@ -202,10 +201,10 @@ def _gap(batches: Sequence[MicroBatch], deltas: Sequence[Tensor], which: Tensor,
     )
 
 
-def _chosen(batch: MicroBatch, which: Tensor) -> Tensor:
-    """[t] bool: response tokens of the samples ``which`` [samples]."""
-    own = which[batch.sample_index]
-    return batch.mask & torch.cat([own, own.new_zeros(1)])[batch.segment]
+def _chosen(batch: MicroBatch, fresh: Tensor) -> Tensor:
+    """[t] bool: response tokens predicted at a sample's position ``fresh`` [samples] or later."""
+    first = fresh[batch.sample_index]
+    return batch.mask & (batch.position_ids[0] >= torch.cat([first, first.new_zeros(1)])[batch.segment])
 
 
 def _summed(totals: Tensor, groups: ParallelGroups) -> list[float]:

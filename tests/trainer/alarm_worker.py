@@ -32,6 +32,7 @@ from megatron_fspo.verify.cases import SMALL, random_weights, with_layers
 from megatron_fspo.verify.layouts import parse_layout
 
 TEMPERATURE, VERSION = 0.7, 5
+OLDER, RESPONSES = 1, 32  # tokens that an older version wrote, of each response
 LAYOUTS = ("dp2", "cp2", "pp2.vpp2", "tp2.sp")
 
 
@@ -82,10 +83,12 @@ class Situation:
         *,
         noise: float = 0.0,
         raw: bool = False,
+        spoilt: bool = False,
         temperature: float = TEMPERATURE,
         **changed: Any,
     ) -> tuple[dict[str, float], str | None]:
-        """What the alarm says; ``raw``: log-probs at temperature 1 in place of the sampler's."""
+        """What the alarm says. ``raw``: log-probs at temperature 1 in place of the sampler's; ``spoilt``: wrong
+        ones for the first token of each response."""
         batches = self._packs(samples)
         if raw:
             scores = self._scores(batches, 1.0)
@@ -95,7 +98,8 @@ class Situation:
             replace(
                 batch,
                 sampled_log_probs=batch.sampled_log_probs
-                + noise * torch.randn(batch.mask.shape, generator=generator),
+                + noise * torch.randn(batch.mask.shape, generator=generator)
+                + 5.0 * spoilt * (batch.position_ids[0] == len(samples[0].prompt.token_ids) - 1),
             )
             for batch in batches
         ]
@@ -135,12 +139,12 @@ class Situation:
 
 
 def with_spans(samples: Sequence[Sample], first: int) -> list[Sample]:
-    """Responses whose first token an older version wrote."""
+    """Responses whose first tokens an older version wrote."""
 
     def spanned(completion: Completion) -> Completion:
         spans = (
-            VersionSpan(version=first, start=0, end=1),
-            VersionSpan(version=VERSION, start=1, end=len(completion.token_ids)),
+            VersionSpan(version=first, start=0, end=OLDER),
+            VersionSpan(version=VERSION, start=OLDER, end=len(completion.token_ids)),
         )
         return replace(completion, weight_version=first, version_spans=spans)
 
@@ -186,6 +190,8 @@ def said(layout_name: str) -> dict[str, Any]:
             "older weights": s.check(old),
             "some older": s.check([*sound[:9], *old[9:]]),
             "partly older": s.check(with_spans(sound, VERSION - 1), raw=True),
+            "partly older, and not right before": s.check(with_spans(sound, VERSION - 1), spoilt=True),
+            "spoilt": s.check(sound, spoilt=True),
         }
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from alarm_worker import LAYOUTS
+from alarm_worker import LAYOUTS, OLDER, RESPONSES
 from launch import found_by
 
 RAW = "log-probs before the temperature"
@@ -36,6 +36,9 @@ CAUSES = {
     "weights nearby": WEIGHTS,
     "weights of a surer model": WEIGHTS,
     "some older": None,
+    "partly older": RAW,
+    "partly older, and not right before": None,
+    "spoilt": WEIGHTS,
 }
 
 
@@ -66,7 +69,14 @@ def test_in_every_layout(said: dict[str, Any], layout: str) -> None:
         assert text is None if cause is None else cause in text
 
 
-def test_only_responses_of_the_present_weights_say_anything(said: dict[str, Any]) -> None:
-    for situation in ("older weights", "partly older"):
-        metrics, text = said[LAYOUTS[0]][situation]
-        assert math.isnan(metrics["rollout/mismatch_alarm"]) and text is None
+def test_only_tokens_of_the_present_weights_say_anything(said: dict[str, Any]) -> None:
+    metrics, text = said[LAYOUTS[0]]["older weights"]
+    assert math.isnan(metrics["rollout/mismatch_alarm"]) and text is None
+
+
+def test_the_fresh_tokens_of_a_response_are_counted(said: dict[str, Any]) -> None:
+    def tokens(situation: str) -> int:
+        before, _, _ = said[LAYOUTS[0]][situation][1].partition(" tokens of the present")
+        return int(before.split()[-1].replace(",", ""))
+
+    assert tokens("raw") - tokens("partly older") == OLDER * RESPONSES
