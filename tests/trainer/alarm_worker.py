@@ -87,7 +87,7 @@ class Situation:
         temperature: float = TEMPERATURE,
         **changed: Any,
     ) -> tuple[dict[str, float], str | None]:
-        """What the alarm says. ``raw``: log-probs at temperature 1 in place of the sampler's; ``spoilt``: wrong
+        """What the alarm says. ``raw``: log-probs at temperature 1 in place of the sampler's; ``spoilt``: bad
         ones for the first token of each response."""
         batches = self._packs(samples)
         if raw:
