@@ -1,4 +1,4 @@
-"""Two real servers behind the engine, one of which is killed, or stands still in the middle of an update."""
+"""Two servers behind the engine, one of which is killed, or stands still in the middle of an update."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from megatron_fspo.rollout.vllm.pool import Pool
 from megatron_fspo.rollout.vllm.senders import BroadcastSender, in_buckets
 from megatron_fspo.rollout.vllm.server import Server, http_client
 from megatron_fspo.types import Completion, Prompt, SamplingParams
-from real_server import distance, make_checkpoint, weights
-from serving import Served, serving
+from real_server import distance, random_like, weights
+from serving import Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 TOLERANCE = 1e-4
 FAR = 0.1
-VOCAB_SIZE = 61
-FLAGS = ("--dtype", "float32", "--", "--max-model-len", "128", "--max-num-seqs", "16")
-# What an update met is read again: more at once than fits, which kills a vLLM that reads prompts in parts.
-FLAGS += ("--max-num-batched-tokens", "160")
-PROMPTS = [Prompt(index=i, token_ids=tuple(range(i, i + 4)), text="", answer="") for i in range(20)]
+VOCAB_SIZE = 14
+PROMPTS = [Prompt(index=i, token_ids=(i, 3, 13 - i, 7), text="", answer="") for i in range(12)]
+TOKENS = 60
+TIMEOUT, STANDSTILL = 5, 12  # seconds
 
 
 class Model:
@@ -75,7 +74,7 @@ class Job:
         )
         world = dist.group.WORLD
         assert world is not None
-        sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=8)
+        sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=TIMEOUT)
         self.engine = VLLMEngine(
             Trainer(tensors=model.tensors, score=model.score),
             ParallelGroups(tp=world, pp=world, cp=world, ep=world, dp=world, dp_cp=world),
@@ -101,16 +100,9 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def checkpoints(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    return [make_checkpoint(folder / str(seed), tied=True, seed=seed) for seed in (0, 1)]
-
-
-@pytest.fixture(scope="module")
-def servers(checkpoints: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
-    folder = tmp_path_factory.mktemp("servers")
-    with serving(checkpoints[0], folder, *FLAGS, count=2) as both:
-        yield both
+    return [random_like(checkpoint, folder / str(seed), seed=seed) for seed in (0, 1)]
 
 
 @pytest.fixture
@@ -125,33 +117,34 @@ def texts(completions: list[list[Completion]]) -> list[tuple[int, ...]]:
 
 
 def test_one_is_killed_in_the_middle_of_a_batch(
-    model: Model, servers: list[Served], checkpoints: list[Path]
+    model: Model, pair: list[Served], checkpoint: Path, checkpoints: list[Path]
 ) -> None:
-    stays, dies = servers
+    stays, dies = pair
+    starts = dies.starts
     old, new = checkpoints
-    job = Job(model, servers)
+    job = Job(model, pair)
     model.checkpoint = new
     job.engine.update_weights(1)
     assert job.live == [stays.url, dies.url]
-    for server in servers:
+    for server in pair:
         assert server.routes.version == "1"
         assert distance(server.routes, new) < TOLERANCE < FAR < distance(server.routes, old)
-    undisturbed = job.generate(100)
-    assert len(set(texts(undisturbed))) == 80, "every request has a random stream of its own"
+    undisturbed = job.generate(TOKENS)
+    assert len(set(texts(undisturbed))) == 4 * len(PROMPTS), "every request has a random stream of its own"
     assert stays.answered > 0 < dies.answered
 
     def kill() -> None:
         until(lambda: dies.open > 0, "requests under way")
         dies.engine.send_signal(signal.SIGKILL)
 
-    disturbed = job.generate(100, kill)
+    disturbed = job.generate(TOKENS, kill)
     assert job.live == [stays.url]
     assert texts(disturbed) == texts(undisturbed), "each request was answered, once, as it would have been"
     assert {completion.weight_version for row in disturbed for completion in row} == {1}
 
-    dies.until_ready("vLLM is ready again at")
+    dies.until_ready(starts + 1)
     assert dies.routes.version == "default"
-    assert distance(dies.routes, old) < TOLERANCE
+    assert distance(dies.routes, checkpoint) < TOLERANCE
     until(lambda: job.generate(20) and len(job.live) == 2, "the way back", seconds=120)
     assert dies.routes.version == "1"
     assert distance(dies.routes, new) < TOLERANCE
@@ -179,6 +172,7 @@ class Asker:
                     got = torch.tensor(await server.score(PROMPT, timeout=300))
                     distances = [(got - want).abs().max().item() for want in self._versions]
                     self.errors[served.url].append(distances)
+                    await asyncio.sleep(0.05)
 
         asyncio.run(main())
 
@@ -197,13 +191,13 @@ PROMPT = canary_sequences(VOCAB_SIZE, 128)[0]
 
 
 def test_one_stands_still_in_the_middle_of_an_update(
-    model: Model, servers: list[Served], checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+    model: Model, pair: list[Served], checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For longer than the sender waits. The other goes on; what answers has one version as a whole."""
-    goes_on, stops = servers
+    goes_on, stops = pair
     old, new = checkpoints
     monkeypatch.setattr(update, "in_buckets", partial(in_buckets, bucket_bytes=2**15))
-    job = Job(model, servers)
+    job = Job(model, pair)
     model.checkpoint = new
     job.engine.update_weights(1)
     assert len(job.live) == 2
@@ -215,24 +209,24 @@ def test_one_stands_still_in_the_middle_of_an_update(
         if next(left, None) is None and not stopped:
             core.send_signal(signal.SIGSTOP)
             stopped.append(time.monotonic())
-            threading.Timer(25, core.send_signal, (signal.SIGCONT,)).start()
+            threading.Timer(STANDSTILL, core.send_signal, (signal.SIGCONT,)).start()
 
     model.checkpoint, model.on_tensor = old, stop
-    with Asker(servers, checkpoints) as asker:
+    with Asker(pair, checkpoints) as asker:
         until(lambda: all(asker.errors.values()), "answers of both")
         job.engine.update_weights(2)
         took = time.monotonic() - stopped[0]
         assert goes_on.url in job.live
         in_rotation = stops.url in job.live
-        until(lambda: time.monotonic() - stopped[0] > 26, "the end of the standstill")
+        until(lambda: time.monotonic() - stopped[0] > STANDSTILL + 1, "the end of the standstill")
         completions = job.generate(20)
         until(lambda: job.generate(20) and len(job.live) == 2, "the way back", seconds=120)
         count = {url: len(errors) for url, errors in asker.errors.items()}
         until(lambda: all(len(errors) > count[url] for url, errors in asker.errors.items()), "more answers")
     print(f"the update took {took:.1f} s; in rotation after it: {in_rotation}")
-    assert took > 8, "no standstill, no test"
+    assert took > TIMEOUT, "no standstill, no test"
     assert {completion.weight_version for row in completions for completion in row} == {2}
-    for server in servers:
+    for server in pair:
         errors = asker.errors[server.url]
         assert all(min(distances) < TOLERANCE for distances in errors), "a mixture answered"
         assert errors[0][1] < TOLERANCE < FAR < errors[0][0]
@@ -243,29 +237,29 @@ def test_one_stands_still_in_the_middle_of_an_update(
 
 
 def test_responses_that_an_update_meets_go_on_with_the_new_weights(
-    model: Model, servers: list[Served], checkpoints: list[Path]
+    model: Model, pair: list[Served], checkpoints: list[Path]
 ) -> None:
     """Every token has the log-prob that its version gives it after the whole of what came before: also the
     cache of what the old weights had read is new."""
-    job = Job(model, servers)
+    job = Job(model, pair)
     model.checkpoint = checkpoints[0]
     job.engine.update_weights(21)
 
     def update_under_way() -> None:
-        tokens = [server.count("generation_tokens") for server in servers]
+        tokens = [server.count("generation_tokens") for server in pair]
         until(
             lambda: all(
-                server.count("generation_tokens") > before + 200
-                for server, before in zip(servers, tokens, strict=True)
+                server.count("generation_tokens") > before + 100
+                for server, before in zip(pair, tokens, strict=True)
             ),
             "some tokens",
         )
         model.checkpoint = checkpoints[1]
         job.engine.update_weights(22)
 
-    rows = job.generate(100, update_under_way)
+    rows = job.generate(TOKENS, update_under_way)
     found = [completion for row in rows for completion in row]
-    assert {len(completion.token_ids) for completion in found} == {100}
+    assert {len(completion.token_ids) for completion in found} == {TOKENS}
     assert any(len(completion.version_spans) == 2 for completion in found)
     sequences = [
         prompt.token_ids + c.token_ids for prompt, row in zip(PROMPTS, rows, strict=True) for c in row
@@ -275,6 +269,6 @@ def test_responses_that_an_update_meets_go_on_with_the_new_weights(
     for number, completion in enumerate(found):
         sampled = torch.tensor(completion.log_probs)
         for span in completion.version_spans:
-            mine = scores[span.version][number][-100:]
+            mine = scores[span.version][number][-TOKENS:]
             worst = max(worst, (sampled - mine)[span.start : span.end].abs().max().item())
     assert worst < TOLERANCE

@@ -45,9 +45,16 @@ class Served:
     def routes(self) -> Routes:
         return Routes(self.url)
 
-    def until_ready(self, words: str = "vLLM is ready at") -> None:
-        until(lambda: words in self.said or self.process.poll() is not None, words, seconds=300)
-        assert words in self.said, self.said + self.log.read_text(errors="replace")[-3000:]
+    @property
+    def starts(self) -> int:
+        """How often it was ready, the restarts included."""
+        return self.said.count("vLLM is ready")
+
+    def until_ready(self, starts: int = 1) -> None:
+        until(
+            lambda: self.starts >= starts or self.process.poll() is not None, f"start {starts}", seconds=300
+        )
+        assert self.starts >= starts, self.said + self.log.read_text(errors="replace")[-3000:]
 
     @property
     def engine(self) -> psutil.Process:

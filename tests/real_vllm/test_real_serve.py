@@ -87,13 +87,6 @@ def running(family: list[psutil.Process]) -> bool:
     return any(is_running(process.pid) for process in family)
 
 
-def test_a_server_goes_with_what_started_it(start: Start) -> None:
-    _, parent, family = start()
-    parent.kill()
-    parent.wait()
-    until(lambda: not running(family), "the end of all", seconds=30)
-
-
 def test_a_server_kept_alive_serves_the_next_trainer(start: Start, checkpoints: list[Path]) -> None:
     """Also if the one before was killed in the middle of an update."""
     old, new = checkpoints

@@ -22,7 +22,7 @@ from megatron_fspo.rollout.vllm.statistics import explain, statistics
 from megatron_fspo.rollout.vllm.update import resume, send_weights
 
 FLAGS = ("--max-model-len", "128", "--max-num-seqs", "4")
-PROMPT = torch.randint(0, 61, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+PROMPT = torch.randint(0, 14, (48,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def make_checkpoint(folder: Path, *, tied: bool, seed: int) -> Path:
@@ -39,6 +39,14 @@ def make_checkpoint(folder: Path, *, tied: bool, seed: int) -> Path:
         max_position_embeddings=128,
         initializer_range=0.15,
     )
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+def random_like(checkpoint: Path, folder: Path, *, seed: int) -> Path:
+    """A checkpoint of the same architecture."""
+    torch.manual_seed(seed)
+    config = Qwen3Config.from_pretrained(checkpoint, initializer_range=0.15)
     Qwen3ForCausalLM(config).float().save_pretrained(folder)
     return folder
 

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch import REPO, environment
+from serving import Served, serving
+
+
+@pytest.fixture(scope="package")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """make-sum's, hardly trained, tied, with the head size that vLLM's attention wants on a CPU."""
+    folder = tmp_path_factory.mktemp("make-sum")
+    make = [sys.executable, "examples/make_sum/make_checkpoint.py", "--head-dim", "32", "--steps", "2"]
+    subprocess.run(
+        [*make, "--out", str(folder)], cwd=REPO, env=environment(), check=True, capture_output=True
+    )
+    return folder / "checkpoint"
+
+
+@pytest.fixture(scope="package")
+def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
+    """Two servers of the checkpoint, by gloo. Whoever uses them first brings weights of their own."""
+    flags = ("--dtype", "float32", "--", "--max-model-len", "128", "--max-num-seqs", "16")
+    # What an update met is read again: more at once than fits, which kills a vLLM that reads in parts.
+    flags += ("--max-num-batched-tokens", "160")
+    with serving(checkpoint, tmp_path_factory.mktemp("servers"), *flags, count=2) as both:
+        yield both

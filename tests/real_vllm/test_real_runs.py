@@ -1,0 +1,125 @@
+"""Training runs, tensor parallel over two ranks."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runs import rows, run
+from serving import Served, serving, without_repack
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+FLOAT32 = ("--dtype", "float32")
+
+
+def words(checkpoint: Path, servers: list[Served], steps: int, *more: str) -> list[str]:
+    text = f"--model.checkpoint {checkpoint} --rollout.engine vllm --run.steps {steps}"
+    # Hardly any response is right: the entropy bonus moves the weights.
+    short = (
+        "--rollout.max-response-tokens 24 --checkpoint.every 0 --evaluation.every 0 --loss.entropy-coef 0.1"
+    )
+    urls = ["--vllm.urls", str([server.url for server in servers])]
+    return [*text.split(), *urls, *short.split(), *more]
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in rows(folder, "run") if row["step"] > 0]
+
+
+def check_twenty(found: list[dict[str, Any]]) -> None:
+    assert [row["training/weight_version"] for row in found] == list(range(1, 21))
+    assert all(0 < row["rollout/canary_abs_diff_max"] <= 1e-4 for row in found)
+    assert all(row["rollout/logprob_abs_diff/mean"] <= 1e-4 for row in found)
+    assert all(row["actor/grad_norm"] > 0 for row in found)
+
+
+def test_twenty_updates_of_two_servers_by_gloo(checkpoint: Path, pair: list[Served], tmp_path: Path) -> None:
+    before = [server.answered for server in pair]
+    done = run(tmp_path, "run", *words(checkpoint, pair, 20))
+    assert done.returncode == 0, done.stderr[-6000:]
+    check_twenty(steps(tmp_path))
+    assert all(row["rollout/servers"] == 2 for row in steps(tmp_path))
+    assert all(server.answered > count + 100 for server, count in zip(pair, before, strict=True))
+
+
+def test_twenty_updates_by_disk(checkpoint: Path, tmp_path: Path) -> None:
+    with serving(checkpoint, tmp_path, *FLOAT32, "--backend", "disk") as servers:
+        more = ("--vllm.transfer", "disk", "--vllm.folder", str(tmp_path / "weights"))
+        done = run(tmp_path, "run", *words(checkpoint, servers, 20, *more, "--rollout.temperature", "0.7"))
+        assert done.returncode == 0, done.stderr[-6000:]
+    check_twenty(steps(tmp_path))
+    assert not [path for path in (tmp_path / "weights").glob("*")]
+
+
+def test_a_server_killed_in_the_middle_comes_back_with_current_weights(
+    checkpoint: Path, pair: list[Served], tmp_path: Path
+) -> None:
+    """The only one: the run waits for it."""
+    server = pair[0]
+    starts = server.starts
+
+    def kill() -> None:
+        while not rows(tmp_path, "run"):
+            time.sleep(0.05)
+        server.engine.send_signal(signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    more = ("--rollout.prompts", "64", "--rollout.max-response-tokens", "100")
+    done = run(tmp_path, "run", *words(checkpoint, [server], 5, *more))
+    killer.join()
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert server.starts == starts + 1
+    found = rows(tmp_path, "run")
+    assert [row["training/weight_version"] for row in found] == [1, 2, 3, 4, 5]
+    assert all(row["rollout/canary_abs_diff_max"] <= 1e-4 for row in found)
+    # A response of older weights, or of the checkpoint the server was started with, would show here.
+    assert all(row["rollout/logprob_abs_diff/max"] <= 1e-3 for row in found)
+    # Of 64 prompts, 4 each; the first of four mini-batches is on policy and not in the file.
+    assert {len(row["length"]) for row in rows(tmp_path, "run", "sequences.jsonl")} == {3 * 64}
+
+
+def test_a_head_that_stays_behind_stops_the_run(checkpoint: Path, tmp_path: Path) -> None:
+    """vLLM on a CPU packs the head of a tied model once and for all, were it not for our plugin."""
+    flags = ("--vllm", without_repack(tmp_path), *FLOAT32)
+    with serving(checkpoint, tmp_path, *flags) as servers:
+        done = run(tmp_path, "run", *words(checkpoint, servers, 3))
+        version = servers[0].routes.version
+    assert done.returncode != 0
+    # The update to version 0 brings what the server was started with: nothing is wrong yet.
+    assert version == "1"
+    lines = done.stderr.splitlines()
+    (first,) = {n for n, line in enumerate(lines) if "does not have the trainer's weights" in line}
+    assert lines[first].startswith(
+        f"megatron-fspo: {servers[0].url} does not have the trainer's weights after "
+    )
+    assert "after the update to version 1: " in lines[first]
+    assert lines[first + 1].startswith("The loaded weights agree (")
+    assert "; what is computed with differs: stale packed copies (1); " in lines[first + 1]
+    assert lines[first + 2].startswith("  model.embed_tokens.weight (packed): ")
+    assert [row["step"] for row in rows(tmp_path, "run")] in ([], [0]), "no step of which it is not known"
+
+
+@pytest.mark.parametrize("bound", [1, 2])
+def test_ahead_of_training_no_token_is_older_than_allowed(
+    checkpoint: Path, pair: list[Served], tmp_path: Path, bound: int
+) -> None:
+    more = ("--rollout.max-staleness", str(bound), "--rollout.max-response-tokens", "60")
+    done = run(tmp_path, "run", *words(checkpoint, pair[:1], 6, *more, "--evaluation.every", "3"))
+    assert done.returncode == 0, done.stderr[-6000:]
+    found = steps(tmp_path)
+    assert [row["training/weight_version"] for row in found] == [1, 2, 3, 4, 5, 6]
+    # The first is fresh; from then on the batches were asked for while an earlier step trained.
+    assert [row["rollout/staleness/max"] for row in found] == [min(i, bound) for i in range(6)]
+    assert all(0 <= row["rollout/staleness/mean"] <= bound for row in found)
+    assert any(row["rollout/partial"] > 0 for row in found), "no update met a response half-way"
+    assert all(row["rollout/canary_abs_diff_max"] <= 1e-4 for row in found)
+    # Fresh responses agree with the trainer; older ones differ by what was learned since.
+    assert found[0]["rollout/logprob_abs_diff/max"] <= 1e-3
+    assert all(row["actor/grad_norm"] > 0 for row in found)
