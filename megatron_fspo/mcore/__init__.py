@@ -1,1 +1,24 @@
+"""The policy on Megatron-Core: models, losses on its schedules, checkpoints, decoding."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def _as_it_is(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
+    """``torch.compile`` that does not."""
+    return function or _as_it_is
+
+
+if not torch.cuda.is_available():
+    # Megatron compiles its fused functions while it is imported, which loads torch's compiler: half of the
+    # start of a small run. On a CPU the fusions are off.
+    _compile = torch.compile
+    torch.compile = _as_it_is  # type: ignore[assignment]
+    try:
+        import megatron.core.jit  # noqa: F401
+    finally:
+        torch.compile = _compile

@@ -63,3 +63,15 @@ def test_all_factories_that_megatron_calls() -> None:
                     called.add(ast.unparse(node.func).removeprefix("torch."))
     assert {"zeros", "tensor"} <= called
     assert called - {"cuda.Stream"} <= {*_FACTORIES}
+
+
+def test_the_compiler_is_not_loaded_with_megatron() -> None:
+    """It takes as long as all the rest, and nothing on a CPU uses it."""
+    program = (
+        "import sys, torch; before = torch.compile; import megatron_fspo.mcore.policy; "
+        "assert torch.compile is before; print(torch.cuda.is_available(), 'torch._inductor' in sys.modules)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    gpu, loaded = done.stdout.split()
+    assert loaded == gpu, done.stderr
