@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 import os
@@ -30,6 +31,7 @@ def join(backend: Backend, *, timeout_minutes: float = 30) -> None:
     if dist.is_initialized():
         return
     store, rank, world_size = _rendezvous()
+    _leave_garbage_at_exit()
     dist.init_process_group(
         backend.collectives,
         # After stop() the job may be joined again; the addresses of the first time are stale.
@@ -39,6 +41,12 @@ def join(backend: Backend, *, timeout_minutes: float = 30) -> None:
         timeout=timedelta(minutes=timeout_minutes),
         device_id=backend.device if backend.device.type == "cuda" else None,
     )
+
+
+@cache
+def _leave_garbage_at_exit() -> None:
+    """The interpreter would look for cycles in all that Megatron and torch imported, for seconds."""
+    atexit.register(gc.freeze)
 
 
 @cache

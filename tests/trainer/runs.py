@@ -18,8 +18,9 @@ SMALL = (
 
 
 def command(folder: Path, name: str, *extra: str, nproc: int = 2) -> list[str]:
-    """``megatron-fspo train`` of the small run, writing under ``folder``."""
-    base = [sys.executable, "-m", "megatron_fspo", "train", "--config", str(CONFIG), "--nproc", str(nproc)]
+    """``train`` of the small run on so many ranks, writing under ``folder``."""
+    ranks = ["torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "-m"] if nproc > 1 else []
+    base = [sys.executable, "-m", *ranks, "megatron_fspo", "train", "--config", str(CONFIG)]
     return [*base, "--run.folder", str(folder), "--run.name", name, *SMALL, *extra]
 
 
