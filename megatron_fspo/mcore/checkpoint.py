@@ -9,17 +9,23 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
 from safetensors.torch import load_file, save_file
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.weights import check_pickles
+
+# Megatron's own is a process, for savers in the background, and its start takes seconds. We save in the
+# foreground.
+filesystem_async._results_queue = SimpleQueue()
 
 _STATE = "trainer.json"
 _WEIGHTS = "torch_dist"
