@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -49,6 +50,12 @@ def run_worker(worker: Path, *arguments: str, nproc: int, timeout: float = 300) 
     """Run a worker file on real ranks; fail with its output if a rank failed."""
     result = torchrun([str(worker), *arguments], nproc=nproc, timeout=timeout)
     assert result.returncode == 0, (
-        f"{worker.name} on {nproc} ranks:\n{result.stdout}\n{result.stderr[-6000:]}"
+        f"{worker.name} on {nproc} ranks: {_first_error(result.stderr)}\n{result.stdout}\n{result.stderr}"
     )
     return result.stdout
+
+
+def _first_error(stderr: str) -> str:
+    """The line that says what the first rank to fail raised."""
+    lines = (re.sub(r"^\[rank\d+\]: ", "", line) for line in stderr.splitlines())
+    return next((line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)), "no error is named")

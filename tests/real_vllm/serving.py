@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -32,7 +32,8 @@ class Served:
         with self._out.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_fspo", "serve", *words],
-                env=environment(),
+                # By itself every server binds its worker to the first core, where they would be in the way.
+                env=environment(VLLM_CPU_OMP_THREADS_BIND="nobind"),
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
@@ -55,6 +56,16 @@ class Served:
             lambda: self.starts >= starts or self.process.poll() is not None, f"start {starts}", seconds=300
         )
         assert self.starts >= starts, self.said + self.log.read_text(errors="replace")[-3000:]
+
+    def until_healthy(self) -> None:
+        """It may have been killed, and be about to come back."""
+
+        def healthy() -> bool:
+            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=30) as answer:
+                return answer.status == 200
+            return False
+
+        until(healthy, "health", seconds=300)
 
     @property
     def engine(self) -> psutil.Process:

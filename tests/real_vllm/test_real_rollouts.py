@@ -56,7 +56,7 @@ def random(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_like(checkpoint, tmp_path_factory.mktemp("random") / "model", seed=1)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def url(pair: list[Served], random: Path) -> str:
     """Of a server with random weights, version 3."""
     assert send(pair[0].url, weights(random), 3) is None

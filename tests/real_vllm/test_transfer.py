@@ -207,11 +207,8 @@ def test_disk_untied(checkpoints: dict[str, Path], tmp_path: Path) -> None:
         assert routes.version == "v2"
 
 
-def test_two_workers_in_one_server(
-    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_workers_in_one_server(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Tensor parallel: each has its shards, and statistics add up to the whole."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it wants a NUMA node for each
     old, new = checkpoints["untied0"], checkpoints["untied1"]
     with serving(old, tmp_path, "--dtype", "float32", "--", *FLAGS, "--tensor-parallel-size", "2") as (
         server,
