@@ -14,8 +14,8 @@ def _as_it_is(function: Callable[..., Any] | None = None, **_: Any) -> Callable[
 
 
 if not torch.cuda.is_available():
-    # Megatron compiles its fused functions while it is imported, which loads torch's compiler: half of the
-    # start of a small run. On a CPU the fusions are off.
+    # Megatron compiles its fused functions while it is imported, and so loads torch's compiler, for seconds.
+    # On a CPU the fusions are off.
     _compile = torch.compile
     torch.compile = _as_it_is  # type: ignore[assignment]
     try:
