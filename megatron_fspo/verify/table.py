@@ -18,7 +18,7 @@ def header() -> str:
     return (
         "Largest errors of each layout, over losses, splits, and a tied and an untied model, against one\n"
         "process in float64. gradient: relative to the parameter's largest entry; |grad|: of the norm;\n"
-        "TP, CP: collectives of head and loss per micro-batch.\n\n"
+        "TP, CP: collectives of head and loss per micro-batch; one without response tokens has none.\n\n"
         f"{'layout':<36} {'dtype':<9}{'gradient':>9} {'worst parameter':<32}{'log-prob':>9}{'S':>9}"
         f"{'loss':>9}{'|grad|':>9}{'TP':>4}{'CP':>3}  verdict"
     )
