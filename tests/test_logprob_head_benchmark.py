@@ -31,10 +31,17 @@ def test_the_peak_is_a_fraction_of_the_naive_one_and_does_not_grow_with_tokens()
 
 @pytest.mark.slow
 def test_the_errors_are_no_larger_than_the_naive_ones() -> None:
-    ours, naive = (logprob_head.in_fresh_process("errors", variant, SIZE) for variant in ("ours", "naive"))
-    assert ours.pop("log_prob") < 1e-5
+    size = SIZE | {"tokens": 512}
+    found = {variant: logprob_head.in_fresh_process("errors", variant, size) for variant in ("ours", "naive")}
+    # Of fewer tokens than on the page: the order of a sum shows in the second digit.
+    check_errors(found, slack=1.05)
+
+
+def check_errors(errors: dict[str, dict[str, float]], slack: float = 1.0) -> None:
+    ours, naive = errors["ours"], errors["naive"]
+    assert ours["log_prob"] < 1e-5
     for name, error in ours.items():
-        assert 0 < error <= naive[name], name
+        assert 0 < error <= slack * naive[name] or name == "log_prob", name
     assert ours["weight_gradient"] < 1e-6 and ours["hidden_gradient"] < 1e-6
     assert ours["hidden_gradient"] < naive["hidden_gradient"] / 2  # the label's term is added last
 
@@ -61,6 +68,7 @@ def test_the_page_shows_what_was_measured() -> None:
     page = (REPO / "docs/performance.md").read_text(encoding="utf-8")
     assert logprob_head.table(report["results"]) in page
     assert report["command"] in page
+    check_errors(report["results"][0]["errors"])
     first, second = (result["variants"]["ours"] for result in report["results"])
     assert first["peak"] <= 0.15 and second["peak"] <= 0.08
     assert second["peak_mib"] <= 1.15 * first["peak_mib"]

@@ -23,17 +23,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def _pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
+def both(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
     flags = ("--dtype", "float32", "--", "--max-model-len", "128", "--max-num-seqs", "16")
     # What an update met is read again: more at once than fits, which kills a vLLM that reads in parts.
     flags += ("--max-num-batched-tokens", "160")
-    with serving(checkpoint, tmp_path_factory.mktemp("servers"), *flags, count=2) as both:
-        yield both
+    with serving(checkpoint, tmp_path_factory.mktemp("servers"), *flags, count=2) as found:
+        yield found
 
 
 @pytest.fixture
-def pair(_pair: list[Served]) -> list[Served]:
+def pair(both: list[Served]) -> list[Served]:
     """Two servers of the checkpoint, by gloo, ready. A test brings weights of its own, and may kill them."""
-    for server in _pair:
+    for server in both:
         server.until_healthy()
-    return _pair
+    return both

@@ -56,11 +56,11 @@ def random(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_like(checkpoint, tmp_path_factory.mktemp("random") / "model", seed=1)
 
 
-@pytest.fixture
-def url(pair: list[Served], random: Path) -> str:
-    """Of a server with random weights, version 3."""
-    assert send(pair[0].url, weights(random), 3) is None
-    return pair[0].url
+@pytest.fixture(scope="module")
+def url(both: list[Served], random: Path) -> str:
+    """Of a server with random weights, version 3. The other one may just be coming back."""
+    assert send(both[0].url, weights(random), 3) is None
+    return both[0].url
 
 
 @pytest.fixture(scope="module")
