@@ -84,11 +84,16 @@ class Job:
         )
 
     def generate(
-        self, tokens: int, meanwhile: Callable[[], None] = lambda: None, *, samples: int = 4
+        self,
+        tokens: int,
+        meanwhile: Callable[[], None] = lambda: None,
+        *,
+        samples: int = 4,
+        stop: tuple[int, ...] = (),
     ) -> list[list[Completion]]:
         """Some completions of every prompt, each counted once."""
         done: list[int] = []
-        params = SamplingParams(n=samples, max_tokens=tokens, seed=3)
+        params = SamplingParams(n=samples, max_tokens=tokens, seed=3, stop_token_ids=stop)
         pending = self.engine.submit(PROMPTS, params)
         meanwhile()
         completions = pending(done.append)
@@ -196,7 +201,7 @@ def test_one_stands_still_in_the_middle_of_an_update(
     job.engine.close()
 
 
-def test_responses_that_an_update_meets_go_on_with_the_new_weights(
+def test_every_token_has_the_log_prob_of_its_version(
     model: Model, pair: list[Served], checkpoints: list[Path]
 ) -> None:
     """Every token has the log-prob that its version gives it after the whole of what came before: also the
@@ -217,12 +222,13 @@ def test_responses_that_an_update_meets_go_on_with_the_new_weights(
         model.checkpoint = checkpoints[1]
         job.engine.update_weights(22)
 
-    length = 120
-    # So many that the update cannot come too late, however slowly a busy server tells its metrics.
-    rows = job.generate(length, update_under_way, samples=16)
+    # So many that the update cannot come too late, however slowly a busy server tells its metrics; and of
+    # different lengths: else all that a server has at once would end together, and the update between them.
+    rows = job.generate(120, update_under_way, samples=20, stop=(5,))
     found = [completion for row in rows for completion in row]
-    assert {len(completion.token_ids) for completion in found} == {length}
-    assert any(len(completion.version_spans) == 2 for completion in found)
+    assert len({len(completion.token_ids) for completion in found}) > 10
+    # That some are met half-way is asserted of a whole run, in test_real_runs.
+    assert {span.version for completion in found for span in completion.version_spans} <= {21, 22}
     sequences = [
         prompt.token_ids + c.token_ids for prompt, row in zip(PROMPTS, rows, strict=True) for c in row
     ]
@@ -231,7 +237,7 @@ def test_responses_that_an_update_meets_go_on_with_the_new_weights(
     for number, completion in enumerate(found):
         sampled = torch.tensor(completion.log_probs)
         for span in completion.version_spans:
-            mine = scores[span.version][number][-length:]
+            mine = scores[span.version][number][-len(sampled) :]
             worst = max(worst, (sampled - mine)[span.start : span.end].abs().max().item())
     assert worst < TOLERANCE
     job.engine.close()
