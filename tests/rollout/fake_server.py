@@ -19,7 +19,7 @@ MAX_TOKENS = 3
 VOCAB_SIZE = 50
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
 KEY = "sk-very-secret-1"
-UPDATE = {
+UPDATE = (
     "/pause",
     "/init_weight_transfer_engine",
     "/start_weight_update",
@@ -27,7 +27,8 @@ UPDATE = {
     "/finish_weight_update",
     "/reset_prefix_cache",
     "/resume",
-}
+)
+"""The routes of a weight update, in their order."""
 
 
 def requests(count: int) -> list[Request]:

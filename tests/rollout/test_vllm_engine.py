@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fake_server import MAX_TOKENS, VOCAB_SIZE, FakeServer, tokens_of
+from fake_server import MAX_TOKENS, UPDATE, VOCAB_SIZE, FakeServer, tokens_of
 from torch import Tensor
 
 from megatron_fspo.errors import TrainingError
@@ -118,15 +118,7 @@ def test_every_server_is_updated_and_proven(tmp_path: Path) -> None:
         assert versions(found) == {3}
         assert all(fake.arrived for fake in fakes)
         for fake in fakes:
-            assert fake.updates == [
-                "/pause",
-                "/init_weight_transfer_engine",
-                "/start_weight_update",
-                "/update_weights",
-                "/finish_weight_update",
-                "/reset_prefix_cache",
-                "/resume",
-            ]
+            assert fake.updates == [*UPDATE]
         assert weights.gathered == 1
         assert engine.metrics() == {"rollout/canary_abs_diff_max": 0.0, "rollout/servers": 2.0}
         assert not list(tmp_path.iterdir())

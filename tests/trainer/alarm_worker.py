@@ -6,21 +6,18 @@ alarm_worker.py OUT.json
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from by_layout import write_by_layout
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import Scoring
-from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.mcore.startup import start
 from megatron_fspo.packing.batch import MicroBatch, collate
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.rollout.embedded import EmbeddedEngine
@@ -196,15 +193,5 @@ def said(layout_name: str) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    found = {}
-    for layout in LAYOUTS:
-        found[layout] = said(layout)
-        writer = dist.get_rank() == 0
-        stop()
-    if writer:
-        Path(sys.argv[1]).write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    write_by_layout(LAYOUTS, said)

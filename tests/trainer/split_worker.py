@@ -6,14 +6,11 @@ split_worker.py OUT.json
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from by_layout import write_by_layout
 from megatron_fspo.config_correction import (
     CorrectionConfig,
     LengthFairGate,
@@ -23,7 +20,7 @@ from megatron_fspo.config_correction import (
 )
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.policy_loss import PolicyLoss
-from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.mcore.startup import start
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.trainer.correction import correct
 from megatron_fspo.trainer.losses import LossState
@@ -90,15 +87,5 @@ def reported(layout_name: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def main() -> None:
-    found = {}
-    for layout in LAYOUTS:
-        found[layout] = reported(layout)
-        writer = dist.get_rank() == 0
-        stop()
-    if writer:
-        Path(sys.argv[1]).write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    write_by_layout(LAYOUTS, reported)
