@@ -20,15 +20,15 @@ VOCAB_SIZE = 50
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
 KEY = "sk-very-secret-1"
 UPDATE = (
-    "/pause",
+    "/pause?mode=keep",
     "/init_weight_transfer_engine",
     "/start_weight_update",
     "/update_weights",
     "/finish_weight_update",
-    "/reset_prefix_cache",
+    "/reset_prefix_cache?reset_running_requests=true",
     "/resume",
 )
-"""The routes of a weight update, in their order."""
+"""The routes of a weight update with their parameters, in order."""
 
 
 def requests(count: int) -> list[Request]:
@@ -90,10 +90,12 @@ class FakeServer:
         self.most_open = 0
         self.said = "no"
         self.broken: set[str] = set()  # routes of an update that fail
+        self.fatal: set[str] = set()  # those that it does not survive
         self.updates: list[str] = []  # routes of updates, in order
         self.score = -1.0  # log-prob of every prompt token
         self.serving = asyncio.Event()  # not while paused
         self.serving.set()
+        self.updating = False
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -168,7 +170,7 @@ class FakeServer:
         if head.startswith("GET /health"):
             return await self._send(writer, 200 if self.healthy else 503, b"")
         request = json.loads(body) if body else {}
-        route = head.split()[1].split("?")[0]
+        route = head.split()[1]
         if route in UPDATE:
             return await self._update(writer, route, request)
         self.bodies.append(request)
@@ -188,14 +190,21 @@ class FakeServer:
 
     async def _update(self, writer: asyncio.StreamWriter, route: str, request: Any) -> bool:
         self.updates.append(route)
+        if route in self.fatal:
+            self.kill()
         if route in self.broken:
             return await self._send(writer, 500, b"broken")
-        if route == "/pause":
+        if route.startswith("/pause"):
             self.serving.clear()
         if route == "/resume":
             self.serving.set()
+        if route == "/start_weight_update":
+            if self.updating:
+                return await self._send(writer, 500, b"in the middle of an update")
+            self.updating = True
         if route == "/finish_weight_update":
-            self.version = request["weight_version"]
+            self.updating = False
+            self.version = request.get("weight_version", self.version)
         return await self._send(writer, 200, b'{"success": true}')
 
     async def _score(self, writer: asyncio.StreamWriter, ids: list[int]) -> bool:

@@ -125,7 +125,7 @@ def test_every_server_is_updated_and_proven(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "route", ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+    "route", [route for route in UPDATE if route != "/reset_prefix_cache?reset_running_requests=true"]
 )
 def test_a_server_that_cannot_be_updated_is_done_without(tmp_path: Path, route: str) -> None:
     with running(tmp_path) as (engine, fakes, weights):
@@ -144,13 +144,23 @@ def test_a_server_that_cannot_be_updated_is_done_without(tmp_path: Path, route: 
         assert engine.metrics()["rollout/servers"] == 2
 
 
+@pytest.mark.parametrize("route", UPDATE)
+def test_a_server_that_dies_in_an_update_costs_one_more(tmp_path: Path, route: str) -> None:
+    with running(tmp_path, count=3) as (engine, fakes, weights):
+        fakes[0].fatal = {route}
+        engine.update_weights(1)
+        assert weights.gathered == 2  # all, then the others together
+        assert engine.metrics()["rollout/servers"] == 2
+        assert versions(engine.submit(PROMPTS, PARAMS)()) == {1}
+
+
 def test_a_server_whose_cache_keeps_old_weights_is_not_served(tmp_path: Path) -> None:
     with running(tmp_path) as (engine, fakes, _):
         # vLLM answers 200 and {"success": false} where it could not.
         original = fakes[0]._send
 
         async def send(writer: object, status: int, body: bytes, length: int | None = None) -> bool:
-            if fakes[0].updates and fakes[0].updates[-1] == "/reset_prefix_cache":
+            if fakes[0].updates and fakes[0].updates[-1].startswith("/reset_prefix_cache"):
                 body = b'{"success": false}'
             return await original(writer, status, body, length)  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_server import PARAMS, VOCAB_SIZE, FakeServer, requests, run, tokens_of
+from fake_server import PARAMS, VOCAB_SIZE, FakeServer, good_answer, requests, run, tokens_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -255,6 +255,31 @@ def test_a_cancelled_batch_frees_its_places() -> None:
         check_all(await pool.generate(requests(20)), 20)
 
     run(work, count=1)
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_a_batch_cancelled_while_it_is_handed_a_place_gives_it_back(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        answered = asyncio.Event()
+
+        async def generate(*_: object, **__: object) -> object:
+            await answered.wait()
+            return good_answer(0)
+
+        monkeypatch.setattr(Server, "generate", generate)
+        first, second = (asyncio.create_task(pool.generate(requests(1))) for _ in range(2))
+        await asyncio.sleep(0.01)
+        answered.set()  # some steps of the loop later the second has the first's place
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        second.cancel()
+        check_all(await first, 1)
+        await asyncio.wait([second])
+        check_all(await pool.generate(requests(1)), 1)
+
+    run(work, count=1, max_in_flight_per_server=1)
 
 
 def test_a_bad_answer_is_raised_and_the_rest_cancelled() -> None:

@@ -170,9 +170,10 @@ class VLLMEngine:
             problem = self._update(servers) if servers else None
             if problem is None:
                 break
+            if len(loop.run(pool.reachable())) < len(servers):
+                continue  # with those that did not die
             # One that fails makes an update of all fail: each alone tells which.
-            reached = loop.run(pool.reachable())
-            servers = [s for s in servers if s in reached and self._update([s]) is None]
+            servers = [server for server in servers if self._update([server]) is None]
             if servers:
                 break
         else:
