@@ -250,6 +250,15 @@ def test_progress_of_what_was_done_before_one_looked(tmp_path: Path) -> None:
         assert done == [12]
 
 
+def test_progress_of_what_is_done_while_one_looks(tmp_path: Path) -> None:
+    with running(tmp_path) as (engine, fakes, _):
+        for fake in fakes:
+            fake.delay = 0.3
+        done: list[int] = []
+        check_all(engine.submit(PROMPTS, PARAMS)(done.append))
+        assert done == [1] * 12
+
+
 def test_an_update_readmits_a_server_that_waits_for_one(tmp_path: Path) -> None:
     """It came back while the trainer was busy: nobody was there to give it weights."""
     with running(tmp_path) as (engine, fakes, weights):
