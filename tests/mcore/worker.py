@@ -156,7 +156,7 @@ def main() -> None:
         for kind, checkpoint in checkpoints.items():
             for max_tokens in (512, 70):  # all in one micro-batch, and many
                 policy = build(checkpoint, parallel)
-                result = decode(policy)
+                result = decode(policy) if max_tokens == 512 else {}
                 result |= step(policy, max_tokens) | gradients(policy)
                 if dist.get_rank() == 0:
                     save_file(result, str(out / f"{name}-{kind}-{max_tokens}.safetensors"))
