@@ -48,7 +48,7 @@ THIRD_PARTY = {
     "parallel": {"torch"},
     "weights": {"torch", "safetensors"},
     "mcore": {"torch", "safetensors", "megatron", "transformer_engine"},
-    "rollout": {"torch", "safetensors", "httpx"},
+    "rollout": {"torch", "safetensors", "httpx", "msgspec"},
     "serve": set(),
     "vllm_plugin": {"torch", "safetensors", "vllm"},
     "trainer": {

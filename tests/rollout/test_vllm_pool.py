@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -264,9 +265,9 @@ def test_a_batch_cancelled_while_it_is_handed_a_place_gives_it_back(
     async def work(pool: Pool, fakes: list[FakeServer]) -> None:
         answered = asyncio.Event()
 
-        async def generate(*_: object, **__: object) -> object:
+        async def generate(*_: object, **__: object) -> bytes:
             await answered.wait()
-            return good_answer(0)
+            return json.dumps(good_answer(0)).encode()
 
         monkeypatch.setattr(Server, "generate", generate)
         first, second = (asyncio.create_task(pool.generate(requests(1))) for _ in range(2))

@@ -2,15 +2,19 @@
 
 A log-prob that belongs to another token, or a response cut short, would train the policy on what it did not
 do and show nowhere. So an answer is either exactly what was asked for, or a :class:`BadAnswer`.
+
+One process reads the answers of all servers while it trains, so reading has to be cheap: msgspec checks types
+as it decodes, and makes nothing of the parts that are not named here.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
 
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.types import Completion, SamplingParams, VersionSpan
@@ -32,21 +36,62 @@ class _Wrong(Exception):
     """What is wrong with an answer; whose it is comes later."""
 
 
-def parse(body: bytes, where: str) -> object:
+# Python's garbage collector need not walk through one object per token.
+class _Token(Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class _LogProbs(Struct):
+    content: list[_Token]
+
+
+class _Span(Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(Struct):
+    token_ids: list[Annotated[int, Meta(ge=0)]]
+    finish_reason: Literal["stop", "length"]
+    logprobs: _LogProbs
+    weight_versions: list[_Span]
+
+
+class _Answer(Struct):
+    error: Any = None
+    model: str | None = None
+
+
+class _Generated(_Answer):
+    choices: list[_Choice] = []
+
+
+class _LogProb(Struct, gc=False):
+    logprob: float
+
+
+class _Scored(_Answer):
+    prompt_logprobs: list[dict[str, _LogProb] | None] = []
+
+
+_GENERATED = msgspec.json.Decoder(_Generated)
+_SCORED = msgspec.json.Decoder(_Scored)
+_ANYTHING = msgspec.json.Decoder()
+
+
+def parse(body: bytes, where: str) -> Any:
     """The JSON of an answer; None for an empty one, which several routes send.
 
     Raises:
         BadAnswer: not JSON, or cut off.
     """
-    if not body:
-        return None
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise BadAnswer(f"{where}: the answer of {len(body)} bytes is not JSON ({error})") from None
+    with _named(where):
+        return _decode(_ANYTHING, body) if body else None
 
 
-def read_completion(answer: object, *, params: SamplingParams, where: str) -> Completion:
+def read_completion(body: bytes, *, params: SamplingParams, where: str) -> Completion:
     """The one completion of an answer of ``/inference/v1/generate``.
 
     Args:
@@ -57,24 +102,27 @@ def read_completion(answer: object, *, params: SamplingParams, where: str) -> Co
         BadAnswer: anything but that completion.
     """
     with _named(where):
-        choice = _only_choice(answer)
-        token_ids = _token_ids(choice.get("token_ids"))
-        finish_reason = _finish_reason(choice.get("finish_reason"), token_ids, params)
-        log_probs = _log_probs(choice.get("logprobs"), token_ids)
-        spans = _spans(choice.get("weight_versions"), len(token_ids))
+        answer: _Generated = _checked(_decode(_GENERATED, body))
+        if len(answer.choices) != 1:
+            raise _Wrong(f"{len(answer.choices)} choices where 1 was asked for")
+        (choice,) = answer.choices
+        token_ids = tuple(choice.token_ids)
+        _check_end(token_ids, choice.finish_reason, params)
+        log_probs = _log_probs(choice.logprobs.content, token_ids)
+        spans = _spans(choice.weight_versions, len(token_ids))
     if params.temperature == 0:
         # A greedy choice is certain. vLLM reports the log-prob at temperature 1.
         log_probs = (0.0,) * len(token_ids)
     return Completion(
         token_ids=token_ids,
         log_probs=log_probs,
-        finish_reason=finish_reason,
+        finish_reason=choice.finish_reason,
         weight_version=min(span.version for span in spans),
         version_spans=spans,
     )
 
 
-def read_prompt_log_probs(answer: object, token_ids: Sequence[int], where: str) -> list[float]:
+def read_prompt_log_probs(body: bytes, token_ids: Sequence[int], where: str) -> list[float]:
     """Log-prob of each prompt token but the first, given those before it, in nats.
 
     Args:
@@ -88,18 +136,16 @@ def read_prompt_log_probs(answer: object, token_ids: Sequence[int], where: str) 
         BadAnswer: anything but these log-probs.
     """
     with _named(where):
-        entries = _body(answer).get("prompt_logprobs")
-        if not isinstance(entries, list):
-            raise _Wrong(f"prompt_logprobs is {_short(entries)}, not a list")
+        entries = _checked(_decode(_SCORED, body)).prompt_logprobs
         if len(entries) != len(token_ids):
             raise _Wrong(f"{len(entries)} prompt log-probs for {len(token_ids)} tokens")
-        log_probs = []
+        found = []
         for i, (entry, token) in enumerate(zip(entries[1:], token_ids[1:], strict=True), start=1):
-            of_token = entry.get(str(token)) if isinstance(entry, dict) else None
-            if not isinstance(of_token, dict):
-                raise _Wrong(f"prompt position {i} has no log-prob of token {token}: {_short(entry)}")
-            log_probs.append(_log_prob(of_token.get("logprob"), f"prompt position {i}"))
-        return log_probs
+            if entry is None or str(token) not in entry:
+                raise _Wrong(f"prompt position {i} has no log-prob of token {token}")
+            found.append(entry[str(token)].logprob)
+        _check_range(found, "prompt position", first=1)
+        return found
 
 
 @contextmanager
@@ -110,115 +156,87 @@ def _named(where: str) -> Iterator[None]:
         raise BadAnswer(f"{where}: {wrong}") from None
 
 
-def _body(answer: object) -> dict[str, object]:
-    if not isinstance(answer, dict):
-        raise _Wrong(f"the answer is {_short(answer)}, not an object")
-    if "error" in answer:
-        raise _Wrong(f"the answer is an error: {_short(answer['error'])}")
-    if answer.get("model") != MODEL:
-        raise _Wrong(f"the answer is from model {_short(answer.get('model'))}, not {MODEL!r}")
+def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _Wrong(f"the answer is not what was asked for: {error}") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise _Wrong(f"the answer of {len(body)} bytes is not JSON ({error})") from None
+
+
+def _checked(answer: Any) -> Any:
+    """An answer of the policy."""
+    if answer.error is not None:
+        raise _Wrong(f"the answer is an error: {_short(answer.error)}")
+    if answer.model != MODEL:
+        raise _Wrong(f"the answer is from model {_short(answer.model)}, not {MODEL!r}")
     return answer
 
 
-def _only_choice(answer: object) -> dict[str, object]:
-    choices = _body(answer).get("choices")
-    if not isinstance(choices, list):
-        raise _Wrong(f"choices is {_short(choices)}, not a list")
-    if len(choices) != 1:
-        raise _Wrong(f"{len(choices)} choices where 1 was asked for")
-    if not isinstance(choices[0], dict):
-        raise _Wrong(f"the choice is {_short(choices[0])}, not an object")
-    return choices[0]
-
-
-def _token_ids(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
-        raise _Wrong(f"token_ids is {_short(value)}, not a list of token ids")
-    if not value:
+def _check_end(token_ids: tuple[int, ...], reason: str, params: SamplingParams) -> None:
+    if not token_ids:
         raise _Wrong("no token in the completion")
-    return tuple(value)
-
-
-def _finish_reason(
-    value: object, token_ids: tuple[int, ...], params: SamplingParams
-) -> Literal["stop", "length"]:
-    stops = [i for i, token in enumerate(token_ids) if token in params.stop_token_ids]
     count = len(token_ids)
+    stops = sorted(token_ids.index(token) for token in params.stop_token_ids if token in token_ids)
     if count > params.max_tokens:
         raise _Wrong(f"{count} tokens where at most {params.max_tokens} were asked for")
     if stops and stops[0] < count - 1:
         raise _Wrong(f"stop token {token_ids[stops[0]]} at position {stops[0]} of {count}, not at the end")
-    if value == "stop":
-        if not stops:
-            raise _Wrong(f"finish_reason 'stop' without a stop token: the last is {token_ids[-1]}")
-        return "stop"
-    if value == "length":
-        if stops:
-            raise _Wrong(f"finish_reason 'length' with stop token {token_ids[-1]} at the end")
-        if count < params.max_tokens:
-            raise _Wrong(
-                f"cut off after {count} of {params.max_tokens} tokens:"
-                " --max-model-len has to hold prompt and completion"
-            )
-        return "length"
-    raise _Wrong(f"finish_reason {_short(value)}, not 'stop' or 'length'")
+    if reason == "stop" and not stops:
+        raise _Wrong(f"finish_reason 'stop' without a stop token: the last is {token_ids[-1]}")
+    if reason == "length" and stops:
+        raise _Wrong(f"finish_reason 'length' with stop token {token_ids[-1]} at the end")
+    if reason == "length" and count < params.max_tokens:
+        raise _Wrong(
+            f"cut off after {count} of {params.max_tokens} tokens:"
+            " --max-model-len has to hold prompt and completion"
+        )
 
 
-def _log_probs(value: object, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-    content = value.get("content") if isinstance(value, dict) else None
-    if not isinstance(content, list):
-        raise _Wrong(f"no log-probs: logprobs is {_short(value)}")
+def _log_probs(content: list[_Token], token_ids: tuple[int, ...]) -> tuple[float, ...]:
     if len(content) != len(token_ids):
         raise _Wrong(f"{len(content)} log-probs for {len(token_ids)} tokens")
-    log_probs = []
-    for i, (entry, token) in enumerate(zip(content, token_ids, strict=True)):
-        if not isinstance(entry, dict):
-            raise _Wrong(f"log-prob {i} is {_short(entry)}, not an object")
-        if type(entry.get("token_id")) is not int or entry["token_id"] != token:
-            raise _Wrong(f"log-prob {i} is of token {_short(entry.get('token_id'))}, the token is {token}")
-        log_probs.append(_log_prob(entry.get("logprob"), f"token {i}"))
-    return tuple(log_probs)
+    named = [entry.token_id for entry in content]
+    if named != [*token_ids]:
+        i = next(i for i, token in enumerate(token_ids) if named[i] != token)
+        raise _Wrong(f"log-prob {i} is of token {named[i]}, the token is {token_ids[i]}")
+    found = tuple([entry.logprob for entry in content])
+    _check_range(found, "token", first=0)
+    return found
 
 
-def _log_prob(value: object, what: str) -> float:
-    if type(value) not in (int, float):
-        raise _Wrong(f"the log-prob of {what} is {_short(value)}, not a number")
-    # Compared before it becomes a float: an integer may be too large for one.
-    assert isinstance(value, int | float)
-    if not _MINUS_INFINITY < value <= _ROUNDING or not math.isfinite(value):
-        raise _Wrong(f"the log-prob of {what} is {_short(value)}, not a finite number up to 0")
-    return float(value)
+def _check_range(log_probs: Sequence[float], what: str, *, first: int) -> None:
+    """``first``: number of the first, for the message."""
+    for worst in (min(log_probs, default=0.0), max(log_probs, default=0.0)):
+        if not _MINUS_INFINITY < worst <= _ROUNDING:
+            i = first + log_probs.index(worst)
+            raise _Wrong(f"the log-prob of {what} {i} is {worst}, not a finite number up to 0")
 
 
-def _spans(value: object, count: int) -> tuple[VersionSpan, ...]:
-    if not isinstance(value, list):
-        raise _Wrong(f"weight_versions is {_short(value)}, not a list")
+def _spans(entries: list[_Span], count: int) -> tuple[VersionSpan, ...]:
     spans, position = [], 0
-    for entry in value:
-        start, end = (entry.get("start"), entry.get("end")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(entry, dict) or type(start) is not int or type(end) is not int:
-            raise _Wrong(f"weight_versions holds {_short(entry)}, not a span")
-        if start != position or end <= start:
-            raise _Wrong(f"weight_versions goes from {start} to {end} where {position} comes next")
-        spans.append(VersionSpan(version=_version(entry.get("version")), start=start, end=end))
-        position = end
+    for entry in entries:
+        if entry.start != position or entry.end <= entry.start:
+            raise _Wrong(
+                f"weight_versions goes from {entry.start} to {entry.end} where {position} comes next"
+            )
+        spans.append(VersionSpan(version=_version(entry.version), start=entry.start, end=entry.end))
+        position = entry.end
     if position != count:
         raise _Wrong(f"weight_versions covers {position} of {count} tokens")
     return tuple(spans)
 
 
-def _version(value: object) -> int:
-    if value == FIRST_VERSION:
+def _version(text: str) -> int:
+    if text == FIRST_VERSION:
         return 0
-    if not isinstance(value, str) or not (value.isascii() and value.isdigit()) or len(value) > 18:
-        raise _Wrong(f"weight version {_short(value)}, not a number or {FIRST_VERSION!r}")
-    return int(value)
+    if not (text.isascii() and text.isdigit()) or len(text) > 18:
+        raise _Wrong(f"weight version {_short(text)}, not a number or {FIRST_VERSION!r}")
+    return int(text)
 
 
 def _short(value: object) -> str:
     """A value on one line, for a message."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer of too many digits; lists in lists in lists
-        text = f"a {type(value).__name__}"
+    text = repr(value)
     return text if len(text) <= 120 else text[:120] + "…"

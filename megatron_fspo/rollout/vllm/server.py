@@ -73,7 +73,7 @@ class Server:
 
     async def get(self, route: str, *, timeout: float = REQUEST_SECONDS, attempts: int = 3) -> object:
         """GET ``/route``; see :meth:`post`."""
-        return await self._ask("GET", route, None, None, timeout, attempts)
+        return parse(await self._ask("GET", route, None, None, timeout, attempts), self._where(route))
 
     async def post(
         self,
@@ -99,7 +99,7 @@ class Server:
             Refused: 4xx, with what the server said.
             BadAnswer: the answer is not JSON.
         """
-        return await self._ask("POST", route, body, params, timeout, attempts)
+        return parse(await self._ask("POST", route, body, params, timeout, attempts), self._where(route))
 
     async def healthy(self) -> bool:
         """Whether ``/health`` answers 200 within 5 seconds."""
@@ -118,7 +118,7 @@ class Server:
         prompt_log_probs: bool = False,
         timeout: float,
         attempts: int = 3,
-    ) -> object:
+    ) -> bytes:
         """One completion of a prompt (``params.n`` is not looked at); raises like :meth:`post`.
 
         A token id outside the vocabulary kills a vLLM server: the caller has checked them.
@@ -144,7 +144,7 @@ class Server:
         if prompt_log_probs:
             sampling["prompt_logprobs"] = 0
         body = {"model": MODEL, "token_ids": list(token_ids), "sampling_params": sampling}
-        return await self.post("inference/v1/generate", body, timeout=timeout, attempts=attempts)
+        return await self._ask("POST", "inference/v1/generate", body, None, timeout, attempts)
 
     async def score(self, token_ids: Sequence[int], *, timeout: float = REQUEST_SECONDS) -> list[float]:
         """Log-probs of all tokens but the first, given those before, at temperature 1, in nats.
@@ -163,8 +163,8 @@ class Server:
         params: Mapping[str, str] | None,
         timeout: float,
         attempts: int,
-    ) -> object:
-        where = f"{self.url}/{route.lstrip('/')}"
+    ) -> bytes:
+        where = self._where(route)
         for attempt in range(attempts):
             if attempt:
                 wait = min(_FIRST_WAIT * 2 ** (attempt - 1), _LONGEST_WAIT)
@@ -184,7 +184,10 @@ class Server:
         tries = "" if attempts == 1 else f" (attempt {attempts} of {attempts})"
         raise ServerLost(f"{where}: {reason}{tries}")
 
-    async def _attempt(self, request: httpx.Request, where: str, timeout: float) -> object:
+    def _where(self, route: str) -> str:
+        return f"{self.url}/{route.lstrip('/')}"
+
+    async def _attempt(self, request: httpx.Request, where: str, timeout: float) -> bytes:
         try:
             async with asyncio.timeout(timeout):
                 response = await self._http.send(request)
@@ -200,7 +203,7 @@ class Server:
             raise _TryAgain(f"{response.status_code} {self._said(response)}")
         if response.status_code != 200:
             raise Refused(f"{where}: refused with {response.status_code}: {self._said(response)}")
-        return parse(response.content, where)
+        return response.content
 
     def _said(self, response: httpx.Response) -> str:
         """What a server says is wrong, on one line; a server may echo anything."""
