@@ -146,7 +146,7 @@ def test_garbage(name: str) -> None:
         (replace(PARAMS, max_tokens=2), "length", "3 tokens where at most 2"),
         (replace(PARAMS, max_tokens=4), "length", "cut off after 3 of 4 tokens: --max-model-len"),
         (replace(PARAMS, stop_token_ids=(5,)), "length", "stop token 5 at position 1 of 3"),
-        (replace(PARAMS, stop_token_ids=(5, 8)), "stop", "stop token 5 at position 1 of 3"),
+        (replace(PARAMS, stop_token_ids=(8, 5)), "stop", "stop token 5 at position 1 of 3"),
         (STOPPING, "length", "'length' with stop token 8 at the end"),
     ],
 )
@@ -223,7 +223,11 @@ def test_no_bytes_break_the_parser(body: bytes) -> None:
         parse(body, WHERE)
 
 
-@pytest.mark.parametrize("body", [b"[" * 100_000, b"9" * 10_000, b"\xff{}"], ids=["deep", "long", "utf8"])
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 100_000, b"9" * 10_000, b"\xff{}", b'{"error": "\xff"}'],
+    ids=["deep", "long", "no JSON", "no UTF-8"],
+)
 def test_hostile_json(body: bytes) -> None:
     with pytest.raises(BadAnswer, match=r"is not JSON|out of range"):
         parse(body, WHERE)
