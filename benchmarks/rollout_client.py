@@ -97,6 +97,7 @@ def measure(length: int, count: int, repeats: int) -> dict[str, float]:
     mine, its = multiprocessing.Pipe()
     server = multiprocessing.Process(target=serve, args=(body, its), daemon=True)
     server.start()
+    its.close()  # so that the end of a server that never listened is seen
     try:
         port = mine.recv()
         client = min(asyncio.run(ask(port, length, count)) for _ in range(repeats))
@@ -124,6 +125,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="of which the fastest counts")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/rollout_client.json")
     options = parser.parse_args()
+    if min(options.count, options.repeats) < 1:
+        parser.error("--count and --repeats: 1 or more")
+    if not options.out.parent.is_dir():
+        parser.error(f"--out {options.out}: no such folder")
     lengths = [measure(length, options.count, options.repeats) for length in LENGTHS]
     report = {"command": "python benchmarks/rollout_client.py", **machine(), "lengths": lengths}
     options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

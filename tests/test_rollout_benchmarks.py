@@ -31,6 +31,7 @@ def test_reading_responses() -> None:
     assert rollout_client.table(report) in page
     assert report["command"] in page
     assert [row["tokens"] for row in report["lengths"]] == [*rollout_client.LENGTHS]
+    assert all(135 < row["bytes_per_token"] < 145 for row in report["lengths"]), "about 140"
 
 
 def test_the_client_is_measured_with_an_answer_that_it_takes() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_fspo.rollout.vllm.pool import Pool, Request
 from megatron_fspo.rollout.vllm.server import Server, http_client
-from megatron_fspo.types import SamplingParams
+from megatron_fspo.types import Completion, SamplingParams
 
 MAX_TOKENS = 3
 VOCAB_SIZE = 50
@@ -64,6 +64,11 @@ def good_answer(seed: int, version: str = "default") -> dict[str, Any]:
             }
         ],
     }
+
+
+def check_all(completions: list[Completion], count: int) -> None:
+    """As many as asked for, each where its request was."""
+    assert [completion.token_ids for completion in completions] == [tokens_of(i) for i in range(count)]
 
 
 class FakeServer:

@@ -235,6 +235,14 @@ def test_hostile_json(body: bytes) -> None:
         read_completion(body, params=PARAMS, where=WHERE)
 
 
+def test_an_error_of_any_depth() -> None:
+    """Also where it can just be decoded, and not be shown."""
+    for depth in range(2000):
+        body = b'{"error": ' + b"[" * depth + b"0" + b"]" * depth + b"}"
+        with pytest.raises(BadAnswer, match=r"is an error|is not JSON"):
+            read_completion(body, params=PARAMS, where=WHERE)
+
+
 def test_prompt_log_probs() -> None:
     entries = [None, {"5": {"logprob": -6.5, "rank": 2}, "9": {"logprob": -0.1}}, {"7": {"logprob": -1}}]
     good = {"model": "policy", "prompt_logprobs": entries, "choices": []}

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import fake_server
 import httpx
 import pytest
-from fake_server import KEY, FakeServer, run
+from fake_server import KEY, PARAMS, FakeServer, run
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.rollout.vllm import server as server_module
@@ -120,6 +121,26 @@ def test_the_key_is_sent_and_never_told(failure: str | int, caplog: pytest.LogCa
         said = ask(work)
     assert KEY not in said
     assert KEY not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"error": f"Bearer {KEY}\n{'x' * 1000}"},
+        {"model": "policy", "choices": [{"token_ids": [1], "finish_reason": f"{KEY}\n{'x' * 1000}"}]},
+    ],
+)
+def test_what_is_wrong_with_an_answer_is_one_line_without_the_key(
+    answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(server: Server, fake: FakeServer) -> None:
+        monkeypatch.setattr(fake_server, "good_answer", lambda *_: answer)
+        with pytest.raises(BadAnswer, match=rf"^{server.url}: .*\*\*\*") as raised:
+            await server.generate([1], PARAMS, seed=0, timeout=5)
+        assert KEY not in str(raised.value) and "\n" not in str(raised.value)
+        assert len(str(raised.value)) < 400
+
+    ask(work)
 
 
 @pytest.mark.parametrize(

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_server import PARAMS, VOCAB_SIZE, FakeServer, good_answer, requests, run, tokens_of
+from fake_server import PARAMS, VOCAB_SIZE, FakeServer, check_all, requests, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.rollout.sampling import stream_seed
 from megatron_fspo.rollout.vllm import server as server_module
-from megatron_fspo.rollout.vllm.answers import BadAnswer
 from megatron_fspo.rollout.vllm.pool import MAX_LOSSES, Pool, Request
 from megatron_fspo.rollout.vllm.server import Server, ServerLost
-from megatron_fspo.types import Completion, Prompt
+from megatron_fspo.types import Prompt
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_FIRST_WAIT", 0.005)
-
-
-def check_all(completions: list[Completion], count: int) -> None:
-    """As many as asked for, each where its request was."""
-    assert [completion.token_ids for completion in completions] == [tokens_of(i) for i in range(count)]
 
 
 def test_order_counts_and_limits() -> None:
@@ -192,38 +185,6 @@ def test_an_admission_that_outlasts_the_batch_is_dropped() -> None:
     run(work, attempts=1)
 
 
-def test_batches_share_the_servers_and_the_first_goes_first() -> None:
-    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
-        fakes[0].delay = 0.005
-        done: list[str] = []
-        first = asyncio.create_task(pool.generate(requests(10), lambda _: done.append("first")))
-        await asyncio.sleep(0)
-        second = asyncio.create_task(pool.generate(requests(10), lambda _: done.append("second")))
-        check_all(await first, 10)
-        assert not second.done()
-        check_all(await second, 10)
-        assert fakes[0].most_open == 4
-        # The second began while the last of the first were open: no server waits for a batch to end.
-        assert done[:8] == ["first"] * 8
-        assert done.count("first") == done.count("second") == 10
-
-    run(work, count=1)
-
-
-def test_a_failed_batch_leaves_the_others_alone() -> None:
-    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
-        fakes[0].delay = 0.02
-        fakes[0].script.append("garbage")
-        bad = asyncio.create_task(pool.generate(requests(1)))
-        await asyncio.sleep(0)
-        good = asyncio.create_task(pool.generate(requests(10)))
-        with pytest.raises(BadAnswer):
-            await bad
-        check_all(await good, 10)
-
-    run(work, count=1)
-
-
 def test_what_a_server_without_the_new_weights_holds_is_asked_again() -> None:
     """It is paused in the middle of an update, and would never answer."""
 
@@ -240,60 +201,6 @@ def test_what_a_server_without_the_new_weights_holds_is_asked_again() -> None:
         assert not batch.done()
         await pool.serve([server for server in pool.live() if server.url == fakes[1].url])
         check_all(await batch, 20)
-
-    run(work)
-
-
-def test_a_cancelled_batch_frees_its_places() -> None:
-    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
-        fakes[0].script.extend(["hang"] * 4)
-        batch = asyncio.create_task(pool.generate(requests(20)))
-        while len(fakes[0].arrived) < 4:
-            await asyncio.sleep(0.01)
-        batch.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await batch
-        check_all(await pool.generate(requests(20)), 20)
-
-    run(work, count=1)
-
-
-@pytest.mark.parametrize("steps", range(8))
-def test_a_batch_cancelled_while_it_is_handed_a_place_gives_it_back(
-    steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
-        answered = asyncio.Event()
-
-        async def generate(*_: object, **__: object) -> bytes:
-            await answered.wait()
-            return json.dumps(good_answer(0)).encode()
-
-        monkeypatch.setattr(Server, "generate", generate)
-        first, second = (asyncio.create_task(pool.generate(requests(1))) for _ in range(2))
-        await asyncio.sleep(0.01)
-        answered.set()  # some steps of the loop later the second has the first's place
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        second.cancel()
-        check_all(await first, 1)
-        await asyncio.wait([second])
-        check_all(await pool.generate(requests(1)), 1)
-
-    run(work, count=1, max_in_flight_per_server=1)
-
-
-def test_a_bad_answer_is_raised_and_the_rest_cancelled() -> None:
-    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
-        fakes[0].script.extend(["hang", "hang"])
-        fakes[0].always = fakes[1].always = "hang"
-        fakes[1].script.append("garbage")
-        with pytest.raises(BadAnswer, match=f"{fakes[1].url}: 0 choices"):
-            await pool.generate(requests(20))
-        assert asyncio.all_tasks() - fakes[0]._handlers - fakes[1]._handlers == {asyncio.current_task()}
-        for fake in fakes:
-            fake.always = "answer"
-        check_all(await pool.generate(requests(20)), 20)  # and the pool is as good as new
 
     run(work)
 

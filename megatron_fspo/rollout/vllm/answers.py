@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -37,9 +37,12 @@ class _Wrong(Exception):
 
 
 # Python's garbage collector need not walk through one object per token.
-class _Token(Struct, gc=False):
-    token_id: int
+class _LogProb(Struct, gc=False):
     logprob: float
+
+
+class _Token(_LogProb, gc=False):
+    token_id: int
 
 
 class _LogProbs(Struct):
@@ -68,20 +71,18 @@ class _Generated(_Answer):
     choices: list[_Choice] = []
 
 
-class _LogProb(Struct, gc=False):
-    logprob: float
-
-
 class _Scored(_Answer):
     prompt_logprobs: list[dict[str, _LogProb] | None] = []
 
 
+_A = TypeVar("_A", bound=_Answer)
+_T = TypeVar("_T")
 _GENERATED = msgspec.json.Decoder(_Generated)
 _SCORED = msgspec.json.Decoder(_Scored)
 _ANYTHING = msgspec.json.Decoder()
 
 
-def parse(body: bytes, where: str) -> Any:
+def parse(body: bytes, where: str) -> object:
     """The JSON of an answer; None for an empty one, which several routes send.
 
     Raises:
@@ -102,7 +103,7 @@ def read_completion(body: bytes, *, params: SamplingParams, where: str) -> Compl
         BadAnswer: anything but that completion.
     """
     with _named(where):
-        answer: _Generated = _checked(_decode(_GENERATED, body))
+        answer = _checked(_decode(_GENERATED, body))
         if len(answer.choices) != 1:
             raise _Wrong(f"{len(answer.choices)} choices where 1 was asked for")
         (choice,) = answer.choices
@@ -156,7 +157,7 @@ def _named(where: str) -> Iterator[None]:
         raise BadAnswer(f"{where}: {wrong}") from None
 
 
-def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+def _decode(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -165,7 +166,7 @@ def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         raise _Wrong(f"the answer of {len(body)} bytes is not JSON ({error})") from None
 
 
-def _checked(answer: Any) -> Any:
+def _checked(answer: _A) -> _A:
     """An answer of the policy."""
     if answer.error is not None:
         raise _Wrong(f"the answer is an error: {_short(answer.error)}")
@@ -238,5 +239,8 @@ def _version(text: str) -> int:
 
 def _short(value: object) -> str:
     """A value on one line, for a message."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:  # lists in lists in lists
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 120 else text[:120] + "…"

@@ -12,7 +12,6 @@ from typing import Any
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.rollout.engine import Progress
 from megatron_fspo.rollout.sampling import stream_seed
-from megatron_fspo.rollout.vllm.answers import read_completion
 from megatron_fspo.rollout.vllm.server import Server, ServerLost
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
@@ -250,14 +249,13 @@ class Pool:
                 place.set_result(slot)
 
     async def _sample(self, server: Server, request: Request, oldest_version: int) -> Completion:
-        answer = await server.generate(
+        completion = await server.generate(
             request.prompt_ids,
             request.params,
             seed=request.seed,
             timeout=self.request_seconds,
             attempts=self.attempts,
         )
-        completion = read_completion(answer, params=request.params, where=server.url)
         if completion.weight_version < oldest_version:
             raise ServerLost(
                 f"{server.url}: sampled with weights {completion.weight_version}, older than"

@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import httpx
 
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.rollout.vllm.answers import MODEL, BadAnswer, parse, read_prompt_log_probs
-from megatron_fspo.types import SamplingParams
+from megatron_fspo.rollout.vllm.answers import (
+    MODEL,
+    BadAnswer,
+    parse,
+    read_completion,
+    read_prompt_log_probs,
+)
+from megatron_fspo.types import Completion, SamplingParams
 
 CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 5.0
@@ -115,36 +122,19 @@ class Server:
         params: SamplingParams,
         *,
         seed: int,
-        prompt_log_probs: bool = False,
         timeout: float,
         attempts: int = 3,
-    ) -> bytes:
+    ) -> Completion:
         """One completion of a prompt (``params.n`` is not looked at); raises like :meth:`post`.
 
         A token id outside the vocabulary kills a vLLM server: the caller has checked them.
 
         Args:
             seed: in [0, 2³¹); names the random stream, in place of ``params.seed``.
-            prompt_log_probs: ask for the prompt's as well.
-
-        Returns:
-            The answer, for :mod:`~megatron_fspo.rollout.vllm.answers`.
         """
-        sampling: dict[str, object] = {
-            "n": 1,
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "seed": seed,
-            "logprobs": 0,
-            "stop_token_ids": list(params.stop_token_ids),
-            "ignore_eos": True,  # stop_token_ids say it all, whatever the server read in the checkpoint
-            "detokenize": False,
-        }
-        if prompt_log_probs:
-            sampling["prompt_logprobs"] = 0
-        body = {"model": MODEL, "token_ids": list(token_ids), "sampling_params": sampling}
-        return await self._ask("POST", "inference/v1/generate", body, None, timeout, attempts)
+        answer = await self._generate(token_ids, params, {"seed": seed}, timeout, attempts)
+        with self._reading():
+            return read_completion(answer, params=params, where=self.url)
 
     async def score(self, token_ids: Sequence[int], *, timeout: float = REQUEST_SECONDS) -> list[float]:
         """Log-probs of all tokens but the first, given those before, at temperature 1, in nats.
@@ -152,8 +142,39 @@ class Server:
         Raises like :meth:`post`.
         """
         one_token = SamplingParams(max_tokens=1)
-        answer = await self.generate(token_ids, one_token, seed=0, prompt_log_probs=True, timeout=timeout)
-        return read_prompt_log_probs(answer, token_ids, self.url)
+        answer = await self._generate(token_ids, one_token, {"seed": 0, "prompt_logprobs": 0}, timeout, 3)
+        with self._reading():
+            return read_prompt_log_probs(answer, token_ids, self.url)
+
+    async def _generate(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        more: Mapping[str, object],
+        timeout: float,
+        attempts: int,
+    ) -> bytes:
+        sampling: dict[str, object] = {
+            "n": 1,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "logprobs": 0,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": True,  # stop_token_ids say it all, whatever the server read in the checkpoint
+            "detokenize": False,
+            **more,
+        }
+        body = {"model": MODEL, "token_ids": list(token_ids), "sampling_params": sampling}
+        return await self._ask("POST", "inference/v1/generate", body, None, timeout, attempts)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What a server answered may be in the message, and a server may echo anything."""
+        try:
+            yield
+        except BadAnswer as error:
+            raise BadAnswer(self._one_line(str(error))) from None
 
     async def _ask(
         self,
