@@ -106,19 +106,21 @@ def test_a_head_that_stays_behind_stops_the_run(checkpoint: Path, tmp_path: Path
     assert [row["step"] for row in rows(tmp_path, "run")] in ([], [0]), "no step of which it is not known"
 
 
-# A server that does little at once is met half-way by every update; another one is never in the way.
+# Sampling that takes longer than training is met half-way by about every second update, so there are many.
 @pytest.mark.parametrize(("bound", "slow"), [(1, True), (2, False)])
 def test_ahead_of_training_no_token_is_older_than_allowed(
     checkpoint: Path, pair: list[Served], tmp_path: Path, bound: int, slow: bool
 ) -> None:
     more = ("--rollout.max-staleness", str(bound), "--rollout.max-response-tokens", "60")
-    more += ("--vllm.in-flight", "2") if slow else ("--evaluation.every", "3")
-    done = run(tmp_path, "run", *words(checkpoint, pair[:1], 6, *more))
+    one_by_one = ("--vllm.in-flight", "1", "--rollout.samples", "12", "--batch.mini-batches", "1")
+    more += one_by_one if slow else ("--evaluation.every", "3")
+    count = 12 if slow else 6
+    done = run(tmp_path, "run", *words(checkpoint, pair[:1], count, *more))
     assert done.returncode == 0, done.stderr[-6000:]
     found = steps(tmp_path)
-    assert [row["training/weight_version"] for row in found] == [1, 2, 3, 4, 5, 6]
+    assert [row["training/weight_version"] for row in found] == [*range(1, count + 1)]
     # The first is fresh; from then on the batches were asked for while an earlier step trained.
-    assert [row["rollout/staleness/max"] for row in found] == [min(i, bound) for i in range(6)]
+    assert [row["rollout/staleness/max"] for row in found] == [min(i, bound) for i in range(count)]
     assert all(0 <= row["rollout/staleness/mean"] <= bound for row in found)
     assert not slow or any(row["rollout/partial"] > 0 for row in found), "no update met a response half-way"
     assert all(row["rollout/canary_abs_diff_max"] <= 1e-4 for row in found)
