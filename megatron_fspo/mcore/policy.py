@@ -22,7 +22,7 @@ from megatron_fspo.mcore.model import build_chunks, padded_vocab_size, transform
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import add_metrics, reduce_metrics, share
+from megatron_fspo.parallel.metrics import add_metrics, any_rank, reduce_metrics, share
 from megatron_fspo.weights import Architecture
 
 
@@ -114,9 +114,10 @@ class Policy:
         # Megatron's schedules start at 0, which would waste the first step of a warm-up.
         self._scheduler.step(increment=1)
         _, grad_norm, _ = self.optimizer.step()
-        if not math.isfinite(grad_norm):
+        if any_rank(not math.isfinite(grad_norm), device=self.backend.device):
+            norm = "not finite on another rank" if math.isfinite(grad_norm) else grad_norm
             raise TrainingError(
-                f"optimizer step {self.optimizer_steps + 1}: the gradient norm is {grad_norm}. "
+                f"optimizer step {self.optimizer_steps + 1}: the gradient norm is {norm}. "
                 "Resume from the last checkpoint with a smaller optimizer.lr, or look for what overflows."
             )
         self.optimizer_steps += 1

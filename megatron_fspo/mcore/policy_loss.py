@@ -5,7 +5,8 @@ with an iterator of :class:`~megatron_fspo.packing.batch.MicroBatch` (see ``exam
 model's config must have ``calculate_per_token_loss=True``.
 
 Per micro-batch, on the last pipeline stage: hidden states → log-probs (the logits are never held whole) →
-new - old per token → S per sequence (one context-parallel all-reduce) → weights → -Σ weight_t · logp_t.
+new - old per token → S per sequence (one context-parallel all-reduce) → weights, those of the first
+context-parallel rank (one broadcast) → -Σ weight_t · logp_t.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megatron_fspo.mcore.normalise import megatron_loss
 from megatron_fspo.objective.calibration import k3_kl
 from megatron_fspo.objective.policy import LossInputs, LossTerms, PolicyObjective
 from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.head import linear_log_probs
 from megatron_fspo.parallel.segments import sequence_sums
@@ -148,6 +150,8 @@ class PolicyLoss:
                     num_segments=batch.lengths.numel(),
                     group=self.scoring.groups.cp,
                 ),
+                # Tensor-parallel ranks need not agree here: the head takes the first one's word in backward.
+                decided=lambda decisions: of_first_rank(decisions, self.scoring.groups.cp),
                 lengths=batch.lengths,
                 advantages=batch.advantages,
                 num_sequences=batch.num_sequences,

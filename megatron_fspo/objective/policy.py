@@ -31,7 +31,12 @@ class LossInputs:
     sequence_sums: Callable[[Tensor], Tensor]
     """[k, t] → [k, n]: masked sums over each whole response, over all ranks that share it, detached.
 
-    One collective where sequences lie on several ranks, so a loss calls it once.
+    One collective where sequences lie on several ranks, so a loss calls it once. The same bits on each.
+    """
+    decided: Callable[[Tensor], Tensor] = lambda values: values
+    """[k, n] → [k, n]: one rank's decisions about the sequences, on all ranks that share them.
+
+    Also a collective there, called once. Without such ranks, the decisions themselves.
     """
     lengths: Tensor
     """[n] response lengths L."""
@@ -83,23 +88,31 @@ class SequenceLevel:
         terms = sequence_surrogate(
             log_ratio_sum, inputs.lengths, inputs.advantages, self.band, dual_clip=self.dual_clip
         )
+        sides = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
+        flags = [flag.to(log_ratio_sum) for flag in (*sides, terms.out_of_band, terms.nonfinite)]
+        columns = torch.stack([log_ratio_sum, terms.weight, terms.objective, *flags])
+        log_ratio_sum, weight, objective, low, high, dual, out, broken = inputs.decided(columns)
         # Context-parallel ranks each hold some tokens of a sequence but all of its S: count J_i by tokens.
         share = _local_tokens(inputs) / inputs.lengths.clamp(min=1)
         return LossTerms(
             log_ratio_sum=log_ratio_sum,
-            weight=torch.where(inputs.mask, _per_token(terms.weight, inputs), 0.0),
-            objective=(terms.objective * share).sum(),
-            clipped_low=terms.clipped_low.float(),
-            clipped_high=terms.clipped_high.float(),
-            dual_clipped=terms.dual_clipped.float(),
-            out_of_band=terms.below | terms.above,
-            nonfinite=terms.nonfinite,
+            weight=torch.where(inputs.mask, _per_token(weight, inputs), 0.0),
+            objective=(objective * share).sum(),
+            clipped_low=low,
+            clipped_high=high,
+            dual_clipped=dual,
+            out_of_band=out > 0,
+            nonfinite=broken > 0,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLevel:
-    """Token-level clipping: GRPO (``sequence-mean``) and DAPO (``token-mean``), as baselines."""
+    """Token-level clipping: GRPO (``sequence-mean``) and DAPO (``token-mean``), as baselines.
+
+    A token's decision belongs to the rank that holds it. What is decided of a whole sequence, to drop it,
+    follows from ``sequence_sums`` alone, and those are the same on all its ranks.
+    """
 
     eps_low: float
     eps_high: float

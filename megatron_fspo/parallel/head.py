@@ -12,7 +12,8 @@ weight. Tokens outside the mask, and in backward those without upstream gradient
 Collectives over the tensor-parallel group, whatever the number of chunks, and none in a group of one:
 
 - forward: one all-gather of every rank's (max, Σ exp(z - max), Σ exp(z - max) (z - max), target) per row;
-- backward: one all-reduce of d hidden, of the rows used; under sequence parallel one reduce-scatter;
+- backward: one broadcast of the upstream gradients, two per row, and one all-reduce of d hidden, of the rows
+  used; under sequence parallel a reduce-scatter instead;
 - under sequence parallel one more in forward, the all-gather of hidden.
 
 Saved for backward: hidden (gathered), weight, and of each row its index, label, m, Z and H.
@@ -28,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron_fspo.parallel.agree import of_first_rank
 
 _CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
 # Logits of a chunk that are touched at a time; on a CPU they stay in the cache.
@@ -49,8 +52,10 @@ def linear_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each label, and the entropy of each distribution; both differentiable.
 
-    Every rank of the group calls it with the same labels and mask and brings the same upstream gradients.
-    The results are bit for bit the same on every rank, and from call to call with the same mask.
+    Every rank of the group calls it with the same labels and mask. The results are bit for bit the same on
+    every rank, and from call to call with the same mask. The upstream gradients are those of the group's
+    first rank, whatever the others bring: which rows are worked on, and so the shapes of the collectives, is
+    its decision alone.
 
     A weight that has ``main_grad`` follows Megatron's protocol: its gradient is added there,
     ``grad_added_to_main_grad`` is set, and autograd gets zeros, so that hooks fire and the gradient of a tied
@@ -163,8 +168,10 @@ class _LinearLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, rows, labels, stats = ctx.saved_tensors
-        # m, Z, H, and the upstream gradients of log p and H: [5, n]
-        stats = torch.cat([stats, grad_log_probs[None, rows], grad_entropy[None, rows]])
+        upstream = torch.stack([grad_log_probs[rows], grad_entropy[rows]])
+        if len(rows):
+            upstream = of_first_rank(upstream, ctx.head.group)
+        stats = torch.cat([stats, upstream])  # m, Z, H, and the gradients of log p and H: [5, n]
         used = (stats[3:] != 0).any(0).nonzero()[:, 0]
         rows = rows[used]
         partial, total = _gradients(ctx, hidden, weight, rows, labels[used], stats[:, used])

@@ -6,15 +6,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fspo.parallel.exact import ExactSums
+
 
 def sequence_sums(
     values: Tensor, mask: Tensor, segment: Tensor, num_segments: int, *, group: dist.ProcessGroup
 ) -> Tensor:
     """Σ of the masked values of each sequence, over all context-parallel ranks.
 
-    One all-reduce of ``k · num_segments`` floats, whatever the number of tokens. No gradient passes through
-    it: the loss uses the sums as constants (a surrogate with detached weights), so the reduction needs no
-    backward and brings no factor of the group's size.
+    Exact up to one rounding, see :mod:`.exact`: the same bits on every rank, in every order, for every split
+    of a sequence over ranks. What follows from S is the same wherever the log-ratios are.
+
+    One all-reduce of ``5 · k · num_segments`` integers, whatever the number of tokens. No gradient passes
+    through it: the loss uses the sums as constants (a surrogate with detached weights), so the reduction
+    needs no backward and brings no factor of the group's size.
 
     Args:
         values: [k, t] per token; what lies outside the mask may be NaN.
@@ -25,10 +30,7 @@ def sequence_sums(
     Returns:
         [k, num_segments], fp32 (fp64 for fp64 values).
     """
-    values = values.detach()
-    values = values if values.dtype == torch.float64 else values.float()
-    kept = torch.where(mask, values, 0.0)
-    sums = values.new_zeros(len(values), num_segments + 1).index_add_(1, segment, kept)[:, :-1].contiguous()
-    if group.size() > 1:
-        dist.all_reduce(sums, group=group)
-    return sums
+    sums = ExactSums(len(values), num_segments + 1, device=values.device)
+    sums.add(torch.where(mask, values, 0.0), segment)
+    wide = values.dtype == torch.float64
+    return sums.total(group)[:, :-1].to(torch.float64 if wide else torch.float32)

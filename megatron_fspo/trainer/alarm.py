@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.trainer.mismatch import Mismatch, token_deltas
 from megatron_fspo.types import Sample, VersionSpan
 
@@ -208,10 +209,8 @@ def _chosen(batch: MicroBatch, fresh: Tensor) -> Tensor:
 
 
 def _summed(totals: Tensor, groups: ParallelGroups) -> list[float]:
-    """Over all ranks with different tokens; alike to the last bit, as what follows on it is collective."""
+    """Over all ranks with different tokens; the first rank's on all, as what follows on it is collective."""
     if groups.dp_cp.size() > 1:
         dist.all_reduce(totals, group=groups.dp_cp)
-    numbers: list[float] = totals.tolist()
-    for group in (groups.tp, groups.pp):
-        numbers = share(numbers, group=group)
+    numbers: list[float] = of_first_rank(totals, groups.dp_cp, groups.tp, groups.pp).tolist()
     return numbers

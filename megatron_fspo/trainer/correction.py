@@ -27,6 +27,8 @@ from megatron_fspo.config_correction import (
 from megatron_fspo.objective import length_fair_gate, truncated_weight, within_ratio
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.parallel.agree import of_first_rank
+from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.trainer.mismatch import Mismatch, per_sample
 
 
@@ -35,23 +37,30 @@ def correct(
     batches: Sequence[MicroBatch],
     mismatch: Mismatch,
     *,
-    group: dist.ProcessGroup,
+    groups: ParallelGroups,
 ) -> tuple[list[MicroBatch], dict[str, float]]:
     """Micro-batches with ``rollout_weights``, and the metrics of the correction. Collective.
 
+    What becomes of a response is decided on the job's first rank. (What becomes of a token is decided on the
+    rank that holds it; of tensor-parallel ranks the head takes the first one's word.)
+
     Args:
         batches: this rank's, with the old log-probs that ``mismatch`` was measured with.
-        group: data × context parallel.
 
     Returns:
         the metrics of :func:`correction_metrics`; none without a correction.
     """
     if isinstance(correction, NoCorrection):
         return list(batches), {}
+    everyone = (groups.dp_cp, groups.tp, groups.pp)
+    mismatch = replace(mismatch, sums=of_first_rank(mismatch.sums, *everyone))
     if isinstance(correction, TokenTIS):
-        weights, columns = _by_token(correction, batches, mismatch, group)
+        weights, columns = _by_token(correction, batches, mismatch, groups.dp_cp)
     else:
-        weights, columns = _by_sequence(correction, batches, mismatch)
+        decisions = torch.stack(sequence_weights(correction, mismatch.sums, mismatch.lengths))
+        weight, acted = of_first_rank(decisions, *everyone)
+        weights = [_per_token(weight[batch.sample_index], batch) for batch in batches]
+        columns = torch.stack([acted, weight, torch.ones_like(weight)])
     corrected = [
         _with_weights(batch, weight, mismatch.sums) for batch, weight in zip(batches, weights, strict=True)
     ]
@@ -64,17 +73,17 @@ def correct(
 def sequence_weights(
     correction: SequenceTIS | SequenceMask | LengthFairGate, sums: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Weight [N] of each sequence, and whether [N] the rule acted: dropped it, or truncated its weight."""
+    """Weight [N] of each sequence; and [N] 1 where the rule acted (dropped it, or truncated its weight)."""
     match correction:
         case SequenceTIS(cap=cap):
-            return truncated_weight(sums, cap), sums > math.log(cap)
+            return truncated_weight(sums, cap), (sums > math.log(cap)).to(sums)
         case SequenceMask(low=low, high=high):
             kept = within_ratio(sums, low, high)
         case LengthFairGate(c=c):
             kept = length_fair_gate(sums, lengths, c)
         case _:
             assert_never(correction)
-    return kept.to(sums.dtype), ~kept
+    return kept.to(sums), (~kept).to(sums)
 
 
 def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[str, float]:
@@ -113,17 +122,6 @@ def _by_token(
     rows = [torch.stack([a.double(), w]) for a, w in zip(acted, weights, strict=True)]
     totals = per_sample(batches, rows, len(mismatch.lengths), group=group)
     return weights, torch.cat([totals, mismatch.lengths.double()[None]])
-
-
-def _by_sequence(
-    correction: SequenceTIS | SequenceMask | LengthFairGate,
-    batches: Sequence[MicroBatch],
-    mismatch: Mismatch,
-) -> tuple[list[Tensor], Tensor]:
-    """The same for the rules that give every token of a response one weight."""
-    weight, acted = sequence_weights(correction, mismatch.sums, mismatch.lengths)
-    weights = [_per_token(weight[batch.sample_index], batch) for batch in batches]
-    return weights, torch.stack([acted.double(), weight, torch.ones_like(weight)])
 
 
 def _with_weights(batch: MicroBatch, weights: Tensor, sums: Tensor) -> MicroBatch:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_fspo.objective import sigma_hat
 from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.parallel.exact import ExactSums
 from megatron_fspo.parallel.metrics import gather_lists, reduce_metrics
 
 
@@ -42,20 +43,20 @@ def per_sample(
 ) -> Tensor:
     """Per-token numbers added up over whole responses, wherever their tokens lie. Collective.
 
+    Exact up to one rounding: the same bits on every rank, whatever the split into ranks and micro-batches.
+
     Args:
         batches, columns: this rank's, and for each [k, t] float64, 0 outside the mask.
         samples: of the whole rollout.
         group: data × context parallel.
 
     Returns:
-        [k, samples], on every rank.
+        [k, samples] float64, on every rank.
     """
-    sums = columns[0].new_zeros(len(columns[0]), samples)
+    sums = ExactSums(len(columns[0]), samples, device=columns[0].device)
     for batch, column in zip(batches, columns, strict=True):
-        sums.index_add_(1, batch.sample_index[batch.segment[batch.mask]], column[:, batch.mask])
-    if group.size() > 1:
-        dist.all_reduce(sums, group=group)
-    return sums
+        sums.add(column[:, batch.mask], batch.sample_index[batch.segment[batch.mask]])
+    return sums.total(group)
 
 
 def measure(

@@ -11,6 +11,7 @@ from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.policy import Update, score
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.trainer.alarm import LIMIT, Setting, check_mismatch
 from megatron_fspo.trainer.build import Training
@@ -65,7 +66,7 @@ def score_old(
     if text is not None:
         run.log.say(f"step {run.step + 1}: {text}")
     scored = [replace(batch, old_log_probs=score) for batch, score in zip(flat, scores, strict=True)]
-    corrected, correction = correct(run.inputs.config.correction, scored, mismatch, group=group)
+    corrected, correction = correct(run.inputs.config.correction, scored, mismatch, groups=run.groups)
     remaining = iter(corrected)
     return [[next(remaining) for _ in part] for part in mini_batches], metrics | alarm | correction
 
@@ -121,6 +122,8 @@ def optimize(
                 sums, lengths = as_tensors(records)
                 kl_k3 = update.metrics["fspo/kl_k3"]
                 run.loss.observe(sums, lengths, kl_k3=kl_k3, sigma=sigma_of(records), warm=warm)
+                # Medians and means of the same records, but perhaps of another processor: one band for all.
+                run.loss.load_state_dict(agreed(run.loss.state_dict(), run.groups))
             updates.append(update)
             progress(1)
     run.log.sequences(run.step + 1, off_policy)
@@ -165,8 +168,11 @@ def _update(run: Training, batches: list[MicroBatch]) -> tuple[Update, list[Sequ
         observer=lambda batch, terms: mine.extend(records_of(batch, terms, rank)),
     )
     update = run.policy.update(batches, loss)
-    # Every context-parallel rank saw the whole of its sequences; of a pipeline, only the last stage did.
+    # Every context-parallel rank saw the whole of its sequences; of a pipeline, only the last stage did. What
+    # follows on the records stops the run, so all have those of one rank.
     records = share(mine, group=run.groups.pp, source=-1)
+    for group in (run.groups.tp, run.groups.cp):
+        records = share(records, group=group)
     return update, gather_lists(records, group=run.groups.dp)
 
 

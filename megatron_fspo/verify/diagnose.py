@@ -13,8 +13,9 @@ from megatron_fspo.verify.layouts import Layout
 from megatron_fspo.verify.production import Outcome
 from megatron_fspo.verify.reference import Reference
 
-# One all-gather of statistics and one reduction of d hidden; sequence parallel gathers hidden as well.
-TP_COLLECTIVES, TP_COLLECTIVES_SP, CP_COLLECTIVES = 2, 3, 1
+# One all-gather of statistics, one broadcast of upstream gradients and one reduction of d hidden; sequence
+# parallel gathers hidden as well. The sums that make S, and one rank's decisions on all.
+TP_COLLECTIVES, TP_COLLECTIVES_SP, CP_COLLECTIVES = 3, 4, 2
 # Backward comes to a layer's parameters in this order.
 _LAYER_BACKWARD = (
     *("mlp.down_proj", "mlp.gate_proj", "post_attention_layernorm"),

@@ -260,7 +260,7 @@ _COLLECTIVES = [
     )
     if hasattr(dist, name)
 ]
-_HEAD_AND_LOSS = ("megatron_fspo.parallel.head", "megatron_fspo.parallel.segments")
+_HEAD_AND_LOSS = {f"megatron_fspo.parallel.{name}" for name in ("head", "exact", "agree")}
 
 
 @contextmanager

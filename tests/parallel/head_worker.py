@@ -173,9 +173,10 @@ def check_collectives() -> None:
         leaves = problem.leaves()
         states = problem.tokens * problem.width
         forward = [("all_gather", world * 4 * int(problem.mask.sum()))]
-        backward = [("all_reduce", int(problem.used.sum()) * problem.width)]
+        decided = ("broadcast", 2 * int(problem.mask.sum()))
+        backward = [decided, ("all_reduce", int(problem.used.sum()) * problem.width)]
         if sequence_parallel:
-            forward, backward = [("all_gather", states), *forward], [("reduce_scatter", states)]
+            forward, backward = [("all_gather", states), *forward], [decided, ("reduce_scatter", states)]
         with collectives() as made:
             outputs = problem.run(*leaves, chunk)
         assert made == (forward if world > 1 else []), made
@@ -187,7 +188,7 @@ def check_collectives() -> None:
         with collectives() as made:
             nothing.backward()
             replace(problem, mask_of="none").run(*leaves, chunk)[0].sum().backward()
-        assert made == [], made
+        assert made == ([decided] if world > 1 else []), made
         assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip(leaves, before, strict=True))
 
 
@@ -269,6 +270,34 @@ def check_tied() -> None:
         assert_close(weight.main_grad, want, dtype, scale=40)
 
 
+def check_one_decides() -> None:
+    """Upstream gradients of one rank alone that are a little off, lost, or NaN: the first rank's count, so that
+    no rank works on other rows; and of the first rank itself."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    spoilt: dict[str, Callable[[Tensor], Tensor]] = {
+        "2 ulp, and rows more": lambda x: x.nextafter(x + 1).nextafter(x + 1),
+        "no rows": torch.zeros_like,
+        "not finite": lambda x: x * math.nan,
+    }
+    for sequence_parallel, gradients_of in product((False, True), ("both", "log-probs")):
+        problem = Problem(sequence_parallel=sequence_parallel, gradients_of=gradients_of)
+        for what, spoil in spoilt.items():
+            hidden, weight = problem.leaves()
+            problem.loss(problem.run(hidden, weight)).backward()
+            for victim in range(1, world):
+                found = problem.leaves()
+                upstream = torch.where(problem.used, problem.upstream, 0.0)
+                if rank == victim:
+                    upstream = spoil(upstream)
+                torch.autograd.backward(problem.run(*found), [*upstream])
+                for leaf, want in zip(found, (hidden, weight), strict=True):
+                    assert torch.equal(leaf.grad, want.grad), (what, victim, sequence_parallel)
+        first = [leaf.clone().detach().requires_grad_() for leaf in problem.leaves()]
+        nothing = problem.upstream * (rank > 0)
+        torch.autograd.backward(problem.run(*first), [*nothing])
+        assert all((leaf.grad == 0).all() for leaf in first), "not the first rank's"
+
+
 def check_frozen() -> None:
     """Only one of the two wants a gradient, or neither; a saved weight that comes back as another object."""
     problem = Problem(gradients_of="log-probs")
@@ -277,7 +306,7 @@ def check_frozen() -> None:
     hidden, weight = problem.leaves()
     with collectives() as made:
         problem.loss(problem.run(hidden.detach(), weight)).backward()
-    assert [kind for kind, _ in made] == ["all_gather"] * (world > 1), "nobody wants d hidden"
+    assert [kind for kind, _ in made] == ["all_gather", "broadcast"] * (world > 1), "nobody wants d hidden"
     assert hidden.grad is None
     assert_close(weight.grad, want_weight, torch.float64, scale=40)
 
@@ -344,6 +373,7 @@ def main() -> None:
     warnings.simplefilter("error", FutureWarning)  # names that torch gives up
     dist.init_process_group("gloo")
     check_errors()
+    check_one_decides()
     check_frozen()
     check_tied()
     check_nearly_certain()

@@ -79,7 +79,7 @@ def reported(layout_name: str) -> dict[str, dict[str, float]]:
                     records_of(batch, terms, groups.dp.rank())
                 ),
             )
-            corrected, metrics = correct(correction, batches, mismatch, group=groups.dp_cp)
+            corrected, metrics = correct(correction, batches, mismatch, groups=groups)
             update = policy.update(corrected, loss)
             records = gather_lists(share(mine, group=groups.pp, source=-1), group=groups.dp)
             numbers = update.metrics | {"grad_norm": update.grad_norm} | clip_metrics(records, seed=1)

@@ -24,11 +24,13 @@ from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.policy import PolicyObjective, SequenceLevel, TokenLevel
 from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.trainer.correction import correct
 from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.records import SequenceRecord, records_of
 from mismatch_cases import ALONE, LENGTHS, PACKS, packed, responses
 
+GROUPS = ParallelGroups(tp=ALONE, pp=ALONE, cp=ALONE, ep=ALONE, dp=ALONE, dp_cp=ALONE)
 # Σ Δ of the responses of 1, 9, 30, 0 and 4 tokens.
 SUMS = [0.1, -0.4, 1.2, 0.0, -1.0]
 DELTAS = [
@@ -62,7 +64,7 @@ def corrected(
             batch.sampled_log_probs[place] = broken
     mismatch = measure(batches, scores, LENGTHS, group=ALONE)
     old = [replace(batch, old_log_probs=score) for batch, score in zip(batches, scores, strict=True)]
-    return correct(correction, old, mismatch, group=ALONE)
+    return correct(correction, old, mismatch, groups=GROUPS)
 
 
 @pytest.mark.parametrize("packs", PACKS)
