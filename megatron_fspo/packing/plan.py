@@ -6,7 +6,8 @@ of micro-batches; no micro-batch holds more than ``max_tokens``; the plan depend
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush, heapreplace
 
 
 def plan_micro_batches(
@@ -21,6 +22,8 @@ def plan_micro_batches(
 
     Costliest first, each into the cheapest bin that has room for it (LPT scheduling), with as few bins as
     fit. The bins are then dealt out in a snake, costliest first, so that the ranks carry about the same load.
+
+    n sequences take O(n log² n) as long as a longer one costs no less than a shorter one.
 
     Args:
         lengths: tokens of each sequence, prompt and response; all ≥ 1.
@@ -42,14 +45,19 @@ def plan_micro_batches(
     if longest > max_tokens:
         raise ValueError(f"a sequence of {longest} tokens does not fit a micro-batch of {max_tokens}")
     costs = lengths if costs is None else costs
-    per_rank = _round_up(max(1, -(-sum(lengths) // (max_tokens * ranks))), count_multiple_of)
-    while (bins := _fill(lengths, costs, per_rank * ranks, max_tokens)) is None:
-        per_rank += count_multiple_of
+    order = sorted(range(len(lengths)), key=lambda i: (-costs[i], i))
+    # Two sequences of over half the limit cannot share a bin.
+    fewest = max(-(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths))
+    bins = _first_that_fits(
+        lambda per_rank: _fill(lengths, costs, order, per_rank * ranks, max_tokens),
+        start=_round_up(max(1, -(-fewest // ranks)), count_multiple_of),
+        step=count_multiple_of,
+    )
     bins.sort(key=lambda bin: (-sum(costs[i] for i in bin), bin))
     plan: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for row in range(per_rank):
-        order = range(ranks) if row % 2 == 0 else reversed(range(ranks))
-        for rank, bin in zip(order, bins[row * ranks : (row + 1) * ranks], strict=True):
+    for row in range(len(bins) // ranks):
+        turns = range(ranks) if row % 2 == 0 else reversed(range(ranks))
+        for rank, bin in zip(turns, bins[row * ranks : (row + 1) * ranks], strict=True):
             plan[rank].append(bin)
     return plan
 
@@ -68,20 +76,53 @@ def attention_costs(lengths: Sequence[int], *, linear_size: int, attention_size:
     return [length * linear_size + length * length * attention_size for length in lengths]
 
 
+def _first_that_fits(
+    fill: Callable[[int], list[list[int]] | None], *, start: int, step: int
+) -> list[list[int]]:
+    """What ``fill`` makes of the smallest count ``start + k · step`` that it does not refuse.
+
+    Doubles the stride until a count fits, then halves the gap. Now and then the heuristic refuses a count
+    after a smaller one that fits; a smaller one is then missed.
+    """
+    too_few, enough, stride = start - step, start, step
+    while (found := fill(enough)) is None:
+        too_few, enough, stride = enough, enough + stride, 2 * stride
+    while enough - too_few > step:
+        middle = too_few + (enough - too_few) // (2 * step) * step
+        if (fewer := fill(middle)) is None:
+            too_few = middle
+        else:
+            enough, found = middle, fewer
+    return found
+
+
 def _fill(
-    lengths: Sequence[int], costs: Sequence[int], num_bins: int, max_tokens: int
+    lengths: Sequence[int], costs: Sequence[int], order: Sequence[int], num_bins: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """``num_bins`` bins of indices, or None where they overflow."""
+    """``num_bins`` bins of indices, or None where they overflow; sequences are placed in ``order``.
+
+    A bin without room for one sequence is set aside until a sequence comes that it has room for. With
+    lengths that fall along ``order`` it then has room for all that follow until it is filled further: each
+    placement sets at most one bin aside once.
+    """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    cost, tokens = [0] * num_bins, [0] * num_bins
-    for index in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
-        room = [number for number in range(num_bins) if tokens[number] + lengths[index] <= max_tokens]
-        if not room:
+    room = [max_tokens] * num_bins
+    cheapest = [(0, number) for number in range(num_bins)]  # a heap of (cost, bin)
+    aside: list[tuple[int, int, int]] = []  # a heap of (-room, cost, bin)
+    for index in order:
+        length = lengths[index]
+        while aside and -aside[0][0] >= length:
+            _, cost, number = heappop(aside)
+            heappush(cheapest, (cost, number))
+        while cheapest and room[cheapest[0][1]] < length:
+            cost, number = heappop(cheapest)
+            heappush(aside, (-room[number], cost, number))
+        if not cheapest:
             return None
-        number = min(room, key=lambda number: (cost[number], number))
+        cost, number = cheapest[0]
         bins[number].append(index)
-        cost[number] += costs[index]
-        tokens[number] += lengths[index]
+        room[number] -= length
+        heapreplace(cheapest, (cost + costs[index], number))
     return [sorted(bin) for bin in bins]
 
 
