@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,23 +63,28 @@ class Completion:
                    finish_reason="stop", weight_version=7)
     """
 
-    token_ids: tuple[int, ...]
-    """The stop token is included when ``finish_reason`` is ``"stop"``."""
-    log_probs: tuple[float, ...]
-    """Log-prob of each token under the distribution sampled from (after temperature and top-p), nats."""
+    token_ids: Sequence[int]
+    """The stop token is included when ``finish_reason`` is ``"stop"``. Kept as an ``array("i")``."""
+    log_probs: Sequence[float]
+    """Log-prob of each token under the distribution sampled from (after temperature and top-p), nats. Kept as
+    an ``array("f")``."""
     finish_reason: Literal["stop", "length"]
     weight_version: int
     """Version of the weights that sampled it; the oldest, if they changed under way."""
     version_spans: tuple[VersionSpan, ...] = ()
     """Which version sampled which tokens, without gaps; empty where all are ``weight_version``'s."""
 
+    def __post_init__(self) -> None:
+        # 8 bytes per token; tuples of Python's numbers take ten times that.
+        for name, typecode in (("token_ids", "i"), ("log_probs", "f")):
+            values = getattr(self, name)
+            if not (isinstance(values, array) and values.typecode == typecode):
+                object.__setattr__(self, name, array(typecode, values))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A completion with its verdict: what the optimizer learns from.
-
-    Samples of one rollout are ordered prompt by prompt, ``n`` after ``n``.
-    """
+    """A completion with its verdict, by itself: for what works on a few. A run keeps columns."""
 
     prompt: Prompt
     number: int

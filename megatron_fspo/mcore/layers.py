@@ -125,7 +125,8 @@ class SDPACoreAttention(MegatronModule):
 def _zigzag(borders: tuple[int, ...], rank: int, size: int) -> tuple[Tensor, Tensor]:
     """Where the whole row's tokens are after a gather, and the positions of this rank's. The same for all
     layers of a micro-batch."""
-    return torch.tensor(gathered_positions(borders, size)), torch.tensor(local_positions(borders, rank, size))
+    whole = torch.tensor(borders)
+    return gathered_positions(whole, size), local_positions(whole, rank, size)
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:

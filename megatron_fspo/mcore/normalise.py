@@ -22,13 +22,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatron_fspo.packing.batch import StepTotals
 
-def megatron_loss(objective: Tensor, *, num_sequences: int, num_tokens: int) -> Tensor:
+
+def megatron_loss(objective: Tensor, totals: StepTotals) -> Tensor:
     """Σ J over this micro-batch → the loss whose accumulated, T-divided gradient is -(1/N) Σ ∇J.
 
     Args:
         objective: [] with gradient.
-        num_sequences: N. A step without any response has N = 0; its objective is 0.
-        num_tokens: T.
+        totals: N counts every sequence of the step that has a response; a step without any has N = 0, and its
+            objective is 0. T is what is in packs: sequences without a gradient may be in none.
     """
-    return -objective * (num_tokens / max(num_sequences, 1))
+    return -objective * (totals.packed_tokens / max(totals.num_sequences, 1))

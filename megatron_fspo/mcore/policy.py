@@ -168,7 +168,7 @@ def score(models: Sequence[Module], micro_batches: Sequence[MicroBatch], scoring
     pipeline = scoring.groups.pp
     if pipeline.size() == 1:
         return scores
-    sizes = [batch.labels.numel() for batch in micro_batches]
+    sizes = share([score.numel() for score in scores], group=pipeline, source=-1)
     last = dist.get_process_group_ranks(pipeline)[-1]
     if dist.get_rank() == last:
         flat = torch.cat(scores)

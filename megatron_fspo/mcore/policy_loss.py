@@ -154,20 +154,20 @@ class PolicyLoss:
                 decided=lambda decisions: of_first_rank(decisions, self.scoring.groups.cp),
                 lengths=batch.lengths,
                 advantages=batch.advantages,
-                num_sequences=batch.num_sequences,
-                num_tokens=batch.num_tokens,
+                num_sequences=batch.totals.num_sequences,
+                num_tokens=batch.totals.num_tokens,
             )
         )
         if self.observer is not None:
             self.observer(batch, terms)
-        per_token = batch.num_sequences / max(batch.num_tokens, 1)
+        per_token = batch.totals.num_sequences / max(batch.totals.num_tokens, 1)
         kl_gap = self._kl_gap(batch, log_probs.detach())
         weight = _corrected(terms.weight, batch.rollout_weights) - self.kl_coef * per_token * kl_gap
         objective = torch.where(weight != 0, weight * log_probs, 0.0).sum()
         if self.entropy_coef:
             scored = batch.mask & torch.isfinite(entropy.detach())
             objective = objective + self.entropy_coef * per_token * torch.where(scored, entropy, 0.0).sum()
-        loss = megatron_loss(objective, num_sequences=batch.num_sequences, num_tokens=batch.num_tokens)
+        loss = megatron_loss(objective, batch.totals)
         return loss, batch.mask.sum().int(), _metrics(batch, log_ratio, entropy.detach(), kl_gap, terms)
 
     def _kl_gap(self, batch: MicroBatch, log_probs: Tensor) -> Tensor:
@@ -195,8 +195,8 @@ def _metrics(
     pairs = {
         # Denominators that add up to 1 over the step: the mean is over N sequences, whoever holds them.
         "actor/pg_loss": (
-            -terms.objective / max(batch.num_sequences, 1),
-            batch.mask.sum().double() / max(batch.num_tokens, 1),
+            -terms.objective / max(batch.totals.num_sequences, 1),
+            batch.mask.sum().double() / max(batch.totals.packed_tokens, 1),
         ),
         "actor/entropy": (torch.where(kept, entropy, 0.0).sum(), tokens),
         "actor/ppo_kl": (-ratio.sum(), tokens),

@@ -21,11 +21,11 @@ from megatron_fspo.mcore.model import build_chunks, check_parallel, check_world,
 from megatron_fspo.mcore.policy import score
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import join, start, stop
-from megatron_fspo.packing.batch import MicroBatch, collate, sample_length
-from megatron_fspo.packing.plan import plan_micro_batches
+from megatron_fspo.packing.batch import MicroBatch, padded_length
+from megatron_fspo.packing.pack import PackLayout, pack
+from megatron_fspo.packing.sequences import Sequences
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists
-from megatron_fspo.types import Completion, Prompt, Sample
 from megatron_fspo.weights import Architecture, read_architecture
 
 # Of a micro-batch, over all context-parallel ranks; a longer sequence gets one of its own.
@@ -58,7 +58,7 @@ def score_checkpoint(
     """
     arch = read_architecture(folder)
     check_parallel(arch, parallel)
-    _samples(sequences, arch)  # what is wrong with them is said before long work
+    _as_sequences(sequences, arch)  # what is wrong with them is said before long work
     join(backend)
     try:
         check_world(parallel, dist.get_world_size())
@@ -81,7 +81,7 @@ def score_checkpoint(
 
 
 def score_sequences(
-    score_batches: Callable[[list[MicroBatch]], list[Tensor]],
+    score_batches: Callable[[Sequence[MicroBatch]], list[Tensor]],
     sequences: Sequence[Sequence[int]],
     *,
     arch: Architecture,
@@ -90,50 +90,38 @@ def score_sequences(
     device: torch.device,
 ) -> list[Tensor] | None:
     """The same under a running model: ``score_batches`` gives the log-probs of this rank's micro-batches."""
-    batches = _micro_batches(_samples(sequences, arch), groups, parallel, device)
+    packed = _as_sequences(sequences, arch)
+    batches = pack(packed, _layout(packed, groups, parallel, device))
     found = gather_lists(_by_sequence(batches, score_batches(batches)), group=groups.dp_cp)
     return _put_together(sequences, found) if dist.get_rank() == 0 else None
 
 
-def _samples(sequences: Sequence[Sequence[int]], arch: Architecture) -> list[Sample]:
+def _as_sequences(sequences: Sequence[Sequence[int]], arch: Architecture) -> Sequences:
     """Each sequence as a prompt of its first token, and the rest as the response."""
-    samples = []
     for index, ids in enumerate(sequences):
         if not ids or not 0 <= min(ids) <= max(ids) < arch.vocab_size:
             raise InputError(f"sequence {index}: needs tokens, all of them from 0 to {arch.vocab_size - 1}")
-        prompt = Prompt(index=index, token_ids=(ids[0],), text="", answer="")
-        rest = tuple(ids[1:])
-        completion = Completion(
-            token_ids=rest, log_probs=(0.0,) * len(rest), finish_reason="length", weight_version=0
-        )
-        samples.append(Sample(prompt=prompt, number=0, completion=completion, reward=0.0, advantage=0.0))
-    return samples
-
-
-def _micro_batches(
-    samples: Sequence[Sample], groups: ParallelGroups, parallel: Parallel, device: torch.device
-) -> list[MicroBatch]:
-    """Those of this rank."""
-    lengths = [sample_length(sample, context=parallel.context) for sample in samples]
-    plan = plan_micro_batches(
-        lengths,
-        ranks=groups.dp.size(),
-        max_tokens=max([_MAX_TOKENS, *lengths]),
-        count_multiple_of=parallel.pipeline,
+    return Sequences.of(
+        prompts=[ids[:1] for ids in sequences],
+        responses=[ids[1:] for ids in sequences],
+        advantages=[0.0] * len(sequences),
     )
-    return [
-        collate(
-            samples,
-            pack,
-            num_sequences=len(samples),
-            num_tokens=sum(len(sample.completion.token_ids) for sample in samples),
-            context_rank=groups.cp.rank(),
-            context_size=parallel.context,
-            multiple_of=parallel.tensor if parallel.sequence else 1,
-            device=device,
-        )
-        for pack in plan[groups.dp.rank()]
-    ]
+
+
+def _layout(
+    sequences: Sequences, groups: ParallelGroups, parallel: Parallel, device: torch.device
+) -> PackLayout:
+    whole = (sequences.prompt_lengths + sequences.lengths).tolist()
+    return PackLayout(
+        max_tokens=max([_MAX_TOKENS, *(padded_length(length, parallel.context) for length in whole)]),
+        data_rank=groups.dp.rank(),
+        data_size=groups.dp.size(),
+        context_rank=groups.cp.rank(),
+        context_size=parallel.context,
+        multiple_of=parallel.tensor if parallel.sequence else 1,
+        count_multiple_of=parallel.pipeline,
+        device=device,
+    )
 
 
 def _by_sequence(batches: Sequence[MicroBatch], scores: Sequence[Tensor]) -> list[tuple[int, Tensor, Tensor]]:

@@ -1,17 +1,17 @@
-"""From samples to the packed tensors of one micro-batch (THD: all sequences in one row, end to end)."""
+"""From sequences to the packed tensors of one micro-batch (THD: all sequences in one row, end to end)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fspo.packing.zigzag import local_positions
-from megatron_fspo.types import Sample
+from megatron_fspo.packing.sequences import Sequences
+from megatron_fspo.packing.zigzag import chunks_per_sequence, local_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,107 +52,111 @@ class MicroBatch:
     """[t] log-probs of the labels under the reference policy, for a KL penalty."""
     rollout_weights: Tensor | None = None
     """[t] finite factors on each token's policy gradient, from a rollout correction; None: all 1."""
+    totals: StepTotals
+    """Of the optimizer step that it is a part of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """Sizes of one optimizer step over all ranks, known before it starts."""
+
     num_sequences: int
-    """N: sequences with a response, of the whole optimizer step over all ranks."""
+    """N: sequences with a response."""
     num_tokens: int
-    """T: response tokens of the whole optimizer step over all ranks."""
+    """T: their response tokens."""
+    packed_tokens: int
+    """Those that are in a pack: what Megatron counts and divides by. Less than T where sequences without a
+    gradient are left out."""
 
 
-def sample_length(sample: Sample, *, context: int = 1) -> int:
-    """Tokens a sample takes in a pack, with the padding of ``context`` parallel ranks."""
-    length = len(sample.prompt.token_ids) + len(sample.completion.token_ids)
-    return length + -length % _chunks(context)
+def padded_length(length: int, context: int = 1) -> int:
+    """Tokens that a sequence takes in a pack, with the padding of ``context`` parallel ranks."""
+    return length + -length % chunks_per_sequence(context)
 
 
 def collate(
-    samples: Sequence[Sample],
-    indices: Sequence[int],
+    sequences: Sequences,
+    rows: Sequence[int],
     *,
-    num_sequences: int,
-    num_tokens: int,
+    totals: StepTotals,
     context_rank: int = 0,
     context_size: int = 1,
     multiple_of: int = 1,
     device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Pack ``samples[i] for i in indices``, and keep the tokens of one context-parallel rank.
+    """Pack some of the sequences, and keep the tokens of one context-parallel rank.
 
     Args:
-        num_sequences, num_tokens: N and T of the whole optimizer step, see :class:`MicroBatch`.
+        rows: places of the sequences in ``sequences``.
         context_rank, context_size: which rank of how many; its tokens are those of :mod:`.zigzag`.
         multiple_of: make t a multiple of this (tensor parallel size under sequence parallel). An empty
             micro-batch becomes one tail, so that every rank runs the same collectives.
     """
-    row = _Row(nobody=len(indices))
-    for number, index in enumerate(indices):
-        row.append(number, samples[index], pad_to=_chunks(context_size))
+    chosen = torch.tensor(rows, dtype=torch.long)
+    prompts, lengths = sequences.prompt_lengths[chosen], sequences.lengths[chosen]
+    whole = prompts + lengths
+    chunks = chunks_per_sequence(context_size)
+    padded = whole + -whole % chunks
+    filled = int(padded.sum())
     # A tail must split into chunks as well; the rank's share of the whole row is what multiple_of is about.
-    step = math.lcm(_chunks(context_size), context_size * multiple_of)
-    row.pad(-len(row.tokens) % step if row.tokens else step)
-    mine = local_positions(row.borders, context_rank, context_size)
-
-    def local(values: list[int] | list[bool] | list[float], dtype: torch.dtype | None = None) -> Tensor:
-        return torch.tensor([values[i] for i in mine], dtype=dtype, device=device)
-
-    lengths = [len(samples[i].completion.token_ids) for i in indices]
+    step = math.lcm(chunks, context_size * multiple_of)
+    tail = -filled % step if filled else step
+    if tail:
+        prompts, lengths, whole = (torch.cat([x, x.new_zeros(1)]) for x in (prompts, lengths, whole))
+        padded = torch.cat([padded, padded.new_tensor([tail])])
+    # All that is per token happens on the device, from two flat copies of 4 bytes each.
+    tokens = _slices(sequences.tokens, sequences.prompt_lengths + sequences.lengths, rows).to(device)
+    sampled = _slices(sequences.log_probs, sequences.lengths, rows).to(device)
+    borders = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
+    columns = torch.stack([prompts, lengths, whole, padded]).to(device)
     return MicroBatch(
-        tokens=local(row.tokens)[None],
-        position_ids=local(row.positions)[None],
-        labels=local(row.labels),
-        mask=local(row.mask),
-        segment=local(row.segment),
-        borders=torch.tensor(row.borders, dtype=torch.int32, device=device),
-        longest=max(end - first for first, end in pairwise(row.borders)),
-        lengths=torch.tensor(lengths, dtype=torch.long, device=device),
-        advantages=torch.tensor([samples[i].advantage for i in indices], dtype=torch.float32, device=device),
-        sample_index=torch.tensor(list(indices), dtype=torch.long, device=device),
-        sampled_log_probs=local(row.sampled, torch.float32),
-        num_sequences=num_sequences,
-        num_tokens=num_tokens,
+        **_per_token(tokens, sampled, columns, context_rank, context_size, nobody=len(rows)),
+        borders=borders.to(device, torch.int32),
+        longest=int(padded.max()),
+        lengths=lengths[: len(rows)].to(device),
+        advantages=sequences.advantages[chosen].to(device),
+        sample_index=sequences.index[chosen].to(device),
+        totals=totals,
     )
 
 
-def _chunks(context: int) -> int:
-    """Chunks that every sequence is cut into."""
-    return 2 * context if context > 1 else 1
+def _per_token(
+    tokens: Tensor,
+    sampled: Tensor,
+    columns: Tensor,
+    context_rank: int,
+    context_size: int,
+    *,
+    nobody: int,
+) -> dict[str, Any]:
+    """The fields of a :class:`MicroBatch` that have t entries.
+
+    Args:
+        tokens, sampled: the sequences one after the other, P + L entries each, and L.
+        columns: [4, n] P, L, P + L and the padded length of each sequence, and of the tail.
+        nobody: the segment of padding.
+    """
+    prompts, lengths, whole, padded = columns
+    sequence, position = local_rows(padded, context_rank, context_size)
+    place = (whole.cumsum(0) - whole)[sequence] + position
+    real = position < whole[sequence]
+    mask = (position >= prompts[sequence] - 1) & (position < whole[sequence] - 1)
+    # One more entry, so that there is one to look up for what has none.
+    tokens = torch.cat([tokens, tokens.new_zeros(1)])
+    sampled = torch.cat([sampled, sampled.new_zeros(1)])
+    response = (lengths.cumsum(0) - lengths - prompts + 1)[sequence] + position
+    following = torch.where(position < whole[sequence] - 1, place + 1, len(tokens) - 1)
+    return {
+        "tokens": tokens[torch.where(real, place, len(tokens) - 1)].long()[None],
+        "position_ids": position[None],
+        "labels": tokens[following].long(),
+        "mask": mask,
+        "segment": torch.where(real, sequence, nobody),
+        "sampled_log_probs": sampled[torch.where(mask, response, len(sampled) - 1)],
+    }
 
 
-class _Row:
-    """The whole row under construction."""
-
-    def __init__(self, nobody: int) -> None:
-        self.nobody = nobody
-        self.tokens: list[int] = []
-        self.labels: list[int] = []
-        self.mask: list[bool] = []
-        self.segment: list[int] = []
-        self.positions: list[int] = []
-        self.sampled: list[float] = []
-        self.borders = [0]
-
-    def append(self, number: int, sample: Sample, *, pad_to: int) -> None:
-        """Add a sequence, padded at its end."""
-        prompt, response = sample.prompt.token_ids, sample.completion.token_ids
-        ids = [*prompt, *response]
-        self.tokens += ids
-        self.labels += [*ids[1:], 0]
-        self.mask += [False] * (len(prompt) - 1) + [True] * len(response) + [False]
-        self.sampled += [0.0] * (len(prompt) - 1) + [*sample.completion.log_probs] + [0.0]
-        self.segment += [number] * len(ids)
-        self.positions += range(len(ids))
-        self._fill(-len(ids) % pad_to, first_position=len(ids))
-        self.borders.append(len(self.tokens))
-
-    def pad(self, count: int) -> None:
-        """Add a tail of ``count`` tokens."""
-        if count:
-            self._fill(count, first_position=0)
-            self.borders.append(len(self.tokens))
-
-    def _fill(self, count: int, *, first_position: int) -> None:
-        self.tokens += [0] * count
-        self.labels += [0] * count
-        self.mask += [False] * count
-        self.sampled += [0.0] * count
-        self.segment += [self.nobody] * count
-        self.positions += range(first_position, first_position + count)
+def _slices(flat: Tensor, sizes: Tensor, rows: Sequence[int]) -> Tensor:
+    """The rows of a flat array, one after the other."""
+    ends = sizes.cumsum(0)
+    return torch.cat([flat[:0], *(flat[ends[row] - sizes[row] : ends[row]] for row in rows)])

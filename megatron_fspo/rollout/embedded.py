@@ -137,8 +137,8 @@ class EmbeddedEngine:
     def _completion(self, row: _Row) -> Completion:
         assert row.finish_reason is not None
         return Completion(
-            token_ids=tuple(row.token_ids),
-            log_probs=tuple(row.log_probs),
+            token_ids=row.token_ids,
+            log_probs=row.log_probs,
             finish_reason=row.finish_reason,
             weight_version=self._version,
         )

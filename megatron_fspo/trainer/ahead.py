@@ -18,8 +18,9 @@ from megatron_fspo.errors import TrainingError
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
+from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.sampling import Batch, ask
-from megatron_fspo.types import Sample, SamplingParams
+from megatron_fspo.types import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ class Ahead:
         )
 
 
-def staleness_metrics(samples: list[Sample], step: int, *, limit: int) -> dict[str, float]:
+def staleness_metrics(rollout: Rollout, step: int, *, limit: int) -> dict[str, float]:
     """How many versions older than the trainer's the weights were that sampled.
 
     Returns:
@@ -91,23 +92,15 @@ def staleness_metrics(samples: list[Sample], step: int, *, limit: int) -> dict[s
     Raises:
         TrainingError: a token is older than ``limit`` versions.
     """
-    total = tokens = 0
-    for sample in samples:
-        completion = sample.completion
-        count = len(completion.token_ids)
-        tokens += count
-        total += sum((step - span.version) * (span.end - span.start) for span in completion.version_spans)
-        if not completion.version_spans:
-            total += (step - completion.weight_version) * count
-    oldest = step - min(sample.completion.weight_version for sample in samples)
+    tokens = int(rollout.lengths.sum())
+    oldest = step - int(rollout.oldest_version.min())
     if oldest > limit:
         raise TrainingError(
             f"step {step + 1}: a response is from weights {oldest} versions old, "
             f"rollout.max_staleness = {limit}"
         )
-    partial = sum(len(sample.completion.version_spans) > 1 for sample in samples)
     return {
-        "rollout/staleness/mean": total / max(tokens, 1),
+        "rollout/staleness/mean": (step * tokens - int(rollout.version_tokens.sum())) / max(tokens, 1),
         "rollout/staleness/max": float(oldest),
-        "rollout/partial": partial / len(samples),
+        "rollout/partial": (rollout.spans > 1).double().mean().item(),
     }

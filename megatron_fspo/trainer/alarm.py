@@ -23,8 +23,7 @@ from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists
-from megatron_fspo.trainer.mismatch import Mismatch, token_deltas
-from megatron_fspo.types import Sample, VersionSpan
+from megatron_fspo.trainer.mismatch import token_deltas
 
 LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Largest mean |Δ| of a sound run, in nats. Others report 0.011 between Megatron and vLLM in bfloat16."""
@@ -52,6 +51,7 @@ class Setting:
     probe: int
     """Micro-batches of this rank to score again, the first ones."""
     groups: ParallelGroups
+    device: torch.device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +67,21 @@ class Gap:
 
 
 def check_mismatch(
-    batches: Sequence[MicroBatch], mismatch: Mismatch, samples: Sequence[Sample], setting: Setting
+    batches: Sequence[MicroBatch], fresh: Tensor, setting: Setting
 ) -> tuple[dict[str, float], str | None]:
     """Look at one rollout. Collective; scores a few micro-batches again if something is wrong.
+
+    Args:
+        batches: this rank's, with the old pass's log-probs.
+        fresh: [samples] position in prompt and response from which on all that follows was sampled by the
+            present weights.
 
     Returns:
         ``rollout/mismatch_alarm``: 1 or 0, NaN where the present weights sampled nothing; and what to tell
         the user, if anything.
     """
-    fresh = torch.tensor([fresh_from(s, setting.version) for s in samples], device=mismatch.sums.device)
-    gap = _gap(batches, mismatch.deltas, fresh, setting)
+    fresh = fresh.to(setting.device)
+    gap = _gap(batches, None, fresh, setting)
     if not gap.tokens:
         return {"rollout/mismatch_alarm": math.nan}, None
     if gap.mean <= setting.limit:
@@ -85,24 +90,14 @@ def check_mismatch(
         f"sampler and trainer differ by {gap.mean:.2g} nats per token (at most {gap.largest:.2g}) over "
         f"{gap.tokens:,} tokens of the present weights, version {setting.version}; "
         f"rollout.mismatch_limit is {setting.limit:g}. "
-        f"Likeliest cause: {find_cause(batches, mismatch, fresh, gap, setting)}"
+        f"Likeliest cause: {find_cause(batches, fresh, gap, setting)}"
     )
     return {"rollout/mismatch_alarm": 1.0}, text
 
 
-def fresh_from(sample: Sample, version: int) -> int:
-    """Position in prompt and response from which on all that follows was sampled by these weights."""
-    completion, before = sample.completion, len(sample.prompt.token_ids) - 1
-    whole = VersionSpan(version=completion.weight_version, start=0, end=len(completion.token_ids))
-    last = (completion.version_spans or (whole,))[-1]  # versions only grow
-    return before + (last.start if last.version == version else last.end)
-
-
-def find_cause(
-    batches: Sequence[MicroBatch], mismatch: Mismatch, fresh: Tensor, gap: Gap, setting: Setting
-) -> str:
+def find_cause(batches: Sequence[MicroBatch], fresh: Tensor, gap: Gap, setting: Setting) -> str:
     """The likeliest cause of a ``gap`` over fresh tokens, with its evidence. Collective."""
-    probe = _Probe(batches[: setting.probe], mismatch.deltas[: setting.probe], fresh, setting)
+    probe = _Probe(batches[: setting.probe], fresh, setting)
     other = find_temperature(probe)
     if other is not None:
         what = (
@@ -152,14 +147,12 @@ def find_temperature(probe: _Probe) -> float | None:
 class _Probe:
     """The fresh tokens of a few micro-batches, to be scored again; ``fresh`` as :func:`_chosen` has it."""
 
-    def __init__(
-        self, batches: Sequence[MicroBatch], deltas: Sequence[Tensor], fresh: Tensor, setting: Setting
-    ) -> None:
+    def __init__(self, batches: Sequence[MicroBatch], fresh: Tensor, setting: Setting) -> None:
         self.setting = setting
         self._batches, self._fresh = batches, fresh
-        self.scores = [d + b.sampled_log_probs for b, d in zip(batches, deltas, strict=True)]
+        self.scores = [batch.old_log_probs for batch in batches if batch.old_log_probs is not None]
         """At the run's temperature."""
-        self._before = _gap(batches, deltas, fresh, setting).mean
+        self._before = _gap(batches, None, fresh, setting).mean
 
     def score(self, temperature: float) -> list[Tensor]:
         """Log-probs [t] at another temperature."""
@@ -167,8 +160,7 @@ class _Probe:
 
     def explained(self, scores: Sequence[Tensor]) -> bool:
         """Whether the difference vanishes with these: within the limit, and not by a hair's breadth."""
-        deltas = [token_deltas(batch, score) for batch, score in zip(self._batches, scores, strict=True)]
-        gap = _gap(self._batches, deltas, self._fresh, self.setting)
+        gap = _gap(self._batches, scores, self._fresh, self.setting)
         return gap.mean <= min(self.setting.limit, self._before / 4)
 
     def newton_step(self, before: Sequence[Tensor], scores: Sequence[Tensor], change: float) -> float:
@@ -183,12 +175,15 @@ class _Probe:
         return -up / down if down > 0 else 0.0
 
 
-def _gap(batches: Sequence[MicroBatch], deltas: Sequence[Tensor], fresh: Tensor, setting: Setting) -> Gap:
-    """Over the fresh tokens whose Δ is finite. Collective."""
+def _gap(
+    batches: Sequence[MicroBatch], scores: Sequence[Tensor] | None, fresh: Tensor, setting: Setting
+) -> Gap:
+    """Over the fresh tokens whose Δ is finite, from the old pass or from other ``scores``. Collective."""
     floor = math.log(setting.top_p if setting.top_p < 1 else _LEAST_KEPT)
-    totals = deltas[0].new_zeros(3)
+    totals = torch.zeros(3, dtype=torch.float64, device=setting.device)
     largest = 0.0
-    for batch, delta in zip(batches, deltas, strict=True):
+    for number, batch in enumerate(batches):
+        delta = token_deltas(batch, None if scores is None else scores[number])
         used = delta[_chosen(batch, fresh) & delta.isfinite()]
         beyond = (used > setting.limit) | (used < floor - setting.limit)
         totals += torch.stack([used.abs().sum(), beyond.sum().double(), used.new_tensor(len(used))])

@@ -3,67 +3,118 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from megatron_fspo.config import Config
-from megatron_fspo.packing.batch import MicroBatch, collate, sample_length
-from megatron_fspo.packing.plan import attention_costs, plan_micro_batches
+from megatron_fspo.packing.pack import Pack, PackLayout, Packs, Plan, plan_step
+from megatron_fspo.packing.plan import attention_costs
+from megatron_fspo.packing.sequences import Sequences, as_row
+from megatron_fspo.parallel.agree import of_first_rank
+from megatron_fspo.parallel.exchange import exchange
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.types import Sample
+from megatron_fspo.trainer.rollout import Rollout
+from megatron_fspo.trainer.sampling import is_first_of_copy
 from megatron_fspo.weights import Architecture
 
 
 def make_mini_batches(
-    config: Config,
-    arch: Architecture,
-    samples: Sequence[Sample],
-    groups: ParallelGroups,
-    device: torch.device,
-) -> list[list[MicroBatch]]:
-    """``[mini-batch][micro-batch]`` of this data-parallel rank.
+    config: Config, arch: Architecture, rollout: Rollout, groups: ParallelGroups, device: torch.device
+) -> tuple[Packs, list[int]]:
+    """This rank's micro-batches of all mini-batches, and how many each has. Collective.
 
-    A mini-batch is a run of whole prompts. Every rank sees all samples and computes the same plan, so N and
-    T are known without a collective and do not depend on how the batch is split.
+    A mini-batch is a run of whole prompts. Every rank knows all lengths and computes the same plan, so N and
+    T need no collective and do not depend on how the batch is split. Then each token goes from the rank
+    that holds it to the one that trains on it.
+
+    A response with A = 0 has no policy gradient. Unless a bonus on the entropy or a penalty on the KL wants
+    it, it counts in N and T and is in no pack.
     """
-    per_batch = len(samples) // config.batch.mini_batches
-    return [
-        _micro_batches(config, arch, samples, range(start, start + per_batch), groups, device)
-        for start in range(0, len(samples), per_batch)
-    ]
-
-
-def _micro_batches(
-    config: Config,
-    arch: Architecture,
-    samples: Sequence[Sample],
-    indices: range,
-    groups: ParallelGroups,
-    device: torch.device,
-) -> list[MicroBatch]:
-    lengths = [len(samples[i].completion.token_ids) for i in indices]
-    parallel = config.parallel
-    tokens = [sample_length(samples[i], context=parallel.context) for i in indices]
-    costs = None
-    if config.batch.balance == "attention":
-        costs = attention_costs(tokens, linear_size=arch.layer_size, attention_size=arch.q_size)
-    plan = plan_micro_batches(
-        tokens,
-        ranks=groups.dp.size(),
-        max_tokens=config.batch.max_tokens,
-        costs=costs,
-        count_multiple_of=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
-    )
-    return [
-        collate(
-            samples,
-            [indices[i] for i in micro_batch],
-            num_sequences=sum(length > 0 for length in lengths),
-            num_tokens=sum(lengths),
-            context_rank=groups.cp.rank(),
-            context_size=parallel.context,
-            multiple_of=parallel.tensor if parallel.sequence else 1,
-            device=device,
+    layout = pack_layout(config, arch, groups, device)
+    idle = rollout.advantages == 0 if no_term_but_the_policy_gradient(config) else rollout.lengths < 0
+    prompt_lengths, lengths = rollout.prompt_lengths.tolist(), rollout.lengths.tolist()
+    per_batch = len(rollout) // config.batch.mini_batches
+    plans: list[Plan] = []
+    packs: list[Pack] = []
+    sizes: list[int] = []
+    for first in range(0, len(rollout), per_batch):
+        part = slice(first, first + per_batch)
+        plan, totals = plan_step(
+            prompt_lengths[part], lengths[part], layout, first=first, left_out=idle[part].tolist()
         )
-        for micro_batch in plan[groups.dp.rank()]
-    ]
+        mine = plan[groups.dp.rank()]
+        packs += [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine]
+        plans.append(plan)
+        sizes.append(len(mine))
+    return Packs(_spread(rollout, plans, groups, device), packs, layout), sizes
+
+
+def no_term_but_the_policy_gradient(config: Config) -> bool:
+    """Whether a response without an advantage has no gradient at all."""
+    return not config.loss.entropy_coef and not config.loss.kl_coef
+
+
+def pack_layout(
+    config: Config, arch: Architecture, groups: ParallelGroups, device: torch.device
+) -> PackLayout:
+    """What the packs of a run must fit."""
+    parallel = config.parallel
+
+    def costs(tokens: Sequence[int]) -> list[int]:
+        return attention_costs(tokens, linear_size=arch.layer_size, attention_size=arch.q_size)
+
+    return PackLayout(
+        max_tokens=config.batch.max_tokens,
+        data_rank=groups.dp.rank(),
+        data_size=groups.dp.size(),
+        context_rank=groups.cp.rank(),
+        context_size=parallel.context,
+        multiple_of=parallel.tensor if parallel.sequence else 1,
+        count_multiple_of=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        costs=costs if config.batch.balance == "attention" else None,
+        device=device,
+    )
+
+
+def split(packs: Packs, sizes: Sequence[int]) -> list[Packs]:
+    """Runs of so many packs, one after the other."""
+    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    return [packs[start:end] for start, end in pairwise(ends)]
+
+
+def _spread(
+    rollout: Rollout, plans: Sequence[Plan], groups: ParallelGroups, device: torch.device
+) -> Sequences:
+    """The sequences that this data-parallel rank's packs need. Collective.
+
+    The first ranks of the model copies exchange them; each hands its own on to those that share its model.
+    """
+    size, rank = groups.dp.size(), groups.dp.rank()
+    owner = rollout.owner.tolist()
+    wanted = [sorted(n for plan in plans for pack in plan[to] for n in pack) for to in range(size)]
+    # In the order in which they come: owner after owner.
+    numbers = sorted(wanted[rank], key=lambda number: (owner[number], number))
+    lengths = rollout.lengths[numbers].tolist()
+    prompts = [rollout.prompts[number // rollout.samples].token_ids for number in numbers]
+
+    def column(name: str, dtype: torch.dtype) -> list[Tensor]:
+        flat = torch.zeros(sum(lengths), dtype=dtype)
+        if is_first_of_copy(groups):
+            parts = [
+                torch.cat([flat[:0], *(as_row(getattr(held[n], name), dtype) for n in to if n in held)])
+                for to in wanted
+            ]
+            flat = torch.cat(exchange(parts, group=groups.dp, device=device))
+        flat = of_first_rank(flat.to(device), groups.pp, groups.cp, groups.tp).cpu()
+        return list(flat.split(lengths))
+
+    held = rollout.held
+    return Sequences.of(
+        prompts=prompts,
+        responses=column("token_ids", torch.int32),
+        log_probs=column("log_probs", torch.float32),
+        advantages=rollout.advantages[numbers],
+        index=numbers,
+    )

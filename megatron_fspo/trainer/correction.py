@@ -8,7 +8,6 @@ and names it as it does everything that is not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -27,47 +26,55 @@ from megatron_fspo.config_correction import (
 from megatron_fspo.objective import length_fair_gate, truncated_weight, within_ratio
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.trainer.mismatch import Mismatch, per_sample
+from megatron_fspo.trainer.mismatch import Mismatch, per_sample, token_deltas
 
 
 def correct(
     correction: CorrectionConfig,
-    batches: Sequence[MicroBatch],
+    packs: Packs,
     mismatch: Mismatch,
     *,
     groups: ParallelGroups,
-) -> tuple[list[MicroBatch], dict[str, float]]:
+) -> tuple[Packs, dict[str, float]]:
     """Micro-batches with ``rollout_weights``, and the metrics of the correction. Collective.
 
     What becomes of a response is decided on the job's first rank. (What becomes of a token is decided on the
     rank that holds it; of tensor-parallel ranks the head takes the first one's word.)
 
     Args:
-        batches: this rank's, with the old log-probs that ``mismatch`` was measured with.
+        packs: this rank's, with the old log-probs that ``mismatch`` was measured with.
 
     Returns:
         the metrics of :func:`correction_metrics`; none without a correction.
     """
     if isinstance(correction, NoCorrection):
-        return list(batches), {}
+        return packs, {}
     everyone = (groups.dp_cp, groups.tp, groups.pp)
     mismatch = replace(mismatch, sums=of_first_rank(mismatch.sums, *everyone))
     if isinstance(correction, TokenTIS):
-        weights, columns = _by_token(correction, batches, mismatch, groups.dp_cp)
+        columns = _token_columns(correction, packs, mismatch, groups.dp_cp)
+
+        def weights(batch: MicroBatch) -> Tensor:
+            return truncated_weight(token_deltas(batch), correction.cap)
+
     else:
         decisions = torch.stack(sequence_weights(correction, mismatch.sums, mismatch.lengths))
         weight, acted = of_first_rank(decisions, *everyone)
-        weights = [_per_token(weight[batch.sample_index], batch) for batch in batches]
         columns = torch.stack([acted, weight, torch.ones_like(weight)])
-    corrected = [
-        _with_weights(batch, weight, mismatch.sums) for batch, weight in zip(batches, weights, strict=True)
-    ]
+
+        def weights(batch: MicroBatch) -> Tensor:
+            return _per_token(weight[batch.sample_index], batch)
+
+    corrected = [_with_weights(batch, weights(batch), mismatch.sums) for batch in packs]
     name = {"token_tis": "truncated_tokens", "sequence_tis": "truncated_sequences"}.get(
         correction.name, "dropped"
     )
-    return corrected, correction_metrics(name, columns, mismatch)
+    old, weighted = ([pair[i] for pair in corrected] for i in range(2))
+    columns_of_packs = {"old_log_probs": old, "rollout_weights": weighted}
+    return packs.with_columns(**columns_of_packs), correction_metrics(name, columns, mismatch)
 
 
 def sequence_weights(
@@ -113,26 +120,27 @@ def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[s
     }
 
 
-def _by_token(
-    correction: TokenTIS, batches: Sequence[MicroBatch], mismatch: Mismatch, group: dist.ProcessGroup
-) -> tuple[list[Tensor], Tensor]:
-    """Per micro-batch the weights [t]; and the columns of :func:`correction_metrics`."""
-    weights = [truncated_weight(delta, correction.cap) for delta in mismatch.deltas]
-    acted = [delta > math.log(correction.cap) for delta in mismatch.deltas]
-    rows = [torch.stack([a.double(), w]) for a, w in zip(acted, weights, strict=True)]
-    totals = per_sample(batches, rows, len(mismatch.lengths), group=group)
-    return weights, torch.cat([totals, mismatch.lengths.double()[None]])
+def _token_columns(
+    correction: TokenTIS, packs: Packs, mismatch: Mismatch, group: dist.ProcessGroup
+) -> Tensor:
+    """The columns of :func:`correction_metrics` for a rule about tokens. Collective."""
+
+    def rows(batch: MicroBatch) -> Tensor:
+        delta = token_deltas(batch)
+        return torch.stack(
+            [(delta > math.log(correction.cap)).double(), truncated_weight(delta, correction.cap)]
+        )
+
+    totals = per_sample(packs, rows, 2, len(mismatch.lengths), group=group)
+    return torch.cat([totals, mismatch.lengths.double()[None]])
 
 
-def _with_weights(batch: MicroBatch, weights: Tensor, sums: Tensor) -> MicroBatch:
+def _with_weights(batch: MicroBatch, weights: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Old log-probs [t], NaN for a response whose Δ is not finite; and weights [t]."""
     assert batch.old_log_probs is not None
     old = batch.old_log_probs
     broken = _per_token(~sums[batch.sample_index].isfinite(), batch)
-    return replace(
-        batch,
-        old_log_probs=torch.where(broken, math.nan, old),
-        rollout_weights=torch.where(batch.mask, weights, 0.0).to(old.dtype),
-    )
+    return torch.where(broken, math.nan, old), torch.where(batch.mask, weights, 0.0).to(old.dtype)
 
 
 def _per_token(values: Tensor, batch: MicroBatch) -> Tensor:

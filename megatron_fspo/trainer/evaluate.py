@@ -10,10 +10,12 @@ from typing import Any
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.parts import build_engine, build_policy
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.sampling import Graded, ask, collect_and_grade
+from megatron_fspo.trainer.rollout import Rollout
+from megatron_fspo.trainer.sampling import ask, collect_and_grade, is_first_of_copy
 from megatron_fspo.types import SamplingParams
 
 # Evaluation has streams of its own: the same before and after training, never those of a rollout.
@@ -49,9 +51,9 @@ def evaluate(
         seed=config.run.seed + _SEED_OFFSET,
     )
     batch = ask(engine, groups, inputs.validation, params)
-    graded = collect_and_grade(inputs, groups, batch, progress)
-    rewards = [row for _, _, row in graded]
-    lengths = [len(completion.token_ids) for _, row, _ in graded for completion in row]
+    found = collect_and_grade(inputs, groups, batch, progress)
+    rewards = found.rewards.view(-1, k).tolist()
+    lengths = found.lengths.tolist()
     name = f"val/{config.data.validation.stem}"
     metrics = {
         f"{name}/mean@{k}": sum(map(sum, rewards)) / (k * len(rewards)),
@@ -59,28 +61,35 @@ def evaluate(
     }
     for j in [2**i for i in range(k.bit_length()) if 2**i <= k]:
         metrics[f"{name}/pass@{j}"] = sum(pass_at(j, row) for row in rewards) / len(rewards)
-    return Evaluation(metrics=metrics, responses=_responses(inputs, graded))
+    return Evaluation(metrics=metrics, responses=_responses(inputs, groups, found))
 
 
-def _responses(inputs: Inputs, graded: Sequence[Graded]) -> list[dict[str, Any]]:
-    """One response per prompt first, then the second of each, and so on."""
-    rows = [
+def _responses(inputs: Inputs, groups: ParallelGroups, found: Rollout) -> list[dict[str, Any]]:
+    """One response per prompt first, then the second of each, and so on; on the first rank. Collective."""
+    numbers = [
+        position * found.samples + number
+        for number in range(found.samples)
+        for position in range(len(found.prompts))
+    ][: inputs.config.log.responses]
+    if not is_first_of_copy(groups):
+        return []
+    mine = [(number, found.held[number]) for number in numbers if number in found.held]
+    completions = dict(gather_lists(mine, group=groups.dp))
+    return [
         {
             "prompt": prompt.text,
-            "response": inputs.tokenizer.decode(completion.token_ids),
+            "response": inputs.tokenizer.decode(list(completion.token_ids)),
             "answer": prompt.answer,
-            "reward": reward,
+            "reward": found.rewards[number].item(),
             "finish_reason": completion.finish_reason,
             "weight_version": completion.weight_version,
             "prompt_token_ids": prompt.token_ids,
-            "token_ids": completion.token_ids,
-            "log_probs": completion.log_probs,
+            "token_ids": list(completion.token_ids),
+            "log_probs": list(completion.log_probs),
         }
-        for number in range(inputs.config.evaluation.samples)
-        for prompt, (_, completions, rewards) in zip(inputs.validation, graded, strict=True)
-        for completion, reward in [(completions[number], rewards[number])]
+        for number in numbers
+        for prompt, completion in [(found.prompts[number // found.samples], completions[number])]
     ]
-    return rows[: inputs.config.log.responses]
 
 
 def evaluate_checkpoint(inputs: Inputs) -> dict[str, float]:

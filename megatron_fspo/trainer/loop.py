@@ -12,13 +12,13 @@ from types import FrameType
 from megatron_fspo.mcore.hf_weights import export_hf
 from megatron_fspo.parallel.metrics import any_rank
 from megatron_fspo.trainer.ahead import staleness_metrics
-from megatron_fspo.trainer.batches import make_mini_batches
+from megatron_fspo.trainer.batches import make_mini_batches, split
 from megatron_fspo.trainer.build import Training, build
 from megatron_fspo.trainer.evaluate import evaluate
 from megatron_fspo.trainer.optimize import optimize, score_reference, with_old_log_probs
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.sampling import collect_and_grade, make_samples, sampling_metrics
-from megatron_fspo.types import Sample
+from megatron_fspo.trainer.rollout import Rollout, without_tokens
+from megatron_fspo.trainer.sampling import add_advantages, collect_and_grade, sampling_metrics
 
 
 def train(inputs: Inputs, *, resume: bool) -> bool:
@@ -60,15 +60,18 @@ def train_step(run: Training) -> dict[str, float]:
     began = time.perf_counter()
     config = run.inputs.config
 
-    samples = rollout(run)
-    mini_batches = make_mini_batches(config, run.inputs.arch, samples, run.groups, run.inputs.backend.device)
-    metrics = sampling_metrics(samples)
-    metrics |= staleness_metrics(samples, run.step, limit=config.rollout.max_staleness)
-    mini_batches, mismatch = with_old_log_probs(run, mini_batches, samples)
+    responses = rollout(run)
+    metrics = sampling_metrics(responses)
+    metrics |= staleness_metrics(responses, run.step, limit=config.rollout.max_staleness)
+    packs, sizes = make_mini_batches(
+        config, run.inputs.arch, responses, run.groups, run.inputs.backend.device
+    )
+    responses = without_tokens(responses)
+    packs, mismatch = with_old_log_probs(run, packs, responses)
     metrics |= mismatch
     if run.reference is not None:
-        mini_batches = score_reference(run, mini_batches)
-    metrics |= optimize(run, mini_batches, samples)
+        packs = score_reference(run, packs)
+    metrics |= optimize(run, split(packs, sizes), responses)
 
     run.engine.pause()
     run.engine.update_weights(run.step + 1)
@@ -77,11 +80,11 @@ def train_step(run: Training) -> dict[str, float]:
 
     seconds = time.perf_counter() - began
     run.timings["timing_s/step"] = seconds
-    tokens = sum(len(s.prompt.token_ids) + len(s.completion.token_ids) for s in samples)
+    tokens = int((responses.prompt_lengths + responses.lengths).sum())
     return metrics | {"perf/throughput": tokens / seconds, "training/weight_version": float(run.step + 1)}
 
 
-def rollout(run: Training) -> list[Sample]:
+def rollout(run: Training) -> Rollout:
     """Responses to the next prompts, graded, with advantages; those of later steps, as far ahead as may be,
     are asked for."""
     batch = run.ahead.take(run.step)
@@ -89,7 +92,7 @@ def rollout(run: Training) -> list[Sample]:
     with run.log.phase("gen", total, "response", run.timings) as progress:
         graded = collect_and_grade(run.inputs, run.groups, batch, progress)
     run.ahead.ask(run.step)
-    return make_samples(run.inputs, batch.prompts, graded)
+    return add_advantages(run.inputs, run.groups, graded)
 
 
 def _evaluate(run: Training) -> dict[str, float]:

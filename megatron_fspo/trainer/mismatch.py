@@ -8,7 +8,7 @@ that were sampled before the last updates differ by what those changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,91 +23,101 @@ from megatron_fspo.parallel.metrics import gather_lists, reduce_metrics
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """Δ of one rollout: this rank's tokens, and every response as a whole."""
+    """Δ of the scored responses of one rollout."""
 
-    deltas: tuple[Tensor, ...]
-    """Per micro-batch of this rank [t], float64; 0 outside the mask."""
     sums: Tensor
     """[samples] Σ Δ over the whole response, on every rank; not finite where a token's Δ is not."""
     lengths: Tensor
-    """[samples] response lengths."""
+    """[samples] response lengths; 0 for a response that was not scored."""
+    metrics: dict[str, float]
+    """See :func:`measure`."""
 
 
-def token_deltas(batch: MicroBatch, score: Tensor) -> Tensor:
-    """Δ [t] in float64 of a micro-batch scored by the trainer; 0 outside the mask."""
+def token_deltas(batch: MicroBatch, score: Tensor | None = None) -> Tensor:
+    """Δ [t] in float64 of a micro-batch scored by the trainer; 0 outside the mask.
+
+    Args:
+        score: log-probs [t] in place of the batch's old ones.
+    """
+    score = batch.old_log_probs if score is None else score
+    assert score is not None
     return torch.where(batch.mask, (score - batch.sampled_log_probs).double(), 0.0)
 
 
 def per_sample(
-    batches: Sequence[MicroBatch], columns: Sequence[Tensor], samples: int, *, group: dist.ProcessGroup
+    batches: Iterable[MicroBatch],
+    columns: Callable[[MicroBatch], Tensor],
+    count: int,
+    samples: int,
+    *,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """Per-token numbers added up over whole responses, wherever their tokens lie. Collective.
 
     Exact up to one rounding: the same bits on every rank, whatever the split into ranks and micro-batches.
 
     Args:
-        batches, columns: this rank's, and for each [k, t] float64, 0 outside the mask.
+        batches: this rank's.
+        columns: of a micro-batch, [count, t].
         samples: of the whole rollout.
         group: data × context parallel.
 
     Returns:
-        [k, samples] float64, on every rank.
+        [count, samples] float64, on every rank.
     """
-    sums = ExactSums(len(columns[0]), samples, device=columns[0].device)
-    for batch, column in zip(batches, columns, strict=True):
-        sums.add(column[:, batch.mask], batch.sample_index[batch.segment[batch.mask]])
+    sums = None
+    for batch in batches:
+        sums = sums or ExactSums(count, samples, device=batch.mask.device)
+        sums.add(columns(batch)[:, batch.mask], batch.sample_index[batch.segment[batch.mask]])
+    assert sums is not None, "every rank has micro-batches"
     return sums.total(group)
 
 
-def measure(
-    batches: Sequence[MicroBatch],
-    scores: Sequence[Tensor],
-    lengths: Sequence[int],
-    *,
-    group: dist.ProcessGroup,
-) -> Mismatch:
+def measure(batches: Sequence[MicroBatch], samples: int, *, group: dist.ProcessGroup) -> Mismatch:
     """Compare the old pass with the sampler. Collective.
 
     Args:
-        batches, scores: this rank's, and the old pass's log-probs of their labels, [t] each.
-        lengths: response lengths of all samples of the rollout.
+        batches: this rank's, with the old pass's log-probs.
+        samples: of the whole rollout.
         group: data × context parallel.
-    """
-    deltas = tuple(token_deltas(batch, score) for batch, score in zip(batches, scores, strict=True))
-    (sums,) = per_sample(batches, [delta[None] for delta in deltas], len(lengths), group=group)
-    return Mismatch(deltas=deltas, sums=sums, lengths=torch.tensor(lengths, device=sums.device))
-
-
-def mismatch_metrics(
-    mismatch: Mismatch, batches: Sequence[MicroBatch], *, group: dist.ProcessGroup
-) -> dict[str, float]:
-    """Over all tokens of a rollout whose Δ is finite. Collective.
 
     Returns:
-        ``rollout/logprob_abs_diff/mean`` and ``/max``: |Δ| of a token, nats;
-        ``rollout/kl_k1`` and ``rollout/kl_k3``: KL(sampler ‖ trainer) per token, in two estimates, -Δ and
-        exp(Δ) - 1 - Δ;
-        ``rollout/mismatch_sigma``: spread of Σ Δ / √L over responses, beside ``fspo/sigma_hat``.
+        with metrics over all tokens whose Δ is finite: ``rollout/logprob_abs_diff/mean`` and ``/max``: |Δ| of
+        a token, nats; ``rollout/kl_k1`` and ``rollout/kl_k3``: KL(sampler ‖ trainer) per token, in two
+        estimates, -Δ and exp(Δ) - 1 - Δ; ``rollout/mismatch_sigma``: spread of Σ Δ / √L over responses,
+        beside ``fspo/sigma_hat``.
     """
-    totals = mismatch.sums.new_zeros(4)  # |Δ|, -Δ, exp(Δ) - 1 - Δ, tokens
-    largest = 0.0
-    for batch, delta in zip(batches, mismatch.deltas, strict=True):
-        counted = delta[batch.mask & delta.isfinite()]
-        totals += torch.stack(
-            [
-                counted.abs().sum(),
-                -counted.sum(),
-                (counted.expm1() - counted).sum(),
-                counted.new_tensor(len(counted)),
-            ]
-        )
-        largest = max(largest, counted.abs().max().item() if len(counted) else 0.0)
+    totals = _Totals()
+
+    def columns(batch: MicroBatch) -> Tensor:
+        delta = token_deltas(batch)
+        totals.add(delta[batch.mask & delta.isfinite()])
+        return torch.stack([delta, batch.mask.double()])
+
+    whole, lengths = per_sample(batches, columns, 2, samples, group=group)
     names = ("rollout/logprob_abs_diff/mean", "rollout/kl_k1", "rollout/kl_k3")
     metrics = reduce_metrics(
-        {name: torch.stack([total, totals[3]]) for name, total in zip(names, totals[:3], strict=True)},
+        {name: torch.stack([total, totals.count]) for name, total in zip(names, totals.sums, strict=True)},
         group=group,
     )
-    metrics["rollout/logprob_abs_diff/max"] = max(gather_lists([largest], group=group))
-    known = mismatch.sums.isfinite() & (mismatch.lengths > 0)
-    spread = sigma_hat(mismatch.sums, mismatch.lengths, 0.5) if known.any() else math.nan
-    return metrics | {"rollout/mismatch_sigma": spread}
+    metrics["rollout/logprob_abs_diff/max"] = max(gather_lists([totals.largest], group=group))
+    known = whole.isfinite() & (lengths > 0)
+    spread = sigma_hat(whole[known], lengths[known], 0.5) if known.any() else math.nan
+    return Mismatch(sums=whole, lengths=lengths.long(), metrics=metrics | {"rollout/mismatch_sigma": spread})
+
+
+class _Totals:
+    """Over this rank's finite Δ."""
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(3, dtype=torch.float64)
+        """Of |Δ|, -Δ, exp(Δ) - 1 - Δ."""
+        self.count = torch.zeros((), dtype=torch.float64)
+        self.largest = 0.0
+
+    def add(self, delta: Tensor) -> None:
+        """Δ of some tokens."""
+        parts = (delta.abs(), -delta, delta.expm1() - delta)
+        self.sums = self.sums.to(delta) + torch.stack([part.sum() for part in parts])
+        self.count = self.count.to(delta) + len(delta)
+        self.largest = max(self.largest, delta.abs().max().item() if len(delta) else 0.0)

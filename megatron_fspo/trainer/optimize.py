@@ -10,15 +10,15 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.policy import Update, score
 from megatron_fspo.mcore.policy_loss import PolicyLoss
-from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.trainer.alarm import LIMIT, Setting, check_mismatch
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.correction import correct
-from megatron_fspo.trainer.mismatch import measure, mismatch_metrics
+from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
-from megatron_fspo.types import Sample
+from megatron_fspo.trainer.rollout import Rollout
 
 
 def needs_old_pass(config: Config) -> bool:
@@ -33,42 +33,33 @@ def needs_old_pass(config: Config) -> bool:
     return several or config.rollout.engine == "vllm" or config.correction.name != "none"
 
 
-def with_old_log_probs(
-    run: Training, mini_batches: list[list[MicroBatch]], samples: Sequence[Sample]
-) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+def with_old_log_probs(run: Training, packs: Packs, rollout: Rollout) -> tuple[Packs, dict[str, float]]:
     """The log-probs that S starts from, as ``rollout.old_log_probs`` has them. Collective.
 
     Returns:
-        the mini-batches with old log-probs (without, where they equal the new ones) and, after a pass, with
+        the packs with old log-probs (without, where they equal the new ones) and, after a pass, with
         the weights of a correction; and the metrics of the pass.
     """
     if run.inputs.config.rollout.old_log_probs == "sampled":
-        return [[replace(b, old_log_probs=b.sampled_log_probs) for b in part] for part in mini_batches], {}
-    return score_old(run, mini_batches, samples) if needs_old_pass(run.inputs.config) else (mini_batches, {})
+        return packs.with_columns(old_log_probs=[batch.sampled_log_probs for batch in packs]), {}
+    return score_old(run, packs, rollout) if needs_old_pass(run.inputs.config) else (packs, {})
 
 
-def score_old(
-    run: Training, mini_batches: list[list[MicroBatch]], samples: Sequence[Sample]
-) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+def score_old(run: Training, packs: Packs, rollout: Rollout) -> tuple[Packs, dict[str, float]]:
     """Log-probs before the first update, with the packs of the training pass; compared with the sampler's.
 
     Returns:
-        the mini-batches with old log-probs and rollout weights, and the metrics of mismatch and correction.
+        the packs with old log-probs and rollout weights, and the metrics of mismatch and correction.
     """
-    flat = [batch for batches in mini_batches for batch in batches]
-    group = run.groups.dp_cp
-    with run.log.phase("old_log_prob", len(flat), "pack", run.timings) as progress:
-        scores = run.policy.score(flat, run.scoring)
-        progress(len(flat))
-    mismatch = measure(flat, scores, [len(s.completion.token_ids) for s in samples], group=group)
-    metrics = mismatch_metrics(mismatch, flat, group=group)
-    alarm, text = check_mismatch(flat, mismatch, samples, _alarm_setting(run))
+    with run.log.phase("old_log_prob", len(packs), "pack", run.timings) as progress:
+        packs = packs.with_columns(old_log_probs=run.policy.score(packs, run.scoring))
+        progress(len(packs))
+    mismatch = measure(packs, len(rollout), group=run.groups.dp_cp)
+    alarm, text = check_mismatch(packs, rollout.fresh_from(run.step), _alarm_setting(run))
     if text is not None:
         run.log.say(f"step {run.step + 1}: {text}")
-    scored = [replace(batch, old_log_probs=score) for batch, score in zip(flat, scores, strict=True)]
-    corrected, correction = correct(run.inputs.config.correction, scored, mismatch, groups=run.groups)
-    remaining = iter(corrected)
-    return [[next(remaining) for _ in part] for part in mini_batches], metrics | alarm | correction
+    packs, correction = correct(run.inputs.config.correction, packs, mismatch, groups=run.groups)
+    return packs, mismatch.metrics | alarm | correction
 
 
 def _alarm_setting(run: Training) -> Setting:
@@ -84,23 +75,20 @@ def _alarm_setting(run: Training) -> Setting:
         # The interleaved schedule takes micro-batches by the number of stages.
         probe=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
         groups=run.groups,
+        device=run.inputs.backend.device,
     )
 
 
-def score_reference(run: Training, mini_batches: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+def score_reference(run: Training, packs: Packs) -> Packs:
     """Log-probs under the reference policy, for the KL penalty."""
     assert run.reference is not None
-    flat = [batch for batches in mini_batches for batch in batches]
-    with run.log.phase("ref", len(flat), "pack", run.timings) as progress:
-        scores = score(run.reference, flat, run.scoring)
-        progress(len(flat))
-    remaining = iter(scores)
-    return [[replace(batch, reference_log_probs=next(remaining)) for batch in part] for part in mini_batches]
+    with run.log.phase("ref", len(packs), "pack", run.timings) as progress:
+        scores = score(run.reference, packs, run.scoring)
+        progress(len(packs))
+    return packs.with_columns(reference_log_probs=scores)
 
 
-def optimize(
-    run: Training, mini_batches: list[list[MicroBatch]], samples: Sequence[Sample]
-) -> dict[str, float]:
+def optimize(run: Training, mini_batches: Sequence[Packs], rollout: Rollout) -> dict[str, float]:
     """All optimizer steps of one rollout: every mini-batch, ``batch.epochs`` times. Collective."""
     config = run.inputs.config
     updates: list[Update] = []
@@ -111,9 +99,9 @@ def optimize(
     warm = run.policy.optimizer_steps >= config.optimizer.warmup_steps
     total = config.batch.epochs * len(mini_batches)
     with run.log.phase("update_actor", total, "step", run.timings) as progress:
-        for batches in mini_batches * config.batch.epochs:
+        for batches in [*mini_batches] * config.batch.epochs:
             update, records = _update(run, batches)
-            nonfinite += _check_finite(run, records, samples)
+            nonfinite += _check_finite(run, records, rollout)
             if not updates:  # the weights are still those of the old pass
                 first = _first_update(update, records, sampled=sampled)
             if updates or sampled:
@@ -127,9 +115,7 @@ def optimize(
             updates.append(update)
             progress(1)
     run.log.sequences(run.step + 1, off_policy)
-    metrics = {
-        name: sum(update.metrics[name] for update in updates) / len(updates) for name in updates[0].metrics
-    }
+    metrics = {name: _mean([update.metrics[name] for update in updates]) for name in updates[0].metrics}
     metrics |= {
         "actor/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
         "actor/grad_norm/max": max(update.grad_norm for update in updates),
@@ -137,6 +123,12 @@ def optimize(
         "fspo/nonfinite": float(nonfinite),
     }
     return metrics | first | clip_metrics(off_policy, seed=config.run.seed) | run.loss.metrics()
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Of those that are there: a mini-batch whose groups have no spread has no metrics."""
+    found = [value for value in values if not math.isnan(value)]
+    return sum(found) / len(found) if found else math.nan
 
 
 def _first_update(update: Update, records: Sequence[SequenceRecord], *, sampled: bool) -> dict[str, float]:
@@ -155,7 +147,7 @@ def _first_update(update: Update, records: Sequence[SequenceRecord], *, sampled:
     }
 
 
-def _update(run: Training, batches: list[MicroBatch]) -> tuple[Update, list[SequenceRecord]]:
+def _update(run: Training, batches: Packs) -> tuple[Update, list[SequenceRecord]]:
     """One optimizer step, and the records of its sequences on all ranks."""
     mine: list[SequenceRecord] = []
     rank = run.groups.dp.rank()
@@ -176,15 +168,13 @@ def _update(run: Training, batches: list[MicroBatch]) -> tuple[Update, list[Sequ
     return update, gather_lists(records, group=run.groups.dp)
 
 
-def _check_finite(run: Training, records: Sequence[SequenceRecord], samples: Sequence[Sample]) -> int:
+def _check_finite(run: Training, records: Sequence[SequenceRecord], rollout: Rollout) -> int:
     """Name the dropped sequences of one optimizer step; stop the run when they are too many."""
     dropped = [record for record in records if record.nonfinite]
     for record in dropped[:8]:
-        sample = samples[record.sample]
         run.log.say(
-            f"step {run.step + 1}: dropped a sequence that is not finite: prompt {sample.prompt.index}, "
-            f"response {sample.number} (data-parallel rank {record.rank}, S = {record.log_ratio_sum}, "
-            f"L = {record.length})"
+            f"step {run.step + 1}: dropped a sequence that is not finite: {rollout.name(record.sample)} "
+            f"(data-parallel rank {record.rank}, S = {record.log_ratio_sum}, L = {record.length})"
         )
     limit = run.inputs.config.loss.max_nonfinite_share
     if len(dropped) > limit * len(records):

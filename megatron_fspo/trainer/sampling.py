@@ -1,4 +1,7 @@
-"""Responses with their verdicts: what the policy writes, scored by the reward, over all ranks."""
+"""Responses with their verdicts: what the policy writes, scored by the reward, over all ranks.
+
+Tokens stay on the rank that has them; all ranks learn the lengths, rewards and versions.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
+from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams
-
-Graded = tuple[int, tuple[Completion, ...], tuple[float, ...]]
-"""Position of the prompt, its completions, their rewards."""
+from megatron_fspo.trainer.rollout import COLUMNS, Rollout, describe, rollout_of, with_advantages
+from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,8 @@ class Batch:
 
     prompts: Sequence[Prompt]
     """Of all ranks."""
+    samples: int
+    """Responses to each."""
     mine: range
     """Positions of this data-parallel rank's prompts."""
     pending: Pending
@@ -34,65 +39,81 @@ def ask(
 ) -> Batch:
     """Ask for responses to all prompts; each data-parallel rank for its share. Collective."""
     mine = range(groups.dp.rank(), len(prompts), groups.dp.size())
-    return Batch(prompts=prompts, mine=mine, pending=engine.submit([prompts[i] for i in mine], params))
+    pending = engine.submit([prompts[i] for i in mine], params)
+    return Batch(prompts=prompts, samples=params.n, mine=mine, pending=pending)
+
+
+def is_first_of_copy(groups: ParallelGroups) -> bool:
+    """Whether this is the rank of its model copy that holds responses and grades them."""
+    return groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
 
 
 def collect_and_grade(
     inputs: Inputs, groups: ParallelGroups, batch: Batch, progress: Progress | None = None
-) -> list[Graded]:
-    """Completions and rewards of all prompts, on every rank, in the order of the prompts.
+) -> Rollout:
+    """Wait for the responses of a batch and grade them. Collective.
 
     Each data-parallel rank grades its share. Ranks that share a model have the same completions; the first
     of them grades, so that a reward may be slow, random or a remote call.
     """
     completions = batch.pending(progress)
-    graded: list[Graded] = []
-    if groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
-        for i, texts in zip(batch.mine, completions, strict=True):
-            rewards = tuple(grade(inputs, batch.prompts[i], completion) for completion in texts)
-            graded.append((i, tuple(texts), rewards))
-    for group in (groups.tp, groups.cp, groups.pp):
-        graded = share(graded, group=group)
-    return sorted(gather_lists(graded, group=groups.dp), key=lambda row: row[0])
+    held: dict[int, Completion] = {}
+    table = torch.zeros(len(batch.prompts) * batch.samples, len(COLUMNS), dtype=torch.float64)
+    if is_first_of_copy(groups):
+        for position, row in zip(batch.mine, completions, strict=True):
+            first = position * batch.samples
+            prompt = batch.prompts[position]
+            held |= dict(enumerate(row, start=first))
+            verdicts = [
+                describe(completion, grade(inputs, prompt, completion), groups.dp.rank())
+                for completion in row
+            ]
+            table[first : first + len(row)] = torch.tensor(verdicts, dtype=torch.float64)
+    table = _summed_over_all(table, inputs.backend.device)
+    return rollout_of(batch.prompts, batch.samples, table, held)
+
+
+def _summed_over_all(table: Tensor, device: torch.device) -> Tensor:
+    """Each row is one rank's, and 0 on the others: so this gives every row to every rank, unchanged."""
+    table = table.to(device)
+    dist.all_reduce(table)
+    return table.cpu()
 
 
 def grade(inputs: Inputs, prompt: Prompt, completion: Completion) -> float:
     """The reward of one completion; the stop token is not part of its text."""
-    ids = completion.token_ids
+    ids = list(completion.token_ids)
     if completion.finish_reason == "stop":
         ids = ids[:-1]
     text = inputs.tokenizer.decode(ids, skip_special_tokens=False)
     return float(inputs.reward(prompt, completion, text))
 
 
-def make_samples(inputs: Inputs, prompts: Sequence[Prompt], graded: Sequence[Graded]) -> list[Sample]:
-    """Samples with advantages, prompt by prompt."""
-    rewards = torch.tensor([row for _, _, row in graded], dtype=torch.float64)
+def add_advantages(inputs: Inputs, groups: ParallelGroups, rollout: Rollout) -> Rollout:
+    """The rollout with its advantages: the first rank's, as a zero decides who is in a pack. Collective."""
+    rewards = rollout.rewards.view(-1, rollout.samples)
     if inputs.config.loss.advantage == "leave_one_out":
         advantages = leave_one_out_advantages(rewards)
     else:
         advantages = group_normalized_advantages(rewards)
-    return [
-        Sample(prompt=prompt, number=number, completion=completion, reward=reward, advantage=advantage)
-        for prompt, (_, completions, row), values in zip(prompts, graded, advantages.tolist(), strict=True)
-        for number, (completion, reward, advantage) in enumerate(zip(completions, row, values, strict=True))
-    ]
+    advantages = advantages.to(inputs.backend.device)
+    return with_advantages(rollout, of_first_rank(advantages, groups.dp_cp, groups.tp, groups.pp).cpu())
 
 
-def sampling_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+def sampling_metrics(rollout: Rollout) -> dict[str, float]:
     """Rewards, advantages and lengths of one rollout."""
     columns = {
-        "critic/score": [s.reward for s in samples],
-        "critic/rewards": [s.reward for s in samples],
-        "critic/advantages": [s.advantage for s in samples],
-        "response_length": [float(len(s.completion.token_ids)) for s in samples],
-        "prompt_length": [float(len(s.prompt.token_ids)) for s in samples],
+        "critic/score": rollout.rewards,
+        "critic/rewards": rollout.rewards,
+        "critic/advantages": rollout.advantages,
+        "response_length": rollout.lengths.double(),
+        "prompt_length": rollout.prompt_lengths.double(),
     }
     metrics = {}
     for name, values in columns.items():
-        metrics[f"{name}/mean"] = sum(values) / len(values)
-        metrics[f"{name}/max"] = max(values)
-        metrics[f"{name}/min"] = min(values)
-    cut = sum(s.completion.finish_reason == "length" for s in samples)
-    metrics["response_length/clip_ratio"] = cut / len(samples)
+        metrics[f"{name}/mean"] = values.mean().item()
+        metrics[f"{name}/max"] = values.max().item()
+        metrics[f"{name}/min"] = values.min().item()
+    metrics["response_length/clip_ratio"] = rollout.truncated.double().mean().item()
+    metrics["critic/no_spread"] = (rollout.advantages == 0).double().mean().item()
     return metrics

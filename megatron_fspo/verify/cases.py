@@ -23,6 +23,7 @@ from megatron_fspo.config import (
     PolicyLossConfig,
     RLOOLoss,
 )
+from megatron_fspo.packing.pack import PackLayout, Plan
 from megatron_fspo.packing.plan import attention_costs, plan_micro_batches
 from megatron_fspo.types import Completion, Prompt, Sample
 from megatron_fspo.weights import Architecture, expected_hf_shapes
@@ -177,15 +178,9 @@ def drifts(samples: Sequence[Sample], *, seed: int, clipped: bool = False) -> li
     return found
 
 
-def split(
-    name: str, lengths: Sequence[int], arch: Architecture, *, ranks: int, multiple_of: int
-) -> list[list[list[int]]]:
-    """``plan[rank][micro_batch]`` → indices, as :func:`plan_micro_batches` gives them.
-
-    Args:
-        name: one of ``SPLITS``.
-        multiple_of: micro-batches per rank are a multiple of this.
-    """
+def split(name: str, lengths: Sequence[int], arch: Architecture, layout: PackLayout) -> Plan:
+    """Who gets what, by one of ``SPLITS``; ``lengths`` are padded."""
+    ranks, multiple_of = layout.data_size, layout.count_multiple_of
     if name == "uneven":
         plan = _uneven(lengths, ranks)
     elif name == "1 sequence each":

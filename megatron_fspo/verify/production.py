@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from megatron_fspo.mcore.model import layer_offset
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.objective.policy import LossTerms
-from megatron_fspo.packing.batch import MicroBatch, collate, sample_length
+from megatron_fspo.packing.batch import MicroBatch, padded_length
+from megatron_fspo.packing.pack import PackLayout, Packs, pack
+from megatron_fspo.packing.sequences import Sequences
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import share
 from megatron_fspo.trainer.losses import LossState
@@ -96,7 +98,7 @@ def shard_of(row: Row, tensors: Mapping[str, Tensor], policy: Policy) -> Tensor:
 class Scored:
     """This rank's micro-batches of one split, with the policy's log-probs."""
 
-    micro_batches: list[MicroBatch]
+    micro_batches: Packs
     log_probs: list[Tensor]
     """Per micro-batch [t]."""
     scoring: Scoring
@@ -105,7 +107,7 @@ class Scored:
 def score(policy: Policy, split_name: str, samples: Sequence[Sample], temperature: float) -> Scored:
     """The pass that gives old log-probs. Collective."""
     scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=temperature)
-    batches = _micro_batches(policy, split_name, samples)
+    batches = _packs(policy, split_name, samples)
     return Scored(micro_batches=batches, log_probs=policy.score(batches, scoring), scoring=scoring)
 
 
@@ -118,14 +120,10 @@ def run(
     reference_drifts: Sequence[Tensor],
 ) -> Outcome:
     """One step on old log-probs that lie ``drifts`` below the policy's. Collective."""
-    batches = [
-        replace(
-            batch,
-            old_log_probs=log_probs_below(batch, score, drifts, samples),
-            reference_log_probs=log_probs_below(batch, score, reference_drifts, samples),
-        )
-        for batch, score in zip(scored.micro_batches, scored.log_probs, strict=True)
-    ]
+    batches = scored.micro_batches.with_columns(
+        old_log_probs=below(scored, drifts, samples),
+        reference_log_probs=below(scored, reference_drifts, samples),
+    )
     table = _Table(samples, policy)
     loss = PolicyLoss(
         objective=LossState(case.loss).objective(),
@@ -161,29 +159,25 @@ def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
             yield resolve(name, policy.arch, offset), parameter
 
 
-def _micro_batches(policy: Policy, split_name: str, samples: Sequence[Sample]) -> list[MicroBatch]:
+def _packs(policy: Policy, split_name: str, samples: Sequence[Sample]) -> Packs:
     groups, parallel = policy.groups, policy.parallel
-    plan = split(
-        split_name,
-        [sample_length(sample, context=parallel.context) for sample in samples],
-        policy.arch,
-        ranks=groups.dp.size(),
-        multiple_of=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+    layout = PackLayout(
+        data_rank=groups.dp.rank(),
+        data_size=groups.dp.size(),
+        context_rank=groups.cp.rank(),
+        context_size=parallel.context,
+        multiple_of=parallel.tensor if parallel.sequence else 1,
+        count_multiple_of=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        device=policy.backend.device,
     )
-    lengths = [len(sample.completion.token_ids) for sample in samples]
-    return [
-        collate(
-            samples,
-            pack,
-            num_sequences=sum(length > 0 for length in lengths),
-            num_tokens=sum(lengths),
-            context_rank=groups.cp.rank(),
-            context_size=parallel.context,
-            multiple_of=parallel.tensor if parallel.sequence else 1,
-            device=policy.backend.device,
-        )
-        for pack in plan[groups.dp.rank()]
-    ]
+    sequences = Sequences.of(
+        prompts=[sample.prompt.token_ids for sample in samples],
+        responses=[sample.completion.token_ids for sample in samples],
+        advantages=[sample.advantage for sample in samples],
+    )
+    whole = (sequences.prompt_lengths + sequences.lengths).tolist()
+    lengths = [padded_length(length, parallel.context) for length in whole]
+    return pack(sequences, layout, plan=split(split_name, lengths, policy.arch, layout))
 
 
 def _places(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
@@ -191,6 +185,14 @@ def _places(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tenso
     prompts = torch.tensor([len(sample.prompt.token_ids) for sample in samples], device=batch.mask.device)
     sample = batch.sample_index[batch.segment[batch.mask]]
     return sample, batch.position_ids[0, batch.mask] - prompts[sample] + 1
+
+
+def below(scored: Scored, drifts: Sequence[Tensor], samples: Sequence[Sample]) -> list[Tensor]:
+    """:func:`log_probs_below` of every micro-batch."""
+    return [
+        log_probs_below(batch, score, drifts, samples)
+        for batch, score in zip(scored.micro_batches, scored.log_probs, strict=True)
+    ]
 
 
 def log_probs_below(

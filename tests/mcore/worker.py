@@ -24,12 +24,12 @@ from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
 from megatron_fspo.objective.policy import SequenceLevel
-from megatron_fspo.packing.batch import collate, sample_length
-from megatron_fspo.packing.plan import plan_micro_batches
+from megatron_fspo.packing.pack import PackLayout, pack
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.types import Prompt, SamplingParams
 from megatron_fspo.weights import read_architecture
+from packs import collate, sequences_of
 
 
 def build(checkpoint: Path, parallel: options.Parallel) -> Policy:
@@ -51,24 +51,16 @@ def build(checkpoint: Path, parallel: options.Parallel) -> Policy:
 def step(policy: Policy, max_tokens: int) -> dict[str, torch.Tensor]:
     """Score, then one optimizer step on drifted old log-probs; returns everything on rank 0."""
     groups, parallel, rows = policy.groups, policy.parallel, samples()
-    plan = plan_micro_batches(
-        [sample_length(row, context=parallel.context) for row in rows],
-        ranks=groups.dp.size(),
+    layout = PackLayout(
         max_tokens=max_tokens,
+        data_rank=groups.dp.rank(),
+        data_size=groups.dp.size(),
+        context_rank=groups.cp.rank(),
+        context_size=parallel.context,
+        multiple_of=parallel.tensor if parallel.sequence else 1,
         count_multiple_of=parallel.pipeline,
-    )[groups.dp.rank()]
-    batches = [
-        collate(
-            rows,
-            pack,
-            num_sequences=len(rows),
-            num_tokens=sum(len(row.completion.token_ids) for row in rows),
-            context_rank=groups.cp.rank(),
-            context_size=parallel.context,
-            multiple_of=parallel.tensor if parallel.sequence else 1,
-        )
-        for pack in plan
-    ]
+    )
+    batches = pack(sequences_of(rows), layout)
     scoring = Scoring(groups=groups, vocab_size=policy.arch.vocab_size, temperature=TEMPERATURE)
     scores = policy.score(batches, scoring)
     old = []
@@ -92,7 +84,7 @@ def step(policy: Policy, max_tokens: int) -> dict[str, torch.Tensor]:
             )
         ),
     )
-    update = policy.update([replace(b, old_log_probs=o) for b, o in zip(batches, old, strict=True)], loss)
+    update = policy.update(batches.with_columns(old_log_probs=old), loss)
     by_token = [
         (i, position, value)
         for batch, score in zip(batches, scores, strict=True)

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fspo.packing.batch import MicroBatch, collate, sample_length
+from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.types import Completion, Prompt, Sample
+from packs import collate, sample_length
 
 PAD = 0
 
@@ -49,7 +50,7 @@ def test_two_sequences_and_a_tail_by_hand() -> None:
     assert batch.lengths.tolist() == [3, 1]
     assert batch.advantages.tolist() == [0.5, -2.0] and batch.advantages.dtype == torch.float32
     assert batch.sample_index.tolist() == [1, 2]
-    assert (batch.num_sequences, batch.num_tokens) == (11, 1000)
+    assert (batch.totals.num_sequences, batch.totals.num_tokens) == (11, 1000)
     assert batch.old_log_probs is None
 
 
@@ -103,4 +104,4 @@ def test_an_empty_micro_batch_is_one_tail(multiple_of: int) -> None:
     assert not batch.mask.any() and batch.segment.tolist() == [0] * multiple_of
     assert batch.lengths.shape == batch.advantages.shape == batch.sample_index.shape == (0,)
     assert batch.lengths.dtype == batch.sample_index.dtype == torch.int64
-    assert batch.num_sequences == 11
+    assert batch.totals.num_sequences == 11

@@ -9,34 +9,36 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fspo.packing.batch import MicroBatch, collate, sample_length
+from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.packing.zigzag import gathered_positions, local_positions
 from megatron_fspo.types import Completion, Prompt, Sample
+from packs import collate, sample_length
 
 
 def test_two_sequences_on_two_ranks_by_hand() -> None:
     """Chunks of 1 and of 2 tokens: rank 0 has the first and the last of each sequence, rank 1 the middle."""
-    borders = [0, 4, 12]
-    assert local_positions(borders, 0, 2) == [0, 3, 4, 5, 10, 11]
-    assert local_positions(borders, 1, 2) == [1, 2, 6, 7, 8, 9]
-    assert gathered_positions(borders, 2) == [0, 6, 7, 1, 2, 3, 8, 9, 10, 11, 4, 5]
+    borders = torch.tensor([0, 4, 12])
+    assert local_positions(borders, 0, 2).tolist() == [0, 3, 4, 5, 10, 11]
+    assert local_positions(borders, 1, 2).tolist() == [1, 2, 6, 7, 8, 9]
+    assert gathered_positions(borders, 2).tolist() == [0, 6, 7, 1, 2, 3, 8, 9, 10, 11, 4, 5]
 
 
 @given(chunks=st.lists(st.integers(1, 5), max_size=6), size=st.integers(1, 6))
 def test_every_token_is_on_one_rank_and_gathers_back(chunks: list[int], size: int) -> None:
     borders = [0, *accumulate(2 * size * chunk for chunk in chunks)]
-    rows = [local_positions(borders, rank, size) for rank in range(size)]
+    whole = torch.tensor(borders)
+    rows = [local_positions(whole, rank, size).tolist() for rank in range(size)]
     assert sorted(position for row in rows for position in row) == list(range(borders[-1]))
     assert {len(row) for row in rows} == {borders[-1] // size}
     laid = [position for row in rows for position in row]
-    assert [laid[place] for place in gathered_positions(borders, size)] == list(range(borders[-1]))
+    assert [laid[place] for place in gathered_positions(whole, size)] == list(range(borders[-1]))
 
 
 @given(chunk=st.integers(1, 9), size=st.integers(2, 6))
 def test_causal_work_is_the_same_on_every_rank(chunk: int, size: int) -> None:
     """Token p attends to p + 1 keys."""
     work = {
-        sum(position + 1 for position in local_positions([0, 2 * size * chunk], rank, size))
+        int((local_positions(torch.tensor([0, 2 * size * chunk]), rank, size) + 1).sum())
         for rank in range(size)
     }
     assert len(work) == 1
@@ -44,7 +46,7 @@ def test_causal_work_is_the_same_on_every_rank(chunk: int, size: int) -> None:
 
 def test_a_length_that_does_not_split_is_refused() -> None:
     with pytest.raises(ValueError, match="a sequence of 6 tokens does not split into 4 chunks"):
-        local_positions([0, 6], 0, 2)
+        local_positions(torch.tensor([0, 6]), 0, 2)
 
 
 def make(prompt: int, response: int, start: int) -> Sample:
@@ -102,7 +104,7 @@ def test_the_ranks_of_a_pack_hold_each_response_token_once(
         assert (part.segment[~part.mask & (part.tokens[0] == 0)] == len(samples)).all()
         # Positions run through each sequence and on into its padding, as the zigzag has them.
         starts = part.borders[:-1].tolist()
-        where = torch.tensor(local_positions(part.borders.tolist(), rank, size))
+        where = local_positions(part.borders, rank, size)
         begin = torch.tensor([max(s for s in starts if s <= w) for w in where.tolist()])
         assert torch.equal(part.position_ids[0], where - begin)
 

@@ -94,7 +94,7 @@ def test_a_batch_is_each_completion_alone(max_batch: int) -> None:
     assert found == [[alone(prompt, number, PARAMS) for number in range(3)] for prompt in PROMPTS]
     flat = [completion for row in found for completion in row]
     assert {completion.finish_reason for completion in flat} == {"stop", "length"}
-    assert len({completion.token_ids for completion in flat}) > 10
+    assert len({tuple(completion.token_ids) for completion in flat}) > 10
     for completion in flat:
         assert len(completion.token_ids) == len(completion.log_probs) <= PARAMS.max_tokens
         stops = [token == STOP for token in completion.token_ids]

@@ -18,15 +18,17 @@ from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import start
-from megatron_fspo.packing.batch import MicroBatch, collate
+from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.trainer.alarm import LIMIT, Setting, check_mismatch
-from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights, with_layers
 from megatron_fspo.verify.layouts import parse_layout
+from packs import packs_of
+from rollouts import as_rollout
 
 TEMPERATURE, VERSION = 0.7, 5
 OLDER, RESPONSES = 1, 32  # tokens that an older version wrote, of each response
@@ -87,48 +89,41 @@ class Situation:
         """What the alarm says. ``raw``: log-probs at temperature 1 in place of the sampler's; ``spoilt``: bad
         ones for the first token of each response."""
         batches = self._packs(samples)
-        if raw:
-            scores = self._scores(batches, 1.0)
-            batches = [replace(b, sampled_log_probs=s) for b, s in zip(batches, scores, strict=True)]
+        sampled = self._scores(batches, 1.0) if raw else [batch.sampled_log_probs for batch in batches]
         generator = torch.Generator().manual_seed(self.groups.dp.rank())
-        batches = [
-            replace(
-                batch,
-                sampled_log_probs=batch.sampled_log_probs
-                + noise * torch.randn(batch.mask.shape, generator=generator)
-                + 5.0 * spoilt * (batch.position_ids[0] == len(samples[0].prompt.token_ids) - 1),
-            )
-            for batch in batches
+        first = len(samples[0].prompt.token_ids) - 1
+        sampled = [
+            log_probs
+            + noise * torch.randn(batch.mask.shape, generator=generator)
+            + 5.0 * spoilt * (batch.position_ids[0] == first)
+            for batch, log_probs in zip(batches, sampled, strict=True)
         ]
-        lengths = [len(s.completion.token_ids) for s in samples]
-        mismatch = measure(batches, self._scores(batches, temperature), lengths, group=self.groups.dp_cp)
+        batches = batches.with_columns(
+            sampled_log_probs=sampled, old_log_probs=self._scores(batches, temperature)
+        )
         asked: dict[str, Any] = {"version": VERSION, "top_p": 1.0, "limit": LIMIT[torch.float32]} | changed
         setting = Setting(
             temperature=temperature,
             rescore=self._scores,
             probe=self.groups.pp.size(),
             groups=self.groups,
+            device=self.backend.device,
             **asked,
         )
-        return check_mismatch(batches, mismatch, samples, setting)
+        return check_mismatch(batches, as_rollout(samples).fresh_from(setting.version), setting)
 
-    def _packs(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+    def _packs(self, samples: Sequence[Sample]) -> Packs:
         """Two per pipeline stage."""
         groups = self.groups
         mine = range(groups.dp.rank(), len(samples), groups.dp.size())
         count = 2 * groups.pp.size()
-        return [
-            collate(
-                samples,
-                mine[number::count],
-                num_sequences=len(samples),
-                num_tokens=sum(len(s.completion.token_ids) for s in samples),
-                context_rank=groups.cp.rank(),
-                context_size=groups.cp.size(),
-                multiple_of=groups.tp.size(),
-            )
-            for number in range(count)
-        ]
+        return packs_of(
+            samples,
+            [mine[number::count] for number in range(count)],
+            context_rank=groups.cp.rank(),
+            context_size=groups.cp.size(),
+            multiple_of=groups.tp.size(),
+        )
 
     def _scores(self, batches: Sequence[MicroBatch], temperature: float) -> list[torch.Tensor]:
         scoring = Scoring(groups=self.groups, vocab_size=SMALL.vocab_size, temperature=temperature)

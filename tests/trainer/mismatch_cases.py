@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_fspo.packing.batch import MicroBatch, collate
+from megatron_fspo.packing.pack import Packs
 from megatron_fspo.types import Completion, Prompt, Sample
+from packs import packs_of
 
 ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 LENGTHS = [1, 9, 30, 0, 4]
@@ -39,13 +40,9 @@ def responses(scale: float = 0.1, shift: float = 0.0) -> tuple[list[Sample], lis
 
 def packed(
     samples: Sequence[Sample], deltas: Sequence[torch.Tensor], packs: Sequence[Sequence[int]]
-) -> tuple[list[MicroBatch], list[torch.Tensor]]:
-    """Micro-batches, and the trainer's log-probs: Δ above the sampler's; NaN outside the mask."""
-    lengths = [len(s.completion.token_ids) for s in samples]
-    batches = [
-        collate(samples, pack, num_sequences=sum(n > 0 for n in lengths), num_tokens=sum(lengths))
-        for pack in packs
-    ]
+) -> Packs:
+    """Micro-batches with the trainer's log-probs: Δ above the sampler's; NaN outside the mask."""
+    batches = packs_of(samples, packs)
     scores = []
     for batch in batches:
         score = torch.full(batch.mask.shape, math.nan, dtype=torch.float64)
@@ -53,4 +50,4 @@ def packed(
             here = batch.mask & (batch.segment == number)
             score[here] = batch.sampled_log_probs[here] + deltas[index]
         scores.append(score)
-    return batches, scores
+    return batches.with_columns(old_log_probs=scores)

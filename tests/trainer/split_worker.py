@@ -6,8 +6,6 @@ split_worker.py OUT.json
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from by_layout import write_by_layout
@@ -24,7 +22,7 @@ from megatron_fspo.mcore.startup import start
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.trainer.correction import correct
 from megatron_fspo.trainer.losses import LossState
-from megatron_fspo.trainer.mismatch import measure, mismatch_metrics
+from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.records import SequenceRecord, clip_metrics, records_of
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import (
@@ -55,21 +53,15 @@ def reported(layout_name: str) -> dict[str, dict[str, float]]:
     groups = start(backend, parallel=layout.parallel, seed=1)
     policy = production.build(layout, SMALL, random_weights(SMALL), backend, groups, torch.float32)
     samples = make_samples(SMALL)
-    lengths = [len(sample.completion.token_ids) for sample in samples]
     moved, noise = drifts(samples, seed=5), drifts(samples, seed=6)
     found = {}
     for split in SPLITS:
         scored = production.score(policy, split, samples, TEMPERATURE)
-        batches = [
-            replace(
-                batch,
-                old_log_probs=production.log_probs_below(batch, log_probs, moved, samples),
-                sampled_log_probs=production.log_probs_below(batch, log_probs, noise, samples),
-            )
-            for batch, log_probs in zip(scored.micro_batches, scored.log_probs, strict=True)
-        ]
-        mismatch = measure(batches, scored.log_probs, lengths, group=groups.dp_cp)
-        measured = mismatch_metrics(mismatch, batches, group=groups.dp_cp)
+        batches = scored.micro_batches.with_columns(
+            old_log_probs=scored.log_probs, sampled_log_probs=production.below(scored, noise, samples)
+        )
+        mismatch = measure(batches, len(samples), group=groups.dp_cp)
+        old = production.below(scored, moved, samples)
         for name, (loss_name, correction) in CASES.items():
             mine: list[SequenceRecord] = []
             loss = PolicyLoss(
@@ -80,10 +72,11 @@ def reported(layout_name: str) -> dict[str, dict[str, float]]:
                 ),
             )
             corrected, metrics = correct(correction, batches, mismatch, groups=groups)
+            corrected = corrected.with_columns(old_log_probs=old)
             update = policy.update(corrected, loss)
             records = gather_lists(share(mine, group=groups.pp, source=-1), group=groups.dp)
             numbers = update.metrics | {"grad_norm": update.grad_norm} | clip_metrics(records, seed=1)
-            found[f"{name} | {split}"] = numbers | measured | metrics
+            found[f"{name} | {split}"] = numbers | mismatch.metrics | metrics
     return found
 
 

@@ -13,6 +13,7 @@ from megatron_fspo.data.prompts import PromptCursor
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.trainer.ahead import Ahead, staleness_metrics
 from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
+from rollouts import as_rollout
 
 PROMPTS = tuple(Prompt(index=i, token_ids=(i,), text="", answer="") for i in range(10))
 GROUPS: Any = SimpleNamespace(dp=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
@@ -96,18 +97,18 @@ def sample(*spans: tuple[int, int, int]) -> Sample:
 
 def test_staleness_counts_tokens() -> None:
     samples = [sample((3, 0, 4)), sample((4, 0, 10), (5, 10, 16))]
-    metrics = staleness_metrics(samples, 5, limit=2)
+    metrics = staleness_metrics(as_rollout(samples), 5, limit=2)
     assert metrics == {
         "rollout/staleness/mean": pytest.approx((2 * 4 + 1 * 10) / 20),
         "rollout/staleness/max": 2,
         "rollout/partial": 0.5,
     }
     with pytest.raises(TrainingError, match="step 6: a response is from weights 2 versions old"):
-        staleness_metrics(samples, 5, limit=1)
+        staleness_metrics(as_rollout(samples), 5, limit=1)
 
 
 def test_an_engine_that_says_one_version_for_all() -> None:
     whole = Completion(token_ids=(1, 2), log_probs=(0.0, 0.0), finish_reason="stop", weight_version=4)
     one = Sample(prompt=PROMPTS[0], number=0, completion=whole, reward=0.0, advantage=0.0)
-    assert staleness_metrics([one], 4, limit=0)["rollout/staleness/mean"] == 0
-    assert staleness_metrics([one], 5, limit=1)["rollout/staleness/mean"] == 1
+    assert staleness_metrics(as_rollout([one]), 4, limit=0)["rollout/staleness/mean"] == 0
+    assert staleness_metrics(as_rollout([one]), 5, limit=1)["rollout/staleness/mean"] == 1

@@ -7,15 +7,13 @@ import math
 import pytest
 import torch
 
-from megatron_fspo.trainer.mismatch import measure, mismatch_metrics
+from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.types import Sample
 from mismatch_cases import ALONE, PACKS, packed, responses
 
 
 def metrics(samples: list[Sample], deltas: list[torch.Tensor], packs: list[list[int]]) -> dict[str, float]:
-    batches, scores = packed(samples, deltas, packs)
-    lengths = [len(s.completion.token_ids) for s in samples]
-    return mismatch_metrics(measure(batches, scores, lengths, group=ALONE), batches, group=ALONE)
+    return measure(packed(samples, deltas, packs), len(samples), group=ALONE).metrics
 
 
 @pytest.mark.parametrize("packs", PACKS)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_fspo.objective.policy import LossTerms
-from megatron_fspo.packing.batch import collate
 from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
 from megatron_fspo.types import Completion, Prompt, Sample
+from packs import collate
 
 
 def record(length: int, s: float, advantage: float, **flags: Any) -> SequenceRecord:

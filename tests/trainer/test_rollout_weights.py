@@ -24,6 +24,7 @@ from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.policy import PolicyObjective, SequenceLevel, TokenLevel
 from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.trainer.correction import correct
 from megatron_fspo.trainer.mismatch import measure
@@ -54,17 +55,16 @@ def corrected(
     packs: list[list[int]],
     deltas: list[Tensor] = DELTAS,
     broken: float | None = None,
-) -> tuple[list[MicroBatch], dict[str, float]]:
+) -> tuple[Packs, dict[str, float]]:
     """``broken``: the sampler's log-prob of a token of response 1."""
     samples, _ = responses()
-    batches, scores = packed(samples, deltas, packs)
+    batches = packed(samples, deltas, packs)
     if broken is not None:
-        for batch in batches:
-            place = (batch.mask & (batch.sample_index == 1)[batch.segment]).nonzero()[3]
-            batch.sampled_log_probs[place] = broken
-    mismatch = measure(batches, scores, LENGTHS, group=ALONE)
-    old = [replace(batch, old_log_probs=score) for batch, score in zip(batches, scores, strict=True)]
-    return correct(correction, old, mismatch, groups=GROUPS)
+        sampled = [batch.sampled_log_probs.clone() for batch in batches]
+        for batch, log_probs in zip(batches, sampled, strict=True):
+            log_probs[(batch.mask & (batch.sample_index == 1)[batch.segment]).nonzero()[3]] = broken
+        batches = batches.with_columns(sampled_log_probs=sampled)
+    return correct(correction, batches, measure(batches, len(samples), group=ALONE), groups=GROUPS)
 
 
 @pytest.mark.parametrize("packs", PACKS)

@@ -134,12 +134,19 @@ def _tokens(*batches: MicroBatch) -> int:
     return sum(int(batch.lengths.sum()) for batch in batches)
 
 
+def _counting(batch: MicroBatch, **totals: int) -> MicroBatch:
+    return replace(batch, totals=replace(batch.totals, **totals))
+
+
 @fault(DP, "another denominator")
 def micro_batch_mean() -> Patch:
     """The loss is the mean over the sequences of each micro-batch"""
     return _change_batch(
-        lambda batch: replace(
-            batch, num_sequences=max(1, _sequences(batch)), num_tokens=max(1, _tokens(batch))
+        lambda batch: _counting(
+            batch,
+            num_sequences=max(1, _sequences(batch)),
+            num_tokens=max(1, _tokens(batch)),
+            packed_tokens=max(1, _tokens(batch)),
         )
     )
 
@@ -147,13 +154,15 @@ def micro_batch_mean() -> Patch:
 @fault(CP, "another denominator", split="uneven")
 def local_n() -> Patch:
     """N counts the sequences of this rank"""
-    return _change_step(lambda all: [replace(batch, num_sequences=_sequences(*all)) for batch in all])
+    return _change_step(lambda all: [_counting(batch, num_sequences=_sequences(*all)) for batch in all])
 
 
 @fault(DP, "another denominator", split="uneven")
 def local_t() -> Patch:
     """T counts the tokens of this rank"""
-    return _change_step(lambda all: [replace(batch, num_tokens=_tokens(*all)) for batch in all])
+    return _change_step(
+        lambda all: [_counting(batch, num_tokens=_tokens(*all), packed_tokens=_tokens(*all)) for batch in all]
+    )
 
 
 @fault(DP, "another denominator", loss="grpo")
@@ -183,8 +192,8 @@ def loss_times_cp() -> Patch:
 def epsilon_in_the_mean() -> Patch:
     """The mean divides by N + 1e-6"""
 
-    def loss(real: Any, objective: Tensor, *, num_sequences: int, num_tokens: int) -> Tensor:
-        return real(objective, num_sequences=num_sequences + 1e-6, num_tokens=num_tokens)
+    def loss(real: Any, objective: Tensor, totals: Any) -> Tensor:
+        return real(objective, replace(totals, num_sequences=totals.num_sequences + 1e-6))
 
     return wrap(policy_loss, "megatron_loss", loss)
 
@@ -336,7 +345,7 @@ def entropy_over_sequences() -> Patch:
     """The entropy bonus is divided by N"""
     return _change_settings(
         lambda loss, batch: replace(
-            loss, entropy_coef=loss.entropy_coef * batch.num_tokens / batch.num_sequences
+            loss, entropy_coef=loss.entropy_coef * batch.totals.num_tokens / batch.totals.num_sequences
         )
     )
 

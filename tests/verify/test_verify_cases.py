@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_fspo.config import Config, FSPOLoss, Parallel, PolicyLossConfig
 from megatron_fspo.mcore.model import check_parallel
-from megatron_fspo.packing.batch import sample_length
+from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.verify.cases import (
     LOSSES,
     SMALL,
@@ -33,6 +33,7 @@ from megatron_fspo.verify.layouts import all_layouts
 from megatron_fspo.verify.reference import Reference, Scores, reference
 from megatron_fspo.verify.run import _possible, _share
 from megatron_fspo.weights import Architecture, expected_hf_shapes
+from packs import sample_length
 
 SAMPLES = make_samples(SMALL)
 RESPONSES = [len(sample.completion.token_ids) for sample in SAMPLES]
@@ -219,7 +220,7 @@ def test_all_layouts_together_cover_the_pairs(ranks: int, precisions: tuple[str,
 
 def places(name: str, ranks: int, multiple_of: int, context: int = 1) -> list[list[list[int]]]:
     lengths = [sample_length(sample, context=context) for sample in SAMPLES]
-    return split(name, lengths, SMALL, ranks=ranks, multiple_of=multiple_of)
+    return split(name, lengths, SMALL, PackLayout(data_size=ranks, count_multiple_of=multiple_of))
 
 
 @given(
@@ -269,12 +270,10 @@ def test_the_8_micro_batches_balance_the_square_of_the_length() -> None:
     wide = [replace(sample, prompt=replace(sample.prompt, token_ids=(1,) * 30)) for sample in SAMPLES]
     lengths = [sample_length(sample) for sample in wide]
     big = replace(SMALL, hidden_size=1)  # little but attention to compute
-    assert split("8 micro-batches", lengths, big, ranks=1, multiple_of=1) != split(
-        "8 micro-batches", lengths, replace(SMALL, hidden_size=10_000), ranks=1, multiple_of=1
-    )
-    assert split("2 micro-batches", lengths, big, ranks=1, multiple_of=1) == split(
-        "2 micro-batches", lengths, replace(SMALL, hidden_size=10_000), ranks=1, multiple_of=1
-    )
+    wider = replace(SMALL, hidden_size=10_000)
+    one = PackLayout()
+    assert split("8 micro-batches", lengths, big, one) != split("8 micro-batches", lengths, wider, one)
+    assert split("2 micro-batches", lengths, big, one) == split("2 micro-batches", lengths, wider, one)
 
 
 # Small models with the heads of large ones.

@@ -56,7 +56,7 @@ class _Span(Struct):
 
 
 class _Choice(Struct):
-    token_ids: list[Annotated[int, Meta(ge=0)]]
+    token_ids: list[Annotated[int, Meta(ge=0, lt=2**31)]]
     finish_reason: Literal["stop", "length"]
     logprobs: _LogProbs
     weight_versions: list[_Span]
@@ -107,13 +107,13 @@ def read_completion(body: bytes, *, params: SamplingParams, where: str) -> Compl
         if len(answer.choices) != 1:
             raise _Wrong(f"{len(answer.choices)} choices where 1 was asked for")
         (choice,) = answer.choices
-        token_ids = tuple(choice.token_ids)
+        token_ids = choice.token_ids
         _check_end(token_ids, choice.finish_reason, params)
         log_probs = _log_probs(choice.logprobs.content, token_ids)
         spans = _spans(choice.weight_versions, len(token_ids))
     if params.temperature == 0:
         # A greedy choice is certain. vLLM reports the log-prob at temperature 1.
-        log_probs = (0.0,) * len(token_ids)
+        log_probs = [0.0] * len(token_ids)
     return Completion(
         token_ids=token_ids,
         log_probs=log_probs,
@@ -175,7 +175,7 @@ def _checked(answer: _A) -> _A:
     return answer
 
 
-def _check_end(token_ids: tuple[int, ...], reason: str, params: SamplingParams) -> None:
+def _check_end(token_ids: list[int], reason: str, params: SamplingParams) -> None:
     if not token_ids:
         raise _Wrong("no token in the completion")
     count = len(token_ids)
@@ -195,14 +195,14 @@ def _check_end(token_ids: tuple[int, ...], reason: str, params: SamplingParams) 
         )
 
 
-def _log_probs(content: list[_Token], token_ids: tuple[int, ...]) -> tuple[float, ...]:
+def _log_probs(content: list[_Token], token_ids: list[int]) -> list[float]:
     if len(content) != len(token_ids):
         raise _Wrong(f"{len(content)} log-probs for {len(token_ids)} tokens")
     named = [entry.token_id for entry in content]
-    if named != [*token_ids]:
+    if named != token_ids:
         i = next(i for i, token in enumerate(token_ids) if named[i] != token)
         raise _Wrong(f"log-prob {i} is of token {named[i]}, the token is {token_ids[i]}")
-    found = tuple([entry.logprob for entry in content])
+    found = [entry.logprob for entry in content]
     _check_range(found, "token", first=0)
     return found
 

@@ -1,0 +1,159 @@
+"""The one way from sequences to micro-batches: the trainer, scoring, ``verify`` and plugins all take it.
+
+``plan_step`` decides which sequence goes to which rank and pack, from lengths alone; ``Packs`` makes the
+tensors of a pack when its turn comes. ``pack`` does both for a program that holds its sequences itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.packing.batch import MicroBatch, StepTotals, collate, padded_length
+from megatron_fspo.packing.plan import plan_micro_batches
+from megatron_fspo.packing.sequences import Sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackLayout:
+    """What packs must fit: the parallel layout, and what a micro-batch may hold."""
+
+    max_tokens: int | None = None
+    """Tokens of a micro-batch over all context ranks; None: whatever the sequences need, in one."""
+    data_rank: int = 0
+    data_size: int = 1
+    context_rank: int = 0
+    context_size: int = 1
+    multiple_of: int = 1
+    """A rank's tokens of a pack are a multiple of this: tensor parallel size under sequence parallel."""
+    count_multiple_of: int = 1
+    """Micro-batches per rank are a multiple of this: pipeline size under the interleaved schedule."""
+    costs: Callable[[Sequence[int]], Sequence[int]] | None = None
+    """From padded lengths to what packs share out evenly; None: the tokens."""
+    device: torch.device | str = "cpu"
+
+
+Plan = list[list[list[int]]]
+"""``plan[data-parallel rank][micro-batch]``: numbers of sequences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """What goes into one micro-batch."""
+
+    numbers: tuple[int, ...]
+    """Of the sequences, in the step."""
+    totals: StepTotals
+
+
+def plan_step(
+    prompt_lengths: Sequence[int],
+    lengths: Sequence[int],
+    layout: PackLayout,
+    *,
+    first: int = 0,
+    left_out: Sequence[bool] | None = None,
+) -> tuple[Plan, StepTotals]:
+    """Plan one optimizer step. From integers alone, so every rank plans the same.
+
+    Args:
+        prompt_lengths, lengths: of all sequences of the step, in tokens.
+        first: number of the first; the others follow.
+        left_out: sequences that count in N and T and are in no pack, as their gradient is 0.
+
+    Raises:
+        ValueError: a sequence does not fit a micro-batch.
+    """
+    packed = [i for i in range(len(lengths)) if left_out is None or not left_out[i]]
+    tokens = [padded_length(prompt_lengths[i] + lengths[i], layout.context_size) for i in packed]
+    plan = plan_micro_batches(
+        tokens,
+        ranks=layout.data_size,
+        max_tokens=layout.max_tokens or max(sum(tokens), 1),
+        costs=None if layout.costs is None else layout.costs(tokens),
+        count_multiple_of=layout.count_multiple_of,
+    )
+    totals = StepTotals(
+        num_sequences=sum(length > 0 for length in lengths),
+        num_tokens=sum(lengths),
+        packed_tokens=sum(lengths[i] for i in packed),
+    )
+    return [[[first + packed[i] for i in numbers] for numbers in rank] for rank in plan], totals
+
+
+class Packs(Sequence[MicroBatch]):
+    """Micro-batches of one rank, each made when it is asked for: only what is at work is on the device.
+
+    Args:
+        sequences: that the packs are made of.
+        packs: in the order of their turns; those of several optimizer steps may follow each other.
+        columns: per-token fields of :class:`MicroBatch` to add, one tensor [t] for each pack.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        packs: Sequence[Pack],
+        layout: PackLayout,
+        columns: Mapping[str, Sequence[Tensor]] | None = None,
+    ) -> None:
+        self._sequences, self._packs, self._layout = sequences, list(packs), layout
+        self._columns = {name: list(tensors) for name, tensors in (columns or {}).items()}
+        self._row = {number: row for row, number in enumerate(sequences.index.tolist())}
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    @overload
+    def __getitem__(self, place: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, place: slice) -> Packs: ...
+    def __getitem__(self, place: int | slice) -> MicroBatch | Packs:
+        if isinstance(place, slice):
+            some = {name: tensors[place] for name, tensors in self._columns.items()}
+            return Packs(self._sequences, self._packs[place], self._layout, some)
+        pack, layout = self._packs[place], self._layout
+        batch = collate(
+            self._sequences,
+            [self._row[number] for number in pack.numbers],
+            totals=pack.totals,
+            context_rank=layout.context_rank,
+            context_size=layout.context_size,
+            multiple_of=layout.multiple_of,
+            device=layout.device,
+        )
+        columns: dict[str, Any] = {name: tensors[place] for name, tensors in self._columns.items()}
+        return replace(batch, **columns)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (self[place] for place in range(len(self)))
+
+    def with_columns(self, **columns: Sequence[Tensor]) -> Packs:
+        """The same with more per-token fields, one tensor [t] for each pack."""
+        return Packs(self._sequences, self._packs, self._layout, {**self._columns, **columns})
+
+
+def pack(sequences: Sequences, layout: PackLayout, *, plan: Plan | None = None) -> Packs:
+    """This rank's micro-batches of one optimizer step.
+
+    Example::
+
+        batches = pack(
+            Sequences.of(prompts=prompts, responses=responses, advantages=advantages),
+            PackLayout(max_tokens=16384, data_rank=dp.rank(), data_size=dp.size()),
+        )
+
+    Args:
+        sequences: all of the step, the same on every rank.
+        plan: who gets what, where it is not to be worked out.
+
+    Raises:
+        ValueError: a sequence does not fit a micro-batch.
+    """
+    found, totals = plan_step(sequences.prompt_lengths.tolist(), sequences.lengths.tolist(), layout)
+    mine = (found if plan is None else plan)[layout.data_rank]
+    return Packs(sequences, [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine], layout)

@@ -1,0 +1,110 @@
+"""The responses of one step: what every rank knows of them, and the tokens, which few ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.types import Completion, Prompt, VersionSpan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """n responses, ``samples`` to each prompt, prompt by prompt. Tensors are [n], on the CPU, and the same on
+    every rank."""
+
+    prompts: Sequence[Prompt]
+    samples: int
+    lengths: Tensor
+    """int64, tokens of the response, the stop token included."""
+    rewards: Tensor
+    """float64."""
+    advantages: Tensor
+    """float64; NaN until they are known."""
+    truncated: Tensor
+    """bool: cut off at the longest length that was asked for."""
+    oldest_version: Tensor
+    """int64, of the weights that sampled any of it."""
+    version_tokens: Tensor
+    """int64, Σ over its tokens of the version that sampled them."""
+    spans: Tensor
+    """int64, how many versions sampled it."""
+    last_version: Tensor
+    """int64, of the weights that sampled its end."""
+    last_start: Tensor
+    """int64, where in the response their tokens begin."""
+    owner: Tensor
+    """int64, the data-parallel rank that holds its tokens."""
+    held: Mapping[int, Completion]
+    """What this rank holds, by number: on the first rank of each model copy; others hold nothing."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """[n] int64."""
+        return torch.tensor([len(prompt.token_ids) for prompt in self.prompts]).repeat_interleave(
+            self.samples
+        )
+
+    def name(self, number: int) -> str:
+        """Which response, for messages."""
+        prompt = self.prompts[number // self.samples]
+        return f"prompt {prompt.index}, response {number % self.samples}"
+
+    def fresh_from(self, version: int) -> Tensor:
+        """[n] position in prompt and response from which on all that follows was sampled by these weights."""
+        first = torch.where(self.last_version == version, self.last_start, self.lengths)
+        return self.prompt_lengths - 1 + first
+
+
+COLUMNS = (
+    *("lengths", "rewards", "truncated", "oldest_version", "version_tokens"),
+    *("spans", "last_version", "last_start", "owner"),
+)
+"""Fields that :func:`describe` gives, in its order."""
+_TYPES = {"rewards": torch.float64, "truncated": torch.bool}
+
+
+def describe(completion: Completion, reward: float, owner: int) -> tuple[float, ...]:
+    """One response as numbers; integers stay exact in float64."""
+    length = len(completion.token_ids)
+    whole = VersionSpan(version=completion.weight_version, start=0, end=length)
+    spans = completion.version_spans or (whole,)
+    return (
+        length,
+        reward,
+        completion.finish_reason == "length",
+        completion.weight_version,
+        sum(span.version * (span.end - span.start) for span in spans),
+        len(spans),
+        spans[-1].version,  # versions only grow
+        spans[-1].start,
+        owner,
+    )
+
+
+def rollout_of(
+    prompts: Sequence[Prompt], samples: int, table: Tensor, held: Mapping[int, Completion]
+) -> Rollout:
+    """From a table [n, columns] of what :func:`describe` gives; advantages are still to come."""
+    columns = {
+        name: column.to(_TYPES.get(name, torch.long))
+        for name, column in zip(COLUMNS, table.unbind(1), strict=True)
+    }
+    unknown = torch.full((len(table),), float("nan"), dtype=torch.float64)
+    return Rollout(prompts=prompts, samples=samples, held=held, advantages=unknown, **columns)
+
+
+def with_advantages(rollout: Rollout, advantages: Tensor) -> Rollout:
+    """The same, with [prompts, samples] advantages."""
+    return replace(rollout, advantages=advantages.flatten().double())
+
+
+def without_tokens(rollout: Rollout) -> Rollout:
+    """The same, once its tokens are in packs."""
+    return replace(rollout, held={})

@@ -1,0 +1,44 @@
+"""Micro-batches of given samples, without a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_fspo.packing import batch
+from megatron_fspo.packing.batch import MicroBatch, StepTotals
+from megatron_fspo.packing.pack import Pack, PackLayout, Packs
+from megatron_fspo.packing.sequences import Sequences
+from megatron_fspo.types import Sample
+
+
+def sequences_of(samples: Sequence[Sample]) -> Sequences:
+    """All of them."""
+    return Sequences.of(
+        prompts=[s.prompt.token_ids for s in samples],
+        responses=[s.completion.token_ids for s in samples],
+        log_probs=[s.completion.log_probs for s in samples],
+        advantages=[s.advantage for s in samples],
+    )
+
+
+def collate(samples: Sequence[Sample], indices: Sequence[int], **options: Any) -> MicroBatch:
+    """One micro-batch; ``num_sequences`` and ``num_tokens`` are those of the step."""
+    count, tokens = options.pop("num_sequences"), options.pop("num_tokens")
+    totals = StepTotals(num_sequences=count, num_tokens=tokens, packed_tokens=tokens)
+    return batch.collate(sequences_of(samples), indices, totals=totals, **options)
+
+
+def packs_of(samples: Sequence[Sample], packs: Sequence[Sequence[int]], **layout: Any) -> Packs:
+    """Given packs of all samples, on one data-parallel rank."""
+    lengths = [len(s.completion.token_ids) for s in samples]
+    totals = StepTotals(
+        num_sequences=sum(n > 0 for n in lengths), num_tokens=sum(lengths), packed_tokens=sum(lengths)
+    )
+    wanted = [Pack(numbers=tuple(pack), totals=totals) for pack in packs]
+    return Packs(sequences_of(samples), wanted, PackLayout(**layout))
+
+
+def sample_length(sample: Sample, *, context: int = 1) -> int:
+    """Tokens a sample takes in a pack."""
+    return batch.padded_length(len(sample.prompt.token_ids) + len(sample.completion.token_ids), context)
