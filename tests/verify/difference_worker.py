@@ -24,17 +24,21 @@ from megatron_fspo.config import FSPOLoss
 from megatron_fspo.config_correction import LengthFairGate
 from megatron_fspo.mcore import policy_loss
 from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.objective import BandCalibrator, surrogate, token_level
 from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.rollout import embedded
+from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.trainer import correction
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.optimize import observe
 from megatron_fspo.trainer.records import SequenceRecord
+from megatron_fspo.types import Prompt, SamplingParams
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import (
     LOSSES,
@@ -143,7 +147,7 @@ class Place:
         if cp > 1 and tp == 1:  # with tensor parallel it would abort the job, or hang it
             with wrap(policy_loss, "of_first_rank", lambda real, values, *groups: values):
                 found["S, and each decides for itself"] = unlike(clean, self.step("fspo", {"S"}))
-        found |= {"c": self.calibrated(), "gate": self.gate()}
+        found |= {"c": self.calibrated(), "gate": self.gate(), "draws": self.drawn()}
         return {name: gathered(problems) for name, problems in found.items()}
 
     def calibrated(self) -> list[str]:
@@ -183,6 +187,21 @@ class Place:
             for a, b in zip(kept, got, strict=True)
         )
         return [] if same else ["what the gate drops"]
+
+    def drawn(self) -> list[str]:
+        """Responses of the embedded engine, where one rank draws other tokens. (2 ulp would hardly do it.)"""
+        decoder = Decoder(self.policy.chunks, self.groups, vocab_size=SMALL.vocab_size)
+        engine = EmbeddedEngine(decoder, max_batch=8)
+        params = SamplingParams(n=2, temperature=1.0, max_tokens=5, stop_token_ids=(*range(20),), seed=1)
+        prompts = [Prompt(index=i, token_ids=(i + 1, 7), text="", answer="") for i in range(3)]
+
+        def draw(real: Any, logits: Tensor, draws: Tensor, **more: Any) -> Any:
+            return real(logits, 1 - draws if self.here else draws, **more)
+
+        with wrap(embedded, "sample", draw):
+            mine = engine.generate(prompts, params)
+        groups = (self.groups.tp, self.groups.cp, self.groups.pp)
+        return [] if all(mine == share(mine, group=group) for group in groups) else ["responses"]
 
 
 def record(number: int) -> SequenceRecord:

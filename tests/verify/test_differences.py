@@ -29,15 +29,17 @@ def shared(layout: Layout) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if shared(LAYOUTS[name])])
 def test_nothing_comes_of_it(found: Found, name: str) -> None:
-    """Neither in S, clip decisions and gradients of a loss of one decision per sequence; nor in those of tokens,
-    where tensor-parallel ranks share them."""
+    """Not in S, clips and gradients of a loss that decides by sequence; where tensor-parallel ranks share all
+    tokens, not in those of one that decides by token."""
     for what in (*SEQUENCE, *(["tokens"] if LAYOUTS[name].parallel.tensor > 1 else [])):
         assert found[name][what] == [], what
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_band_and_what_a_correction_drops_are_one_ranks(found: Found, name: str) -> None:
-    assert found[name]["c"] == found[name]["gate"] == []
+def test_one_rank_says_what_the_band_is_what_a_correction_drops_and_what_is_sampled(
+    found: Found, name: str
+) -> None:
+    assert found[name]["c"] == found[name]["gate"] == found[name]["draws"] == []
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if not shared(LAYOUTS[name])])
