@@ -143,7 +143,7 @@ def rank_panel(rank: int, row: Sequence[Token]) -> Iterator[str]:
         shape = f"M{x + start:g} 244h{width - 9}l9 12l-9 12h-{width - 9}l9 -12z"
         yield f'<path d="{shape}" fill="{WHITE}" stroke="{LINE}"/>'
         yield text(x + start + width / 2 + 2, 260, words)
-    yield bar(x, 282, INSIDE, "backward: all-reduce of d hidden over TP", TP, dashed=True)
+    yield bar(x, 282, INSIDE, "backward, over TP: broadcast, all-reduce of d hidden", TP, dashed=True)
     half = (INSIDE - 8) / 2
     yield bar(x, 312, half, "tp 0: ids 0 … V/2 − 1", PLAIN)
     yield bar(x + half + 8, 312, half, "tp 1: ids V/2 … V − 1", PLAIN)
@@ -168,7 +168,7 @@ def across() -> Iterator[str]:
     """What the ranks do together."""
     x, width, middle = LEFT + PAD, WHOLE - 2 * PAD, LEFT + WHOLE / 2
     yield bar(x, 213, width, "in every layer: attention over CP (on a CPU all keys are gathered)", CONTEXT)
-    yield bar(x, 449, width, "all-reduce over CP: n = 3 floats, detached", CONTEXT, bold=True)
+    yield bar(x, 449, width, "all-reduce over CP: n = 3 exact sums, detached", CONTEXT, bold=True)
     yield box(LEFT, 636, WHOLE, 44, *GRADIENTS[:2])
     summed = "Megatron: gradients and num_tokens summed over DP × CP, then gradients ÷ T"
     yield text(middle, 654, summed, bold=True)
@@ -186,7 +186,7 @@ def labels() -> Iterator[str]:
     yield label(390, "log π", "then new − old")
     yield label(424, "own sums", "one a sequence")
     yield label(492, "S and L", "the same on all ranks")
-    yield label(529, "band → weight")
+    yield label(524, "band → weight", "cp 0's, broadcast")
     yield label(562, "weight per token", "detached")
     yield label(605, "loss of a rank")
     yield label(661, "gradient")

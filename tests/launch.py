@@ -39,10 +39,10 @@ def torchrun(
     )
 
 
-def found_by(worker: Path, folder: Path, *, nproc: int) -> Any:
+def found_by(worker: Path, folder: Path, *, nproc: int, timeout: float = 300) -> Any:
     """Run a worker on real ranks, and return what it wrote as JSON to the file it was told."""
     out = folder / "found.json"
-    run_worker(worker, str(out), nproc=nproc)
+    run_worker(worker, str(out), nproc=nproc, timeout=timeout)
     return json.loads(out.read_text(encoding="utf-8"))
 
 

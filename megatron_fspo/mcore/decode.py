@@ -21,6 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
 
 # Where Megatron keeps the flag that splits activations over tensor ranks.
@@ -40,6 +41,7 @@ class Decoder:
     def __init__(self, chunks: Sequence[GPTModel], groups: ParallelGroups, *, vocab_size: int) -> None:
         self._chunks = list(chunks)
         self._pipeline = groups.pp
+        self._sharers = (groups.tp, groups.cp, groups.pp)
         self._vocab_size = vocab_size
         self._settings = list(_settings(self._chunks))
         self._context: StaticInferenceContext | None = None
@@ -118,6 +120,10 @@ class Decoder:
         for layer, cache in context.key_value_memory_dict.items():
             context.key_value_memory_dict[layer] = tuple(part.index_select(1, index) for part in cache)
         context.max_batch_size = len(rows)
+
+    def settle(self, values: Tensor) -> Tensor:
+        """One rank's values on all ranks of the model copy: of whatever decides which tokens come next."""
+        return of_first_rank(values, *self._sharers)
 
 
 def _settings(chunks: Sequence[GPTModel]) -> Iterator[tuple[Any, str, Any, Any]]:

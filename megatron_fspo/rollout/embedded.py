@@ -1,7 +1,7 @@
 """Samples from the training model itself: no second copy of the weights, no server.
 
 For small models, tests and the demo. Every rank of a model copy calls :meth:`EmbeddedEngine.generate` with
-the same arguments, sees the same logits and draws the same tokens.
+the same arguments and sees the same logits; the tokens are those that the first of them draws.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class CachedModel(Protocol):
     def feed(self, tokens: Sequence[Sequence[int]]) -> Tensor: ...
 
     def keep(self, rows: Sequence[int]) -> None: ...
+
+    def settle(self, values: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -121,7 +123,9 @@ class EmbeddedEngine:
         """The token of every row at ``position``: the prompt's, where it goes on, else a sampled one."""
         draws = torch.stack([row.draws[min(len(row.token_ids), params.max_tokens - 1)] for row in batch])
         sampled, log_probs = sample(logits, draws, temperature=params.temperature, top_p=params.top_p)
-        tokens = sampled.tolist()
+        # Another token on one rank of a model, and it would stop while the others go on: one of them draws.
+        sampled, log_probs = self._model.settle(torch.stack([sampled.double(), log_probs.double()]))
+        tokens = [int(token) for token in sampled.tolist()]
         for i, (row, log_prob) in enumerate(zip(batch, log_probs.tolist(), strict=True)):
             if position < len(row.prompt.token_ids):
                 tokens[i] = row.prompt.token_ids[position]

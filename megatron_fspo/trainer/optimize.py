@@ -12,10 +12,12 @@ from megatron_fspo.mcore.policy import Update, score
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import agreed
+from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.trainer.alarm import LIMIT, Setting, check_mismatch
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.correction import correct
+from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
 from megatron_fspo.trainer.rollout import Rollout
@@ -107,11 +109,7 @@ def optimize(run: Training, mini_batches: Sequence[Packs], rollout: Rollout) -> 
             if updates or sampled:
                 off_policy += records
             if updates:
-                sums, lengths = as_tensors(records)
-                kl_k3 = update.metrics["fspo/kl_k3"]
-                run.loss.observe(sums, lengths, kl_k3=kl_k3, sigma=sigma_of(records), warm=warm)
-                # Medians and means of the same records, but perhaps of another processor: one band for all.
-                run.loss.load_state_dict(agreed(run.loss.state_dict(), run.groups))
+                observe(run.loss, records, kl_k3=update.metrics["fspo/kl_k3"], warm=warm, groups=run.groups)
             updates.append(update)
             progress(1)
     run.log.sequences(run.step + 1, off_policy)
@@ -166,6 +164,16 @@ def _update(run: Training, batches: Packs) -> tuple[Update, list[SequenceRecord]
     for group in (run.groups.tp, run.groups.cp):
         records = share(records, group=group)
     return update, gather_lists(records, group=run.groups.dp)
+
+
+def observe(
+    loss: LossState, records: Sequence[SequenceRecord], *, kl_k3: float, warm: bool, groups: ParallelGroups
+) -> None:
+    """Let the band learn from one off-policy mini-batch. The same band on every rank after it. Collective."""
+    sums, lengths = as_tensors(records)
+    loss.observe(sums, lengths, kl_k3=kl_k3, sigma=sigma_of(records), warm=warm)
+    # Powers, means and medians of the same numbers, but perhaps on another processor: the first rank's.
+    loss.load_state_dict(agreed(loss.state_dict(), groups))
 
 
 def _check_finite(run: Training, records: Sequence[SequenceRecord], rollout: Rollout) -> int:

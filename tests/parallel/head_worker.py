@@ -271,8 +271,8 @@ def check_tied() -> None:
 
 
 def check_one_decides() -> None:
-    """Upstream gradients of one rank alone that are a little off, lost, or NaN: the first rank's count, so
-    that no rank works on other rows; and of the first rank itself."""
+    """Upstream gradients that are a little off, lost or NaN on one rank: the first rank's count, so that no
+    rank works on other rows than the rest."""
     world, rank = dist.get_world_size(), dist.get_rank()
     spoilt: dict[str, Callable[[Tensor], Tensor]] = {
         "2 ulp, and rows more": lambda x: x.nextafter(x + 1).nextafter(x + 1),

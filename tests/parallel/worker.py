@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.metrics import add_metrics, any_rank, gather_lists, reduce_metrics, share
 from megatron_fspo.parallel.segments import sequence_sums
 
@@ -57,6 +58,45 @@ def check_sequence_sums() -> None:
     assert empty.shape == (2, 0)
 
 
+def check_exact_sums() -> None:
+    """The same bits on every rank, whichever of them owns a token."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(5)
+    segment = torch.randint(0, 6, (3000,), generator=generator)
+    values = torch.randn(2, 3000, generator=generator) * 10.0 ** torch.randint(
+        -6, 4, (3000,), generator=generator
+    )
+    mask = torch.rand(3000, generator=generator) < 0.8
+    values[0, 7], values[1, 8], mask[7:9] = float("nan"), float("inf"), True
+    found = []
+    for _ in range(4):
+        mine = torch.randint(0, world, (3000,), generator=generator) == rank
+        order = torch.randperm(int(mine.sum()), generator=torch.Generator().manual_seed(rank))
+        tokens = mine.nonzero()[order, 0]
+        found.append(
+            sequence_sums(values[:, tokens], mask[tokens], segment[tokens], 5, group=dist.group.WORLD)
+        )
+    everywhere = [torch.empty_like(found[0]) for _ in range(world)]
+    dist.all_gather(everywhere, found[0])
+    for other in (*found, *everywhere):
+        assert torch.equal(other.view(torch.int32), found[0].view(torch.int32))
+    for row, column in ((r, c) for r in range(2) for c in range(5)):
+        want = values[row, mask & (segment == column)].double().sum()
+        torch.testing.assert_close(
+            found[0][row, column].double(), want, rtol=1e-7, atol=1e-12, equal_nan=True
+        )
+
+
+def check_one_decides() -> None:
+    """The first rank's tensor on all; nothing is changed in place, no gradient passes."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine = torch.full((2, 3), float(rank), requires_grad=True).t()
+    got = of_first_rank(mine, dist.group.WORLD)
+    assert (got == 0).all() and got.shape == (3, 2) and (mine == rank).all()
+    assert got.requires_grad is (world == 1) and of_first_rank(mine) is mine
+    assert of_first_rank(torch.zeros(4, 0), dist.group.WORLD).shape == (4, 0)
+
+
 def check_metrics() -> None:
     """(sum, denominator) pairs: the same mean for every split over ranks and micro-batches."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -85,6 +125,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     check_collectives()
     check_sequence_sums()
+    check_exact_sums()
+    check_one_decides()
     check_metrics()
     dist.barrier()
     if dist.get_rank() == 0:

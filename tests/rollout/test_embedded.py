@@ -54,6 +54,10 @@ class Markov:
         assert self.rows is not None and 0 < len(rows) < len(self.rows) and sorted(set(rows)) == list(rows)
         self.rows = [self.rows[i] for i in rows]
 
+    def settle(self, values: Tensor) -> Tensor:
+        assert values.shape == (2, self.widths[-1])
+        return values
+
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Of the token after ``ids``."""
         before = ids[-2] if len(ids) > 1 else 0

@@ -100,10 +100,10 @@ def test_errors_are_within_the_promise(three_layouts: tuple[str, dict[str, Any]]
         assert case["loss_error"] <= limit and case["grad_norm_error"] <= limit, case
         assert (case["grad_norm"] > 0) == (case["loss"] != "all-clipped")
         assert case["problems"] == []
-        assert case["tp_collectives"] <= (3 if case["layout"] == "tp2.sp" else 0)
-        assert case["cp_collectives"] <= (1 if case["layout"] == "cp2" else 0)
-    assert any(case["tp_collectives"] == 3 for case in found["cases"])
-    assert any(case["cp_collectives"] == 1 for case in found["cases"])
+        assert case["tp_collectives"] <= (4 if case["layout"] == "tp2.sp" else 0)
+        assert case["cp_collectives"] <= (2 if case["layout"] == "cp2" else 0)
+    assert any(case["tp_collectives"] == 4 for case in found["cases"])
+    assert any(case["cp_collectives"] == 2 for case in found["cases"])
     assert any(case["gradient_error"] > 0 for case in found["cases"]), "all exactly 0: what was compared?"
 
 

@@ -333,7 +333,7 @@ def test_a_norm_that_is_off_alone() -> None:
 
 @pytest.mark.parametrize(
     ("on", "tensor", "context"),
-    [("dp8", 0, 0), ("tp2", 2, 0), ("tp2.sp", 3, 0), ("cp2", 0, 1), ("tp2.cp2", 2, 1)],
+    [("dp8", 0, 0), ("tp2", 3, 0), ("tp2.sp", 4, 0), ("cp2", 0, 2), ("tp2.cp2", 3, 2)],
 )
 def test_collectives(on: str, tensor: int, context: int) -> None:
     right = {"tp": float(tensor), "cp": float(context)}
