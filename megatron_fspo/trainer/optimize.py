@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.mcore.policy import Update, score
+from megatron_fspo.mcore.policy import Update
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.metrics import gather_lists, share
@@ -91,7 +91,7 @@ def score_reference(run: Training, mini_batches: list[list[MicroBatch]]) -> list
     assert run.reference is not None
     flat = [batch for batches in mini_batches for batch in batches]
     with run.log.phase("ref", len(flat), "pack", run.timings) as progress:
-        scores = score(run.reference, flat, run.scoring)
+        scores = run.reference.score(flat, run.scoring)
         progress(len(flat))
     remaining = iter(scores)
     return [[replace(batch, reference_log_probs=next(remaining)) for batch in part] for part in mini_batches]
