@@ -43,7 +43,8 @@ class Backend:
         """The fields of ``TransformerConfig`` that depend on the machine."""
         fused = self.layers == "transformer_engine"
         return {
-            "use_cpu_initialization": True,
+            # Parameters are allocated where they stay.
+            "use_cpu_initialization": False,
             "bias_activation_fusion": fused,
             "bias_dropout_fusion": fused,
             "apply_rope_fusion": fused,

@@ -7,16 +7,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_fspo.mcore.model import layer_offset, padded_vocab_size
-from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.model import layer_offset
+from megatron_fspo.mcore.policy import Model
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.weights import (
-    Architecture,
     check_coverage,
     iterate_hf_tensors,
     load_into,
@@ -25,48 +22,44 @@ from megatron_fspo.weights import (
 )
 
 
-def load_hf(policy: Policy, checkpoint: Path) -> None:
-    """Copy a checkpoint into the policy; each rank reads its slices only."""
-    load_chunks(policy.chunks, policy.config, policy.arch, policy.groups, checkpoint)
-    policy.weights_loaded()
+def load_hf(model: Model, checkpoint: Path) -> None:
+    """Fill every parameter from a checkpoint; each rank reads its slices only.
 
+    Collective over pipeline and expert parallel.
 
-def load_chunks(
-    chunks: Sequence[GPTModel],
-    config: TransformerConfig,
-    arch: Architecture,
-    groups: ParallelGroups,
-    checkpoint: Path,
-) -> None:
-    """Copy a checkpoint into bare model chunks. Collective over pipeline and expert parallel."""
+    Raises:
+        InputError: the checkpoint is not of the model's architecture, or is damaged.
+    """
+    arch, groups = model.arch, model.groups
     loaded: list[str] = []
     reader = open_checkpoint(checkpoint, arch)
-    for chunk in chunks:
+    for chunk in model.chunks:
         loaded += load_into(
             chunk.named_parameters(),
             reader,
             arch,
             tp_rank=groups.tp.rank(),
             tp_size=groups.tp.size(),
-            padded_vocab=padded_vocab_size(arch.vocab_size, groups.tp.size()),
-            layer_offset=layer_offset(config, chunk),
+            padded_vocab=model.padded_vocab,
+            layer_offset=layer_offset(model.config, chunk),
             expert_offset=groups.ep.rank() * arch.num_experts // groups.ep.size(),
         )
     stage = gather_lists(loaded, group=groups.ep)
     check_coverage(gather_lists(stage, group=groups.pp), arch)
+    model.weights_loaded()
 
 
-def export_hf(policy: Policy, out: Path, *, source: Path) -> None:
-    """Write the policy as a Hugging Face checkpoint; config and tokenizer come from ``source``.
+def export_hf(model: Model, out: Path, *, source: Path) -> None:
+    """Write the model as a Hugging Face checkpoint; config and tokenizer come from ``source``.
 
     Collective: every rank calls it; rank 0 writes, one tensor in memory at a time, and appears at ``out``
     only when complete.
     """
-    groups = policy.groups
+    groups = model.groups
     # One copy of the model is enough: data and context parallel ranks hold the same weights.
     if groups.dp_cp.rank() == 0:
-        named = [list(chunk.named_parameters()) for chunk in policy.chunks]
-        tensors = hf_tensors(policy, named)
+        named = [list(chunk.named_parameters()) for chunk in model.chunks]
+        tensors = hf_tensors(model, named)
         if dist.get_rank() == 0:
             write_hf_checkpoint(out, tensors, source, layout=_sizes(groups))
         else:
@@ -85,7 +78,7 @@ def _sizes(groups: ParallelGroups) -> dict[str, int]:
     }
 
 
-def hf_tensors(policy: Policy, named: Sequence[Iterable[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors under their Hugging Face names, on the first rank of tensor and pipeline parallel.
 
     Collective over tensor and pipeline parallel, so every rank of one model copy runs it to its end; the
@@ -94,21 +87,21 @@ def hf_tensors(policy: Policy, named: Sequence[Iterable[tuple[str, Tensor]]]) ->
     Args:
         named: per chunk, the (Megatron name, tensor) pairs to export: parameters, or their gradients.
     """
-    groups = policy.groups
-    mine = _stage_tensors(policy, named)
+    groups = model.groups
+    mine = _stage_tensors(model, named)
     for stage in range(groups.pp.size()):
         if groups.tp.rank() == 0:
-            yield from _from_stage(mine, stage, groups.pp, policy.backend.device)
+            yield from _from_stage(mine, stage, groups.pp, model.backend.device)
         elif stage == groups.pp.rank():
             for _ in mine:
                 pass
 
 
 def _stage_tensors(
-    policy: Policy, named: Sequence[Iterable[tuple[str, Tensor]]]
+    model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]
 ) -> Iterator[tuple[str, Tensor]]:
     """This pipeline stage's tensors, on its first tensor-parallel rank."""
-    group = policy.groups.tp
+    group = model.groups.tp
     first = dist.get_process_group_ranks(group)[0]
 
     def gather(shard: Tensor) -> list[Tensor] | None:
@@ -119,9 +112,9 @@ def _stage_tensors(
         dist.gather(shard, parts, dst=first, group=group)
         return parts
 
-    for chunk, parameters in zip(policy.chunks, named, strict=True):
-        offset = layer_offset(policy.config, chunk)
-        yield from iterate_hf_tensors(parameters, policy.arch, gather, offset)
+    for chunk, parameters in zip(model.chunks, named, strict=True):
+        offset = layer_offset(model.config, chunk)
+        yield from iterate_hf_tensors(parameters, model.arch, gather, offset)
 
 
 def _from_stage(

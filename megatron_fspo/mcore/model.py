@@ -18,6 +18,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+from torch.nn import Module
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
@@ -128,9 +130,21 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         # The contract of mcore/normalise.py.
         calculate_per_token_loss=True,
+        init_method=_unset,
+        output_layer_init_method=_unset,
         **_experts(arch, backend),
         **backend.config_flags(),
     )
+
+
+def _unset(weight: Tensor) -> None:
+    """Megatron's ``init_method``: what no checkpoint has filled gives NaN, so no pass can use it unnoticed.
+
+    ``perform_initialization=False`` is no way to draw no random numbers: with it Megatron's local layers
+    do not mark their weights ``tensor_model_parallel``, and the gradient norm leaves out all shards but the
+    first.
+    """
+    torch.nn.init.constant_(weight, math.nan)
 
 
 def _experts(arch: Architecture, backend: Backend) -> dict[str, Any]:
@@ -150,9 +164,9 @@ def _experts(arch: Architecture, backend: Backend) -> dict[str, Any]:
 
 
 def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend) -> list[GPTModel]:
-    """This rank's part of the model, one entry per virtual pipeline stage, with random weights.
+    """This rank's part of the model, one entry per virtual pipeline stage; its matrices are NaN.
 
-    Load a checkpoint into it next.
+    No random number is drawn. Load a checkpoint into it next.
     """
     return [
         build_chunk(arch, config, backend, vp_stage=stage if _interleaved(config) else None)
@@ -179,7 +193,12 @@ def build_chunk(
         rope_scaling_factor=arch.rope_factor or 1.0,
         vp_stage=vp_stage,
     )
-    return model.to(backend.device)
+    return model.to(backend.device)  # norms and routers are made on the CPU
+
+
+def in_precision(chunk: GPTModel, config: TransformerConfig) -> Module:
+    """The chunk as Megatron's schedule runs it: bf16 within, fp32 where it begins and ends."""
+    return Float16Module(config, chunk) if config.bf16 else chunk
 
 
 def layer_offset(config: TransformerConfig, chunk: GPTModel) -> int:
@@ -188,9 +207,13 @@ def layer_offset(config: TransformerConfig, chunk: GPTModel) -> int:
 
 
 def wrap_for_training(
-    chunks: Sequence[GPTModel], config: TransformerConfig, parallel: Parallel
+    modules: Sequence[Module], config: TransformerConfig, parallel: Parallel
 ) -> list[DistributedDataParallel]:
-    """Add gradient buffers and the data-parallel reduction; gradients are fp32 (float64 for float64)."""
+    """Add gradient buffers and the data-parallel reduction; gradients are fp32 (float64 for float64).
+
+    Args:
+        modules: of this rank's chunks, each :func:`in_precision`.
+    """
     wrapped = [
         DistributedDataParallel(
             config,
@@ -202,11 +225,11 @@ def wrap_for_training(
                 use_distributed_optimizer=parallel.distributed_optimizer,
                 overlap_grad_reduce=parallel.overlap_grad_reduce,
             ),
-            Float16Module(config, chunk) if config.bf16 else chunk,
+            module,
             # One reduction per stage but the first layers': what Megatron's own training does.
             disable_bucketing=number > 0,
         )
-        for number, chunk in enumerate(chunks)
+        for number, module in enumerate(modules)
     ]
     config.finalize_model_grads_func = finalize_model_grads
     if parallel.overlap_grad_reduce:

@@ -1,4 +1,4 @@
-"""The policy in training: scoring passes and optimizer steps on Megatron's schedule."""
+"""A model on Megatron's schedule: scoring passes and, for the policy in training, optimizer steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from torch.nn import Module
 from megatron_fspo import config as options
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.model import build_chunks, padded_vocab_size, transformer_config, wrap_for_training
+from megatron_fspo.mcore.model import (
+    build_chunks,
+    in_precision,
+    padded_vocab_size,
+    transformer_config,
+    wrap_for_training,
+)
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups
@@ -37,13 +43,49 @@ class Update:
     learning_rate: float
 
 
-class Policy:
+class Model:
+    """A model on this rank to score, to sample from and to export: without gradients or an optimizer.
+
+    Its matrices are NaN until :func:`~megatron_fspo.mcore.hf_weights.load_hf` has filled them.
+
+    Attributes:
+        chunks: the bare ``GPTModel`` of each virtual pipeline stage.
+        modules: the chunks, wrapped for Megatron's schedule; the parameters are the same.
+        config: Megatron's.
+        padded_vocab: rows of the embedding over all tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        backend: Backend,
+        groups: ParallelGroups,
+        *,
+        parallel: options.Parallel,
+        dtype: torch.dtype,
+        recompute: bool = False,
+    ) -> None:
+        self.arch, self.backend, self.groups, self.parallel = arch, backend, groups, parallel
+        self.config = transformer_config(arch, backend, parallel=parallel, dtype=dtype, recompute=recompute)
+        self.padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tensor)
+        self.chunks = build_chunks(arch, self.config, backend)
+        self.modules = [in_precision(chunk, self.config) for chunk in self.chunks]
+
+    def weights_loaded(self) -> None:
+        """To be called when the parameters were changed from outside."""
+
+    def score(self, micro_batches: Sequence[MicroBatch], scoring: Scoring) -> list[Tensor]:
+        """Log-probs [t] of the labels of each micro-batch, on every pipeline stage.
+
+        Bit for bit what the training pass computes with the same weights and micro-batches.
+        """
+        return score(self.modules, micro_batches, scoring)
+
+
+class Policy(Model):
     """A model with its optimizer on this rank.
 
     Attributes:
-        chunks: the bare ``GPTModel`` of each virtual pipeline stage; their parameters are those of the
-            wrapped ones.
-        config: Megatron's.
         optimizer: Megatron's.
         optimizer_steps: optimizer steps taken so far.
     """
@@ -59,11 +101,9 @@ class Policy:
         optimizer: options.Optimizer,
         recompute: bool = False,
     ) -> None:
-        self.arch, self.backend, self.groups, self.parallel = arch, backend, groups, parallel
-        self.config = transformer_config(arch, backend, parallel=parallel, dtype=dtype, recompute=recompute)
-        self.padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tensor)
-        self.chunks = build_chunks(arch, self.config, backend)
-        self._ddp = wrap_for_training(self.chunks, self.config, parallel)
+        super().__init__(arch, backend, groups, parallel=parallel, dtype=dtype, recompute=recompute)
+        self._ddp = wrap_for_training(self.modules, self.config, parallel)
+        self.modules = [*self._ddp]
         self._optimizer_config = _optimizer_config(optimizer, parallel, dtype)
         self._warmup_steps = optimizer.warmup_steps
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(
@@ -82,14 +122,6 @@ class Policy:
         self._scheduler = _constant_after_warmup(self.optimizer, self._optimizer_config, self._warmup_steps)
         self._scheduler.step(increment=optimizer_steps)
         self.optimizer_steps = optimizer_steps
-
-    @torch.no_grad()
-    def score(self, micro_batches: Sequence[MicroBatch], scoring: Scoring) -> list[Tensor]:
-        """Log-probs [t] of the labels of each micro-batch, on every pipeline stage: the old pass.
-
-        Bit for bit what the training pass computes with the same weights and micro-batches.
-        """
-        return score(self._ddp, micro_batches, scoring)
 
     def backward(self, micro_batches: Sequence[MicroBatch], loss: PolicyLoss) -> dict[str, float]:
         """Gradients of all micro-batches of this rank, reduced as the optimizer wants them.
@@ -161,7 +193,7 @@ def run_schedule(
 
 @torch.no_grad()
 def score(models: Sequence[Module], micro_batches: Sequence[MicroBatch], scoring: Scoring) -> list[Tensor]:
-    """See :meth:`Policy.score`; for model chunks of any owner."""
+    """See :meth:`Model.score`; for model chunks of any owner."""
     scores = run_schedule(
         models, micro_batches, scoring.forward_step, forward_only=True, collect_non_loss_data=True
     )

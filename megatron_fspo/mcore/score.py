@@ -10,15 +10,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.hf_weights import load_chunks
-from megatron_fspo.mcore.model import build_chunks, check_parallel, check_world, transformer_config
-from megatron_fspo.mcore.policy import score
+from megatron_fspo.mcore.hf_weights import load_hf
+from megatron_fspo.mcore.model import check_parallel, check_world
+from megatron_fspo.mcore.policy import Model
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.packing.batch import MicroBatch, padded_length
@@ -63,13 +62,11 @@ def score_checkpoint(
     try:
         check_world(parallel, dist.get_world_size())
         groups = start(backend, parallel=parallel, seed=1)
-        config = transformer_config(arch, backend, parallel=parallel, dtype=dtype)
-        chunks = build_chunks(arch, config, backend)
-        load_chunks(chunks, config, arch, groups, folder)
-        models = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+        model = Model(arch, backend, groups, parallel=parallel, dtype=dtype)
+        load_hf(model, folder)
         scoring = Scoring(groups=groups, vocab_size=arch.vocab_size, temperature=1.0)
         return score_sequences(
-            lambda batches: score(models, batches, scoring),
+            lambda batches: model.score(batches, scoring),
             sequences,
             arch=arch,
             groups=groups,

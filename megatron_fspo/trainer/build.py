@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
-from torch.nn import Module
 
 from megatron_fspo.data.prompts import PromptCursor
 from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fspo.mcore.hf_weights import load_hf
-from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.parallel.groups import ParallelGroups
@@ -25,7 +23,7 @@ from megatron_fspo.trainer.folder import (
 )
 from megatron_fspo.trainer.log import RunLog
 from megatron_fspo.trainer.losses import LossState
-from megatron_fspo.trainer.parts import build_engine, build_policy, build_reference
+from megatron_fspo.trainer.parts import build_engine, build_policy, load_model
 from megatron_fspo.trainer.prepare import Inputs
 
 
@@ -36,8 +34,8 @@ class Training:
     inputs: Inputs
     groups: ParallelGroups
     policy: Policy
-    reference: Sequence[Module] | None
-    """Model chunks of the reference policy, where the loss has a KL penalty."""
+    reference: Model | None
+    """What a KL penalty pulls towards: ``model.checkpoint``, for good."""
     engine: RolloutEngine
     scoring: Scoring
     loss: LossState
@@ -87,7 +85,7 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
         inputs=inputs,
         groups=groups,
         policy=policy,
-        reference=build_reference(inputs, policy),
+        reference=load_model(inputs, groups) if config.loss.kl_coef else None,
         engine=engine,
         scoring=Scoring(
             groups=groups, vocab_size=inputs.arch.vocab_size, temperature=config.rollout.temperature

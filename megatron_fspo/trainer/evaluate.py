@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.rollout.engine import RolloutEngine
-from megatron_fspo.trainer.parts import build_engine, build_policy
+from megatron_fspo.trainer.parts import build_engine, load_model
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.sampling import ask, collect_and_grade, is_first_of_copy
@@ -96,9 +95,7 @@ def evaluate_checkpoint(inputs: Inputs) -> dict[str, float]:
     """Start the process groups, load ``model.checkpoint`` and evaluate it. Collective."""
     config = inputs.config
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
-    policy = build_policy(inputs, groups)
-    load_hf(policy, config.model.checkpoint)
-    engine = build_engine(inputs, policy)
+    engine = build_engine(inputs, load_model(inputs, groups))
     engine.update_weights(0)
     try:
         return evaluate(inputs, engine, groups).metrics

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.mcore.policy import Update, score
+from megatron_fspo.mcore.policy import Update
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import agreed
@@ -85,7 +85,7 @@ def score_reference(run: Training, packs: Packs) -> Packs:
     """Log-probs under the reference policy, for the KL penalty."""
     assert run.reference is not None
     with run.log.phase("ref", len(packs), "pack", run.timings) as progress:
-        scores = score(run.reference, packs, run.scoring)
+        scores = run.reference.score(packs, run.scoring)
         progress(len(packs))
     return packs.with_columns(reference_log_probs=scores)
 

@@ -6,12 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module
 
 from megatron_fspo.mcore.decode import Decoder
-from megatron_fspo.mcore.hf_weights import hf_tensors, load_chunks
-from megatron_fspo.mcore.model import build_chunks
-from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.hf_weights import hf_tensors, load_hf
+from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.parallel.groups import ParallelGroups
@@ -37,47 +35,44 @@ def build_policy(inputs: Inputs, groups: ParallelGroups) -> Policy:
     )
 
 
-def build_reference(inputs: Inputs, policy: Policy) -> list[Module] | None:
-    """The model that a KL penalty pulls towards: ``model.checkpoint``, frozen, in the policy's layout."""
-    if not inputs.config.loss.kl_coef:
-        return None
-    chunks = build_chunks(inputs.arch, policy.config, inputs.backend)
-    load_chunks(chunks, policy.config, inputs.arch, policy.groups, inputs.config.model.checkpoint)
-    for chunk in chunks:
-        chunk.requires_grad_(False)
-    return [*chunks]
+def load_model(inputs: Inputs, groups: ParallelGroups) -> Model:
+    """``model.checkpoint`` in the policy's layout, without gradients or an optimizer. Collective."""
+    config = inputs.config
+    model = Model(inputs.arch, inputs.backend, groups, parallel=config.parallel, dtype=inputs.dtype)
+    load_hf(model, config.model.checkpoint)
+    return model
 
 
-def build_engine(inputs: Inputs, policy: Policy) -> RolloutEngine:
-    """The sampler that ``rollout.engine`` names."""
+def build_engine(inputs: Inputs, model: Model) -> RolloutEngine:
+    """The sampler that ``rollout.engine`` names; ``model`` is what it samples from."""
     if inputs.config.rollout.engine == "vllm":
-        return _build_vllm(inputs, policy)
-    decoder = Decoder(policy.chunks, policy.groups, vocab_size=inputs.arch.vocab_size)
+        return _build_vllm(inputs, model)
+    decoder = Decoder(model.chunks, model.groups, vocab_size=inputs.arch.vocab_size)
     return EmbeddedEngine(decoder, max_batch=inputs.config.rollout.max_batch)
 
 
-def _build_vllm(inputs: Inputs, policy: Policy) -> VLLMEngine:
+def _build_vllm(inputs: Inputs, model: Model) -> VLLMEngine:
     vocab_size, options = inputs.arch.vocab_size, inputs.config.vllm
-    scoring = Scoring(groups=policy.groups, vocab_size=vocab_size, temperature=1.0)
+    scoring = Scoring(groups=model.groups, vocab_size=vocab_size, temperature=1.0)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         # Data and context parallel ranks hold the same weights: one copy of the model sends.
-        if policy.groups.dp_cp.rank() == 0:
-            yield from hf_tensors(policy, [chunk.named_parameters() for chunk in policy.chunks])
+        if model.groups.dp_cp.rank() == 0:
+            yield from hf_tensors(model, [chunk.named_parameters() for chunk in model.chunks])
 
     def score(sequences: Sequence[Sequence[int]]) -> list[Tensor] | None:
         return score_sequences(
-            lambda batches: policy.score(batches, scoring),
+            lambda batches: model.score(batches, scoring),
             sequences,
             arch=inputs.arch,
-            groups=policy.groups,
+            groups=model.groups,
             parallel=inputs.config.parallel,
             device=inputs.backend.device,
         )
 
     return VLLMEngine(
         Trainer(tensors=tensors, score=score),
-        policy.groups,
+        model.groups,
         connect(options, vocab_size) if dist.get_rank() == 0 else None,
         canary_sequences=canary.canary_sequences(vocab_size, inputs.arch.max_position_embeddings),
         tolerance=options.canary_tolerance or canary.TOLERANCE[inputs.dtype],

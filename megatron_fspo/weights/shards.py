@@ -66,7 +66,9 @@ def to_megatron_shard(
             shard = torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
         case "vocab":
             (part,) = parts
-            shard = torch.cat([part, part.new_zeros(shape[0] - part.shape[0], *shape[1:])])
+            shard = part
+            if padding := shape[0] - part.shape[0]:
+                shard = torch.cat([part, part.new_zeros(padding, *shape[1:])])
     if tuple(shard.shape) != shape:
         raise InputError(f"{row.megatron[0]}: parts make shape {tuple(shard.shape)}, the shard has {shape}")
     return shard

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from families import CHECKPOINT_LAYOUTS, FAMILIES, LAYOUTS, fits, sequences
 from megatron_fspo.config import Parallel
 from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.hf_weights import load_chunks
-from megatron_fspo.mcore.model import build_chunks, transformer_config
+from megatron_fspo.mcore.hf_weights import load_hf
+from megatron_fspo.mcore.policy import Model
 from megatron_fspo.mcore.score import score_checkpoint
 from megatron_fspo.mcore.startup import start, stop
 from megatron_fspo.weights import HFReader, MegatronReader, read_architecture
@@ -43,10 +43,9 @@ def build(folder: Path, parallel: Parallel) -> GPTModel:
     """This rank's chunk, with the weights of the checkpoint."""
     arch = read_architecture(folder)
     groups = start(CPU, parallel=parallel, seed=1)
-    config = transformer_config(arch, CPU, parallel=parallel, dtype=torch.float32)
-    (chunk,) = build_chunks(arch, config, CPU)
-    load_chunks([chunk], config, arch, groups, folder)
-    return chunk
+    model = Model(arch, CPU, groups, parallel=parallel, dtype=torch.float32)
+    load_hf(model, folder)
+    return model.chunks[0]
 
 
 def check_distributed_checkpoints(

@@ -1,0 +1,98 @@
+"""On two ranks: models before and after their weights are loaded, and an evaluation.
+
+build_worker.py TIED UNTIED
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from cases import TEMPERATURE, samples
+from launch import REPO
+from megatron_fspo import config as options
+from megatron_fspo.mcore import policy as policy_module
+from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.hf_weights import load_hf
+from megatron_fspo.mcore.model import layer_offset
+from megatron_fspo.mcore.policy import Model, Policy
+from megatron_fspo.mcore.policy_loss import Scoring
+from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.options import load_config
+from megatron_fspo.packing.batch import collate
+from megatron_fspo.trainer.evaluate import evaluate_checkpoint
+from megatron_fspo.trainer.prepare import prepare
+from megatron_fspo.weights import read_architecture, resolve
+
+CPU = choose_backend("cpu")
+
+
+def check(checkpoint: Path, parallel: options.Parallel, dtype: torch.dtype) -> None:
+    groups = start(CPU, parallel=parallel, seed=1)
+    arch = read_architecture(checkpoint)
+    random_state = torch.get_rng_state()
+    model = Model(arch, CPU, groups, parallel=parallel, dtype=dtype)
+    policy = Policy(
+        arch, CPU, groups, parallel=parallel, dtype=dtype, optimizer=options.Optimizer(weight_decay=0.0)
+    )
+    for built in (model, policy):
+        (chunk,) = built.chunks
+        assert not list(chunk.buffers()), "nothing would fill a buffer"
+        assert all(p.isnan().all() for p in chunk.parameters() if p.ndim == 2)
+        load_hf(built, checkpoint)
+        assert all(p.isfinite().all() for p in chunk.parameters())
+        for name, parameter in chunk.named_parameters():
+            split = resolve(name, arch, layer_offset(built.config, chunk)).layout != "replicated"
+            assert getattr(parameter, "tensor_model_parallel", False) is split, name
+            assert hasattr(parameter, "main_grad") is (built is policy), name
+    assert torch.equal(random_state, torch.get_rng_state()), "building a model drew random numbers"
+
+    scoring = Scoring(groups=groups, vocab_size=arch.vocab_size, temperature=TEMPERATURE)
+    rows = samples()
+    batches = [
+        collate(
+            rows,
+            pack,
+            num_sequences=len(rows),
+            num_tokens=sum(len(row.completion.token_ids) for row in rows),
+            context_rank=0,
+            context_size=1,
+            multiple_of=parallel.tensor,
+        )
+        for pack in (list(range(6)), list(range(6, len(rows))))
+    ]
+    for one, other in zip(model.score(batches, scoring), policy.score(batches, scoring), strict=True):
+        assert torch.equal(one, other) and not one.requires_grad
+    stop()
+
+
+def check_evaluation() -> None:
+    """The real function; with what would make gradient buffers or an optimizer out of order."""
+    config = load_config(
+        REPO / "examples/make_sum/run.toml",
+        ["--rollout.max-response-tokens", "5", "--evaluation.samples", "1"],
+    )
+    inputs = prepare(config, world_size=2)
+    training = ("wrap_for_training", "get_megatron_optimizer")
+    with patch.multiple(policy_module, **dict.fromkeys(training)):
+        metrics = evaluate_checkpoint(inputs)
+    assert 0 <= metrics["val/validation/mean@1"] <= 1
+    stop()
+
+
+def main() -> None:
+    for checkpoint in map(Path, sys.argv[1:]):
+        for parallel in (options.Parallel(tensor=2, sequence=True), options.Parallel(pipeline=2)):
+            for dtype in (torch.float32, torch.bfloat16):
+                check(checkpoint, parallel, dtype)
+    check_evaluation()
+    assert not dist.is_initialized()
+    print("held", flush=True)
+
+
+if __name__ == "__main__":
+    main()
