@@ -16,6 +16,7 @@ Keys, under a prefix per job: ``beat/<rank>``, ``failed`` and ``stop`` ("-" unti
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
@@ -119,9 +120,10 @@ class Pulse:
         self._seen: Beat | None = None
         self._silent = 0.0
         self._looked = time.monotonic()
-        self._problem_at = 0.0
-        self._leaving = self._ended = False
+        self._leaving = False
         self._thread = threading.Thread(target=self._main, name="pulse", daemon=True)
+        # The interpreter kills threads at its end, which aborts the process if one is inside C++.
+        atexit.register(self.close)
         self._thread.start()
 
     @property
@@ -138,19 +140,19 @@ class Pulse:
         """Have the job end; the first problem of all ranks is the one that is told. Returns soon."""
         if self.problem is not None or not self._thread.is_alive():
             return
-        done = self.until(lambda store: self._post(store, problem) or True)
-        try:
-            done.result(timeout=_CLOSING_SECONDS)
-        except Exception:  # no store to tell it through: the others notice that themselves
-            return
+        self.until(lambda store: self._post(store, problem))
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        while self.problem is None and time.monotonic() < deadline:
+            time.sleep(0.01)
         if self._hosts:
             time.sleep(2 * self.patience.beat)  # until all have read it
 
     def close(self) -> None:
         """Leave. After a failure the thread stays, to end a process that does not end."""
-        self._leaving = True
+        atexit.unregister(self.close)
         if self.problem is not None or not self._thread.is_alive():
             return
+        self._leaving = True
         self._requests.put(None)
         self._thread.join(_CLOSING_SECONDS)
 
@@ -169,15 +171,21 @@ class Pulse:
     def _main(self) -> None:
         try:
             self._live()
-        except Exception as error:
-            self._lost(error)
+        except Exception as error:  # the store is gone: nobody can be heard any more
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self._heard(f"the store through which ranks meet is gone, with the process that had it: {reason}")
+        if self.problem is not None and not self._leaving:
+            time.sleep(self.patience.grace)
+            if self._speaks:
+                self._tell()
+            self._end(1)
 
     def _live(self) -> None:
         for key in ("failed", "stop"):
             self._store.compare_set(key, "", NOTHING)
         open_requests: list[_Request] = []
         pause, next_beat = _FIRST_PAUSE, 0.0
-        while not self._ended:
+        while self.problem is None:
             if time.monotonic() >= next_beat:
                 self._beat()
                 next_beat = time.monotonic() + self.patience.beat
@@ -218,8 +226,6 @@ class Pulse:
             self._heard(failed)
         elif self.size > 1:
             self._look()
-        if self.problem is not None and time.monotonic() - self._problem_at > self.patience.grace:
-            self._end_process()
 
     def _say(self, waits: str) -> None:
         self._count += 1
@@ -267,7 +273,6 @@ class Pulse:
 
     def _heard(self, problem: str) -> None:
         if self.problem is None:
-            self._problem_at = time.monotonic()
             self.problem = problem
 
     def _leave(self) -> None:
@@ -280,21 +285,6 @@ class Pulse:
             deadline = time.monotonic() + _CLOSING_SECONDS / 2
             while self._store.check(["left"]) and time.monotonic() < deadline:
                 time.sleep(0.02)
-
-    def _lost(self, error: Exception) -> None:
-        """The store is gone: nobody can be heard any more."""
-        if self._leaving:
-            return
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        self._heard(f"the store through which ranks meet is gone, with the process that had it: {reason}")
-        time.sleep(self.patience.grace)
-        self._end_process()
-
-    def _end_process(self) -> None:
-        if self._speaks:
-            self._tell()
-        self._ended = True
-        self._end(1)
 
     def _tell(self) -> None:
         print(f"megatron-fspo: rank {self.rank}: {self.problem}", file=sys.stderr, flush=True)
