@@ -358,6 +358,11 @@ class Config(Section):
             )
         if self.model.backend == "cpu" and self.model.layers == "transformer_engine":
             raise ValueError("model.layers = transformer_engine needs model.backend = cuda")
+        if self.rollout.engine == "vllm" and self.parallel.collective_seconds < 180:
+            raise ValueError(
+                f"parallel.collective_seconds = {self.parallel.collective_seconds:g} is less than 180, which "
+                "rollout.engine = vllm needs: a server may take 130 s to load a part of the weights"
+            )
         self._check_sampled_log_probs()
         return self
 

@@ -59,7 +59,7 @@ def score_checkpoint(
     arch = read_architecture(folder)
     check_parallel(arch, parallel)
     _samples(sequences, arch)  # what is wrong with them is said before long work
-    join(backend)
+    join(backend, parallel=parallel)
     try:
         check_world(parallel, dist.get_world_size())
         groups = start(backend, parallel=parallel, seed=1)

@@ -166,7 +166,8 @@ class Control:
                 if pulse.problem is not None:
                     raise
                 late = self._result(pulse.until(lambda store: pulse.missing(store, ranks, what)))
-                raise TrainingError(f"{error}; not there: {late}") from None
+                self.fail(TrainingError(f"{error}; not there: {late}"))
+                raise TrainingError(pulse.problem) from None  # the same on all of them
 
     @contextmanager
     def waiting(self, what: str, *, seconds: float | None = None, stops: bool = False) -> Iterator[Wait]:

@@ -43,7 +43,8 @@ def collect_and_grade(
     """Completions and rewards of all prompts, on every rank, in the order of the prompts.
 
     Each data-parallel rank grades its share. Ranks that share a model have the same completions; the first
-    of them grades, so that a reward may be slow, random or a remote call.
+    of them grades, so that a reward may be slow, random or a remote call. The others wait outside of
+    collectives.
     """
     completions = batch.pending(progress)
     graded: list[Graded] = []
@@ -51,6 +52,7 @@ def collect_and_grade(
         for i, texts in zip(batch.mine, completions, strict=True):
             rewards = tuple(grade(inputs, batch.prompts[i], completion) for completion in texts)
             graded.append((i, tuple(texts), rewards))
+    groups.control.meet("responses and their grades")
     for group in (groups.tp, groups.cp, groups.pp):
         graded = share(graded, group=group)
     return sorted(gather_lists(graded, group=groups.dp), key=lambda row: row[0])
