@@ -6,6 +6,10 @@
 #   torchrun --nproc-per-node 8 examples/run_fspo_qwen3_8b.sh [--smoke] [--section.key value ...]
 #
 # --smoke runs the same configuration small, on two CPU processes: the tiny make-sum model for the 8B one.
+# After SIGTERM a run finishes what it has begun and saves. The shell form gives it half an hour for that, or
+# TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds. With torchrun itself it is torchrun's 30 s, and then a kill: add
+# --shutdown-timeout 1800 before the file's name, since nothing in the file can.
+#
 # NPROC (default 8) is the number of processes the shell form starts; PYTHON the interpreter it uses.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -17,7 +21,8 @@ done
 export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Check the arguments once, here, where an error is one line and exit status 2.
 WORLD_SIZE=$nproc "$python" "$0" --check "$@"
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" "$0" "$@"
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" \
+  --shutdown-timeout "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-1800}" "$0" "$@"
 ":"""
 
 import sys

@@ -18,6 +18,9 @@ from megatron_fspo.console import exit_status, quiet_megatron
 from megatron_fspo.errors import InputError
 from megatron_fspo.options import describe_keys, load_config
 
+SHUTDOWN_SECONDS = "1800"
+"""From SIGTERM to the kill, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise."""
+
 _TRAIN_HELP = """\
 Train a policy with FSPO (or RLOO, GSPO, GRPO, DAPO) from a Hugging Face checkpoint to a better one.
 
@@ -181,27 +184,26 @@ def _add_nproc(parser: argparse.ArgumentParser) -> None:
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, overrides)  # before the imports that take seconds
 
+    from megatron_fspo.mcore.startup import job
     from megatron_fspo.trainer.folder import checkpoint_to_resume
     from megatron_fspo.trainer.prepare import prepare
 
-    inputs = prepare(config, world_size=_world_size(args))
-    checkpoint_to_resume(inputs.config, resume=args.resume)
-    if args.check:
-        print(f"{args.config}: fine; the run would be in {inputs.config.run_folder}")
-        return 0
-    _start_ranks(args, args.argv)
+    with job():
+        inputs = prepare(config, world_size=_world_size(args))
+        checkpoint_to_resume(inputs.config, resume=args.resume)
+        if args.check:
+            print(f"{args.config}: fine; the run would be in {inputs.config.run_folder}")
+            return 0
+        _start_ranks(args, args.argv)
 
-    from megatron_fspo.mcore.startup import stop
-    from megatron_fspo.trainer.loop import train
-    from megatron_fspo.trainer.report import write_report
+        from megatron_fspo.trainer.loop import train
 
-    try:
         finished = train(inputs, resume=args.resume)
-    finally:
-        stop()
     if not finished:
         return 143
     if os.environ.get("RANK", "0") == "0":
+        from megatron_fspo.trainer.report import write_report
+
         print(_where(inputs.config.run_folder, write_report(inputs.config.run_folder)))
     return 0
 
@@ -209,20 +211,18 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, overrides)
 
+    from megatron_fspo.mcore.startup import job
     from megatron_fspo.trainer.prepare import prepare
 
-    inputs = prepare(config, world_size=_world_size(args))
-    if not inputs.validation:
-        raise InputError("evaluate needs data.validation")
-    _start_ranks(args, args.argv)
+    with job():
+        inputs = prepare(config, world_size=_world_size(args))
+        if not inputs.validation:
+            raise InputError("evaluate needs data.validation")
+        _start_ranks(args, args.argv)
 
-    from megatron_fspo.mcore.startup import stop
-    from megatron_fspo.trainer.evaluate import evaluate_checkpoint
+        from megatron_fspo.trainer.evaluate import evaluate_checkpoint
 
-    try:
         metrics = evaluate_checkpoint(inputs)
-    finally:
-        stop()
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(metrics) if args.json else "\n".join(f"{k}  {v:.4f}" for k, v in metrics.items()))
     return 0
@@ -237,12 +237,10 @@ def _verify(args: argparse.Namespace, _: list[str]) -> int:
     planned = plan(config, args.layouts, args.dtype, use_all=args.all, world_size=world_size)
     _start_ranks(args, args.argv)
 
-    from megatron_fspo.mcore.startup import stop
+    from megatron_fspo.mcore.startup import job
 
-    try:
+    with job():
         passed = run(planned, config, args.json)
-    finally:
-        stop()
     return 0 if passed else 1
 
 
@@ -294,6 +292,8 @@ def _start_ranks(args: argparse.Namespace, argv: Sequence[str]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc)]
+    # After SIGTERM torchrun kills ranks that are still there; by its own default after 30 s, in mid-step.
+    launcher += ["--shutdown-timeout", os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)]
     os.execv(sys.executable, [sys.executable, *launcher, "-m", "megatron_fspo", *_without_nproc(argv)])
 
 

@@ -15,6 +15,7 @@ from megatron_fspo.config_correction import CorrectionConfig, NoCorrection
 from megatron_fspo.config_section import Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
 UnitInterval = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -66,6 +67,18 @@ class Parallel(Section):
     )
     overlap_grad_reduce: bool = Field(
         False, description="reduce gradients while the last micro-batch's backward is still running"
+    )
+    collective_seconds: Seconds = Field(
+        600.0,
+        description="longest that a collective may last; for what takes long is waited elsewhere",
+    )
+    wait_seconds: Seconds = Field(
+        14400.0,
+        description="longest wait for rollouts, grades, files, and for ranks that are busy with them",
+    )
+    silence_seconds: Annotated[float, Field(ge=1, le=86400)] = Field(
+        40.0,
+        description="a rank that gives no sign of life for so long, while another waits, ends the run",
     )
 
     @property
@@ -345,6 +358,11 @@ class Config(Section):
             )
         if self.model.backend == "cpu" and self.model.layers == "transformer_engine":
             raise ValueError("model.layers = transformer_engine needs model.backend = cuda")
+        if self.rollout.engine == "vllm" and self.parallel.collective_seconds < 180:
+            raise ValueError(
+                f"parallel.collective_seconds = {self.parallel.collective_seconds:g} is less than 180, which "
+                "rollout.engine = vllm needs: a server may take 130 s to load a part of the weights"
+            )
         self._check_sampled_log_probs()
         return self
 

@@ -11,3 +11,7 @@ class InputError(ValueError):
 
 class TrainingError(RuntimeError):
     """Training cannot go on (too many non-finite sequences, a non-finite gradient). Exit status 1."""
+
+
+class StopRequested(TrainingError):
+    """The job was asked to stop (SIGTERM), and a wait that may end early did."""

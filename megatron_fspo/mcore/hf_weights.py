@@ -25,7 +25,7 @@ from megatron_fspo.weights import (
 def load_hf(model: Model, checkpoint: Path) -> None:
     """Fill every parameter from a checkpoint; each rank reads its slices only.
 
-    Collective over pipeline and expert parallel.
+    Every rank of the job calls it, and waits for the slowest.
 
     Raises:
         InputError: the checkpoint is not of the model's architecture, or is damaged.
@@ -44,6 +44,7 @@ def load_hf(model: Model, checkpoint: Path) -> None:
             layer_offset=layer_offset(model.config, chunk),
             expert_offset=groups.ep.rank() * arch.num_experts // groups.ep.size(),
         )
+    groups.control.meet(f"{checkpoint} to be read")
     stage = gather_lists(loaded, group=groups.ep)
     check_coverage(gather_lists(stage, group=groups.pp), arch)
     model.weights_loaded()
@@ -65,7 +66,7 @@ def export_hf(model: Model, out: Path, *, source: Path) -> None:
         else:
             for _ in tensors:
                 pass
-    dist.barrier()
+    groups.control.meet(f"{out} to be written")
 
 
 def _sizes(groups: ParallelGroups) -> dict[str, int]:
@@ -89,12 +90,26 @@ def hf_tensors(model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]) -> I
     """
     groups = model.groups
     mine = _stage_tensors(model, named)
+    copy = _copy_of_model(groups)
     for stage in range(groups.pp.size()):
+        # Whoever takes the tensors may take its time, on a slow disk; in a collective ranks wait for the next
+        # tensor only.
+        groups.control.meet(f"the weights of pipeline stage {stage} to be wanted", copy)
         if groups.tp.rank() == 0:
             yield from _from_stage(mine, stage, groups.pp, model.backend.device)
         elif stage == groups.pp.rank():
             for _ in mine:
                 pass
+
+
+def _copy_of_model(groups: ParallelGroups) -> list[int]:
+    """The ranks of the job that hold this rank's copy of the model, without those with other tokens."""
+    stages = dist.get_process_group_ranks(groups.pp)
+    first = stages[groups.pp.rank()]
+    # Megatron's order: a pipeline stage is a run of ranks, and its like in the next a whole stage further.
+    return sorted(
+        rank - first + stage for rank in dist.get_process_group_ranks(groups.tp) for stage in stages
+    )
 
 
 def _stage_tensors(

@@ -58,7 +58,7 @@ def score_checkpoint(
     arch = read_architecture(folder)
     check_parallel(arch, parallel)
     _as_sequences(sequences, arch)  # what is wrong with them is said before long work
-    join(backend)
+    join(backend, parallel=parallel)
     try:
         check_world(parallel, dist.get_world_size())
         groups = start(backend, parallel=parallel, seed=1)

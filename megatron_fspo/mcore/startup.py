@@ -6,6 +6,8 @@ import atexit
 import gc
 import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 
@@ -15,32 +17,96 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.mcore.backend import Backend
+from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.pulse import Patience, Pulse
 
-_joined = itertools.count()
+_jobs = itertools.count()
+_control: Control | None = None
+_found: tuple[Store, int, int] | None = None
 
 
-def join(backend: Backend, *, timeout_minutes: float = 30) -> None:
-    """Join the job that torchrun started; a lone process is a job of one. Does nothing while joined."""
-    backend.install()
-    if dist.is_initialized():
+@contextmanager
+def job() -> Iterator[None]:
+    """Around all that a rank does: an error of one ends the others with its message, and all leave together.
+
+    An error before the job is joined, in a file that only this machine has perhaps, reaches them, too.
+    """
+    try:
+        yield
+        if _control is not None:
+            _control.meet("the end of the run")
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and not error.code):
+            _tell_others(error)
+        raise
+    finally:
+        stop()
+
+
+def _tell_others(error: BaseException) -> None:
+    if _control is None and "MASTER_ADDR" not in os.environ:
         return
-    store, rank, world_size = _rendezvous()
+    try:
+        control = _control or _connect(Parallel())
+    except Exception:  # nobody to tell
+        return
+    control.fail(error)
+
+
+def join(backend: Backend, *, parallel: Parallel | None = None) -> Control:
+    """Join the job that torchrun started; a lone process is a job of one. Does nothing while joined.
+
+    Args:
+        parallel: how long is waited.
+
+    Raises:
+        TrainingError: some ranks do not come, or failed before they did.
+    """
+    global _control
+    backend.install()
+    if _control is not None:
+        return _control
+    parallel = parallel or Parallel()
     _leave_garbage_at_exit()
+    _control = _connect(parallel)
+    _control.meet("the ranks to start", seconds=parallel.collective_seconds)
+    if dist.is_initialized():
+        return _control
+    store, rank, world_size = _rendezvous(parallel.collective_seconds)
     dist.init_process_group(
         backend.collectives,
         # After stop() the job may be joined again; the addresses of the first time are stale.
-        store=PrefixStore(f"megatron_fspo/{next(_joined)}", store),
+        store=PrefixStore(f"megatron_fspo/{next(_jobs)}", store),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(minutes=timeout_minutes),
+        timeout=timedelta(seconds=parallel.collective_seconds),
         device_id=backend.device if backend.device.type == "cuda" else None,
     )
+    return _control
+
+
+def _connect(parallel: Parallel) -> Control:
+    """What this rank waits and is watched through, on a connection of its own."""
+    store, rank, world_size = _rendezvous(parallel.collective_seconds)
+    patience = Patience(wait=parallel.wait_seconds, silence=parallel.silence_seconds)
+    if world_size == 1:
+        return Control(patience=patience)
+    pulse = Pulse(
+        PrefixStore(f"megatron_fspo/control/{next(_jobs)}", store.clone()),  # type: ignore[attr-defined]
+        rank,
+        world_size,
+        patience,
+        # torchrun's agent has the store, else the first rank.
+        hosts=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        speaks=os.environ.get("LOCAL_RANK", "0") == "0",
+    )
+    return Control(pulse)
 
 
 @cache
@@ -49,13 +115,17 @@ def _leave_garbage_at_exit() -> None:
     atexit.register(gc.freeze)
 
 
-@cache
-def _rendezvous() -> tuple[Store, int, int]:
+def _rendezvous(seconds: float) -> tuple[Store, int, int]:
     """Where the ranks find each other, rank and world size."""
-    if "MASTER_ADDR" not in os.environ:
-        return HashStore(), 0, 1
-    store, rank, world_size = next(rendezvous("env://"))
-    return store, rank, world_size
+    global _found
+    if dist.is_initialized():  # by a program that uses this as a library
+        return _get_default_store(), dist.get_rank(), dist.get_world_size()
+    if _found is None:
+        alone = "MASTER_ADDR" not in os.environ
+        _found = (
+            (HashStore(), 0, 1) if alone else next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+        )
+    return _found
 
 
 def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
@@ -68,7 +138,7 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
         parallel: fits the world size (:func:`~megatron_fspo.mcore.model.check_world`).
         seed: for weight initialisation; every rank of a model gets the same stream.
     """
-    join(backend)
+    control = join(backend, parallel=parallel)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -78,6 +148,7 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
         expert_tensor_parallel_size=1,
         # Second groups for gathering checkpoints through the CPU, which checkpoint.py does not do.
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=parallel.collective_seconds / 60,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
@@ -88,6 +159,7 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
         ep=parallel_state.get_expert_model_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        control=control,
     )
 
 
@@ -98,6 +170,10 @@ def _virtual(parallel: Parallel) -> int | None:
 
 def stop() -> None:
     """Leave the job."""
+    global _control
+    if _control is not None:
+        _control.close()
+        _control = None
     parallel_state.destroy_model_parallel()
     # Megatron caches RoPE tables by module, and a module holds its context-parallel group: a gloo group that
     # outlives its backend aborts the interpreter's exit now and then.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
+
+from megatron_fspo.parallel.control import Control
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,3 +26,5 @@ class ParallelGroups:
     """Data parallel: ranks with different sequences."""
     dp_cp: dist.ProcessGroup
     """Data and context parallel together: all ranks with different tokens."""
+    control: Control = field(default_factory=Control)
+    """Where ranks wait for each other outside of collectives; the default is for a job of one process."""

@@ -55,6 +55,7 @@ class Training:
             save_checkpoint(self.policy, folder, state)
         if dist.get_rank() == 0:
             remove_old_checkpoints(config)
+        self.groups.control.meet("the checkpoint")
 
 
 def build(inputs: Inputs, *, resume: bool) -> Training:
@@ -75,7 +76,7 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
         step = state["step"]
         cursor.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
-    dist.barrier()
+    groups.control.meet("the weights to be loaded")
     log = RunLog(config, writer=writer, resume_step=step if checkpoint else None)
     for change in changes:
         log.say(f"config changed since the run began: {change}")

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import signal
 import time
-from types import FrameType
 
 from megatron_fspo.mcore.hf_weights import export_hf
-from megatron_fspo.parallel.metrics import any_rank
 from megatron_fspo.trainer.ahead import staleness_metrics
 from megatron_fspo.trainer.batches import make_mini_batches, split
 from megatron_fspo.trainer.build import Training, build
@@ -28,15 +26,16 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
         False when SIGTERM stopped the run early; it left a checkpoint to resume from.
     """
     config = inputs.config
-    stop = _StopRequest()
     run = build(inputs, resume=resume)
+    control = run.groups.control
+    signal.signal(signal.SIGTERM, lambda number, frame: control.request_stop())
     if run.step == 0 and config.evaluation.every:
         run.log.step(0, _evaluate(run))
     while run.step < config.run.steps:
         metrics = train_step(run)
         run.step += 1
         last = run.step == config.run.steps
-        stopping = any_rank(stop.requested, device=inputs.backend.device)
+        stopping = control.meet(f"the end of step {run.step}")
         if _due(run.step, config.evaluation.every) or (last and config.evaluation.every):
             metrics |= _evaluate(run)
         if _due(run.step, config.checkpoint.every) or last or stopping:
@@ -87,6 +86,7 @@ def train_step(run: Training) -> dict[str, float]:
 def rollout(run: Training) -> Rollout:
     """Responses to the next prompts, graded, with advantages; those of later steps, as far ahead as may be,
     are asked for."""
+    run.groups.control.meet("the first rank to write its records")
     batch = run.ahead.take(run.step)
     total = len(batch.prompts) * run.inputs.config.rollout.samples // run.groups.dp.size()
     with run.log.phase("gen", total, "response", run.timings) as progress:
@@ -105,14 +105,3 @@ def _evaluate(run: Training) -> dict[str, float]:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-class _StopRequest:
-    """Remembers SIGTERM, so that the step under way can finish."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        signal.signal(signal.SIGTERM, self._remember)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True

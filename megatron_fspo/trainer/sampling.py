@@ -54,7 +54,8 @@ def collect_and_grade(
     """Wait for the responses of a batch and grade them. Collective.
 
     Each data-parallel rank grades its share. Ranks that share a model have the same completions; the first
-    of them grades, so that a reward may be slow, random or a remote call.
+    of them grades, so that a reward may be slow, random or a remote call. The others wait outside of
+    collectives.
     """
     completions = batch.pending(progress)
     held: dict[int, Completion] = {}
@@ -69,6 +70,7 @@ def collect_and_grade(
                 for completion in row
             ]
             table[first : first + len(row)] = torch.tensor(verdicts, dtype=torch.float64)
+    groups.control.meet("responses and their grades")
     table = _summed_over_all(table, inputs.backend.device)
     return rollout_of(batch.prompts, batch.samples, table, held)
 

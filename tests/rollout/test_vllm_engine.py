@@ -15,9 +15,9 @@ from fake_server import MAX_TOKENS, UPDATE, VOCAB_SIZE, FakeServer, tokens_of
 from torch import Tensor
 
 from megatron_fspo.errors import TrainingError
+from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rollout.sampling import stream_seed
-from megatron_fspo.rollout.vllm import engine as engine_module
 from megatron_fspo.rollout.vllm import server as server_module
 from megatron_fspo.rollout.vllm.canary import WrongWeights
 from megatron_fspo.rollout.vllm.engine import Leader, Trainer, VLLMEngine
@@ -60,7 +60,9 @@ class Weights:
 
 
 @contextmanager
-def running(folder: Path, count: int = 2) -> Iterator[tuple[VLLMEngine, list[FakeServer], Weights]]:
+def running(
+    folder: Path, count: int = 2, control: Control | None = None
+) -> Iterator[tuple[VLLMEngine, list[FakeServer], Weights]]:
     """An engine, its servers, and the weights that it sends."""
     with ExitStack() as stack:
         servers_loop = stack.enter_context(Loop())
@@ -85,7 +87,9 @@ def running(folder: Path, count: int = 2) -> Iterator[tuple[VLLMEngine, list[Fak
         assert world is not None
         engine = VLLMEngine(
             Trainer(tensors=weights.tensors, score=weights.score),
-            ParallelGroups(tp=world, pp=world, cp=world, dp=world, dp_cp=world, ep=world),
+            ParallelGroups(
+                tp=world, pp=world, cp=world, dp=world, dp_cp=world, ep=world, control=control or Control()
+            ),
             leader,
             canary_sequences=CANARY,
             tolerance=1e-4,
@@ -274,21 +278,42 @@ def test_an_update_readmits_a_server_that_waits_for_one(tmp_path: Path) -> None:
         assert versions(engine.submit(PROMPTS, PARAMS)()) == {2}
 
 
-def test_a_failure_reaches_the_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[str, object]] = []
-    monkeypatch.setattr(engine_module, "share", lambda item, group: said.append(item) or item)
-    with running(tmp_path) as (engine, fakes, _):
+class Recorded(Control):
+    """What the first rank says to the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def tell(self, word: str) -> None:
+        self.said.append(word)
+
+    def fail(self, error: BaseException) -> None:
+        self.said.append(type(error).__name__)
+
+
+def test_what_the_other_ranks_hear(tmp_path: Path) -> None:
+    control = Recorded()
+    with running(tmp_path, control=control) as (engine, fakes, _):
         fakes[0].score = -3.0
         with pytest.raises(WrongWeights):
             engine.update_weights(1)
-        assert [what for what, _ in said] == [
-            "score and gather",
-            "gather",
-            "failed",
-        ]
+        assert control.said == ["score", "gather", "gather", "WrongWeights"]
         fakes[0].score = -1.0
-        fakes[0].always = fakes[1].always = "garbage"
         engine.update_weights(2)
+        assert control.said[4:] == ["score", "gather", "done"]
+        engine.submit(PROMPTS, PARAMS)()
+        fakes[0].always = fakes[1].always = "garbage"
         with pytest.raises(TrainingError, match="0 choices"):
             engine.submit(PROMPTS, PARAMS)()
-        assert [what for what, _ in said[3:]] == ["score and gather", "done", "failed"]
+        assert control.said[7:] == ["done", "BadAnswer"]
+
+
+def test_the_other_ranks_gather_when_the_servers_are_ready(tmp_path: Path) -> None:
+    """They would wait in a collective for a server that takes its time to pause."""
+    asked: list[int] = []
+    with running(tmp_path) as (engine, fakes, _):
+        engine._control.tell = lambda word: asked.append(len(fakes[0].updates))  # type: ignore[method-assign]
+        engine.update_weights(1)
+        begin = UPDATE.index("/update_weights")
+        assert asked == [0, begin, len(UPDATE)]  # score, gather, done

@@ -1,7 +1,8 @@
 """Rollouts from vLLM servers, as the trainer sees them: generate, and new weights that are proven.
 
 The first rank of the job leads: it talks to the servers, and tells the others what to do together with it:
-they bring prompts, gather weights and score the canary.
+they bring prompts, gather weights and score the canary. While it waits for servers the others wait for its
+word, outside of collectives.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import httpx
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.errors import TrainingError
+from megatron_fspo.parallel.control import SLICE
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.rollout.engine import Pending, Progress
@@ -72,6 +75,7 @@ class VLLMEngine:
     ) -> None:
         self._trainer = trainer
         self._groups = groups
+        self._control = groups.control
         self._leader = leader
         self._canary = canary_sequences
         self._tolerance = tolerance
@@ -106,7 +110,7 @@ class VLLMEngine:
             batch.work.add_done_callback(lambda _: self._events.put(None))
 
         def collect(progress: Progress | None = None) -> list[list[Completion]]:
-            found = self._collect(batch, progress) if self._leader else self._follow()
+            found = self._collect(batch, progress) if self._leader else self._receive()
             rows = [found[i : i + params.n] for i in range(0, len(found), params.n)]
             return [
                 row for (rank, _), row in zip(everyone, rows, strict=True) if rank == self._groups.dp.rank()
@@ -117,14 +121,18 @@ class VLLMEngine:
     def _collect(self, batch: _Batch, progress: Progress | None) -> list[Completion]:
         """Wait for the completions; meanwhile give servers that come back the current weights."""
         batch.report_to(progress)
-        with _Led():
+        with self._leading(), self._control.waiting("responses of the servers") as wait:
             while not batch.work.done():
-                event = self._events.get()
+                wait.check()
+                try:
+                    event = self._events.get(timeout=SLICE)
+                except Empty:
+                    continue
                 if event is not None and not event.admitted.done():
                     event.answer(self._update([event.server]) is None)
             completions = batch.work.result()
-        share(("done", completions), group=_world())
-        return completions
+            self._control.tell("done")
+        return share(completions, group=_world())
 
     async def _admit(self, server: Server) -> bool:
         """Whether a server that came back has the current weights; gives them to it. For the pool."""
@@ -132,18 +140,20 @@ class VLLMEngine:
         self._events.put(returned)
         return await returned.admitted
 
-    def _follow(self) -> list[Completion]:
-        """On the other ranks: what the first one says."""
-        while True:
-            what, value = share(("", None), group=_world())
-            if what == "done":
-                return value  # type: ignore[return-value]
-            if what == "failed":
-                raise TrainingError(str(value))
-            if what == "score and gather":
+    def _receive(self) -> list[Completion]:
+        """On the other ranks: the completions that the first one waits for."""
+        self._follow("responses of the servers")
+        nothing: list[Completion] = []
+        return share(nothing, group=_world())
+
+    def _follow(self, what: str) -> None:
+        """On the other ranks: do what the first one says, until it is done."""
+        while (word := self._control.hear(what)) != "done":
+            if word == "score":
                 self._trainer.score(self._canary)
-            for _ in self._trainer.tensors():
-                pass
+            else:
+                for _ in self._trainer.tensors():
+                    pass
 
     def update_weights(self, version: int) -> None:
         """Send the trainer's weights to every server and prove that they arrived. Collective.
@@ -156,11 +166,11 @@ class VLLMEngine:
         """
         self._version = version
         if self._leader is None:
-            self._follow()
+            self._follow("the servers to have new weights")
             return
-        with _Led():
+        with self._leading():
             self._update_all()
-        share(("done", []), group=_world())
+            self._control.tell("done")
 
     def _update_all(self) -> None:
         assert self._leader is not None
@@ -190,11 +200,11 @@ class VLLMEngine:
             WrongWeights: a server took other weights.
         """
         assert self._leader is not None
-        share(("score and gather", None), group=_world())
+        self._control.tell("score")
         loop, sender = self._leader.loop, self._leader.sender
         want = self._trainer.score(self._canary)
         assert want is not None
-        problem = update.send_weights(servers, sender, loop, self._trainer.tensors(), self._version)
+        problem = update.send_weights(servers, sender, loop, self._gather(), self._version)
         if problem is not None:
             return problem
         try:
@@ -205,6 +215,11 @@ class VLLMEngine:
             self._check(server, got, want) for server, got in zip(servers, scores, strict=True)
         )
         return None
+
+    def _gather(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights, from all ranks; the others begin when the first tensor is asked for."""
+        self._control.tell("gather")
+        yield from self._trainer.tensors()
 
     async def _ask(self, servers: Sequence[Server]) -> list[list[Tensor]]:
         """Let the servers go on, and score the canary."""
@@ -218,10 +233,18 @@ class VLLMEngine:
         try:
             return canary.check(server.url, self._version, got, want, self._tolerance)
         except canary.WrongWeights as error:
-            share(("gather", None), group=_world())
-            mine = statistics.statistics(self._trainer.tensors())
+            mine = statistics.statistics(self._gather())
             told = self._leader.loop.run(statistics.explain(server, mine))
             raise canary.WrongWeights(f"{error}\n{told}") from None
+
+    @contextmanager
+    def _leading(self) -> Iterator[None]:
+        """What the first rank does while the others follow: they hear of its failure, wherever they are."""
+        try:
+            yield
+        except Exception as error:
+            self._control.fail(error)
+            raise
 
     def metrics(self) -> dict[str, float]:
         if self._leader is None:
@@ -237,16 +260,6 @@ class VLLMEngine:
             self._leader.sender.close()
             self._leader.loop.run(self._leader.http.aclose())
             self._leader.loop.close()
-
-
-class _Led:
-    """What the first rank does while the others follow: they hear of its failure."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            share(("failed", str(error)), group=_world())
 
 
 class _Batch:

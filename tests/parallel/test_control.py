@@ -1,0 +1,272 @@
+"""Waiting outside of collectives, on ranks that are threads of this process with a store in memory."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from megatron_fspo.errors import InputError, StopRequested, TrainingError
+from megatron_fspo.parallel.control import Control
+from megatron_fspo.parallel.pulse import Patience, Pulse
+
+T = TypeVar("T")
+
+QUICK = Patience(wait=20.0, silence=2.0, grace=0.5)
+
+
+class Job:
+    """Ranks, and which of their processes were ended."""
+
+    def __init__(self, size: int, patience: Patience) -> None:
+        self.store = HashStore()
+        self.ended: list[int] = []
+        self.pulses = [
+            Pulse(self.store, rank, size, patience, end=lambda _, rank=rank: self._end(rank), speaks=False)
+            for rank in range(size)
+        ]
+        self.ranks = [Control(pulse) for pulse in self.pulses]
+
+    def run(self, work: Callable[[Control, int], T]) -> list[T | Exception]:
+        """On all ranks at once: what each returned or raised."""
+
+        def attempt(rank: int) -> T | Exception:
+            try:
+                return work(self.ranks[rank], rank)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return list(pool.map(attempt, range(len(self.ranks))))
+
+    def _end(self, rank: int) -> None:
+        self.ended.append(rank)
+
+
+@contextmanager
+def job(size: int = 3, patience: Patience = QUICK) -> Iterator[Job]:
+    jobs = Job(size, patience)
+    yield jobs
+    jobs.run(lambda control, _: control.close())
+
+
+def keys(job: Job) -> int:
+    """Keys in the store that are not of the pulse."""
+    return job.store.num_keys() - len(job.ranks) - 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_words_and_meetings_in_any_rhythm(seed: int) -> None:
+    """Every rank hears every word in its order, nobody leaves a meeting before all have come, and the store
+    is as empty as before."""
+    plan = random.Random(seed).choices(["word", "meet", "pair"], k=12)
+    came = [0] * 3
+    lock = threading.Lock()
+
+    def work(control: Control, rank: int) -> list[str]:
+        mood, heard = random.Random(f"{seed} {rank}"), []
+        for number, what in enumerate(plan):
+            time.sleep(mood.choice([0, 0, 0.01, 0.05]))
+            if what == "word" and rank == 0:
+                control.tell(f"do {number}")
+            elif what == "word":
+                heard.append(control.hear("a word"))
+            elif what == "meet" or rank:
+                with lock:
+                    came[rank] += 1
+                assert control.meet(f"meeting {number}", None if what == "meet" else [1, 2]) is False
+                ranks = range(3) if what == "meet" else (1, 2)
+                together = plan[: number + 1]
+                wanted = {0: together.count("meet"), 1: together.count("meet") + together.count("pair")}
+                assert all(came[other] >= wanted[min(other, 1)] for other in ranks)
+        control.meet("the end")
+        return heard
+
+    with job() as ranks:
+        heard = ranks.run(work)
+        words = [f"do {number}" for number, what in enumerate(plan) if what == "word"]
+        assert heard == [[], words, words]
+        time.sleep(0.1)
+        assert keys(ranks) == 0
+    assert ranks.store.num_keys() == 0 and not ranks.ended
+
+
+def test_who_tells_goes_on_when_all_have_heard() -> None:
+    def work(control: Control, rank: int) -> float:
+        if rank == 0:
+            control.tell("together")
+        else:
+            time.sleep(0.4 * rank)
+            assert control.hear("a word") == "together"
+        return time.monotonic()
+
+    with job() as ranks:
+        told, first, last = ranks.run(work)
+        assert told >= last > first + 0.2  # type: ignore[operator]
+
+
+def test_alone() -> None:
+    control = Control()
+    control.tell("word")
+    assert control.meet("nobody") is False
+    with control.waiting("nothing") as wait:
+        wait.check()
+    control.fail(ValueError("x"))
+    with pytest.raises(RuntimeError, match="nobody tells"):
+        control.hear("a word")
+    control.request_stop()
+    assert control.meet("nobody") is True
+    with pytest.raises(StopRequested, match="wait for rain"), control.waiting("rain", stops=True) as wait:
+        wait.check()
+    with pytest.raises(TrainingError, match=r"waited 0\.05 s for rain$"):
+        with control.waiting("rain", seconds=0.05) as wait:
+            time.sleep(0.1)
+            wait.check()
+    impatient = Control(patience=Patience(wait=0.01))
+    with pytest.raises(TrainingError, match=r"waited 0\.01 s for rain \(parallel\.wait_seconds\)"):
+        with impatient.waiting("rain") as wait:
+            time.sleep(0.1)
+            wait.check()
+
+
+def test_who_does_not_come_is_named() -> None:
+    def work(control: Control, rank: int) -> bool:
+        if rank == 1:
+            time.sleep(2)
+            return True
+        return control.meet("the grades", seconds=1)
+
+    with job() as ranks:
+        first, _, last = ranks.run(work)
+        for error in (first, last):
+            assert isinstance(error, TrainingError)
+            assert "): waited 1 s for the grades; not there: rank 1 (" in str(error)
+        assert str(first) == str(last)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(InputError("reward.name = 3"), "): reward.name = 3"), (KeyError("x"), "): KeyError: 'x'")],
+)
+def test_an_error_of_one_ends_the_waits_of_all(error: Exception, text: str) -> None:
+    def work(control: Control, rank: int) -> None:
+        if rank == 2:
+            time.sleep(0.2)
+            control.fail(error)
+            control.fail(RuntimeError("another"))  # the first counts
+        elif rank == 1:
+            control.meet("the grades")
+        else:
+            with control.waiting("a server") as wait:
+                while True:
+                    time.sleep(0.05)
+                    wait.check()
+
+    with job() as ranks:
+        began = time.monotonic()
+        first, second, _ = ranks.run(work)
+        assert time.monotonic() - began < 2
+        assert str(first) == str(second)
+        assert str(first).startswith("rank 2 (") and str(first).endswith(text)
+        # None of the processes ends by itself; so they are ended.
+        deadline = time.monotonic() + 5
+        while len(ranks.ended) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert sorted(ranks.ended) == [0, 1, 2]
+
+
+def test_a_silent_rank_is_reported_once_another_waits() -> None:
+    with job() as ranks:
+        ranks.run(lambda control, _: control.meet("the start"))
+        time.sleep(2 * QUICK.beat)  # until it has said that it waits no more
+        ranks.pulses[1]._requests.put(None)  # its thread ends, as with its process
+        ranks.pulses[1]._leave = lambda: None  # type: ignore[method-assign]
+        time.sleep(3)
+        assert [pulse.problem for pulse in ranks.pulses] == [None] * 3  # nobody waits
+
+        began = time.monotonic()
+        with pytest.raises(
+            TrainingError, match=r"rank 1 \(.*, process \d+\) was not heard of for [23] s, whi"
+        ):
+            ranks.ranks[2].meet("the grades")
+        assert time.monotonic() - began < 2
+        time.sleep(0.5)
+        assert "rank 2 (" in str(ranks.pulses[0].problem) and "waited for the grades" in str(
+            ranks.pulses[0].problem
+        )
+
+
+def test_who_was_stopped_itself_has_not_seen_silence() -> None:
+    """All processes of a starved machine stand still together; who wakes up first must not blame the next."""
+    with job(2) as ranks:
+        ranks.run(lambda control, _: control.meet("the start"))
+        for pulse in ranks.pulses:
+            pulse._looked -= 1000
+        assert ranks.run(lambda control, _: control.meet("the grades")) == [False, False]
+        time.sleep(1)
+        assert [pulse.problem for pulse in ranks.pulses] == [None] * 2
+
+
+def test_a_store_that_does_not_answer() -> None:
+    with job(2) as ranks:
+        answers = threading.Event()
+        ranks.pulses[0].until(lambda store: answers.wait())
+        with pytest.raises(TrainingError, match=r"has not answered for [23] s: is the first machine gone\?"):
+            ranks.ranks[0].meet("the grades")
+        answers.set()
+
+
+def test_a_store_that_is_gone() -> None:
+    with job(2) as ranks:
+
+        def broken(store: object) -> None:
+            raise ConnectionError("Connection was likely closed")
+
+        ranks.pulses[0].until(broken)
+        with pytest.raises(TrainingError, match=r"is gone, .*: Connection was likely closed"):
+            ranks.ranks[0].meet("the grades")
+        time.sleep(1)
+        assert ranks.ended == [0]
+
+
+def test_a_stop_is_everybodys_and_decided_alike() -> None:
+    def work(control: Control, rank: int) -> list[bool]:
+        found = [control.meet("step 1")]
+        if rank == 1:
+            control.request_stop()
+        return [*found, control.meet("step 2"), control.meet("step 3")]
+
+    with job() as ranks:
+        assert ranks.run(work) == [[False, True, True]] * 3
+        ranks.run(lambda control, _: time.sleep(0.6))
+        assert all(control.stop_requested for control in ranks.ranks)
+
+
+def test_a_stop_on_another_rank_ends_a_wait_that_may_end() -> None:
+    """The first rank waits for servers, is told of the stop, and tells the others."""
+
+    def work(control: Control, rank: int) -> str:
+        if rank == 2:
+            control.request_stop()
+        if rank:
+            return control.hear("the responses")
+        try:
+            with control.waiting("the servers", stops=True) as wait:
+                while True:
+                    time.sleep(0.05)
+                    wait.check()
+        except StopRequested:
+            control.tell("stop")
+        return "stop"
+
+    with job() as ranks:
+        began = time.monotonic()
+        assert ranks.run(work) == ["stop"] * 3
+        assert time.monotonic() - began < 3

@@ -1,0 +1,70 @@
+"""A rank dies, fails or stands still while others wait for it, and no launcher watches them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from control_worker import SILENCE
+
+from launch import REPO, environment
+
+ENOUGH = SILENCE + 6.0  # seconds, on a busy machine
+Found = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    folder = tmp_path_factory.mktemp("lost")
+    worker = Path(__file__).with_name("control_worker.py")
+    done = subprocess.run(
+        [sys.executable, str(worker), str(folder)],
+        cwd=REPO,
+        env=environment(),
+        timeout=200,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("case", "dead", "waited_for"),
+    [
+        ("follower_dies", 1, "the servers"),
+        ("first_dies", 0, "the responses"),
+        ("grader_dies", 2, "the grades"),
+    ],
+)
+def test_a_dead_rank_ends_the_others_with_its_name(
+    found: Found, case: str, dead: int, waited_for: str
+) -> None:
+    ranks = found[case]
+    assert ranks[dead]["status"] == -9
+    name = f"rank {dead} ("
+    for rank in (rank for number, rank in enumerate(ranks) if number != dead):
+        assert rank["said"].startswith(name) and f"process {ranks[dead]['pid']})" in rank["said"]
+        assert "was not heard of for" in rank["said"] and f"waited for {waited_for}" in rank["said"]
+        assert SILENCE < rank["seconds"] < 1 + ENOUGH
+    if dead == 0:  # whose error is told otherwise
+        assert any(f": {name}" in rank["error"] for rank in ranks[1:])
+
+
+def test_a_rank_that_fails_ends_the_others_at_once_with_its_words(found: Found) -> None:
+    first, failed, deaf = found["grader_fails"]
+    assert first["said"].startswith("rank 1 (") and first["said"].endswith("ValueError: no such answer")
+    assert first["seconds"] < SILENCE / 2 + 1
+    assert failed["status"] == 0
+    # In a long call of its own: its process ends, and says why.
+    assert deaf["status"] == 1 and deaf["said"] is None
+    assert "ValueError: no such answer" in deaf["error"]
+
+
+@pytest.mark.parametrize("case", ["stopped_for_short", "stopped_while_nobody_waits"])
+def test_a_rank_that_stands_still_is_waited_for(found: Found, case: str) -> None:
+    assert [(rank["status"], rank["said"], rank["error"]) for rank in found[case]] == [(0, "done", "")] * 3
