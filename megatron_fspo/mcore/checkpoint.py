@@ -4,10 +4,12 @@ One format for every layout, optimizer and dtype: that of Megatron's plain optim
 tensor under Megatron's name, and beside it ``optimizer.state.<what>.<name>`` are tensors of the same shape:
 ``exp_avg``, ``exp_avg_sq``, and ``fp32_param`` where the weights are rounded. Each rank writes the values it
 owns (:mod:`.places`) as boxes of these tensors, and reads boxes of what it needs: nothing is gathered, and no
-more than a box is in memory twice. So a run may resume under another layout, with the distributed optimizer
-switched on or off, and in another dtype. Of Megatron's formats for a distributed optimizer one gathers it on every
-rank (``fully_reshardable``: 30 bytes per parameter), one fixes the layout (``dp_reshardable``), and one raises,
-in 0.16 and 0.19 alike (``fully_sharded_model_space``).
+more than a box is in memory twice.
+
+So a run may resume under another layout, with the distributed optimizer switched on or off, and in another
+dtype. Of Megatron's formats for a distributed optimizer, ``fully_reshardable`` gathers it on every rank (30
+bytes per parameter), ``dp_reshardable`` is tied to the layout, and ``fully_sharded_model_space`` raises, in
+megatron-core 0.16 and 0.19 alike.
 
 A checkpoint folder appears under its name only when it is complete, by a rename of ``<name>.partial``.
 
