@@ -106,10 +106,19 @@ def as_dtype(state: State, dtype: torch.dtype) -> State:
     return {**state, **weights}
 
 
+# Saved by → resumed by, the same dtype; and resumed by in the other.
+RESUMES = {
+    ("tp2.sp.dp2.do", BF16): (["tp2.sp.dp2.do", "dp4", "pp2.vpp2.cp2.do"], "dp4.do"),
+    ("dp4", BF16): (["dp4", "tp2.pp2", "dp4.do"], "dp4"),
+    ("tp2.pp2", FP32): (["tp2.pp2", "tp2.sp.dp2.do"], "dp4"),
+    ("dp4.do", FP32): (["dp4.do", "dp4"], "dp4.do"),
+}
+
+
 def check_resume(model: Path, out: Path) -> dict[str, bool]:
-    """From each of three runs under every layout, and in the other dtype."""
+    """From each of four runs under other layouts, and in the other dtype."""
     found = {}
-    for origin, dtype in (("tp2.sp.dp2.do", BF16), ("dp4", BF16), ("tp2.pp2", FP32), ("dp4.do", FP32)):
+    for (origin, dtype), (layouts, retyped) in RESUMES.items():
         policy, folder = trained(model, origin, dtype), out / f"from-{origin}"
         save_checkpoint(policy, folder, {"step": 2})
         saved = whole_state(policy)
@@ -117,20 +126,19 @@ def check_resume(model: Path, out: Path) -> dict[str, bool]:
         found[f"{origin}: main"] = same(as_dtype(saved, dtype), saved)
         step(policy, 512)
         later = whole_state(policy)
-        other = FP32 if dtype == BF16 else BF16
-        for layout in LAYOUTS:
+        for layout in layouts:
             policy = resumed(model, folder, layout, dtype)
             found[f"{origin}: {layout}"] = same(whole_state(policy), saved)
-            if layout == origin or "do" in layout:
+            if layout == origin or dtype == FP32:
                 step(policy, 512)
                 # Elsewhere sums have another order, and Adam's first steps are sign(g): near zero it flips.
                 tolerance = 0.0 if layout == origin else 3e-3
                 found[f"{origin}: {layout}, a step on"] = same(
                     whole_state(policy), later, tolerance=tolerance
                 )
-        for layout in ("dp4", "dp4.do"):
-            policy = resumed(model, folder, layout, other)
-            found[f"{origin}: {layout} in {other}"] = same(whole_state(policy), as_dtype(saved, other))
+        other = FP32 if dtype == BF16 else BF16
+        policy = resumed(model, folder, retyped, other)
+        found[f"{origin}: {retyped} in {other}"] = same(whole_state(policy), as_dtype(saved, other))
     return found
 
 
@@ -190,8 +198,6 @@ def check_background(model: Path, out: Path) -> dict[str, bool]:
             start = f"{out / 'failed'}: the checkpoint could not be written: rank 3: [Errno 28] No space left"
             found["an error is told"] = str(error).startswith(start)
     found["and nothing looks complete"] = not (out / "failed").exists() and folder.exists()
-    # The next save removes what this one and a killed one left.
-    found["a killed save left something"] = (out / "second.partial").exists()
     save_checkpoint(policy, out / "next", {"step": 2})
     found["which the next removes"] = not list(out.glob("*.partial"))
     resumed(model, out / "first", "dp4.do", BF16)
@@ -204,8 +210,7 @@ def check_refusals(model: Path, other_model: Path, out: Path) -> dict[str, bool]
     try:
         load_checkpoint(build(other_model, "dp4", FP32), out / "from-dp4")
     except InputError as error:
-        found["another model"] = str(error).endswith("(4, 96, 48); the model makes it (4, 48, 48)")
-        print(error)
+        found["another model"] = str(error).endswith("(4, 48, 80); the model makes it (4, 48, 40)")
     if dist.get_rank() == 0:
         files = sorted((out / "next/torch_dist").glob("__1_*.distcp"))
         os.truncate(files[0], 100)
@@ -302,7 +307,6 @@ def be_killed(out: Path, model: Path) -> None:
 
 def run(out: Path, model: Path) -> None:
     join(choose_backend("cpu"))
-    began = time.perf_counter()
     found: dict[str, object] = {}
     for name, check in {
         "resume": lambda: check_resume(model, out),
@@ -311,8 +315,10 @@ def run(out: Path, model: Path) -> None:
         "refusals": lambda: check_refusals(model, model.with_name("narrow"), out),
         "memory": lambda: check_memory(out),
     }.items():
+        began = time.perf_counter()
         found[name] = check()
-        print(name, time.perf_counter() - began, flush=True)
+        if dist.get_rank() == 0:
+            print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
     every: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)
     if dist.get_rank() == 0:
