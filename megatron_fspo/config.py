@@ -290,6 +290,11 @@ class Checkpoint(Section):
         10, description="steps between checkpoints, also after the last and on SIGTERM; 0: only then"
     )
     keep: PositiveInt = Field(2, description="newest checkpoints to keep")
+    asynchronous: bool = Field(
+        False,
+        description="train on while files are written, from a copy in host memory of each rank's part "
+        "(up to 14 bytes per parameter of it); the checkpoint appears after the step that finds them written",
+    )
 
 
 class Log(Section):

@@ -1,75 +1,162 @@
-"""Save and resume: weights and optimizer as a Megatron distributed checkpoint, random states beside it.
+"""Save and resume: weights and optimizer as a distributed checkpoint, random states beside it.
 
-A checkpoint folder appears under its name only when it is complete. What else a run must remember (step,
-prompt cursor, …) is JSON, and the trainer's business.
+One format for every layout, optimizer and dtype: that of Megatron's plain optimizer. Each weight is a global
+tensor under Megatron's name, and beside it ``optimizer.state.<what>.<name>`` are tensors of the same shape:
+``exp_avg``, ``exp_avg_sq``, and ``fp32_param`` where the weights are rounded. Each rank writes the values it
+owns (:mod:`.places`) as boxes of these tensors, and reads boxes of what it needs: nothing is gathered, and no
+more than a box is in memory twice.
+
+So a run may resume under another layout, with the distributed optimizer switched on or off, and in another
+dtype. Of Megatron's formats for a distributed optimizer, ``fully_reshardable`` gathers it on every rank (30
+bytes per parameter), ``dp_reshardable`` is tied to the layout, and ``fully_sharded_model_space`` raises, in
+megatron-core 0.16 and 0.19 alike.
+
+A checkpoint folder appears under its name only when it is complete, by a rename of ``<name>.partial``.
+
+Files are written by a thread of each rank. Megatron's writer processes are forked, which breaks where CUDA or
+gloo has threads, or started afresh, with 400 MB and seconds each, and outlive a rank that dies; a thread
+shares the memory, hands over its error, and leaves Python's lock alone while it writes. Collectives belong to
+the main thread, which asks now and then whether all are done: nobody waits in a collective for a disk. Saving
+in the foreground is the same with the asking done at once, and without a copy of the values first.
+
+What else a run must remember (step, prompt cursor, …) is JSON, and the trainer's business.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from megatron_fspo.errors import InputError
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.mcore.places import MOMENTS, Block, Place, extra_states, places, prepare_optimizer
 from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.weights import check_pickles
-
-# Megatron's own is a process, for savers in the background, and its start takes seconds. We save in the
-# foreground.
-filesystem_async._results_queue = SimpleQueue()
+from megatron_fspo.parallel.metrics import any_rank, share
+from megatron_fspo.weights.chunk_reader import Box, ChunkReader, boxes
+from megatron_fspo.weights.chunk_writer import ChunkWriter, merge_indexes, write_index
 
 _STATE = "trainer.json"
 _WEIGHTS = "torch_dist"
-# A distributed optimizer saves its state by parameter, not by rank: a run may resume on another layout.
-_RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable"}
+_BOX_BYTES = 16 * 2**20
+_POLL_SECONDS = 0.1
+# Megatron's name for the fp32 copy with the plain optimizer; checkpoints written by Megatron's distributed
+# optimizer, ours until 0.1, have the other.
+_MAIN = ("fp32_param", "param")
 
 
-def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None:
-    """Write one checkpoint. Collective.
+class Saving:
+    """A checkpoint on its way to the disk; :func:`begin_save` makes one."""
+
+    def __init__(self, policy: Policy, folder: Path, state: dict[str, Any], *, snapshot: bool) -> None:
+        self._folder = folder
+        self._partial = _partial(folder)
+        self._device = policy.backend.device
+        self._state = json.dumps({**state, "optimizer_steps": policy.optimizer_steps}, indent=1)
+        self._random = _random_state()
+        entries = _entries(list(places(policy)))
+        self._entries = _taken(deque(entry.copy() for entry in entries)) if snapshot else entries
+        self._extra_states = list(extra_states(policy))
+        self._writer = ChunkWriter(self._partial / _WEIGHTS, rank=dist.get_rank())
+        self._error: str | None = None
+        # Not a daemon: a run that fails elsewhere ends when its files are written.
+        self._thread = threading.Thread(target=self._write, name=f"save {folder.name}")
+        self._thread.start()
+
+    def _write(self) -> None:
+        try:
+            save_file(self._random, str(self._partial / _random_file()))
+            with self._writer as writer:
+                for entry in self._entries:
+                    if not writer.declared(entry.key):
+                        writer.declare(entry.key, entry.values.dtype, entry.shape)
+                    writer.add(entry.key, entry.offsets, entry.values)
+                for key in self._extra_states:
+                    writer.add_object(key, [None])
+                writer.close()
+        except Exception as error:  # told to all ranks by finish
+            self._error = f"rank {dist.get_rank()}: {error}"
+
+    def finish(self, *, wait: bool) -> bool:
+        """Put the checkpoint under its name once every rank has written its part. Collective.
+
+        Returns:
+            True when that is done; False, without ``wait`` only, if a rank is still writing.
+
+        Raises:
+            TrainingError: on every rank; a part could not be written. Checkpoints before it are as they were.
+        """
+        while any_rank(self._thread.is_alive(), device=self._device):
+            if not wait:
+                return False
+            self._thread.join(_POLL_SECONDS)
+        parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object((self._error, self._writer.index), parts)
+        problem = _attempt(lambda: self._complete(parts)) if parts is not None else None
+        _raise_alike(problem, self._folder)
+        return True
+
+    def _complete(self, parts: list[Any]) -> None:
+        if errors := [error for error, _ in parts if error is not None]:
+            raise OSError("; ".join(errors))
+        write_index(self._partial / _WEIGHTS, merge_indexes(index for _, index in parts))
+        (self._partial / _STATE).write_text(self._state, encoding="utf-8")
+        self._partial.rename(self._folder)
+
+
+def begin_save(policy: Policy, folder: Path, state: dict[str, Any], *, snapshot: bool) -> Saving:
+    """Start to write one checkpoint; ``finish`` it before the next. Collective.
 
     Args:
         folder: its final name; must not exist.
         state: JSON types only; the same on every rank.
+        snapshot: copy this rank's part (in bf16 14 bytes, in fp32 12 bytes, for each parameter that is this
+            rank's to write) to host memory first; training may go on at once. Without, nothing may change
+            before ``finish`` returns.
+
+    Raises:
+        TrainingError: on every rank; the folder cannot be made.
     """
-    partial = folder.with_name(f"{folder.name}.partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / _WEIGHTS).mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(_sharded_state(policy, is_loading=False), str(partial / _WEIGHTS))
-    save_file(_random_state(), str(partial / _random_file()))
-    if dist.get_rank() == 0:
-        state = {**state, "optimizer_steps": policy.optimizer_steps}
-        (partial / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        partial.rename(folder)
-    dist.barrier()
+    problem = _attempt(lambda: _make_room(folder)) if dist.get_rank() == 0 else None
+    _raise_alike(problem, folder)
+    return Saving(policy, folder, state, snapshot=snapshot)
+
+
+def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None:
+    """Write one checkpoint; see :func:`begin_save`. Collective."""
+    begin_save(policy, folder, state, snapshot=False).finish(wait=True)
 
 
 def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
     """Restore the policy, its optimizer and random states; returns the trainer's state. Collective.
 
+    The learning rate and the other settings of the optimizer are the run's, not the checkpoint's.
+
     Raises:
-        InputError: on every rank; the folder is not a checkpoint of this trainer, is damaged, or holds a
-            pickle that could run code.
+        InputError: on every rank; the folder is not a checkpoint of this trainer and model, is damaged, or
+            holds a pickle that could run code.
     """
-    state: dict[str, Any] = read_state(folder)
-    check_pickles(folder / _WEIGHTS)
-    _prepare_to_load(policy.optimizer)
-    loaded = dist_checkpointing.load(_sharded_state(policy, is_loading=True), str(folder / _WEIGHTS))
-    for number, chunk in enumerate(policy.chunks):
-        chunk.load_state_dict(loaded["model"][f"chunk{number}"])
-    _load_optimizer(policy.optimizer, loaded["optimizer"])
+    state: dict[str, Any] = {}
+    problem = None
+    try:
+        state = _read_state(folder)
+        _read_parameters(policy, ChunkReader(folder / _WEIGHTS), state["optimizer_steps"])
+    except InputError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for found in filter(None, problems):
+        raise InputError(found)
     policy.restore_schedule(state["optimizer_steps"])
     random_file = folder / _random_file()
     if random_file.exists():  # a resume on more ranks than saved has no state for the new ones
@@ -77,77 +164,148 @@ def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
     return state
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """The trainer's state of a checkpoint, without loading it."""
+def _read_state(folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        state["optimizer_steps"]
+    except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{folder / _STATE}: not a checkpoint of this trainer: {error}") from None
     return state
 
 
-def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
-    # Megatron names every tensor by its layer in the whole model, so a chunk's number is only a place here.
-    model = {f"chunk{number}": chunk.sharded_state_dict() for number, chunk in enumerate(policy.chunks)}
-    return {
-        "model": model,
-        "optimizer": policy.optimizer.sharded_state_dict(
-            {"model": model}, is_loading=is_loading, metadata=_RESHARDABLE
-        ),
-    }
+@dataclass(frozen=True)
+class _Entry:
+    """A box of a global tensor, and its values."""
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: Tensor
+
+    def copy(self) -> _Entry:
+        return _Entry(self.key, self.shape, self.offsets, self.values.to("cpu", copy=True))
 
 
-def _distributed(optimizer: MegatronOptimizer) -> DistributedOptimizer | None:
-    if isinstance(optimizer, ChainedOptimizer) and len(optimizer.chained_optimizers) == 1:
-        optimizer = optimizer.chained_optimizers[0]
-    return optimizer if isinstance(optimizer, DistributedOptimizer) else None
+def _entries(held: Iterable[Place]) -> Iterator[_Entry]:
+    """What this rank writes; the values are views."""
+    for place in held:
+        for block in (block for block in place.blocks if block.first_copy):
+            first, end = max(place.own.start, block.start), min(place.own.stop, block.end)
+            flat = first
+            limit = _BOX_BYTES // 4
+            for offsets, sizes in boxes(block.sizes, first - block.start, end - block.start, limit=limit):
+                stop = flat + torch.Size(sizes).numel()
+                at = tuple(a + b for a, b in zip(block.offsets, offsets, strict=True))
+                for key, values in _tensors(place, block.key, flat, stop):
+                    yield _Entry(key, block.shape, at, values.view(sizes))
+                flat = stop
 
 
-# What follows is for torch's Adam, which Megatron uses without Transformer Engine or apex, inside its
-# DistributedOptimizer (0.16.1 and 0.19.2): that expects a state before the first step, finds a `step` beside
-# the moments where it looks for moments only, and hands all parameters one `step` tensor, which then counts
-# once per parameter.
+def _tensors(place: Place, key: str, first: int, end: int) -> Iterator[tuple[str, Tensor]]:
+    """Weight and optimizer's values ``first`` to ``end`` of a parameter, under their keys."""
+    yield key, place.parameter.detach().view(-1)[first:end]
+    here = slice(first - place.first, end - place.first)
+    if place.has_main_copy:
+        yield _state_key(_MAIN[0], key), place.main[here]
+    for name in MOMENTS:
+        # None before the first step.
+        values = place.moments[name] if name in place.moments else torch.zeros_like(place.main)
+        yield _state_key(name, key), values[here]
 
 
-def _prepare_to_load(optimizer: MegatronOptimizer) -> None:
-    distributed = _distributed(optimizer)
-    if distributed is None or not isinstance(distributed.optimizer, torch.optim.Adam):
+def _state_key(what: str, key: str) -> str:
+    return f"optimizer.state.{what}.{key}"
+
+
+def _taken(entries: deque[_Entry]) -> Iterator[_Entry]:
+    """One after the other, each forgotten when the next is asked for."""
+    while entries:
+        yield entries.popleft()
+
+
+def _read_parameters(policy: Policy, reader: ChunkReader, steps: int) -> None:
+    prepare_optimizer(policy, steps)
+    for place in places(policy):
+        for block in place.blocks:
+            _check_shape(reader, block, policy.arch.vocab_size)
+            names = (_state_key(what, block.key) for what in _MAIN)
+            main = next((name for name in names if name in reader), block.key)
+            flat = place.parameter.detach().view(-1)
+            # With fp32 weights there is no other copy: they come from the exact one.
+            weights = block.key if place.parameter.dtype.itemsize < 4 else main
+            _read(reader, weights, block, flat, 0)
+            if place.has_main_copy:
+                _read(reader, main, block, place.main, place.first)
+            for name, moment in place.moments.items():
+                _read(reader, _state_key(name, block.key), block, moment, place.first)
+
+
+def _read(reader: ChunkReader, key: str, block: Block, target: Tensor, first: int) -> None:
+    """Fill what ``target``, values of the parameter from ``first`` on, has of the block."""
+    flat, end = max(first, block.start), min(first + target.numel(), block.end)
+    wanted: list[tuple[Box, Tensor]] = []
+    for offsets, sizes in boxes(block.sizes, flat - block.start, end - block.start, limit=sys.maxsize):
+        stop = flat + torch.Size(sizes).numel()
+        at = tuple(a + b for a, b in zip(block.offsets, offsets, strict=True))
+        wanted.append(((at, sizes), target[flat - first : stop - first].view(sizes)))
+        flat = stop
+    if wanted:
+        reader.read_into(key, wanted)
+
+
+def _check_shape(reader: ChunkReader, block: Block, vocab_size: int) -> None:
+    stored = reader.shape(block.key)
+    if stored == block.shape:
         return
-    inner = distributed.optimizer
-    for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
-        inner.state[parameter] = {
-            "step": torch.tensor(0.0),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-
-
-def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    distributed = _distributed(optimizer)
-    if distributed is None or not isinstance(distributed.optimizer, torch.optim.Adam):
-        optimizer.load_state_dict(state)
+    # The rows that pad the vocabulary depend on the layout; the others must be there.
+    if block.padded and stored[1:] == block.shape[1:] and stored[0] >= vocab_size:
         return
-    moments = state.pop("param_state")
-    distributed.load_state_dict(state)
-    held = list(distributed.optimizer.state.values())
-    steps = [entry.pop("step").clone() for entry in held]
-    distributed.load_parameter_state_from_fully_reshardable(moments)
-    for entry, step in zip(held, steps, strict=True):
-        entry["step"] = step
+    raise InputError(f"{reader.folder}: {block.key} is {stored}; the model makes it {block.shape}")
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.partial")
+
+
+def _make_room(folder: Path) -> None:
+    """Make the folder to write in; what killed runs left beside it goes."""
+    for left in folder.parent.glob("*.partial"):
+        shutil.rmtree(left)
+    (_partial(folder) / _WEIGHTS).mkdir(parents=True)
+
+
+def _attempt(action: Any) -> str | None:
+    """What went wrong, if anything did."""
+    try:
+        action()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _raise_alike(problem: str | None, folder: Path) -> None:
+    """The first rank's problem, on every rank."""
+    assert dist.group.WORLD is not None
+    problem = share(problem, group=dist.group.WORLD)
+    if problem is not None:
+        raise TrainingError(
+            f"{folder}: the checkpoint could not be written: {problem}. Those before it are complete: make "
+            "room, then continue with --resume."
+        )
 
 
 def _random_file() -> str:
     return f"random_{dist.get_rank():05d}.safetensors"
 
 
-def _random_state() -> dict[str, torch.Tensor]:
+def _random_state() -> dict[str, Tensor]:
     state = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
+def _restore_random_state(state: dict[str, Tensor]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -74,9 +74,9 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Nothing is held."""
 
-    def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> Pending:
+    def submit(self, prompts: Sequence[Prompt], params: SamplingParams, mine: range | None = None) -> Pending:
         """See the protocol."""
-        return partial(self.generate, prompts, params)
+        return partial(self.generate, prompts if mine is None else [prompts[i] for i in mine], params)
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, progress: Progress | None = None

@@ -15,7 +15,8 @@ class Pending(Protocol):
     """Completions that were asked for."""
 
     def __call__(self, progress: Progress | None = None) -> list[list[Completion]]:
-        """Wait for them: ``params.n`` completions of each prompt, in the order of the prompts. Once."""
+        """Wait for them: ``params.n`` completions of each prompt that is this rank's, in the order of the
+        prompts. Once. Only the first rank of each copy of the model is sure to get them."""
         ...
 
 
@@ -25,8 +26,12 @@ class RolloutEngine(Protocol):
     Order of calls in a step: ``submit`` and collect … train … ``pause``, ``update_weights``, ``resume``.
     """
 
-    def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> Pending:
+    def submit(self, prompts: Sequence[Prompt], params: SamplingParams, mine: range | None = None) -> Pending:
         """Ask for ``params.n`` completions of each prompt.
+
+        Args:
+            prompts: of all ranks.
+            mine: places of those whose completions this data-parallel rank is to hold; default all.
 
         Several batches may be pending at once, and are collected in the order they were asked for. An engine
         that samples in this process does so only when they are collected.

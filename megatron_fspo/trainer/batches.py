@@ -106,7 +106,7 @@ def _spread(
                 torch.cat([flat[:0], *(as_row(getattr(held[n], name), dtype) for n in to if n in held)])
                 for to in wanted
             ]
-            flat = torch.cat(exchange(parts, group=groups.dp, device=device))
+            flat = torch.cat(exchange(parts, group=groups.dp))
         flat = of_first_rank(flat.to(device), groups.pp, groups.cp, groups.tp).cpu()
         return list(flat.split(lengths))
 

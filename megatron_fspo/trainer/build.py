@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from megatron_fspo.data.prompts import PromptCursor
-from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
+from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.metrics import any_rank
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.ahead import Ahead
 from megatron_fspo.trainer.folder import (
@@ -45,17 +46,31 @@ class Training:
     """Steps done. The weight version: one per step."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds of the phases of the step under way."""
+    saving: Saving | None = None
+    """The checkpoint whose files are being written."""
 
-    def save(self) -> None:
-        """Write a checkpoint of the step just done. Collective."""
+    def save(self, *, wait: bool) -> None:
+        """Save a checkpoint of the step just done. Collective.
+
+        Args:
+            wait: until it is complete, even with ``checkpoint.asynchronous``.
+        """
+        self.end_save(wait=True)
         config = self.inputs.config
         folder = checkpoint_folder(config, self.step)
-        if not folder.exists():
+        if not any_rank(folder.exists(), device=self.inputs.backend.device):
             state = {"step": self.step, "cursor": self.ahead.state_dict(), "loss": self.loss.state_dict()}
-            save_checkpoint(self.policy, folder, state)
-        if dist.get_rank() == 0:
-            remove_old_checkpoints(config)
-        self.groups.control.meet("the checkpoint")
+            asynchronous = config.checkpoint.asynchronous and not wait
+            self.saving = begin_save(self.policy, folder, state, snapshot=asynchronous)
+            self.end_save(wait=not asynchronous)
+
+    def end_save(self, *, wait: bool) -> None:
+        """Complete the checkpoint being written, if there is one; without ``wait`` only if all ranks have
+        written their files. Collective."""
+        if self.saving is not None and self.saving.finish(wait=wait):
+            self.saving = None
+            if dist.get_rank() == 0:
+                remove_old_checkpoints(self.inputs.config)
 
 
 def build(inputs: Inputs, *, resume: bool) -> Training:
@@ -63,8 +78,6 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
     config = inputs.config
     checkpoint = checkpoint_to_resume(config, resume=resume)
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
-    writer = dist.get_rank() == 0
-    changes = write_config(config) if writer else []
     policy = build_policy(inputs, groups)
     loss = LossState(config.loss)
     cursor = PromptCursor(len(inputs.train), config.run.seed, config.data.shuffle)
@@ -76,6 +89,9 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
         step = state["step"]
         cursor.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
+    # Now that the run can go on: a refused one leaves the folder as it was.
+    writer = dist.get_rank() == 0
+    changes = write_config(config) if writer else []
     groups.control.meet("the weights to be loaded")
     log = RunLog(config, writer=writer, resume_step=step if checkpoint else None)
     for change in changes:

@@ -40,7 +40,9 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
             metrics |= _evaluate(run)
         if _due(run.step, config.checkpoint.every) or last or stopping:
             with run.log.phase("save_checkpoint", 1, "", run.timings):
-                run.save()
+                run.save(wait=last or stopping)
+        else:
+            run.end_save(wait=False)
         run.log.step(run.step, metrics | run.timings)
         if stopping and not last:
             run.log.say(f"stopped by SIGTERM after step {run.step}; continue with --resume")

@@ -39,7 +39,7 @@ def ask(
 ) -> Batch:
     """Ask for responses to all prompts; each data-parallel rank for its share. Collective."""
     mine = range(groups.dp.rank(), len(prompts), groups.dp.size())
-    pending = engine.submit([prompts[i] for i in mine], params)
+    pending = engine.submit(prompts, params, mine)
     return Batch(prompts=prompts, samples=params.n, mine=mine, pending=pending)
 
 

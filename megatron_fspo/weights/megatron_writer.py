@@ -7,45 +7,23 @@ wants. Layers and experts are one dimension each of a global tensor, Megatron's 
 
 from __future__ import annotations
 
-import io
-import json
-import pickle
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import Architecture
+from megatron_fspo.weights.chunk_writer import ChunkWriter, write_index
 from megatron_fspo.weights.folder import copy_side_files, new_checkpoint
 from megatron_fspo.weights.load import check_checkpoint, check_tied_copies
 from megatron_fspo.weights.manifest import Manifest, TensorRecord, check_record, read_manifest
 from megatron_fspo.weights.megatron_reader import SUBFOLDER
 from megatron_fspo.weights.reader import Reader, all_finite, read_rows, row_blocks
-from megatron_fspo.weights.safe_pickle import COMMON, METADATA
 from megatron_fspo.weights.shards import shard_shape, to_megatron_shard
 from megatron_fspo.weights.table import Row, whole_model
-
-_FILE_BYTES = 4 * 2**30
-_FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 
 
 def write_megatron_checkpoint(
@@ -76,7 +54,7 @@ def write_megatron_checkpoint(
         data = folder / SUBFOLDER
         data.mkdir()
         hashing = _HashingReader(reader, progress)
-        with _Writer(data) as writer:
+        with ChunkWriter(data) as writer:
             for key, dtype, shape in _global_tensors(reader, arch, model):
                 writer.declare(key, dtype, shape)
             for row, layer, expert in model:
@@ -85,7 +63,8 @@ def write_megatron_checkpoint(
                     offsets = (*leading, first, *(0 for _ in values.shape[1:]))
                     writer.add(row.key, offsets, values)
             _add_extra_states(writer, arch, model)
-            writer.finish()
+            writer.close()
+        write_index(data, writer.index)
         manifest = Manifest.new("torch_dist", reader.folder, arch, {}, hashing.records)
         manifest.save(folder)
     return manifest
@@ -125,7 +104,7 @@ def _chunks(row: Row, reader: _HashingReader, arch: Architecture) -> Iterator[tu
             first += block.shape[0]
 
 
-def _add_extra_states(writer: _Writer, arch: Architecture, model: list[tuple[Row, int, int]]) -> None:
+def _add_extra_states(writer: ChunkWriter, arch: Architecture, model: list[tuple[Row, int, int]]) -> None:
     """Transformer Engine's layers ask for an extra state (their FP8 scales); they start without one."""
     for row, layer, expert in model:
         place, whole = _leading(row, layer, expert), _leading(row, arch.num_layers, arch.num_experts)
@@ -163,66 +142,3 @@ class _HashingReader:
         record = TensorRecord(self._reader.shape(name), dtype, digest.hexdigest())
         check_record(name, record, self._recorded)
         self.records[name] = record
-
-
-class _Writer:
-    """The files of a ``torch_dist`` folder: entries one after the other, and the index at the end."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._index = Metadata(state_dict_metadata={}, storage_data={})
-        self._stack = ExitStack()
-        self._stream: BinaryIO | None = None
-        self._files = 0
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def declare(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        properties = TensorProperties(dtype=dtype)
-        self._index.state_dict_metadata[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
-
-    def add(self, key: str, offsets: tuple[int, ...], values: Tensor) -> None:
-        """A chunk; dimensions the values lack have size 1, in front."""
-        stored = self._index.state_dict_metadata[key]
-        assert isinstance(stored, TensorStorageMetadata)
-        sizes = torch.Size([1] * (len(offsets) - values.dim()) + list(values.shape))
-        # A copy: torch.save would write all of a view's storage.
-        chunk = torch.empty(sizes, dtype=stored.properties.dtype).copy_(values.view(sizes))
-        stored.chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=sizes))
-        self._append(MetadataIndex(key, torch.Size(offsets)), chunk)
-
-    def add_object(self, key: str, value: Any) -> None:
-        self._index.state_dict_metadata[key] = BytesStorageMetadata()
-        self._append(MetadataIndex(key), value)
-
-    def _append(self, index: MetadataIndex, value: Any) -> None:
-        if self._stream is None or self._stream.tell() > _FILE_BYTES:
-            self._stack.close()
-            name = f"__0_{self._files}.distcp"
-            self._stream = self._stack.enter_context(open(self._folder / name, "wb"))
-            self._files += 1
-        stream, first = self._stream, self._stream.tell()
-        _save(value, stream)
-        info = _StorageInfo(Path(stream.name).name, first, stream.tell() - first)
-        self._index.storage_data[index] = info
-
-    def finish(self) -> None:
-        """Write the index, without which nothing of the folder loads."""
-        self._stack.close()
-        with open(self._folder / COMMON, "wb") as common:
-            _save({}, common)
-        (self._folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
-        (self._folder / METADATA).write_bytes(pickle.dumps(self._index))
-
-
-def _save(value: Any, stream: BinaryIO) -> None:
-    """By way of memory: torch turns a full disk into errors of its own."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    # Released here: Python 3.12.1 crashes when it collects such a view with an error's traceback.
-    with buffer.getbuffer() as view:
-        stream.write(view)

@@ -25,7 +25,7 @@ class Engine:
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int]] = []
 
-    def submit(self, prompts: list[Prompt], params: SamplingParams) -> object:
+    def submit(self, prompts: list[Prompt], params: SamplingParams, mine: range) -> object:
         self.asked.append(([prompt.index for prompt in prompts], params.seed))
         return None
 

@@ -30,6 +30,8 @@ LAYOUTS = {
         "true",
         "--parallel.overlap-grad-reduce",
         "true",
+        "--checkpoint.asynchronous",
+        "true",
     ),
 }
 SIZES = {"tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}, "context": {"context": 2}, "optimizer": {}}
@@ -109,10 +111,12 @@ def test_a_hostile_checkpoint_runs_no_code_on_resume(folder: Path, tmp_path: Pat
     shutil.copytree(folder / "tensor", folder / "hostile")
     data = folder / "hostile/checkpoints/step_000002/torch_dist"
     (data / ".metadata").write_bytes(pickle.dumps(Payload()))
+    config = (folder / "hostile/config.toml").read_text()
     result = run(folder, "hostile", "--run.steps", "3", *COMMON[2:], "--resume")
     assert result.returncode != 0
     assert f"megatron-fspo: {data / '.metadata'} is damaged or not to be trusted" in result.stderr
     assert not (tmp_path / "ran").exists()
+    assert (folder / "hostile/config.toml").read_text() == config
 
 
 def test_bf16_trains_with_log_probs_of_fp32_logits(tmp_path: Path) -> None:

@@ -44,9 +44,9 @@ def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in children if "RANK" in child.environ() and "train" in child.cmdline()]
 
 
-def start(folder: Path, name: str) -> subprocess.Popen[str]:
+def start(folder: Path, name: str, *extra: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(folder, name, "--run.steps", str(STEPS), "--checkpoint.every", "1"),
+        command(folder, name, "--run.steps", str(STEPS), "--checkpoint.every", "1", *extra),
         cwd=REPO,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -138,7 +138,7 @@ print(largest_difference(copy)[0])
 
 
 def test_killed_and_resumed_gives_the_numbers_of_an_uninterrupted_run(folder: Path) -> None:
-    process = start(folder, "killed")
+    process = start(folder, "killed", "--checkpoint.asynchronous", "true")
     wait_for_step(folder, "killed", 2, process)
     # torchrun gives every rank a session of its own: kill them all at once, as a lost node would.
     for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
@@ -155,7 +155,7 @@ def test_killed_and_resumed_gives_the_numbers_of_an_uninterrupted_run(folder: Pa
 
 
 def test_sigterm_saves_and_resume_continues(folder: Path) -> None:
-    process = start(folder, "stopped")
+    process = start(folder, "stopped", "--checkpoint.asynchronous", "true")
     wait_for_step(folder, "stopped", 1, process)
     for rank in ranks(process):
         rank.send_signal(signal.SIGTERM)

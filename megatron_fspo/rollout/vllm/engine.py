@@ -1,7 +1,7 @@
 """Rollouts from vLLM servers, as the trainer sees them: generate, and new weights that are proven.
 
 The first rank of the job leads: it talks to the servers, and tells the others what to do together with it:
-they bring prompts, gather weights and score the canary. While it waits for servers the others wait for its
+they gather weights and score the canary. While it waits for servers the others wait for its
 word, outside of collectives.
 """
 
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import httpx
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.parallel.control import SLICE
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.rollout.engine import Pending, Progress
 from megatron_fspo.rollout.vllm import canary, statistics, update
+from megatron_fspo.rollout.vllm.hand_out import hand_out
 from megatron_fspo.rollout.vllm.loop import Loop
 from megatron_fspo.rollout.vllm.pool import Pool, Request
 from megatron_fspo.rollout.vllm.senders import Sender
@@ -91,17 +91,14 @@ class VLLMEngine:
     def resume(self) -> None:
         """See :meth:`pause`."""
 
-    def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> Pending:
+    def submit(self, prompts: Sequence[Prompt], params: SamplingParams, mine: range | None = None) -> Pending:
         """See the protocol. The servers are asked at once, and answer while the trainer does something else.
 
         Responses that are under way during a weight update go on after it, with the new weights. A server
         that dies is done without, and served again when it is back.
         """
-        mine = [(self._groups.dp.rank(), prompt) for prompt in prompts]
-        everyone = gather_lists(mine, group=self._groups.dp)
-        requests = [
-            Request.of(prompt, params, number) for _, prompt in everyone for number in range(params.n)
-        ]
+        wanted = range(len(prompts)) if mine is None else mine
+        requests = [Request.of(prompt, params, number) for prompt in prompts for number in range(params.n)]
         batch = _Batch()
         if self._leader is not None:
             pool = self._leader.pool
@@ -110,11 +107,9 @@ class VLLMEngine:
             batch.work.add_done_callback(lambda _: self._events.put(None))
 
         def collect(progress: Progress | None = None) -> list[list[Completion]]:
-            found = self._collect(batch, progress) if self._leader else self._receive()
+            found = self._collect(batch, progress) if self._leader else self._wait()
             rows = [found[i : i + params.n] for i in range(0, len(found), params.n)]
-            return [
-                row for (rank, _), row in zip(everyone, rows, strict=True) if rank == self._groups.dp.rank()
-            ]
+            return self._hand_out(rows, params.n, wanted)
 
         return collect
 
@@ -132,7 +127,7 @@ class VLLMEngine:
                     event.answer(self._update([event.server]) is None)
             completions = batch.work.result()
             self._control.tell("done")
-        return share(completions, group=_world())
+        return completions
 
     async def _admit(self, server: Server) -> bool:
         """Whether a server that came back has the current weights; gives them to it. For the pool."""
@@ -140,11 +135,22 @@ class VLLMEngine:
         self._events.put(returned)
         return await returned.admitted
 
-    def _receive(self) -> list[Completion]:
-        """On the other ranks: the completions that the first one waits for."""
+    def _wait(self) -> list[Completion]:
+        """On the other ranks: until the first one has the completions."""
         self._follow("responses of the servers")
-        nothing: list[Completion] = []
-        return share(nothing, group=_world())
+        return []
+
+    def _hand_out(
+        self, rows: Sequence[Sequence[Completion]], samples: int, wanted: range
+    ) -> list[list[Completion]]:
+        """From the first rank to the first ranks of the model copies; what each wants of all the prompts."""
+        groups = self._groups
+        if not groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
+            return []
+        shares = gather_lists([wanted], group=groups.dp)
+        parts = [[c for i in share for c in rows[i]] if rows else [] for share in shares]
+        found = hand_out(parts, group=groups.dp)
+        return [found[i : i + samples] for i in range(0, len(found), samples)]
 
     def _follow(self, what: str) -> None:
         """On the other ranks: do what the first one says, until it is done."""
@@ -303,9 +309,3 @@ class _Returned:
                 self.admitted.set_result(admitted)
 
         self.admitted.get_loop().call_soon_threadsafe(tell)
-
-
-def _world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group

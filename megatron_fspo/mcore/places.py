@@ -1,0 +1,172 @@
+"""Where each parameter, and what the optimizer keeps for it, lies: on this rank and in the whole model.
+
+Megatron names a parameter by a global tensor that has nothing of the layout in it. On a rank the parameter is
+one or two blocks of that tensor (gate and up are two), and the optimizer holds all of it, or, distributed, a
+run of its values. This module is the map between the two, for the checkpoint to read and write by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_fspo.mcore.policy import Policy
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of a parameter that is one box of the global tensor."""
+
+    key: str
+    shape: tuple[int, ...]
+    """Of the global tensor."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """As many dimensions as the global tensor; that of the layers has size 1."""
+    start: int
+    """Where the block begins among the parameter's values."""
+    padded: bool
+    """Whether the global tensor has rows that depend on the layout: the vocabulary's."""
+    first_copy: bool
+    """False for a copy of what another tensor-parallel rank or pipeline stage holds."""
+
+    @property
+    def end(self) -> int:
+        return self.start + math.prod(self.sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A parameter, and the values ``first`` to ``end`` of it that this rank's optimizer holds."""
+
+    parameter: Parameter
+    blocks: list[Block]
+    main: Tensor
+    """[end - first] what the optimizer updates: the fp32 copy, or the parameter's own memory."""
+    moments: dict[str, Tensor]
+    """Adam's, each [end - first]; empty before the first step."""
+    first: int
+    own: range
+    """What this rank writes, within first to end: no value has two writers among data-parallel ranks."""
+
+    @property
+    def end(self) -> int:
+        return self.first + self.main.numel()
+
+    @property
+    def has_main_copy(self) -> bool:
+        """Whether ``main`` is memory of its own."""
+        return self.main.dtype != self.parameter.dtype
+
+
+def places(policy: Policy) -> Iterator[Place]:
+    """Every parameter of this rank.
+
+    A distributed optimizer has decided which values are whose. Without one, data-parallel ranks hold the
+    same, and each writes an equal, contiguous part.
+    """
+    group = policy.groups.dp_cp
+    total = sum(parameter.numel() for chunk in policy.chunks for parameter in chunk.parameters())
+    mine = range(total * group.rank() // group.size(), total * (group.rank() + 1) // group.size())
+    held, passed = _held(policy), 0
+    for chunk in policy.chunks:
+        described = chunk.sharded_state_dict()
+        for name, parameter in chunk.named_parameters():
+            main, first = torch.empty(0, device=parameter.device), 0
+            state: dict[str, Tensor] = {}
+            if parameter in held:
+                main, first = held[parameter].main, held[parameter].first
+                state = held[parameter].inner.state.get(main, {})
+            own = range(first, first + main.numel())
+            if not policy.parallel.distributed_optimizer:
+                own = range(max(0, mine.start - passed), min(parameter.numel(), mine.stop - passed))
+            passed += parameter.numel()
+            yield Place(
+                parameter=parameter,
+                blocks=list(_blocks(described[name], parameter)),
+                main=main.detach().view(-1),
+                moments={name: state[name].detach().view(-1) for name in MOMENTS if name in state},
+                first=first,
+                own=own,
+            )
+
+
+def prepare_optimizer(policy: Policy, steps: int) -> None:
+    """Give the optimizer moments for all it holds, to be filled, and its number of steps so far.
+
+    torch's Adam, which Megatron uses without Transformer Engine or apex, counts by parameter, in a tensor
+    each; theirs by group.
+    """
+    for held in _held(policy).values():
+        inner, state = held.inner, held.inner.state[held.main]
+        for name in MOMENTS:
+            if name not in state:
+                state[name] = torch.zeros_like(held.main, requires_grad=False)
+        if isinstance(inner, torch.optim.Adam):
+            state["step"] = torch.tensor(float(steps))
+        else:
+            for group in inner.param_groups:
+                group["step"] = steps
+
+
+def extra_states(policy: Policy) -> Iterator[str]:
+    """Names of the extra states that Megatron's loader asks for; this rank's, without copies."""
+    for chunk in policy.chunks:
+        for item in chunk.sharded_state_dict().values():
+            if isinstance(item, ShardedObject) and not any(_as_tuple(item.replica_id)):
+                yield item.unique_key
+
+
+def _blocks(item: ShardedTensor | ShardedTensorFactory, parameter: Parameter) -> Iterator[Block]:
+    parts = item.build() if isinstance(item, ShardedTensorFactory) else [item]
+    for part in parts:
+        *copies, _ = _as_tuple(part.replica_id)  # the last counts data-parallel ranks
+        yield Block(
+            key=part.key,
+            shape=tuple(part.global_shape),
+            offsets=tuple(part.global_offset),
+            sizes=(*(1 for _ in range(part.prepend_axis_num)), *part.local_shape),
+            start=(part.data.data_ptr() - parameter.data_ptr()) // parameter.itemsize,
+            padded=part.allow_shape_mismatch,
+            first_copy=not any(copies),
+        )
+
+
+def _as_tuple(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:
+    return replica_id if isinstance(replica_id, tuple) else (replica_id,)
+
+
+@dataclass(frozen=True)
+class _Held:
+    inner: torch.optim.Optimizer
+    main: Tensor
+    first: int = 0
+
+
+def _held(policy: Policy) -> dict[Parameter, _Held]:
+    """What the optimizer updates in the place of each parameter that it holds something of."""
+    held: dict[Parameter, _Held] = {}
+    optimizer = policy.optimizer
+    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+        inner = part.optimizer
+        if isinstance(part, DistributedOptimizer):
+            for parameter, (group, order) in part.model_param_group_index_map.items():
+                first = part._get_model_param_range_map(parameter)["param"].start
+                held[parameter] = _Held(inner, inner.param_groups[group]["params"][order], first)
+        elif isinstance(part, Float16OptimizerWithFloat16Params):
+            models = [parameter for group in part.float16_groups for parameter in group]
+            mains = [main for group in part.fp32_from_float16_groups for main in group]
+            held |= {model: _Held(inner, main) for model, main in zip(models, mains, strict=True)}
+        else:
+            held |= {model: _Held(inner, model) for group in inner.param_groups for model in group["params"]}
+    return held

@@ -1,0 +1,326 @@
+"""What :mod:`checkpoint_worker` does on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch import Tensor
+
+from megatron_fspo import config as options
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.mcore import checkpoint
+from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.checkpoint import begin_save, load_checkpoint, save_checkpoint
+from megatron_fspo.mcore.hf_weights import hf_tensors, load_hf
+from megatron_fspo.mcore.places import MOMENTS, places
+from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.startup import join, start
+from megatron_fspo.weights import read_architecture
+from megatron_fspo.weights.chunk_writer import ChunkWriter
+from worker import step
+
+FP32, BF16 = torch.float32, torch.bfloat16
+DO = options.Parallel(distributed_optimizer=True)
+LAYOUTS = {
+    "dp4": options.Parallel(),
+    "dp4.do": DO,
+    "tp2.sp.dp2.do": options.Parallel(tensor=2, sequence=True, distributed_optimizer=True),
+    "tp2.pp2": options.Parallel(tensor=2, pipeline=2),
+    "pp2.vpp2.cp2.do": options.Parallel(
+        pipeline=2, virtual_pipeline=2, context=2, distributed_optimizer=True
+    ),
+}
+State = dict[str, Tensor]
+"""Hugging Face name, after ``weight.``, ``main.`` or a moment's name → the whole tensor; on rank 0 only."""
+
+
+def build(model: Path, layout: str, dtype: torch.dtype) -> Policy:
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    backend, parallel = choose_backend("cpu"), LAYOUTS[layout]
+    groups = start(backend, parallel=parallel, seed=1)
+    optimizer = options.Optimizer(lr=1e-3, warmup_steps=2)
+    arch = read_architecture(model)
+    return Policy(arch, backend, groups, parallel=parallel, dtype=dtype, optimizer=optimizer)
+
+
+def resumed(model: Path, folder: Path, layout: str, dtype: torch.dtype) -> Policy:
+    policy = build(model, layout, dtype)
+    assert load_checkpoint(policy, folder)["step"] == 2
+    assert policy.optimizer_steps == 2
+    return policy
+
+
+def trained(model: Path, layout: str, dtype: torch.dtype) -> Policy:
+    """After two steps."""
+    policy = build(model, layout, dtype)
+    load_hf(policy, model)
+    step(policy, 512)
+    step(policy, 512)
+    return policy
+
+
+def whole_state(policy: Policy) -> State:
+    """Weights, what the optimizer updates, and its moments, whole."""
+    found = {}
+    for what in ("weight", "main", *MOMENTS):
+        values = {}
+        for place in places(policy):
+            held = {"main": place.main, **place.moments}.get(what, torch.empty(0))
+            tensor = torch.zeros(place.parameter.shape)
+            tensor.view(-1)[place.first : place.first + held.numel()] = held
+            if policy.parallel.distributed_optimizer:
+                dist.all_reduce(tensor, group=policy.groups.dp_cp)
+            values[place.parameter] = place.parameter.detach().float() if what == "weight" else tensor
+        named = [[(name, values[p]) for name, p in chunk.named_parameters()] for chunk in policy.chunks]
+        found |= {f"{what}.{name}": tensor.clone() for name, tensor in hf_tensors(policy, named)}
+    return found
+
+
+def same(got: State, want: State, *, tolerance: float = 0.0) -> bool:
+    """Decided by rank 0, told to all."""
+    answer = [got.keys() == want.keys()]
+    for key in want if answer[0] else ():
+        answer[0] &= bool((got[key] - want[key]).abs().max() <= tolerance)
+    dist.broadcast_object_list(answer)
+    return answer[0]
+
+
+def as_dtype(state: State, dtype: torch.dtype) -> State:
+    """What becomes of a state that is resumed with weights of ``dtype``: they are those of the main copy."""
+    mains = {key: tensor for key, tensor in state.items() if key.startswith("main.")}
+    weights = {key.replace("main.", "weight."): t.to(dtype).float() for key, t in mains.items()}
+    return {**state, **weights}
+
+
+# Saved by → resumed by, the same dtype; and resumed by in the other.
+RESUMES = {
+    ("tp2.sp.dp2.do", BF16): (["tp2.sp.dp2.do", "dp4", "pp2.vpp2.cp2.do"], "dp4.do"),
+    ("dp4", BF16): (["dp4", "tp2.pp2", "dp4.do"], "dp4"),
+    ("tp2.pp2", FP32): (["tp2.pp2", "tp2.sp.dp2.do"], "dp4"),
+    ("dp4.do", FP32): (["dp4.do", "dp4"], "dp4.do"),
+}
+
+
+def check_resume(model: Path, out: Path) -> dict[str, bool]:
+    """From each of four runs under other layouts, and in the other dtype."""
+    found = {}
+    for (origin, dtype), (layouts, retyped) in RESUMES.items():
+        policy, folder = trained(model, origin, dtype), out / f"from-{origin}"
+        save_checkpoint(policy, folder, {"step": 2})
+        saved = whole_state(policy)
+        # The weights are those of the main copy: a run of wrong values would not be.
+        found[f"{origin}: main"] = same(as_dtype(saved, dtype), saved)
+        step(policy, 512)
+        later = whole_state(policy)
+        for layout in layouts:
+            policy = resumed(model, folder, layout, dtype)
+            found[f"{origin}: {layout}"] = same(whole_state(policy), saved)
+            if layout == origin or dtype == FP32:
+                step(policy, 512)
+                # Elsewhere sums have another order, and Adam's first steps are sign(g): near zero it flips.
+                tolerance = 0.0 if layout == origin else 3e-3
+                found[f"{origin}: {layout}, a step on"] = same(
+                    whole_state(policy), later, tolerance=tolerance
+                )
+        other = FP32 if dtype == BF16 else BF16
+        policy = resumed(model, folder, retyped, other)
+        found[f"{origin}: {retyped} in {other}"] = same(whole_state(policy), as_dtype(saved, other))
+    return found
+
+
+def check_megatron(model: Path, out: Path) -> dict[str, bool]:
+    """Megatron reads the weights of our checkpoints, and we what its own code saved, as ours once did."""
+    found = {}
+    policy = build(model, "dp4", BF16)
+    data = str(out / "from-tp2.sp.dp2.do/torch_dist")
+    policy.chunks[0].load_state_dict(dist_checkpointing.load(policy.chunks[0].sharded_state_dict(), data))
+    weights = {name: p.clone() for name, p in policy.chunks[0].named_parameters()}
+    load_checkpoint(policy, out / "from-tp2.sp.dp2.do")
+    now = policy.chunks[0].named_parameters()
+    found["Megatron reads"] = all(torch.equal(weights[name], p) for name, p in now)
+
+    filesystem_async._results_queue = SimpleQueue()  # else it starts a process for it
+    for origin in ("tp2.sp.dp2.do", "dp4"):
+        policy = resumed(model, out / f"from-{origin}", origin, BF16)
+        folder = out / f"old-{origin}"
+        if dist.get_rank() == 0:
+            (folder / "torch_dist").mkdir(parents=True)
+            (folder / "trainer.json").write_text('{"step": 2, "optimizer_steps": 2}')
+        dist.barrier()
+        weights = {f"chunk{n}": chunk.sharded_state_dict() for n, chunk in enumerate(policy.chunks)}
+        kind = {"distrib_optim_sharding_type": "fully_reshardable"}
+        optimizer = policy.optimizer.sharded_state_dict({"model": weights}, metadata=kind)
+        dist_checkpointing.save({"model": weights, "optimizer": optimizer}, str(folder / "torch_dist"))
+        saved = whole_state(policy)
+        for layout in ("tp2.pp2", "dp4.do"):
+            policy = resumed(model, folder, layout, BF16)
+            found[f"old {origin}: {layout}"] = same(whole_state(policy), saved)
+    return found
+
+
+def check_background(model: Path, out: Path) -> dict[str, bool]:
+    """Training goes on while a thread writes; what it writes is the state of before."""
+    policy = trained(model, "dp4.do", BF16)
+    saved, folder, gate = whole_state(policy), out / "background", threading.Event()
+    with writer_that(lambda: gate.wait(60)):
+        saving = begin_save(policy, folder, {"step": 2}, snapshot=True)
+        found = {"not done at once": not saving.finish(wait=False) and not folder.exists()}
+        step(policy, 512)
+        found["trained on"] = not same(whole_state(policy), saved)
+        gate.set()
+        found["done"] = saving.finish(wait=True) and folder.exists()
+    policy = resumed(model, folder, "dp4.do", BF16)
+    found["the state of before"] = same(whole_state(policy), saved)
+
+    def fail() -> None:
+        if dist.get_rank() == 3:
+            raise OSError(28, os.strerror(28))
+
+    with writer_that(fail):
+        saving = begin_save(policy, out / "failed", {"step": 2}, snapshot=True)
+        try:
+            saving.finish(wait=True)
+        except TrainingError as error:
+            start = f"{out / 'failed'}: the checkpoint could not be written: rank 3: [Errno 28] No space left"
+            found["an error is told"] = str(error).startswith(start)
+    found["and nothing looks complete"] = not (out / "failed").exists() and folder.exists()
+    save_checkpoint(policy, out / "next", {"step": 2})
+    found["which the next removes"] = not list(out.glob("*.partial"))
+    resumed(model, out / "first", "dp4.do", BF16)
+    return found
+
+
+def check_refusals(model: Path, other_model: Path, out: Path) -> dict[str, bool]:
+    """One line, on every rank, for what no layout explains."""
+    found = {}
+    try:
+        load_checkpoint(build(other_model, "dp4", FP32), out / "from-dp4")
+    except InputError as error:
+        found["another model"] = str(error).endswith("(4, 48, 80); the model makes it (4, 48, 40)")
+    if dist.get_rank() == 0:
+        files = sorted((out / "next/torch_dist").glob("__1_*.distcp"))
+        os.truncate(files[0], 100)
+    dist.barrier()
+    try:
+        load_checkpoint(build(model, "dp4", BF16), out / "next")
+    except InputError as error:
+        found["a damaged file"] = "__1_0.distcp is truncated" in str(error)
+    return found
+
+
+@contextmanager
+def writer_that(before: Callable[[], object]) -> Iterator[None]:
+    """The writer of files does something before each entry."""
+    add = ChunkWriter.add
+
+    def slow(self: ChunkWriter, key: str, offsets: tuple[int, ...], values: Tensor) -> None:
+        before()
+        add(self, key, offsets, values)
+
+    with patch.object(ChunkWriter, "add", slow):
+        yield
+
+
+def check_memory(out: Path) -> dict[str, float]:
+    """Bytes that a save, and a load, take at their peak, per parameter of a rank's own shard."""
+    model = out / "wide"
+    if dist.get_rank() == 0:
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(WIDE))
+    dist.barrier()
+    policy = build(model, "dp4.do", BF16)
+    for ddp in policy._ddp:
+        ddp.zero_grad_buffer()
+    policy.optimizer.step()
+    shard = sum(parameter.numel() for parameter in policy.chunks[0].parameters()) / 4
+    with patch.object(checkpoint, "_BOX_BYTES", 2**18):
+        return {
+            "save": peak(lambda: save_checkpoint(policy, out / "big", {"step": 1})) / shard,
+            "load": peak(lambda: load_checkpoint(policy, out / "big")) / shard,
+        }
+
+
+WIDE = {
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 128,
+    "rope_theta": 10_000.0,
+    "hidden_act": "silu",
+}
+
+
+def peak(action: Callable[[], object]) -> float:
+    """Largest growth of the process, in bytes, on any rank."""
+    done, most, before = threading.Event(), [0], resident()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            most[0] = max(most[0], resident() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    action()
+    done.set()
+    thread.join()
+    found = torch.tensor(float(most[0]))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.item()
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def be_killed(out: Path, model: Path) -> None:
+    """One rank: a checkpoint, ``first``, and death in the middle of ``second``."""
+    policy = trained(model, "dp4", FP32)
+    save_checkpoint(policy, out / "first", {"step": 2})
+    with writer_that(lambda: time.sleep(0.1)):
+        begin_save(policy, out / "second", {"step": 2}, snapshot=True)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(out: Path, model: Path) -> None:
+    join(choose_backend("cpu"))
+    found: dict[str, object] = {}
+    for name, check in {
+        "resume": lambda: check_resume(model, out),
+        "megatron": lambda: check_megatron(model, out),
+        "background": lambda: check_background(model, out),
+        "refusals": lambda: check_refusals(model, model.with_name("narrow"), out),
+        "memory": lambda: check_memory(out),
+    }.items():
+        began = time.perf_counter()
+        found[name] = check()
+        if dist.get_rank() == 0:
+            print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
+    every: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    if dist.get_rank() == 0:
+        (out / "found.json").write_text(json.dumps(every))
+    dist.destroy_process_group()
