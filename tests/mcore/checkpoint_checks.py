@@ -192,6 +192,7 @@ def check_background(model: Path, out: Path) -> dict[str, bool]:
 
     with writer_that(fail):
         saving = begin_save(policy, out / "failed", {"step": 2}, snapshot=True)
+        found["an error is told"] = False
         try:
             saving.finish(wait=True)
         except TrainingError as error:
@@ -206,7 +207,7 @@ def check_background(model: Path, out: Path) -> dict[str, bool]:
 
 def check_refusals(model: Path, other_model: Path, out: Path) -> dict[str, bool]:
     """One line, on every rank, for what no layout explains."""
-    found = {}
+    found = {"another model": False, "a damaged file": False}
     try:
         load_checkpoint(build(other_model, "dp4", FP32), out / "from-dp4")
     except InputError as error:
