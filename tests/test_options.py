@@ -72,6 +72,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     tied = {"run.name", "rollout.prompts", "rollout.max_response_tokens", "data.max_prompt_tokens"}
     tied |= {"batch.mini_batches", "batch.max_tokens", "model.layers", "loss.name"}
     tied |= {"parallel.sequence", "parallel.context", "parallel.virtual_pipeline"}
+    tied |= {"parallel.collective_seconds"}
     tied |= {"correction.name", "rollout.top_p", "rollout.old_log_probs", "rollout.max_staleness"}
     tree: dict[str, Any] = {section: dict(keys) for section, keys in REQUIRED.items()}
     tree["loss"], tree["correction"] = {"name": loss}, {"name": correction}
@@ -228,6 +229,23 @@ def test_numbers_in_the_file_may_name_a_run(path: Path) -> None:
             "1124: the longest sequence would fit no micro-batch",
         ),
         ("--parallel.sequence true", "parallel.sequence = true needs parallel.tensor > 1"),
+        (
+            "--parallel.collective-seconds 0",
+            "parallel.collective_seconds = 0: input should be greater than 0",
+        ),
+        (
+            "--parallel.wait-seconds 1e9",
+            "parallel.wait_seconds = 1000000000.0: input should be less than or equal to 2592000",
+        ),
+        (
+            "--parallel.silence-seconds 0.5",
+            "parallel.silence_seconds = 0.5: input should be greater than or equal to 1",
+        ),
+        (
+            "--rollout.engine vllm --parallel.collective-seconds 60",
+            "parallel.collective_seconds = 60 is less than 180, which rollout.engine = vllm needs: a server "
+            "may take 130 s to load a part of the weights",
+        ),
         (
             "--model.backend cpu --model.layers transformer_engine",
             "model.layers = transformer_engine needs model.backend = cuda",

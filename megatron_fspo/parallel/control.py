@@ -205,10 +205,11 @@ class Control:
         self._quiet = self._quiet + since if self._pulse.turns == self._turns else 0.0
         self._turns = self._pulse.turns
         if self._quiet > self.patience.silence:
-            raise TrainingError(
+            self._pulse.lost(
                 f"the store through which ranks meet has not answered for {self._quiet:.0f} s: is the first "
                 "machine gone?"
             )
+            raise TrainingError(self._pulse.problem)
 
     def request_stop(self) -> None:
         """Ask the whole job to stop; a signal handler may."""

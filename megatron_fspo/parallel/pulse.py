@@ -120,7 +120,7 @@ class Pulse:
         self._seen: Beat | None = None
         self._silent = 0.0
         self._looked = time.monotonic()
-        self._leaving = False
+        self._leaving = self._told = False
         self._thread = threading.Thread(target=self._main, name="pulse", daemon=True)
         # The interpreter kills threads at its end, which aborts the process if one is inside C++.
         atexit.register(self.close)
@@ -146,6 +146,12 @@ class Pulse:
             time.sleep(0.01)
         if self._hosts:
             time.sleep(2 * self.patience.beat)  # until all have read it
+
+    def lost(self, problem: str) -> None:
+        """Nobody can be heard any more: every machine says so for itself."""
+        self._heard(problem)
+        if self.rank != 0 and self._speaks and not self._leaving:
+            self._tell()
 
     def close(self) -> None:
         """Leave. After a failure the thread stays, to end a process that does not end."""
@@ -173,7 +179,7 @@ class Pulse:
             self._live()
         except Exception as error:  # the store is gone: nobody can be heard any more
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self._heard(f"the store through which ranks meet is gone, with the process that had it: {reason}")
+            self.lost(f"the store through which ranks meet is gone, with the process that had it: {reason}")
         if self.problem is not None and not self._leaving:
             time.sleep(self.patience.grace)
             if self._speaks:
@@ -287,7 +293,9 @@ class Pulse:
                 time.sleep(0.02)
 
     def _tell(self) -> None:
-        print(f"megatron-fspo: rank {self.rank}: {self.problem}", file=sys.stderr, flush=True)
+        if not self._told:
+            self._told = True
+            print(f"megatron-fspo: rank {self.rank}: {self.problem}", file=sys.stderr, flush=True)
 
 
 def _beats(store: Store, ranks: Sequence[int]) -> dict[int, Beat]:

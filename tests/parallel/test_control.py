@@ -207,11 +207,15 @@ def test_who_was_stopped_itself_has_not_seen_silence() -> None:
     """All processes of a starved machine stand still together; who wakes up first must not blame the next."""
     with job(2) as ranks:
         ranks.run(lambda control, _: control.meet("the start"))
-        for pulse in ranks.pulses:
+        pulse = ranks.pulses[0]
+
+        def look_twice(_: object) -> float | None:
+            pulse._look()
             pulse._looked -= 1000
-        assert ranks.run(lambda control, _: control.meet("the grades")) == [False, False]
-        time.sleep(1)
-        assert [pulse.problem for pulse in ranks.pulses] == [None] * 2
+            pulse._look()
+            return pulse._silent or None  # 0: there was a beat between the two
+
+        assert pulse.until(look_twice).result(timeout=10) <= QUICK.silence / 2
 
 
 def test_a_store_that_does_not_answer() -> None:

@@ -1,0 +1,49 @@
+"""Real jobs whose ranks wait longer than a collective may last, or lose one another."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import REPO, environment
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("waiting")
+    worker = Path(__file__).with_name("waiting_worker.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(worker), str(folder)],
+        cwd=REPO,
+        env=environment(),
+        timeout=240,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_the_first_rank_may_wait_longer_than_a_collective(found: dict[str, list[dict[str, Any]]]) -> None:
+    ranks = found["longer_than_a_collective"]
+    assert [rank["status"] for rank in ranks] == [0, 0], ranks
+
+
+def test_an_error_before_a_rank_joins_reaches_the_others(found: dict[str, list[dict[str, Any]]]) -> None:
+    first, failed = found["fails_before_it_joins"]
+    assert (first["status"], failed["status"]) == (1, 2), found
+    assert first["error"].startswith("worker: rank 1 (")
+    assert "): data.train = x.jsonl: not there\n" in first["error"]
+    assert first["seconds"] < 40
+
+
+def test_the_others_end_with_the_store(found: dict[str, list[dict[str, Any]]]) -> None:
+    killed, other = found["first_is_killed"]
+    assert killed["status"] == -9 and other["status"] == 1, found
+    assert "the store through which ranks meet is gone" in other["error"]
+    assert other["seconds"] < 40
