@@ -104,6 +104,25 @@ def written_down(name: str, batch: LossInputs, log_ratio: Tensor) -> Tensor:
     return total
 
 
+def test_what_another_rank_decided_of_a_sequence_counts() -> None:
+    """Where several ranks share it: S, weight, J, flags."""
+    batch = inputs(LENGTHS)
+    own = LOSSES["fspo"](batch)
+    theirs = torch.linspace(1, 2, len(LENGTHS), dtype=torch.float64)
+    nobody = torch.zeros_like(theirs)
+    told = torch.stack([theirs, 3 * theirs, 5 * theirs, nobody, nobody + 1, nobody, nobody + 1, nobody])
+    got = LOSSES["fspo"](replace(batch, decided=lambda mine: told + 0 * mine))
+    assert torch.equal(got.log_ratio_sum, theirs)
+    want = torch.cat([3 * theirs, torch.zeros(1)])[batch.segment]
+    assert torch.equal(got.weight, torch.where(batch.mask, want, 0.0))
+    assert got.objective.item() == pytest.approx(5 * theirs.sum().item())
+    flags = (got.clipped_low, got.clipped_high, got.dual_clipped, got.out_of_band, got.nonfinite)
+    assert [[*map(bool, flag)] for flag in flags] == [
+        [x] * len(LENGTHS) for x in (False, True, False, True, False)
+    ]
+    assert not torch.equal(own.weight, got.weight)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_value_and_weights_are_those_of_the_loss_written_down(name: str) -> None:
     clipped = 0
