@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
+import torch
+
 from megatron_fspo.packing.zigzag import local_positions
 
 TARGET = Path(__file__).with_name("parallelism.svg")
@@ -230,7 +232,7 @@ def render() -> str:
         *whole_row(row),
     ]
     for rank in range(CP):
-        parts += rank_panel(rank, [row[i] for i in local_positions(borders, rank, CP)])
+        parts += rank_panel(rank, [row[i] for i in local_positions(torch.tensor(borders), rank, CP).tolist()])
     return "\n".join([*parts, *across(), *labels(), "</svg>"]) + "\n"
 
 

@@ -31,12 +31,14 @@ FLOORS = {
     "serve": 5,
     "vllm_plugin": 5,
     "trainer": 6,
+    "plugin": 6,
     "verify": 7,
     "command line": 8,
 }
 SINGLE_MODULES = {
     **dict.fromkeys(["__init__", "types", "errors", "options"], "base"),
     **dict.fromkeys(["config", "config_correction", "config_section"], "base"),
+    "plugin": "plugin",
     **dict.fromkeys(["cli", "console", "doctor", "__main__"], "command line"),
 }
 THIRD_PARTY = {
@@ -55,6 +57,7 @@ THIRD_PARTY = {
         *("torch", "numpy", "pydantic"),
         *("tqdm", "wandb", "matplotlib", "jinja2", "markupsafe"),  # where numbers and reports go
     },
+    "plugin": set(),
     "verify": {"torch"},
     "command line": {"torch", "tqdm"},
 }

@@ -9,7 +9,6 @@ tokens, so that one can see the log-probability of even tokens rise.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import torch
@@ -25,13 +24,22 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.objective import FSPOBand, LengthFairDualClip, leave_one_out_advantages
-from megatron_fspo.objective.policy import SequenceLevel
-from megatron_fspo.packing.batch import MicroBatch, collate
-from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.types import Completion, Prompt, Sample
+from megatron_fspo.objective import (
+    FSPOBand,
+    LengthFairDualClip,
+    SequenceLevel,
+    leave_one_out_advantages,
+)
+from megatron_fspo.plugin import (
+    PackLayout,
+    Packs,
+    PolicyLoss,
+    Scoring,
+    Sequences,
+    choose_backend,
+    megatron_groups,
+    pack,
+)
 
 VOCAB, PROMPTS, RESPONSES, STEPS = 32, 8, 4, 6
 
@@ -68,31 +76,21 @@ def build(tensor: int) -> DistributedDataParallel:
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model.to(backend.device))
 
 
-def random_samples(step: int) -> list[Sample]:
+def random_sequences(step: int) -> Sequences:
     """Responses of 1 to 24 tokens; the reward is the share of even ones. Stands for your rollouts."""
     rng = random.Random(step)
-    groups = [
-        [tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))) for _ in range(RESPONSES)]
-        for _ in range(PROMPTS)
+    responses = [
+        [rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))] for _ in range(PROMPTS * RESPONSES)
     ]
-    rewards = torch.tensor([[sum(t % 2 == 0 for t in ids) / len(ids) for ids in group] for group in groups])
-    advantages = leave_one_out_advantages(rewards)
-    return [
-        Sample(
-            prompt=Prompt(index=p, token_ids=(p, p + 1), text="", answer=""),
-            number=n,
-            completion=Completion(
-                token_ids=ids, log_probs=(0.0,) * len(ids), finish_reason="length", weight_version=step
-            ),
-            reward=rewards[p, n].item(),
-            advantage=advantages[p, n].item(),
-        )
-        for p, group in enumerate(groups)
-        for n, ids in enumerate(group)
-    ]
+    rewards = torch.tensor([sum(token % 2 == 0 for token in ids) / len(ids) for ids in responses])
+    return Sequences.of(
+        prompts=[[i // RESPONSES, i // RESPONSES + 1] for i in range(len(responses))],
+        responses=responses,
+        advantages=leave_one_out_advantages(rewards.view(PROMPTS, RESPONSES)).flatten(),
+    )
 
 
-def run(model: DistributedDataParallel, batches: list[MicroBatch], forward_step, **flags):
+def run(model: DistributedDataParallel, batches: Packs, forward_step, **flags):
     """One pass of Megatron's schedule."""
     return get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -115,41 +113,25 @@ def main() -> None:
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-3, clip_grad=1.0), [model])
 
     # 2: the loss, given the process groups it reduces over.
-    scoring = Scoring(
-        groups=ParallelGroups(
-            tp=parallel_state.get_tensor_model_parallel_group(),
-            pp=parallel_state.get_pipeline_model_parallel_group(),
-            cp=parallel_state.get_context_parallel_group(),
-            ep=parallel_state.get_expert_model_parallel_group(),
-            dp=parallel_state.get_data_parallel_group(),
-            dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        ),
-        vocab_size=VOCAB,
-        temperature=1.0,
-    )
+    groups = megatron_groups()
+    scoring = Scoring(groups=groups, vocab_size=VOCAB, temperature=1.0)
     band = FSPOBand(c_low=0.05, c_high=0.05)
     loss = PolicyLoss(
         objective=SequenceLevel(band=band, dual_clip=LengthFairDualClip(c=0.1)), scoring=scoring
     )
 
-    data_rank, data_size = scoring.groups.dp.rank(), scoring.groups.dp.size()
+    # 3: packed micro-batches that know N and T of the whole step.
+    layout = PackLayout(
+        max_tokens=256,
+        data_rank=groups.dp.rank(),
+        data_size=groups.dp.size(),
+        device=next(model.parameters()).device,
+    )
     for step in range(STEPS):
-        samples = random_samples(step)
-        # 3: packed micro-batches that know N and T of the whole step. Two packs per data-parallel rank.
-        packs = [range(i, len(samples), 2 * data_size) for i in (data_rank, data_rank + data_size)]
-        batches = [
-            collate(
-                samples,
-                pack,
-                num_sequences=len(samples),
-                num_tokens=sum(len(s.completion.token_ids) for s in samples),
-                device=next(model.parameters()).device,
-            )
-            for pack in packs
-        ]
+        batches = pack(random_sequences(step), layout)
         with torch.no_grad():
             old = run(model, batches, scoring.forward_step, forward_only=True, collect_non_loss_data=True)
-        batches = [dataclasses.replace(b, old_log_probs=o) for b, o in zip(batches, old, strict=True)]
+        batches = batches.with_columns(old_log_probs=old)
         for _ in range(2):
             model.zero_grad_buffer()
             optimizer.zero_grad()
@@ -163,7 +145,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def even_gap(batches: list[MicroBatch], log_probs: list[torch.Tensor]) -> float:
+def even_gap(batches: Packs, log_probs: list[torch.Tensor]) -> float:
     """Mean log-probability of even response tokens minus that of odd ones, before the step's updates."""
     values = torch.cat([lp[b.mask] for b, lp in zip(batches, log_probs, strict=True)])
     labels = torch.cat([b.labels[b.mask] for b in batches])

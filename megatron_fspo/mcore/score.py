@@ -6,6 +6,7 @@ The path is that of training: packed micro-batches, Megatron's schedule, log-pro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,9 +22,9 @@ from megatron_fspo.mcore.policy import Model
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.packing.batch import MicroBatch, padded_length
-from megatron_fspo.packing.pack import PackLayout, pack
+from megatron_fspo.packing.pack import pack
 from megatron_fspo.packing.sequences import Sequences
-from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.groups import ParallelGroups, pack_layout
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.weights import Architecture, read_architecture
 
@@ -88,7 +89,9 @@ def score_sequences(
 ) -> list[Tensor] | None:
     """The same under a running model: ``score_batches`` gives the log-probs of this rank's micro-batches."""
     packed = _as_sequences(sequences, arch)
-    batches = pack(packed, _layout(packed, groups, parallel, device))
+    layout = pack_layout(groups, parallel, device)
+    longest = max((padded_length(len(ids), layout.context_size) for ids in sequences), default=0)
+    batches = pack(packed, replace(layout, max_tokens=max(_MAX_TOKENS, longest)))
     found = gather_lists(_by_sequence(batches, score_batches(batches)), group=groups.dp_cp)
     return _put_together(sequences, found) if dist.get_rank() == 0 else None
 
@@ -102,22 +105,6 @@ def _as_sequences(sequences: Sequence[Sequence[int]], arch: Architecture) -> Seq
         prompts=[ids[:1] for ids in sequences],
         responses=[ids[1:] for ids in sequences],
         advantages=[0.0] * len(sequences),
-    )
-
-
-def _layout(
-    sequences: Sequences, groups: ParallelGroups, parallel: Parallel, device: torch.device
-) -> PackLayout:
-    whole = (sequences.prompt_lengths + sequences.lengths).tolist()
-    return PackLayout(
-        max_tokens=max([_MAX_TOKENS, *(padded_length(length, parallel.context) for length in whole)]),
-        data_rank=groups.dp.rank(),
-        data_size=groups.dp.size(),
-        context_rank=groups.cp.rank(),
-        context_size=parallel.context,
-        multiple_of=parallel.tensor if parallel.sequence else 1,
-        count_multiple_of=parallel.pipeline,
-        device=device,
     )
 
 

@@ -152,6 +152,11 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+    return megatron_groups(control)
+
+
+def megatron_groups(control: Control | None = None) -> ParallelGroups:
+    """The groups of Megatron's parallel state, once ``initialize_model_parallel`` has made them."""
     return ParallelGroups(
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
@@ -159,7 +164,7 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
         ep=parallel_state.get_expert_model_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        control=control,
+        control=control or Control(),
     )
 
 

@@ -129,6 +129,11 @@ class Packs(Sequence[MicroBatch]):
         columns: dict[str, Any] = {name: tensors[place] for name, tensors in self._columns.items()}
         return replace(batch, **columns)
 
+    @property
+    def totals(self) -> StepTotals:
+        """Of the optimizer step of the first of them."""
+        return self._packs[0].totals
+
     def __iter__(self) -> Iterator[MicroBatch]:
         return (self[place] for place in range(len(self)))
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
+from megatron_fspo.config import Parallel
+from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.control import Control
 
 
@@ -28,3 +31,17 @@ class ParallelGroups:
     """Data and context parallel together: all ranks with different tokens."""
     control: Control = field(default_factory=Control)
     """Where ranks wait for each other outside of collectives; the default is for a job of one process."""
+
+
+def pack_layout(groups: ParallelGroups, parallel: Parallel, device: torch.device) -> PackLayout:
+    """What this rank's packs must fit, whatever they may hold."""
+    return PackLayout(
+        data_rank=groups.dp.rank(),
+        data_size=groups.dp.size(),
+        context_rank=groups.cp.rank(),
+        context_size=parallel.context,
+        multiple_of=parallel.tensor if parallel.sequence else 1,
+        # What the interleaved schedule asks for.
+        count_multiple_of=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        device=device,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -14,7 +15,7 @@ from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.packing.sequences import Sequences, as_row
 from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.exchange import exchange
-from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.groups import ParallelGroups, pack_layout
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.sampling import is_first_of_copy
 from megatron_fspo.weights import Architecture
@@ -32,7 +33,7 @@ def make_mini_batches(
     A response with A = 0 has no policy gradient. Unless a bonus on the entropy or a penalty on the KL wants
     it, it counts in N and T and is in no pack.
     """
-    layout = pack_layout(config, arch, groups, device)
+    layout = _layout(config, arch, groups, device)
     idle = rollout.advantages == 0 if no_term_but_the_policy_gradient(config) else rollout.lengths < 0
     prompt_lengths, lengths = rollout.prompt_lengths.tolist(), rollout.lengths.tolist()
     per_batch = len(rollout) // config.batch.mini_batches
@@ -56,25 +57,14 @@ def no_term_but_the_policy_gradient(config: Config) -> bool:
     return not config.loss.entropy_coef and not config.loss.kl_coef
 
 
-def pack_layout(
-    config: Config, arch: Architecture, groups: ParallelGroups, device: torch.device
-) -> PackLayout:
-    """What the packs of a run must fit."""
-    parallel = config.parallel
-
+def _layout(config: Config, arch: Architecture, groups: ParallelGroups, device: torch.device) -> PackLayout:
     def costs(tokens: Sequence[int]) -> list[int]:
         return attention_costs(tokens, linear_size=arch.layer_size, attention_size=arch.q_size)
 
-    return PackLayout(
+    return replace(
+        pack_layout(groups, config.parallel, device),
         max_tokens=config.batch.max_tokens,
-        data_rank=groups.dp.rank(),
-        data_size=groups.dp.size(),
-        context_rank=groups.cp.rank(),
-        context_size=parallel.context,
-        multiple_of=parallel.tensor if parallel.sequence else 1,
-        count_multiple_of=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
         costs=costs if config.batch.balance == "attention" else None,
-        device=device,
     )
 
 

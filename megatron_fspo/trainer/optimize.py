@@ -103,7 +103,7 @@ def optimize(run: Training, mini_batches: Sequence[Packs], rollout: Rollout) -> 
     with run.log.phase("update_actor", total, "step", run.timings) as progress:
         for batches in [*mini_batches] * config.batch.epochs:
             update, records = _update(run, batches)
-            nonfinite += _check_finite(run, records, rollout)
+            nonfinite += _check_finite(run, records, rollout, of=batches.totals.num_sequences)
             if not updates:  # the weights are still those of the old pass
                 first = _first_update(update, records, sampled=sampled)
             if updates or sampled:
@@ -176,8 +176,8 @@ def observe(
     loss.load_state_dict(agreed(loss.state_dict(), groups))
 
 
-def _check_finite(run: Training, records: Sequence[SequenceRecord], rollout: Rollout) -> int:
-    """Name the dropped sequences of one optimizer step; stop the run when they are too many."""
+def _check_finite(run: Training, records: Sequence[SequenceRecord], rollout: Rollout, *, of: int) -> int:
+    """Name the dropped sequences of one optimizer step; stop the run when they are too many ``of`` all."""
     dropped = [record for record in records if record.nonfinite]
     for record in dropped[:8]:
         run.log.say(
@@ -185,9 +185,9 @@ def _check_finite(run: Training, records: Sequence[SequenceRecord], rollout: Rol
             f"(data-parallel rank {record.rank}, S = {record.log_ratio_sum}, L = {record.length})"
         )
     limit = run.inputs.config.loss.max_nonfinite_share
-    if len(dropped) > limit * len(records):
+    if len(dropped) > limit * of:
         raise TrainingError(
-            f"step {run.step + 1}: {len(dropped)} of {len(records)} sequences of one optimizer step are not "
+            f"step {run.step + 1}: {len(dropped)} of {of} sequences of one optimizer step are not "
             f"finite; loss.max_nonfinite_share allows {limit}. Resume from the last checkpoint with a "
             "smaller optimizer.lr, or look for what makes the logits non-finite."
         )

@@ -20,9 +20,9 @@ from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.objective.policy import LossTerms
 from megatron_fspo.packing.batch import MicroBatch, padded_length
-from megatron_fspo.packing.pack import PackLayout, Packs, pack
+from megatron_fspo.packing.pack import Packs, pack
 from megatron_fspo.packing.sequences import Sequences
-from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.groups import ParallelGroups, pack_layout
 from megatron_fspo.parallel.metrics import share
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.types import Sample
@@ -160,23 +160,14 @@ def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
 
 
 def _packs(policy: Policy, split_name: str, samples: Sequence[Sample]) -> Packs:
-    groups, parallel = policy.groups, policy.parallel
-    layout = PackLayout(
-        data_rank=groups.dp.rank(),
-        data_size=groups.dp.size(),
-        context_rank=groups.cp.rank(),
-        context_size=parallel.context,
-        multiple_of=parallel.tensor if parallel.sequence else 1,
-        count_multiple_of=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
-        device=policy.backend.device,
-    )
+    layout = pack_layout(policy.groups, policy.parallel, policy.backend.device)
     sequences = Sequences.of(
         prompts=[sample.prompt.token_ids for sample in samples],
         responses=[sample.completion.token_ids for sample in samples],
         advantages=[sample.advantage for sample in samples],
     )
     whole = (sequences.prompt_lengths + sequences.lengths).tolist()
-    lengths = [padded_length(length, parallel.context) for length in whole]
+    lengths = [padded_length(length, layout.context_size) for length in whole]
     return pack(sequences, layout, plan=split(split_name, lengths, policy.arch, layout))
 
 

@@ -68,7 +68,7 @@ def good_answer(seed: int, version: str = "default") -> dict[str, Any]:
 
 def check_all(completions: list[Completion], count: int) -> None:
     """As many as asked for, each where its request was."""
-    assert [completion.token_ids for completion in completions] == [tokens_of(i) for i in range(count)]
+    assert [tuple(completion.token_ids) for completion in completions] == [tokens_of(i) for i in range(count)]
 
 
 class FakeServer:

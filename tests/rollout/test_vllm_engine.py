@@ -101,7 +101,7 @@ def running(
 def check_all(found: list[list[Completion]]) -> None:
     """Four completions of each prompt, each where its request was."""
     want = [[tokens_of(stream_seed(PARAMS.seed, p.index, n)) for n in range(PARAMS.n)] for p in PROMPTS]
-    assert [[completion.token_ids for completion in row] for row in found] == want
+    assert [[tuple(completion.token_ids) for completion in row] for row in found] == want
 
 
 def versions(found: list[list[Completion]]) -> set[int]:

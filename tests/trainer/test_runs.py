@@ -95,7 +95,11 @@ def test_metrics_have_the_names_of_the_field(folder: Path) -> None:
 
 def test_the_first_update_is_on_policy_and_later_ones_clip(folder: Path) -> None:
     training = [row for row in rows(folder, "whole") if row["step"] > 0]
-    assert all(row["fspo/on_policy_abs_s_max"] < 1e-4 for row in training)
+    # None where no group of the first mini-batch has a spread.
+    first = [
+        row["fspo/on_policy_abs_s_max"] for row in training if row["fspo/on_policy_abs_s_max"] is not None
+    ]
+    assert first and max(first) < 1e-4
     assert all(row["rollout/logprob_abs_diff/max"] < 1e-4 for row in training)
     assert any(row["actor/pg_clipfrac"] > 0 for row in training)
     assert all(row["actor/grad_norm"] > 0 for row in training)

@@ -1,0 +1,29 @@
+"""FSPO in a Megatron-Core program of your own: all that it needs, in one import.
+
+Sequences become packed micro-batches with :func:`pack`; ``PolicyLoss(...).forward_step`` goes to Megatron's
+schedule; what FSPO is comes from :mod:`megatron_fspo.objective`. ``examples/plugin_only`` is such a program.
+"""
+
+from __future__ import annotations
+
+from megatron_fspo.mcore.backend import Backend, choose_backend
+from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
+from megatron_fspo.mcore.startup import megatron_groups
+from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.packing.pack import PackLayout, Packs, pack
+from megatron_fspo.packing.sequences import Sequences
+from megatron_fspo.parallel.groups import ParallelGroups
+
+__all__ = [
+    "Backend",
+    "MicroBatch",
+    "PackLayout",
+    "Packs",
+    "ParallelGroups",
+    "PolicyLoss",
+    "Scoring",
+    "Sequences",
+    "choose_backend",
+    "megatron_groups",
+    "pack",
+]
