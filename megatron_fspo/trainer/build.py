@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,6 +18,7 @@ from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import any_rank
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.ahead import Ahead
+from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.folder import (
     checkpoint_folder,
     checkpoint_to_resume,
@@ -26,6 +29,7 @@ from megatron_fspo.trainer.log import RunLog
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.parts import build_engine, build_policy, load_model
 from megatron_fspo.trainer.prepare import Inputs
+from megatron_fspo.trainer.step import Step, is_under_way, read_step
 
 
 @dataclass(kw_only=True)
@@ -44,25 +48,45 @@ class Training:
     log: RunLog
     step: int
     """Steps done. The weight version: one per step."""
+    resumed: bool
+    """Whether it goes on from a checkpoint."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds of the phases of the step under way."""
+    under_way: Step | None = None
+    """The step whose optimizer steps are being taken."""
     saving: Saving | None = None
     """The checkpoint whose files are being written."""
 
-    def save(self, *, wait: bool) -> None:
-        """Save a checkpoint of the step just done. Collective.
+    def save(self, *, wait: bool, cursor: dict[str, Any] | None = None) -> None:
+        """Save a checkpoint of the steps done, and of the one under way. Collective.
 
         Args:
             wait: until it is complete, even with ``checkpoint.asynchronous``.
+            cursor: where the walk over the prompts stood, if not where it stands.
         """
         self.end_save(wait=True)
-        config = self.inputs.config
-        folder = checkpoint_folder(config, self.step)
+        config, step = self.inputs.config, self.under_way
+        folder = checkpoint_folder(config, self.step, len(step.updates) if step else 0)
         if not any_rank(folder.exists(), device=self.inputs.backend.device):
-            state = {"step": self.step, "cursor": self.ahead.state_dict(), "loss": self.loss.state_dict()}
+            state = {
+                "step": self.step,
+                "cursor": self.ahead.state_dict() if cursor is None else cursor,
+                "loss": self.loss.state_dict(),
+                "under_way": step.state_dict() if step else None,
+            }
             asynchronous = config.checkpoint.asynchronous and not wait
-            self.saving = begin_save(self.policy, folder, state, snapshot=asynchronous)
+            self.saving = begin_save(
+                self.policy,
+                folder,
+                state,
+                snapshot=asynchronous,
+                more=partial(step.write, groups=self.groups) if step else None,
+            )
             self.end_save(wait=not asynchronous)
+
+    def stopping(self) -> bool:
+        """Whether the job was asked to stop; the same on all ranks. Collective."""
+        return any_rank(self.groups.control.stop_requested, device=self.inputs.backend.device)
 
     def end_save(self, *, wait: bool) -> None:
         """Complete the checkpoint being written, if there is one; without ``wait`` only if all ranks have
@@ -82,6 +106,7 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
     loss = LossState(config.loss)
     cursor = PromptCursor(len(inputs.train), config.run.seed, config.data.shuffle)
     step = 0
+    under_way: Step | None = None
     if checkpoint is None:
         load_hf(policy, config.model.checkpoint)
     else:
@@ -89,6 +114,11 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
         step = state["step"]
         cursor.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
+        if is_under_way(state):
+            pack = partial(
+                make_mini_batches, config, inputs.arch, groups=groups, device=inputs.backend.device
+            )
+            under_way = read_step(checkpoint, state["under_way"], inputs.train, pack)
     # Now that the run can go on: a refused one leaves the folder as it was.
     writer = dist.get_rank() == 0
     changes = write_config(config) if writer else []
@@ -108,7 +138,10 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
             groups=groups, vocab_size=inputs.arch.vocab_size, temperature=config.rollout.temperature
         ),
         loss=loss,
-        ahead=Ahead(inputs, engine, groups, cursor, step),
+        # A step under way has its prompts.
+        ahead=Ahead(inputs, engine, groups, cursor, step + (under_way is not None)),
         log=log,
         step=step,
+        resumed=checkpoint is not None,
+        under_way=under_way,
     )

@@ -8,15 +8,17 @@ from __future__ import annotations
 import signal
 import time
 
+from megatron_fspo.errors import StopRequested
 from megatron_fspo.mcore.hf_weights import export_hf
 from megatron_fspo.trainer.ahead import staleness_metrics
-from megatron_fspo.trainer.batches import make_mini_batches, split
+from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.build import Training, build
 from megatron_fspo.trainer.evaluate import evaluate
-from megatron_fspo.trainer.optimize import optimize, score_reference, with_old_log_probs
+from megatron_fspo.trainer.optimize import optimize, score_reference, update_metrics, with_old_log_probs
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout, without_tokens
 from megatron_fspo.trainer.sampling import add_advantages, collect_and_grade, sampling_metrics
+from megatron_fspo.trainer.step import Step
 
 
 def train(inputs: Inputs, *, resume: bool) -> bool:
@@ -29,10 +31,12 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
     run = build(inputs, resume=resume)
     control = run.groups.control
     signal.signal(signal.SIGTERM, lambda number, frame: control.request_stop())
-    if run.step == 0 and config.evaluation.every:
+    if config.evaluation.every and not run.resumed:
         run.log.step(0, _evaluate(run))
     while run.step < config.run.steps:
         metrics = train_step(run)
+        if metrics is None:
+            return _stopped(run)
         run.step += 1
         last = run.step == config.run.steps
         stopping = control.meet(f"the end of step {run.step}")
@@ -45,34 +49,40 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
             run.end_save(wait=False)
         run.log.step(run.step, metrics | run.timings)
         if stopping and not last:
-            run.log.say(f"stopped by SIGTERM after step {run.step}; continue with --resume")
-            run.engine.close()
-            run.log.close()
-            return False
+            return _stopped(run)
     export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
     run.engine.close()
     run.log.close()
     return True
 
 
-def train_step(run: Training) -> dict[str, float]:
-    """One rollout and all optimizer steps on it."""
+def train_step(run: Training) -> dict[str, float] | None:
+    """One rollout and all optimizer steps on it.
+
+    Returns:
+        its metrics; None where the job was asked to stop before its end. It left a checkpoint then: of the
+        steps before it, if no optimizer step was taken yet, else of all that was done.
+    """
     run.timings.clear()
     began = time.perf_counter()
-    config = run.inputs.config
-
-    responses = rollout(run)
-    metrics = sampling_metrics(responses)
-    metrics |= staleness_metrics(responses, run.step, limit=config.rollout.max_staleness)
-    packs, sizes = make_mini_batches(
-        config, run.inputs.arch, responses, run.groups, run.inputs.backend.device
-    )
-    responses = without_tokens(responses)
-    packs, mismatch = with_old_log_probs(run, packs, responses)
-    metrics |= mismatch
-    if run.reference is not None:
-        packs = score_reference(run, packs)
-    metrics |= optimize(run, split(packs, sizes), responses)
+    cursor = run.ahead.state_dict()
+    if run.under_way is None:
+        try:
+            responses = rollout(run)
+        except StopRequested:
+            responses = None
+        if responses is None or run.stopping():
+            run.save(wait=True, cursor=cursor)
+            return None
+        run.under_way = _with_packs(run, responses)
+    else:  # the checkpoint that the run goes on from had it
+        run.ahead.ask(run.step)
+    step = run.under_way
+    if not optimize(run, step):
+        run.save(wait=True)
+        return None
+    run.under_way = None
+    metrics = step.metrics | update_metrics(run, step)
 
     run.engine.pause()
     run.engine.update_weights(run.step + 1)
@@ -81,7 +91,7 @@ def train_step(run: Training) -> dict[str, float]:
 
     seconds = time.perf_counter() - began
     run.timings["timing_s/step"] = seconds
-    tokens = int((responses.prompt_lengths + responses.lengths).sum())
+    tokens = int((step.rollout.prompt_lengths + step.rollout.lengths).sum())
     return metrics | {"perf/throughput": tokens / seconds, "training/weight_version": float(run.step + 1)}
 
 
@@ -92,9 +102,38 @@ def rollout(run: Training) -> Rollout:
     batch = run.ahead.take(run.step)
     total = len(batch.prompts) * run.inputs.config.rollout.samples // run.groups.dp.size()
     with run.log.phase("gen", total, "response", run.timings) as progress:
-        graded = collect_and_grade(run.inputs, run.groups, batch, progress)
+        graded = collect_and_grade(run.inputs, run.groups, batch, progress, stops=True)
     run.ahead.ask(run.step)
     return add_advantages(run.inputs, run.groups, graded)
+
+
+def _with_packs(run: Training, responses: Rollout) -> Step:
+    """The step on these responses: packs, with their old log-probs."""
+    config = run.inputs.config
+    metrics = sampling_metrics(responses)
+    metrics |= staleness_metrics(responses, run.step, limit=config.rollout.max_staleness)
+    device = run.inputs.backend.device
+    packs, sizes = make_mini_batches(config, run.inputs.arch, responses, run.groups, device)
+    responses = without_tokens(responses)
+    packs, mismatch = with_old_log_probs(run, packs, responses)
+    if run.reference is not None:
+        packs = score_reference(run, packs)
+    return Step(
+        rollout=responses,
+        packs=packs,
+        sizes=sizes,
+        metrics=metrics | mismatch,
+        warm=run.policy.optimizer_steps >= config.optimizer.warmup_steps,
+    )
+
+
+def _stopped(run: Training) -> bool:
+    """End a run that SIGTERM stopped and that has its checkpoint."""
+    within = f", {len(run.under_way.updates)} optimizer steps into the next" if run.under_way else ""
+    run.log.say(f"stopped by SIGTERM after step {run.step}{within}; continue with --resume")
+    run.engine.close()
+    run.log.close()
+    return False
 
 
 def _evaluate(run: Training) -> dict[str, float]:

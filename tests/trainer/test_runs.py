@@ -172,6 +172,51 @@ def test_sigterm_saves_and_resume_continues(folder: Path) -> None:
     assert list(map(numbers, rows(folder, "stopped"))) == list(map(numbers, rows(folder, "whole")))
 
 
+def stop_within(folder: Path, name: str, place: str, count: int) -> None:
+    """A run that is asked to stop at a moment of ``stop_worker.py``."""
+    arguments = command(folder, name, "--run.steps", str(STEPS))
+    worker = str(Path(__file__).with_name("stop_worker.py"))
+    stopped = torchrun([worker, place, str(count), *arguments[arguments.index("train") + 1 :]], nproc=2)
+    assert stopped.returncode != 0 and "stopped by SIGTERM" in stopped.stdout, stopped.stderr[-6000:]
+
+
+# 32 responses and four optimizer steps a step; 18 more responses are graded by the evaluation before it.
+@pytest.mark.parametrize(
+    ("place", "count", "checkpoint"), [("rollout", 60, "step_000001"), ("update", 7, "step_000001+003")]
+)
+def test_stopped_within_a_step_and_resumed_gives_the_same_numbers(
+    folder: Path, place: str, count: int, checkpoint: str
+) -> None:
+    stop_within(folder, place, place, count)
+    assert [row["step"] for row in rows(folder, place)] == [0, 1]
+    assert (folder / place / "checkpoints" / checkpoint).is_dir()
+    shutil.copytree(folder / place, folder / f"{place}-dp2")
+    resumed = run(folder, place, "--run.steps", str(STEPS), "--checkpoint.every", "1", "--resume")
+    assert resumed.returncode == 0, resumed.stderr[-6000:]
+    assert list(map(numbers, rows(folder, place))) == list(map(numbers, rows(folder, "whole")))
+    for file in ("sequences.jsonl", "samples.jsonl", "hf/model.safetensors"):
+        assert (folder / place / file).read_bytes() == (folder / "whole" / file).read_bytes()
+
+
+@pytest.mark.parametrize("layout", ["--parallel.context 2", "--parallel.pipeline 2"])
+def test_a_step_under_way_goes_on_in_another_layout(folder: Path, layout: str) -> None:
+    """From the checkpoint of the test before this one."""
+    name = "update" + layout[-9:].replace(" ", "-")
+    shutil.copytree(folder / "update-dp2", folder / name)
+    extra = ["--parallel.tensor", "1", "--parallel.sequence", "false", *layout.split(), "--run.steps", "2"]
+    resumed = run(folder, name, *extra, "--resume")
+    assert resumed.returncode == 0, resumed.stderr[-6000:]
+    got, want = rows(folder, name)[2], rows(folder, "whole")[2]
+    for key in (
+        "response_length/mean",
+        "actor/grad_norm",
+        "actor/pg_clipfrac",
+        "fspo/sigma_hat",
+        "fspo/kl_k3",
+    ):
+        assert got[key] == pytest.approx(want[key], rel=1e-3), key
+
+
 def test_a_half_written_checkpoint_is_not_resumed_from(folder: Path) -> None:
     shutil.copytree(folder / "whole", folder / "half")
     (folder / "half/checkpoints/step_000009.partial").mkdir()
