@@ -190,7 +190,7 @@ def test_stopped_within_a_step_and_resumed_gives_the_same_numbers(
     stop_within(folder, place, place, count)
     assert [row["step"] for row in rows(folder, place)] == [0, 1]
     assert (folder / place / "checkpoints" / checkpoint).is_dir()
-    shutil.copytree(folder / place, folder / f"{place}-dp2")
+    shutil.copytree(folder / place, folder / f"{place}-kept")
     resumed = run(folder, place, "--run.steps", str(STEPS), "--checkpoint.every", "1", "--resume")
     assert resumed.returncode == 0, resumed.stderr[-6000:]
     assert list(map(numbers, rows(folder, place))) == list(map(numbers, rows(folder, "whole")))
@@ -202,7 +202,7 @@ def test_stopped_within_a_step_and_resumed_gives_the_same_numbers(
 def test_a_step_under_way_goes_on_in_another_layout(folder: Path, layout: str) -> None:
     """From the checkpoint of the test before this one."""
     name = "update" + layout[-9:].replace(" ", "-")
-    shutil.copytree(folder / "update-dp2", folder / name)
+    shutil.copytree(folder / "update-kept", folder / name)
     extra = ["--parallel.tensor", "1", "--parallel.sequence", "false", *layout.split(), "--run.steps", "2"]
     resumed = run(folder, name, *extra, "--resume")
     assert resumed.returncode == 0, resumed.stderr[-6000:]
