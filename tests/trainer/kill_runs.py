@@ -1,0 +1,308 @@
+"""Kill -9 at random moments, resume, and compare with an uninterrupted run.
+
+    python tests/trainer/kill_runs.py --kills 20 [--seed 1] [--vllm | --sampling-ahead URL ...]
+
+A run of six small steps is killed, resumed, killed again, until it ends; then the next begins, until all
+kills are done. A kill has a point of the code (see ``kill_worker.py``), a step, and victims: all processes of
+the job at once, one rank, or torchrun. After each the files are compared with the uninterrupted run's as far
+as the newest checkpoint says they go; at the end everything is. Exit status 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from kill_checks import after_kill, at_end, newest, prompts_differ
+from kill_worker import HOLD, PLAN, PROMPTS, WIDE
+from launch import REPO, environment
+from runs import command
+
+STEPS, EVERY = 6, 2
+WORKER = str(Path(__file__).with_name("kill_worker.py"))
+TOKEN = "KILL_TOKEN"
+
+# In the order in which a run comes to them: calls to choose from, and whether only the first rank gets there.
+_START = {"start": (1, False), "weights": (1, False), "config": (1, True)}
+_STEP = {
+    "asking": (1, False),
+    "rollout": (60, False),
+    "grading": (32, True),
+    "packing": (1, False),
+    "old pass": (1, False),
+    "update": (4, False),
+    "sequences": (1, True),
+    "sending": (1, False),
+}
+_SAVE = {
+    "validating": (1, False),
+    "evaluation": (60, False),
+    "samples": (8, True),
+    "files": (60, False),
+    "row": (1, True),
+    "row written": (1, True),
+    "unnamed": (1, True),
+    "state": (1, True),
+    "named": (1, True),
+}
+_RESUME = {"loading": (60, False), "cut": (3, True)}
+_LATE = {"removal": (1, True)}
+_END = {"export": (20, True), "exported": (1, True), "report": (1, True)}
+ORDER = (*_RESUME, *_STEP, *_SAVE, *_LATE, *_END)
+EMBEDDED = tuple(
+    point for point in (*_START, *ORDER) if point not in ("asking", "sending", "validating")
+)
+AHEAD = ("asking", "grading", "update", "sending", "validating", "files", "named", "loading", "export")
+_ALL = _START | _STEP | _SAVE | _RESUME | _LATE | _END
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """One kill to come."""
+
+    point: str
+    step: int
+    """The first in which it may happen; 0: any."""
+    count: int
+    rank: int
+    """Whose moment it is."""
+    victims: str
+    """``all``, ``rank 0``, ``rank 1`` or ``torchrun``."""
+    delay: float
+    """Seconds from the point to the kill."""
+    asynchronous: bool
+    """Checkpoints are written in the background."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Kills of one run come in this order."""
+        if self.point in _END:
+            return STEPS + 1, ORDER.index(self.point)
+        return (self.step, ORDER.index(self.point) if self.point in ORDER else -1)
+
+    def __str__(self) -> str:
+        saving = "asynchronous" if self.asynchronous else "synchronous"
+        when = f"{self.point}, call {self.count}, step >= {self.step}, +{self.delay:.2f} s"
+        return f"{when}, rank {self.rank}; kill {self.victims}; {saving} saving"
+
+
+def draw(points: Sequence[str], number: int, random: random.Random) -> list[Kill]:
+    """So many kills; every point comes before one comes again."""
+    chosen: list[str] = []
+    while len(chosen) < number:
+        chosen += random.sample(points, len(points))
+    return [_draw(point, random) for point in chosen[:number]]
+
+
+def _draw(point: str, random: random.Random) -> Kill:
+    calls, first_only = _ALL[point]
+    if point in _START or point in _END:
+        step = 0
+    elif point in _SAVE:
+        step = random.randrange(EVERY, STEPS + 1, EVERY)
+    elif point in _RESUME or point in _LATE:
+        step = random.randrange(EVERY + 1, STEPS + 1)
+    else:
+        step = random.randint(1, STEPS)
+    return Kill(
+        point=point,
+        step=step,
+        count=random.randint(1, calls),
+        rank=0 if first_only else random.randint(0, 1),
+        victims=random.choices(["all", "rank 0", "rank 1", "torchrun"], [5, 1, 1, 1])[0],
+        delay=random.uniform(0, 0.3),
+        asynchronous=random.random() < 0.5,
+    )
+
+
+@dataclass
+class Harness:
+    """Runs that are killed, in ``folder``; ``extra`` are arguments of all of them.
+
+    Args:
+        exact: every number must be that of the uninterrupted run.
+    """
+
+    folder: Path
+    extra: tuple[str, ...] = ()
+    exact: bool = True
+    whole: Path = field(init=False)
+    """The uninterrupted run."""
+    problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.whole = self.folder / "whole"
+
+    def reference(self) -> None:
+        """Run without a kill, and keep every checkpoint."""
+        status = self._launch("whole", None, "--checkpoint.keep", "100").wait(600)
+        assert status == 0, self._said("whole")
+
+    def run(self, name: str, kills: Iterable[Kill]) -> list[Kill]:
+        """One run to its end through these kills; returns those that it did not come to."""
+        left = sorted(kills, key=lambda kill: kill.place)
+        missed = []
+        while True:
+            kill = self._next(name, left)
+            process = self._launch(name, kill)
+            if kill is not None and self._killed(process, kill):
+                left.remove(kill)
+                self._compare(f"{name}: {kill}", after_kill(self.folder / name, self.whole, exact=self.exact))
+                continue
+            status = process.wait(600)
+            if kill is not None:
+                left.remove(kill)
+                missed.append(kill)
+            if status != 0:
+                self._compare(f"{name}, resumed", [f"exit status {status}: {self._said(name)[-3000:]}"])
+            break
+        self._compare(
+            f"{name} to its end",
+            [
+                *at_end(self.folder / name, self.whole, exact=self.exact),
+                *prompts_differ(self._prompts(name), self._prompts("whole")),
+            ],
+        )
+        return missed + left
+
+    def _next(self, name: str, left: Sequence[Kill]) -> Kill | None:
+        """The next that can happen: there is nothing to load without a checkpoint."""
+        resumes = newest(self.folder / name) is not None
+        return next((kill for kill in left if resumes or kill.point not in _RESUME), None)
+
+    def _launch(self, name: str, kill: Kill | None, *extra: str) -> subprocess.Popen[bytes]:
+        words = [*f"--run.steps {STEPS} --checkpoint.every {EVERY} --checkpoint.keep 1".split(), *self.extra]
+        words += ["--checkpoint.asynchronous", str(kill.asynchronous).lower()] if kill else []
+        words += ["--resume"] if (self.folder / name).exists() else []
+        plan = {PLAN: json.dumps(asdict(kill) | {"marker": str(self._marker)})} if kill else {}
+        self._marker.unlink(missing_ok=True)
+        self._token = uuid.uuid4().hex
+        env = environment(**plan, **{TOKEN: self._token, PROMPTS: str(self._prompts(name))})
+        with self._log(name).open("wb") as log:
+            return subprocess.Popen(
+                command(self.folder, name, *words, *extra, program=[WORKER]),
+                cwd=REPO,
+                env=env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _killed(self, process: subprocess.Popen[bytes], kill: Kill) -> bool:
+        """Wait for the point and kill; False if the run ended before it."""
+        while not self._marker.exists():
+            if process.poll() is not None:
+                return False
+            time.sleep(0.01)
+        family = psutil.Process(process.pid).children(recursive=True)
+        ranks = {child.environ()["RANK"]: child for child in family if WORKER in child.cmdline()}
+        time.sleep(kill.delay)
+        victims = {"all": [*family, process], "torchrun": [process]}
+        for rank, child in ranks.items():
+            victims[f"rank {rank}"] = [child]
+        for victim in victims[kill.victims]:
+            if victim.pid == process.pid or psutil.pid_exists(victim.pid):
+                os.kill(victim.pid, signal.SIGKILL)
+        began = time.monotonic()
+        status = process.wait(120)
+        while left := _carrying(self._token):
+            if time.monotonic() - began > 120:
+                self._compare(str(kill), [f"processes are left: {[child.cmdline() for child in left]}"])
+                for child in left:
+                    child.kill()
+            time.sleep(0.1)
+        seconds = time.monotonic() - began
+        print(f"{kill}: all ended within {seconds:.0f} s, exit status {status}", flush=True)
+        return True
+
+    def _compare(self, what: str, found: Sequence[str]) -> None:
+        print(f"  {what}: {'; '.join(found) or 'as the uninterrupted run'}", flush=True)
+        self.problems += [f"{what}: {problem}" for problem in found]
+
+    @property
+    def _marker(self) -> Path:
+        return self.folder / "marker"
+
+    def _prompts(self, name: str) -> Path:
+        return self.folder / f"{name}.prompts"
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def _said(self, name: str) -> str:
+        return self._log(name).read_text(errors="replace")
+
+
+def _carrying(token: str) -> list[psutil.Process]:
+    """Processes of a launch, whoever is their parent by now."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(TOKEN) == token:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def run_all(harness: Harness, kills: Sequence[Kill], *, per_run: int = 10) -> list[Kill]:
+    """All kills, so many to a run; one that a run did not come to is tried in the next, once.
+
+    Returns:
+        those that happened in neither.
+    """
+    harness.reference()
+    left, number, never = list(kills), 0, []
+    tried: set[Kill] = set()
+    while left:
+        number += 1
+        now, left = left[:per_run], left[per_run:]
+        for kill in harness.run(f"run-{number}", now):
+            (never if kill in tried else left).append(kill)
+            tried.add(kill)
+    return never
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--points", nargs="+", choices=sorted(_ALL), help="default: all")
+    parser.add_argument("--vllm", action="store_true", help="sampling ahead, from a vLLM that VLLM_BIN names")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="an empty folder to leave the runs in")
+    args = parser.parse_args()
+    assert 0 < 0.3 < HOLD and set(WIDE) <= set(_ALL)
+    kills = draw(args.points or (AHEAD if args.vllm else EMBEDDED), args.kills, random.Random(args.seed))
+    with tempfile.TemporaryDirectory() as folder:
+        if args.vllm:
+            from kill_vllm import run_ahead
+
+            problems, never = run_ahead(args.keep or Path(folder), kills)
+        else:
+            harness = Harness(args.keep or Path(folder))
+            never, problems = run_all(harness, kills), harness.problems
+    for kill in never:
+        print(f"did not happen: {kill}")
+    print(f"{len(kills) - len(never)} kills, {len(problems)} problems")
+    for problem in problems:
+        print(problem)
+    return 1 if problems or never else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
