@@ -50,10 +50,10 @@ class Training:
     """The checkpoint whose files are being written."""
 
     def save(self, *, wait: bool) -> None:
-        """Save a checkpoint of the step just done. Collective.
+        """Write a checkpoint of the step just done; :meth:`end_save` gives it its name. Collective.
 
         Args:
-            wait: until it is complete, even with ``checkpoint.asynchronous``.
+            wait: until its files are written, even with ``checkpoint.asynchronous``.
         """
         self.end_save(wait=True)
         config = self.inputs.config
@@ -62,11 +62,12 @@ class Training:
             state = {"step": self.step, "cursor": self.ahead.state_dict(), "loss": self.loss.state_dict()}
             asynchronous = config.checkpoint.asynchronous and not wait
             self.saving = begin_save(self.policy, folder, state, snapshot=asynchronous)
-            self.end_save(wait=not asynchronous)
+            if not asynchronous:
+                self.saving.written(wait=True)
 
     def end_save(self, *, wait: bool) -> None:
-        """Complete the checkpoint being written, if there is one; without ``wait`` only if all ranks have
-        written their files. Collective."""
+        """Give the checkpoint being written, if there is one, its name; without ``wait`` only if all ranks
+        have written their files. To be called when the row of its step is in the log. Collective."""
         if self.saving is not None and self.saving.finish(wait=wait):
             self.saving = None
             if dist.get_rank() == 0:
@@ -92,6 +93,8 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
     # Now that the run can go on: a refused one leaves the folder as it was.
     writer = dist.get_rank() == 0
     changes = write_config(config) if writer else []
+    if writer:
+        remove_old_checkpoints(config)  # a killed run may not have come to its end
     groups.control.meet("the weights to be loaded")
     log = RunLog(config, writer=writer, resume_step=step if checkpoint else None)
     for change in changes:

@@ -41,9 +41,9 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
         if _due(run.step, config.checkpoint.every) or last or stopping:
             with run.log.phase("save_checkpoint", 1, "", run.timings):
                 run.save(wait=last or stopping)
-        else:
-            run.end_save(wait=False)
+        # First the row, then the name of the checkpoint: a run that resumes from it has the row.
         run.log.step(run.step, metrics | run.timings)
+        run.end_save(wait=False)
         if stopping and not last:
             run.log.say(f"stopped by SIGTERM after step {run.step}; continue with --resume")
             run.engine.close()

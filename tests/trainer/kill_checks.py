@@ -82,9 +82,7 @@ def _rows_differ(
     elif not set(steps) <= set(wanted) or steps != sorted(steps):
         return [f"{file} has steps {steps}"]
     if exact:
-        wrong = [
-            row["step"] for row, other in zip(got, want, strict=True) if numbers(row) != numbers(other)
-        ]
+        wrong = [row["step"] for row, other in zip(got, want, strict=True) if numbers(row) != numbers(other)]
         return [f"{file}: other numbers in steps {wrong}"] if wrong else []
     if file != "metrics.jsonl":
         return []

@@ -1,6 +1,6 @@
 """Kill -9 at random moments, resume, and compare with an uninterrupted run.
 
-    python tests/trainer/kill_runs.py --kills 20 [--seed 1] [--vllm | --sampling-ahead URL ...]
+    python tests/trainer/kill_runs.py --kills 20 [--seed 1] [--vllm]
 
 A run of six small steps is killed, resumed, killed again, until it ends; then the next begins, until all
 kills are done. A kill has a point of the code (see ``kill_worker.py``), a step, and victims: all processes of
@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from kill_checks import after_kill, at_end, newest, prompts_differ
-from kill_worker import HOLD, PLAN, PROMPTS, WIDE
+from kill_worker import PLAN, PROMPTS
 from launch import REPO, environment
 from runs import command
 
@@ -62,9 +62,7 @@ _RESUME = {"loading": (60, False), "cut": (3, True)}
 _LATE = {"removal": (1, True)}
 _END = {"export": (20, True), "exported": (1, True), "report": (1, True)}
 ORDER = (*_RESUME, *_STEP, *_SAVE, *_LATE, *_END)
-EMBEDDED = tuple(
-    point for point in (*_START, *ORDER) if point not in ("asking", "sending", "validating")
-)
+EMBEDDED = tuple(point for point in (*_START, *ORDER) if point not in ("asking", "sending", "validating"))
 AHEAD = ("asking", "grading", "update", "sending", "validating", "files", "named", "loading", "export")
 _ALL = _START | _STEP | _SAVE | _RESUME | _LATE | _END
 
@@ -168,6 +166,7 @@ class Harness:
                 missed.append(kill)
             if status != 0:
                 self._compare(f"{name}, resumed", [f"exit status {status}: {self._said(name)[-3000:]}"])
+                return missed + left
             break
         self._compare(
             f"{name} to its end",
@@ -286,7 +285,6 @@ def main() -> int:
     parser.add_argument("--vllm", action="store_true", help="sampling ahead, from a vLLM that VLLM_BIN names")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="an empty folder to leave the runs in")
     args = parser.parse_args()
-    assert 0 < 0.3 < HOLD and set(WIDE) <= set(_ALL)
     kills = draw(args.points or (AHEAD if args.vllm else EMBEDDED), args.kills, random.Random(args.seed))
     with tempfile.TemporaryDirectory() as folder:
         if args.vllm:
