@@ -40,7 +40,7 @@ def after_kill(run: Path, whole: Path, *, exact: bool = True) -> list[str]:
     return found
 
 
-def at_end(run: Path, whole: Path, *, exact: bool = True) -> list[str]:
+def at_end(run: Path, whole: Path, *, keep: int, exact: bool = True) -> list[str]:
     """What is wrong with a run that was killed, resumed, and went to its end."""
     found = []
     for file in FILES:
@@ -51,8 +51,10 @@ def at_end(run: Path, whole: Path, *, exact: bool = True) -> list[str]:
     names = {path.name for path in run.iterdir()}
     if names != (wanted := {path.name for path in whole.iterdir()}):
         found.append(f"beside each other are {sorted(names ^ wanted)}")
-    left = sorted(path.name for path in (run / "checkpoints").iterdir())
-    if len(left) != 1:  # checkpoint.keep = 1
+    left, wanted_left = (
+        sorted(path.name for path in (folder / "checkpoints").iterdir()) for folder in (run, whole)
+    )
+    if left != wanted_left[-keep:]:
         found.append(f"checkpoints: {left}")
     return found
 

@@ -128,21 +128,22 @@ def _draw(point: str, random: random.Random) -> Kill:
 
 @dataclass
 class Harness:
-    """Runs that are killed, in ``folder``; ``extra`` are arguments of all of them.
-
-    Args:
-        exact: every number must be that of the uninterrupted run.
-    """
+    """Runs that are killed, and an uninterrupted one, ``whole``."""
 
     folder: Path
+    """Of all of them."""
     extra: tuple[str, ...] = ()
+    """Arguments of all of them."""
     exact: bool = True
-    whole: Path = field(init=False)
-    """The uninterrupted run."""
+    """Every number must be that of the uninterrupted run; else prompts are compared in place of numbers."""
+    steps: int = STEPS
+    every: int = EVERY
+    keep: int = 1
     problems: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.whole = self.folder / "whole"
+    @property
+    def whole(self) -> Path:
+        return self.folder / "whole"
 
     def reference(self) -> None:
         """Run without a kill, and keep every checkpoint."""
@@ -168,13 +169,10 @@ class Harness:
                 self._compare(f"{name}, resumed", [f"exit status {status}: {self._said(name)[-3000:]}"])
                 return missed + left
             break
-        self._compare(
-            f"{name} to its end",
-            [
-                *at_end(self.folder / name, self.whole, exact=self.exact),
-                *prompts_differ(self._prompts(name), self._prompts("whole")),
-            ],
-        )
+        found = at_end(self.folder / name, self.whole, keep=self.keep, exact=self.exact)
+        if not self.exact:
+            found += prompts_differ(self._prompts(name), self._prompts("whole"))
+        self._compare(f"{name} to its end", found)
         return missed + left
 
     def _next(self, name: str, left: Sequence[Kill]) -> Kill | None:
@@ -183,7 +181,8 @@ class Harness:
         return next((kill for kill in left if resumes or kill.point not in _RESUME), None)
 
     def _launch(self, name: str, kill: Kill | None, *extra: str) -> subprocess.Popen[bytes]:
-        words = [*f"--run.steps {STEPS} --checkpoint.every {EVERY} --checkpoint.keep 1".split(), *self.extra]
+        words = [*f"--run.steps {self.steps} --checkpoint.every {self.every}".split(), *self.extra]
+        words += ["--checkpoint.keep", str(self.keep)]
         words += ["--checkpoint.asynchronous", str(kill.asynchronous).lower()] if kill else []
         words += ["--resume"] if (self.folder / name).exists() else []
         plan = {PLAN: json.dumps(asdict(kill) | {"marker": str(self._marker)})} if kill else {}
