@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -73,7 +73,7 @@ class Kill:
 
     point: str
     step: int
-    """The first in which it may happen; 0: any."""
+    """The first in which it may happen, or whose resume; 0: any."""
     count: int
     rank: int
     """Whose moment it is."""
@@ -90,6 +90,11 @@ class Kill:
         if self.point in _END:
             return STEPS + 1, ORDER.index(self.point)
         return (self.step, ORDER.index(self.point) if self.point in ORDER else -1)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """For the worker; a resume happens before any step."""
+        return asdict(self) | ({"step": 0} if self.point in _RESUME else {})
 
     def __str__(self) -> str:
         saving = "asynchronous" if self.asynchronous else "synchronous"
@@ -185,7 +190,7 @@ class Harness:
         words += ["--checkpoint.keep", str(self.keep)]
         words += ["--checkpoint.asynchronous", str(kill.asynchronous).lower()] if kill else []
         words += ["--resume"] if (self.folder / name).exists() else []
-        plan = {PLAN: json.dumps(asdict(kill) | {"marker": str(self._marker)})} if kill else {}
+        plan = {PLAN: json.dumps(kill.plan | {"marker": str(self._marker)})} if kill else {}
         self._marker.unlink(missing_ok=True)
         self._token = uuid.uuid4().hex
         env = environment(**plan, **{TOKEN: self._token, PROMPTS: str(self._prompts(name))})
@@ -205,15 +210,12 @@ class Harness:
             if process.poll() is not None:
                 return False
             time.sleep(0.01)
-        family = psutil.Process(process.pid).children(recursive=True)
-        ranks = {child.environ()["RANK"]: child for child in family if WORKER in child.cmdline()}
+        family = _carrying(self._token)
         time.sleep(kill.delay)
-        victims = {"all": [*family, process], "torchrun": [process]}
-        for rank, child in ranks.items():
-            victims[f"rank {rank}"] = [child]
-        for victim in victims[kill.victims]:
-            if victim.pid == process.pid or psutil.pid_exists(victim.pid):
-                os.kill(victim.pid, signal.SIGKILL)
+        victims = [one for one in family if kill.victims in ("all", _role(one))]
+        for victim in victims or family:  # a rank may have left
+            with suppress(psutil.NoSuchProcess):
+                victim.kill()
         began = time.monotonic()
         status = process.wait(120)
         while left := _carrying(self._token):
@@ -256,21 +258,27 @@ def _carrying(token: str) -> list[psutil.Process]:
     return found
 
 
+def _role(process: psutil.Process) -> str:
+    try:
+        rank = process.environ().get("RANK")
+    except psutil.Error:
+        return "gone"
+    return "torchrun" if rank is None else f"rank {rank}"
+
+
 def run_all(harness: Harness, kills: Sequence[Kill], *, per_run: int = 10) -> list[Kill]:
-    """All kills, so many to a run; one that a run did not come to is tried in the next, once.
+    """All kills, so many to a run; what a run did not come to is left to the next.
 
     Returns:
-        those that happened in neither.
+        those that did not happen at all.
     """
     harness.reference()
     left, number, never = list(kills), 0, []
-    tried: set[Kill] = set()
     while left:
         number += 1
         now, left = left[:per_run], left[per_run:]
-        for kill in harness.run(f"run-{number}", now):
-            (never if kill in tried else left).append(kill)
-            tried.add(kill)
+        missed = harness.run(f"run-{number}", now)
+        (never if len(missed) == len(now) else left).extend(missed)
     return never
 
 
