@@ -98,6 +98,18 @@ class Saving:
         except Exception as error:  # told to all ranks by finish
             self._error = f"rank {dist.get_rank()}: {error}"
 
+    def written(self, *, wait: bool) -> bool:
+        """Whether every rank has written its part, or failed to. Collective.
+
+        Args:
+            wait: until it is so.
+        """
+        while any_rank(self._thread.is_alive(), device=self._device):
+            if not wait:
+                return False
+            self._thread.join(_POLL_SECONDS)
+        return True
+
     def finish(self, *, wait: bool) -> bool:
         """Put the checkpoint under its name once every rank has written its part. Collective.
 
@@ -107,10 +119,8 @@ class Saving:
         Raises:
             TrainingError: on every rank; a part could not be written. Checkpoints before it are as they were.
         """
-        while any_rank(self._thread.is_alive(), device=self._device):
-            if not wait:
-                return False
-            self._thread.join(_POLL_SECONDS)
+        if not self.written(wait=wait):
+            return False
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object((self._error, self._writer.index), parts)
         problem = _attempt(lambda: self._complete(parts)) if parts is not None else None
@@ -140,7 +150,7 @@ def begin_save(
         state: JSON types only; the same on every rank.
         snapshot: copy this rank's part (in bf16 14 bytes, in fp32 12 bytes, for each parameter that is this
             rank's to write) to host memory first; training may go on at once. Without, nothing may change
-            before ``finish`` returns.
+            before all is ``written``.
         more: writes what else this rank has, into the folder that it is given; no collectives.
 
     Raises:

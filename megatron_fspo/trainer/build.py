@@ -58,10 +58,11 @@ class Training:
     """The checkpoint whose files are being written."""
 
     def save(self, *, wait: bool, cursor: dict[str, Any] | None = None) -> None:
-        """Save a checkpoint of the steps done, and of the one under way. Collective.
+        """Write a checkpoint of the steps done, and of the one under way; :meth:`end_save` gives it its name.
+        Collective.
 
         Args:
-            wait: until it is complete, even with ``checkpoint.asynchronous``.
+            wait: until its files are written, even with ``checkpoint.asynchronous``.
             cursor: where the walk over the prompts stood, if not where it stands.
         """
         self.end_save(wait=True)
@@ -82,15 +83,16 @@ class Training:
                 snapshot=asynchronous,
                 more=partial(step.write, groups=self.groups) if step else None,
             )
-            self.end_save(wait=not asynchronous)
+            if not asynchronous:
+                self.saving.written(wait=True)
 
     def stopping(self) -> bool:
         """Whether the job was asked to stop; the same on all ranks. Collective."""
         return any_rank(self.groups.control.stop_requested, device=self.inputs.backend.device)
 
     def end_save(self, *, wait: bool) -> None:
-        """Complete the checkpoint being written, if there is one; without ``wait`` only if all ranks have
-        written their files. Collective."""
+        """Give the checkpoint being written, if there is one, its name; without ``wait`` only if all ranks
+        have written their files. To be called when the row of its step is in the log. Collective."""
         if self.saving is not None and self.saving.finish(wait=wait):
             self.saving = None
             if dist.get_rank() == 0:
@@ -122,6 +124,8 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
     # Now that the run can go on: a refused one leaves the folder as it was.
     writer = dist.get_rank() == 0
     changes = write_config(config) if writer else []
+    if writer:
+        remove_old_checkpoints(config)  # a killed run may not have come to its end
     groups.control.meet("the weights to be loaded")
     log = RunLog(config, writer=writer, resume_step=step if checkpoint else None)
     for change in changes:

@@ -30,9 +30,14 @@ def checkpoints(config: Config) -> list[Path]:
 
 
 def remove_old_checkpoints(config: Config) -> None:
-    """Keep the newest ``checkpoint.keep``."""
-    for path in checkpoints(config)[: -config.checkpoint.keep]:
-        shutil.rmtree(path)
+    """Keep the newest ``checkpoint.keep``, and nothing that a killed run left half written or half removed.
+
+    Not while a checkpoint is being written.
+    """
+    half = (config.run_folder / "checkpoints").glob("*.partial")
+    for path in [*half, *checkpoints(config)[: -config.checkpoint.keep]]:
+        # What has the name of a checkpoint is a whole one.
+        shutil.rmtree(path.rename(path.with_suffix(".partial")))
 
 
 def checkpoint_to_resume(config: Config, *, resume: bool) -> Path | None:

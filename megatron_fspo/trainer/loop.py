@@ -45,9 +45,9 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
         if _due(run.step, config.checkpoint.every) or last or stopping:
             with run.log.phase("save_checkpoint", 1, "", run.timings):
                 run.save(wait=last or stopping)
-        else:
-            run.end_save(wait=False)
+        # First the row, then the name of the checkpoint: a run that resumes from it has the row.
         run.log.step(run.step, metrics | run.timings)
+        run.end_save(wait=False)
         if stopping and not last:
             return _stopped(run)
     export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
@@ -128,7 +128,8 @@ def _with_packs(run: Training, responses: Rollout) -> Step:
 
 
 def _stopped(run: Training) -> bool:
-    """End a run that SIGTERM stopped and that has its checkpoint."""
+    """End a run that SIGTERM stopped and whose checkpoint is written."""
+    run.end_save(wait=True)
     within = f", {len(run.under_way.updates)} optimizer steps into the next" if run.under_way else ""
     run.log.say(f"stopped by SIGTERM after step {run.step}{within}; continue with --resume")
     run.engine.close()

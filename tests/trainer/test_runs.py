@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kill_runs import Harness, Kill
 from launch import REPO, environment, torchrun
 from runs import command, numbers, rows, run
 
@@ -141,21 +142,19 @@ print(largest_difference(copy)[0])
 """
 
 
-def test_killed_and_resumed_gives_the_numbers_of_an_uninterrupted_run(folder: Path) -> None:
-    process = start(folder, "killed", "--checkpoint.asynchronous", "true")
-    wait_for_step(folder, "killed", 2, process)
-    # torchrun gives every rank a session of its own: kill them all at once, as a lost node would.
-    for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
-        victim.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert not (folder / "killed/hf").exists()
-    resumed = run(folder, "killed", "--run.steps", str(STEPS), "--checkpoint.every", "1", "--resume")
-    assert resumed.returncode == 0, resumed.stderr[-6000:]
-    got, want = rows(folder, "killed"), rows(folder, "whole")
-    assert [row["step"] for row in got] == list(range(STEPS + 1))
-    assert list(map(numbers, got)) == list(map(numbers, want))
-    weights = "hf/model.safetensors"
-    assert (folder / "killed" / weights).read_bytes() == (folder / "whole" / weights).read_bytes()
+KILLS = [
+    Kill(point="update", step=2, count=3, rank=0, victims="rank 1", delay=0.0, asynchronous=False),
+    Kill(point="row", step=2, count=1, rank=0, victims="all", delay=0.1, asynchronous=True),
+    Kill(point="named", step=3, count=1, rank=0, victims="all", delay=0.1, asynchronous=False),
+    Kill(point="export", step=0, count=5, rank=0, victims="all", delay=0.0, asynchronous=True),
+]
+
+
+def test_killed_and_resumed_is_the_uninterrupted_run(folder: Path) -> None:
+    """``python tests/trainer/kill_runs.py`` has many more."""
+    harness = Harness(folder, steps=STEPS, every=1, keep=2)
+    assert harness.run("killed", KILLS) == []
+    assert not harness.problems
 
 
 def test_sigterm_saves_and_resume_continues(folder: Path) -> None:
