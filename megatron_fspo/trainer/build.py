@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from megatron_fspo.data.prompts import PromptCursor
+from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.policy import Model, Policy
@@ -81,13 +82,14 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
     policy = build_policy(inputs, groups)
     loss = LossState(config.loss)
     cursor = PromptCursor(len(inputs.train), config.run.seed, config.data.shuffle)
+    walk = PromptWalk(cursor, config.rollout.prompts)
     step = 0
     if checkpoint is None:
         load_hf(policy, config.model.checkpoint)
     else:
         state = load_checkpoint(policy, checkpoint)
         step = state["step"]
-        cursor.load_state_dict(state["cursor"])
+        walk.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
     # Now that the run can go on: a refused one leaves the folder as it was.
     writer = dist.get_rank() == 0
@@ -108,7 +110,7 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
             groups=groups, vocab_size=inputs.arch.vocab_size, temperature=config.rollout.temperature
         ),
         loss=loss,
-        ahead=Ahead(inputs, engine, groups, cursor, step),
+        ahead=Ahead(inputs, engine, groups, walk, step),
         log=log,
         step=step,
     )

@@ -12,11 +12,12 @@ from megatron_fspo.mcore.hf_weights import export_hf
 from megatron_fspo.trainer.ahead import staleness_metrics
 from megatron_fspo.trainer.batches import make_mini_batches, split
 from megatron_fspo.trainer.build import Training, build
+from megatron_fspo.trainer.dynamic import fill
 from megatron_fspo.trainer.evaluate import evaluate
 from megatron_fspo.trainer.optimize import optimize, score_reference, with_old_log_probs
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout, without_tokens
-from megatron_fspo.trainer.sampling import add_advantages, collect_and_grade, sampling_metrics
+from megatron_fspo.trainer.sampling import Batch, add_advantages, collect_and_grade, sampling_metrics
 
 
 def train(inputs: Inputs, *, resume: bool) -> bool:
@@ -61,8 +62,7 @@ def train_step(run: Training) -> dict[str, float]:
     began = time.perf_counter()
     config = run.inputs.config
 
-    responses = rollout(run)
-    metrics = sampling_metrics(responses)
+    responses, metrics = rollout(run)
     metrics |= staleness_metrics(responses, run.step, limit=config.rollout.max_staleness)
     packs, sizes = make_mini_batches(
         config, run.inputs.arch, responses, run.groups, run.inputs.backend.device
@@ -85,15 +85,30 @@ def train_step(run: Training) -> dict[str, float]:
     return metrics | {"perf/throughput": tokens / seconds, "training/weight_version": float(run.step + 1)}
 
 
-def rollout(run: Training) -> Rollout:
+def rollout(run: Training) -> tuple[Rollout, dict[str, float]]:
     """Responses to the next prompts, graded, with advantages; those of later steps, as far ahead as may be,
-    are asked for."""
+    are asked for. The metrics are of all that were sampled, also where only some stay."""
+    options = run.inputs.config.rollout
     run.groups.control.meet("the first rank to write its records")
-    batch = run.ahead.take(run.step)
-    total = len(batch.prompts) * run.inputs.config.rollout.samples // run.groups.dp.size()
+    responses = _responses(run, run.ahead.take(run.step))
+    metrics = sampling_metrics(responses)
+    if options.dynamic_sampling:
+        filled = fill(
+            responses,
+            lambda number, prompts: _responses(run, run.ahead.further(run.step, number, prompts)),
+            max_rounds=options.max_rounds,
+        )
+        responses, metrics = filled.batch, sampling_metrics(filled.sampled) | filled.metrics()
+        if filled.unfilled:
+            run.log.say(f"step {run.step + 1}: {filled}")
+    run.ahead.ask(run.step)
+    return responses, metrics
+
+
+def _responses(run: Training, batch: Batch) -> Rollout:
+    total = len(batch.prompts) * batch.samples // run.groups.dp.size()
     with run.log.phase("gen", total, "response", run.timings) as progress:
         graded = collect_and_grade(run.inputs, run.groups, batch, progress)
-    run.ahead.ask(run.step)
     return add_advantages(run.inputs, run.groups, graded)
 
 
