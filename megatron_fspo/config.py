@@ -124,6 +124,14 @@ class Rollout(Section):
         description="versions that the weights behind a token may be older than the trainer's; above 0 so "
         "many steps are sampled ahead, while the trainer learns (vllm only)",
     )
+    dynamic_sampling: bool = Field(
+        False,
+        description="replace groups whose rewards are all equal, which teach nothing, by those of further "
+        "prompts, until the batch is full",
+    )
+    max_rounds: Annotated[int, Field(ge=2)] = Field(
+        4, description="with dynamic_sampling: rounds of sampling in a step at most, the first included"
+    )
     old_log_probs: Literal["recompute", "sampled"] = Field(
         "recompute",
         description="what S starts from: the trainer's own pass before the first update, or the sampler's "

@@ -38,8 +38,8 @@ class RolloutEngine(Protocol):
             prompts: of all ranks.
             mine: places of those whose completions this data-parallel rank is to hold; default all.
 
-        Several batches may be pending at once, and are collected in the order they were asked for. An engine
-        that samples in this process does so only when they are collected.
+        Several batches may be pending at once, and are collected in any order, the same on every rank. An
+        engine that samples in this process does so only when they are collected.
         """
         ...
 

@@ -2,7 +2,8 @@
 
 The batch of step k is trained on weights k. With ``rollout.max_staleness`` = K the batches up to k + K are
 asked for before step k trains, and sampled meanwhile: no token is from weights older than K versions when it
-is learned from. K = 0 is the synchronous algorithm.
+is learned from. K = 0 is the synchronous algorithm. Further prompts of step k are asked for at its turn, and
+sampled by weights k.
 
 Batches are made of prompts in their order and waited for to the last response. To train on whoever is done
 first would favour short responses.
@@ -11,9 +12,10 @@ first would favour short responses.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
-from megatron_fspo.data.prompts import PromptCursor
+from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rollout.engine import RolloutEngine
@@ -21,13 +23,6 @@ from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.sampling import Batch, ask
 from megatron_fspo.types import SamplingParams
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    batch: Batch
-    cursor: dict[str, int]
-    """Where the walk over the prompts stood before it."""
 
 
 class Ahead:
@@ -38,38 +33,47 @@ class Ahead:
     """
 
     def __init__(
-        self, inputs: Inputs, engine: RolloutEngine, groups: ParallelGroups, cursor: PromptCursor, step: int
+        self, inputs: Inputs, engine: RolloutEngine, groups: ParallelGroups, walk: PromptWalk, step: int
     ) -> None:
         self._inputs = inputs
         self._engine = engine
         self._groups = groups
-        self._cursor = cursor
+        self._walk = walk
         self._next = step
-        self._asked: deque[_Asked] = deque()
+        self._asked: deque[Batch] = deque()
 
     def take(self, step: int) -> Batch:
         """The batch of this step. Collective."""
         self._ask_until(step)
-        return self._asked.popleft().batch
+        self._walk.close()
+        return self._asked.popleft()
+
+    def further(self, step: int, number: int, prompts: int) -> Batch:
+        """Ask for so many prompts more, in a further round of the step under way. Collective.
+
+        Args:
+            number: of the round: 1 after the batch itself.
+        """
+        return self._ask(self._walk.further(prompts), self._params(step, number))
 
     def ask(self, step: int) -> None:
         """Ask for all that may be sampled while this step trains. Collective."""
         config = self._inputs.config
         self._ask_until(min(step + config.rollout.max_staleness, config.run.steps - 1))
 
-    def state_dict(self) -> dict[str, int]:
-        """The prompt cursor to resume with: what was only asked for is asked for again."""
-        return self._asked[0].cursor if self._asked else self._cursor.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        """The prompt walk to resume with: what was only asked for is asked for again."""
+        return self._walk.state_dict()
 
     def _ask_until(self, step: int) -> None:
         while self._next <= step:
-            cursor = self._cursor.state_dict()
-            prompts = [self._inputs.train[i] for i in self._cursor.take(self._inputs.config.rollout.prompts)]
-            batch = ask(self._engine, self._groups, prompts, self._params(self._next))
-            self._asked.append(_Asked(batch=batch, cursor=cursor))
+            self._asked.append(self._ask(self._walk.batch(), self._params(self._next)))
             self._next += 1
 
-    def _params(self, step: int) -> SamplingParams:
+    def _ask(self, indices: Sequence[int], params: SamplingParams) -> Batch:
+        return ask(self._engine, self._groups, [self._inputs.train[i] for i in indices], params)
+
+    def _params(self, step: int, number: int = 0) -> SamplingParams:
         rollout = self._inputs.config.rollout
         return SamplingParams(
             n=rollout.samples,
@@ -77,8 +81,8 @@ class Ahead:
             top_p=rollout.top_p,
             max_tokens=rollout.max_response_tokens,
             stop_token_ids=self._inputs.stop_token_ids,
-            # A prompt that comes again in a later step gets other responses.
-            seed=self._inputs.config.run.seed * 1_000_000_007 + step,
+            # A prompt that comes again in a later step, or in a later round, gets other responses.
+            seed=self._inputs.config.run.seed * 1_000_000_007 + step + (number << 64),
         )
 
 

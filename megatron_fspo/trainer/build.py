@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_fspo.data.prompts import PromptCursor
+from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.policy import Model, Policy
@@ -107,6 +108,7 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
     policy = build_policy(inputs, groups)
     loss = LossState(config.loss)
     cursor = PromptCursor(len(inputs.train), config.run.seed, config.data.shuffle)
+    walk = PromptWalk(cursor, config.rollout.prompts)
     step = 0
     under_way: Step | None = None
     if checkpoint is None:
@@ -114,7 +116,7 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
     else:
         state = load_checkpoint(policy, checkpoint)
         step = state["step"]
-        cursor.load_state_dict(state["cursor"])
+        walk.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
         if is_under_way(state):
             pack = partial(
@@ -143,7 +145,7 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
         ),
         loss=loss,
         # A step under way has its prompts.
-        ahead=Ahead(inputs, engine, groups, cursor, step + (under_way is not None)),
+        ahead=Ahead(inputs, engine, groups, walk, step + (under_way is not None)),
         log=log,
         step=step,
         resumed=checkpoint is not None,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +53,11 @@ class Rollout:
             self.samples
         )
 
+    @property
+    def spread(self) -> Tensor:
+        """[prompts] bool: the group teaches something, as not all of its advantages are 0."""
+        return (self.advantages.view(-1, self.samples) != 0).any(1)
+
     def name(self, number: int) -> str:
         """Which response, for messages."""
         prompt = self.prompts[number // self.samples]
@@ -67,6 +74,7 @@ COLUMNS = (
     *("spans", "last_version", "last_start", "owner"),
 )
 """Fields that :func:`describe` gives, in its order."""
+_PER_RESPONSE = (*COLUMNS, "advantages")
 _TYPES = {"rewards": torch.float64, "truncated": torch.bool}
 
 
@@ -108,3 +116,40 @@ def with_advantages(rollout: Rollout, advantages: Tensor) -> Rollout:
 def without_tokens(rollout: Rollout) -> Rollout:
     """The same, once its tokens are in packs."""
     return replace(rollout, held={})
+
+
+def join(parts: Sequence[Rollout]) -> Rollout:
+    """The groups of several rollouts, one rollout after the other, each response with whoever holds it.
+
+    Raises:
+        ValueError: no parts, or groups of different sizes.
+    """
+    if len({part.samples for part in parts}) != 1:
+        raise ValueError(f"rollouts with groups of {[part.samples for part in parts]} do not join")
+    starts = accumulate(map(len, parts), initial=0)
+    columns: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_RESPONSE
+    }
+    return replace(
+        parts[0],
+        prompts=[prompt for part in parts for prompt in part.prompts],
+        held={
+            start + number: completion
+            for part, start in zip(parts, starts, strict=False)
+            for number, completion in part.held.items()
+        },
+        **columns,
+    )
+
+
+def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
+    """Some groups of a rollout, in this order; their responses are numbered anew."""
+    n = rollout.samples
+    numbers = [group * n + i for group in groups for i in range(n)]
+    columns: dict[str, Any] = {name: getattr(rollout, name)[numbers] for name in _PER_RESPONSE}
+    return replace(
+        rollout,
+        prompts=[rollout.prompts[group] for group in groups],
+        held={new: rollout.held[old] for new, old in enumerate(numbers) if old in rollout.held},
+        **columns,
+    )

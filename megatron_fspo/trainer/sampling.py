@@ -114,7 +114,10 @@ def add_advantages(inputs: Inputs, groups: ParallelGroups, rollout: Rollout) -> 
 
 
 def sampling_metrics(rollout: Rollout) -> dict[str, float]:
-    """Rewards, advantages and lengths of one rollout."""
+    """Rewards, advantages and lengths of one rollout: of all responses, in a pack or not.
+
+    ``critic/no_spread`` is the share of groups whose advantages are all 0.
+    """
     columns = {
         "critic/score": rollout.rewards,
         "critic/rewards": rollout.rewards,
@@ -128,5 +131,5 @@ def sampling_metrics(rollout: Rollout) -> dict[str, float]:
         metrics[f"{name}/max"] = values.max().item()
         metrics[f"{name}/min"] = values.min().item()
     metrics["response_length/clip_ratio"] = rollout.truncated.double().mean().item()
-    metrics["critic/no_spread"] = (rollout.advantages == 0).double().mean().item()
+    metrics["critic/no_spread"] = (~rollout.spread).double().mean().item()
     return metrics

@@ -243,6 +243,18 @@ def test_responses_go_on_over_an_update(tmp_path: Path) -> None:
         assert [len(row) for row in later()] == [4]
 
 
+def test_a_later_batch_may_be_collected_first(tmp_path: Path) -> None:
+    """As the further rounds of a step are, with batches of later steps pending."""
+    with running(tmp_path) as (engine, fakes, _):
+        for fake in fakes:
+            fake.delay = 0.02
+        engine.update_weights(1)
+        earlier = engine.submit(PROMPTS, PARAMS)
+        check_all(engine.submit(PROMPTS, PARAMS)())
+        engine.update_weights(2)
+        check_all(earlier())
+
+
 def test_progress_of_what_was_done_before_one_looked(tmp_path: Path) -> None:
     with running(tmp_path) as (engine, fakes, _):
         pending = engine.submit(PROMPTS, PARAMS)

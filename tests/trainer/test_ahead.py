@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fspo.data.prompts import PromptCursor
+from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.trainer.ahead import Ahead, staleness_metrics
 from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
@@ -31,16 +33,16 @@ class Engine:
 
 
 def make(staleness: int, steps: int = 8, step: int = 0, state: dict | None = None) -> tuple[Ahead, Engine]:
-    rollout = dict(
+    rollout: dict[str, Any] = dict(
         prompts=3, samples=2, temperature=1.0, top_p=1.0, max_response_tokens=4, max_staleness=staleness
     )
     config = SimpleNamespace(rollout=SimpleNamespace(**rollout), run=SimpleNamespace(seed=7, steps=steps))
     inputs: Any = SimpleNamespace(config=config, train=PROMPTS, stop_token_ids=(9,))
-    cursor = PromptCursor(len(PROMPTS), seed=1)
+    prompts = PromptWalk(PromptCursor(len(PROMPTS), seed=1), rollout["prompts"])
     if state is not None:
-        cursor.load_state_dict(state)
+        prompts.load_state_dict(state)
     engine: Any = Engine()
-    return Ahead(inputs, engine, GROUPS, cursor, step), engine
+    return Ahead(inputs, engine, GROUPS, prompts, step), engine
 
 
 def walk(ahead: Ahead, steps: range) -> list[list[int]]:
@@ -81,6 +83,70 @@ def test_a_resumed_run_goes_on_where_the_trainer_was(before: int, after: int, sa
     assert walk(first, range(saved)) == whole[:saved]
     second, _ = make(after, step=saved, state=first.state_dict())
     assert walk(second, range(saved, 8)) == whole[saved:]
+
+
+def learn(ahead: Ahead, engine: Engine, steps: range, further: list[list[int]]) -> list[list[Any]]:
+    """As the trainer goes through these steps, with so many further prompts in the rounds of each.
+
+    Returns:
+        for each step the prompts of its batch and what its rounds asked of the engine, with their seeds.
+    """
+    found = []
+    for step in steps:
+        batch = [prompt.index for prompt in ahead.take(step).prompts]
+        before = len(engine.asked)
+        for number, prompts in enumerate(further[step], start=1):
+            ahead.further(step, number, prompts)
+        found.append([batch, engine.asked[before:]])
+        ahead.ask(step)
+    return found
+
+
+rounds = st.lists(st.lists(st.integers(1, 3), max_size=3), min_size=8, max_size=8)
+
+
+@given(staleness=st.integers(0, 4), further=rounds, saved=st.integers(0, 7))
+def test_a_resumed_run_asks_for_the_same_further_prompts(
+    staleness: int, further: list[list[int]], saved: int
+) -> None:
+    whole = learn(*make(staleness), range(8), further)
+    first, engine = make(staleness)
+    assert learn(first, engine, range(saved), further) == whole[:saved]
+    state = json.loads(json.dumps(first.state_dict()))
+    second, engine = make(staleness, step=saved, state=state)
+    assert learn(second, engine, range(saved, 8), further) == whole[saved:]
+
+
+def test_a_step_that_is_broken_off_between_rounds_is_done_again() -> None:
+    """What a checkpoint of before the step holds does not know of its rounds."""
+    further = [[2, 1], [3], [1, 1, 2], [], [2], [3, 3], [], [1]]
+    for staleness in (0, 1, 3):
+        whole = learn(*make(staleness), range(8), further)
+        ahead, engine = make(staleness)
+        learn(ahead, engine, range(2), further)
+        state = ahead.state_dict()
+        ahead.take(2)
+        ahead.further(2, 1, 1)
+        again, engine = make(staleness, step=2, state=state)
+        assert learn(again, engine, range(2, 8), further) == whole[2:]
+
+
+def test_a_run_that_resumes_with_another_staleness_loses_no_batch() -> None:
+    further = [[2], [1, 2], [], [2], [1], [], [3], [2]]
+    first, engine = make(3)
+    learn(first, engine, range(2), further)
+    ahead_of = [prompts for prompts, _ in engine.asked if len(prompts) == 3][-3:]
+    for staleness in (0, 1, 5):
+        second, engine = make(staleness, step=2, state=first.state_dict())
+        assert [batch for batch, _ in learn(second, engine, range(2, 8), further)][:3] == ahead_of
+
+
+def test_every_round_has_streams_of_its_own() -> None:
+    """All ten prompts come several times in one step: never with the seed of another round or step."""
+    ahead, engine = make(2)
+    learn(ahead, engine, range(8), [[3, 3, 3, 3]] * 8)
+    seeds = [seed for _, seed in engine.asked]
+    assert len(set(seeds)) == len(seeds) == 8 * 5
 
 
 def sample(*spans: tuple[int, int, int]) -> Sample:

@@ -1,0 +1,209 @@
+"""On two ranks: optimizer steps with and without the responses that have no gradient, in several layouts.
+
+left_out_worker.py OUT.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from by_layout import write_by_layout
+from megatron_fspo.config import (
+    Batch,
+    DAPOLoss,
+    FSPOLoss,
+    GRPOLoss,
+    PolicyLossConfig,
+)
+from megatron_fspo.config_correction import (
+    CorrectionConfig,
+    LengthFairGate,
+    SequenceMask,
+    SequenceTIS,
+    TokenTIS,
+)
+from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
+from megatron_fspo.mcore.startup import start
+from megatron_fspo.packing.pack import Packs
+from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.trainer import batches
+from megatron_fspo.trainer.correction import correct
+from megatron_fspo.trainer.losses import LossState
+from megatron_fspo.trainer.mismatch import measure
+from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages
+from megatron_fspo.trainer.sampling import is_first_of_copy
+from megatron_fspo.types import Completion, Prompt
+from megatron_fspo.verify import production
+from megatron_fspo.verify.cases import SMALL, random_weights
+from megatron_fspo.verify.layouts import parse_layout
+
+SAMPLES, PROMPTS, MINI_BATCHES = 3, 9, 3
+# One group of each of the first two mini-batches has a spread or two; none of the last one's.
+SPREAD = (True, False, False, True, True, False, False, False, False)
+LAYOUTS = ("dp2", "cp2", "pp2", "tp2.sp")
+CORRECTIONS: tuple[CorrectionConfig, ...] = (TokenTIS(), SequenceTIS(), SequenceMask(), LengthFairGate())
+LOSSES: dict[str, PolicyLossConfig] = {
+    "fspo": FSPOLoss(c_low=0.05, c_high=0.05),
+    "grpo": GRPOLoss(eps_low=0.05, eps_high=0.05),
+    "dapo": DAPOLoss(eps_low=0.05, eps_high=0.06),
+    "fspo, entropy": FSPOLoss(c_low=0.05, c_high=0.05, entropy_coef=0.3),
+    "fspo, kl": FSPOLoss(c_low=0.05, c_high=0.05, kl_coef=0.2),
+}
+
+
+def make_rollout(policy: Policy) -> Rollout:
+    """Groups with and without spread; in one with spread a response has A = 0, too, and one in the batch is
+    empty. Which data-parallel rank holds a response follows no rule of places."""
+    groups, vocab = policy.groups, policy.arch.vocab_size
+    generator = torch.Generator().manual_seed(11)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
+
+    prompts = [Prompt(index=i, token_ids=ids(1 + i % 4), text="", answer="") for i in range(PROMPTS)]
+    table, held = [], {}
+    for number in range(PROMPTS * SAMPLES):
+        length = 0 if number == 13 else 1 + (7 * number) % 19
+        owner = (number * number) % 5 % groups.dp.size()
+        completion = Completion(
+            token_ids=ids(length),
+            log_probs=tuple(torch.randn(length, generator=generator).tolist()),
+            finish_reason="length",
+            weight_version=0,
+        )
+        table.append(describe(completion, 0.0, owner))
+        if is_first_of_copy(groups) and owner == groups.dp.rank():
+            held[number] = completion
+    rollout = rollout_of(prompts, SAMPLES, torch.tensor(table, dtype=torch.float64), held)
+    pattern = torch.tensor([1.0, 0.0, -1.5])
+    return with_advantages(rollout, torch.tensor(SPREAD)[:, None] * pattern)
+
+
+@contextmanager
+def nobody_left_out() -> Iterator[None]:
+    """The reference: every response is in a pack."""
+    with mock.patch.object(batches, "no_term_but_the_policy_gradient", lambda config: False):
+        yield
+
+
+def settings(policy: Policy, loss: PolicyLossConfig) -> Any:
+    """The sections of a run's configuration that packs depend on."""
+    batch = Batch(mini_batches=MINI_BATCHES, max_tokens=48)
+    return SimpleNamespace(parallel=policy.parallel, batch=batch, loss=loss)
+
+
+def packs_of(policy: Policy, rollout: Rollout, loss: PolicyLossConfig) -> list[Packs]:
+    """Of each mini-batch, with old log-probs that lie below and above the policy's."""
+    packs, sizes = batches.make_mini_batches(
+        settings(policy, loss), policy.arch, rollout, policy.groups, policy.backend.device
+    )
+    scores = policy.score(packs, scoring(policy))
+
+    def moved(seed: int) -> list[Tensor]:
+        """Each token by its response and its place there, whoever holds it."""
+        found = []
+        for batch, score in zip(packs, scores, strict=True):
+            index = torch.cat([batch.sample_index, batch.sample_index.new_zeros(1)])[batch.segment]
+            place = batch.position_ids[0]
+            found.append(score - 0.05 * torch.sin(seed + 7.0 * index + 3.0 * place).to(score))
+        return found
+
+    packs = packs.with_columns(old_log_probs=moved(1), reference_log_probs=moved(2))
+    return batches.split(packs, sizes)
+
+
+def scoring(policy: Policy) -> Scoring:
+    return Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=0.8)
+
+
+def steps(policy: Policy, rollout: Rollout, loss: PolicyLossConfig) -> list[dict[str, Any]]:
+    """What each mini-batch's optimizer step computes: the gradients (this rank's), and the rest (of all)."""
+    found = []
+    for packs in packs_of(policy, rollout, loss):
+        policy_loss = PolicyLoss(
+            objective=LossState(loss).objective(),
+            scoring=scoring(policy),
+            entropy_coef=loss.entropy_coef,
+            kl_coef=loss.kl_coef,
+        )
+        update = policy.update(packs, policy_loss)
+        mine = [int(n) for batch in packs for n in batch.sample_index]
+        found.append(
+            {
+                "gradients": {
+                    name: parameter.main_grad.double().clone()
+                    for chunk in policy.chunks
+                    for name, parameter in chunk.named_parameters()
+                },
+                "metrics": update.metrics,
+                "grad_norm": update.grad_norm,
+                "packed": sorted(gather_lists(mine, group=policy.groups.dp)),
+                "totals": [packs.totals.num_sequences, packs.totals.num_tokens, packs.totals.packed_tokens],
+            }
+        )
+    return found
+
+
+def without_any(policy: Policy) -> dict[str, dict[str, float]]:
+    """Correction → what the old pass says of a rollout of which nothing is in a pack."""
+    rollout = make_rollout(policy)
+    rollout = replace(rollout, advantages=torch.zeros_like(rollout.advantages))
+    packs = batches.make_mini_batches(
+        settings(policy, LOSSES["fspo"]), policy.arch, rollout, policy.groups, policy.backend.device
+    )[0]
+    packs = packs.with_columns(old_log_probs=policy.score(packs, scoring(policy)))
+    found = {}
+    for correction in CORRECTIONS:
+        mismatch = measure(packs, len(rollout), group=policy.groups.dp_cp)
+        corrected, metrics = correct(correction, packs, mismatch, groups=policy.groups)
+        assert all(batch.lengths.numel() == 0 for batch in corrected)
+        found[correction.name] = mismatch.metrics | metrics
+    return found
+
+
+def compared(policy: Policy) -> dict[str, list[dict[str, Any]]]:
+    """Loss → for each mini-batch what both ways have, and how far their gradients are apart on any rank."""
+    found = {}
+    for name, loss in LOSSES.items():
+        rollout = make_rollout(policy)
+        got = steps(policy, rollout, loss)
+        with nobody_left_out():
+            want = steps(policy, rollout, loss)
+        found[name] = [_compared(one, other) for one, other in zip(got, want, strict=True)]
+    return found
+
+
+def _compared(got: dict[str, Any], want: dict[str, Any]) -> dict[str, Any]:
+    gap = 0.0
+    for name, wanted in want["gradients"].items():
+        scale = wanted.abs().max().item()
+        off = (got["gradients"][name] - wanted).abs().max().item()
+        gap = max(gap, off / scale if scale else off)
+    largest: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(largest, gap)
+    pair = {key: [got[key], want[key]] for key in ("metrics", "grad_norm", "packed", "totals")}
+    return pair | {"gap": max(largest)}
+
+
+def found_in(layout_name: str) -> dict[str, Any]:
+    """See :func:`compared` and :func:`without_any`."""
+    backend = choose_backend("cpu")
+    layout = parse_layout(layout_name, world_size=2)
+    groups = start(backend, parallel=layout.parallel, seed=1)
+    policy = production.build(layout, SMALL, random_weights(SMALL), backend, groups, torch.float32)
+    return {"compared": compared(policy), "without any": without_any(policy)}
+
+
+if __name__ == "__main__":
+    write_by_layout(LAYOUTS, found_in)

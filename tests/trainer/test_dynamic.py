@@ -1,0 +1,144 @@
+"""Which groups a batch is made of, how many prompts are asked for, and rollouts that are joined and cut."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_fspo.trainer.dynamic import Filled, choose, fill, prompts_to_ask
+from megatron_fspo.trainer.rollout import (
+    COLUMNS,
+    Rollout,
+    describe,
+    join,
+    rollout_of,
+    select,
+    with_advantages,
+)
+from megatron_fspo.types import Completion, Prompt, VersionSpan
+
+SAMPLES = 2
+ALL_COLUMNS = (*COLUMNS, "advantages")
+
+
+def make(spread: list[bool], serial: Any, *, rank: int = 0) -> Rollout:
+    """One group per flag, each response unlike every other; held, as on ``rank``, where it is the owner.
+
+    Args:
+        serial: numbers that never come twice.
+    """
+    prompts, table, advantages, held = [], [], [], {}
+    for flag in spread:
+        prompts.append(
+            Prompt(index=next(serial), token_ids=(1,) * (1 + next(serial) % 5), text="", answer="")
+        )
+        for i in range(SAMPLES):
+            token = next(serial)
+            completion = Completion(
+                token_ids=(token,) * (1 + token % 7),
+                log_probs=(-1.0,) * (1 + token % 7),
+                finish_reason="length" if token % 3 else "stop",
+                weight_version=token,
+                version_spans=(VersionSpan(version=token, start=0, end=1 + token % 7),),
+            )
+            owner = token % 3
+            if owner == rank:
+                held[len(table)] = completion
+            advantages.append((0.5 - i) * flag * (1 + token))
+            table.append(describe(completion, float(token), owner))
+    rollout = rollout_of(prompts, SAMPLES, torch.tensor(table, dtype=torch.float64), held)
+    return with_advantages(rollout, torch.tensor(advantages, dtype=torch.float64))
+
+
+def responses(rollout: Rollout) -> list[tuple[Any, ...]]:
+    """Everything of each response, with its prompt."""
+    columns = [getattr(rollout, name).tolist() for name in ALL_COLUMNS]
+    return [
+        (rollout.prompts[n // SAMPLES], rollout.prompt_lengths[n].item(), rollout.held.get(n), *values)
+        for n, values in enumerate(zip(*columns, strict=True))
+    ]
+
+
+flags = st.lists(st.booleans(), min_size=1, max_size=5)
+
+
+@given(parts=st.lists(flags, min_size=1, max_size=4), data=st.data())
+def test_responses_are_the_same_wherever_they_go(parts: list[list[bool]], data: st.DataObject) -> None:
+    serial = count(1)
+    rollouts = [make(spread, serial) for spread in parts]
+    joined = join(rollouts)
+    each = [response for rollout in rollouts for response in responses(rollout)]
+    assert responses(joined) == each
+    assert joined.spread.tolist() == [flag for spread in parts for flag in spread]
+    groups = data.draw(st.lists(st.integers(0, len(joined.prompts) - 1), unique=True))
+    chosen = select(joined, groups)
+    assert responses(chosen) == [each[group * SAMPLES + i] for group in groups for i in range(SAMPLES)]
+    assert len(chosen.held) == sum(owner == 0 for owner in chosen.owner.tolist())
+    for name in ALL_COLUMNS:
+        assert getattr(chosen, name).dtype == getattr(joined, name).dtype
+
+
+def test_groups_of_other_sizes_do_not_join() -> None:
+    one = make([True], count())
+    other = rollout_of(one.prompts, 1, torch.zeros(1, len(COLUMNS), dtype=torch.float64), {})
+    with pytest.raises(ValueError, match="groups of"):
+        join([one, other])
+
+
+@given(first=flags, later=st.lists(st.booleans(), min_size=40, max_size=40), max_rounds=st.integers(2, 5))
+def test_a_batch_is_filled_with_the_first_groups_that_have_spread(
+    first: list[bool], later: list[bool], max_rounds: int
+) -> None:
+    size, serial, asked, left = len(first), count(1), [], iter(later)
+
+    def further(number: int, prompts: int) -> Rollout:
+        assert number == len(asked) + 1 and 1 <= prompts <= size
+        asked.append([next(left) for _ in range(prompts)])
+        return make(asked[-1], serial)
+
+    batch = make(first, serial)
+    filled = fill(batch, further, max_rounds=max_rounds)
+    spread = [*first, *(flag for flags in asked for flag in flags)]
+    assert filled.rounds == 1 + len(asked) <= max_rounds
+    assert filled.sampled.spread.tolist() == spread
+    # It stops at once when the batch is full, and not before.
+    assert sum(spread) >= size or filled.rounds == max_rounds
+    assert not asked or sum(spread) - sum(asked[-1]) < size
+    got = responses(filled.batch)
+    everything = responses(filled.sampled)
+    wanted = [i for i, flag in enumerate(spread) if flag][:size]
+    wanted = sorted(wanted + [i for i, flag in enumerate(spread) if not flag][: size - len(wanted)])
+    assert got == [everything[group * SAMPLES + i] for group in wanted for i in range(SAMPLES)]
+    assert filled.unfilled == max(0, size - sum(spread))
+    if all(first):
+        assert not asked and got == responses(batch)
+    metrics = {key.removeprefix("rollout/dynamic/"): value for key, value in filled.metrics().items()}
+    assert metrics["prompts_sampled"] == len(spread)
+    assert len(spread) == size + metrics["groups_dropped"] + metrics["groups_surplus"]
+    assert metrics["groups_dropped"] == spread.count(False) - filled.unfilled
+
+
+def test_how_many_prompts_are_asked_for() -> None:
+    assert prompts_to_ask(4, found=4, sampled=8, limit=8) == 8
+    assert prompts_to_ask(1, found=7, sampled=8, limit=8) == 2  # 8 / 7, rounded up
+    assert prompts_to_ask(6, found=2, sampled=8, limit=8) == 8  # 24 are too many at once
+    assert prompts_to_ask(3, found=0, sampled=8, limit=8) == 8
+    assert prompts_to_ask(2, found=30, sampled=60, limit=32) == 4
+
+
+def test_groups_without_spread_that_stay_are_among_the_others() -> None:
+    """Not all in the last mini-batch, which would then learn nothing."""
+    assert choose([False, True, False, True, False, True], 4) == [0, 1, 3, 5]
+    assert choose([True] * 5, 3) == [0, 1, 2]
+    assert choose([False] * 5, 3) == [0, 1, 2]
+
+
+def test_what_the_console_says() -> None:
+    sampled = make([True, False, False, False], count(1))
+    filled = Filled(batch=select(sampled, [0, 1]), sampled=sampled, rounds=4)
+    assert str(filled) == "1 of 2 groups have no spread after 4 rounds with 4 prompts (rollout.max_rounds)"

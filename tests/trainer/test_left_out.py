@@ -1,0 +1,99 @@
+"""Responses with A = 0 are in no pack, and the gradient is the same: in every layout of two ranks.
+
+Through the trainer's own plan, exchange, packs, loss and optimizer; see :mod:`left_out_worker`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch import found_by
+from left_out_worker import CORRECTIONS, LAYOUTS, LOSSES, PROMPTS, SAMPLES, SPREAD
+from megatron_fspo.trainer.rollout import COLUMNS, rollout_of, with_advantages
+from megatron_fspo.trainer.sampling import sampling_metrics
+from megatron_fspo.types import Prompt
+
+ALL = list(range(PROMPTS * SAMPLES))
+THIRD = PROMPTS // 3 * SAMPLES
+"""Responses of a mini-batch."""
+WITH_GRADIENT = [n for n in ALL if SPREAD[n // SAMPLES] and n % SAMPLES != 1]
+POLICY_ONLY = [name for name in LOSSES if "," not in name]
+OTHERS = [name for name in LOSSES if "," in name]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    worker = Path(__file__).with_name("left_out_worker.py")
+    return found_by(worker, tmp_path_factory.mktemp("left_out"), nproc=2)
+
+
+def packed(steps: list[dict[str, Any]], way: int) -> list[int]:
+    return [number for step in steps for number in step["packed"][way]]
+
+
+@pytest.mark.parametrize("loss", POLICY_ONLY)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_gradient_is_that_of_all_responses(found: dict[str, Any], layout: str, loss: str) -> None:
+    steps = found[layout]["compared"][loss]
+    assert packed(steps, 0) == WITH_GRADIENT and packed(steps, 1) == ALL
+    for number, step in enumerate(steps):
+        (n, t, in_packs), (want_n, want_t, whole) = step["totals"]
+        assert (n, t) == (want_n, want_t) and want_n == THIRD - (number == 1) and in_packs < whole == t
+        got, want = step["grad_norm"]
+        if number == 2:  # nobody has a gradient: no pack has a sequence
+            assert step["packed"][0] == [] and in_packs == 0
+            assert got == want == step["gap"] == 0
+            assert all(math.isnan(value) for value in step["metrics"][0].values())
+        else:
+            assert want > 0.01 and got == pytest.approx(want, rel=1e-5)
+            assert step["gap"] < 1e-5
+            assert step["metrics"][0]["actor/pg_loss"] == pytest.approx(
+                step["metrics"][1]["actor/pg_loss"], rel=1e-5
+            )
+
+
+@pytest.mark.parametrize("loss", OTHERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_stay_where_another_term_needs_them(found: dict[str, Any], layout: str, loss: str) -> None:
+    steps = found[layout]["compared"][loss]
+    assert packed(steps, 0) == packed(steps, 1) == ALL
+    for step in steps:
+        assert step["totals"][0] == step["totals"][1] and step["grad_norm"][0] > 1e-3
+        assert step["gap"] < 1e-5
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_learns_the_same(found: dict[str, Any], layout: str, loss: str) -> None:
+    for got, want in zip(found[layout]["compared"][loss], found["dp2"]["compared"][loss], strict=True):
+        assert got["grad_norm"][0] == pytest.approx(want["grad_norm"][0], rel=1e-5)
+        assert got["metrics"][0] == pytest.approx(want["metrics"][0], rel=1e-5, abs=1e-7, nan_ok=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rollout_without_any_gradient_can_be_measured_and_corrected(
+    found: dict[str, Any], layout: str
+) -> None:
+    for correction in CORRECTIONS:
+        metrics = found[layout]["without any"][correction.name]
+        assert any(name.startswith("rollout/correction_") for name in metrics)
+        largest = metrics.pop("rollout/logprob_abs_diff/max")
+        assert largest == 0 and all(math.isnan(value) for value in metrics.values())
+
+
+def test_statistics_of_sampling_are_over_all_responses() -> None:
+    table = torch.zeros(8, len(COLUMNS), dtype=torch.float64)
+    table[:, COLUMNS.index("lengths")] = torch.arange(8.0)
+    table[:, COLUMNS.index("rewards")] = torch.tensor([1.0, 0, 0.5, 0.5, 1, 1, 1, 1])
+    prompts = [Prompt(index=i, token_ids=(1,) * (i + 1), text="", answer="") for i in range(2)]
+    rollout = rollout_of(prompts, 4, table, {})
+    metrics = sampling_metrics(with_advantages(rollout, torch.tensor([[0.5, -0.5, 0, 0], [0.0] * 4])))
+    assert metrics["critic/rewards/mean"] == 0.75 and metrics["response_length/mean"] == 3.5
+    assert metrics["prompt_length/mean"] == 1.5 and metrics["critic/advantages/mean"] == 0
+    # Of groups: a response at the mean of its group is in one that teaches.
+    assert metrics["critic/no_spread"] == 0.5
