@@ -10,16 +10,11 @@ import time
 
 from megatron_fspo.errors import StopRequested
 from megatron_fspo.mcore.hf_weights import export_hf
-from megatron_fspo.trainer.ahead import staleness_metrics
-from megatron_fspo.trainer.batches import make_mini_batches
+from megatron_fspo.trainer.begin import begin_step
 from megatron_fspo.trainer.build import Training, build
-from megatron_fspo.trainer.dynamic import fill
 from megatron_fspo.trainer.evaluate import evaluate
-from megatron_fspo.trainer.optimize import optimize, score_reference, update_metrics, with_old_log_probs
+from megatron_fspo.trainer.optimize import optimize, update_metrics
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.rollout import Rollout, without_tokens
-from megatron_fspo.trainer.sampling import Batch, add_advantages, collect_and_grade, sampling_metrics
-from megatron_fspo.trainer.step import Step
 
 
 def train(inputs: Inputs, *, resume: bool) -> bool:
@@ -69,13 +64,10 @@ def train_step(run: Training) -> dict[str, float] | None:
     cursor = run.ahead.state_dict()
     if run.under_way is None:
         try:
-            responses, metrics = rollout(run)
+            run.under_way = begin_step(run)
         except StopRequested:
-            responses = None
-        if responses is None or run.stopping():
             run.save(wait=True, cursor=cursor)
             return None
-        run.under_way = _with_packs(run, responses, metrics)
     else:  # the checkpoint that the run goes on from had it
         run.ahead.ask(run.step)
     step = run.under_way
@@ -94,52 +86,6 @@ def train_step(run: Training) -> dict[str, float] | None:
     run.timings["timing_s/step"] = seconds
     tokens = int((step.rollout.prompt_lengths + step.rollout.lengths).sum())
     return metrics | {"perf/throughput": tokens / seconds, "training/weight_version": float(run.step + 1)}
-
-
-def rollout(run: Training) -> tuple[Rollout, dict[str, float]]:
-    """Responses to the next prompts, graded, with advantages; those of later steps, as far ahead as may be,
-    are asked for. The metrics are of all that were sampled, also where only some stay."""
-    options = run.inputs.config.rollout
-    run.groups.control.meet("the first rank to write its records")
-    responses = _responses(run, run.ahead.take(run.step))
-    metrics = sampling_metrics(responses)
-    if options.dynamic_sampling:
-        filled = fill(
-            responses,
-            lambda number, prompts: _responses(run, run.ahead.further(run.step, number, prompts)),
-            max_rounds=options.max_rounds,
-        )
-        responses, metrics = filled.batch, sampling_metrics(filled.sampled) | filled.metrics()
-        if filled.unfilled:
-            run.log.say(f"step {run.step + 1}: {filled}")
-    run.ahead.ask(run.step)
-    return responses, metrics
-
-
-def _responses(run: Training, batch: Batch) -> Rollout:
-    total = len(batch.prompts) * batch.samples // run.groups.dp.size()
-    with run.log.phase("gen", total, "response", run.timings) as progress:
-        graded = collect_and_grade(run.inputs, run.groups, batch, progress, stops=True)
-    return add_advantages(run.inputs, run.groups, graded)
-
-
-def _with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> Step:
-    """The step on these responses: packs, with their old log-probs."""
-    config = run.inputs.config
-    metrics |= staleness_metrics(responses, run.step, limit=config.rollout.max_staleness)
-    device = run.inputs.backend.device
-    packs, sizes = make_mini_batches(config, run.inputs.arch, responses, run.groups, device)
-    responses = without_tokens(responses)
-    packs, mismatch = with_old_log_probs(run, packs, responses)
-    if run.reference is not None:
-        packs = score_reference(run, packs)
-    return Step(
-        rollout=responses,
-        packs=packs,
-        sizes=sizes,
-        metrics=metrics | mismatch,
-        warm=run.policy.optimizer_steps >= config.optimizer.warmup_steps,
-    )
 
 
 def _stopped(run: Training) -> bool:

@@ -26,7 +26,7 @@ _M = "megatron_fspo."
 BEFORE = {
     "start": "trainer.loop:build",
     "rollout": "mcore.decode:Decoder.feed",
-    "asking": "trainer.loop:rollout",
+    "asking": "trainer.begin:_rollout",
     "grading": "trainer.sampling:grade",
     "old pass": "trainer.optimize:score_old",
     "update": "mcore.policy:Policy.update",
@@ -43,7 +43,7 @@ BEFORE = {
 """The point → the function in front of which it lies."""
 AFTER = {
     "weights": "trainer.build:load_hf",
-    "packing": "trainer.loop:make_mini_batches",
+    "packing": "trainer.begin:make_mini_batches",
     "named": "mcore.checkpoint:Saving._complete",
     "row written": "trainer.log:RunLog.step",
     "cut": "trainer.log:_truncate",
@@ -95,7 +95,7 @@ def patches(place: Place) -> Iterator[Any]:
         yield mock.patch.object(shutil, "rmtree", _file_by_file(shutil.rmtree, place))
     yield _replaced("trainer.loop:train_step", lambda step: _counting(step, place))
     yield _replaced("trainer.log:RunLog.phase", lambda phase: _noting(phase, place))
-    yield _replaced("trainer.loop:rollout", _writing_prompts)
+    yield _replaced("trainer.begin:_rollout", _writing_prompts)
 
 
 def _replaced(where: str, wrap: Callable[[Any], Any]) -> Any:
