@@ -116,15 +116,8 @@ def _one(inputs: Any, groups: Any, clock: Any, code: Any, options: argparse.Name
         batch = ask(engine, groups, prompts, params)
     dist.barrier()
     began, cpu = time.perf_counter(), time.process_time()
-
-    def pending(progress: Any = None) -> Any:
-        with clock("share"):
-            return asked(progress)
-
-    asked = batch.pending
-    batch = replace(batch, pending=pending)
-    responses = code.collect(run, batch, clock)
-    del batch, asked, pending
+    responses = code.collect(run, _timed(batch, clock), clock)
+    del batch
     metrics = code.step(run, responses, clock)
     dist.barrier()
     assert metrics["response_length/mean"] == sum(lengths) / len(lengths)
@@ -134,6 +127,14 @@ def _one(inputs: Any, groups: Any, clock: Any, code: Any, options: argparse.Name
         "phases": dict(clock.cpu),
         "metrics": {name: value for name, value in metrics.items() if value == value},
     }
+
+
+def _timed(batch: Any, clock: Any) -> Any:
+    def pending(progress: Any = None) -> Any:
+        with clock("share"):
+            return batch.pending(progress)
+
+    return replace(batch, pending=pending)
 
 
 def _report(ranks: list[list[dict[str, Any]]], tokens: int) -> dict[str, Any]:

@@ -40,7 +40,8 @@ def lengths_of(responses: int, tokens: int) -> list[int]:
     """Of a step: three in five are cut off at ``tokens``, the others from an eighth of that on."""
     numbers = random.Random(responses)
     return [
-        tokens if numbers.random() < 0.6 else numbers.randint(tokens // 8, tokens - 1) for _ in range(responses)
+        tokens if numbers.random() < 0.6 else numbers.randint(tokens // 8, tokens - 1)
+        for _ in range(responses)
     ]
 
 
@@ -55,7 +56,12 @@ def config_of(responses: int, tokens: int, parallel: dict[str, int]) -> Config:
             "samples": SAMPLES,
             "max_response_tokens": tokens,
         },
-        "batch": {"mini_batches": 2, "epochs": 1, "max_tokens": 2 * (PROMPT + tokens), "balance": "attention"},
+        "batch": {
+            "mini_batches": 2,
+            "epochs": 1,
+            "max_tokens": 2 * (PROMPT + tokens),
+            "balance": "attention",
+        },
         "parallel": {"sequence": parallel["tensor"] > 1, **parallel},
         "model": {"dtype": "bfloat16"},
     }
