@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--context", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--plan", action="store_true", help="only plan, in one process; seconds")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
 
@@ -37,9 +38,23 @@ def main() -> None:
 
     found = Path(str(megatron_fspo.__file__)).resolve()
     assert found.is_relative_to(options.package.resolve()), f"megatron_fspo is {found}"
-    report = measure(options)
+    report = plan(options) if options.plan else measure(options)
     if report is not None:
         options.out.write_text(json.dumps(report) + "\n", encoding="utf-8")
+
+
+def plan(options: argparse.Namespace) -> float:
+    """Seconds of CPU to plan both optimizer steps of a rollout for four ranks."""
+    from megatron_fspo.packing.plan import attention_costs, plan_micro_batches
+    from step_synthetic import PROMPT, lengths_of
+
+    lengths = [PROMPT + length for length in lengths_of(options.responses, options.tokens)]
+    began = time.process_time()
+    for part in (lengths[::2], lengths[1::2]):
+        # Of a model of 8 billion parameters: a layer's matrices, and its query heads.
+        costs = attention_costs(part, linear_size=193_000_000, attention_size=4096)
+        plan_micro_batches(part, ranks=4, max_tokens=2 * (PROMPT + options.tokens), costs=costs)
+    return time.process_time() - began
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any] | None:
