@@ -101,13 +101,11 @@ def _spread(
     prompts = [rollout.prompts[number // rollout.samples].token_ids for number in numbers]
 
     def column(name: str, dtype: torch.dtype) -> list[Tensor]:
-        flat = torch.zeros(sum(lengths), dtype=dtype)
         if is_first_of_copy(groups):
-            parts = [
-                torch.cat([flat[:0], *(as_row(getattr(held[n], name), dtype) for n in to if n in held)])
-                for to in wanted
-            ]
-            flat = torch.cat(exchange(parts, group=groups.dp))
+            parts = [[as_row(getattr(held[n], name), dtype) for n in to if n in held] for to in wanted]
+            flat, _ = exchange(parts, dtype, group=groups.dp)
+        else:
+            flat = torch.zeros(sum(lengths), dtype=dtype)
         flat = of_first_rank(flat.to(device), groups.pp, groups.cp, groups.tp).cpu()
         return list(flat.split(lengths))
 
