@@ -181,12 +181,12 @@ def _noting(phase: Any, place: Place) -> Any:
 
 def _writing_prompts(rollout: Any) -> Any:
     def wrapper(run: Any) -> Any:
-        found = rollout(run)
+        found, metrics = rollout(run)
         if os.environ["RANK"] == "0":
             row = {"step": run.step + 1, "prompts": [prompt.index for prompt in found.prompts]}
             with Path(os.environ[PROMPTS]).open("a") as file:
                 file.write(json.dumps(row) + "\n")
-        return found
+        return found, metrics
 
     return wrapper
 
