@@ -15,9 +15,9 @@ LIMIT = 2
 
 
 def newest(run: Path) -> int | None:
-    """The step of the newest checkpoint under its name."""
-    names = [path.name for path in (run / "checkpoints").glob("step_*") if not path.suffix]
-    return max((int(name.removeprefix("step_")) for name in names), default=None)
+    """The step of the newest checkpoint under its name, those that SIGTERM left in mid-step apart."""
+    names = [path.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*")]
+    return max((int(name) for name in names if name.isdigit()), default=None)
 
 
 def after_kill(run: Path, whole: Path, *, exact: bool = True) -> list[str]:
