@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPO))
 
 SIZES = {
     "hidden_size": 1024,
@@ -36,11 +35,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--distributed-optimizer", action="store_true")
     parser.add_argument("--asynchronous", action="store_true", help="with the copy that lets training go on")
+    parser.add_argument("--package", type=Path, default=REPO, help="a tree of this or of an older commit")
     args = parser.parse_args()
+    sys.path.insert(0, str(args.package))
 
     from megatron_fspo import config as options
+    from megatron_fspo.mcore import checkpoint
     from megatron_fspo.mcore.backend import choose_backend
-    from megatron_fspo.mcore.checkpoint import begin_save
     from megatron_fspo.mcore.policy import Policy
     from megatron_fspo.mcore.startup import join, start
     from megatron_fspo.weights import read_architecture
@@ -78,9 +79,12 @@ def main() -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     began = time.perf_counter()
-    saving = begin_save(policy, folder / "saved", {}, snapshot=args.asynchronous)
-    free = time.perf_counter() - began
-    saving.finish(wait=True)
+    if args.package == REPO:
+        saving = checkpoint.begin_save(policy, folder / "saved", {}, snapshot=args.asynchronous)
+        free = time.perf_counter() - began
+        saving.finish(wait=True)
+    else:
+        checkpoint.save_checkpoint(policy, folder / "saved", {})
     seconds = time.perf_counter() - began
     done.set()
     watcher.join()

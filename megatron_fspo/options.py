@@ -48,7 +48,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration as TOML that :func:`load_config` reads back to the same."""
     tree = config.model_dump(mode="json", exclude_none=True)
-    path.write_text(tomli_w.dumps(tree), encoding="utf-8")
+    # A program killed half-way leaves the old file.
+    partial = path.with_suffix(".partial")
+    partial.write_text(tomli_w.dumps(tree), encoding="utf-8")
+    partial.rename(path)
 
 
 def legal_keys() -> Iterator[tuple[str, FieldInfo, str]]:

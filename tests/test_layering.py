@@ -54,7 +54,7 @@ THIRD_PARTY = {
     "serve": set(),
     "vllm_plugin": {"torch", "safetensors", "vllm"},
     "trainer": {
-        *("torch", "numpy", "pydantic"),
+        *("torch", "numpy", "pydantic", "safetensors"),
         *("tqdm", "wandb", "matplotlib", "jinja2", "markupsafe"),  # where numbers and reports go
     },
     "plugin": set(),

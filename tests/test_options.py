@@ -98,6 +98,20 @@ def test_a_configuration_written_and_read_is_the_same(
     assert load_config(path) == config
 
 
+def test_a_write_cut_short_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text("old")
+
+    def killed(path: Path, text: str, encoding: str) -> int:
+        path.write_bytes(b"")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_config(Config.model_validate(REQUIRED), path)
+    assert path.read_text() == "old"
+
+
 def test_defaults_are_fspo(path: Path) -> None:
     config = load_config(path)
     assert config.loss == FSPOLoss() and config.correction == NoCorrection()

@@ -29,7 +29,7 @@ import shutil
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,17 @@ _MAIN = ("fp32_param", "param")
 class Saving:
     """A checkpoint on its way to the disk; :func:`begin_save` makes one."""
 
-    def __init__(self, policy: Policy, folder: Path, state: dict[str, Any], *, snapshot: bool) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        folder: Path,
+        state: dict[str, Any],
+        *,
+        snapshot: bool,
+        more: Callable[[Path], None] | None,
+    ) -> None:
         self._folder = folder
+        self._more = more
         self._partial = _partial(folder)
         self._device = policy.backend.device
         self._state = json.dumps({**state, "optimizer_steps": policy.optimizer_steps}, indent=1)
@@ -76,6 +85,8 @@ class Saving:
     def _write(self) -> None:
         try:
             save_file(self._random, str(self._partial / _random_file()))
+            if self._more is not None:
+                self._more(self._partial)
             with self._writer as writer:
                 for entry in self._entries:
                     if not writer.declared(entry.key):
@@ -87,6 +98,18 @@ class Saving:
         except Exception as error:  # told to all ranks by finish
             self._error = f"rank {dist.get_rank()}: {error}"
 
+    def written(self, *, wait: bool) -> bool:
+        """Whether every rank has written its part, or failed to. Collective.
+
+        Args:
+            wait: until it is so.
+        """
+        while any_rank(self._thread.is_alive(), device=self._device):
+            if not wait:
+                return False
+            self._thread.join(_POLL_SECONDS)
+        return True
+
     def finish(self, *, wait: bool) -> bool:
         """Put the checkpoint under its name once every rank has written its part. Collective.
 
@@ -96,10 +119,8 @@ class Saving:
         Raises:
             TrainingError: on every rank; a part could not be written. Checkpoints before it are as they were.
         """
-        while any_rank(self._thread.is_alive(), device=self._device):
-            if not wait:
-                return False
-            self._thread.join(_POLL_SECONDS)
+        if not self.written(wait=wait):
+            return False
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object((self._error, self._writer.index), parts)
         problem = _attempt(lambda: self._complete(parts)) if parts is not None else None
@@ -114,7 +135,14 @@ class Saving:
         self._partial.rename(self._folder)
 
 
-def begin_save(policy: Policy, folder: Path, state: dict[str, Any], *, snapshot: bool) -> Saving:
+def begin_save(
+    policy: Policy,
+    folder: Path,
+    state: dict[str, Any],
+    *,
+    snapshot: bool,
+    more: Callable[[Path], None] | None = None,
+) -> Saving:
     """Start to write one checkpoint; ``finish`` it before the next. Collective.
 
     Args:
@@ -122,14 +150,15 @@ def begin_save(policy: Policy, folder: Path, state: dict[str, Any], *, snapshot:
         state: JSON types only; the same on every rank.
         snapshot: copy this rank's part (in bf16 14 bytes, in fp32 12 bytes, for each parameter that is this
             rank's to write) to host memory first; training may go on at once. Without, nothing may change
-            before ``finish`` returns.
+            before all is ``written``.
+        more: writes what else this rank has, into the folder that it is given; no collectives.
 
     Raises:
         TrainingError: on every rank; the folder cannot be made.
     """
     problem = _attempt(lambda: _make_room(folder)) if dist.get_rank() == 0 else None
     _raise_alike(problem, folder)
-    return Saving(policy, folder, state, snapshot=snapshot)
+    return Saving(policy, folder, state, snapshot=snapshot, more=more)
 
 
 def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None:

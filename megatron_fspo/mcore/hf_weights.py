@@ -60,7 +60,7 @@ def export_hf(model: Model, out: Path, *, source: Path) -> None:
     # One copy of the model is enough: data and context parallel ranks hold the same weights.
     if groups.dp_cp.rank() == 0:
         named = [list(chunk.named_parameters()) for chunk in model.chunks]
-        tensors = hf_tensors(model, named)
+        tensors = ((name, tensor.cpu()) for name, tensor in hf_tensors(model, named))
         if dist.get_rank() == 0:
             write_hf_checkpoint(out, tensors, source, layout=_sizes(groups))
         else:
@@ -84,6 +84,8 @@ def hf_tensors(model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]) -> I
 
     Collective over tensor and pipeline parallel, so every rank of one model copy runs it to its end; the
     others get nothing.
+
+    The tensors are on the model's device, so that an NCCL sender need not bring them back there.
 
     Args:
         named: per chunk, the (Megatron name, tensor) pairs to export: parameters, or their gradients.
@@ -140,7 +142,7 @@ def _from_stage(
     owner, writer = group.rank() == stage, group.rank() == 0
     if stage == 0:
         if writer:
-            yield from ((name, tensor.cpu()) for name, tensor in mine)
+            yield from mine
         return
     while True:
         found = next(mine, None) if owner else None
@@ -154,4 +156,4 @@ def _from_stage(
         )
         dist.broadcast(values, src=source, group=group)
         if writer:
-            yield name, values.cpu()
+            yield name, values

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.packing.sequences import Sequences
-from megatron_fspo.packing.zigzag import chunks_per_sequence, local_rows
+from megatron_fspo.packing.zigzag import chunks_per_sequence, local_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,67 +96,80 @@ def collate(
     prompts, lengths = sequences.prompt_lengths[chosen], sequences.lengths[chosen]
     whole = prompts + lengths
     chunks = chunks_per_sequence(context_size)
-    padded = whole + -whole % chunks
-    filled = int(padded.sum())
+    padding = -whole % chunks
+    filled = int((whole + padding).sum())
     # A tail must split into chunks as well; the rank's share of the whole row is what multiple_of is about.
     step = math.lcm(chunks, context_size * multiple_of)
     tail = -filled % step if filled else step
+    rows_of_four_bytes = _rows(sequences, chosen, padding.tolist(), tail)
+    # Each sequence in runs: positions before the mask, in it, the last token, padding. The tail is padding.
+    runs = torch.stack([prompts - 1, lengths, torch.ones_like(prompts), padding], dim=1)
     if tail:
-        prompts, lengths, whole = (torch.cat([x, x.new_zeros(1)]) for x in (prompts, lengths, whole))
-        padded = torch.cat([padded, padded.new_tensor([tail])])
-    # All that is per token happens on the device, from two flat copies of 4 bytes each.
-    tokens = _slices(sequences.tokens, sequences.prompt_lengths + sequences.lengths, rows).to(device)
-    sampled = _slices(sequences.log_probs, sequences.lengths, rows).to(device)
+        runs = torch.cat([runs, runs.new_tensor([[0, 0, 0, tail]])])
+    padded = runs.sum(1)
     borders = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
-    columns = torch.stack([prompts, lengths, whole, padded]).to(device)
+    mine = local_positions(borders.to(device), context_rank, context_size) if context_size > 1 else None
     return MicroBatch(
-        **_per_token(tokens, sampled, columns, context_rank, context_size, nobody=len(rows)),
+        **_per_token([row.to(device) for row in rows_of_four_bytes], runs.to(device), len(rows), mine),
         borders=borders.to(device, torch.int32),
         longest=int(padded.max()),
-        lengths=lengths[: len(rows)].to(device),
+        lengths=lengths.to(device),
         advantages=sequences.advantages[chosen].to(device),
         sample_index=sequences.index[chosen].to(device),
         totals=totals,
     )
 
 
-def _per_token(
-    tokens: Tensor,
-    sampled: Tensor,
-    columns: Tensor,
-    context_rank: int,
-    context_size: int,
-    *,
-    nobody: int,
-) -> dict[str, Any]:
+def _rows(sequences: Sequences, chosen: Tensor, padding: Sequence[int], tail: int) -> list[Tensor]:
+    """Tokens, labels and sampled log-probs of the whole row: runs of the flat arrays, copied once."""
+    prompts, lengths = sequences.prompt_lengths, sequences.lengths
+    sizes = [size[chosen].tolist() for size in (prompts, lengths)]
+    ends = [size.cumsum(0)[chosen].tolist() for size in (prompts + lengths, lengths)]
+    longest = max([tail, *sizes[0], *(count + 1 for count in padding)])
+    no_token, no_log_prob = sequences.tokens.new_zeros(longest), sequences.log_probs.new_zeros(longest)
+    tokens, labels, sampled = [no_token[:0]], [no_token[:0]], [no_log_prob[:0]]
+    for prompt, length, end, sampled_end, count in zip(*sizes, *ends, padding, strict=True):
+        first = end - prompt - length
+        tokens += [sequences.tokens[first:end], no_token[:count]]
+        labels += [sequences.tokens[first + 1 : end], no_token[: count + 1]]
+        log_probs = sequences.log_probs[sampled_end - length : sampled_end]
+        sampled += [no_log_prob[: prompt - 1], log_probs, no_log_prob[: count + 1]]
+    return [
+        torch.cat([*tokens, no_token[:tail]]),
+        torch.cat([*labels, no_token[:tail]]),
+        torch.cat([*sampled, no_log_prob[:tail]]),
+    ]
+
+
+def _per_token(rows: Sequence[Tensor], runs: Tensor, nobody: int, mine: Tensor | None) -> dict[str, Any]:
     """The fields of a :class:`MicroBatch` that have t entries.
 
     Args:
-        tokens, sampled: the sequences one after the other, P + L entries each, and L.
-        columns: [4, n] P, L, P + L and the padded length of each sequence, and of the tail.
+        rows: tokens, labels and sampled log-probs of the whole row.
+        runs: [n, 4] tokens of each sequence, and of the tail, by what they are.
         nobody: the segment of padding.
+        mine: positions of the whole row that this rank holds; None: all.
     """
-    prompts, lengths, whole, padded = columns
-    sequence, position = local_rows(padded, context_rank, context_size)
-    place = (whole.cumsum(0) - whole)[sequence] + position
-    real = position < whole[sequence]
-    mask = (position >= prompts[sequence] - 1) & (position < whole[sequence] - 1)
-    # One more entry, so that there is one to look up for what has none.
-    tokens = torch.cat([tokens, tokens.new_zeros(1)])
-    sampled = torch.cat([sampled, sampled.new_zeros(1)])
-    response = (lengths.cumsum(0) - lengths - prompts + 1)[sequence] + position
-    following = torch.where(position < whole[sequence] - 1, place + 1, len(tokens) - 1)
+    size = len(rows[0])
+    run = torch.repeat_interleave(runs.flatten(), output_size=size)
+    place = torch.arange(size, device=run.device) if mine is None else mine
+    if mine is not None:
+        rows, run = [row.index_select(0, mine) for row in rows], run.index_select(0, mine)
+    tokens, labels, sampled = rows
+    number = torch.arange(len(runs), device=run.device)
+    segment = torch.stack([number, number, number, torch.full_like(number, nobody)], dim=1)
+    padded = runs.sum(1)
+    start = (padded.cumsum(0) - padded)[:, None].expand(-1, 4)
+    mask = torch.tensor([False, True, False, False], device=run.device).expand(len(runs), 4)
+
+    def of_run(values: Tensor) -> Tensor:
+        return values.flatten().index_select(0, run)
+
     return {
-        "tokens": tokens[torch.where(real, place, len(tokens) - 1)].long()[None],
-        "position_ids": position[None],
-        "labels": tokens[following].long(),
-        "mask": mask,
-        "segment": torch.where(real, sequence, nobody),
-        "sampled_log_probs": sampled[torch.where(mask, response, len(sampled) - 1)],
+        "tokens": tokens.long()[None],
+        "position_ids": (place - of_run(start))[None],
+        "labels": labels.long(),
+        "mask": of_run(mask),
+        "segment": of_run(segment),
+        "sampled_log_probs": sampled,
     }
-
-
-def _slices(flat: Tensor, sizes: Tensor, rows: Sequence[int]) -> Tensor:
-    """The rows of a flat array, one after the other."""
-    ends = sizes.cumsum(0)
-    return torch.cat([flat[:0], *(flat[ends[row] - sizes[row] : ends[row]] for row in rows)])

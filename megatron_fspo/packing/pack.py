@@ -130,6 +130,16 @@ class Packs(Sequence[MicroBatch]):
         return replace(batch, **columns)
 
     @property
+    def sequences(self) -> Sequences:
+        """What they are made of."""
+        return self._sequences
+
+    @property
+    def columns(self) -> Mapping[str, Sequence[Tensor]]:
+        """What was added to them."""
+        return self._columns
+
+    @property
     def totals(self) -> StepTotals:
         """Of the optimizer step of the first of them."""
         return self._packs[0].totals

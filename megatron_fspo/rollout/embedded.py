@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -76,7 +75,12 @@ class EmbeddedEngine:
 
     def submit(self, prompts: Sequence[Prompt], params: SamplingParams, mine: range | None = None) -> Pending:
         """See the protocol."""
-        return partial(self.generate, prompts if mine is None else [prompts[i] for i in mine], params)
+        asked = prompts if mine is None else [prompts[i] for i in mine]
+
+        def collect(progress: Progress | None = None, *, stops: bool = False) -> list[list[Completion]]:
+            return self.generate(asked, params, progress)
+
+        return collect
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, progress: Progress | None = None

@@ -14,9 +14,14 @@ Progress = Callable[[int], None]
 class Pending(Protocol):
     """Completions that were asked for."""
 
-    def __call__(self, progress: Progress | None = None) -> list[list[Completion]]:
+    def __call__(self, progress: Progress | None = None, *, stops: bool = False) -> list[list[Completion]]:
         """Wait for them: ``params.n`` completions of each prompt that is this rank's, in the order of the
-        prompts. Once. Only the first rank of each copy of the model is sure to get them."""
+        prompts. Once. Only the first rank of each copy of the model is sure to get them.
+
+        Args:
+            stops: whether a request to stop the job may end the wait, as ``StopRequested`` on every rank. An
+                engine that samples in this process goes on to the end.
+        """
         ...
 
 

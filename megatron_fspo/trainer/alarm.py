@@ -200,7 +200,8 @@ def _gap(
 def _chosen(batch: MicroBatch, fresh: Tensor) -> Tensor:
     """[t] bool: response tokens predicted at a sample's position ``fresh`` [samples] or later."""
     first = fresh[batch.sample_index]
-    return batch.mask & (batch.position_ids[0] >= torch.cat([first, first.new_zeros(1)])[batch.segment])
+    first = torch.cat([first, first.new_zeros(1)]).index_select(0, batch.segment)
+    return batch.mask & (batch.position_ids[0] >= first)
 
 
 def _summed(totals: Tensor, groups: ParallelGroups) -> list[float]:

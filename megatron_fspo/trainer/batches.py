@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -22,7 +22,13 @@ from megatron_fspo.weights import Architecture
 
 
 def make_mini_batches(
-    config: Config, arch: Architecture, rollout: Rollout, groups: ParallelGroups, device: torch.device
+    config: Config,
+    arch: Architecture,
+    rollout: Rollout,
+    groups: ParallelGroups,
+    device: torch.device,
+    *,
+    read: Callable[[list[int]], Sequences] | None = None,
 ) -> tuple[Packs, list[int]]:
     """This rank's micro-batches of all mini-batches, and how many each has. Collective.
 
@@ -32,6 +38,9 @@ def make_mini_batches(
 
     A response with A = 0 has no policy gradient. Unless a bonus on the entropy or a penalty on the KL wants
     it, it counts in N and T and is in no pack.
+
+    Args:
+        read: gives the sequences of some numbers, where no rank holds them (a step that was under way).
     """
     layout = _layout(config, arch, groups, device)
     idle = rollout.advantages == 0 if no_term_but_the_policy_gradient(config) else rollout.lengths < 0
@@ -49,7 +58,9 @@ def make_mini_batches(
         packs += [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine]
         plans.append(plan)
         sizes.append(len(mine))
-    return Packs(_spread(rollout, plans, groups, device), packs, layout), sizes
+    if read is None:
+        return Packs(_spread(rollout, plans, groups, device), packs, layout), sizes
+    return Packs(read(sorted(n for pack in packs for n in pack.numbers)), packs, layout), sizes
 
 
 def no_term_but_the_policy_gradient(config: Config) -> bool:
@@ -90,13 +101,11 @@ def _spread(
     prompts = [rollout.prompts[number // rollout.samples].token_ids for number in numbers]
 
     def column(name: str, dtype: torch.dtype) -> list[Tensor]:
-        flat = torch.zeros(sum(lengths), dtype=dtype)
         if is_first_of_copy(groups):
-            parts = [
-                torch.cat([flat[:0], *(as_row(getattr(held[n], name), dtype) for n in to if n in held)])
-                for to in wanted
-            ]
-            flat = torch.cat(exchange(parts, group=groups.dp))
+            parts = [[as_row(getattr(held[n], name), dtype) for n in to if n in held] for to in wanted]
+            flat, _ = exchange(parts, dtype, group=groups.dp)
+        else:
+            flat = torch.zeros(sum(lengths), dtype=dtype)
         flat = of_first_rank(flat.to(device), groups.pp, groups.cp, groups.tp).cpu()
         return list(flat.split(lengths))
 

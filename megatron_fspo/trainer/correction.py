@@ -145,4 +145,4 @@ def _with_weights(batch: MicroBatch, weights: Tensor, sums: Tensor) -> tuple[Ten
 
 def _per_token(values: Tensor, batch: MicroBatch) -> Tensor:
     """[n] → [t]; 0 (or False) for tokens that belong to nobody."""
-    return torch.cat([values, values.new_zeros(1)])[batch.segment]
+    return torch.cat([values, values.new_zeros(1)]).index_select(0, batch.segment)

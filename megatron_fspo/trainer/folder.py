@@ -10,28 +10,34 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
 from megatron_fspo.options import load_config, save_config
 
-_CHECKPOINT = re.compile(r"step_(\d+)")
+_CHECKPOINT = re.compile(r"step_(\d+)(?:\+(\d+))?")
 
 
-def checkpoint_folder(config: Config, step: int) -> Path:
-    """Where the checkpoint of a step lives."""
-    return config.run_folder / "checkpoints" / f"step_{step:06d}"
+def checkpoint_folder(config: Config, step: int, updates: int = 0) -> Path:
+    """Where the checkpoint lives that was written after so many steps, and so many optimizer steps of the
+    next."""
+    name = f"step_{step:06d}" + (f"+{updates:03d}" if updates else "")
+    return config.run_folder / "checkpoints" / name
 
 
 def checkpoints(config: Config) -> list[Path]:
     """Complete checkpoints, oldest first. (One still being written has another name.)"""
-    found = [
-        path
-        for path in (config.run_folder / "checkpoints").glob("step_*")
-        if _CHECKPOINT.fullmatch(path.name)
-    ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    found = {}
+    for path in (config.run_folder / "checkpoints").glob("step_*"):
+        if match := _CHECKPOINT.fullmatch(path.name):
+            found[int(match[1]), int(match[2] or 0)] = path
+    return [found[place] for place in sorted(found)]
 
 
 def remove_old_checkpoints(config: Config) -> None:
-    """Keep the newest ``checkpoint.keep``."""
-    for path in checkpoints(config)[: -config.checkpoint.keep]:
-        shutil.rmtree(path)
+    """Keep the newest ``checkpoint.keep``, and nothing that a killed run left half written or half removed.
+
+    Not while a checkpoint is being written.
+    """
+    half = (config.run_folder / "checkpoints").glob("*.partial")
+    for path in [*half, *checkpoints(config)[: -config.checkpoint.keep]]:
+        # What has the name of a checkpoint is a whole one.
+        shutil.rmtree(path.rename(path.with_suffix(".partial")))
 
 
 def checkpoint_to_resume(config: Config, *, resume: bool) -> Path | None:

@@ -8,16 +8,13 @@ from __future__ import annotations
 import signal
 import time
 
+from megatron_fspo.errors import StopRequested
 from megatron_fspo.mcore.hf_weights import export_hf
-from megatron_fspo.trainer.ahead import staleness_metrics
-from megatron_fspo.trainer.batches import make_mini_batches, split
+from megatron_fspo.trainer.begin import begin_step
 from megatron_fspo.trainer.build import Training, build
-from megatron_fspo.trainer.dynamic import fill
 from megatron_fspo.trainer.evaluate import evaluate
-from megatron_fspo.trainer.optimize import optimize, score_reference, with_old_log_probs
+from megatron_fspo.trainer.optimize import optimize, update_metrics
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.rollout import Rollout, without_tokens
-from megatron_fspo.trainer.sampling import Batch, add_advantages, collect_and_grade, sampling_metrics
 
 
 def train(inputs: Inputs, *, resume: bool) -> bool:
@@ -30,10 +27,12 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
     run = build(inputs, resume=resume)
     control = run.groups.control
     signal.signal(signal.SIGTERM, lambda number, frame: control.request_stop())
-    if run.step == 0 and config.evaluation.every:
+    if config.evaluation.every and not run.resumed:
         run.log.step(0, _evaluate(run))
     while run.step < config.run.steps:
         metrics = train_step(run)
+        if metrics is None:
+            return _stopped(run)
         run.step += 1
         last = run.step == config.run.steps
         stopping = control.meet(f"the end of step {run.step}")
@@ -42,37 +41,41 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
         if _due(run.step, config.checkpoint.every) or last or stopping:
             with run.log.phase("save_checkpoint", 1, "", run.timings):
                 run.save(wait=last or stopping)
-        else:
-            run.end_save(wait=False)
+        # First the row, then the name of the checkpoint: a run that resumes from it has the row.
         run.log.step(run.step, metrics | run.timings)
+        run.end_save(wait=False)
         if stopping and not last:
-            run.log.say(f"stopped by SIGTERM after step {run.step}; continue with --resume")
-            run.engine.close()
-            run.log.close()
-            return False
+            return _stopped(run)
     export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
     run.engine.close()
     run.log.close()
     return True
 
 
-def train_step(run: Training) -> dict[str, float]:
-    """One rollout and all optimizer steps on it."""
+def train_step(run: Training) -> dict[str, float] | None:
+    """One rollout and all optimizer steps on it.
+
+    Returns:
+        its metrics; None where the job was asked to stop before its end. It left a checkpoint then: of the
+        steps before it, if no optimizer step was taken yet, else of all that was done.
+    """
     run.timings.clear()
     began = time.perf_counter()
-    config = run.inputs.config
-
-    responses, metrics = rollout(run)
-    metrics |= staleness_metrics(responses, run.step, limit=config.rollout.max_staleness)
-    packs, sizes = make_mini_batches(
-        config, run.inputs.arch, responses, run.groups, run.inputs.backend.device
-    )
-    responses = without_tokens(responses)
-    packs, mismatch = with_old_log_probs(run, packs, responses)
-    metrics |= mismatch
-    if run.reference is not None:
-        packs = score_reference(run, packs)
-    metrics |= optimize(run, split(packs, sizes), responses)
+    cursor = run.ahead.state_dict()
+    if run.under_way is None:
+        try:
+            run.under_way = begin_step(run)
+        except StopRequested:
+            run.save(wait=True, cursor=cursor)
+            return None
+    else:  # the checkpoint that the run goes on from had it
+        run.ahead.ask(run.step)
+    step = run.under_way
+    if not optimize(run, step):
+        run.save(wait=True)
+        return None
+    run.under_way = None
+    metrics = step.metrics | update_metrics(run, step)
 
     run.engine.pause()
     run.engine.update_weights(run.step + 1)
@@ -81,35 +84,18 @@ def train_step(run: Training) -> dict[str, float]:
 
     seconds = time.perf_counter() - began
     run.timings["timing_s/step"] = seconds
-    tokens = int((responses.prompt_lengths + responses.lengths).sum())
+    tokens = int((step.rollout.prompt_lengths + step.rollout.lengths).sum())
     return metrics | {"perf/throughput": tokens / seconds, "training/weight_version": float(run.step + 1)}
 
 
-def rollout(run: Training) -> tuple[Rollout, dict[str, float]]:
-    """Responses to the next prompts, graded, with advantages; those of later steps, as far ahead as may be,
-    are asked for. The metrics are of all that were sampled, also where only some stay."""
-    options = run.inputs.config.rollout
-    run.groups.control.meet("the first rank to write its records")
-    responses = _responses(run, run.ahead.take(run.step))
-    metrics = sampling_metrics(responses)
-    if options.dynamic_sampling:
-        filled = fill(
-            responses,
-            lambda number, prompts: _responses(run, run.ahead.further(run.step, number, prompts)),
-            max_rounds=options.max_rounds,
-        )
-        responses, metrics = filled.batch, sampling_metrics(filled.sampled) | filled.metrics()
-        if filled.unfilled:
-            run.log.say(f"step {run.step + 1}: {filled}")
-    run.ahead.ask(run.step)
-    return responses, metrics
-
-
-def _responses(run: Training, batch: Batch) -> Rollout:
-    total = len(batch.prompts) * batch.samples // run.groups.dp.size()
-    with run.log.phase("gen", total, "response", run.timings) as progress:
-        graded = collect_and_grade(run.inputs, run.groups, batch, progress)
-    return add_advantages(run.inputs, run.groups, graded)
+def _stopped(run: Training) -> bool:
+    """End a run that SIGTERM stopped and whose checkpoint is written."""
+    run.end_save(wait=True)
+    within = f", {len(run.under_way.updates)} optimizer steps into the next" if run.under_way else ""
+    run.log.say(f"stopped by SIGTERM after step {run.step}{within}; continue with --resume")
+    run.engine.close()
+    run.log.close()
+    return False
 
 
 def _evaluate(run: Training) -> dict[str, float]:

@@ -68,7 +68,9 @@ def per_sample(
     sums = None
     for batch in batches:
         sums = sums or ExactSums(count, samples, device=batch.mask.device)
-        sums.add(columns(batch)[:, batch.mask], batch.sample_index[batch.segment[batch.mask]])
+        here = batch.mask.nonzero()[:, 0]
+        segment = batch.segment.index_select(0, here)
+        sums.add(columns(batch).index_select(1, here), batch.sample_index.index_select(0, segment))
     assert sums is not None, "every rank has micro-batches"
     return sums.total(group)
 
@@ -88,13 +90,16 @@ def measure(batches: Sequence[MicroBatch], samples: int, *, group: dist.ProcessG
         beside ``fspo/sigma_hat``.
     """
     totals = _Totals()
+    scored: list[tuple[Tensor, Tensor]] = []
 
     def columns(batch: MicroBatch) -> Tensor:
         delta = token_deltas(batch)
         totals.add(delta[batch.mask & delta.isfinite()])
-        return torch.stack([delta, batch.mask.double()])
+        scored.append((batch.sample_index, batch.lengths))
+        return delta[None]
 
-    whole, lengths = per_sample(batches, columns, 2, samples, group=group)
+    (whole,) = per_sample(batches, columns, 1, samples, group=group)
+    lengths = _everywhere(scored, samples, group=group)
     names = ("rollout/logprob_abs_diff/mean", "rollout/kl_k1", "rollout/kl_k3")
     metrics = reduce_metrics(
         {name: torch.stack([total, totals.count]) for name, total in zip(names, totals.sums, strict=True)},
@@ -103,7 +108,17 @@ def measure(batches: Sequence[MicroBatch], samples: int, *, group: dist.ProcessG
     metrics["rollout/logprob_abs_diff/max"] = max(gather_lists([totals.largest], group=group))
     known = whole.isfinite() & (lengths > 0)
     spread = sigma_hat(whole[known], lengths[known], 0.5) if known.any() else math.nan
-    return Mismatch(sums=whole, lengths=lengths.long(), metrics=metrics | {"rollout/mismatch_sigma": spread})
+    return Mismatch(sums=whole, lengths=lengths, metrics=metrics | {"rollout/mismatch_sigma": spread})
+
+
+def _everywhere(scored: Sequence[tuple[Tensor, Tensor]], samples: int, *, group: dist.ProcessGroup) -> Tensor:
+    """Lengths [samples] of the responses that some rank scored, 0 for the others. Collective."""
+    numbers, lengths = (torch.cat(column) for column in zip(*scored, strict=True))
+    found = lengths.new_zeros(samples).index_copy_(0, numbers, lengths)
+    if group.size() > 1:
+        # Ranks that share a response all have its length.
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return found
 
 
 class _Totals:

@@ -15,12 +15,14 @@ from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.trainer.alarm import LIMIT, Setting, check_mismatch
+from megatron_fspo.trainer.batches import split
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.correction import correct
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
 from megatron_fspo.trainer.rollout import Rollout
+from megatron_fspo.trainer.step import Step
 
 
 def needs_old_pass(config: Config) -> bool:
@@ -90,37 +92,47 @@ def score_reference(run: Training, packs: Packs) -> Packs:
     return packs.with_columns(reference_log_probs=scores)
 
 
-def optimize(run: Training, mini_batches: Sequence[Packs], rollout: Rollout) -> dict[str, float]:
-    """All optimizer steps of one rollout: every mini-batch, ``batch.epochs`` times. Collective."""
+def optimize(run: Training, step: Step) -> bool:
+    """The optimizer steps that are still to be taken: every mini-batch, ``batch.epochs`` times. Collective.
+
+    Returns:
+        False where the job was asked to stop before the last.
+    """
     config = run.inputs.config
-    updates: list[Update] = []
-    off_policy: list[SequenceRecord] = []
-    nonfinite = 0
-    first: dict[str, float] = {}
     sampled = config.rollout.old_log_probs == "sampled"
-    warm = run.policy.optimizer_steps >= config.optimizer.warmup_steps
-    total = config.batch.epochs * len(mini_batches)
-    with run.log.phase("update_actor", total, "step", run.timings) as progress:
-        for batches in [*mini_batches] * config.batch.epochs:
+    turns = split(step.packs, step.sizes) * config.batch.epochs
+    with run.log.phase("update_actor", len(turns), "step", run.timings) as progress:
+        progress(len(step.updates))
+        for batches in turns[len(step.updates) :]:
             update, records = _update(run, batches)
-            nonfinite += _check_finite(run, records, rollout, of=batches.totals.num_sequences)
-            if not updates:  # the weights are still those of the old pass
-                first = _first_update(update, records, sampled=sampled)
-            if updates or sampled:
-                off_policy += records
-            if updates:
-                observe(run.loss, records, kl_k3=update.metrics["fspo/kl_k3"], warm=warm, groups=run.groups)
-            updates.append(update)
+            step.nonfinite += _check_finite(run, records, step.rollout, of=batches.totals.num_sequences)
+            if not step.updates:  # the weights are still those of the old pass
+                step.first = _first_update(update, records, sampled=sampled)
+            if step.updates or sampled:
+                step.off_policy += records
+            if step.updates:
+                kl_k3 = update.metrics["fspo/kl_k3"]
+                observe(run.loss, records, kl_k3=kl_k3, warm=step.warm, groups=run.groups)
+            step.updates.append(update)
             progress(1)
-    run.log.sequences(run.step + 1, off_policy)
+            if len(step.updates) < len(turns) and run.stopping():
+                return False
+    return True
+
+
+def update_metrics(run: Training, step: Step) -> dict[str, float]:
+    """What the optimizer steps of a step report, once all are taken."""
+    updates = step.updates
+    run.log.sequences(run.step + 1, step.off_policy)
     metrics = {name: _mean([update.metrics[name] for update in updates]) for name in updates[0].metrics}
     metrics |= {
         "actor/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
         "actor/grad_norm/max": max(update.grad_norm for update in updates),
         "actor/lr": updates[-1].learning_rate,
-        "fspo/nonfinite": float(nonfinite),
+        "fspo/nonfinite": float(step.nonfinite),
     }
-    return metrics | first | clip_metrics(off_policy, seed=config.run.seed) | run.loss.metrics()
+    clips = clip_metrics(step.off_policy, seed=run.inputs.config.run.seed)
+    return metrics | step.first | clips | run.loss.metrics()
 
 
 def _mean(values: Sequence[float]) -> float:

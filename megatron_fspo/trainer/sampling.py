@@ -49,15 +49,26 @@ def is_first_of_copy(groups: ParallelGroups) -> bool:
 
 
 def collect_and_grade(
-    inputs: Inputs, groups: ParallelGroups, batch: Batch, progress: Progress | None = None
+    inputs: Inputs,
+    groups: ParallelGroups,
+    batch: Batch,
+    progress: Progress | None = None,
+    *,
+    stops: bool = False,
 ) -> Rollout:
     """Wait for the responses of a batch and grade them. Collective.
 
     Each data-parallel rank grades its share. Ranks that share a model have the same completions; the first
     of them grades, so that a reward may be slow, random or a remote call. The others wait outside of
     collectives.
+
+    Args:
+        stops: whether a request to stop the job may end the wait.
+
+    Raises:
+        StopRequested: it did, on every rank.
     """
-    completions = batch.pending(progress)
+    completions = batch.pending(progress, stops=stops)
     held: dict[int, Completion] = {}
     table = torch.zeros(len(batch.prompts) * batch.samples, len(COLUMNS), dtype=torch.float64)
     if is_first_of_copy(groups):

@@ -238,7 +238,7 @@ def test_responses_that_updates_meet_go_on_with_the_new_weights(
     assert len({len(completion.token_ids) for completion in found}) > 10
     assert any(len(completion.version_spans) > 1 for completion in found), "some were met half-way"
     sequences = [
-        prompt.token_ids + c.token_ids for prompt, row in zip(PROMPTS, rows, strict=True) for c in row
+        (*prompt.token_ids, *c.token_ids) for prompt, row in zip(PROMPTS, rows, strict=True) for c in row
     ]
     scores = {version: Model(of_version[version]).score(sequences) for version in (20, 21)}
     worst = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,15 @@ SMALL = (
 ).split()
 
 
-def command(folder: Path, name: str, *extra: str, nproc: int = 2) -> list[str]:
+PROGRAM = ("-m", "megatron_fspo")
+
+
+def command(
+    folder: Path, name: str, *extra: str, nproc: int = 2, program: Sequence[str] = PROGRAM
+) -> list[str]:
     """``train`` of the small run on so many ranks, writing under ``folder``."""
-    ranks = ["torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "-m"] if nproc > 1 else []
-    base = [sys.executable, "-m", *ranks, "megatron_fspo", "train", "--config", str(CONFIG)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    base = [sys.executable, *(launcher if nproc > 1 else []), *program, "train", "--config", str(CONFIG)]
     return [*base, "--run.folder", str(folder), "--run.name", name, *SMALL, *extra]
 
 

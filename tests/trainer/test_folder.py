@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,22 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None
     )
     remove_old_checkpoints(config)
     assert checkpoints(config) == [checkpoint_folder(config, step) for step in left]
-    assert (folder / "step_000040.partial").is_dir()
+    assert not (folder / "step_000040.partial").exists()
+
+
+def test_half_removed_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, checkpoint={"keep": 1})
+    make_checkpoints(config, "step_000010", "step_000020")
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", killed)
+        remove_old_checkpoints(config)
+    assert checkpoints(config) == [checkpoint_folder(config, 20)]
+    remove_old_checkpoints(config)
+    assert list((config.run_folder / "checkpoints").iterdir()) == [checkpoint_folder(config, 20)]
 
 
 def test_a_new_run_wants_an_empty_folder(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kill_runs import Harness, Kill
 from launch import REPO, environment, torchrun
 from runs import command, numbers, rows, run
 
@@ -141,21 +142,19 @@ print(largest_difference(copy)[0])
 """
 
 
-def test_killed_and_resumed_gives_the_numbers_of_an_uninterrupted_run(folder: Path) -> None:
-    process = start(folder, "killed", "--checkpoint.asynchronous", "true")
-    wait_for_step(folder, "killed", 2, process)
-    # torchrun gives every rank a session of its own: kill them all at once, as a lost node would.
-    for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
-        victim.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert not (folder / "killed/hf").exists()
-    resumed = run(folder, "killed", "--run.steps", str(STEPS), "--checkpoint.every", "1", "--resume")
-    assert resumed.returncode == 0, resumed.stderr[-6000:]
-    got, want = rows(folder, "killed"), rows(folder, "whole")
-    assert [row["step"] for row in got] == list(range(STEPS + 1))
-    assert list(map(numbers, got)) == list(map(numbers, want))
-    weights = "hf/model.safetensors"
-    assert (folder / "killed" / weights).read_bytes() == (folder / "whole" / weights).read_bytes()
+KILLS = [
+    Kill(point="update", step=2, count=3, rank=0, victims="rank 1", delay=0.0, asynchronous=False),
+    Kill(point="row", step=2, count=1, rank=0, victims="all", delay=0.1, asynchronous=True),
+    Kill(point="named", step=3, count=1, rank=0, victims="all", delay=0.1, asynchronous=False),
+    Kill(point="export", step=0, count=5, rank=0, victims="all", delay=0.0, asynchronous=True),
+]
+
+
+def test_killed_and_resumed_is_the_uninterrupted_run(folder: Path) -> None:
+    """``python tests/trainer/kill_runs.py`` has many more."""
+    harness = Harness(folder, steps=STEPS, every=1, keep=2)
+    assert harness.run("killed", KILLS) == []
+    assert not harness.problems
 
 
 def test_sigterm_saves_and_resume_continues(folder: Path) -> None:
@@ -170,6 +169,51 @@ def test_sigterm_saves_and_resume_continues(folder: Path) -> None:
     resumed = run(folder, "stopped", "--run.steps", str(STEPS), "--checkpoint.every", "1", "--resume")
     assert resumed.returncode == 0, resumed.stderr[-6000:]
     assert list(map(numbers, rows(folder, "stopped"))) == list(map(numbers, rows(folder, "whole")))
+
+
+def stop_within(folder: Path, name: str, place: str, count: int) -> None:
+    """A run that is asked to stop at a moment of ``stop_worker.py``."""
+    arguments = command(folder, name, "--run.steps", str(STEPS))
+    worker = str(Path(__file__).with_name("stop_worker.py"))
+    stopped = torchrun([worker, place, str(count), *arguments[arguments.index("train") + 1 :]], nproc=2)
+    assert stopped.returncode != 0 and "stopped by SIGTERM" in stopped.stdout, stopped.stderr[-6000:]
+
+
+# 32 responses and four optimizer steps a step; 18 more responses are graded by the evaluation before it.
+@pytest.mark.parametrize(
+    ("place", "count", "checkpoint"), [("rollout", 60, "step_000001"), ("update", 7, "step_000001+003")]
+)
+def test_stopped_within_a_step_and_resumed_gives_the_same_numbers(
+    folder: Path, place: str, count: int, checkpoint: str
+) -> None:
+    stop_within(folder, place, place, count)
+    assert [row["step"] for row in rows(folder, place)] == [0, 1]
+    assert (folder / place / "checkpoints" / checkpoint).is_dir()
+    shutil.copytree(folder / place, folder / f"{place}-kept")
+    resumed = run(folder, place, "--run.steps", str(STEPS), "--checkpoint.every", "1", "--resume")
+    assert resumed.returncode == 0, resumed.stderr[-6000:]
+    assert list(map(numbers, rows(folder, place))) == list(map(numbers, rows(folder, "whole")))
+    for file in ("sequences.jsonl", "samples.jsonl", "hf/model.safetensors"):
+        assert (folder / place / file).read_bytes() == (folder / "whole" / file).read_bytes()
+
+
+@pytest.mark.parametrize("layout", ["--parallel.context 2", "--parallel.pipeline 2"])
+def test_a_step_under_way_goes_on_in_another_layout(folder: Path, layout: str) -> None:
+    """From the checkpoint of the test before this one."""
+    name = "update" + layout[-9:].replace(" ", "-")
+    shutil.copytree(folder / "update-kept", folder / name)
+    extra = ["--parallel.tensor", "1", "--parallel.sequence", "false", *layout.split(), "--run.steps", "2"]
+    resumed = run(folder, name, *extra, "--resume")
+    assert resumed.returncode == 0, resumed.stderr[-6000:]
+    got, want = rows(folder, name)[2], rows(folder, "whole")[2]
+    for key in (
+        "response_length/mean",
+        "actor/grad_norm",
+        "actor/pg_clipfrac",
+        "fspo/sigma_hat",
+        "fspo/kl_k3",
+    ):
+        assert got[key] == pytest.approx(want[key], rel=1e-3), key
 
 
 def test_a_half_written_checkpoint_is_not_resumed_from(folder: Path) -> None:

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 import httpx
 from torch import Tensor
 
-from megatron_fspo.errors import TrainingError
+from megatron_fspo.errors import StopRequested, TrainingError
 from megatron_fspo.parallel.control import SLICE
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists
@@ -106,19 +106,24 @@ class VLLMEngine:
             batch.work = self._leader.loop.submit(work)
             batch.work.add_done_callback(lambda _: self._events.put(None))
 
-        def collect(progress: Progress | None = None) -> list[list[Completion]]:
-            found = self._collect(batch, progress) if self._leader else self._wait()
+        def collect(progress: Progress | None = None, *, stops: bool = False) -> list[list[Completion]]:
+            found = self._collect(batch, progress, stops) if self._leader else self._wait()
             rows = [found[i : i + params.n] for i in range(0, len(found), params.n)]
             return self._hand_out(rows, params.n, wanted)
 
         return collect
 
-    def _collect(self, batch: _Batch, progress: Progress | None) -> list[Completion]:
+    def _collect(self, batch: _Batch, progress: Progress | None, stops: bool) -> list[Completion]:
         """Wait for the completions; meanwhile give servers that come back the current weights."""
         batch.report_to(progress)
-        with self._leading(), self._control.waiting("responses of the servers") as wait:
+        what = "responses of the servers"
+        with self._leading(), self._control.waiting(what, stops=stops) as wait:
             while not batch.work.done():
-                wait.check()
+                try:
+                    wait.check()
+                except StopRequested:
+                    self._control.tell("stop")
+                    raise
                 try:
                     event = self._events.get(timeout=SLICE)
                 except Empty:
@@ -155,6 +160,8 @@ class VLLMEngine:
     def _follow(self, what: str) -> None:
         """On the other ranks: do what the first one says, until it is done."""
         while (word := self._control.hear(what)) != "done":
+            if word == "stop":
+                raise StopRequested(f"a stop was requested during the wait for {what}")
             if word == "score":
                 self._trainer.score(self._canary)
             else:
@@ -248,6 +255,8 @@ class VLLMEngine:
         """What the first rank does while the others follow: they hear of its failure, wherever they are."""
         try:
             yield
+        except StopRequested:  # the others heard of it
+            raise
         except Exception as error:
             self._control.fail(error)
             raise

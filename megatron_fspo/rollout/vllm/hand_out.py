@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,33 +22,50 @@ def hand_out(parts: Sequence[Sequence[Completion]], *, group: dist.ProcessGroup)
     """Give every rank of the group its completions. Collective.
 
     Args:
-        parts: what goes to each rank; empty lists on a rank that has none.
+        parts: what goes to each rank; empty lists on a rank that has none. What stays is not copied.
 
     Returns:
         this rank's, in their order.
     """
-    columns = [_columns(part) for part in parts]
-    found = [torch.cat(exchange([column[number] for column in columns], group=group)) for number in range(4)]
-    return _completions(*found)
+    here = group.rank()
+    sent = [[*part] if rank != here else [] for rank, part in enumerate(parts)]
+    table, counts = exchange([_table(part) for part in sent], torch.long, group=group)
+    spans, _ = exchange([_spans(part) for part in sent], torch.long, group=group)
+    token_ids, _ = exchange([_rows(c.token_ids for c in part) for part in sent], torch.int32, group=group)
+    log_probs, _ = exchange([_rows(c.log_probs for c in part) for part in sent], torch.float32, group=group)
+    found = _completions(table, spans, token_ids, log_probs)
+    before = sum(counts[:here]) // _TABLE
+    return [*found[:before], *parts[here], *found[before:]]
 
 
-def _columns(completions: Sequence[Completion]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    table = [
-        (len(c.token_ids), c.finish_reason == "length", c.weight_version, len(c.version_spans))
+def _table(completions: Sequence[Completion]) -> list[Tensor]:
+    return [
+        torch.tensor(
+            [len(c.token_ids), c.finish_reason == "length", c.weight_version, len(c.version_spans)],
+            dtype=torch.long,
+        )
         for c in completions
     ]
+
+
+def _spans(completions: Sequence[Completion]) -> list[Tensor]:
     spans = [(span.version, span.start, span.end) for c in completions for span in c.version_spans]
-    return (
-        torch.tensor(table, dtype=torch.long).flatten(),
-        torch.tensor(spans, dtype=torch.long).flatten(),
-        _flat([c.token_ids for c in completions], torch.int32),
-        _flat([c.log_probs for c in completions], torch.float32),
-    )
+    return [torch.tensor(spans, dtype=torch.long).flatten()]
 
 
-def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    # frombuffer refuses an empty array
-    return torch.cat([torch.zeros(0, dtype=dtype), *(torch.frombuffer(r, dtype=dtype) for r in rows if r)])
+def _rows(arrays: Iterable[Sequence[float]]) -> list[Tensor]:
+    """Views of the arrays; frombuffer refuses an empty one."""
+    types = {"i": torch.int32, "f": torch.float32}
+    return [
+        torch.frombuffer(row, dtype=types[row.typecode]) for row in arrays if isinstance(row, array) and row
+    ]
+
+
+def _array(typecode: str, values: Tensor) -> Any:
+    """A copy, as an ``array``."""
+    found = array(typecode)
+    found.frombytes(values.view(torch.uint8).numpy().data)
+    return found
 
 
 def _completions(table: Tensor, spans: Tensor, token_ids: Tensor, log_probs: Tensor) -> list[Completion]:
@@ -56,8 +74,8 @@ def _completions(table: Tensor, spans: Tensor, token_ids: Tensor, log_probs: Ten
     spans_left = iter(spans.view(-1, _SPAN).tolist())
     return [
         Completion(
-            token_ids=array("i", ids.numpy().tobytes()),
-            log_probs=array("f", values.numpy().tobytes()),
+            token_ids=_array("i", ids),
+            log_probs=_array("f", values),
             finish_reason="length" if cut else "stop",
             weight_version=version,
             version_spans=tuple(

@@ -1,0 +1,40 @@
+"""One step of this checkout but for the model, for benchmarks/step_overhead.py; as in trainer/loop.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_fspo.packing import pack
+from megatron_fspo.trainer import batches, sampling
+from megatron_fspo.trainer.ahead import staleness_metrics
+from megatron_fspo.trainer.optimize import optimize, score_old
+from megatron_fspo.trainer.rollout import Rollout, without_tokens
+from step_synthetic import Clock
+
+
+def wrap(clock: Clock) -> None:
+    """Time what is done inside of other phases."""
+    clock.wrap(batches, "_spread", "exchange")
+    clock.wrap(pack, "collate", "collate")
+
+
+def collect(run: Any, batch: Any, clock: Clock) -> Rollout:
+    """The responses, graded."""
+    with clock("grade"):
+        graded = sampling.collect_and_grade(run.inputs, run.groups, batch)
+        return sampling.add_advantages(run.inputs, run.groups, graded)
+
+
+def step(run: Any, responses: Rollout, clock: Clock) -> dict[str, float]:
+    """From responses to metrics."""
+    with clock("grade"):
+        metrics = sampling.sampling_metrics(responses) | staleness_metrics(responses, run.step, limit=0)
+    with clock("plan"):
+        packs, sizes = batches.make_mini_batches(
+            run.inputs.config, run.inputs.arch, responses, run.groups, run.inputs.backend.device
+        )
+    responses = without_tokens(responses)
+    with clock("mismatch"):
+        packs, mismatch = score_old(run, packs, responses)
+    with clock("records"):
+        return metrics | mismatch | optimize(run, batches.split(packs, sizes), responses)

@@ -1,0 +1,71 @@
+"""How a step begins: prompts → responses → rewards → advantages → packs → old log-probs."""
+
+from __future__ import annotations
+
+from megatron_fspo.errors import StopRequested
+from megatron_fspo.trainer.ahead import staleness_metrics
+from megatron_fspo.trainer.batches import make_mini_batches
+from megatron_fspo.trainer.build import Training
+from megatron_fspo.trainer.dynamic import fill
+from megatron_fspo.trainer.optimize import score_reference, with_old_log_probs
+from megatron_fspo.trainer.rollout import Rollout, without_tokens
+from megatron_fspo.trainer.sampling import Batch, add_advantages, collect_and_grade, sampling_metrics
+from megatron_fspo.trainer.step import Step
+
+
+def begin_step(run: Training) -> Step:
+    """All of a step up to its first optimizer step. Collective.
+
+    Raises:
+        StopRequested: the job was asked to stop, and did in or after the rollout.
+    """
+    responses, metrics = _rollout(run)
+    if run.stopping():
+        raise StopRequested("a stop was requested during the rollout")
+    return _with_packs(run, responses, metrics)
+
+
+def _rollout(run: Training) -> tuple[Rollout, dict[str, float]]:
+    """Responses to the next prompts, graded, with advantages; those of later steps, as far ahead as may be,
+    are asked for. The metrics are of all that were sampled, also where only some stay."""
+    options = run.inputs.config.rollout
+    run.groups.control.meet("the first rank to write its records")
+    responses = _responses(run, run.ahead.take(run.step))
+    metrics = sampling_metrics(responses)
+    if options.dynamic_sampling:
+        filled = fill(
+            responses,
+            lambda number, prompts: _responses(run, run.ahead.further(run.step, number, prompts)),
+            max_rounds=options.max_rounds,
+        )
+        responses, metrics = filled.batch, sampling_metrics(filled.sampled) | filled.metrics()
+        if filled.unfilled:
+            run.log.say(f"step {run.step + 1}: {filled}")
+    run.ahead.ask(run.step)
+    return responses, metrics
+
+
+def _responses(run: Training, batch: Batch) -> Rollout:
+    total = len(batch.prompts) * batch.samples // run.groups.dp.size()
+    with run.log.phase("gen", total, "response", run.timings) as progress:
+        graded = collect_and_grade(run.inputs, run.groups, batch, progress, stops=True)
+    return add_advantages(run.inputs, run.groups, graded)
+
+
+def _with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> Step:
+    """The step on these responses: packs, with their old log-probs."""
+    config = run.inputs.config
+    metrics |= staleness_metrics(responses, run.step, limit=config.rollout.max_staleness)
+    device = run.inputs.backend.device
+    packs, sizes = make_mini_batches(config, run.inputs.arch, responses, run.groups, device)
+    responses = without_tokens(responses)
+    packs, mismatch = with_old_log_probs(run, packs, responses)
+    if run.reference is not None:
+        packs = score_reference(run, packs)
+    return Step(
+        rollout=responses,
+        packs=packs,
+        sizes=sizes,
+        metrics=metrics | mismatch,
+        warm=run.policy.optimizer_steps >= config.optimizer.warmup_steps,
+    )

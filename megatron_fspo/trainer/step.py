@@ -1,0 +1,181 @@
+"""A step under way: its responses in packs, and what its optimizer steps have reported so far.
+
+When the job is asked to stop between two optimizer steps, the step goes into the checkpoint: weights have
+moved, so neither its responses nor their old log-probs could be made again. Responses and log-probs are
+written by sequence, each rank what it holds, and read back under any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.mcore.policy import Update
+from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.packing.pack import Packs
+from megatron_fspo.packing.sequences import Sequences
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.trainer.records import SequenceRecord
+from megatron_fspo.trainer.rollout import COLUMNS, Rollout, rollout_of, with_advantages
+from megatron_fspo.types import Prompt
+
+_FOLDER = "under_way"
+_ROLLOUT = "rollout.safetensors"
+_PLACE = ("number", "place")
+
+
+@dataclass(kw_only=True)
+class Step:
+    """From the responses to the last optimizer step."""
+
+    rollout: Rollout
+    packs: Packs
+    """Of all mini-batches, with their old log-probs."""
+    sizes: list[int]
+    """Packs of each mini-batch."""
+    metrics: dict[str, float]
+    """Of responses and old pass."""
+    warm: bool
+    """Whether it began after the learning rate's warm-up."""
+    updates: list[Update] = field(default_factory=list)
+    """One for every optimizer step taken."""
+    first: dict[str, float] = field(default_factory=dict)
+    """Metrics of the first one, before the policy has moved."""
+    off_policy: list[SequenceRecord] = field(default_factory=list)
+    nonfinite: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is the same on every rank, as JSON types."""
+        return {
+            "prompts": [prompt.index for prompt in self.rollout.prompts],
+            "samples": self.rollout.samples,
+            "metrics": self.metrics,
+            "warm": self.warm,
+            "updates": [asdict(update) for update in self.updates],
+            "first": self.first,
+            "off_policy": [asdict(record) for record in self.off_policy],
+            "nonfinite": self.nonfinite,
+        }
+
+    def write(self, checkpoint: Path, groups: ParallelGroups) -> None:
+        """Write this rank's part of the rest into the folder of a checkpoint."""
+        folder = checkpoint / _FOLDER
+        folder.mkdir(exist_ok=True)
+        if dist.get_rank() == 0:
+            # Clones: the columns may be views of one table.
+            columns = {name: getattr(self.rollout, name).clone() for name in (*COLUMNS, "advantages")}
+            save_file(columns, folder / _ROLLOUT)
+        if groups.tp.rank() or groups.pp.rank():
+            return  # they hold what the first of each holds
+        tensors = _by_place(self.packs)
+        if groups.cp.rank() == 0:
+            tensors |= {f"sequences.{name}": value for name, value in vars(self.packs.sequences).items()}
+        save_file(tensors, folder / f"tokens_{dist.get_rank():05d}.safetensors")
+
+
+def is_under_way(state: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint, by its state, was written between two optimizer steps of one step."""
+    return state.get("under_way") is not None
+
+
+def read_step(
+    checkpoint: Path,
+    state: Mapping[str, Any],
+    prompts: Sequence[Prompt],
+    pack: Callable[..., tuple[Packs, list[int]]],
+) -> Step:
+    """Read back a step from a checkpoint.
+
+    Args:
+        state: what :meth:`Step.state_dict` gave.
+        prompts: all of the run, by index.
+        pack: :func:`~megatron_fspo.trainer.batches.make_mini_batches`, but for ``rollout`` and ``read``.
+    """
+    folder = checkpoint / _FOLDER
+    columns = load_file(folder / _ROLLOUT)
+    advantages = columns.pop("advantages")
+    table = torch.stack([columns[name].double() for name in COLUMNS], 1)
+    rollout = rollout_of([prompts[i] for i in state["prompts"]], state["samples"], table, {})
+    rollout = with_advantages(rollout, advantages)
+    files = sorted(folder.glob("tokens_*.safetensors"))
+    packs, sizes = pack(rollout=rollout, read=lambda numbers: _read_sequences(files, numbers))
+    return Step(
+        rollout=rollout,
+        packs=_with_columns(packs, files, len(rollout)),
+        sizes=sizes,
+        metrics=state["metrics"],
+        warm=state["warm"],
+        updates=[Update(**update) for update in state["updates"]],
+        first=state["first"],
+        off_policy=[SequenceRecord(**record) for record in state["off_policy"]],
+        nonfinite=state["nonfinite"],
+    )
+
+
+def _by_place(packs: Packs) -> dict[str, Tensor]:
+    """The packs' columns at the response tokens of this rank, and which token each value is of."""
+    parts: dict[str, list[Tensor]] = {name: [] for name in (*_PLACE, *packs.columns)}
+    for number, batch in enumerate(packs):
+        sequence, place = _tokens(batch, packs.sequences)
+        parts["number"].append(sequence)
+        parts["place"].append(place)
+        for name, tensors in packs.columns.items():
+            parts[name].append(tensors[number][batch.mask])
+    return {name: torch.cat(tensors).cpu() for name, tensors in parts.items()}
+
+
+def _tokens(batch: MicroBatch, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """Number of the sequence, and place in the response, of each token inside the mask."""
+    number = batch.sample_index[batch.segment[batch.mask]]
+    prompts = torch.zeros(int(sequences.index.max()) + 1, dtype=torch.long)
+    prompts[sequences.index] = sequences.prompt_lengths
+    return number, batch.position_ids[0, batch.mask] + 1 - prompts.to(number.device)[number]
+
+
+def _read_sequences(files: Sequence[Path], numbers: list[int]) -> Sequences:
+    """Those of some numbers, wherever they were written."""
+    found: dict[int, tuple[Tensor, Tensor, Tensor, float]] = {}
+    for path in files:
+        tensors = load_file(path)
+        if "sequences.index" in tensors:
+            held = {n.partition(".")[2]: v for n, v in tensors.items() if n.startswith("sequences.")}
+            found |= Sequences(**held).rows()
+    if missing := sorted(set(numbers) - found.keys()):
+        raise InputError(f"{files[0].parent}: {len(missing)} responses of the step under way are missing")
+    prompts, responses, log_probs, advantages = zip(*(found[n] for n in numbers), strict=True)
+    return Sequences.of(
+        prompts=prompts, responses=responses, log_probs=log_probs, advantages=advantages, index=numbers
+    )
+
+
+def _with_columns(packs: Packs, files: Sequence[Path], samples: int) -> Packs:
+    """The packs with the columns that were written, each value at its token."""
+    lengths = torch.zeros(samples, dtype=torch.long)
+    lengths[packs.sequences.index] = packs.sequences.lengths
+    begin = lengths.cumsum(0) - lengths
+    flat: dict[str, Tensor] = {}
+    for path in files:
+        tensors = load_file(path)
+        mine = lengths[tensors["number"]] > 0
+        at = (begin[tensors["number"]] + tensors["place"])[mine]
+        for name in tensors.keys() - {*_PLACE}:
+            if not name.startswith("sequences."):
+                values = tensors[name][mine]
+                flat.setdefault(name, values.new_zeros(int(lengths.sum())))[at] = values
+    columns: dict[str, list[Tensor]] = {name: [] for name in flat}
+    for batch in packs:
+        number, place = _tokens(batch, packs.sequences)
+        at = begin[number.cpu()] + place.cpu()
+        for name, values in flat.items():
+            column = values.new_zeros(batch.mask.shape)
+            column[batch.mask.cpu()] = values[at]
+            columns[name].append(column.to(batch.mask.device))
+    return packs.with_columns(**columns)
