@@ -139,11 +139,12 @@ class TokenLevel:
         # One token that is not finite drops its sequence: half a response is another response.
         broken = (nonfinite > 0) | ~torch.isfinite(log_ratio_sum)
         kept = inputs.mask & ~_per_token(broken, inputs)
+        # A step whose responses are all empty has no token to weigh.
         scale = inputs.num_sequences * aggregation_weight(
             self.aggregation,
             _per_token(inputs.lengths.to(inputs.log_ratio.dtype), inputs),
-            num_sequences=inputs.num_sequences,
-            num_tokens=inputs.num_tokens,
+            num_sequences=max(inputs.num_sequences, 1),
+            num_tokens=max(inputs.num_tokens, 1),
         )
         low, high, dual, out = (
             torch.where(broken, 0.0, count / inputs.lengths.clamp(min=1)) for count in (low, high, dual, out)

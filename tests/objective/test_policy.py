@@ -223,6 +223,13 @@ def test_what_is_not_finite_drops_its_sequence_and_no_other(name: str, value: fl
 
 
 @pytest.mark.parametrize("name", LOSSES)
+def test_a_step_without_any_response_has_no_gradient(name: str) -> None:
+    batch = replace(inputs([0, 0]), num_sequences=0, num_tokens=0)
+    terms = LOSSES[name](batch)
+    assert not terms.weight.any() and terms.objective == 0 and not terms.nonfinite.any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_a_micro_batch_of_padding_only(name: str) -> None:
     terms: LossTerms = LOSSES[name](part(inputs(LENGTHS), range(0)))
     assert terms.objective == 0 and terms.weight.numel() == 0 and terms.nonfinite.numel() == 0
