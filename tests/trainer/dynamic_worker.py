@@ -16,7 +16,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron_fspo.cli import main
-from megatron_fspo.trainer import loop
+from megatron_fspo.trainer import begin
 from megatron_fspo.trainer.ahead import Ahead
 from runs import CONFIG, SMALL
 
@@ -30,7 +30,7 @@ def never(prompt: object, completion: object, text: str) -> float:
 
 def train() -> int:
     folder, name, die_in_step = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    make, further = loop.make_mini_batches, Ahead.further
+    make, further = begin.make_mini_batches, Ahead.further
 
     def written(config: Any, arch: Any, rollout: Any, groups: Any, device: Any) -> Any:
         row = {
@@ -56,7 +56,7 @@ def train() -> int:
         return further(self, step, number, prompts)
 
     arguments = ["train", "--config", str(CONFIG), "--run.folder", folder, "--run.name", name, *SMALL]
-    with mock.patch.object(loop, "make_mini_batches", written), mock.patch.object(Ahead, "further", asked):
+    with mock.patch.object(begin, "make_mini_batches", written), mock.patch.object(Ahead, "further", asked):
         return main([*arguments, *sys.argv[4:]])
 
 
