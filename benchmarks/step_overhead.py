@@ -104,7 +104,8 @@ def plans(trees: dict[str, Path], folder: Path, most: float) -> list[dict[str, A
             out = folder / "plan.json"
             _run(["benchmarks/step_rank.py", "--plan", "--code", code, "--package", tree, "--out", out,
                   "--responses", responses, "--tokens", FULL[1]], tree)  # fmt: skip
-            row[code] = json.loads(out.read_text(encoding="utf-8"))
+            found_here = json.loads(out.read_text(encoding="utf-8"))
+            row[code], row["response_tokens"] = found_here["seconds"], found_here["response_tokens"]
         found.append(row)
     return found
 
@@ -172,7 +173,7 @@ def full_size(report: dict[str, Any]) -> dict[str, dict[str, float]]:
     found = {}
     for code in ("before", "after"):
         work = run[code]["cpu_seconds_busiest_rank"] - run[code]["phases"]["plan"]
-        tokens = report["full_tokens"]
+        tokens = last["response_tokens"]
         found[code] = {
             "seconds": work / run[code]["response_tokens"] * tokens + (last[code] or math.nan),
             "first_rank_gib": per_token(run, code, "memory_first_rank") * tokens / 2**30,
@@ -200,15 +201,11 @@ def main() -> None:
         )
         subprocess.run(["tar", "x", "-C", str(tree)], input=archive.stdout, check=True)
         trees = {"before": tree, "after": ROOT}
-        sys.path.insert(0, str(ROOT))
-        from step_synthetic import lengths_of
-
         report = {
             "command": "python benchmarks/step_overhead.py",
             **machine(),
             "before": options.before,
             "ranks": RANKS,
-            "full_tokens": sum(lengths_of(*FULL)),
             "steps": steps(trees, Path(name), options.repeats),
             "plan": plans(trees, Path(name), options.most),
             "checkpoint": saves(trees),
