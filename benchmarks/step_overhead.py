@@ -182,6 +182,31 @@ def full_size(report: dict[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
+def at_full_size(report: dict[str, Any]) -> str:
+    """As in docs/performance.md."""
+    found = full_size(report)
+    rows = {
+        "seconds": "CPU seconds of the busiest of 4 ranks",
+        "first_rank_gib": "first rank, GiB",
+        "other_rank_gib": "another rank, GiB",
+    }
+    lines = ["| 8,192 x 16k, extrapolated | before | after |", "|---|---|---|"]
+    for name, text in rows.items():
+        lines.append(f"| {text} | {found['before'][name]:.1f} | {found['after'][name]:.1f} |")
+    last = report["plan"][-1]
+    lines.append(f"| of it the plan, measured: seconds | {last['before']:.2f} | {last['after']:.2f} |")
+    return "\n".join(lines)
+
+
+def of_saves(report: dict[str, Any]) -> str:
+    """As in docs/performance.md."""
+    before, after = (report["checkpoint"][code] for code in ("before", "after"))
+    return (
+        f"{before['bytes_per_parameter']:.1f} → {after['bytes_per_parameter']:.1f} bytes per parameter and "
+        f"{before['seconds']:.0f} → {after['seconds']:.0f} s"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--before", default="aef6116", help="the commit to compare with")
