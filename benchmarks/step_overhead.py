@@ -104,7 +104,8 @@ def plans(trees: dict[str, Path], folder: Path, most: float) -> list[dict[str, A
             out = folder / "plan.json"
             _run(["benchmarks/step_rank.py", "--plan", "--code", code, "--package", tree, "--out", out,
                   "--responses", responses, "--tokens", FULL[1]], tree)  # fmt: skip
-            row[code] = json.loads(out.read_text(encoding="utf-8"))
+            found_here = json.loads(out.read_text(encoding="utf-8"))
+            row[code], row["response_tokens"] = found_here["seconds"], found_here["response_tokens"]
         found.append(row)
     return found
 
@@ -172,13 +173,38 @@ def full_size(report: dict[str, Any]) -> dict[str, dict[str, float]]:
     found = {}
     for code in ("before", "after"):
         work = run[code]["cpu_seconds_busiest_rank"] - run[code]["phases"]["plan"]
-        tokens = report["full_tokens"]
+        tokens = last["response_tokens"]
         found[code] = {
             "seconds": work / run[code]["response_tokens"] * tokens + (last[code] or math.nan),
             "first_rank_gib": per_token(run, code, "memory_first_rank") * tokens / 2**30,
             "other_rank_gib": per_token(run, code, "memory_other_ranks") * tokens / 2**30,
         }
     return found
+
+
+def at_full_size(report: dict[str, Any]) -> str:
+    """As in docs/performance.md."""
+    found = full_size(report)
+    rows = {
+        "seconds": "CPU seconds of the busiest of 4 ranks",
+        "first_rank_gib": "first rank, GiB",
+        "other_rank_gib": "another rank, GiB",
+    }
+    lines = ["| 8,192 x 16k, extrapolated | before | after |", "|---|---|---|"]
+    for name, text in rows.items():
+        lines.append(f"| {text} | {found['before'][name]:.1f} | {found['after'][name]:.1f} |")
+    last = report["plan"][-1]
+    lines.append(f"| of it the plan, measured: seconds | {last['before']:.2f} | {last['after']:.2f} |")
+    return "\n".join(lines)
+
+
+def of_saves(report: dict[str, Any]) -> str:
+    """As in docs/performance.md."""
+    before, after = (report["checkpoint"][code] for code in ("before", "after"))
+    return (
+        f"{before['bytes_per_parameter']:.1f} → {after['bytes_per_parameter']:.1f} bytes per parameter and "
+        f"{before['seconds']:.0f} → {after['seconds']:.0f} s"
+    )
 
 
 def main() -> None:
@@ -200,15 +226,11 @@ def main() -> None:
         )
         subprocess.run(["tar", "x", "-C", str(tree)], input=archive.stdout, check=True)
         trees = {"before": tree, "after": ROOT}
-        sys.path.insert(0, str(ROOT))
-        from step_synthetic import lengths_of
-
         report = {
             "command": "python benchmarks/step_overhead.py",
             **machine(),
             "before": options.before,
             "ranks": RANKS,
-            "full_tokens": sum(lengths_of(*FULL)),
             "steps": steps(trees, Path(name), options.repeats),
             "plan": plans(trees, Path(name), options.most),
             "checkpoint": saves(trees),

@@ -6,6 +6,7 @@ The package is the one on PYTHONPATH: that of this checkout, or of an older comm
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -43,7 +44,7 @@ def main() -> None:
         options.out.write_text(json.dumps(report) + "\n", encoding="utf-8")
 
 
-def plan(options: argparse.Namespace) -> float:
+def plan(options: argparse.Namespace) -> dict[str, float]:
     """Seconds of CPU to plan both optimizer steps of a rollout for four ranks."""
     from megatron_fspo.packing.plan import attention_costs, plan_micro_batches
     from step_synthetic import PROMPT, lengths_of
@@ -54,7 +55,8 @@ def plan(options: argparse.Namespace) -> float:
         # Of a model of 8 billion parameters: a layer's matrices, and its query heads.
         costs = attention_costs(part, linear_size=193_000_000, attention_size=4096)
         plan_micro_batches(part, ranks=4, max_tokens=2 * (PROMPT + options.tokens), costs=costs)
-    return time.process_time() - began
+    seconds = time.process_time() - began
+    return {"seconds": seconds, "response_tokens": sum(lengths) - PROMPT * len(lengths)}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -93,11 +95,13 @@ def _inputs(config: Any, backend: Any, clock: Any) -> Any:
     from megatron_fspo.weights import read_architecture
     from step_synthetic import STOP
 
+    turns = itertools.count()  # no prompt without a spread, whose responses this checkout would leave out
+
     def decode(ids: Any, skip_special_tokens: bool) -> str:
         return ""
 
     def reward(prompt: Any, completion: Any, text: str) -> float:
-        return float(len(completion.token_ids) % 2)
+        return float(next(turns) % 2)
 
     return SimpleNamespace(
         config=config,

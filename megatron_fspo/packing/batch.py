@@ -151,7 +151,7 @@ def _per_token(rows: Sequence[Tensor], runs: Tensor, nobody: int, mine: Tensor |
         mine: positions of the whole row that this rank holds; None: all.
     """
     size = len(rows[0])
-    run = torch.repeat_interleave(runs.flatten(), output_size=size)
+    run = torch.repeat_interleave(runs.flatten().int(), output_size=size)
     place = torch.arange(size, device=run.device) if mine is None else mine
     if mine is not None:
         rows, run = [row.index_select(0, mine) for row in rows], run.index_select(0, mine)

@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_fspo.parallel.agree import of_first_rank
+from megatron_fspo.parallel.exchange import exchange
 from megatron_fspo.parallel.metrics import add_metrics, any_rank, gather_lists, reduce_metrics, share
 from megatron_fspo.parallel.segments import sequence_sums
+from megatron_fspo.rollout.vllm.hand_out import hand_out
+from megatron_fspo.types import Completion, VersionSpan
 
 
 class _Counter:
@@ -121,8 +124,54 @@ def check_metrics() -> None:
     assert any_rank(rank == world - 1, device=device) and not any_rank(False, device=device)
 
 
+def check_exchange() -> None:
+    """Uneven and empty parts: rank r sends rank s rows with r·s + r values in all, which name both."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+
+    def rows(source: int, to: int) -> list[torch.Tensor]:
+        values = torch.arange(source * to + source, dtype=torch.int32) + 10_000 * source + 1000 * to
+        return [values[:1], values[:0], values[1:]]
+
+    got, counts = exchange([rows(rank, to) for to in range(world)], torch.int32, group=dist.group.WORLD)
+    assert counts == [source * rank + source for source in range(world)] and got.dtype == torch.int32
+    assert torch.equal(got, torch.cat([row for source in range(world) for row in rows(source, rank)]))
+    nothing, counts = exchange([[] for _ in range(world)], torch.float32, group=dist.group.WORLD)
+    assert len(nothing) == 0 and counts == [0] * world and nothing.dtype == torch.float32
+
+
+def check_hand_out() -> None:
+    """Every rank gets its completions, in their order, equal in every field: from one rank, and from all."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+
+    def completions(source: int, to: int) -> list[Completion]:
+        found = []
+        for number, length in enumerate([3, 0, 1, 5][: (source + to) % 5]):
+            first = 1000 * source + 100 * to + 10 * number
+            spans = [VersionSpan(version=number + i, start=i, end=i + 1) for i in range(length)]
+            found.append(
+                Completion(
+                    token_ids=range(first, first + length),
+                    log_probs=[-(first + i) / 7 for i in range(length)],
+                    finish_reason="length" if number % 2 else "stop",
+                    weight_version=number,
+                    version_spans=tuple(spans if to % 2 else spans[:0]),
+                )
+            )
+        return found
+
+    for source in range(world):
+        parts = [completions(source, to) if rank == source else [] for to in range(world)]
+        got = hand_out(parts, group=dist.group.WORLD)
+        assert got == completions(source, rank)
+        assert all(c.token_ids.typecode == "i" and c.log_probs.typecode == "f" for c in got)
+    got = hand_out([completions(rank, to) for to in range(world)], group=dist.group.WORLD)
+    assert got == [c for source in range(world) for c in completions(source, rank)]
+
+
 def main() -> None:
     dist.init_process_group("gloo")
+    check_exchange()
+    check_hand_out()
     check_collectives()
     check_sequence_sums()
     check_exact_sums()

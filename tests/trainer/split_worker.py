@@ -1,5 +1,6 @@
 """On two ranks: what one optimizer step reports, for every split of one batch in several layouts; also with
-corrections for a sampler whose log-probs are off by noise.
+corrections for a sampler whose log-probs are off by noise. And whether tokens come to the packs of their
+ranks.
 
 split_worker.py OUT.json
 """
@@ -35,6 +36,7 @@ from megatron_fspo.verify.cases import (
     random_weights,
 )
 from megatron_fspo.verify.layouts import parse_layout
+from spreading import check_spreading
 
 LAYOUTS = ("dp2", "cp2", "pp2", "tp2.sp")
 # Name → loss and correction. Noise of .04 per token: the rules act on some responses, not on all.
@@ -51,6 +53,7 @@ def reported(layout_name: str) -> dict[str, dict[str, float]]:
     backend = choose_backend("cpu")
     layout = parse_layout(layout_name, world_size=2)
     groups = start(backend, parallel=layout.parallel, seed=1)
+    check_spreading(groups, layout.parallel)
     policy = production.build(layout, SMALL, random_weights(SMALL), backend, groups, torch.float32)
     samples = make_samples(SMALL)
     moved, noise = drifts(samples, seed=5), drifts(samples, seed=6)
