@@ -29,6 +29,7 @@ from megatron_fspo.types import Prompt
 
 _FOLDER = "under_way"
 _ROLLOUT = "rollout.safetensors"
+_TOKENS = "tokens_*.safetensors"
 _PLACE = ("number", "place")
 
 
@@ -105,11 +106,10 @@ def read_step(
     table = torch.stack([columns[name].double() for name in COLUMNS], 1)
     rollout = rollout_of([prompts[i] for i in state["prompts"]], state["samples"], table, {})
     rollout = with_advantages(rollout, advantages)
-    files = sorted(folder.glob("tokens_*.safetensors"))
-    packs, sizes = pack(rollout=rollout, read=lambda numbers: _read_sequences(files, numbers))
+    packs, sizes = pack(rollout=rollout, read=lambda numbers: _read_sequences(folder, numbers))
     return Step(
         rollout=rollout,
-        packs=_with_columns(packs, files, len(rollout)),
+        packs=_with_columns(packs, folder, len(rollout)),
         sizes=sizes,
         metrics=state["metrics"],
         warm=state["warm"],
@@ -135,34 +135,38 @@ def _by_place(packs: Packs) -> dict[str, Tensor]:
 def _tokens(batch: MicroBatch, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """Number of the sequence, and place in the response, of each token inside the mask."""
     number = batch.sample_index[batch.segment[batch.mask]]
-    prompts = torch.zeros(int(sequences.index.max()) + 1, dtype=torch.long)
+    prompts = torch.zeros(max(sequences.index.tolist(), default=0) + 1, dtype=torch.long)
     prompts[sequences.index] = sequences.prompt_lengths
     return number, batch.position_ids[0, batch.mask] + 1 - prompts.to(number.device)[number]
 
 
-def _read_sequences(files: Sequence[Path], numbers: list[int]) -> Sequences:
+def _read_sequences(folder: Path, numbers: list[int]) -> Sequences:
     """Those of some numbers, wherever they were written."""
     found: dict[int, tuple[Tensor, Tensor, Tensor, float]] = {}
-    for path in files:
+    for path in sorted(folder.glob(_TOKENS)):
         tensors = load_file(path)
         if "sequences.index" in tensors:
             held = {n.partition(".")[2]: v for n, v in tensors.items() if n.startswith("sequences.")}
             found |= Sequences(**held).rows()
     if missing := sorted(set(numbers) - found.keys()):
-        raise InputError(f"{files[0].parent}: {len(missing)} responses of the step under way are missing")
-    prompts, responses, log_probs, advantages = zip(*(found[n] for n in numbers), strict=True)
+        raise InputError(f"{folder}: {len(missing)} responses of the step under way are missing")
+    rows = [found[number] for number in numbers]
     return Sequences.of(
-        prompts=prompts, responses=responses, log_probs=log_probs, advantages=advantages, index=numbers
+        prompts=[prompt for prompt, *_ in rows],
+        responses=[response for _, response, *_ in rows],
+        log_probs=[log_probs for *_, log_probs, _ in rows],
+        advantages=[advantage for *_, advantage in rows],
+        index=numbers,
     )
 
 
-def _with_columns(packs: Packs, files: Sequence[Path], samples: int) -> Packs:
+def _with_columns(packs: Packs, folder: Path, samples: int) -> Packs:
     """The packs with the columns that were written, each value at its token."""
     lengths = torch.zeros(samples, dtype=torch.long)
     lengths[packs.sequences.index] = packs.sequences.lengths
     begin = lengths.cumsum(0) - lengths
     flat: dict[str, Tensor] = {}
-    for path in files:
+    for path in sorted(folder.glob(_TOKENS)):
         tensors = load_file(path)
         mine = lengths[tensors["number"]] > 0
         at = (begin[tensors["number"]] + tensors["place"])[mine]
