@@ -23,10 +23,10 @@ from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import start, stop
 from megatron_fspo.options import load_config
-from megatron_fspo.packing.batch import collate
 from megatron_fspo.trainer.evaluate import evaluate_checkpoint
 from megatron_fspo.trainer.prepare import prepare
 from megatron_fspo.weights import read_architecture, resolve
+from packs import collate
 
 CPU = choose_backend("cpu")
 
