@@ -29,6 +29,7 @@ def test_sampling_ahead() -> None:
 def test_reading_responses() -> None:
     report, page = measured("rollout_client")
     assert rollout_client.table(report) in page
+    assert rollout_client.one_reader(report) in page
     assert report["command"] in page
     assert [row["tokens"] for row in report["lengths"]] == [*rollout_client.LENGTHS]
     assert all(135 < row["bytes_per_token"] < 145 for row in report["lengths"]), "about 140"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.packing.sequences import Sequences
-from megatron_fspo.packing.zigzag import chunks_per_sequence, local_positions
+from megatron_fspo.packing.zigzag import chunks_per_sequence, local_runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def collate(
             micro-batch becomes one tail, so that every rank runs the same collectives.
     """
     chosen = torch.tensor(rows, dtype=torch.long)
-    prompts, lengths = sequences.prompt_lengths[chosen], sequences.lengths[chosen]
+    prompts, lengths, *_ = sequences.places.index_select(0, chosen).unbind(1)
     whole = prompts + lengths
     chunks = chunks_per_sequence(context_size)
     padding = -whole % chunks
@@ -101,16 +101,16 @@ def collate(
     # A tail must split into chunks as well; the rank's share of the whole row is what multiple_of is about.
     step = math.lcm(chunks, context_size * multiple_of)
     tail = -filled % step if filled else step
-    rows_of_four_bytes = _rows(sequences, chosen, padding.tolist(), tail)
-    # Each sequence in runs: positions before the mask, in it, the last token, padding. The tail is padding.
-    runs = torch.stack([prompts - 1, lengths, torch.ones_like(prompts), padding], dim=1)
-    if tail:
-        runs = torch.cat([runs, runs.new_tensor([[0, 0, 0, tail]])])
-    padded = runs.sum(1)
+    padded = torch.cat([whole + padding, padding.new_tensor([tail] if tail else [])])
+    # What positions of a sequence are: before the mask, in it, the last token, padding. A tail is padding.
+    ends = torch.stack([prompts - 1, whole - 1, whole], dim=1)
+    edges = torch.stack([torch.zeros_like(padded), *_filled(ends, len(padded)).unbind(1), padded], dim=1)
+    held = local_runs(padded, context_rank, context_size)
+    sizes = edges[:, None].clamp(held[..., :1], held[..., 1:]).diff(dim=-1)
     borders = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
-    mine = local_positions(borders.to(device), context_rank, context_size) if context_size > 1 else None
+    flat = [row.to(device) for row in _rows(sequences, chosen, held.tolist())]
     return MicroBatch(
-        **_per_token([row.to(device) for row in rows_of_four_bytes], runs.to(device), len(rows), mine),
+        **_per_token(flat, sizes.to(device), held[..., 0].to(device), nobody=len(rows)),
         borders=borders.to(device, torch.int32),
         longest=int(padded.max()),
         lengths=lengths.to(device),
@@ -120,56 +120,69 @@ def collate(
     )
 
 
-def _rows(sequences: Sequences, chosen: Tensor, padding: Sequence[int], tail: int) -> list[Tensor]:
-    """Tokens, labels and sampled log-probs of the whole row: runs of the flat arrays, copied once."""
-    prompts, lengths = sequences.prompt_lengths, sequences.lengths
-    sizes = [size[chosen].tolist() for size in (prompts, lengths)]
-    ends = [size.cumsum(0)[chosen].tolist() for size in (prompts + lengths, lengths)]
-    longest = max([tail, *sizes[0], *(count + 1 for count in padding)])
+def _filled(rows: Tensor, count: int) -> Tensor:
+    """``count`` rows, of zeros where there are no more."""
+    return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
+
+
+def _rows(sequences: Sequences, chosen: Tensor, held: Sequence[Sequence[Sequence[int]]]) -> list[Tensor]:
+    """Tokens, labels and sampled log-probs where this rank holds them: pieces of the flat arrays, copied
+    once.
+
+    Args:
+        held: of each sequence, and of the tail, the runs [first, end) of its positions.
+    """
+    places = _filled(sequences.places.index_select(0, chosen), len(held)).tolist()
+    longest = max(end - first for runs in held for first, end in runs)
     no_token, no_log_prob = sequences.tokens.new_zeros(longest), sequences.log_probs.new_zeros(longest)
     tokens, labels, sampled = [no_token[:0]], [no_token[:0]], [no_log_prob[:0]]
-    for prompt, length, end, sampled_end, count in zip(*sizes, *ends, padding, strict=True):
-        first = end - prompt - length
-        tokens += [sequences.tokens[first:end], no_token[:count]]
-        labels += [sequences.tokens[first + 1 : end], no_token[: count + 1]]
-        log_probs = sequences.log_probs[sampled_end - length : sampled_end]
-        sampled += [no_log_prob[: prompt - 1], log_probs, no_log_prob[: count + 1]]
-    return [
-        torch.cat([*tokens, no_token[:tail]]),
-        torch.cat([*labels, no_token[:tail]]),
-        torch.cat([*sampled, no_log_prob[:tail]]),
-    ]
+    for (prompt, length, start, sampled_start), runs in zip(places, held, strict=True):
+        whole = prompt + length
+        for run in runs:
+            tokens += _cut(sequences.tokens, start, (0, whole), run, no_token)
+            labels += _cut(sequences.tokens, start + 1, (0, whole - 1), run, no_token)
+            span = (prompt - 1, whole - 1)
+            sampled += _cut(sequences.log_probs, sampled_start, span, run, no_log_prob)
+    return [torch.cat(pieces) for pieces in (tokens, labels, sampled)]
 
 
-def _per_token(rows: Sequence[Tensor], runs: Tensor, nobody: int, mine: Tensor | None) -> dict[str, Any]:
+def _cut(flat: Tensor, start: int, span: tuple[int, int], run: Sequence[int], zeros: Tensor) -> list[Tensor]:
+    """The entries of one run of positions: those in ``span`` come from ``flat``, others are 0."""
+    (low, high), (first, end) = span, run
+    after = max(first, min(low, end))
+    stop = max(after, min(high, end))
+    pieces = [zeros[: after - first]] if after > first else []
+    if stop > after:
+        pieces.append(flat[start + after - low : start + stop - low])
+    return [*pieces, zeros[: end - stop]] if end > stop else pieces
+
+
+def _per_token(rows: Sequence[Tensor], sizes: Tensor, firsts: Tensor, *, nobody: int) -> dict[str, Any]:
     """The fields of a :class:`MicroBatch` that have t entries.
 
     Args:
-        rows: tokens, labels and sampled log-probs of the whole row.
-        runs: [n, 4] tokens of each sequence, and of the tail, by what they are.
+        rows: tokens, labels and sampled log-probs [t].
+        sizes: [n, runs, 4] positions in each run of each sequence, and of the tail, by what they are.
+        firsts: [n, runs] first positions of the runs.
         nobody: the segment of padding.
-        mine: positions of the whole row that this rank holds; None: all.
     """
-    size = len(rows[0])
-    run = torch.repeat_interleave(runs.flatten().int(), output_size=size)
-    place = torch.arange(size, device=run.device) if mine is None else mine
-    if mine is not None:
-        rows, run = [row.index_select(0, mine) for row in rows], run.index_select(0, mine)
     tokens, labels, sampled = rows
-    number = torch.arange(len(runs), device=run.device)
+    kind = torch.repeat_interleave(sizes.flatten().int(), output_size=len(tokens))
+    number = torch.arange(len(sizes), device=kind.device)
     segment = torch.stack([number, number, number, torch.full_like(number, nobody)], dim=1)
-    padded = runs.sum(1)
-    start = (padded.cumsum(0) - padded)[:, None].expand(-1, 4)
-    mask = torch.tensor([False, True, False, False], device=run.device).expand(len(runs), 4)
+    mask = torch.tensor([False, True, False, False], device=kind.device)
+    ends = sizes.sum(-1).flatten().cumsum(0).view(firsts.shape)
+    shift = firsts - ends + sizes.sum(-1)
 
-    def of_run(values: Tensor) -> Tensor:
-        return values.flatten().index_select(0, run)
+    def per_token(values: Tensor) -> Tensor:
+        return values.expand(sizes.shape).flatten().index_select(0, kind)
 
+    place = torch.arange(len(tokens), device=kind.device)
     return {
         "tokens": tokens.long()[None],
-        "position_ids": (place - of_run(start))[None],
+        "position_ids": place.add_(per_token(shift[..., None]))[None],
         "labels": labels.long(),
-        "mask": of_run(mask),
-        "segment": of_run(segment),
+        "mask": per_token(mask),
+        "segment": per_token(segment[:, None]),
         "sampled_log_probs": sampled,
     }

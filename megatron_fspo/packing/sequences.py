@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,6 +37,13 @@ class Sequences:
     """[m] L ≥ 0, tokens of the response."""
     advantages: Tensor
     """[m] fp32."""
+
+    @cached_property
+    def places(self) -> Tensor:
+        """[m, 4] P, L, and where tokens and log-probs of each begin."""
+        whole = self.prompt_lengths + self.lengths
+        begins = (whole.cumsum(0) - whole, self.lengths.cumsum(0) - self.lengths)
+        return torch.stack([self.prompt_lengths, self.lengths, *begins], dim=1)
 
     @classmethod
     def of(

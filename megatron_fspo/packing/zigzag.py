@@ -18,14 +18,14 @@ def chunks_per_sequence(size: int) -> int:
     return 2 * size if size > 1 else 1
 
 
-def local_rows(padded_lengths: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """The tokens that ``rank`` holds, in the order it holds them.
+def local_runs(padded_lengths: Tensor, rank: int, size: int) -> Tensor:
+    """Where in each sequence the tokens lie that ``rank`` holds, in the order it holds them.
 
     Args:
         padded_lengths: [n], multiples of 2·size where size > 1.
 
     Returns:
-        of each token [t / size], the sequence it is of, and its position there.
+        [n, runs, 2] first position and end of each run.
 
     Raises:
         ValueError: a length that does not split.
@@ -34,21 +34,18 @@ def local_rows(padded_lengths: Tensor, rank: int, size: int) -> tuple[Tensor, Te
     if (padded_lengths % chunks).any():
         wrong = int(padded_lengths[padded_lengths % chunks != 0][0])
         raise ValueError(f"a sequence of {wrong} tokens does not split into {chunks} chunks")
-    held = padded_lengths // size
-    sequence = torch.repeat_interleave(held)
-    place = torch.arange(len(sequence), device=held.device) - (held.cumsum(0) - held)[sequence]
-    if size == 1:
-        return sequence, place
-    chunk = (padded_lengths // chunks)[sequence]
-    first = torch.where(place < chunk, rank * chunk, (2 * size - 1 - rank) * chunk - chunk)
-    return sequence, first + place
+    numbers = padded_lengths.new_tensor([0] if size == 1 else [rank, chunks - 1 - rank])
+    first = padded_lengths[:, None] // chunks * numbers
+    return torch.stack([first, first + padded_lengths[:, None] // chunks], dim=-1)
 
 
 def local_positions(borders: Tensor, rank: int, size: int) -> Tensor:
     """Positions in the whole row [t / size] of the tokens that ``rank`` holds, in the order it holds them."""
     borders = borders.long()
-    sequence, place = local_rows(borders.diff(), rank, size)
-    return borders[sequence] + place
+    runs = (local_runs(borders.diff(), rank, size) + borders[:-1, None, None]).flatten(0, 1)
+    lengths = runs.diff(dim=1)[:, 0]
+    run = torch.repeat_interleave(lengths)
+    return torch.arange(len(run), device=run.device) + (runs[:, 0] - lengths.cumsum(0) + lengths)[run]
 
 
 def gathered_positions(borders: Tensor, size: int) -> Tensor:

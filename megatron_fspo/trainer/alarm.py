@@ -66,22 +66,54 @@ class Gap:
     """Share of tokens with Δ outside what a cut vocabulary can give."""
 
 
+class FreshTokens:
+    """The gap over fresh tokens, under construction: for :func:`check_mismatch`.
+
+    Args:
+        fresh: [samples] position in prompt and response from which on all that follows was sampled by the
+            present weights.
+    """
+
+    def __init__(self, fresh: Tensor, setting: Setting) -> None:
+        self.fresh = fresh.to(setting.device)
+        self._setting = setting
+        self._totals = torch.zeros(3, dtype=torch.float64, device=setting.device)
+        self._largest = 0.0
+
+    def add(self, batch: MicroBatch, delta: Tensor) -> None:
+        """A micro-batch, with Δ [t] of :func:`token_deltas`; what is not finite does not count."""
+        setting = self._setting
+        floor = math.log(setting.top_p if setting.top_p < 1 else _LEAST_KEPT)
+        used = delta[_chosen(batch, self.fresh) & delta.isfinite()]
+        beyond = (used > setting.limit) | (used < floor - setting.limit)
+        self._totals += torch.stack([used.abs().sum(), beyond.sum().double(), used.new_tensor(len(used))])
+        self._largest = max(self._largest, used.abs().max().item() if len(used) else 0.0)
+
+    def gap(self) -> Gap:
+        """Over all ranks. Collective."""
+        total, beyond, count = _summed(self._totals, self._setting.groups)
+        return Gap(
+            tokens=int(count),
+            mean=total / count if count else math.nan,
+            largest=max(gather_lists([self._largest], group=self._setting.groups.dp_cp)),
+            beyond=beyond / count if count else math.nan,
+        )
+
+
 def check_mismatch(
-    batches: Sequence[MicroBatch], fresh: Tensor, setting: Setting
+    batches: Sequence[MicroBatch], seen: FreshTokens, setting: Setting
 ) -> tuple[dict[str, float], str | None]:
     """Look at one rollout. Collective; scores a few micro-batches again if something is wrong.
 
     Args:
         batches: this rank's, with the old pass's log-probs.
-        fresh: [samples] position in prompt and response from which on all that follows was sampled by the
-            present weights.
+        seen: all of these micro-batches.
 
     Returns:
         ``rollout/mismatch_alarm``: 1 or 0, NaN where the present weights sampled nothing; and what to tell
         the user, if anything.
     """
-    fresh = fresh.to(setting.device)
-    gap = _gap(batches, None, fresh, setting)
+    gap = seen.gap()
     if not gap.tokens:
         return {"rollout/mismatch_alarm": math.nan}, None
     if gap.mean <= setting.limit:
@@ -90,7 +122,7 @@ def check_mismatch(
         f"sampler and trainer differ by {gap.mean:.2g} nats per token (at most {gap.largest:.2g}) over "
         f"{gap.tokens:,} tokens of the present weights, version {setting.version}; "
         f"rollout.mismatch_limit is {setting.limit:g}. "
-        f"Likeliest cause: {find_cause(batches, fresh, gap, setting)}"
+        f"Likeliest cause: {find_cause(batches, seen.fresh, gap, setting)}"
     )
     return {"rollout/mismatch_alarm": 1.0}, text
 
@@ -179,22 +211,10 @@ def _gap(
     batches: Sequence[MicroBatch], scores: Sequence[Tensor] | None, fresh: Tensor, setting: Setting
 ) -> Gap:
     """Over the fresh tokens whose Δ is finite, from the old pass or from other ``scores``. Collective."""
-    floor = math.log(setting.top_p if setting.top_p < 1 else _LEAST_KEPT)
-    totals = torch.zeros(3, dtype=torch.float64, device=setting.device)
-    largest = 0.0
+    seen = FreshTokens(fresh, setting)
     for number, batch in enumerate(batches):
-        delta = token_deltas(batch, None if scores is None else scores[number])
-        used = delta[_chosen(batch, fresh) & delta.isfinite()]
-        beyond = (used > setting.limit) | (used < floor - setting.limit)
-        totals += torch.stack([used.abs().sum(), beyond.sum().double(), used.new_tensor(len(used))])
-        largest = max(largest, used.abs().max().item() if len(used) else 0.0)
-    total, beyond_count, count = _summed(totals, setting.groups)
-    return Gap(
-        tokens=int(count),
-        mean=total / count if count else math.nan,
-        largest=max(gather_lists([largest], group=setting.groups.dp_cp)),
-        beyond=beyond_count / count if count else math.nan,
-    )
+        seen.add(batch, token_deltas(batch, None if scores is None else scores[number]))
+    return seen.gap()
 
 
 def _chosen(batch: MicroBatch, fresh: Tensor) -> Tensor:

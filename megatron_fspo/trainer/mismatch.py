@@ -75,13 +75,20 @@ def per_sample(
     return sums.total(group)
 
 
-def measure(batches: Sequence[MicroBatch], samples: int, *, group: dist.ProcessGroup) -> Mismatch:
+def measure(
+    batches: Sequence[MicroBatch],
+    samples: int,
+    *,
+    group: dist.ProcessGroup,
+    also: Callable[[MicroBatch, Tensor], None] = lambda batch, delta: None,
+) -> Mismatch:
     """Compare the old pass with the sampler. Collective.
 
     Args:
         batches: this rank's, with the old pass's log-probs.
         samples: of the whole rollout.
         group: data × context parallel.
+        also: is shown every micro-batch with its Δ [t], as each is made anew for every walk over them.
 
     Returns:
         with metrics over all tokens whose Δ is finite: ``rollout/logprob_abs_diff/mean`` and ``/max``: |Δ| of
@@ -95,6 +102,7 @@ def measure(batches: Sequence[MicroBatch], samples: int, *, group: dist.ProcessG
     def columns(batch: MicroBatch) -> Tensor:
         delta = token_deltas(batch)
         totals.add(delta[batch.mask & delta.isfinite()])
+        also(batch, delta)
         scored.append((batch.sample_index, batch.lengths))
         return delta[None]
 

@@ -14,7 +14,7 @@ from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
-from megatron_fspo.trainer.alarm import LIMIT, Setting, check_mismatch
+from megatron_fspo.trainer.alarm import LIMIT, FreshTokens, Setting, check_mismatch
 from megatron_fspo.trainer.batches import split
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.correction import correct
@@ -58,8 +58,10 @@ def score_old(run: Training, packs: Packs, rollout: Rollout) -> tuple[Packs, dic
     with run.log.phase("old_log_prob", len(packs), "pack", run.timings) as progress:
         packs = packs.with_columns(old_log_probs=run.policy.score(packs, run.scoring))
         progress(len(packs))
-    mismatch = measure(packs, len(rollout), group=run.groups.dp_cp)
-    alarm, text = check_mismatch(packs, rollout.fresh_from(run.step), _alarm_setting(run))
+    setting = _alarm_setting(run)
+    fresh = FreshTokens(rollout.fresh_from(run.step), setting)
+    mismatch = measure(packs, len(rollout), group=run.groups.dp_cp, also=fresh.add)
+    alarm, text = check_mismatch(packs, fresh, setting)
     if text is not None:
         run.log.say(f"step {run.step + 1}: {text}")
     packs, correction = correct(run.inputs.config.correction, packs, mismatch, groups=run.groups)

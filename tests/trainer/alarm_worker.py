@@ -22,7 +22,8 @@ from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.rollout.embedded import EmbeddedEngine
-from megatron_fspo.trainer.alarm import LIMIT, Setting, check_mismatch
+from megatron_fspo.trainer.alarm import LIMIT, FreshTokens, Setting, check_mismatch
+from megatron_fspo.trainer.mismatch import token_deltas
 from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights, with_layers
@@ -110,7 +111,10 @@ class Situation:
             device=self.backend.device,
             **asked,
         )
-        return check_mismatch(batches, as_rollout(samples).fresh_from(setting.version), setting)
+        fresh = FreshTokens(as_rollout(samples).fresh_from(setting.version), setting)
+        for batch in batches:
+            fresh.add(batch, token_deltas(batch))
+        return check_mismatch(batches, fresh, setting)
 
     def _packs(self, samples: Sequence[Sample]) -> Packs:
         """Two per pipeline stage."""
