@@ -11,8 +11,10 @@ from megatron_fspo.options import load_config
 from megatron_fspo.trainer.optimize import needs_old_pass
 from runs import CONFIG, rows, run
 
+# Two mini-batches: the first has groups with spread, so something in its packs.
 ONE_RANK = (
-    "--parallel.tensor 1 --parallel.sequence false --run.steps 1 --evaluation.every 0 --checkpoint.every 0"
+    "--parallel.tensor 1 --parallel.sequence false --run.steps 1 --evaluation.every 0 --checkpoint.every 0 "
+    "--batch.mini-batches 2"
 )
 RUNS = {
     "plain": "",
