@@ -1,4 +1,4 @@
-"""One step of this checkout but for the model, for benchmarks/step_overhead.py; as in trainer/loop.py."""
+"""One step of this checkout but for the model, for benchmarks/step_overhead.py; as in trainer/begin.py and loop.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 from megatron_fspo.packing import pack
 from megatron_fspo.trainer import batches, sampling
 from megatron_fspo.trainer.ahead import staleness_metrics
-from megatron_fspo.trainer.optimize import optimize, score_old
+from megatron_fspo.trainer.optimize import optimize, score_old, update_metrics
 from megatron_fspo.trainer.rollout import Rollout, without_tokens
+from megatron_fspo.trainer.step import Step
 from step_synthetic import Clock
 
 
@@ -37,4 +38,6 @@ def step(run: Any, responses: Rollout, clock: Clock) -> dict[str, float]:
     with clock("mismatch"):
         packs, mismatch = score_old(run, packs, responses)
     with clock("records"):
-        return metrics | mismatch | optimize(run, batches.split(packs, sizes), responses)
+        work = Step(rollout=responses, packs=packs, sizes=sizes, metrics=metrics | mismatch, warm=True)
+        optimize(run, work)
+        return work.metrics | update_metrics(run, work)

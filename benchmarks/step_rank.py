@@ -149,7 +149,7 @@ def _one(inputs: Any, groups: Any, clock: Any, code: Any, options: argparse.Name
 
 
 def _timed(batch: Any, clock: Any) -> Any:
-    def pending(progress: Any = None) -> Any:
+    def pending(progress: Any = None, **_: Any) -> Any:
         with clock("share"):
             return batch.pending(progress)
 

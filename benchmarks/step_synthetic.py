@@ -186,6 +186,7 @@ def run_of(inputs: Any, groups: Any, clock: Clock) -> Any:
         inputs=inputs,
         groups=groups,
         policy=Model(clock),
+        stopping=lambda: False,
         scoring=None,
         log=Log(),
         loss=LossState(inputs.config.loss),
