@@ -1,4 +1,4 @@
-"""One step of this checkout but for the model, for benchmarks/step_overhead.py; as in trainer/begin.py and loop.py."""
+"""One step of this checkout but for the model, for benchmarks/step_overhead.py; as the trainer takes it."""
 
 from __future__ import annotations
 
