@@ -252,7 +252,7 @@ def test_responses_that_updates_meet_go_on_with_the_new_weights(
 
 
 def texts(completions: list[list[Completion]]) -> list[tuple[int, ...]]:
-    return [completion.token_ids for row in completions for completion in row]
+    return [tuple(completion.token_ids) for row in completions for completion in row]
 
 
 def test_one_is_killed_in_the_middle_of_a_batch(

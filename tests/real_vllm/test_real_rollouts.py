@@ -92,7 +92,7 @@ def test_log_probs_are_those_of_transformers(url: str, reference: Any, temperatu
     )
     assert len(difference) == 64 * 24
     assert difference.mean() <= 1e-4
-    assert len({completion.token_ids for completion in completions}) == 64
+    assert len({tuple(completion.token_ids) for completion in completions}) == 64
     assert {c.version_spans for c in completions} == {(VersionSpan(version=3, start=0, end=24),)}
 
 
