@@ -167,12 +167,11 @@ class Place:
 
     def gate(self) -> list[str]:
         """Responses exactly at a gate for the sampler's mismatch, with Σ Δ forced apart."""
-        batches = [
-            replace(batch, old_log_probs=score, sampled_log_probs=score - 0.125)
-            for batch, score in zip(self.scored.micro_batches, self.scored.log_probs, strict=True)
-        ]
-        lengths = [len(sample.completion.token_ids) for sample in SAMPLES]
-        mismatch = measure(batches, self.scored.log_probs, lengths, group=self.groups.dp_cp)
+        scores = self.scored.log_probs
+        batches = self.scored.micro_batches.with_columns(
+            old_log_probs=scores, sampled_log_probs=[score - 0.125 for score in scores]
+        )
+        mismatch = measure(batches, len(SAMPLES), group=self.groups.dp_cp)
         lasting = mismatch.sums
 
         def gate(real: Any, sums: Tensor, *_: Any) -> Tensor:
