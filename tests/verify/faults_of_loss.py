@@ -212,7 +212,7 @@ def per_token_loss_off() -> Patch:
 # Which tokens and sequences.
 
 
-def _change_batch(change: Callable[[MicroBatch, Tensor], MicroBatch]) -> Patch:
+def _change_pack(change: Callable[[MicroBatch, Tensor], MicroBatch]) -> Patch:
     """Change a micro-batch, given it and which of its positions [t] predict a token of a prompt."""
 
     def collate(real: Any, sequences: Any, rows: Sequence[int], **kwargs: Any) -> MicroBatch:
@@ -226,13 +226,13 @@ def _change_batch(change: Callable[[MicroBatch, Tensor], MicroBatch]) -> Patch:
 @fault(SP, "prompt tokens or padding count")
 def prompt_in_mask() -> Patch:
     """Prompt tokens count as response tokens"""
-    return _change_batch(lambda batch, prompt: replace(batch, mask=batch.mask | prompt))
+    return _change_pack(lambda batch, prompt: replace(batch, mask=batch.mask | prompt))
 
 
 @fault(PP, "labels that are not the next token")
 def labels_not_shifted() -> Patch:
     """The label of a position is its own token"""
-    return _change_batch(lambda batch, prompt: replace(batch, labels=batch.tokens[0]))
+    return _change_pack(lambda batch, prompt: replace(batch, labels=batch.tokens[0]))
 
 
 @fault(DP, "were seen by no or several")
