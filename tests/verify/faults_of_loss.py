@@ -16,10 +16,9 @@ from torch import Tensor
 from megatron_fspo.mcore import policy, policy_loss
 from megatron_fspo.objective import FSPOBand, surrogate
 from megatron_fspo.objective import policy as objectives
-from megatron_fspo.packing import batch as packing
+from megatron_fspo.packing import pack as packing
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.trainer.losses import LossState
-from megatron_fspo.verify import production
 
 # S.
 
@@ -213,35 +212,27 @@ def per_token_loss_off() -> Patch:
 # Which tokens and sequences.
 
 
-def _change_columns(change: Callable[[Any, int, list[int], int], None]) -> Patch:
-    """Change a sequence in the packed row, given the row, its first position, its ids and prompt length."""
+def _change_pack(change: Callable[[MicroBatch, Tensor], MicroBatch]) -> Patch:
+    """Change a micro-batch, given it and which of its positions [t] predict a token of a prompt."""
 
-    def append(real: Any, self: Any, number: int, sample: Any, **kwargs: Any) -> None:
-        first, prompt = len(self.tokens), sample.prompt.token_ids
-        real(self, number, sample, **kwargs)
-        change(self, first, [*prompt, *sample.completion.token_ids], len(prompt))
+    def collate(real: Any, sequences: Any, rows: Sequence[int], **kwargs: Any) -> MicroBatch:
+        batch = real(sequences, rows, **kwargs)
+        prompts = torch.tensor([*sequences.prompt_lengths[[*rows]].tolist(), 0])[batch.segment]
+        return change(batch, batch.position_ids[0] < prompts - 1)
 
-    return wrap(packing._Row, "append", append)
+    return wrap(packing, "collate", collate)
 
 
 @fault(SP, "prompt tokens or padding count")
 def prompt_in_mask() -> Patch:
     """Prompt tokens count as response tokens"""
-
-    def change(row: Any, first: int, ids: list[int], prompt: int) -> None:
-        row.mask[first : first + prompt - 1] = [True] * (prompt - 1)
-
-    return _change_columns(change)
+    return _change_pack(lambda batch, prompt: replace(batch, mask=batch.mask | prompt))
 
 
 @fault(PP, "labels that are not the next token")
 def labels_not_shifted() -> Patch:
     """The label of a position is its own token"""
-
-    def change(row: Any, first: int, ids: list[int], prompt: int) -> None:
-        row.labels[first : first + len(ids)] = ids
-
-    return _change_columns(change)
+    return _change_pack(lambda batch, prompt: replace(batch, labels=batch.tokens[0]))
 
 
 @fault(DP, "were seen by no or several")
@@ -254,11 +245,11 @@ def micro_batch_dropped() -> Patch:
 def sequence_twice() -> Patch:
     """Rank 1 trains on a sequence that another rank has too"""
 
-    def collate(real: Any, samples: Any, indices: Any, **kwargs: Any) -> Any:
-        more = [9] if dist.get_rank() == 1 and 9 not in indices else []
-        return real(samples, [*indices, *more], **kwargs)
+    def collate(real: Any, sequences: Any, rows: Sequence[int], **kwargs: Any) -> MicroBatch:
+        more = [9] if dist.get_rank() == 1 and 9 not in rows else []
+        return real(sequences, [*rows, *more], **kwargs)
 
-    return wrap(production, "collate", collate)
+    return wrap(packing, "collate", collate)
 
 
 @fault(CP, "or the advantages", split="1 micro-batch")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -108,14 +107,11 @@ def collective_per_chunk() -> Patch:
 def contiguous_chunks() -> Patch:
     """Each context-parallel rank takes one contiguous chunk of a sequence"""
 
-    def contiguous(real: Any, borders: Sequence[int], rank: int, size: int) -> list[int]:
-        mine: list[int] = []
-        for first, end in itertools.pairwise(borders):
-            share = (end - first) // size
-            mine.extend(range(first + rank * share, first + (rank + 1) * share))
-        return mine
+    def contiguous(real: Any, padded_lengths: Tensor, rank: int, size: int) -> Tensor:
+        share = padded_lengths[:, None] // size
+        return torch.stack([rank * share, (rank + 1) * share], dim=-1)
 
-    return wrap(packing, "local_positions", contiguous)
+    return wrap(packing, "local_runs", contiguous)
 
 
 @fault(CP, "wrong RoPE positions")
