@@ -50,12 +50,18 @@ def run_worker(worker: Path, *arguments: str, nproc: int, timeout: float = 300) 
     """Run a worker file on real ranks; fail with its output if a rank failed."""
     result = torchrun([str(worker), *arguments], nproc=nproc, timeout=timeout)
     assert result.returncode == 0, (
-        f"{worker.name} on {nproc} ranks: {_first_error(result.stderr)}\n{result.stdout}\n{result.stderr}"
+        f"{worker.name} on {nproc} ranks: {first_error(result.stderr)}\n{result.stdout}\n{result.stderr}"
     )
     return result.stdout
 
 
-def _first_error(stderr: str) -> str:
+def why(stderr: str) -> str:
+    """For the message of an assertion: what ranks raised, which the tail may not hold, and the tail."""
+    return f"{first_error(stderr)}\n{stderr[-6000:]}"
+
+
+def first_error(stderr: str) -> str:
     """The line that says what the first rank to fail raised."""
     lines = (re.sub(r"^\[rank\d+\]: ", "", line) for line in stderr.splitlines())
-    return next((line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)), "no error is named")
+    raised = re.compile(r"(megatron-fspo: )?[\w.]+(Error|Exception)\b|megatron-fspo: ")
+    return next((line for line in lines if raised.match(line)), "no error is named")

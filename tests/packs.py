@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_fspo.packing import batch
 from megatron_fspo.packing.batch import MicroBatch, StepTotals
-from megatron_fspo.packing.pack import Pack, PackLayout, Packs
+from megatron_fspo.packing.pack import Pack, PackLayout, Packs, collate_packs
 from megatron_fspo.packing.sequences import Sequences
 from megatron_fspo.types import Sample
 
@@ -36,7 +36,7 @@ def packs_of(samples: Sequence[Sample], packs: Sequence[Sequence[int]], **layout
         num_sequences=sum(n > 0 for n in lengths), num_tokens=sum(lengths), packed_tokens=sum(lengths)
     )
     wanted = [Pack(numbers=tuple(pack), totals=totals) for pack in packs]
-    return Packs(sequences_of(samples), wanted, PackLayout(**layout))
+    return collate_packs(sequences_of(samples), wanted, PackLayout(**layout))
 
 
 def sample_length(sample: Sample, *, context: int = 1) -> int:

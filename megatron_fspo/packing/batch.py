@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -55,6 +55,12 @@ class MicroBatch:
     totals: StepTotals
     """Of the optimizer step that it is a part of."""
 
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same with its tensors on a device; no copy of those that are there."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        return MicroBatch(**{**values, **moved})
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
@@ -82,9 +88,8 @@ def collate(
     context_rank: int = 0,
     context_size: int = 1,
     multiple_of: int = 1,
-    device: torch.device | str = "cpu",
 ) -> MicroBatch:
-    """Pack some of the sequences, and keep the tokens of one context-parallel rank.
+    """Pack some of the sequences, and keep the tokens of one context-parallel rank. On the CPU.
 
     Args:
         rows: places of the sequences in ``sequences``.
@@ -108,14 +113,14 @@ def collate(
     held = local_runs(padded, context_rank, context_size)
     sizes = edges[:, None].clamp(held[..., :1], held[..., 1:]).diff(dim=-1)
     borders = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
-    flat = [row.to(device) for row in _rows(sequences, chosen, held.tolist())]
+    flat = _rows(sequences, chosen, held.tolist())
     return MicroBatch(
-        **_per_token(flat, sizes.to(device), held[..., 0].to(device), nobody=len(rows)),
-        borders=borders.to(device, torch.int32),
+        **_per_token(flat, sizes, held[..., 0], nobody=len(rows)),
+        borders=borders.to(torch.int32),
         longest=int(padded.max()),
-        lengths=lengths.to(device),
-        advantages=sequences.advantages[chosen].to(device),
-        sample_index=sequences.index[chosen].to(device),
+        lengths=lengths,
+        advantages=sequences.advantages[chosen],
+        sample_index=sequences.index[chosen],
         totals=totals,
     )
 
@@ -168,16 +173,16 @@ def _per_token(rows: Sequence[Tensor], sizes: Tensor, firsts: Tensor, *, nobody:
     """
     tokens, labels, sampled = rows
     kind = torch.repeat_interleave(sizes.flatten().int(), output_size=len(tokens))
-    number = torch.arange(len(sizes), device=kind.device)
+    number = torch.arange(len(sizes))
     segment = torch.stack([number, number, number, torch.full_like(number, nobody)], dim=1)
-    mask = torch.tensor([False, True, False, False], device=kind.device)
+    mask = torch.tensor([False, True, False, False])
     ends = sizes.sum(-1).flatten().cumsum(0).view(firsts.shape)
     shift = firsts - ends + sizes.sum(-1)
 
     def per_token(values: Tensor) -> Tensor:
         return values.expand(sizes.shape).flatten().index_select(0, kind)
 
-    place = torch.arange(len(tokens), device=kind.device)
+    place = torch.arange(len(tokens))
     return {
         "tokens": tokens.long()[None],
         "position_ids": place.add_(per_token(shift[..., None]))[None],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.config import Config
-from megatron_fspo.packing.pack import Pack, PackLayout, Packs, Plan, plan_step
+from megatron_fspo.packing.pack import Pack, PackLayout, Packs, Plan, collate_packs, plan_step
 from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.packing.sequences import Sequences, as_row
 from megatron_fspo.parallel.agree import of_first_rank
@@ -59,8 +59,10 @@ def make_mini_batches(
         plans.append(plan)
         sizes.append(len(mine))
     if read is None:
-        return Packs(_spread(rollout, plans, groups, device), packs, layout), sizes
-    return Packs(read(sorted(n for pack in packs for n in pack.numbers)), packs, layout), sizes
+        sequences = _spread(rollout, plans, groups, device)
+    else:
+        sequences = read(sorted(n for pack in packs for n in pack.numbers))
+    return collate_packs(sequences, packs, layout), sizes
 
 
 def no_term_but_the_policy_gradient(config: Config) -> bool:

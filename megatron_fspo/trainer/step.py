@@ -8,7 +8,7 @@ written by sequence, each rank what it holds, and read back under any layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,8 @@ class Step:
             return  # they hold what the first of each holds
         tensors = _by_place(self.packs)
         if groups.cp.rank() == 0:
-            tensors |= {f"sequences.{name}": value for name, value in vars(self.packs.sequences).items()}
+            sequences = self.packs.sequences
+            tensors |= {f"sequences.{one.name}": getattr(sequences, one.name) for one in fields(sequences)}
         save_file(tensors, folder / f"tokens_{dist.get_rank():05d}.safetensors")
 
 

@@ -13,7 +13,7 @@ from control_worker import SILENCE
 
 from launch import REPO, environment
 
-ENOUGH = SILENCE + 6.0  # seconds, on a busy machine
+ENOUGH = SILENCE + 20.0  # seconds, on a busy machine
 Found = dict[str, list[dict[str, Any]]]
 
 

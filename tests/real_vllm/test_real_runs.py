@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from launch import why
 from runs import rows, run
 from serving import Served, serving, without_repack
 
@@ -42,7 +43,7 @@ def check_twenty(found: list[dict[str, Any]]) -> None:
 def test_twenty_updates_of_two_servers_by_gloo(checkpoint: Path, pair: list[Served], tmp_path: Path) -> None:
     before = [server.answered for server in pair]
     done = run(tmp_path, "run", *words(checkpoint, pair, 20))
-    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.returncode == 0, why(done.stderr)
     check_twenty(steps(tmp_path))
     assert all(row["rollout/servers"] == 2 for row in steps(tmp_path))
     assert all(server.answered > count + 100 for server, count in zip(pair, before, strict=True))
@@ -52,7 +53,7 @@ def test_twenty_updates_by_disk(checkpoint: Path, tmp_path: Path) -> None:
     with serving(checkpoint, tmp_path, *FLOAT32, "--backend", "disk") as servers:
         more = ("--vllm.transfer", "disk", "--vllm.folder", str(tmp_path / "weights"))
         done = run(tmp_path, "run", *words(checkpoint, servers, 20, *more, "--rollout.temperature", "0.7"))
-        assert done.returncode == 0, done.stderr[-6000:]
+        assert done.returncode == 0, why(done.stderr)
     check_twenty(steps(tmp_path))
     assert not [path for path in (tmp_path / "weights").glob("*")]
 
@@ -74,7 +75,7 @@ def test_a_server_killed_in_the_middle_comes_back_with_current_weights(
     more = ("--rollout.prompts", "32", "--rollout.max-response-tokens", "100")
     done = run(tmp_path, "run", *words(checkpoint, [server], 3, *more))
     killer.join()
-    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.returncode == 0, why(done.stderr)
     assert server.starts == starts + 1
     found = rows(tmp_path, "run")
     assert [row["training/weight_version"] for row in found] == [1, 2, 3]
@@ -116,7 +117,7 @@ def test_ahead_of_training_no_token_is_older_than_allowed(
     more += one_by_one if slow else ("--evaluation.every", "3")
     count = 12 if slow else 6
     done = run(tmp_path, "run", *words(checkpoint, pair[:1], count, *more))
-    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.returncode == 0, why(done.stderr)
     found = steps(tmp_path)
     assert [row["training/weight_version"] for row in found] == [*range(1, count + 1)]
     # The first is fresh; from then on the batches were asked for while an earlier step trained.

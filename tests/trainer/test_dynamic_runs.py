@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamic_worker import BATCHES
-from launch import torchrun
+from launch import torchrun, why
 from runs import numbers, rows
 
 STEPS = 3
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``whole``: an uninterrupted run."""
     folder = tmp_path_factory.mktemp("dynamic")
     result = train(folder, "whole")
-    assert result.returncode == 0, result.stderr[-6000:]
+    assert result.returncode == 0, why(result.stderr)
     assert "no spread" not in result.stdout
     return folder
 
@@ -86,7 +86,7 @@ def test_a_run_that_dies_between_rounds_resumes_with_the_same_numbers(folder: Pa
     died = train(folder, "died", die_in_step=2)
     assert died.returncode != 0 and [row["step"] for row in rows(folder, "died")] == [1], died.stderr
     resumed = train(folder, "died", "--resume")
-    assert resumed.returncode == 0, resumed.stderr[-6000:]
+    assert resumed.returncode == 0, why(resumed.stderr)
     assert batches(folder, "died") == batches(folder, "whole")
     assert list(map(numbers, rows(folder, "died"))) == list(map(numbers, rows(folder, "whole")))
     weights = "hf/model.safetensors"
@@ -97,7 +97,7 @@ def test_a_reward_that_teaches_nothing_ends_no_run(tmp_path: Path) -> None:
     """Nothing is in any pack; one line a step says so. (Other layouts: test_left_out.py.)"""
     never = ("--reward.name", "dynamic_worker:never", "--rollout.max-rounds", "3")
     result = train(tmp_path, "never", *never, steps=2, nproc=1)
-    assert result.returncode == 0, result.stderr[-6000:]
+    assert result.returncode == 0, why(result.stderr)
     for step in (1, 2):
         line = (
             f"step {step}: 8 of 8 groups have no spread after 3 rounds with 24 prompts (rollout.max_rounds)"

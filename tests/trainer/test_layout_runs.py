@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch import REPO, environment
+from launch import REPO, environment, why
 from megatron_fspo.weights import read_manifest
 from runs import numbers, rows, run
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     for name, layout in LAYOUTS.items():
         result = run(folder, name, *COMMON, *layout)
-        assert result.returncode == 0, f"{name}: {result.stderr[-6000:]}"
+        assert result.returncode == 0, f"{name}: {why(result.stderr)}"
     return folder
 
 
@@ -81,7 +81,7 @@ def test_a_run_resumes_from_its_checkpoint_with_the_same_numbers(folder: Path, n
     shutil.rmtree(folder / again / "checkpoints/step_000002")
     shutil.rmtree(folder / again / "hf")
     result = run(folder, again, *COMMON, *LAYOUTS[name], "--resume")
-    assert result.returncode == 0, result.stderr[-6000:]
+    assert result.returncode == 0, why(result.stderr)
     want, got = (numbers(rows(folder, run_name)[-1]) for run_name in (name, again))
     assert got == pytest.approx(want, rel=1e-6, nan_ok=True)
     weights, resumed = (load_file(folder / run_name / "hf/model.safetensors") for run_name in (name, again))
@@ -122,7 +122,7 @@ def test_a_hostile_checkpoint_runs_no_code_on_resume(folder: Path, tmp_path: Pat
 def test_bf16_trains_with_log_probs_of_fp32_logits(tmp_path: Path) -> None:
     """Weights and activations rounded, log-probs not: the old pass equals the first update to the bit."""
     result = run(tmp_path, "bf16", "--run.steps", "1", "--model.dtype", "bfloat16")
-    assert result.returncode == 0, result.stderr[-6000:]
+    assert result.returncode == 0, why(result.stderr)
     row = next(row for row in rows(tmp_path, "bf16") if row["step"] == 1)
     assert row["fspo/on_policy_abs_s_max"] == 0
     assert row["rollout/logprob_abs_diff/mean"] < 0.02  # the sampler's activations round in other places

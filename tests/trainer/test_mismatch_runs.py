@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launch import REPO
+from launch import REPO, why
 from megatron_fspo.options import load_config
 from megatron_fspo.trainer.optimize import needs_old_pass
 from runs import CONFIG, rows, run
@@ -35,7 +35,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, 
     for name, words in RUNS.items():
         word = name.replace(", ", "-").replace(" ", "-")
         result = run(folder, word, *ONE_RANK.split(), *words.split(), nproc=1)
-        assert result.returncode == 0, f"{name}: {result.stderr[-6000:]}"
+        assert result.returncode == 0, f"{name}: {why(result.stderr)}"
         (row,) = rows(folder, word)
         found[name] = row, result.stdout
     return found

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from kill_runs import Harness, Kill
-from launch import REPO, environment, torchrun
+from launch import REPO, environment, torchrun, why
 from runs import command, numbers, rows, run
 
 STEPS = 4
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``whole``: an uninterrupted run of four steps, a checkpoint after each, tensor parallel 2."""
     folder = tmp_path_factory.mktemp("runs")
     result = run(folder, "whole", "--run.steps", str(STEPS), "--checkpoint.every", "1")
-    assert result.returncode == 0, result.stderr[-6000:]
+    assert result.returncode == 0, why(result.stderr)
     assert "transformers" in result.stdout and "report" in result.stdout
     return folder
 
@@ -167,7 +167,7 @@ def test_sigterm_saves_and_resume_continues(folder: Path) -> None:
     done = rows(folder, "stopped")[-1]["step"]
     assert done < STEPS and (folder / f"stopped/checkpoints/step_{done:06d}").is_dir()
     resumed = run(folder, "stopped", "--run.steps", str(STEPS), "--checkpoint.every", "1", "--resume")
-    assert resumed.returncode == 0, resumed.stderr[-6000:]
+    assert resumed.returncode == 0, why(resumed.stderr)
     assert list(map(numbers, rows(folder, "stopped"))) == list(map(numbers, rows(folder, "whole")))
 
 
@@ -176,7 +176,7 @@ def stop_within(folder: Path, name: str, place: str, count: int) -> None:
     arguments = command(folder, name, "--run.steps", str(STEPS))
     worker = str(Path(__file__).with_name("stop_worker.py"))
     stopped = torchrun([worker, place, str(count), *arguments[arguments.index("train") + 1 :]], nproc=2)
-    assert stopped.returncode != 0 and "stopped by SIGTERM" in stopped.stdout, stopped.stderr[-6000:]
+    assert stopped.returncode != 0 and "stopped by SIGTERM" in stopped.stdout, why(stopped.stderr)
 
 
 # 32 responses and four optimizer steps a step; 18 more responses are graded by the evaluation before it.
@@ -191,7 +191,7 @@ def test_stopped_within_a_step_and_resumed_gives_the_same_numbers(
     assert (folder / place / "checkpoints" / checkpoint).is_dir()
     shutil.copytree(folder / place, folder / f"{place}-kept")
     resumed = run(folder, place, "--run.steps", str(STEPS), "--checkpoint.every", "1", "--resume")
-    assert resumed.returncode == 0, resumed.stderr[-6000:]
+    assert resumed.returncode == 0, why(resumed.stderr)
     assert list(map(numbers, rows(folder, place))) == list(map(numbers, rows(folder, "whole")))
     for file in ("sequences.jsonl", "samples.jsonl", "hf/model.safetensors"):
         assert (folder / place / file).read_bytes() == (folder / "whole" / file).read_bytes()
@@ -204,7 +204,7 @@ def test_a_step_under_way_goes_on_in_another_layout(folder: Path, layout: str) -
     shutil.copytree(folder / "update-kept", folder / name)
     extra = ["--parallel.tensor", "1", "--parallel.sequence", "false", *layout.split(), "--run.steps", "2"]
     resumed = run(folder, name, *extra, "--resume")
-    assert resumed.returncode == 0, resumed.stderr[-6000:]
+    assert resumed.returncode == 0, why(resumed.stderr)
     got, want = rows(folder, name)[2], rows(folder, "whole")[2]
     for key in (
         "response_length/mean",
@@ -220,7 +220,7 @@ def test_a_half_written_checkpoint_is_not_resumed_from(folder: Path) -> None:
     shutil.copytree(folder / "whole", folder / "half")
     (folder / "half/checkpoints/step_000009.partial").mkdir()
     result = run(folder, "half", "--run.steps", "5", "--resume", "--checkpoint.every", "1")
-    assert result.returncode == 0, result.stderr[-6000:]
+    assert result.returncode == 0, why(result.stderr)
     assert [row["step"] for row in rows(folder, "half")] == list(range(6))
     assert "config changed since the run began: run.steps: 4 -> 5" in result.stdout
 
@@ -229,7 +229,7 @@ def test_the_data_layout_does_not_change_the_run(folder: Path) -> None:
     """Two data-parallel ranks: the same responses, and the same numbers to fp32."""
     extra = ("--parallel.tensor", "1", "--parallel.sequence", "false", "--run.steps", "2")
     result = run(folder, "dp2", *extra)
-    assert result.returncode == 0, result.stderr[-6000:]
+    assert result.returncode == 0, why(result.stderr)
     for one, two in zip(rows(folder, "whole")[1:3], rows(folder, "dp2")[1:], strict=True):
         assert one["response_length/mean"] == two["response_length/mean"]
         for name in (
@@ -254,7 +254,7 @@ def test_every_baseline_trains(tmp_path: Path, loss: str) -> None:
     )
     config[config.index("--config") + 1] = str(toml)
     result = subprocess.run([*config, *extra], cwd=REPO, env=environment(), capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-6000:]
+    assert result.returncode == 0, why(result.stderr)
     (row,) = rows(tmp_path, loss)
     assert (
         row["actor/grad_norm"] > 0 and row["fspo/nonfinite"] == 0 and math.isfinite(row["actor/pg_clipfrac"])
@@ -264,7 +264,7 @@ def test_every_baseline_trains(tmp_path: Path, loss: str) -> None:
 def test_a_run_with_a_nan_sequence_goes_on_and_names_it(tmp_path: Path) -> None:
     worker = str(Path(__file__).with_name("nan_worker.py"))
     result = torchrun([worker, str(tmp_path), "few", "1"], nproc=2)
-    assert result.returncode == 0, result.stderr[-6000:]
+    assert result.returncode == 0, why(result.stderr)
     training = [row for row in rows(tmp_path, "few") if row["step"] > 0]
     assert [row["fspo/nonfinite"] for row in training] == [0, 1, 0]
     assert all(math.isfinite(row["actor/grad_norm"]) for row in training)
@@ -289,7 +289,7 @@ def test_the_launch_script_smokes(tmp_path: Path, form: str) -> None:
         result = subprocess.run(
             ["bash", script, "--smoke"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
         )
-    assert result.returncode == 0, result.stderr[-6000:]
+    assert result.returncode == 0, why(result.stderr)
     assert [row["step"] for row in rows(tmp_path / "runs", "smoke")] == [0, 1, 2]
 
 
@@ -307,7 +307,7 @@ def test_the_launch_script_says_so_without_gpus(tmp_path: Path) -> None:
 
 def test_the_plugin_needs_no_trainer() -> None:
     result = torchrun(["examples/plugin_only/train.py"], nproc=2)
-    assert result.returncode == 0, result.stderr[-6000:]
+    assert result.returncode == 0, why(result.stderr)
     gaps = [
         float(line.rsplit(maxsplit=1)[1]) for line in result.stdout.splitlines() if line.startswith("step")
     ]
@@ -325,7 +325,7 @@ def test_evaluate_scores_an_exported_checkpoint(folder: Path) -> None:
         text=True,
         timeout=200,
     )
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.returncode == 0, why(result.stderr)
     last = rows(folder, "whole")[-1]
     name = "val/validation/mean@2"
     assert f'"{name}": {last[name]}' in result.stdout

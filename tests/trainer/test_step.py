@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.policy import Update
-from megatron_fspo.packing.pack import Packs
+from megatron_fspo.packing.pack import Pack, PackLayout, Packs, collate_packs
 from megatron_fspo.packing.sequences import Sequences
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.trainer.records import SequenceRecord
@@ -83,8 +83,9 @@ def back(step: Step, folder: Path, packs: list[list[int]]) -> Step:
         numbers = sorted(number for pack in packs for number in pack)
         sequences = read(numbers)
         assert sequences.index.tolist() == numbers
-        pattern = packed(samples, deltas, packs)
-        return Packs(sequences, pattern._packs, pattern._layout), [len(packs)]
+        totals = packed(samples, deltas, packs).totals
+        wanted = [Pack(numbers=tuple(pack), totals=totals) for pack in packs]
+        return collate_packs(sequences, wanted, PackLayout()), [len(packs)]
 
     return read_step(folder, state, prompts, pack)
 
@@ -116,7 +117,7 @@ def test_it_goes_on_in_any_packs(tmp_path: Path, after: list[list[int]]) -> None
 def test_a_step_in_which_nothing_is_packed(tmp_path: Path) -> None:
     step, batches = make([[], []])
     nothing = Sequences.of(prompts=[], responses=[], advantages=[])
-    step.packs = Packs(nothing, batches._packs, batches._layout, batches.columns)
+    step.packs = Packs(nothing, list(batches), "cpu", batches.columns)
     got = back(step, tmp_path, [[], []])
     assert [column.sum() for column in got.packs.columns["old_log_probs"]] == [0, 0]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch import REPO, environment, torchrun
+from launch import REPO, environment, torchrun, why
 from megatron_fspo.cli import main
 from megatron_fspo.verify.cases import LOSSES, SPLITS
 
@@ -36,7 +36,7 @@ def three_layouts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[s
     """What is printed, and the JSON."""
     out = tmp_path_factory.mktemp("verify") / "verify.json"
     done = verify("--layouts", "cp2", "tp2.sp", "pp2.vpp2", "--json", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    assert done.returncode == 0, done.stdout + why(done.stderr)
     return done.stdout, json.loads(out.read_text(encoding="utf-8"))
 
 
@@ -58,7 +58,7 @@ def test_other_families_have_one_gradient_too(tmp_path: Path, family: str) -> No
     text = re.sub(r"(?m)^checkpoint = .*$", f'checkpoint = "{tmp_path}"', text, count=1)
     (tmp_path / "run.toml").write_text(text, encoding="utf-8")
     done = verify("--config", str(tmp_path / "run.toml"), "--layouts", "tp2.sp", "--dtype", "float64")
-    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    assert done.returncode == 0, done.stdout + why(done.stderr)
     (row,) = table_lines(done.stdout)
     assert row[:2] == ["tp2.sp", "float64"] and row[-2:] == ["12", "pass"]
     assert float(row[2]) < 1e-12
@@ -110,7 +110,7 @@ def test_errors_are_within_the_promise(three_layouts: tuple[str, dict[str, Any]]
 def test_a_runs_own_layout_and_loss(tmp_path: Path) -> None:
     out = tmp_path / "verify.json"
     done = verify("--config", RUN, "--dtype", "float32", "--json", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+    assert done.returncode == 0, done.stdout + why(done.stderr)
     assert [row[:2] for row in table_lines(done.stdout)] == [["tp2.sp", "float32"]]
     cases = json.loads(out.read_text(encoding="utf-8"))["cases"]
     assert [case["loss"] for case in cases] == ["yours", *LOSSES, "all-clipped"]
@@ -122,7 +122,7 @@ def test_a_layout_that_fails(tmp_path: Path) -> None:
     out = tmp_path / "verify.json"
     program = (str(Path(__file__).with_name("faulty_command.py")), "loss_times_cp")
     done = verify("--layouts", "cp2", "--dtype", "float64", "--json", str(out), program=program)
-    assert done.returncode == 1, done.stdout + done.stderr[-6000:]
+    assert done.returncode == 1, done.stdout + why(done.stderr)
     (row,) = table_lines(done.stdout)
     assert row[-4:] == ["10", "of", "11", "FAIL"], "all but the one whose gradient is 0"
     assert "cp2, float64, fspo, 1 micro-batch:\n  every gradient is 2 x the reference" in done.stdout
