@@ -22,7 +22,7 @@ from typing import Any
 
 from machine import ROOT, environment, machine
 
-SIZES = ((256, 4096), (512, 8192))
+SIZES = ((256, 8192), (512, 16384))
 """Responses and the tokens of the longest."""
 FULL = (8192, 16384)
 PLANS = (1024, 2048, 4096, 8192)
