@@ -1,4 +1,5 @@
-# `make help` lists the targets. Everything is installed into .venv (and .venv312 for test-py312).
+# `make help` lists the targets. Everything is installed into .venv (and .venv312 for test-py312); .venv-te and
+# .venv312-te add Transformer Engine to these.
 
 # The first interpreter of at least Python $(1) among $(2).
 find_python = $(firstword $(foreach p,$(2),$(shell $(p) -c 'import sys; sys.version_info >= ($(1)) and print("$(p)")' 2>/dev/null)))
@@ -14,11 +15,14 @@ PYTHON312 ?= $(call find_python,3$(,)12,python3.12 python3.13 python3 $(PYENV))
 VENV := .venv
 VENV312 := .venv312
 VENV_VLLM := .venv-vllm
+VENV_TE := .venv-te
 REQUIREMENTS := requirements.txt pyproject.toml
 TORCH_VLLM := torch==2.13.0+cpu
 DEMO_ARGS ?=
 DEMO_VLLM := runs/make-sum-32
 PYTEST_ARGS ?=
+# Its own tests, and those of all layers that training is made of.
+TESTS_TE := tests/te $(addprefix tests/mcore/test_,build.py families.py parity.py)
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
@@ -27,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The vLLM that tests and runs start: $VLLM_BIN, or the one installed here, if there is one.
 with_vllm = VLLM_BIN="$${VLLM_BIN:-$$(test -e $(VENV_VLLM)/.ready && echo $(CURDIR)/$(VENV_VLLM)/bin/vllm)}"
 
-.PHONY: help demo demo-vllm vllm test test-py312 verify lint format bench docs clean
+.PHONY: help demo demo-vllm vllm test test-py312 test-te test-te-py312 verify lint format bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +63,15 @@ test: $(VENV)/.ready vllm  ## run the whole suite; PYTEST_ARGS selects
 test-py312: $(VENV312)/.ready vllm  ## the same suite on Python 3.12 with megatron-core 0.19
 	$(with_vllm) $(VENV312)/bin/python -m pytest $(PYTEST_ARGS)
 
+# The stand-ins for GPU, kernels and NCCL are found by every Python process that is started.
+test_te = PYTHONPATH=tests/te/fake TEST_BACKEND=cuda $(1)/bin/python -m pytest $(TESTS_TE) $(PYTEST_ARGS)
+
+test-te: $(VENV_TE)/.ready  ## modules of Transformer Engine, its kernels replaced: needs no GPU
+	$(call test_te,$(VENV_TE))
+
+test-te-py312: $(VENV312)-te/.ready  ## the same on Python 3.12 with megatron-core 0.19
+	$(call test_te,$(VENV312)-te)
+
 verify: $(VENV)/.ready  ## the gradient of every parallel layout on 8 CPU processes against one in float64
 	$(VENV)/bin/megatron-fspo verify --nproc 8 --all
 
@@ -81,7 +94,7 @@ docs: $(VENV)/.ready  ## rewrite what docs/ has from the code
 	$(VENV)/bin/python docs/make_faults.py
 
 clean:  ## remove environments, runs and caches
-	rm -rf .venv .venv312 .venv-vllm runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv312 .venv-vllm .venv-te .venv312-te runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.ready: $(REQUIREMENTS)
@@ -94,6 +107,14 @@ $(VENV312)/.ready: $(REQUIREMENTS)
 	@test -n "$(PYTHON312)" || { echo "no Python 3.12 or newer found; name one: make PYTHON312=/path/to/python3.12 test-py312"; exit 2; }
 	$(PYTHON312) -m venv --clear $(VENV312)
 	$(VENV312)/bin/pip install --quiet --requirement requirements.txt
+	touch $@
+
+# What the other environment has is found through it.
+%-te/.ready: %/.ready requirements-te.txt
+	$*/bin/python -m venv --clear $*-te
+	echo "import site; site.addsitedir('$$(cd $*/lib/python3*/site-packages && pwd)')" \
+		> $$(echo $*-te/lib/python3*/site-packages)/base.pth
+	$*-te/bin/pip install --quiet --no-deps --requirement requirements-te.txt
 	touch $@
 
 # Its torch is the build for CPUs; where the package index lacks that, PIP_EXTRA_INDEX_URL names PyTorch's.

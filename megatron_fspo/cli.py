@@ -113,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     doctor = commands.add_parser("doctor", help="what is installed, what will be used, what is missing")
+    doctor.add_argument("--config", type=Path, metavar="FILE", help="a run: which attention its shapes get")
     doctor.add_argument("--json", action="store_true", help="print one JSON line")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -270,7 +271,7 @@ def _report(args: argparse.Namespace, _: list[str]) -> int:
 def _doctor(args: argparse.Namespace, _: list[str]) -> int:
     from megatron_fspo.doctor import examine, render
 
-    findings = examine()
+    findings = examine(load_config(args.config, []) if args.config else None)
     print(json.dumps(findings) if args.json else render(findings))
     return 0
 

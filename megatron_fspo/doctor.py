@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_fspo.config import Config
 
 _PACKAGES = (
     "torch",
@@ -20,33 +23,41 @@ _PACKAGES = (
 )
 
 
-def examine() -> dict[str, Any]:
-    """Findings as JSON types: ``python``, ``packages``, ``gpus``, ``use`` and ``missing``."""
+def examine(config: Config | None = None) -> dict[str, Any]:
+    """Findings as JSON types: ``python``, ``packages``, ``gpus``, ``use``, ``missing`` and
+    ``transformer engine``, which is empty where it does not import or torch sees no GPU.
+
+    Args:
+        config: of a run, for the attention that its shapes get; else Qwen3-8B's.
+
+    Raises:
+        InputError: the run's model cannot be read.
+    """
     import torch
 
-    from megatron_fspo.mcore.backend import choose_backend, has_transformer_engine
+    from megatron_fspo.mcore.backend import choose_backend
+    from megatron_fspo.mcore.engine import engine_problem
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     versions = {name: _version(name) for name in _PACKAGES}
-    engine = has_transformer_engine()
+    problem = engine_problem()
     apex_kernels = [name for name in ("amp_C", "fused_weight_gradient_mlp_cuda") if _importable(name)]
-    layers = "auto" if engine or not gpus else "local"
+    layers = "auto" if problem is None or not gpus else "local"
     backend = choose_backend("auto", layers)  # type: ignore[arg-type]
     missing = []
     if not gpus:
         missing.append("a GPU that torch can see (a driver, and a CUDA build of torch)")
-    if not engine:
+    if problem is not None:
         missing.append(
-            "Transformer Engine with its torch extension, on a GPU machine: in a checkout of megatron_fspo "
-            "`pip install --no-build-isolation -e '.[te]'`"
+            f"Transformer Engine: {problem}. On a GPU machine, after torch, in a checkout of megatron_fspo: "
+            "`pip install wheel packaging ninja && pip install --no-build-isolation -e '.[te]'`; it compiles "
+            "against CUDA's nvcc and the headers of cuDNN and NCCL"
         )
     if versions["apex"] and not apex_kernels:
         missing.append(
             "NVIDIA apex: the package `apex` found here has none of its CUDA kernels (the one on the package "
-            "index is another project). Remove it, or build NVIDIA's from source"
+            "index is another project). Remove it; Transformer Engine has all that a run needs"
         )
-    elif not apex_kernels:
-        missing.append("optional: NVIDIA apex from source, for fused weight-gradient accumulation")
     if not versions["vllm"]:
         missing.append("optional: vllm, in an environment of its own, for rollout.engine = vllm")
     return {
@@ -57,10 +68,50 @@ def examine() -> dict[str, Any]:
             "device": backend.device.type,
             "collectives": backend.collectives,
             "layers": backend.layers,
-            "optimizer": "Transformer Engine" if engine else "apex" if "amp_C" in apex_kernels else "torch",
+            "optimizer": _optimizer(backend.device.type, problem is None, apex_kernels),
             "apex kernels": apex_kernels,
         },
+        "transformer engine": _engine(config) if problem is None and gpus else {},
         "missing": missing,
+    }
+
+
+def _optimizer(device: str, engine: bool, apex_kernels: list[str]) -> str:
+    """Whose Adam."""
+    if device == "cpu":
+        return "torch"
+    return "Transformer Engine" if engine else "apex" if "amp_C" in apex_kernels else "torch"
+
+
+def _engine(config: Config | None) -> dict[str, str]:
+    """What Transformer Engine is, and what this GPU does with it."""
+    from megatron_fspo.mcore import engine
+
+    found = {
+        "version": engine.engine_version(),
+        "torch extension": engine.extension_version() or "built by hand",
+        "cuDNN": engine.cudnn_version(),
+    }
+    for recipe, problem in engine.fp8_problems().items():
+        found[f"FP8 {recipe}"] = "runs" if problem is None else f"no: {problem}"
+    name, shapes = _shapes(config)
+    return {**found, f"attention of {name}": engine.attention_backend(**shapes)}
+
+
+def _shapes(config: Config | None) -> tuple[str, dict[str, int]]:
+    """What attention is asked for: by the run on one of its ranks; by default by Qwen3-8B."""
+    if config is None:
+        return "Qwen3-8B", {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_tokens": 16384}
+    from megatron_fspo.weights import read_architecture
+
+    arch, tensor = read_architecture(config.model.checkpoint), config.parallel.tensor
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return "the run", {
+        "num_heads": arch.num_heads // tensor,
+        "num_kv_heads": max(arch.num_kv_heads // tensor, 1),
+        "head_dim": arch.head_dim,
+        "max_tokens": longest,
+        "context": config.parallel.context,
     }
 
 
@@ -73,6 +124,9 @@ def render(findings: dict[str, Any]) -> str:
         f"  {name:<20} {', '.join(value) or '-' if isinstance(value, list) else value}"
         for name, value in findings["use"].items()
     ]
+    if findings["transformer engine"]:
+        lines += ["", "Transformer Engine here"]
+        lines += [f"  {name:<20} {value}" for name, value in findings["transformer engine"].items()]
     lines += ["", "missing for a run on GPUs"]
     lines += [f"  - {item}" for item in findings["missing"]] or ["  nothing"]
     return "\n".join(lines)

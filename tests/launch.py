@@ -19,7 +19,12 @@ def environment(**extra: str) -> dict[str, str]:
     kept = {
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    paths = [str(REPO), str(REPO / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(REPO),
+        str(REPO / "tests"),
+        str(REPO / "tests/mcore"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     return {
         **kept,
         "PYTHONPATH": os.pathsep.join(paths),
@@ -39,10 +44,10 @@ def torchrun(
     )
 
 
-def found_by(worker: Path, folder: Path, *, nproc: int, timeout: float = 300) -> Any:
+def found_by(worker: Path, folder: Path, *arguments: str, nproc: int, timeout: float = 300) -> Any:
     """Run a worker on real ranks, and return what it wrote as JSON to the file it was told."""
     out = folder / "found.json"
-    run_worker(worker, str(out), nproc=nproc, timeout=timeout)
+    run_worker(worker, str(out), *arguments, nproc=nproc, timeout=timeout)
     return json.loads(out.read_text(encoding="utf-8"))
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron_fspo.mcore.engine import engine_problem
+
 
 def _as_it_is(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
     """``torch.compile`` that does not."""
@@ -19,6 +21,9 @@ if not torch.cuda.is_available():
     _compile = torch.compile
     torch.compile = _as_it_is  # type: ignore[assignment]
     try:
+        engine_problem()
         import megatron.core.jit  # noqa: F401
     finally:
         torch.compile = _compile
+else:
+    engine_problem()  # before Megatron tries to import it

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore import cpu
+from megatron_fspo.mcore.engine import engine_problem
 from megatron_fspo.mcore.layers import local_block_spec
 
 
@@ -50,7 +51,8 @@ class Backend:
             "apply_rope_fusion": fused,
             "masked_softmax_fusion": False,
             "persist_layer_norm": fused,
-            "gradient_accumulation_fusion": self.device.type == "cuda" and _has_apex_wgrad(),
+            # Of Megatron's own layers, by apex. Transformer Engine's do without: see wrap_for_training.
+            "gradient_accumulation_fusion": self.device.type == "cuda" and not fused and _has_apex_wgrad(),
         }
 
     def layer_spec(self, config: TransformerConfig, vp_stage: int | None = None) -> Any:
@@ -84,24 +86,27 @@ def choose_backend(
         )
     if layers == "auto":
         layers = "transformer_engine"
-    if layers == "transformer_engine" and not has_transformer_engine():
+    if layers == "transformer_engine" and (problem := engine_problem()) is not None:
         raise InputError(
-            "model.layers = transformer_engine, but transformer_engine.pytorch does not import. "
-            "Install the extra `te`, or set model.layers = local."
+            f"model.layers = transformer_engine, but {problem}. Install the extra `te`, or set "
+            "model.layers = local."
         )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return Backend(device=device, collectives="nccl", layers=layers)
 
 
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is here with its compiled torch extension (the bare metapackage is not)."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        return False
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, RuntimeError, OSError):
-        return False
-    return True
+def check_dtype(backend: Backend, dtype: torch.dtype) -> None:
+    """``InputError`` where the layers cannot train in ``dtype``.
+
+    In float32 Transformer Engine has no fast attention: memory grows with the square of the length, and
+    there is none with context parallel.
+    """
+    if backend.layers == "transformer_engine" and dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise InputError(
+            f"model.dtype = {name}, but model.layers = transformer_engine needs bfloat16: set model.dtype = "
+            "bfloat16, or model.layers = local"
+        )
 
 
 def _has_apex_wgrad() -> bool:

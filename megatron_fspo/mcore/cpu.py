@@ -14,8 +14,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core import utils as megatron_utils
+from megatron.core.optimizer import clip_grads, optimizer
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
@@ -93,6 +96,25 @@ def _split_sizes_as_numpy(values: Any, as_numpy: bool = False, record_stream: bo
 @functools.cache
 def install() -> None:
     """Make ``cuda`` mean ``cpu`` for the rest of this process. Calling it again does nothing."""
+    cuda_means_cpu()
+    use_torch_kernels()
+
+
+def use_torch_kernels() -> None:
+    """Adam, the gradient's norm and the router in torch: wherever Transformer Engine or apex is installed,
+    Megatron takes theirs, which are for GPUs only."""
+    megatron_optimizer.Adam, megatron_optimizer.SGD = torch.optim.AdamW, torch.optim.SGD
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
+    for module in (clip_grads, optimizer):
+        module.multi_tensor_applier = megatron_utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = megatron_utils.local_multi_tensor_scale
+    clip_grads.l2_norm_impl = megatron_utils.local_multi_tensor_l2_norm
+    clip_grads.multi_tensor_scale_tensor_impl = None  # of 0.19
+    vars(moe_utils)["te_general_gemm"] = None  # the router's
+
+
+def cuda_means_cpu() -> None:
+    """The devices, streams and random states."""
     _device_constructors()  # remembers torch's own factories, for ``with torch.device("meta")``
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

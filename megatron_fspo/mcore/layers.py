@@ -87,9 +87,8 @@ class SDPACoreAttention(MegatronModule):
                 return self._attend_zigzag(query, key, value, borders)
             parts = []
             for first, end in pairwise(borders):
-                # [n, h, d] -> [h, n, d] and back
-                q, k, v = (x[first:end].transpose(0, 1) for x in (query, key, value))
-                parts.append(self._attend(q, k, v, causal=True).transpose(0, 1))
+                q, k, v = (_one_row(x[first:end]) for x in (query, key, value))
+                parts.append(_of_one_row(self._attend(q, k, v, causal=True)))
             return torch.cat(parts).flatten(1)
         # A cached decode asks with one token for all keys so far; a prefill has as many queries as keys.
         causal = query.shape[0] > 1
@@ -107,9 +106,9 @@ class SDPACoreAttention(MegatronModule):
         parts, start = [], 0
         for first, end in pairwise(borders):
             stop = start + (end - first) // size
-            q, k, v = (x.transpose(0, 1) for x in (query[start:stop], key[first:end], value[first:end]))
+            q, k, v = (_one_row(x) for x in (query[start:stop], key[first:end], value[first:end]))
             seen = mine[start:stop, None] >= torch.arange(first, end, device=query.device)
-            parts.append(self._attend(q, k, v, mask=seen).transpose(0, 1))
+            parts.append(_of_one_row(self._attend(q, k, v, mask=seen)))
             start = stop
         return torch.cat(parts).flatten(1)
 
@@ -119,6 +118,16 @@ class SDPACoreAttention(MegatronModule):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=self.softmax_scale, enable_gqa=True
         )
+
+
+def _one_row(tokens: Tensor) -> Tensor:
+    """[n, h, d] → [1, h, n, d]: with three dimensions torch takes its slowest kernel."""
+    return tokens.transpose(0, 1)[None]
+
+
+def _of_one_row(attended: Tensor) -> Tensor:
+    """Back: [1, h, n, d] → [n, h, d]."""
+    return attended[0].transpose(0, 1)
 
 
 @lru_cache(maxsize=4)

@@ -214,6 +214,8 @@ def wrap_for_training(
     Args:
         modules: of this rank's chunks, each :func:`in_precision`.
     """
+    for module in modules:
+        _fuse_weight_gradients(module)
     wrapped = [
         DistributedDataParallel(
             config,
@@ -236,6 +238,16 @@ def wrap_for_training(
         no_sync = [model.no_sync for model in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
+
+
+def _fuse_weight_gradients(module: Module) -> None:
+    """Have Transformer Engine's layers add weight gradients straight into ``main_grad``.
+
+    Megatron's own flag for it would ask for apex, as the embedding and the head are its own layers.
+    """
+    for layer in module.modules():
+        if hasattr(layer, "fuse_wgrad_accumulation"):
+            vars(layer)["fuse_wgrad_accumulation"] = True
 
 
 def _interleaved(config: TransformerConfig) -> bool:

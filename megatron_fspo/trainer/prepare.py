@@ -11,12 +11,15 @@ from megatron_fspo.config import Config
 from megatron_fspo.data.prompts import load_prompts
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_fspo.errors import InputError
-from megatron_fspo.mcore.backend import Backend, choose_backend
+from megatron_fspo.mcore.backend import Backend, check_dtype, choose_backend
 from megatron_fspo.mcore.model import check_parallel, check_trainable, check_world
 from megatron_fspo.rewards import Reward, get_reward
 from megatron_fspo.rollout.vllm.connect import check_options
 from megatron_fspo.types import Prompt
 from megatron_fspo.weights import Architecture, check_checkpoint, open_checkpoint, read_architecture
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""By ``model.dtype``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class Inputs:
     @property
     def dtype(self) -> torch.dtype:
         """Of parameters and activations."""
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.config.model.dtype]
+        return DTYPES[self.config.model.dtype]
 
 
 def prepare(config: Config, *, world_size: int) -> Inputs:
@@ -45,6 +48,7 @@ def prepare(config: Config, *, world_size: int) -> Inputs:
         InputError: the first thing that is wrong, as one line.
     """
     backend = choose_backend(config.model.backend, config.model.layers)
+    check_dtype(backend, DTYPES[config.model.dtype])
     _check_world(config, world_size)
     arch = read_architecture(config.model.checkpoint)
     check_trainable(arch)

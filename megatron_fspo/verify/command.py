@@ -12,7 +12,8 @@ import torch
 
 from megatron_fspo.config import Config, Parallel
 from megatron_fspo.errors import InputError
-from megatron_fspo.mcore.backend import Backend, choose_backend, has_transformer_engine
+from megatron_fspo.mcore.backend import Backend, choose_backend
+from megatron_fspo.mcore.engine import engine_problem
 from megatron_fspo.mcore.model import check_parallel, check_trainable
 from megatron_fspo.verify import table
 from megatron_fspo.verify.cases import SMALL, narrow, with_layers
@@ -49,7 +50,7 @@ def plan(
         InputError: a layout that does not fit the ranks or the model.
     """
     if config is None:
-        backend = choose_backend("auto", "auto" if has_transformer_engine() else "local")
+        backend = choose_backend("auto", "auto" if engine_problem() is None else "local")
         arch = SMALL
     else:
         backend = choose_backend(config.model.backend, config.model.layers)
@@ -66,8 +67,11 @@ def plan(
         layouts = [_layout_of(config, world_size)]
     for layout in layouts:
         check_parallel(with_layers(arch, layout.parallel), layout.parallel)
+    engine = backend.layers == "transformer_engine"
     if dtypes is None:
-        dtypes = ["bfloat16"] if backend.layers == "transformer_engine" else ["float32", "float64"]
+        dtypes = ["bfloat16"] if engine else ["float32", "float64"]
+    if engine and "float64" in dtypes:
+        raise InputError("--dtype float64: Transformer Engine has no float64; model.layers = local has")
     return Plan(
         backend=backend,
         arch=arch,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.mcore.backend import Backend
@@ -84,7 +85,7 @@ def verify(
         groups = start(backend, parallel=layout.parallel, seed=1)
         for turn, dtype in enumerate(possible := _possible(layout, dtypes)):
             model = replace(with_layers(arch, layout.parallel), tied=ties[(number + turn) % len(ties)])
-            policy = build(layout, model, random_weights(model), backend, groups, dtype)
+            policy = build(layout, model, _weights(model, dtypes), backend, groups, dtype)
             some = asked if every_case else _share(asked, turn, len(possible), number)
             results += check_cases(policy, layout, some, wanted[model], temperature)
         report(layout, results)
@@ -93,6 +94,12 @@ def verify(
         del groups, policy
         stop()
     return found
+
+
+def _weights(arch: Architecture, dtypes: Sequence[torch.dtype]) -> dict[str, Tensor]:
+    """The same for every precision and the reference: rounded, if bf16 is among them."""
+    stored = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
+    return {name: tensor.to(stored).float() for name, tensor in random_weights(arch).items()}
 
 
 def _share(asked: Sequence[Case], turn: int, turns: int, number: int) -> list[Case]:
@@ -149,14 +156,9 @@ def references(
     models: Iterable[Architecture], dtypes: Sequence[torch.dtype], asked: Sequence[Case], temperature: float
 ) -> dict[Architecture, dict[str, Reference]]:
     """Model → case → reference, computed once, on rank 0."""
-    # A model in bf16 has rounded weights: so does its reference.
-    stored = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
     found: dict[Architecture, dict[str, Reference]] = {}
     for model in models if dist.get_rank() == 0 else ():
-        weights = {
-            name: tensor.to(stored).double().requires_grad_()
-            for name, tensor in random_weights(model).items()
-        }
+        weights = {n: tensor.double().requires_grad_() for n, tensor in _weights(model, dtypes).items()}
         samples = make_samples(model)
         scores = forward(weights, model, samples, temperature)
         found[model] = {

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from backend import BACKEND
 from cases import TEMPERATURE, samples
 from launch import REPO
 from megatron_fspo import config as options
@@ -28,7 +29,7 @@ from megatron_fspo.trainer.prepare import prepare
 from megatron_fspo.weights import read_architecture, resolve
 from packs import collate
 
-CPU = choose_backend("cpu")
+CPU = choose_backend(BACKEND)
 
 
 def check(checkpoint: Path, parallel: options.Parallel, dtype: torch.dtype) -> None:
@@ -74,7 +75,7 @@ def check_evaluation() -> None:
     """The real function; with what would make gradient buffers or an optimizer out of order."""
     config = load_config(
         REPO / "examples/make_sum/run.toml",
-        ["--rollout.max-response-tokens", "5", "--evaluation.samples", "1"],
+        [*"--rollout.max-response-tokens 5 --evaluation.samples 1 --model.dtype bfloat16".split()],
     )
     inputs = prepare(config, world_size=2)
     training = ("wrap_for_training", "get_megatron_optimizer")

@@ -19,6 +19,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import Tensor
 
+from backend import BACKEND
 from megatron_fspo import config as options
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.mcore import checkpoint
@@ -50,7 +51,7 @@ State = dict[str, Tensor]
 def build(model: Path, layout: str, dtype: torch.dtype) -> Policy:
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    backend, parallel = choose_backend("cpu"), LAYOUTS[layout]
+    backend, parallel = choose_backend(BACKEND), LAYOUTS[layout]
     groups = start(backend, parallel=parallel, seed=1)
     optimizer = options.Optimizer(lr=1e-3, warmup_steps=2)
     arch = read_architecture(model)
@@ -307,7 +308,7 @@ def be_killed(out: Path, model: Path) -> None:
 
 
 def run(out: Path, model: Path) -> None:
-    join(choose_backend("cpu"))
+    join(choose_backend(BACKEND))
     found: dict[str, object] = {}
     for name, check in {
         "resume": lambda: check_resume(model, out),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backend import ENGINE, supported
 from megatron_fspo.config import Parallel
 
 VOCAB = 1237  # a prime: every tensor-parallel size pads
@@ -39,28 +40,36 @@ _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
 # World size → name → layout; `fits` says which families.
 LAYOUTS = {
     1: {"tp1": Parallel()},
-    2: {
-        "tp2": Parallel(tensor=2),
-        "tp2.sp": Parallel(tensor=2, sequence=True),
-        "pp2": Parallel(pipeline=2),
-        "cp2": Parallel(context=2),
-        "ep2": Parallel(expert=2),
-    },
-    4: {
-        "tp4.sp": Parallel(tensor=4, sequence=True),
-        "pp2.vpp2.dp2": Parallel(pipeline=2, virtual_pipeline=2),
-        "tp2.sp.ep2": Parallel(tensor=2, sequence=True, expert=2),
-        "pp2.cp2.ep2": Parallel(pipeline=2, context=2, expert=2),
-    },
+    2: supported(
+        {
+            "tp2": Parallel(tensor=2),
+            "tp2.sp": Parallel(tensor=2, sequence=True),
+            "pp2": Parallel(pipeline=2),
+            "cp2": Parallel(context=2),
+            "ep2": Parallel(expert=2),
+        },
+        but=("tp2", "pp2"),
+    ),
+    4: supported(
+        {
+            "tp4.sp": Parallel(tensor=4, sequence=True),
+            "pp2.vpp2.dp2": Parallel(pipeline=2, virtual_pipeline=2),
+            "tp2.sp.ep2": Parallel(tensor=2, sequence=True, expert=2),
+            "pp2.cp2.ep2": Parallel(pipeline=2, context=2, expert=2),
+        }
+    ),
+}
+_MORE = {
+    "tp4.sp": Parallel(tensor=4, sequence=True),
+    "pp4": Parallel(pipeline=4),
+    "pp2.ep2": Parallel(pipeline=2, expert=2),
 }
 # Layouts that load and save distributed checkpoints, all of 4 ranks.
 # What the first saves, all load.
 CHECKPOINT_LAYOUTS = {
     "tp2.sp.pp2": Parallel(tensor=2, sequence=True, pipeline=2),
     "single": Parallel(),
-    "tp4.sp": Parallel(tensor=4, sequence=True),
-    "pp4": Parallel(pipeline=4),
-    "pp2.ep2": Parallel(pipeline=2, expert=2),
+    **({} if ENGINE else _MORE),
     "tp2.sp.ep4": Parallel(tensor=2, sequence=True, expert=4),
 }
 

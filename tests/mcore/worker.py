@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
+from backend import BACKEND
 from cases import C_DUAL, LAYOUTS, TEMPERATURE, C, drift, samples
 from megatron_fspo import config as options
 from megatron_fspo.mcore.backend import choose_backend
@@ -33,7 +34,7 @@ from packs import collate, sequences_of
 
 
 def build(checkpoint: Path, parallel: options.Parallel) -> Policy:
-    backend = choose_backend("cpu")
+    backend = choose_backend(BACKEND)
     groups = start(backend, parallel=parallel, seed=1)
     policy = Policy(
         read_architecture(checkpoint),

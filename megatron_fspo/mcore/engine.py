@@ -1,0 +1,113 @@
+"""Transformer Engine on this machine: whether it is there, and what it can do."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable
+
+import torch
+
+FP8_RECIPES = {
+    "tensorwise": "is_fp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+}
+"""By which function of ``transformer_engine.pytorch`` each is found to run on this GPU."""
+
+
+@functools.cache
+def engine_problem() -> str | None:
+    """Why Transformer Engine cannot be used here, as the second half of a sentence; None if it can.
+
+    The bare metapackage is not enough: layers need the compiled torch extension, of the same version. Where
+    it does not import, it counts as not installed for the rest of this process: Megatron expects an
+    ImportError or none at all, and would not import, either.
+    """
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed"
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:  # what it raises depends on what is wrong: also AssertionError and OSError
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+        reason = next(iter(str(error).strip().rstrip(".").splitlines()), "")
+        return f"transformer_engine.pytorch does not import ({type(error).__name__}: {reason})"
+    return None
+
+
+def engine_version() -> str:
+    """Of the package, ``transformer_engine.pytorch`` being there."""
+    import transformer_engine
+
+    return str(transformer_engine.__version__)
+
+
+def extension_version() -> str | None:
+    """Of the compiled torch extension; None if it was not installed by a package manager."""
+    for name in ("transformer_engine_torch", "transformer-engine-torch"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def cudnn_version() -> str:
+    """Of the cuDNN that Transformer Engine loaded."""
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    return ".".join(map(str, get_cudnn_version()))
+
+
+def fp8_problems() -> dict[str, str | None]:
+    """Recipe → why this GPU does not run it; None where it does."""
+    import transformer_engine.pytorch as engine
+
+    found: dict[str, str | None] = {}
+    for recipe, name in FP8_RECIPES.items():
+        ask: Callable[..., tuple[bool, str]] = getattr(engine, name)
+        available, reason = ask(return_reason=True)
+        found[recipe] = None if available else reason.strip().rstrip(".")
+    return found
+
+
+def attention_backend(
+    *, num_heads: int, num_kv_heads: int, head_dim: int, max_tokens: int, context: int = 1
+) -> str:
+    """The attention that Transformer Engine takes for packed bf16 sequences: ``flash``, ``fused``,
+    ``unfused`` (memory grows with the square of the length) or ``none``.
+
+    Args:
+        num_heads, num_kv_heads: of one rank.
+        max_tokens: of the longest sequence.
+        context: context parallel size.
+    """
+    from transformer_engine.pytorch.attention.dot_product_attention.utils import (
+        AttentionParams,
+        get_attention_backend,
+    )
+
+    answer = get_attention_backend(
+        AttentionParams(
+            qkv_dtype=torch.bfloat16,
+            qkv_layout="thd_thd_thd",
+            num_heads=num_heads,
+            num_gqa_groups=num_kv_heads,
+            head_dim_qk=head_dim,
+            head_dim_v=head_dim,
+            max_seqlen_q=max_tokens,
+            max_seqlen_kv=max_tokens,
+            num_tokens_q=max_tokens,
+            num_tokens_kv=max_tokens,
+            attn_mask_type="padding_causal",
+            window_size=(-1, 0),
+            context_parallel=context > 1,
+            cp_size=context,
+        )
+    )
+    flash, _, fused, _, unfused, *_ = answer
+    return "flash" if flash else "fused" if fused else "unfused" if unfused else "none"

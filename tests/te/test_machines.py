@@ -1,0 +1,111 @@
+"""What the programs say and do where Transformer Engine is there or broken, on GPUs of all ages or none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import REPO, environment, why
+from runs import CONFIG, run
+
+BROKEN = {
+    "meta": "empty `transformer-engine` meta package",
+    "missing": "Could not find shared object file",
+    "mismatch": "package version mismatch",
+}
+"""What is wrong with the installation, and what Transformer Engine says of it."""
+
+
+def program(*words: str, **machine: str) -> subprocess.CompletedProcess[str]:
+    """``megatron-fspo``, on a machine of which :mod:`fake_gpu` is told."""
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_fspo", *words]
+    return subprocess.run(
+        command, cwd=REPO, env=environment(**machine), capture_output=True, text=True, timeout=120
+    )
+
+
+def doctor(*words: str, **machine: str) -> dict[str, Any]:
+    done = program("doctor", "--json", *words, **machine)
+    assert done.returncode == 0, why(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("gpu", "runs"),
+    [
+        ("ampere", set()),
+        ("ada", {"tensorwise"}),
+        ("hopper", {"tensorwise", "blockwise"}),
+        ("blackwell", {"tensorwise", "blockwise", "mxfp8"}),
+    ],
+)
+def test_doctor_says_which_fp8_a_gpu_runs_and_why_not(gpu: str, runs: set[str]) -> None:
+    found = doctor(FAKE_GPU=gpu)
+    assert found["use"]["layers"] == "transformer_engine"
+    engine = found["transformer engine"]
+    assert engine["version"] == found["packages"]["transformer-engine"] == "2.20.2"
+    assert engine["cuDNN"] == "9.20.0"
+    recipes = {name.removeprefix("FP8 "): said for name, said in engine.items() if name.startswith("FP8 ")}
+    assert {recipe for recipe, said in recipes.items() if said == "runs"} == runs
+    assert all("capability" in said for recipe, said in recipes.items() if recipe not in runs)
+
+
+def test_doctor_says_which_attention_the_run_gets(tmp_path: Path) -> None:
+    text = CONFIG.read_text(encoding="utf-8").replace("tensor = 2", "context = 2")
+    (tmp_path / "run.toml").write_text(text.replace("sequence = true\n", ""), encoding="utf-8")
+    # The double has neither cuDNN nor flash-attn; what is left knows no context parallel.
+    assert doctor()["transformer engine"]["attention of Qwen3-8B"] == "unfused"
+    found = doctor("--config", str(tmp_path / "run.toml"))
+    assert found["transformer engine"]["attention of the run"] == "none"
+
+
+@pytest.mark.parametrize("tex", BROKEN)
+def test_a_broken_installation_is_named_and_ends_no_program(tex: str) -> None:
+    said, found = BROKEN[tex], doctor(FAKE_TEX=tex)
+    (missing,) = (item for item in found["missing"] if item.startswith("Transformer Engine"))
+    assert said in missing
+    assert found["use"]["layers"] == "local" and found["transformer engine"] == {}
+    # A run on GPUs asks for it, and does not fall back.
+    done = program("train", "--config", str(CONFIG), "--nproc", "2", FAKE_TEX=tex)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert said in line and "model.layers = transformer_engine" in line
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_layers_of_transformer_engine_train_in_bfloat16_only(command: str) -> None:
+    done = program(command, "--config", str(CONFIG), "--model.dtype", "float32")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "model.dtype = float32" in line and "set model.dtype = bfloat16" in line
+
+
+def test_verify_has_no_float64_of_transformer_engine() -> None:
+    done = program("verify", "--dtype", "float64")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "--dtype float64" in line
+
+
+def test_a_run_on_the_cpu_uses_no_kernel_of_an_installed_transformer_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_KERNELS", "none")
+    done = run(tmp_path, "run", "--model.backend", "cpu", "--run.steps", "1", "--evaluation.every", "0")
+    assert done.returncode == 0, why(done.stderr)
+
+
+def test_what_the_lane_puts_in_place_of_kernels_is_used_by_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the test above would see a kernel."""
+    monkeypatch.setenv("FAKE_KERNELS", "none")
+    done = run(tmp_path, "run", "--model.dtype", "bfloat16", "--run.steps", "1", "--evaluation.every", "0")
+    assert done.returncode != 0
+    assert "of Transformer Engine's extension runs on a GPU only" in done.stderr

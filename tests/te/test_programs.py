@@ -1,0 +1,50 @@
+"""The project's own programs with layers of Transformer Engine, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from launch import REPO, environment, why
+from runs import numbers, rows, run
+
+VERIFIED = ["tp2.sp.do.recompute", "pp2.vpp2", "dp2.do.overlap"]
+
+
+def test_the_gradient_of_every_layout_without_context_parallel(tmp_path: Path) -> None:
+    out = tmp_path / "cases.json"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["-m", "megatron_fspo", "verify", "--dtype", "float32", "bfloat16", "--json", str(out)]
+    done = subprocess.run(
+        [sys.executable, *launch, *words, "--layouts", *VERIFIED],
+        cwd=REPO,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{why(done.stderr)}"
+    report = json.loads(out.read_text())
+    found = {(case["layout"], case["dtype"]) for case in report["cases"]}
+    assert found == {(layout, dtype) for layout in VERIFIED for dtype in ("float32", "bfloat16")}
+
+
+def test_the_demo_trains_exports_and_resumes(tmp_path: Path) -> None:
+    words = ["--model.dtype", "bfloat16", "--checkpoint.every", "2", "--evaluation.every", "2"]
+    done = run(tmp_path, "whole", *words, "--run.steps", "4")
+    assert done.returncode == 0, why(done.stderr)
+    found = rows(tmp_path, "whole")
+    assert [row["step"] for row in found] == [0, 1, 2, 3, 4]
+    # The packs of the old pass are those of training: nothing has moved before the first update.
+    first = [row["fspo/on_policy_abs_s_max"] for row in found if row["step"]]
+    assert 0.0 in first and set(first) <= {0.0, None}  # none, where no group of the first update had a spread
+    assert all(row["actor/grad_norm"] > 0 for row in found if row["step"])
+    weights = (tmp_path / "whole/hf/model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "whole/checkpoints/step_000004")
+    resumed = run(tmp_path, "whole", *words, "--run.steps", "4", "--resume")
+    assert resumed.returncode == 0, why(resumed.stderr)
+    assert list(map(numbers, rows(tmp_path, "whole"))) == list(map(numbers, found))
+    assert (tmp_path / "whole/hf/model.safetensors").read_bytes() == weights
