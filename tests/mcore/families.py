@@ -48,7 +48,7 @@ LAYOUTS = {
             "cp2": Parallel(context=2),
             "ep2": Parallel(expert=2),
         },
-        but=("tp2", "pp2"),
+        but=("tp2", "tp2.sp", "pp2"),
     ),
     4: supported(
         {

@@ -1,0 +1,43 @@
+"""Attention of local layers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_fspo.mcore.layers import SDPACoreAttention
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_torch_is_asked_in_four_dimensions(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    """With three it takes the kernel that holds all scores."""
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2)
+    groups: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    attention = SDPACoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+    asked, ask = [], F.scaled_dot_product_attention
+
+    def recorded(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        asked.append({query.ndim, key.ndim, value.ndim})
+        return ask(query, key, value, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    shape = (7,) if packed else (7, 1)
+    query, key, value = torch.randn(*shape, 4, 8), torch.randn(*shape, 2, 8), torch.randn(*shape, 2, 8)
+    borders = torch.tensor([0, 3, 7], dtype=torch.int32)
+    parameters = PackedSeqParams(cu_seqlens_q=borders, cu_seqlens_kv=borders, qkv_format="thd")
+    out = attention(query, key, value, None, packed_seq_params=parameters if packed else None)
+    assert asked == [{4}] * (2 if packed else 1) and out.shape == (*shape, 32)
+    # The last token of a sequence attends to all of it.
+    first = 3 if packed else 0
+    keys, values = (x[first:].view(-1, 2, 8).repeat_interleave(2, 1) for x in (key, value))
+    scores = torch.einsum("hd,nhd->hn", query[-1].view(4, 8), keys) / 8**0.5
+    want = torch.einsum("hn,nhd->hd", scores.softmax(-1), values)
+    assert torch.allclose(out[-1].view(4, 8), want, atol=1e-6)
