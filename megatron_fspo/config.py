@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_fspo.config_correction import CorrectionConfig, NoCorrection
+from megatron_fspo.config_fp8 import FP8
 from megatron_fspo.config_section import Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -323,6 +324,7 @@ class Config(Section):
 
     run: Run
     model: Model
+    fp8: FP8 = FP8()
     parallel: Parallel = Parallel()
     data: Data
     reward: Reward
@@ -377,6 +379,7 @@ class Config(Section):
                 "rollout.engine = vllm needs: a server may take 130 s to load a part of the weights"
             )
         self._check_sampled_log_probs()
+        self.fp8.check(dtype=self.model.dtype, layers=self.model.layers, backend=self.model.backend)
         return self
 
     def _check_sampled_log_probs(self) -> None:

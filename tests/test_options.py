@@ -72,7 +72,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     tied = {"run.name", "rollout.prompts", "rollout.max_response_tokens", "data.max_prompt_tokens"}
     tied |= {"batch.mini_batches", "batch.max_tokens", "model.layers", "loss.name"}
     tied |= {"parallel.sequence", "parallel.context", "parallel.virtual_pipeline"}
-    tied |= {"parallel.collective_seconds"}
+    tied |= {"parallel.collective_seconds", "fp8.recipe"}
     tied |= {"correction.name", "rollout.top_p", "rollout.old_log_probs", "rollout.max_staleness"}
     tree: dict[str, Any] = {section: dict(keys) for section, keys in REQUIRED.items()}
     tree["loss"], tree["correction"] = {"name": loss}, {"name": correction}
@@ -263,6 +263,28 @@ def test_numbers_in_the_file_may_name_a_run(path: Path) -> None:
         (
             "--model.backend cpu --model.layers transformer_engine",
             "model.layers = transformer_engine needs model.backend = cuda",
+        ),
+        (
+            "--fp8.recipe nonsense",
+            "fp8.recipe = 'nonsense': input should be 'none', 'blockwise', 'mxfp8' or 'tensorwise'",
+        ),
+        (
+            "--fp8.recipe delayed",
+            "fp8.recipe = 'delayed': delayed is not supported: its scales depend on earlier passes, so old "
+            "and new log-probs would differ, and Transformer Engine does not load them back from a "
+            "checkpoint",
+        ),
+        *(
+            (
+                f"--fp8.recipe tensorwise {words}",
+                "fp8.recipe = tensorwise needs bfloat16 and layers of Transformer Engine on a GPU, not "
+                f"model.{value}",
+            )
+            for words, value in (
+                ("", "dtype = float32"),
+                ("--model.dtype bfloat16 --model.layers local", "layers = local"),
+                ("--model.dtype bfloat16 --model.backend cpu", "backend = cpu"),
+            )
         ),
         ("--run.name", "--run.name needs a value"),
         ("--run.name --run.steps 7", "--run.name needs a value"),

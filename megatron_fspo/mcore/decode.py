@@ -142,6 +142,10 @@ def _sdpa(attention: SelfAttention) -> SDPACoreAttention:
 def _settings(chunks: Sequence[GPTModel]) -> Iterator[tuple[Any, str, Any, Any]]:
     """(object, attribute, value outside a session, value within) of what a session turns off."""
     modules: list[Module] = [module for chunk in chunks for module in chunk.modules()]
+    if chunks[0].config.fp8:
+        # A few tokens are no multiple of what FP8 takes, and its copies of the weights are those of the last
+        # pass of the schedule.
+        yield chunks[0].config, "fp8", chunks[0].config.fp8, None
     for owner in (*modules, chunks[0].config):
         for flag in _SEQUENCE_PARALLEL_FLAGS:
             if vars(owner).get(flag) is True:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_fspo.config import Parallel
+from megatron_fspo.config_fp8 import BF16, FP8
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import Backend
 from megatron_fspo.weights import Architecture, check_tensor_parallel, has_parameter
@@ -87,7 +88,13 @@ def check_trainable(arch: Architecture) -> None:
 
 
 def transformer_config(
-    arch: Architecture, backend: Backend, *, parallel: Parallel, dtype: torch.dtype, recompute: bool = False
+    arch: Architecture,
+    backend: Backend,
+    *,
+    parallel: Parallel,
+    dtype: torch.dtype,
+    recompute: bool = False,
+    fp8: FP8 = BF16,
 ) -> TransformerConfig:
     """Megatron's view of the architecture."""
     interleaved = parallel.virtual_pipeline > 1
@@ -133,6 +140,7 @@ def transformer_config(
         init_method=_unset,
         output_layer_init_method=_unset,
         **_experts(arch, backend),
+        **_precision(fp8),
         **backend.config_flags(),
     )
 
@@ -160,6 +168,19 @@ def _experts(arch: Architecture, backend: Backend) -> dict[str, Any]:
         "moe_router_pre_softmax": not arch.experts.normalize_top_k,
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": backend.layers == "transformer_engine",
+    }
+
+
+def _precision(fp8: FP8) -> dict[str, Any]:
+    """Which products are in FP8. Megatron takes delayed scaling for a recipe that it does not know."""
+    if not fp8.on:
+        return {}
+    return {
+        "fp8": fp8.format,
+        "fp8_recipe": fp8.recipe,
+        "first_last_layers_bf16": fp8.first_last_layers_bf16 > 0,
+        "num_layers_at_start_in_bf16": fp8.first_last_layers_bf16,
+        "num_layers_at_end_in_bf16": fp8.first_last_layers_bf16,
     }
 
 

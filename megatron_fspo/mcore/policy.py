@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_fspo import config as options
+from megatron_fspo.config_fp8 import BF16, FP8
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.backend import Backend
 from megatron_fspo.mcore.model import (
@@ -64,9 +65,13 @@ class Model:
         parallel: options.Parallel,
         dtype: torch.dtype,
         recompute: bool = False,
+        fp8: FP8 = BF16,
     ) -> None:
         self.arch, self.backend, self.groups, self.parallel = arch, backend, groups, parallel
-        self.config = transformer_config(arch, backend, parallel=parallel, dtype=dtype, recompute=recompute)
+        self.fp8 = fp8
+        self.config = transformer_config(
+            arch, backend, parallel=parallel, dtype=dtype, recompute=recompute, fp8=fp8
+        )
         self.padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tensor)
         self.chunks = build_chunks(arch, self.config, backend)
         self.modules = [in_precision(chunk, self.config) for chunk in self.chunks]
@@ -100,8 +105,9 @@ class Policy(Model):
         dtype: torch.dtype,
         optimizer: options.Optimizer,
         recompute: bool = False,
+        fp8: FP8 = BF16,
     ) -> None:
-        super().__init__(arch, backend, groups, parallel=parallel, dtype=dtype, recompute=recompute)
+        super().__init__(arch, backend, groups, parallel=parallel, dtype=dtype, recompute=recompute, fp8=fp8)
         self._ddp = wrap_for_training(self.modules, self.config, parallel)
         self.modules = [*self._ddp]
         self._optimizer_config = _optimizer_config(optimizer, parallel, dtype)

@@ -86,10 +86,15 @@ def score_sequences(
     groups: ParallelGroups,
     parallel: Parallel,
     device: torch.device,
+    align: int = 1,
 ) -> list[Tensor] | None:
-    """The same under a running model: ``score_batches`` gives the log-probs of this rank's micro-batches."""
+    """The same under a running model: ``score_batches`` gives the log-probs of this rank's micro-batches.
+
+    Args:
+        align: what the rows of the model's products must be a multiple of.
+    """
     packed = _as_sequences(sequences, arch)
-    layout = pack_layout(groups, parallel, device)
+    layout = pack_layout(groups, parallel, device, align=align)
     longest = max((padded_length(len(ids), layout.context_size) for ids in sequences), default=0)
     batches = pack(packed, replace(layout, max_tokens=max(_MAX_TOKENS, longest)))
     found = gather_lists(_by_sequence(batches, score_batches(batches)), group=groups.dp_cp)

@@ -33,14 +33,20 @@ class ParallelGroups:
     """Where ranks wait for each other outside of collectives; the default is for a job of one process."""
 
 
-def pack_layout(groups: ParallelGroups, parallel: Parallel, device: torch.device) -> PackLayout:
-    """What this rank's packs must fit, whatever they may hold."""
+def pack_layout(
+    groups: ParallelGroups, parallel: Parallel, device: torch.device, *, align: int = 1
+) -> PackLayout:
+    """What this rank's packs must fit, whatever they may hold.
+
+    Args:
+        align: what the rows of every product must be a multiple of.
+    """
     return PackLayout(
         data_rank=groups.dp.rank(),
         data_size=groups.dp.size(),
         context_rank=groups.cp.rank(),
         context_size=parallel.context,
-        multiple_of=parallel.tensor if parallel.sequence else 1,
+        multiple_of=align * (parallel.tensor if parallel.sequence else 1),
         # What the interleaved schedule asks for.
         count_multiple_of=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
         device=device,

@@ -75,7 +75,7 @@ def _layout(config: Config, arch: Architecture, groups: ParallelGroups, device: 
         return attention_costs(tokens, linear_size=arch.layer_size, attention_size=arch.q_size)
 
     return replace(
-        pack_layout(groups, config.parallel, device),
+        pack_layout(groups, config.parallel, device, align=config.fp8.align),
         max_tokens=config.batch.max_tokens,
         costs=costs if config.batch.balance == "attention" else None,
     )

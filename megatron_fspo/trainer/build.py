@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_fspo.data.prompts import PromptCursor
 from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
+from megatron_fspo.mcore.fp8 import probe_fp8
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
@@ -51,6 +52,8 @@ class Training:
     """Steps done. The weight version: one per step."""
     resumed: bool
     """Whether it goes on from a checkpoint."""
+    fp8_modules: int = 0
+    """Matrices of the policy that multiply in FP8."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds of the phases of the step under way."""
     under_way: Step | None = None
@@ -132,6 +135,7 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
     log = RunLog(config, writer=writer, resume_step=step if checkpoint else None)
     for change in changes:
         log.say(f"config changed since the run began: {change}")
+    fp8_modules = probe_fp8(policy)
     engine = build_engine(inputs, policy)
     engine.update_weights(step)
     return Training(
@@ -149,5 +153,6 @@ def build(inputs: Inputs, *, resume: bool) -> Training:
         log=log,
         step=step,
         resumed=checkpoint is not None,
+        fp8_modules=fp8_modules,
         under_way=under_way,
     )

@@ -133,6 +133,8 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
         "actor/lr": updates[-1].learning_rate,
         "fspo/nonfinite": float(step.nonfinite),
     }
+    if run.inputs.config.fp8.on:
+        metrics["fspo/fp8_modules"] = float(run.fp8_modules)
     clips = clip_metrics(step.off_policy, seed=run.inputs.config.run.seed)
     return metrics | step.first | clips | run.loss.metrics()
 

@@ -32,13 +32,16 @@ def build_policy(inputs: Inputs, groups: ParallelGroups) -> Policy:
         dtype=inputs.dtype,
         optimizer=config.optimizer,
         recompute=config.model.recompute == "full",
+        fp8=config.fp8,
     )
 
 
 def load_model(inputs: Inputs, groups: ParallelGroups) -> Model:
     """``model.checkpoint`` in the policy's layout, without gradients or an optimizer. Collective."""
     config = inputs.config
-    model = Model(inputs.arch, inputs.backend, groups, parallel=config.parallel, dtype=inputs.dtype)
+    model = Model(
+        inputs.arch, inputs.backend, groups, parallel=config.parallel, dtype=inputs.dtype, fp8=config.fp8
+    )
     load_hf(model, config.model.checkpoint)
     return model
 
@@ -68,6 +71,7 @@ def _build_vllm(inputs: Inputs, model: Model) -> VLLMEngine:
             groups=model.groups,
             parallel=inputs.config.parallel,
             device=inputs.backend.device,
+            align=inputs.config.fp8.align,
         )
 
     return VLLMEngine(

@@ -12,6 +12,7 @@ from megatron_fspo.data.prompts import load_prompts
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import Backend, check_dtype, choose_backend
+from megatron_fspo.mcore.fp8 import check_fp8
 from megatron_fspo.mcore.model import check_parallel, check_trainable, check_world
 from megatron_fspo.rewards import Reward, get_reward
 from megatron_fspo.rollout.vllm.connect import check_options
@@ -53,6 +54,7 @@ def prepare(config: Config, *, world_size: int) -> Inputs:
     arch = read_architecture(config.model.checkpoint)
     check_trainable(arch)
     check_parallel(arch, config.parallel)
+    check_fp8(config.fp8, backend, arch, config.parallel)
     check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch)
     tokenizer = load_tokenizer(config.model.checkpoint)
     check_vocabulary(tokenizer, arch.vocab_size)

@@ -32,19 +32,21 @@ def test_the_gradient_of_every_layout_without_context_parallel(tmp_path: Path) -
     assert found == {(layout, dtype) for layout in VERIFIED for dtype in ("float32", "bfloat16")}
 
 
-def test_the_demo_trains_exports_and_resumes(tmp_path: Path) -> None:
-    words = ["--model.dtype", "bfloat16", "--checkpoint.every", "2", "--evaluation.every", "2"]
-    done = run(tmp_path, "whole", *words, "--run.steps", "4")
+def test_the_demo_trains_in_fp8_exports_and_resumes(tmp_path: Path) -> None:
+    words = ["--model.dtype", "bfloat16", "--fp8.recipe", "tensorwise"]
+    words += ["--run.steps", "2", "--checkpoint.every", "1", "--evaluation.every", "2"]
+    done = run(tmp_path, "whole", *words)
     assert done.returncode == 0, why(done.stderr)
     found = rows(tmp_path, "whole")
-    assert [row["step"] for row in found] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in found] == [0, 1, 2]
     # The packs of the old pass are those of training: nothing has moved before the first update.
+    assert all(row["fspo/fp8_modules"] == 8 for row in found if row["step"])  # of two layers
     first = [row["fspo/on_policy_abs_s_max"] for row in found if row["step"]]
     assert 0.0 in first and set(first) <= {0.0, None}  # none, where no group of the first update had a spread
     assert all(row["actor/grad_norm"] > 0 for row in found if row["step"])
     weights = (tmp_path / "whole/hf/model.safetensors").read_bytes()
-    shutil.rmtree(tmp_path / "whole/checkpoints/step_000004")
-    resumed = run(tmp_path, "whole", *words, "--run.steps", "4", "--resume")
+    shutil.rmtree(tmp_path / "whole/checkpoints/step_000002")
+    resumed = run(tmp_path, "whole", *words, "--resume")
     assert resumed.returncode == 0, why(resumed.stderr)
     assert list(map(numbers, rows(tmp_path, "whole"))) == list(map(numbers, found))
     assert (tmp_path / "whole/hf/model.safetensors").read_bytes() == weights

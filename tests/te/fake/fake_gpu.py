@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -30,9 +31,12 @@ def register() -> None:
         "torch.distributed": _gloo_for_nccl,
         "transformer_engine.common": _no_shared_library,
         "transformer_engine.pytorch": _finish_engine,
+        "megatron.core.fp8_utils": _reference_recipes,
         "megatron_fspo.mcore.cpu": _cuda_means_cpu,
     }
     sys.meta_path.insert(0, _Hooks(before, after))
+    if os.environ.get("FAKE_TEX") == "none":
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
 class _Hooks(importlib.abc.MetaPathFinder):
@@ -103,7 +107,23 @@ def _fake_cuda() -> None:
     torch.version.cuda = "13.0"
     torch.compile = _as_it_is  # type: ignore[assignment]
     torch.addmm = _with_out_dtype(torch.addmm)
+    torch._scaled_mm = _scaled_product
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+
+def _into_out(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A product of reference quantisers, which leaves ``out`` alone: fused weight gradients would be lost."""
+    names = inspect.signature(function)
+
+    def product(*tensors: Any, **options: Any) -> Any:
+        asked = names.bind(*tensors, **options).arguments
+        found, *rest = function(*tensors, **options)
+        out = asked.get("out")
+        if out is None:
+            return found, *rest
+        return (out.add_(found) if asked.get("accumulate") else out.copy_(found)), *rest
+
+    return product
 
 
 def _always(answer: Any) -> Callable[..., Any]:
@@ -118,6 +138,14 @@ def _with_out_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*wide, **options)
 
     return product
+
+
+def _scaled_product(
+    a: Any, b: Any, *, scale_a: Any, scale_b: Any, out_dtype: Any = None, bias: Any = None, **_: Any
+) -> Any:
+    """Of FP8 values, added up in fp32: torch's own for the CPU takes many times as long."""
+    product = (a.float() @ b.float()) * (scale_a * scale_b)
+    return (product if bias is None else product + bias.float()).to(out_dtype or a.dtype)
 
 
 def _as_it_is(function: Any = None, **_: Any) -> Any:
@@ -141,6 +169,21 @@ def _cuda_means_cpu() -> None:
     from megatron_fspo.mcore import cpu
 
     cpu.cuda_means_cpu()
+
+
+def _reference_recipes() -> None:
+    """Recipes by Transformer Engine's own reference quantisers in torch; they know one scale per tensor."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return
+    from megatron.core import fp8_utils
+    from transformer_engine.common.recipe import CustomRecipe
+    from transformer_engine.pytorch.custom_recipes import reference_current_scaling as reference
+
+    def get_fp8_recipe(config: Any) -> Any:
+        assert config.fp8_recipe == "tensorwise", config.fp8_recipe
+        return CustomRecipe(qfactory=reference.current_scaling_ref_factory)
+
+    fp8_utils.get_fp8_recipe = get_fp8_recipe
 
 
 def _prepare_engine() -> None:
@@ -197,6 +240,7 @@ def _finish_engine() -> None:
     from transformer_engine.pytorch.attention.dot_product_attention import softmax
     from transformer_engine.pytorch.cpp_extensions import gemm
 
+    gemm.custom_gemm = _into_out(gemm.custom_gemm)
     gemm.get_cublas_workspace = lambda device, ub, grouped: (
         [torch.empty(1, dtype=torch.uint8)] if grouped else torch.empty(1, dtype=torch.uint8)
     )

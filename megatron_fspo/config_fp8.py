@@ -1,0 +1,63 @@
+"""The ``fp8`` section of the configuration: in which precision the layers multiply."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, field_validator
+
+from megatron_fspo.config_section import Section
+
+_ALIGN = {"none": 1, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+
+
+class FP8(Section):
+    """Matrix products of Transformer Engine's layers in FP8.
+
+    Parameters stay in bfloat16 and masters in fp32; head, log-probs and S are as without."""
+
+    recipe: Literal["none", "blockwise", "mxfp8", "tensorwise"] = Field(
+        "none",
+        description="how scales are found. blockwise: per 128 values (Hopper); mxfp8: per 32 (Blackwell); "
+        "tensorwise: one per tensor, so that log-probs depend on what else is in the pack",
+    )
+    format: Literal["e4m3", "hybrid"] = Field("e4m3", description="hybrid: gradients in e5m2")
+    first_last_layers_bf16: NonNegativeInt = Field(
+        0, description="so many layers at either end of the model multiply in bfloat16"
+    )
+
+    @field_validator("recipe", mode="before")
+    @classmethod
+    def _no_delayed(cls, value: Any) -> Any:
+        if value == "delayed":
+            raise ValueError(
+                "delayed is not supported: its scales depend on earlier passes, so old and new log-probs "
+                "would differ, and Transformer Engine does not load them back from a checkpoint"
+            )
+        return value
+
+    def check(self, *, dtype: str, layers: str, backend: str) -> None:
+        """``ValueError`` where the keys of the ``model`` section rule it out."""
+        if not self.on:
+            return
+        asked = {"dtype": (dtype, "float32"), "layers": (layers, "local"), "backend": (backend, "cpu")}
+        for key, (value, wrong) in asked.items():
+            if value == wrong:
+                raise ValueError(
+                    f"fp8.recipe = {self.recipe} needs bfloat16 and layers of Transformer Engine on a GPU, "
+                    f"not model.{key} = {value}"
+                )
+
+    @property
+    def on(self) -> bool:
+        """Whether anything multiplies in FP8."""
+        return self.recipe != "none"
+
+    @property
+    def align(self) -> int:
+        """Rows of a product come in multiples of this."""
+        return _ALIGN[self.recipe]
+
+
+BF16 = FP8()
+"""Nothing in FP8."""

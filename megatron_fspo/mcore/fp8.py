@@ -1,0 +1,109 @@
+"""FP8 that was asked for is there, or the run does not start.
+
+Megatron takes delayed scaling for a recipe it does not know, and bfloat16 where Transformer Engine is
+missing; modules that cannot multiply in FP8 do not say so. So the machine is asked before anything is built,
+and modules are looked at after a first short pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.fp8_utils import is_first_last_bf16_layer
+from torch.nn import Module
+
+from megatron_fspo.config import Parallel
+from megatron_fspo.config_fp8 import FP8
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.mcore.backend import Backend
+from megatron_fspo.mcore.engine import fp8_problems
+from megatron_fspo.mcore.policy import Model
+from megatron_fspo.mcore.policy_loss import Scoring
+from megatron_fspo.mcore.score import score_sequences
+from megatron_fspo.weights import Architecture
+
+_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Of a dense layer: what multiplies in FP8."""
+
+
+def check_fp8(fp8: FP8, backend: Backend, arch: Architecture, parallel: Parallel) -> None:
+    """``InputError`` unless this machine and these sizes run the recipe."""
+    if not fp8.on:
+        return
+    asked = f"fp8.recipe = {fp8.recipe}"
+    if backend.layers != "transformer_engine":
+        raise InputError(f"{asked} needs layers of Transformer Engine; this run has {backend.layers} ones")
+    problem = fp8_problems()[fp8.recipe]
+    if problem is not None:
+        raise InputError(f"{asked} does not run on {torch.cuda.get_device_name()}: {problem}")
+    if 2 * fp8.first_last_layers_bf16 >= arch.num_layers:
+        raise InputError(
+            f"fp8.first_last_layers_bf16 = {fp8.first_last_layers_bf16} leaves none of the model's "
+            f"{arch.num_layers} layers in FP8"
+        )
+    if arch.experts is not None:
+        raise InputError(f"{asked}: mixtures of experts ({arch.model_type}) are not supported")
+    widths = {
+        "hidden_size": arch.hidden_size,
+        "query heads of a rank": arch.q_size // parallel.tensor,
+        "query, key and value heads of a rank": (arch.q_size + 2 * arch.kv_size) // parallel.tensor,
+        "intermediate_size of a rank": arch.ffn_size // parallel.tensor,
+    }
+    for name, width in widths.items():
+        if width % fp8.align:
+            raise InputError(f"{asked} needs multiples of {fp8.align}, but the model's {name}: {width}")
+
+
+def probe_fp8(model: Model) -> int:
+    """How many matrices of the whole model multiply in FP8, after a pass of two tokens. Collective.
+
+    Returns:
+        0 where none is asked for.
+
+    Raises:
+        TrainingError: one that should does not. On every rank.
+    """
+    if not model.fp8.on:
+        return 0
+    scoring = Scoring(groups=model.groups, vocab_size=model.arch.vocab_size, temperature=1.0)
+    score_sequences(
+        lambda batches: model.score(batches, scoring),
+        [[0, 0]],
+        arch=model.arch,
+        groups=model.groups,
+        parallel=model.parallel,
+        device=model.backend.device,
+        align=model.fp8.align,
+    )
+    found = 0
+    wrong = ""
+    for name, module in _linears(model):
+        if bool(getattr(module, "fp8", False)):
+            found += 1
+        else:
+            wrong = wrong or f"{name} ({type(module).__name__})"
+    if model.groups.tp.rank() or model.groups.dp_cp.rank():
+        found = 0  # the first of the ranks that hold a stage counts
+    every: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
+    dist.all_gather_object(every, (found, wrong))
+    missing = [(rank, text) for rank, (_, text) in enumerate(every) if text]
+    if missing:
+        rank, text = missing[0]
+        raise TrainingError(
+            f"fp8.recipe = {model.fp8.recipe}, but {text} of rank {rank} multiplies in bfloat16; "
+            f"{len(missing)} of {len(every)} ranks have such layers"
+        )
+    return sum(count for count, _ in every)
+
+
+def _linears(model: Model) -> Iterator[tuple[str, Module]]:
+    """Those of this rank that are to multiply in FP8."""
+    for chunk in model.chunks:
+        for layer in chunk.decoder.layers:
+            if is_first_last_bf16_layer(model.config, layer.layer_number - 1):
+                continue
+            for name, module in layer.named_modules():
+                if name.rpartition(".")[2] in _LINEARS:
+                    yield f"layer {layer.layer_number}, {name}", module

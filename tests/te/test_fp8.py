@@ -1,0 +1,91 @@
+"""FP8: what was asked for is there, or nothing starts; S is 0 before the first update; weights are fresh."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_machines import program
+
+from launch import REPO, found_by
+from runs import CONFIG
+
+LAYERS = 4  # of the random checkpoints
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, random_checkpoints: dict[str, Path]) -> Any:
+    folder = tmp_path_factory.mktemp("fp8")
+    worker = Path(__file__).with_name("fp8_worker.py")
+    return found_by(worker, folder, str(random_checkpoints["untied"]), nproc=2)
+
+
+def test_all_matrices_of_all_layers_are_counted(found: Any) -> None:
+    assert found["modules"] == 4 * LAYERS and found["bf16 modules"] == 0
+    assert found["noise"] > 1e-3, "nothing was quantised"
+
+
+def test_a_layer_left_in_bf16_is_named(found: Any) -> None:
+    assert "layer 2, self_attention.linear_proj (TERowParallelLinear) of rank 0" in found["refused"]
+    assert "2 of 2 ranks" in found["refused"]
+
+
+def test_before_the_first_update_s_is_exactly_zero(found: Any) -> None:
+    assert found["S"] == [0.0, 0.0] and found["later S"] == [0.0, 0.0]
+    assert found["moved"] > 0.01
+
+
+def test_gradients_point_where_those_of_bf16_do(found: Any) -> None:
+    assert found["gradient"] > 0.9
+
+
+def test_with_a_scale_per_tensor_other_packs_have_other_log_probs(found: Any) -> None:
+    """Why all passes of a step take the same packs."""
+    assert found["other packs"] > 1e-3
+
+
+def test_no_pass_multiplies_with_weights_of_before_the_update(found: Any) -> None:
+    assert found["fresh"] is True
+    assert found["decode is in bf16"] is True
+    assert found["stale"] > 0.01, "the test would not see stale weights"
+
+
+def test_weights_masters_and_resume(found: Any) -> None:
+    assert found["weights are the masters' cast"] is True and found["goes on"] is True
+
+
+ASKED = ("train", "--config", str(CONFIG), "--nproc", "2", "--model.dtype", "bfloat16", "--fp8.recipe")
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "said"),
+    [
+        (["tensorwise"], {"FAKE_TEX": "none"}, "Transformer Engine is not installed"),
+        (["tensorwise"], {"FAKE_GPU": "ampere"}, "a fake ampere: Device compute capability 8.9 or higher"),
+        (["blockwise"], {"FAKE_GPU": "ada"}, "compute capability 9.0 or higher"),
+        (["mxfp8"], {}, "a fake hopper: Device compute capability 10.0 or higher"),
+        (["tensorwise", "--fp8.first-last-layers-bf16", "1"], {}, "leaves none of the model's 2 layers"),
+    ],
+)
+def test_a_machine_without_it_ends_the_run_before_it_starts(
+    words: list[str], machine: dict[str, str], said: str
+) -> None:
+    done = program(*ASKED, *words, **machine)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert said in line
+
+
+def test_a_model_whose_sizes_are_no_multiples_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(REPO / "examples/make_sum/checkpoint", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["intermediate_size"] += 8
+    (folder / "config.json").write_text(json.dumps(config))
+    done = program(*ASKED, "tensorwise", "--model.checkpoint", str(folder))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "needs multiples of 16, but the model's intermediate_size of a rank: 132" in line
