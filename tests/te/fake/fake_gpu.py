@@ -105,6 +105,7 @@ def _fake_cuda() -> None:
     for function in ("range_push", "range_pop"):
         setattr(torch.cuda.nvtx, function, _always(None))
     torch.version.cuda = "13.0"
+    torch.accelerator.is_available = _always(False)  # whose functions are compiled: they would ask the driver
     torch.compile = _as_it_is  # type: ignore[assignment]
     torch.addmm = _with_out_dtype(torch.addmm)
     torch._scaled_mm = _scaled_product
