@@ -219,8 +219,8 @@ def unlike(clean: Outcome, other: Outcome) -> list[str]:
         if not torch.equal(getattr(clean, name), getattr(other, name))
     ]
     pairs = [(want, got) for (_, want), (_, got) in zip(clean.gradients, other.gradients, strict=True)]
-    # The weights of a rank's own tokens make an ulp of difference.
-    if not all((want - got).abs().max() <= 1e-6 * want.abs().max() for want, got in pairs):
+    # The weights of a rank's own tokens make some ulp of difference; another decision, about 1.
+    if not all((want - got).abs().max() <= 1e-5 * want.abs().max() for want, got in pairs):
         found.append("gradients")
     return found
 
