@@ -31,6 +31,7 @@ from megatron_fspo.config_correction import (
     SequenceTIS,
     TokenTIS,
 )
+from megatron_fspo.config_fp8 import BF16
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
@@ -100,7 +101,7 @@ def nobody_left_out() -> Iterator[None]:
 def settings(policy: Policy, loss: PolicyLossConfig) -> Any:
     """The sections of a run's configuration that packs depend on."""
     batch = Batch(mini_batches=MINI_BATCHES, max_tokens=48)
-    return SimpleNamespace(parallel=policy.parallel, batch=batch, loss=loss)
+    return SimpleNamespace(parallel=policy.parallel, batch=batch, loss=loss, fp8=BF16)
 
 
 def packs_of(policy: Policy, rollout: Rollout, loss: PolicyLossConfig) -> list[Packs]:
