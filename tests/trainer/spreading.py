@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_fspo.config import Parallel
+from megatron_fspo.config_fp8 import BF16
 from megatron_fspo.packing.batch import StepTotals
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
@@ -53,6 +54,7 @@ def check_spreading(groups: ParallelGroups, parallel: Parallel) -> None:
         config: Any = SimpleNamespace(
             batch=SimpleNamespace(mini_batches=2, max_tokens=48, balance="tokens"),
             loss=SimpleNamespace(entropy_coef=entropy, kl_coef=0.0),
+            fp8=BF16,
             parallel=parallel,
         )
         rollout, completions = rollout_on(groups)
