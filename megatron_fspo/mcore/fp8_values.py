@@ -1,0 +1,79 @@
+"""FP8 by the rules of Transformer Engine's recipes, in plain torch: to look at its noise without a GPU.
+
+Each factor [m, k] of a product, k being what is summed over, is divided into blocks that share a scale:
+
+| recipe | a block of activations or gradients | of weights | scale |
+|---|---|---|---|
+| tensorwise | the whole tensor | the whole tensor | largest value / amax |
+| blockwise | 1 × 128 | 128 × 128 | the same, rounded down to a power of two |
+| mxfp8 | 1 × 32 | 1 × 32 | the same, a power of two by E8M0's rule |
+
+Values are rounded to nearest even, and saturate. Source: Transformer Engine's recipes; the tests compare with
+its reference quantiser where it has one (tensorwise).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def block_shape(recipe: str, *, weight: bool) -> tuple[int, int] | None:
+    """Rows and columns that share a scale; None for the whole tensor."""
+    if recipe == "tensorwise":
+        return None
+    return {"blockwise": (128 if weight else 1, 128), "mxfp8": (1, 32)}[recipe]
+
+
+def quantize(
+    values: Tensor, recipe: str, *, weight: bool = False, dtype: torch.dtype = E4M3
+) -> tuple[Tensor, Tensor]:
+    """FP8 values [m, k], and the fp32 number that each is to be multiplied by, broadcastable to [m, k].
+
+    Args:
+        values: [m, k], finite.
+        recipe: ``tensorwise``, ``blockwise`` or ``mxfp8``.
+        weight: whether it is the factor that is a weight.
+        dtype: E4M3 or E5M2.
+    """
+    wide, block = values.float(), block_shape(recipe, weight=weight)
+    largest = torch.finfo(dtype).max
+    amax = wide.abs().amax() if block is None else _by_block(wide, block).abs().amax((1, 3))
+    scale = _scale(amax, largest, recipe)
+    if block is not None:
+        rows, columns = block
+        scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        scale = scale[: values.shape[0], : values.shape[1]]
+    return (wide * scale).clamp(-largest, largest).to(dtype), 1.0 / scale
+
+
+def through_fp8(values: Tensor, recipe: str, *, weight: bool = False, dtype: torch.dtype = E4M3) -> Tensor:
+    """Values [..., k] as the product sees them, in their own dtype."""
+    found, inverse = quantize(values.reshape(-1, values.shape[-1]), recipe, weight=weight, dtype=dtype)
+    return (found.float() * inverse).view(values.shape).to(values.dtype)
+
+
+def _by_block(values: Tensor, block: tuple[int, int]) -> Tensor:
+    """[m, k] → [m / rows, rows, k / columns, columns], filled up with zeros."""
+    rows, columns = block
+    m, k = values.shape
+    filled = F.pad(values, (0, -k % columns, 0, -m % rows))
+    return filled.view(filled.shape[0] // rows, rows, filled.shape[1] // columns, columns)
+
+
+def _scale(amax: Tensor, largest: float, recipe: str) -> Tensor:
+    """What a block is multiplied by; 1 where it has zeros only."""
+    if recipe == "mxfp8":
+        # The exponent of amax / largest, rounded up: nothing saturates.
+        mantissa, exponent = torch.frexp(amax * (1.0 / largest))
+        scale = torch.ldexp(torch.ones_like(amax), -(exponent - (mantissa == 0.5).int()))
+    else:
+        # A tensor divided by a tensor is rounded once; a number divided by a tensor twice.
+        scale = torch.div(torch.full_like(amax, largest), amax)
+        scale = scale.clamp(max=torch.finfo(torch.float32).max)
+        if recipe == "blockwise":
+            scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
+    return torch.where(amax > 0, scale, 1.0)
