@@ -37,7 +37,7 @@ FLOORS = {
 }
 SINGLE_MODULES = {
     **dict.fromkeys(["__init__", "types", "errors", "options"], "base"),
-    **dict.fromkeys(["config", "config_correction", "config_fp8", "config_section"], "base"),
+    **dict.fromkeys(["config", "config_correction", "config_fp8", "config_loss", "config_section"], "base"),
     "plugin": "plugin",
     **dict.fromkeys(["cli", "console", "doctor", "__main__"], "command line"),
 }

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_fspo.config import Config, FSPOLoss, GRPOLoss, RLOOLoss
+from megatron_fspo.config import Config
 from megatron_fspo.config_correction import LengthFairGate, NoCorrection, SequenceMask
+from megatron_fspo.config_loss import FSPOLoss, GRPOLoss, RLOOLoss
 from megatron_fspo.errors import InputError
 from megatron_fspo.options import describe_keys, legal_keys, load_config, save_config
 

@@ -24,7 +24,7 @@ from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.weights import Architecture
 
-_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Of a dense layer: what multiplies in FP8."""
 
 
@@ -105,5 +105,5 @@ def _linears(model: Model) -> Iterator[tuple[str, Module]]:
             if is_first_last_bf16_layer(model.config, layer.layer_number - 1):
                 continue
             for name, module in layer.named_modules():
-                if name.rpartition(".")[2] in _LINEARS:
+                if name.rpartition(".")[2] in LINEARS:
                     yield f"layer {layer.layer_number}, {name}", module

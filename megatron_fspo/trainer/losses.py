@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fspo.config import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
+from megatron_fspo.config_loss import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
 from megatron_fspo.errors import InputError
 from megatron_fspo.objective import (
     BandCalibrator,

@@ -16,7 +16,8 @@ from markupsafe import Markup
 from pydantic import BaseModel
 
 from megatron_fspo import __version__
-from megatron_fspo.config import Config, DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, RLOOLoss
+from megatron_fspo.config import Config
+from megatron_fspo.config_loss import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, RLOOLoss
 from megatron_fspo.objective import ClipBand, FSPOBand, GSPOBand, LengthReweightingError, RLOOBand
 from megatron_fspo.options import load_config
 from megatron_fspo.trainer import pictures

@@ -17,13 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from by_layout import write_by_layout
-from megatron_fspo.config import (
-    Batch,
-    DAPOLoss,
-    FSPOLoss,
-    GRPOLoss,
-    PolicyLossConfig,
-)
+from megatron_fspo.config import Batch
 from megatron_fspo.config_correction import (
     CorrectionConfig,
     LengthFairGate,
@@ -32,6 +26,7 @@ from megatron_fspo.config_correction import (
     TokenTIS,
 )
 from megatron_fspo.config_fp8 import BF16
+from megatron_fspo.config_loss import DAPOLoss, FSPOLoss, GRPOLoss, PolicyLossConfig
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring

@@ -11,7 +11,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from megatron_fspo.config import PolicyLossConfig
+from megatron_fspo.config_loss import PolicyLossConfig
 from megatron_fspo.errors import InputError
 from megatron_fspo.objective import (
     ConstantDualClip,

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from patching import Patch, wrap
 from torch import Tensor
 
-from megatron_fspo.config import FSPOLoss
 from megatron_fspo.config_correction import LengthFairGate
+from megatron_fspo.config_loss import FSPOLoss
 from megatron_fspo.mcore import policy_loss
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.decode import Decoder

@@ -12,7 +12,7 @@ import torch
 from reference_rows import SHAPES, load, random_rows, relative_error, samples
 from torch import Tensor
 
-from megatron_fspo.config import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
+from megatron_fspo.config_loss import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
 from megatron_fspo.objective import aggregation_weight, sequence_surrogate, token_surrogate
 from megatron_fspo.objective.policy import SequenceLevel, TokenLevel
 from megatron_fspo.trainer.losses import LossState

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fspo.config import Config, FSPOLoss, Parallel, PolicyLossConfig
+from megatron_fspo.config import Config, Parallel
+from megatron_fspo.config_loss import FSPOLoss, PolicyLossConfig
 from megatron_fspo.mcore.model import check_parallel
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.verify.cases import (
