@@ -1,4 +1,4 @@
-"""``megatron-fspo train | verify | evaluate | serve | report | doctor``.
+"""``megatron-fspo train | verify | calibrate | evaluate | serve | report | doctor``.
 
 Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, told in one line; 143 stopped
 by SIGTERM with a checkpoint to resume from.
@@ -50,6 +50,19 @@ overlap, recompute. Exit status 1 if a case fails; the worst parameter is named.
 """
 
 
+_CALIBRATE_HELP = """\
+Measure how much of S is noise, before a run: its own passes over the same responses, compared.
+
+The run's machine:        torchrun --nproc-per-node 8 -m megatron_fspo calibrate --config run.toml
+More responses:           ... --rollout.prompts 64
+FP8 without such a GPU:   megatron-fspo calibrate --config run.toml --emulate blockwise mxfp8
+Given responses:          ... --responses runs/demo/samples.jsonl
+
+It samples one rollout and takes the optimizer steps of it, then throws the weights away. A table is printed;
+runs/<run.name>.calibrate/ has it as a page, and calibration.json for the key loss.noise.
+"""
+
+
 _SERVE_HELP = """\
 Run vLLM for the rollouts of `megatron-fspo train`, until Ctrl-C, SIGTERM or the end of what started this.
 
@@ -69,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     args, rest = parser.parse_known_args(words)
     args.argv = words
-    if rest and args.command not in ("train", "evaluate"):
+    if rest and args.command not in ("train", "calibrate", "evaluate"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return exit_status(lambda: int(args.run(args, rest)), "megatron-fspo")
 
@@ -93,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
 
     _add_verify(commands)
+    _add_calibrate(commands)
 
     evaluate = commands.add_parser(
         "evaluate",
@@ -140,6 +154,32 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     verify.add_argument("--json", type=Path, metavar="FILE", help="write every case")
     _add_nproc(verify)
     verify.set_defaults(run=_verify)
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure how much of S is noise",
+        description=_CALIBRATE_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_config(calibrate)
+    calibrate.add_argument(
+        "--emulate",
+        nargs="+",
+        default=[],
+        choices=["blockwise", "mxfp8", "tensorwise"],
+        help="FP8 recipes to imitate with the run's own layers",
+    )
+    calibrate.add_argument(
+        "--responses",
+        type=Path,
+        metavar="FILE",
+        help="score these (JSON lines with prompt_token_ids and token_ids); samples nothing, trains nothing",
+    )
+    calibrate.add_argument("--json", action="store_true", help="print one JSON line")
+    calibrate.set_defaults(run=_calibrate)
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -243,6 +283,21 @@ def _verify(args: argparse.Namespace, _: list[str]) -> int:
     with job():
         passed = run(planned, config, args.json)
     return 0 if passed else 1
+
+
+def _calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
+    config = load_config(args.config, overrides)
+
+    from megatron_fspo.calibrate.command import check, report, run
+    from megatron_fspo.mcore.startup import job
+
+    with job():
+        inputs = check(config, args.emulate, args.responses, world_size=_world_size(args))
+        _start_ranks(args, args.argv)
+        found = run(inputs, args.emulate, args.responses)
+    if found is not None:
+        print(found.model_dump_json() if args.json else report(found, inputs))
+    return 0
 
 
 def _serve(args: argparse.Namespace, _: list[str]) -> int:

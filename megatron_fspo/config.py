@@ -292,8 +292,20 @@ class Config(Section):
                 "rollout.engine = vllm needs: a server may take 130 s to load a part of the weights"
             )
         self._check_sampled_log_probs()
+        self._check_drift()
         self.fp8.check(dtype=self.model.dtype, layers=self.model.layers, backend=self.model.backend)
         return self
+
+    def _check_drift(self) -> None:
+        if not isinstance(self.loss, FSPOLoss) or self.loss.drift != "measured":
+            return
+        if self.loss.noise is None:
+            raise ValueError("loss.drift = measured needs loss.noise, a file of `megatron-fspo calibrate`")
+        if self.rollout.old_log_probs != "sampled":
+            raise ValueError(
+                "loss.drift = measured needs rollout.old_log_probs = sampled: else old and new log-probs are "
+                "of one precision, and S has no drift from it"
+            )
 
     def _check_sampled_log_probs(self) -> None:
         sampled = self.rollout.old_log_probs == "sampled"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
@@ -38,14 +39,23 @@ class FSPOLoss(Loss):
         description="set c to 2 sigma of S / L^exponent after so many off-policy mini-batches past "
         "the warm-up",
     )
-    drift: Literal["none", "given", "k3", "half_variance"] = Field(
-        "none", description="centre of the band per token: none, `drift_value`, -KL (k3), or -sigma^2/2"
+    drift: Literal["none", "given", "measured", "k3", "half_variance"] = Field(
+        "none",
+        description="centre of the band per token: none, `drift_value`, that of `noise` (for "
+        "rollout.old_log_probs = sampled), -KL (k3), or -sigma^2/2",
     )
     drift_value: float = Field(0.0, description="nats per token, for drift = given")
     drift_cap: PositiveFloat = Field(0.01, description="largest |drift| per token of an estimate")
     dual_clip: Literal["off", "length_fair", "constant"] = Field(
         "length_fair",
         description="limit of S for A < 0: c_dual * L^exponent, or log(dual_clip_ratio)",
+    )
+    noise: Path | None = Field(
+        None, description="file of `megatron-fspo calibrate`: what of S is noise on this machine"
+    )
+    max_noise_clip_rate: Share = Field(
+        0.05,
+        description="no run where `noise` alone puts a larger share of responses outside, at any length",
     )
     c_dual: PositiveFloat | None = Field(None, description="default: 2 * c_high")
     dual_clip_ratio: Annotated[float, Field(gt=1)] = Field(3.0, description="for dual_clip = constant")

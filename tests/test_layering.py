@@ -33,6 +33,7 @@ FLOORS = {
     "trainer": 6,
     "plugin": 6,
     "verify": 7,
+    "calibrate": 7,
     "command line": 8,
 }
 SINGLE_MODULES = {
@@ -59,6 +60,7 @@ THIRD_PARTY = {
     },
     "plugin": set(),
     "verify": {"torch"},
+    "calibrate": {"torch", "matplotlib", "jinja2", "markupsafe"},
     "command line": {"torch", "tqdm"},
 }
 MAX_FILE_LINES = 400

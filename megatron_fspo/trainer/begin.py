@@ -19,15 +19,15 @@ def begin_step(run: Training) -> Step:
     Raises:
         StopRequested: the job was asked to stop, and did in or after the rollout.
     """
-    responses, metrics = _rollout(run)
+    responses, metrics = roll_out(run)
     if run.stopping():
         raise StopRequested("a stop was requested during the rollout")
-    return _with_packs(run, responses, metrics)
+    return with_packs(run, responses, metrics)
 
 
-def _rollout(run: Training) -> tuple[Rollout, dict[str, float]]:
+def roll_out(run: Training) -> tuple[Rollout, dict[str, float]]:
     """Responses to the next prompts, graded, with advantages; those of later steps, as far ahead as may be,
-    are asked for. The metrics are of all that were sampled, also where only some stay."""
+    are asked for. Collective. The metrics are of all that were sampled, also where only some stay."""
     options = run.inputs.config.rollout
     run.groups.control.meet("the first rank to write its records")
     responses = _responses(run, run.ahead.take(run.step))
@@ -52,8 +52,8 @@ def _responses(run: Training, batch: Batch) -> Rollout:
     return add_advantages(run.inputs, run.groups, graded)
 
 
-def _with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> Step:
-    """The step on these responses: packs, with their old log-probs."""
+def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> Step:
+    """The step on these responses: packs, with their old log-probs. Collective."""
     config = run.inputs.config
     metrics |= staleness_metrics(responses, run.step, limit=config.rollout.max_staleness)
     device = run.inputs.backend.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +24,6 @@ from megatron_fspo.trainer.ahead import Ahead
 from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.folder import (
     checkpoint_folder,
-    checkpoint_to_resume,
     remove_old_checkpoints,
     write_config,
 )
@@ -103,13 +103,16 @@ class Training:
                 remove_old_checkpoints(self.inputs.config)
 
 
-def build(inputs: Inputs, *, resume: bool) -> Training:
-    """Start the process groups, build the policy and load its weights. Collective."""
+def build(inputs: Inputs, checkpoint: Path | None) -> Training:
+    """Start the process groups, build the policy and load its weights. Collective.
+
+    Args:
+        checkpoint: of the run, to go on from.
+    """
     config = inputs.config
-    checkpoint = checkpoint_to_resume(config, resume=resume)
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
     policy = build_policy(inputs, groups)
-    loss = LossState(config.loss)
+    loss = LossState(config.loss, inputs.noise)
     cursor = PromptCursor(len(inputs.train), config.run.seed, config.data.shuffle)
     walk = PromptWalk(cursor, config.rollout.prompts)
     step = 0

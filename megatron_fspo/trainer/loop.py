@@ -13,6 +13,7 @@ from megatron_fspo.mcore.hf_weights import export_hf
 from megatron_fspo.trainer.begin import begin_step
 from megatron_fspo.trainer.build import Training, build
 from megatron_fspo.trainer.evaluate import evaluate
+from megatron_fspo.trainer.folder import checkpoint_to_resume
 from megatron_fspo.trainer.optimize import optimize, update_metrics
 from megatron_fspo.trainer.prepare import Inputs
 
@@ -24,7 +25,7 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
         False when SIGTERM stopped the run early; it left a checkpoint to resume from.
     """
     config = inputs.config
-    run = build(inputs, resume=resume)
+    run = build(inputs, checkpoint_to_resume(config, resume=resume))
     control = run.groups.control
     signal.signal(signal.SIGTERM, lambda number, frame: control.request_stop())
     if config.evaluation.every and not run.resumed:

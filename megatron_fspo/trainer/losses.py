@@ -24,18 +24,26 @@ from megatron_fspo.objective import (
     drift_from_kl,
     drift_from_sigma,
 )
+from megatron_fspo.objective.noise import Noise
 from megatron_fspo.objective.policy import PolicyObjective, SequenceLevel, TokenLevel
 
 
 class LossState:
-    """The loss of the run, as it stands now."""
+    """The loss of the run, as it stands now.
 
-    def __init__(self, loss: PolicyLossConfig) -> None:
+    Args:
+        noise: in S, where it was measured.
+    """
+
+    def __init__(self, loss: PolicyLossConfig, noise: Noise | None = None) -> None:
         self._loss = loss
         self._calibrator: BandCalibrator | None = None
         self._drift = 0.0
         if isinstance(loss, FSPOLoss):
-            self._drift = loss.drift_value if loss.drift == "given" else 0.0
+            if loss.drift == "given":
+                self._drift = loss.drift_value
+            elif loss.drift == "measured" and noise is not None:
+                self._drift = noise.drift
             if loss.calibrate:
                 self._calibrator = BandCalibrator(mini_batches=loss.calibrate, exponent=loss.exponent)
 

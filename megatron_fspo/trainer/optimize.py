@@ -20,6 +20,7 @@ from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.correction import correct
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.mismatch import measure
+from megatron_fspo.trainer.noise import noise_metrics
 from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.step import Step
@@ -136,6 +137,7 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     if run.inputs.config.fp8.on:
         metrics["fspo/fp8_modules"] = float(run.fp8_modules)
     clips = clip_metrics(step.off_policy, seed=run.inputs.config.run.seed)
+    clips |= noise_metrics(run.inputs.noise, step.off_policy, run.loss.objective())
     return metrics | step.first | clips | run.loss.metrics()
 
 

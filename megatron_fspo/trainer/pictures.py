@@ -52,7 +52,7 @@ _NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 P = ParamSpec("P")
 
 
-def _picture(
+def picture(
     width: float, height: float
 ) -> Callable[[Callable[Concatenate[Figure, P], None]], Callable[P, str]]:
     """Give the function an empty figure of this size (inches) and turn it into the text of an svg."""
@@ -85,12 +85,12 @@ class Line:
     """For metrics that only some steps log; they are not smoothed."""
 
 
-@_picture(4.6, 2.9)
+@picture(4.6, 2.9)
 def reward(figure: Figure, lines: Sequence[Line]) -> None:
     _over_steps(figure.subplots(), lines, "reward")
 
 
-@_picture(4.6, 2.9)
+@picture(4.6, 2.9)
 def response_length(figure: Figure, mean: Series, low: Series, high: Series, cut: Series) -> None:
     """Mean with the band from the shortest to the longest, and below it the share cut at the limit."""
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2.6, 1])
@@ -103,7 +103,7 @@ def response_length(figure: Figure, mean: Series, low: Series, high: Series, cut
     lower.set_ylim(bottom=0)
 
 
-@_picture(4.6, 2.9)
+@picture(4.6, 2.9)
 def clip_rate(figure: Figure, lines: Sequence[Line]) -> None:
     axes = figure.subplots()
     _over_steps(axes, lines, "share")
@@ -111,7 +111,7 @@ def clip_rate(figure: Figure, lines: Sequence[Line]) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
-@_picture(4.6, 2.9)
+@picture(4.6, 2.9)
 def rates_by_length(figure: Figure, bins: Sequence[BinRates], overall: BinRates) -> None:
     """Both clip rates per length bin with 95% intervals, and over all lengths as lines."""
     axes = figure.subplots()
@@ -127,10 +127,10 @@ def rates_by_length(figure: Figure, bins: Sequence[BinRates], overall: BinRates)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("response length L (tokens)")
     axes.set_ylabel("share of sequences")
-    _legend(axes)
+    legend(axes)
 
 
-@_picture(4.6, 2.9)
+@picture(4.6, 2.9)
 def length_error(figure: Figure, lines: Sequence[Line], pooled: LengthReweightingError) -> None:
     """LRE per step against its null floor, and over all records with its bootstrap interval."""
     axes = figure.subplots()
@@ -146,7 +146,7 @@ def beyond(records: Records, band: ClipBand | None) -> Array:
     return np.abs(records.log_ratio_sum) > _scatter_limit(records, band)
 
 
-@_picture(4.6, 2.9)
+@picture(4.6, 2.9)
 def scatter(figure: Figure, records: Records, band: ClipBand | None) -> None:
     """S against √L with the band; what lies outside the picture is a triangle at its edge."""
     axes = figure.subplots()
@@ -179,7 +179,7 @@ def scatter(figure: Figure, records: Records, band: ClipBand | None) -> None:
     axes.set_ylim(-limit, limit)
     axes.set_xlabel("response length L (tokens, spaced as √L)")
     axes.set_ylabel("S (nats)")
-    _legend(axes)
+    legend(axes)
 
 
 def _scatter_limit(records: Records, band: ClipBand | None) -> float:
@@ -212,7 +212,7 @@ def _rates(
     axes.axhline(overall, color=colour, ls="--", lw=1)
 
 
-@_picture(3.0, 2.1)
+@picture(3.0, 2.1)
 def small(figure: Figure, lines: Sequence[Line], y_label: str) -> None:
     """One of the small pictures; a log axis where spikes would flatten the rest."""
     axes = figure.subplots()
@@ -252,7 +252,7 @@ def _over_steps(axes: Axes, lines: Sequence[Line], y_label: str, x_label: str = 
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
-    _legend(axes)
+    legend(axes)
 
 
 def _curve(axes: Axes, line: Line) -> None:
@@ -289,6 +289,7 @@ def _envelope(low: Series, high: Series) -> tuple[Array, Array, Array]:
     )
 
 
-def _legend(axes: Axes) -> None:
+def legend(axes: Axes) -> None:
+    """Above the axes, if there is anything to name."""
     if axes.get_legend_handles_labels()[1]:
         axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4, borderaxespad=0.2)

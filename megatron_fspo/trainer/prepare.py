@@ -14,8 +14,10 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import Backend, check_dtype, choose_backend
 from megatron_fspo.mcore.fp8 import check_fp8
 from megatron_fspo.mcore.model import check_parallel, check_trainable, check_world
+from megatron_fspo.objective.noise import Noise
 from megatron_fspo.rewards import Reward, get_reward
 from megatron_fspo.rollout.vllm.connect import check_options
+from megatron_fspo.trainer.noise import noise_of_run
 from megatron_fspo.types import Prompt
 from megatron_fspo.weights import Architecture, check_checkpoint, open_checkpoint, read_architecture
 
@@ -35,6 +37,8 @@ class Inputs:
     train: tuple[Prompt, ...]
     validation: tuple[Prompt, ...]
     reward: Reward
+    noise: Noise | None
+    """In S, where ``loss.noise`` says."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,6 +86,7 @@ def prepare(config: Config, *, world_size: int) -> Inputs:
         train=train,
         validation=_prompts(config, config.data.validation, tokenizer) if config.data.validation else (),
         reward=get_reward(config.reward.name),
+        noise=noise_of_run(config),
     )
 
 

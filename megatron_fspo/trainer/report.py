@@ -108,16 +108,9 @@ def write_report(folder: Path) -> Path:
 
 
 def _render(found: Findings, config_text: str) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     tail, last, band = found.records.tail(_TAIL, _WINDOW), found.records.tail(0.0, 1), found.band()
     svgs = _learning(found.history) | _clipping(found, tail, last, band) | _health(found.history)
-    return environment.get_template("report.html").render(
+    return template(Path(__file__).with_name("report.html")).render(
         found=found,
         config=found.config,
         facts=facts(found),
@@ -132,6 +125,18 @@ def _render(found: Findings, config_text: str) -> str:
         config_text=config_text,
         version=__version__,
     )
+
+
+def template(path: Path) -> jinja2.Template:
+    """A page, which may include ``style.css``."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([path.parent, Path(__file__).parent]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(path.name)
 
 
 def facts(found: Findings) -> dict[str, str]:

@@ -1,0 +1,102 @@
+"""The findings as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_fspo.trainer.noise import Calibration, Interval, NoiseRecord
+
+SAID = {
+    "repeat": "the same pass again",
+    "packs": "with other packs",
+    "sampler": "trainer against sampler",
+    "precision": "coarser against finer",
+    "updates": "added to S by the updates",
+}
+"""What each comparison is."""
+
+
+def render(found: Calibration) -> str:
+    """For the console."""
+    return "\n".join(_lines(found))
+
+
+def _lines(found: Calibration) -> Iterator[str]:
+    yield (
+        f"{found.responses} responses to {found.prompts} prompts, {found.tokens:,} tokens, the longest "
+        f"{found.longest}; {found.model} in {found.dtype} on {found.device}"
+    )
+    yield f"band: {found.band}; 95% intervals over prompts"
+    yield ""
+    yield from _columns(
+        ["comparison", "precision", "sigma / √token", "drift / token", "L*", "smallest c", "c, centred"],
+        [
+            [
+                SAID[one.kind],
+                name(one),
+                number(one.sigma),
+                number(one.drift),
+                number(one.crossover, ",.0f"),
+                number(one.smallest_c),
+                number(one.smallest_c_centred),
+            ]
+            for one in found.comparisons
+        ],
+    )
+    yield ""
+    yield (
+        f"smallest c: noise alone leaves 1% outside at {found.max_response_tokens} tokens; centred: on drift"
+    )
+    if found.first_updates is not None:
+        yield f"c = 2 sigma-hat of the first off-policy updates: {number(found.first_updates)}"
+    yield ""
+    noisy = [one for one in found.comparisons if (one.sigma[0] or 0) > 0]
+    if noisy:
+        yield "share of responses that noise alone puts outside the band, by length"
+        yield from _columns(
+            ["tokens", *(f"{one.kind}, {name(one)}" for one in noisy)],
+            [
+                [f"{at.length}{'' if at.length <= found.longest else ' *'}"]
+                + [number(one.by_length[row].clip_rate, ".1%") for one in noisy]
+                for row, at in enumerate(noisy[0].by_length)
+            ],
+        )
+        if found.longest < found.max_response_tokens:
+            yield "* longer than any that was measured"
+        yield ""
+        yield "the same, predicted from the other half of the prompts, and measured"
+        yield from _columns(
+            ["tokens", "responses", "comparison", "predicted", "measured"],
+            [
+                [
+                    f"{check.low}-{check.high}",
+                    str(check.responses),
+                    f"{one.kind}, {name(one)}",
+                    f"{check.predicted:.1%}",
+                    number(check.measured, ".1%"),
+                ]
+                for one in noisy
+                for check in one.checks
+            ],
+        )
+
+
+def name(one: NoiseRecord) -> str:
+    """Its precision, and whether that is the real one."""
+    return f"{one.precision} (emulated)" if one.emulated else one.precision
+
+
+def number(found: Interval, form: str = ".2g") -> str:
+    """A figure and its interval."""
+    value, low, high = found
+    if value is None:
+        return "-"
+    if not value or low is None or high is None:
+        return f"{value:{form}}"
+    return f"{value:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in [head, *rows]:
+        yield "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()

@@ -1,0 +1,201 @@
+"""What ``calibrate`` found out about the noise in S, and what a run does with it.
+
+The file says which passes were compared. Of these one is what the S of a run consists of before it has
+learned anything: the sampler's log-probs against the trainer's where old log-probs are the sampler's; else,
+as both passes are the trainer's, what its precision adds after the optimizer steps of a rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megatron_fspo.config import Config
+from megatron_fspo.config_loss import FSPOLoss
+from megatron_fspo.errors import InputError
+from megatron_fspo.objective import FSPOBand, PolicyObjective, SequenceLevel
+from megatron_fspo.objective.noise import Estimate, Noise
+from megatron_fspo.trainer.records import SequenceRecord, as_tensors
+
+Interval = tuple[float | None, float | None, float | None]
+"""A figure and its 95% interval; null where there is none."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class AtLength(_Record):
+    """Of responses of one length."""
+
+    length: int
+    clip_rate: Interval
+    """Share that noise alone puts outside the band."""
+
+
+class Check(_Record):
+    """Of responses of similar lengths: what the others predict for them, and what was measured."""
+
+    low: int
+    high: int
+    responses: int
+    predicted: float
+    measured: Interval
+
+
+class NoiseRecord(_Record):
+    """One comparison of two passes."""
+
+    kind: Literal["repeat", "packs", "sampler", "precision", "updates"]
+    """See :class:`megatron_fspo.calibrate.passes.Difference`."""
+    precision: str
+    emulated: bool
+    sigma: Interval
+    drift: Interval
+    crossover: Interval
+    """L*."""
+    smallest_c: Interval
+    """Of a band that leaves no more than 1% outside at the run's longest length."""
+    smallest_c_centred: Interval
+    """The same with the drift as its centre."""
+    lengths: tuple[int, ...]
+    residuals: tuple[float, ...]
+    """See :class:`~megatron_fspo.objective.noise.Noise`."""
+    by_length: tuple[AtLength, ...]
+    checks: tuple[Check, ...]
+
+    def noise(self) -> Noise:
+        """To predict with."""
+        assert self.drift[0] is not None
+        return Noise(drift=self.drift[0], lengths=self.lengths, residuals=self.residuals)
+
+
+class Calibration(_Record):
+    """The file."""
+
+    format: Literal[1] = 1
+    version: str
+    """Of this package."""
+    model: str
+    dtype: str
+    recipe: str
+    engine: str
+    temperature: float
+    device: str
+    responses: int
+    prompts: int
+    tokens: int
+    longest: int
+    """Response, in tokens."""
+    max_response_tokens: int
+    """Of the run."""
+    band: str
+    """The run's, in words."""
+    comparisons: tuple[NoiseRecord, ...]
+    first_updates: Interval | None
+    """c = 2 sigma-hat of the first off-policy optimizer steps."""
+
+    def of_run(self, config: Config) -> NoiseRecord:
+        """The comparison that is the noise in this run's S.
+
+        Raises:
+            InputError: it was measured with another precision, sampler or temperature, or not at all.
+        """
+        precision = config.fp8.recipe if config.fp8.on else config.model.dtype
+        sampled = config.rollout.old_log_probs == "sampled"
+        here: dict[str, tuple[object, object]] = {
+            "rollout.temperature": (self.temperature, config.rollout.temperature)
+        }
+        if sampled:
+            here["rollout.engine"] = (self.engine, config.rollout.engine)
+        for key, (there, now) in here.items():
+            if there != now:
+                raise InputError(f"loss.noise: it was measured with {key} = {there}, this run has {now}")
+        wanted = ["sampler"] if sampled else ["updates", "repeat"]
+        for kind in wanted:
+            for record in self.comparisons:
+                if record.kind == kind and record.precision == precision:
+                    return record
+        measured = ", ".join(f"{record.kind} ({record.precision})" for record in self.comparisons)
+        raise InputError(
+            f"loss.noise: it has {measured}, but the noise in S of this run is {wanted[0]} ({precision}); "
+            "run `megatron-fspo calibrate` with this run's configuration"
+        )
+
+
+def read_calibration(path: Path) -> Calibration:
+    """The file that ``loss.noise`` names. ``InputError`` where it is not one."""
+    try:
+        return Calibration.model_validate_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"loss.noise = {path}: {error.strerror}") from None
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        problem = f"{where}: {error.errors()[0]['msg']}"
+        raise InputError(
+            f"loss.noise = {path} is not a file of `megatron-fspo calibrate`: {problem}"
+        ) from None
+
+
+def noise_of_run(config: Config) -> Noise | None:
+    """The noise in S of a run, as far as it was measured.
+
+    Raises:
+        InputError: ``loss.noise`` is of another run, or the band lies inside the noise.
+    """
+    loss = config.loss
+    if not isinstance(loss, FSPOLoss) or loss.noise is None:
+        return None
+    record = read_calibration(loss.noise).of_run(config)
+    noise = record.noise()
+    band = band_of(loss, noise)
+    lengths = lengths_up_to(config.rollout.max_response_tokens)
+    rates = noise.clip_rates(torch.tensor(lengths), band)
+    if (worst := rates.max().item()) > loss.max_noise_clip_rate:
+        raise InputError(
+            f"the band lies inside the noise: {record.kind} ({record.precision}) alone puts {worst:.1%} of "
+            f"the responses of {lengths[int(rates.argmax())]} tokens outside c_low = {loss.c_low:g}, "
+            f"c_high = {loss.c_high:g}; loss.max_noise_clip_rate allows {loss.max_noise_clip_rate:.1%}. See "
+            f"{loss.noise} for the smallest c"
+        )
+    return noise
+
+
+def band_of(loss: FSPOLoss, noise: Noise) -> FSPOBand:
+    """The band at the start of a run."""
+    drift = {"given": loss.drift_value, "measured": noise.drift}.get(loss.drift, 0.0)
+    return FSPOBand(c_low=loss.c_low, c_high=loss.c_high, drift=drift, exponent=loss.exponent)
+
+
+def lengths_up_to(longest: int) -> list[int]:
+    """Powers of 2 from 16 on, and the longest."""
+    return [*(2**i for i in range(4, 31) if 2**i < longest), longest]
+
+
+def noise_metrics(
+    noise: Noise | None, records: Sequence[SequenceRecord], objective: PolicyObjective
+) -> dict[str, float]:
+    """Of the off-policy sequences of a step: ``fspo/noise_clip_rate``, the share that noise alone is expected
+    to put outside the band, and ``fspo/noise_clip_share``, what part that is of ``fspo/out_of_band``."""
+    records = [record for record in records if record.counts]
+    if noise is None or not records:
+        return {}
+    assert isinstance(objective, SequenceLevel)
+    rate = noise.clip_rates(as_tensors(records)[1], objective.band).mean().item()
+    outside = sum(record.out_of_band for record in records) / len(records)
+    return {
+        "fspo/noise_clip_rate": rate,
+        "fspo/noise_clip_share": min(1.0, rate / outside) if outside else float("nan"),
+    }
+
+
+def interval(found: Estimate) -> Interval:
+    """As JSON has it."""
+    low, value, high = (
+        x if x == x and abs(x) != float("inf") else None for x in (found.low, found.value, found.high)
+    )
+    return value, low, high
