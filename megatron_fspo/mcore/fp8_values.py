@@ -67,9 +67,10 @@ def _by_block(values: Tensor, block: tuple[int, int]) -> Tensor:
 def _scale(amax: Tensor, largest: float, recipe: str) -> Tensor:
     """What a block is multiplied by; 1 where it has zeros only."""
     if recipe == "mxfp8":
-        # The exponent of amax / largest, rounded up: nothing saturates.
+        # The exponent of amax / largest, rounded up: nothing saturates. E8M0 ends at 2^-127.
         mantissa, exponent = torch.frexp(amax * (1.0 / largest))
-        scale = torch.ldexp(torch.ones_like(amax), -(exponent - (mantissa == 0.5).int()))
+        exponent = (exponent - (mantissa == 0.5).int()).clamp(min=-127)
+        scale = torch.ldexp(torch.ones_like(amax), -exponent)
     else:
         # A tensor divided by a tensor is rounded once; a number divided by a tensor twice.
         scale = torch.div(torch.full_like(amax, largest), amax)
