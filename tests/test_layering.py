@@ -60,7 +60,7 @@ THIRD_PARTY = {
     },
     "plugin": set(),
     "verify": {"torch"},
-    "calibrate": {"torch", "matplotlib", "jinja2", "markupsafe"},
+    "calibrate": {"torch", "matplotlib", "markupsafe"},
     "command line": {"torch", "tqdm"},
 }
 MAX_FILE_LINES = 400

@@ -105,8 +105,8 @@ def _record(found: Difference, measured: Measured, band: ClipBand, longest: int)
         crossover=crossover,
         smallest_c=smallest,
         smallest_c_centred=centred,
-        lengths=whole.lengths,
-        residuals=whole.residuals,
+        lengths=tuple(whole.lengths.int().tolist()),
+        residuals=tuple(whole.residuals.tolist()),
         by_length=tuple(AtLength(length=n, clip_rate=rate) for n, rate in zip(at, rates, strict=True)),
         checks=tuple(checks(sums, lengths, groups, band)),
     )

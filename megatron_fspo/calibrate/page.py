@@ -34,7 +34,7 @@ def write_page(found: Calibration, path: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-@picture(4.6, 3.2)
+@picture(4.6, 4.0)
 def _rates(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
     """Share outside the band by noise alone, with its interval."""
     axes = figure.subplots()
@@ -50,10 +50,10 @@ def _rates(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
     axes.set_ylim(0, 1)
     axes.set_xlabel("response length L (tokens)")
     axes.set_ylabel("outside by noise alone")
-    legend(axes)
+    legend(axes, columns=2)
 
 
-@picture(4.6, 3.2)
+@picture(4.6, 4.0)
 def _spread(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
     """sigma·√L and |drift|·L against length: they cross at L*."""
     axes = figure.subplots()
@@ -67,7 +67,7 @@ def _spread(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_xlabel("response length L (tokens)")
     axes.set_ylabel("nats: spread, drift (dashed)")
-    legend(axes)
+    legend(axes, columns=2)
 
 
 def _label(one: NoiseRecord) -> str:

@@ -1,4 +1,4 @@
-"""A model whose layers see what FP8 would leave of weights and activations, on any device and in any layers.
+"""A model whose local layers see what FP8 would leave of weights and activations, on any device.
 
 The products themselves are in the model's own precision. What differs from a GPU: the order of sums, and that
 a norm's output is rounded to bf16 before it is quantized.
@@ -23,9 +23,13 @@ from megatron_fspo.mcore.policy import Model
 def emulate_fp8(model: Model, fp8: FP8) -> int:
     """Have a model for scoring, its weights loaded, compute as with ``fp8``; its weights are lost.
 
+    Args:
+        model: of local layers; those of Transformer Engine take what is not yet normed.
+
     Returns:
         the matrices of this rank that do.
     """
+    assert model.backend.layers == "local"
     first, end = fp8.first_last_layers_bf16, model.arch.num_layers - fp8.first_last_layers_bf16
     count = 0
     for chunk in model.chunks:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,21 +34,21 @@ _NEAREST = 64
 """Responses that stand for a length, or a quarter of all where that is more."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Noise:
     """Of two passes over the same responses."""
 
     drift: float
     """Nats per token: Σ S / Σ L."""
-    lengths: tuple[int, ...]
-    """L of the responses, ascending."""
-    residuals: tuple[float, ...]
-    """Z of each."""
+    lengths: Tensor
+    """[n] float64, L of the responses, ascending."""
+    residuals: Tensor
+    """[n] float64, Z of each."""
 
     @property
     def sigma(self) -> float:
         """Root mean square of Z."""
-        return math.sqrt(sum(z * z for z in self.residuals) / len(self.residuals))
+        return self.residuals.square().mean().sqrt().item()
 
     @property
     def crossover(self) -> float:
@@ -79,15 +78,11 @@ class Noise:
 
     def _near(self, length: float) -> Tensor:
         """Z of the responses nearest in length, by rank."""
-        lengths, residuals = self._tensors
-        count = min(len(lengths), max(_NEAREST, len(lengths) // 4))
-        begin, end = (int(torch.searchsorted(lengths, length, right=right)) for right in (False, True))
-        first = min(max((begin + end - count) // 2, 0), len(lengths) - count)
-        return residuals[first : first + count]
-
-    @cached_property
-    def _tensors(self) -> tuple[Tensor, Tensor]:
-        return torch.tensor(self.lengths).double(), torch.tensor(self.residuals, dtype=torch.float64)
+        total = len(self.lengths)
+        count = min(total, max(_NEAREST, total // 4))
+        begin, end = (int(torch.searchsorted(self.lengths, length, right=right)) for right in (False, True))
+        first = min(max((begin + end - count) // 2, 0), total - count)
+        return self.residuals[first : first + count]
 
 
 def noise_of(log_ratio_sums: Tensor, lengths: Tensor) -> Noise:
@@ -103,11 +98,7 @@ def noise_of(log_ratio_sums: Tensor, lengths: Tensor) -> Noise:
     order = lengths.argsort(stable=True)
     if len(order) > _MAX_KEPT:
         order = order[torch.linspace(0, len(order) - 1, _MAX_KEPT).long()]
-    return Noise(
-        drift=drift,
-        lengths=tuple(int(n) for n in lengths[order].tolist()),
-        residuals=tuple(residuals[order].tolist()),
-    )
+    return Noise(drift=drift, lengths=lengths[order], residuals=residuals[order])
 
 
 def usable(log_ratio_sums: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

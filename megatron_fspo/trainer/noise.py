@@ -71,7 +71,8 @@ class NoiseRecord(_Record):
     def noise(self) -> Noise:
         """To predict with."""
         assert self.drift[0] is not None
-        return Noise(drift=self.drift[0], lengths=self.lengths, residuals=self.residuals)
+        lengths, residuals = (torch.tensor(x, dtype=torch.float64) for x in (self.lengths, self.residuals))
+        return Noise(drift=self.drift[0], lengths=lengths, residuals=residuals)
 
 
 class Calibration(_Record):

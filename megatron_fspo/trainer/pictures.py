@@ -289,7 +289,7 @@ def _envelope(low: Series, high: Series) -> tuple[Array, Array, Array]:
     )
 
 
-def legend(axes: Axes) -> None:
+def legend(axes: Axes, columns: int = 4) -> None:
     """Above the axes, if there is anything to name."""
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=4, borderaxespad=0.2)
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, borderaxespad=0.2)

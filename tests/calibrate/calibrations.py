@@ -1,0 +1,48 @@
+"""A measurement made up: two comparisons, 160 responses to 40 prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from launch import REPO
+from megatron_fspo.calibrate.findings import findings
+from megatron_fspo.calibrate.passes import Difference, Kind, Measured
+from megatron_fspo.config import Config
+from megatron_fspo.options import load_config
+from megatron_fspo.trainer.noise import Calibration
+
+SIGMA = {"updates": 0.04, "sampler": 0.01}
+DRIFT = {"updates": -0.001, "sampler": -0.0005}
+
+
+def config(*overrides: str) -> Config:
+    return load_config(REPO / "examples/make_sum/run.toml", list(overrides))
+
+
+def measured(seed: int = 0, sequences: int = 160, **changes: Any) -> Measured:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, 400, (sequences,), generator=generator)
+    lengths[3] = 0
+
+    def difference(kind: Kind, precision: str = "float32") -> Difference:
+        z = torch.randn(sequences, generator=generator, dtype=torch.float64)
+        sums = SIGMA.get(kind, 0) * lengths.sqrt() * z + DRIFT.get(kind, 0) * lengths
+        return Difference(kind=kind, precision=precision, emulated=precision == "blockwise", sums=sums)
+
+    updates = torch.randn(sequences, generator=generator, dtype=torch.float64) * 0.05 * lengths.sqrt()
+    differences = [
+        difference("repeat"),
+        difference("packs"),
+        difference("sampler"),
+        difference("updates"),
+        difference("updates", "blockwise"),
+    ]
+    groups = torch.arange(sequences) // 4
+    found = {"lengths": lengths, "groups": groups, "differences": differences}
+    return Measured(**{**found, "first_updates": (updates, lengths, groups), **changes})
+
+
+def calibration(run: Config | None = None, **changes: Any) -> Calibration:
+    return findings(measured(**changes), run or config(), device="cpu")

@@ -1,0 +1,133 @@
+"""What a run does with ``loss.noise``: it picks the noise that is in its S, or does not start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from calibrations import DRIFT, calibration, config
+from megatron_fspo.config_loss import FSPOLoss
+from megatron_fspo.errors import InputError
+from megatron_fspo.objective import FSPOBand, LengthFairDualClip
+from megatron_fspo.objective.policy import SequenceLevel
+from megatron_fspo.trainer.losses import LossState
+from megatron_fspo.trainer.noise import noise_metrics, noise_of_run
+from megatron_fspo.trainer.records import SequenceRecord
+
+SAMPLED = ["--rollout.old-log-probs", "sampled"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "calibration.json"
+    path.write_text(calibration().model_dump_json())
+    return str(path)
+
+
+def wide(file: str, *more: str) -> list[str]:
+    return ["--loss.noise", file, "--loss.c-low", "0.2", "--loss.c-high", "0.2", *more]
+
+
+def test_the_noise_is_that_of_the_passes_behind_s(file: str) -> None:
+    assert noise_of_run(config()) is None
+    by_kind = {one.kind: one.noise() for one in calibration().comparisons if not one.emulated}
+    for words, kind in (([], "updates"), (SAMPLED, "sampler")):
+        found = noise_of_run(config(*wide(file, *words)))
+        assert found is not None and found.drift == by_kind[kind].drift
+        assert torch.equal(found.residuals, by_kind[kind].residuals)
+
+
+def test_without_a_comparison_of_precisions_it_is_that_of_the_same_pass_again(tmp_path: Path) -> None:
+    found = calibration()
+    rest = tuple(one for one in found.comparisons if one.kind != "updates")
+    path = tmp_path / "calibration.json"
+    path.write_text(found.model_copy(update={"comparisons": rest}).model_dump_json())
+    noise = noise_of_run(config("--loss.noise", str(path)))
+    assert noise is not None and noise.sigma == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model.dtype", "bfloat16"], r"the noise in S of this run is updates \(bfloat16\)"),
+        (["--rollout.temperature", "0.7"], "measured with rollout.temperature = 1.0, this run has 0.7"),
+        ([*SAMPLED, "--rollout.engine", "vllm"], "measured with rollout.engine = embedded"),
+    ],
+)
+def test_noise_of_another_run_is_refused(file: str, words: list[str], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        noise_of_run(config(*wide(file, *words)))
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path, file: str) -> None:
+    with pytest.raises(InputError, match="No such file"):
+        noise_of_run(config("--loss.noise", str(tmp_path / "none")))
+    Path(file).write_text('{"format": 1}')
+    with pytest.raises(
+        InputError, match="is not a file of `megatron-fspo calibrate`: version: Field required"
+    ):
+        noise_of_run(config("--loss.noise", file))
+
+
+def test_a_band_inside_the_noise_is_refused_unless_the_key_allows_it(file: str) -> None:
+    narrow = ["--loss.noise", file, "--loss.c-low", "0.03", "--loss.c-high", "0.03"]
+    with pytest.raises(
+        InputError, match=r"the band lies inside the noise: updates \(float32\).*max_noise_clip_rate"
+    ):
+        noise_of_run(config(*narrow))
+    assert noise_of_run(config(*narrow, "--loss.max-noise-clip-rate", "1")) is not None
+    # The sampler's noise is a quarter of it.
+    assert noise_of_run(config(*narrow, *SAMPLED, "--loss.max-noise-clip-rate", "0.1")) is not None
+
+
+def test_the_drift_of_the_sampler_is_the_centre_of_the_band_where_s_starts_from_it(file: str) -> None:
+    run = config(*wide(file, *SAMPLED, "--loss.drift", "measured"))
+    noise = noise_of_run(run)
+    assert noise is not None and noise.drift == pytest.approx(DRIFT["sampler"], rel=0.7)
+    assert LossState(run.loss, noise).objective() == SequenceLevel(
+        band=FSPOBand(c_low=0.2, c_high=0.2, drift=noise.drift),
+        dual_clip=LengthFairDualClip(c=0.4, drift=noise.drift),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (SAMPLED, "loss.drift = measured needs loss.noise"),
+        (["--loss.noise", "some.json"], "loss.drift = measured needs rollout.old_log_probs = sampled"),
+    ],
+)
+def test_a_measured_drift_needs_passes_that_differ(words: list[str], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        config("--loss.drift", "measured", *words)
+
+
+def record(length: int, **changes: Any) -> SequenceRecord:
+    plain = {"sample": 0, "rank": 0, "length": length, "log_ratio_sum": 0.0, "advantage": 1.0}
+    flags = dict.fromkeys(["clipped_low", "clipped_high", "dual_clipped"], 0.0)
+    return SequenceRecord(**{**plain, **flags, "out_of_band": False, "nonfinite": False, **changes})
+
+
+def test_todays_clips_are_compared_with_those_of_noise(file: str) -> None:
+    run = config(*wide(file, "--loss.max-noise-clip-rate", "1", "--loss.c-low", "0.04"))
+    noise = noise_of_run(run)
+    assert noise is not None and isinstance(run.loss, FSPOLoss)
+    objective = LossState(run.loss, noise).objective()
+    records = [
+        record(20, out_of_band=True),
+        *(record(n) for n in (20, 20, 300)),
+        record(0),
+        record(9, nonfinite=True),
+    ]
+    found = noise_metrics(noise, records, objective)
+    assert isinstance(objective, SequenceLevel)
+    want = noise.clip_rates(torch.tensor([20, 20, 20, 300]), objective.band).mean().item()
+    assert 0.05 < want < 0.25
+    assert found == {"fspo/noise_clip_rate": want, "fspo/noise_clip_share": pytest.approx(want / 0.25)}
+    assert noise_metrics(noise, records[:1], objective)["fspo/noise_clip_share"] < 1
+    none_out = noise_metrics(noise, records[1:4], objective)
+    assert none_out["fspo/noise_clip_share"] != none_out["fspo/noise_clip_share"]  # nan
+    assert noise_metrics(None, records, objective) == noise_metrics(noise, [], objective) == {}
