@@ -1,4 +1,4 @@
-"""FP8 as the GPU does it, beside what docs/fp8.md says of the emulated one."""
+"""FP8 as the GPU does it, beside the emulated one."""
 
 from __future__ import annotations
 

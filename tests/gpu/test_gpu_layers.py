@@ -23,9 +23,12 @@ pytestmark = pytest.mark.gpu
 BF16 = {"gradient_error": 0.039, "log_prob_error": 0.045}
 
 
-def test_the_gradient_of_every_layout(needs: Any, machine: Any, table: Any, tmp_path: Path) -> None:
+def test_the_gradient_of_every_layout(
+    needs: Any, machine: Any, table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The layouts that fit the GPUs; ``verify`` itself says what is too far off."""
     needs()
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # for the local layers' float32
     ranks = 1 if FAKE else 2 ** (machine["count"].bit_length() - 1)
     engine = machine["engine"] is None
     which = ["--layouts", "single", "recompute"] if FAKE else ["--all"]
