@@ -40,7 +40,7 @@ def test_a_policy_in_fp8(needs: Callable[..., None], measured: Any, table: Any, 
     assert found["s"] == 0.0 and found["later_s"] == 0.0
     assert found["moved"] > 0, "the update changed nothing that the second S could have missed"
     # The emulation differs in the order of sums and in where it rounds to bf16, not in size.
-    assert 0.5 < found["noise"] / found["emulated"] < 2
+    assert 0.75 < found["noise"] / found["emulated"] < 1.33
     assert found["noise"] > 2 * found["layers"], "no more than two kinds of layers in bf16 differ by"
     assert found["alike"] > 0.3
     if recipe != "tensorwise":  # whose scales are those of the pack
