@@ -115,7 +115,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if FAKE:
         terminalreporter.write_line("A fake GPU and tiny sizes: that it runs is all that this says.")
     if file := os.environ.get("GPU_TABLE"):
-        Path(file).write_text(as_markdown(rows, found, _others(terminalreporter)), encoding="utf-8")
+        passed = len(terminalreporter.stats.get("passed", []))
+        page = as_markdown(rows, found, passed, _others(terminalreporter))
+        Path(file).write_text(page, encoding="utf-8")
         terminalreporter.write_line(f"written to {file}")
 
 

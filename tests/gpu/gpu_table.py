@@ -36,7 +36,7 @@ def as_text(rows: Sequence[Row]) -> str:
     )
 
 
-def as_markdown(rows: Sequence[Row], machine: Mapping[str, Any], others: Sequence[str]) -> str:
+def as_markdown(rows: Sequence[Row], machine: Mapping[str, Any], passed: int, others: Sequence[str]) -> str:
     """A page: the machine, the figures, and the tests that did not pass, with the reason."""
     versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items())
     lines = [
@@ -48,6 +48,7 @@ def as_markdown(rows: Sequence[Row], machine: Mapping[str, Any], others: Sequenc
         "|---|---|---|---|---|",
         *("| " + " | ".join(_cells(row)) + " |" for row in rows),
     ]
+    lines += ["", f"{passed} tests passed."]
     if others:
         lines += ["", "Not passed:", "", *(f"- {text}" for text in others)]
     return "\n".join(lines) + "\n"

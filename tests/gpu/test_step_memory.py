@@ -54,5 +54,6 @@ def test_the_table() -> None:
     ]
     assert as_text(rows).splitlines()[1] == "head           peak    1.23      20      GiB"
     machine = {"name": "a GPU", "count": 2, "total": 80 * GIB, "versions": {"torch": "2"}}
-    page = as_markdown(rows, machine, ["x: needs y"])
+    page = as_markdown(rows, machine, 7, ["x: needs y"])
     assert "# 2 × a GPU" in page and "| head | error | 9.50e-07 |  |  |" in page and "- x: needs y" in page
+    assert "\n7 tests passed.\n" in page
