@@ -16,13 +16,17 @@ VENV := .venv
 VENV312 := .venv312
 VENV_VLLM := .venv-vllm
 VENV_TE := .venv-te
+# Of test-gpu: any Python that has what requirements.txt lists, and Transformer Engine if there is to be any.
+PYTHON_GPU ?= $(VENV)/bin/python
 REQUIREMENTS := requirements.txt pyproject.toml
 TORCH_VLLM := torch==2.13.0+cpu
 DEMO_ARGS ?=
 DEMO_VLLM := runs/make-sum-32
 PYTEST_ARGS ?=
+GPU_TABLE ?=
 # Its own tests, and those of all layers that training is made of.
-TESTS_TE := tests/te $(addprefix tests/mcore/test_,build.py families.py parity.py)
+TESTS_TE := tests/te tests/gpu $(addprefix tests/mcore/test_,build.py families.py parity.py)
+TESTS_GPU := tests/gpu tests/parallel/test_head.py
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
@@ -31,7 +35,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The vLLM that tests and runs start: $VLLM_BIN, or the one installed here, if there is one.
 with_vllm = VLLM_BIN="$${VLLM_BIN:-$$(test -e $(VENV_VLLM)/.ready && echo $(CURDIR)/$(VENV_VLLM)/bin/vllm)}"
 
-.PHONY: help demo demo-vllm vllm test test-py312 test-te test-te-py312 verify lint format bench docs clean
+.PHONY: help demo demo-vllm vllm test test-py312 test-te test-te-py312 test-gpu verify lint format bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +75,9 @@ test-te: $(VENV_TE)/.ready  ## modules of Transformer Engine, its kernels replac
 
 test-te-py312: $(VENV312)-te/.ready  ## the same on Python 3.12 with megatron-core 0.19
 	$(call test_te,$(VENV312)-te)
+
+test-gpu: $(if $(filter $(VENV)/bin/python,$(PYTHON_GPU)),$(VENV)/.ready)  ## what only a GPU shows, and a table of it; GPU_TABLE=FILE keeps that
+	GPU_TABLE="$(GPU_TABLE)" $(PYTHON_GPU) -m pytest -m gpu $(TESTS_GPU) $(PYTEST_ARGS)
 
 verify: $(VENV)/.ready  ## the gradient of every parallel layout on 8 CPU processes against one in float64
 	$(VENV)/bin/megatron-fspo verify --nproc 8 --all

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from backend import BACKEND
+from backend import BACKEND, LAYERS
 from cases import TEMPERATURE, samples
 from launch import REPO
 from megatron_fspo import config as options
@@ -29,7 +29,7 @@ from megatron_fspo.trainer.prepare import prepare
 from megatron_fspo.weights import read_architecture, resolve
 from packs import collate
 
-CPU = choose_backend(BACKEND)
+CPU = choose_backend(BACKEND, LAYERS)
 
 
 def check(checkpoint: Path, parallel: options.Parallel, dtype: torch.dtype) -> None:
@@ -63,7 +63,7 @@ def check(checkpoint: Path, parallel: options.Parallel, dtype: torch.dtype) -> N
             context_rank=0,
             context_size=1,
             multiple_of=parallel.tensor,
-        )
+        ).to(CPU.device)
         for pack in (list(range(6)), list(range(6, len(rows))))
     ]
     for one, other in zip(model.score(batches, scoring), policy.score(batches, scoring), strict=True):

@@ -8,27 +8,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from backend import supported
+from backend import fitting, supported
 from megatron_fspo.config import Parallel
 from megatron_fspo.types import Sample
 from megatron_fspo.verify.cases import random_samples
 
 # World size → name → layout.
-LAYOUTS = {
-    1: {"tp1": Parallel()},
-    2: supported(
-        {
-            "dp2": Parallel(),
-            "tp2": Parallel(tensor=2),
-            "tp2sp": Parallel(tensor=2, sequence=True),
-            "pp2": Parallel(pipeline=2),
-            "pp2vpp2": Parallel(pipeline=2, virtual_pipeline=2),
-            "cp2": Parallel(context=2),
-            "dp2do": Parallel(distributed_optimizer=True, overlap_grad_reduce=True),
-        },
-        but=("tp2", "pp2"),
-    ),
-}
+LAYOUTS = fitting(
+    {
+        1: {"tp1": Parallel()},
+        2: supported(
+            {
+                "dp2": Parallel(),
+                "tp2": Parallel(tensor=2),
+                "tp2sp": Parallel(tensor=2, sequence=True),
+                "pp2": Parallel(pipeline=2),
+                "pp2vpp2": Parallel(pipeline=2, virtual_pipeline=2),
+                "cp2": Parallel(context=2),
+                "dp2do": Parallel(distributed_optimizer=True, overlap_grad_reduce=True),
+            },
+            but=("tp2", "pp2"),
+        ),
+    }
+)
 VOCAB = 37
 TEMPERATURE = 0.8
 C, C_DUAL = 0.05, 0.1

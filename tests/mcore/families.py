@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backend import ENGINE, supported
+from backend import ENGINE, fitting, supported
 from megatron_fspo.config import Parallel
 
 VOCAB = 1237  # a prime: every tensor-parallel size pads
@@ -38,39 +38,46 @@ _LLAMA3 = {
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 16}
 
 # World size → name → layout; `fits` says which families.
-LAYOUTS = {
-    1: {"tp1": Parallel()},
-    2: supported(
-        {
-            "tp2": Parallel(tensor=2),
-            "tp2.sp": Parallel(tensor=2, sequence=True),
-            "pp2": Parallel(pipeline=2),
-            "cp2": Parallel(context=2),
-            "ep2": Parallel(expert=2),
-        },
-        but=("tp2", "tp2.sp", "pp2"),
-    ),
-    4: supported(
-        {
-            "tp4.sp": Parallel(tensor=4, sequence=True),
-            "pp2.vpp2.dp2": Parallel(pipeline=2, virtual_pipeline=2),
-            "tp2.sp.ep2": Parallel(tensor=2, sequence=True, expert=2),
-            "pp2.cp2.ep2": Parallel(pipeline=2, context=2, expert=2),
-        }
-    ),
-}
+LAYOUTS = fitting(
+    {
+        1: {"tp1": Parallel()},
+        2: supported(
+            {
+                "tp2": Parallel(tensor=2),
+                "tp2.sp": Parallel(tensor=2, sequence=True),
+                "pp2": Parallel(pipeline=2),
+                "cp2": Parallel(context=2),
+                "ep2": Parallel(expert=2),
+            },
+            but=("tp2", "tp2.sp", "pp2"),
+        ),
+        4: supported(
+            {
+                "tp4.sp": Parallel(tensor=4, sequence=True),
+                "pp2.vpp2.dp2": Parallel(pipeline=2, virtual_pipeline=2),
+                "tp2.sp.ep2": Parallel(tensor=2, sequence=True, expert=2),
+                "pp2.cp2.ep2": Parallel(pipeline=2, context=2, expert=2),
+            }
+        ),
+    }
+)
 _MORE = {
     "tp4.sp": Parallel(tensor=4, sequence=True),
     "pp4": Parallel(pipeline=4),
     "pp2.ep2": Parallel(pipeline=2, expert=2),
 }
-# Layouts that load and save distributed checkpoints, all of 4 ranks.
-# What the first saves, all load.
-CHECKPOINT_LAYOUTS = {
+_CHECKPOINT_LAYOUTS = {
     "tp2.sp.pp2": Parallel(tensor=2, sequence=True, pipeline=2),
     "single": Parallel(),
     **({} if ENGINE else _MORE),
     "tp2.sp.ep4": Parallel(tensor=2, sequence=True, expert=4),
+}
+# Layouts that load and save distributed checkpoints, all of as many ranks as there may be, 4 at most.
+# What the first saves, all load.
+CHECKPOINT_LAYOUTS = {
+    name: layout
+    for name, layout in _CHECKPOINT_LAYOUTS.items()
+    if max(layout.model_size, layout.expert) <= max(LAYOUTS)
 }
 
 

@@ -13,7 +13,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from safetensors.torch import save_file
 
-from backend import BACKEND
+from backend import BACKEND, LAYERS
 from families import CHECKPOINT_LAYOUTS, FAMILIES, LAYOUTS, fits, sequences
 from megatron_fspo.config import Parallel
 from megatron_fspo.mcore.backend import choose_backend
@@ -23,7 +23,7 @@ from megatron_fspo.mcore.score import score_checkpoint
 from megatron_fspo.mcore.startup import start, stop
 from megatron_fspo.weights import HFReader, MegatronReader, read_architecture
 
-CPU = choose_backend(BACKEND)
+CPU = choose_backend(BACKEND, LAYERS)
 
 
 def score_all(checkpoints: Path, out: Path, world: int) -> None:

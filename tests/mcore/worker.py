@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
-from backend import BACKEND
+from backend import BACKEND, LAYERS
 from cases import C_DUAL, LAYOUTS, TEMPERATURE, C, drift, samples
 from megatron_fspo import config as options
 from megatron_fspo.mcore.backend import choose_backend
@@ -34,7 +34,7 @@ from packs import collate, sequences_of
 
 
 def build(checkpoint: Path, parallel: options.Parallel) -> Policy:
-    backend = choose_backend(BACKEND)
+    backend = choose_backend(BACKEND, LAYERS)
     groups = start(backend, parallel=parallel, seed=1)
     policy = Policy(
         read_architecture(checkpoint),
@@ -60,6 +60,7 @@ def step(policy: Policy, max_tokens: int) -> dict[str, torch.Tensor]:
         context_size=parallel.context,
         multiple_of=parallel.tensor if parallel.sequence else 1,
         count_multiple_of=parallel.pipeline,
+        device=policy.backend.device,
     )
     batches = pack(sequences_of(rows), layout)
     scoring = Scoring(groups=groups, vocab_size=policy.arch.vocab_size, temperature=TEMPERATURE)
@@ -70,7 +71,8 @@ def step(policy: Policy, max_tokens: int) -> dict[str, torch.Tensor]:
         for n, i in enumerate(batch.sample_index.tolist()):
             here = batch.mask & (batch.segment == n)
             prompt = len(rows[i].prompt.token_ids)
-            shifted[here] = score[here] - drift(i)[batch.position_ids[0, here] - prompt + 1]
+            moved = drift(i).to(score.device)
+            shifted[here] = score[here] - moved[batch.position_ids[0, here] - prompt + 1]
         old.append(shifted)
     sums: list[tuple[int, float, bool]] = []
     loss = PolicyLoss(
@@ -135,7 +137,7 @@ def decode(policy: Policy) -> dict[str, torch.Tensor]:
                 context_rank=policy.groups.cp.rank(),
                 context_size=policy.groups.cp.size(),
                 multiple_of=policy.groups.tp.size(),
-            )
+            ).to(policy.backend.device)
             gap = (policy.score([batch] * chunks, scoring)[0] - batch.sampled_log_probs)[batch.mask]
             worst = max([worst, *gap.abs().tolist()])
     tokens = [t for row in wide for completion in row for t in completion.token_ids]

@@ -17,12 +17,14 @@ from torch import Tensor
 from megatron_fspo.parallel.links import Join, join_gloo
 from megatron_fspo.vllm_plugin.receive import Receiver
 
+CPU = torch.device("cpu")
+
 
 class Worker:
     """One rank: what it has loaded."""
 
-    def __init__(self, join: Join) -> None:
-        self.receiver = Receiver(join, torch.device("cpu"))
+    def __init__(self, join: Join, device: torch.device) -> None:
+        self.receiver = Receiver(join, device)
         self.loaded: dict[str, Tensor] = {}
 
     def load(self, info: dict[str, Any], fault: Callable[[], None] | None) -> None:
@@ -42,9 +44,9 @@ class Workers:
     (in all workers), ``hang`` (the first worker stops for good) or ``die`` (the server is gone).
     """
 
-    def __init__(self, count: int, join: Join = join_gloo) -> None:
+    def __init__(self, count: int, join: Join = join_gloo, device: torch.device = CPU) -> None:
         self._count = count
-        self._join = join
+        self._join, self._device = join, device
         self.asked: list[tuple[str, Any]] = []
         self.finished: dict[str, list[dict[str, Tensor]]] = {}
         """Version → what each worker has."""
@@ -60,7 +62,7 @@ class Workers:
 
     def restart(self) -> None:
         """As after a crash: workers without weights, and no update under way."""
-        self._workers = [Worker(self._join) for _ in range(self._count)]
+        self._workers = [Worker(self._join, self._device) for _ in range(self._count)]
         self._active, self._buckets, self._dead = False, 0, False
 
     def close(self) -> None:

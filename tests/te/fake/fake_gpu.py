@@ -99,6 +99,7 @@ def _fake_cuda() -> None:
         "reset_peak_memory_stats": None,
         "max_memory_allocated": 0,
         "memory_allocated": 0,
+        "mem_get_info": (80 << 30, 80 << 30),
     }
     for function, answer in answers.items():
         setattr(torch.cuda, function, _always(answer))
@@ -238,6 +239,7 @@ def _finish_engine() -> None:
         if type(sys.modules[name]).__name__ == "StandIn":
             del sys.modules[name]
     import torch
+    from transformer_engine.pytorch import distributed
     from transformer_engine.pytorch.attention.dot_product_attention import softmax
     from transformer_engine.pytorch.cpp_extensions import gemm
 
@@ -246,3 +248,6 @@ def _finish_engine() -> None:
         [torch.empty(1, dtype=torch.uint8)] if grouped else torch.empty(1, dtype=torch.uint8)
     )
     softmax.FusedScaleMaskSoftmax.is_kernel_available = _always(False)
+    # Of recomputed layers.
+    distributed._get_cuda_rng_state = _always(torch.empty(0))
+    distributed._set_cuda_rng_state = _always(None)

@@ -1,0 +1,122 @@
+"""How large everything under tests/gpu is: on a GPU, and where the same code runs on a fake one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from backend import FAKE
+from megatron_fspo.weights import Architecture
+
+QWEN3_8B = Architecture(
+    model_type="qwen3",
+    num_layers=36,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_size=12288,
+    vocab_size=151936,
+    tied=False,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_position_embeddings=40960,
+    dtype=torch.bfloat16,
+)
+_TINY = replace(
+    QWEN3_8B,
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn_size=96,
+    vocab_size=61,
+    max_position_embeddings=512,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """An optimizer step: so many samples of a prompt and a response."""
+
+    model: Architecture
+    sequences: int
+    prompt: int
+    response: int
+    max_tokens: int
+    """Of a micro-batch."""
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(prompt, response) tokens; responses of a quarter, two, three quarters and the whole."""
+        return [(self.prompt, self.response * (1 + i % 4) // 4) for i in range(self.sequences)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """Responses that are sampled side by side."""
+
+    model: Architecture
+    rows: int
+    prompt: int
+    response: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of every measurement."""
+
+    noise: Step
+    """Of FP8. Its other packs have half the tokens."""
+    quantized: tuple[int, int]
+    """Rows and columns of the tensors that quantizers get."""
+    ring: Step
+    decoding: Decoding
+    step: Step
+    """One of Qwen3-8B: with as many of its layers as fit the memory."""
+    head: dict[str, int]
+    """tokens, hidden, vocab."""
+    sent: Architecture
+    """A model whose weights are sent."""
+
+
+FULL = Sizes(
+    noise=Step(
+        model=replace(QWEN3_8B, num_layers=8, hidden_size=1024, num_heads=8, ffn_size=3072, vocab_size=32768),
+        sequences=32,
+        prompt=64,
+        response=448,
+        max_tokens=8192,
+    ),
+    quantized=(4096, 4096),
+    ring=Step(
+        model=replace(QWEN3_8B, num_layers=4, vocab_size=32768),
+        sequences=4,
+        prompt=64,
+        response=8000,
+        max_tokens=16384,
+    ),
+    decoding=Decoding(
+        model=replace(
+            QWEN3_8B, num_layers=28, hidden_size=1024, num_heads=16, ffn_size=3072, tied=True
+        ),  # Qwen3-0.6B
+        rows=64,
+        prompt=128,
+        response=128,
+    ),
+    step=Step(model=QWEN3_8B, sequences=16, prompt=256, response=3840, max_tokens=16384),
+    head={"tokens": 8192, "hidden": 4096, "vocab": 151936},
+    sent=replace(QWEN3_8B, num_layers=4),
+)
+TINY = Sizes(
+    noise=Step(model=_TINY, sequences=6, prompt=3, response=40, max_tokens=256),
+    quantized=(64, 256),
+    ring=Step(model=_TINY, sequences=4, prompt=3, response=40, max_tokens=128),
+    decoding=Decoding(model=_TINY, rows=3, prompt=4, response=6),
+    step=Step(model=_TINY, sequences=4, prompt=3, response=40, max_tokens=128),
+    head={"tokens": 64, "hidden": 32, "vocab": 200},
+    sent=_TINY,
+)
+SIZES = TINY if FAKE else FULL

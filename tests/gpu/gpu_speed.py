@@ -1,0 +1,185 @@
+"""Time and memory: of a step, of sampling, of the head; and attention spread over GPUs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_models import ALONE, best_layers, build, old_pass, packs_of, scores, scoring_of, timed, update
+from gpu_sizes import SIZES
+from step_memory import layers_that_fit, narrowed, state_bytes
+from torch import Tensor
+
+from logprob_head import VARIANTS
+from megatron_fspo.config import Parallel
+from megatron_fspo.config_fp8 import FP8
+from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.decode import Decoder
+from megatron_fspo.mcore.engine import attention_backend
+from megatron_fspo.mcore.fp8 import probe_fp8
+from megatron_fspo.mcore.score import score_sequences
+from megatron_fspo.mcore.startup import start
+from megatron_fspo.rollout.embedded import EmbeddedEngine
+from megatron_fspo.types import Prompt, SamplingParams
+
+
+def step(recipe: str) -> dict[str, Any]:
+    """The second of two optimizer steps; ``recipe`` none is bf16. On one rank or, optimizer spread, many."""
+    size, precision = SIZES.step, FP8(recipe=recipe)  # type: ignore[arg-type]
+    start(choose_backend("cuda", best_layers()), parallel=ALONE, seed=1)  # type: ignore[arg-type]
+    ranks = dist.get_world_size()
+    least = torch.tensor(torch.cuda.mem_get_info()[0], device="cuda")
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)  # all are to build the same model
+    free = int(least)
+    layers = layers_that_fit(size.model, free, tokens=size.max_tokens, ranks=ranks, fp8=precision.on)
+    arch = narrowed(size.model, layers)
+    policy = build(
+        arch,
+        best_layers(),
+        parallel=Parallel(distributed_optimizer=ranks > 1),
+        fp8=precision,
+        recompute=True,
+        train=True,
+    )
+    modules = probe_fp8(policy)
+    torch.cuda.reset_peak_memory_stats()
+    batches = packs_of(policy, size)
+    for _ in range(2):
+        scored, old_seconds = timed(lambda: old_pass(policy, batches))
+        (s, norm), seconds = timed(lambda scored=scored: update(policy, scored))
+    tokens = sum(prompt + response for prompt, response in size.shapes)
+    matrices = arch.num_layers * arch.layer_size + arch.vocab_size * arch.hidden_size
+    return {
+        "layers": arch.num_layers,
+        "of": size.model.num_layers,
+        "kind": policy.backend.layers,
+        "ranks": ranks,
+        "modules": modules,
+        "s": s,
+        "grad_norm": norm,
+        "old_seconds": old_seconds,
+        "seconds": seconds,
+        "tokens": tokens,
+        "tokens_per_second": tokens / (old_seconds + seconds),
+        # Without attention and what recomputing adds: what the model needs, not what was done.
+        "tflops": 6 * matrices * tokens / seconds / ranks / 1e12,
+        "peak": torch.cuda.max_memory_allocated(),
+        "state": state_bytes(arch, ranks=ranks, fp8=precision.on),
+        "free": free,
+    }
+
+
+def decoding() -> dict[str, Any]:
+    """Responses sampled by the model in training; log-probs as the training pass has them."""
+    size = SIZES.decoding
+    model = build(size.model, best_layers())
+    decoder = Decoder(model.chunks, model.groups, vocab_size=size.model.vocab_size)
+    engine = EmbeddedEngine(decoder, max_batch=size.rows)
+    ids = torch.arange(size.rows * size.prompt).remainder(size.model.vocab_size).view(size.rows, size.prompt)
+    prompts = [
+        Prompt(index=i, token_ids=tuple(row), text="", answer="") for i, row in enumerate(ids.tolist())
+    ]
+    params = SamplingParams(
+        n=1, max_tokens=size.response, temperature=1.0, stop_token_ids=(size.model.vocab_size,), seed=1
+    )
+    engine.generate(prompts[:2], params)
+    rows, seconds = timed(lambda: engine.generate(prompts, params))
+    sampled = [completion for row in rows for completion in row]
+    lengths = [len(completion.token_ids) for completion in sampled]
+    assert set(lengths) == {size.response}
+    return {
+        "kind": model.backend.layers,
+        "rows": size.rows,
+        "tokens": sum(lengths),
+        "seconds": seconds,
+        "gap": _gap(model, prompts, sampled),
+    }
+
+
+def _gap(model: Any, prompts: list[Prompt], sampled: list[Any]) -> float:
+    """σ per token between sampled log-probs and those of the training pass."""
+    found = score_sequences(
+        lambda batches: model.score(batches, scoring_of(model)),
+        [[*p.token_ids, *c.token_ids] for p, c in zip(prompts, sampled, strict=True)],
+        arch=model.arch,
+        groups=model.groups,
+        parallel=model.parallel,
+        device=model.backend.device,
+    )
+    assert found is not None
+    gaps = [
+        values[len(p.token_ids) - 1 :] - torch.tensor(c.log_probs)
+        for values, p, c in zip(found, prompts, sampled, strict=True)
+    ]
+    return torch.cat(gaps).double().square().mean().sqrt().item()
+
+
+def head(variant: str) -> dict[str, Any]:
+    """Log-probs and both gradients from hidden states: memory above the inputs, time, and what was found."""
+    start(choose_backend("cuda", "local"), parallel=ALONE, seed=1)
+    hidden, weight, labels, upstream = _head_inputs()
+    run = VARIANTS[variant]
+
+    def once() -> Tensor:
+        hidden.grad = weight.grad = None
+        log_probs = run(hidden, weight, labels)
+        log_probs.backward(upstream.to(log_probs.dtype))
+        return log_probs.detach()
+
+    once()
+    hidden.grad = weight.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    log_probs, _ = timed(once)
+    peak = torch.cuda.max_memory_allocated() - before
+    seconds = min(timed(once)[1] for _ in range(5))
+    some = slice(0, min(len(labels), 512))
+    exact = torch.log_softmax(hidden[some].double() @ weight.double().t(), -1)
+    want = exact.gather(-1, labels[some, None])[:, 0]
+    assert hidden.grad is not None and weight.grad is not None
+    assert math.isfinite(weight.grad.float().norm().item())
+    return {
+        "seconds": seconds,
+        "peak": peak,
+        "error": (log_probs[some].double() - want).abs().max().item(),
+    }
+
+
+def _head_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """bf16 hidden states and weight, labels, and the gradient of each log-prob; logits have σ = 2."""
+    torch.manual_seed(0)
+    size = SIZES.head
+    on = {"device": "cuda", "dtype": torch.bfloat16}
+    hidden = torch.randn(size["tokens"], size["hidden"], **on)
+    weight = torch.randn(size["vocab"], size["hidden"], **on).mul_(2 / size["hidden"] ** 0.5)
+    labels = torch.randint(0, size["vocab"], (size["tokens"],), device="cuda")
+    upstream = torch.randn(size["tokens"], device="cuda")
+    return hidden.requires_grad_(), weight.requires_grad_(), labels, upstream
+
+
+def ring(layers: str) -> dict[str, Any]:
+    """On two ranks: log-probs under context parallel, and without."""
+    size = SIZES.ring
+    arch, spread = size.model, Parallel(context=2)
+    alone = scores(build(arch, layers), size)
+    model = build(arch, layers, parallel=spread)
+    found, seconds = timed(lambda: scores(model, size))
+    gaps = (found - alone).double()
+    return {
+        "attention": attention_backend(
+            num_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            max_tokens=size.max_tokens,
+            context=2,
+        )
+        if layers == "transformer_engine"
+        else layers,
+        "sigma": gaps.square().mean().sqrt().item(),
+        "mean": gaps.mean().item(),
+        "tokens": len(found),
+        "seconds": seconds,
+    }
