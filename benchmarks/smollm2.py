@@ -10,6 +10,7 @@ The package has the model as GGUF in 4 bits; what is written is its values in fl
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 from pathlib import Path
@@ -54,6 +55,10 @@ def answer_in_response(prompt: Prompt, completion: Completion, response: str) ->
 
 def main() -> None:
     """Write the checkpoint and the prompts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

@@ -12,12 +12,20 @@ from megatron_fspo import __version__
 from megatron_fspo.calibrate.passes import Difference, Measured
 from megatron_fspo.config import Config
 from megatron_fspo.config_loss import FSPOLoss
-from megatron_fspo.errors import InputError
+from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.objective import ClipBand, FSPOBand
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.objective.noise import estimate, noise_of, two_sigma
 from megatron_fspo.trainer.history import wilson_interval
-from megatron_fspo.trainer.noise import AtLength, Calibration, Check, NoiseRecord, interval, lengths_up_to
+from megatron_fspo.trainer.noise import (
+    AtLength,
+    Calibration,
+    Check,
+    Interval,
+    NoiseRecord,
+    interval,
+    lengths_up_to,
+)
 
 SHARE = 0.01
 """Of responses that noise may put outside the band that is recommended."""
@@ -78,6 +86,8 @@ def findings(measured: Measured, config: Config, *, device: str) -> Calibration:
 
 def _record(found: Difference, measured: Measured, band: ClipBand, longest: int) -> NoiseRecord:
     keep = found.sums.isfinite() & (measured.lengths > 0)
+    if not keep.any():
+        raise TrainingError(f"{found.kind} ({found.precision}): no response has log-probs that are finite")
     sums, lengths, groups = found.sums[keep], measured.lengths[keep], measured.groups[keep]
     at = lengths_up_to(longest)
 
@@ -92,9 +102,8 @@ def _record(found: Difference, measured: Measured, band: ClipBand, longest: int)
             *noise.clip_rates(torch.tensor(at), band).tolist(),
         ]
 
-    sigma, drift, crossover, smallest, centred, *rates = map(
-        interval, estimate(statistics, sums, lengths, groups)
-    )
+    found_by = estimate(statistics, sums, lengths, groups)
+    sigma, drift, crossover, smallest, centred, *rates = map(interval, found_by)
     whole = noise_of(sums, lengths)
     return NoiseRecord(
         kind=found.kind,
@@ -102,7 +111,7 @@ def _record(found: Difference, measured: Measured, band: ClipBand, longest: int)
         emulated=found.emulated,
         sigma=sigma,
         drift=drift,
-        crossover=crossover,
+        crossover=crossover if _seen(drift) else (None, None, None),
         smallest_c=smallest,
         smallest_c_centred=centred,
         lengths=tuple(whole.lengths.int().tolist()),
@@ -110,6 +119,12 @@ def _record(found: Difference, measured: Measured, band: ClipBand, longest: int)
         by_length=tuple(AtLength(length=n, clip_rate=rate) for n, rate in zip(at, rates, strict=True)),
         checks=tuple(checks(sums, lengths, groups, band)),
     )
+
+
+def _seen(drift: Interval) -> bool:
+    """Whether its interval is on one side of 0."""
+    _, low, high = drift
+    return low is not None and high is not None and low * high > 0
 
 
 def checks(sums: Tensor, lengths: Tensor, groups: Tensor, band: ClipBand) -> list[Check]:

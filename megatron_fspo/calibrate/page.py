@@ -7,14 +7,14 @@ from pathlib import Path
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import NullFormatter, PercentFormatter
 
-from megatron_fspo.calibrate.table import SAID, name, number
+from megatron_fspo.calibrate.table import SAID, interval, name, number
 from megatron_fspo.trainer.noise import Calibration, NoiseRecord
 from megatron_fspo.trainer.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, legend, picture
 from megatron_fspo.trainer.report import template
 
-_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, "#e69f00", "#56b4e9", "#111827")
+_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
 
 
 def write_page(found: Calibration, path: Path) -> None:
@@ -22,19 +22,22 @@ def write_page(found: Calibration, path: Path) -> None:
     noisy = [one for one in found.comparisons if (one.sigma[0] or 0) > 0]
     svgs = {}
     if noisy:
-        svgs = {"rates": _rates(noisy, found.longest), "spread": _spread(noisy, found.max_response_tokens)}
+        in_s = [one for one in noisy if one.kind in ("sampler", "updates")]
+        passes = [one for one in noisy if one.kind in ("sampler", "precision")]
+        svgs = {"rates": _rates(in_s, found.longest), "spread": _spread(passes, found.max_response_tokens)}
     text = template(Path(__file__).with_name("page.html")).render(
         found=found,
         noisy=noisy,
         said=SAID,
         name=name,
         number=number,
+        interval=interval,
         svgs={key: Markup(svg) for key, svg in svgs.items()},
     )
     path.write_text(text, encoding="utf-8")
 
 
-@picture(4.6, 4.0)
+@picture(4.6, 3.6)
 def _rates(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
     """Share outside the band by noise alone, with its interval."""
     axes = figure.subplots()
@@ -43,7 +46,7 @@ def _rates(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
         value, low, high = ([x.clip_rate[i] or 0.0 for x in one.by_length] for i in range(3))
         axes.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
         axes.plot(at, value, color=colour, marker="o", ms=3.5, lw=1.4, label=_label(one))
-    axes.axvline(longest, color=GREY, ls=":", lw=1, label="longest measured")
+    axes.axvline(longest, color="#111827", ls=":", lw=1)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -53,7 +56,7 @@ def _rates(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
     legend(axes, columns=2)
 
 
-@picture(4.6, 4.0)
+@picture(4.6, 3.6)
 def _spread(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
     """sigma·√L and |drift|·L against length: they cross at L*."""
     axes = figure.subplots()
@@ -64,6 +67,8 @@ def _spread(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
         axes.plot(at, [drift * n for n in at], color=colour, lw=1, ls="--")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_xlabel("response length L (tokens)")
     axes.set_ylabel("nats: spread, drift (dashed)")
@@ -71,4 +76,4 @@ def _spread(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
 
 
 def _label(one: NoiseRecord) -> str:
-    return f"{one.kind}, {name(one)}"
+    return f"{one.kind}, {one.precision}{'*' if one.emulated else ''}"

@@ -34,11 +34,11 @@ def _lines(found: Calibration) -> Iterator[str]:
             [
                 SAID[one.kind],
                 name(one),
-                number(one.sigma),
-                number(one.drift),
-                number(one.crossover, ",.0f"),
-                number(one.smallest_c),
-                number(one.smallest_c_centred),
+                both(one.sigma),
+                both(one.drift),
+                both(one.crossover, ",.0f"),
+                both(one.smallest_c),
+                both(one.smallest_c_centred),
             ]
             for one in found.comparisons
         ],
@@ -48,7 +48,7 @@ def _lines(found: Calibration) -> Iterator[str]:
         f"smallest c: noise alone leaves 1% outside at {found.max_response_tokens} tokens; centred: on drift"
     )
     if found.first_updates is not None:
-        yield f"c = 2 sigma-hat of the first off-policy updates: {number(found.first_updates)}"
+        yield f"c = 2 sigma-hat of the first off-policy updates: {both(found.first_updates)}"
     yield ""
     noisy = [one for one in found.comparisons if (one.sigma[0] or 0) > 0]
     if noisy:
@@ -57,7 +57,7 @@ def _lines(found: Calibration) -> Iterator[str]:
             ["tokens", *(f"{one.kind}, {name(one)}" for one in noisy)],
             [
                 [f"{at.length}{'' if at.length <= found.longest else ' *'}"]
-                + [number(one.by_length[row].clip_rate, ".1%") for one in noisy]
+                + [both(one.by_length[row].clip_rate, ".1%") for one in noisy]
                 for row, at in enumerate(noisy[0].by_length)
             ],
         )
@@ -73,7 +73,7 @@ def _lines(found: Calibration) -> Iterator[str]:
                     str(check.responses),
                     f"{one.kind}, {name(one)}",
                     f"{check.predicted:.1%}",
-                    number(check.measured, ".1%"),
+                    both(check.measured, ".1%"),
                 ]
                 for one in noisy
                 for check in one.checks
@@ -86,14 +86,20 @@ def name(one: NoiseRecord) -> str:
     return f"{one.precision} (emulated)" if one.emulated else one.precision
 
 
-def number(found: Interval, form: str = ".2g") -> str:
+def both(found: Interval, form: str = ".2g") -> str:
     """A figure and its interval."""
+    return f"{number(found, form)} {interval(found, form)}".rstrip()
+
+
+def number(found: Interval, form: str = ".2g") -> str:
+    """A figure; a dash for none."""
+    return "-" if found[0] is None else f"{found[0]:{form}}"
+
+
+def interval(found: Interval, form: str = ".2g") -> str:
+    """Of a figure; nothing where it is 0 or has none."""
     value, low, high = found
-    if value is None:
-        return "-"
-    if not value or low is None or high is None:
-        return f"{value:{form}}"
-    return f"{value:{form}} [{low:{form}}, {high:{form}}]"
+    return f"[{low:{form}}, {high:{form}}]" if value and low is not None and high is not None else ""
 
 
 def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

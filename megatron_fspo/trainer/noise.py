@@ -57,7 +57,7 @@ class NoiseRecord(_Record):
     sigma: Interval
     drift: Interval
     crossover: Interval
-    """L*."""
+    """L*; null where no drift was seen."""
     smallest_c: Interval
     """Of a band that leaves no more than 1% outside at the run's longest length."""
     smallest_c_centred: Interval

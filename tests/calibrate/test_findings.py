@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from megatron_fspo.calibrate.page import write_page
 from megatron_fspo.calibrate.responses import groups_of, read_responses
 from megatron_fspo.calibrate.table import render
 from megatron_fspo.config_loss import GSPOLoss
-from megatron_fspo.errors import InputError
+from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.trainer.noise import Calibration
 from megatron_fspo.weights import read_architecture
@@ -29,6 +30,8 @@ def test_figures_are_those_of_what_was_put_in(many: Calibration) -> None:
     found = many
     assert (found.responses, found.prompts, found.longest) == (1599, 400, 399)
     by_kind = {(one.kind, one.precision): one for one in found.comparisons}
+    (drift_seen,) = (one for one in found.comparisons if one.kind == "updates" and not one.emulated)
+    assert drift_seen.crossover[0] == pytest.approx((SIGMA["updates"] / DRIFT["updates"]) ** 2, rel=0.5)
     for kind in ("sampler", "updates"):
         one = by_kind[kind, "float32"]
         for (value, low, high), true in ((one.sigma, SIGMA[kind]), (one.drift, DRIFT[kind])):
@@ -97,6 +100,21 @@ def test_the_page_shows_the_same(tmp_path: Path) -> None:
     quiet = calibration(differences=measured().differences[:2])
     write_page(quiet, tmp_path / "quiet.html")
     assert "<svg" not in (tmp_path / "quiet.html").read_text(encoding="utf-8")
+
+
+def test_without_a_drift_that_was_seen_there_is_no_length_at_which_it_takes_over() -> None:
+    unsure = measured(sequences=40)
+    sums = unsure.differences[3].sums
+    sums[:] = 0.04 * unsure.lengths.sqrt() * torch.tensor([1.0, -1.0]).repeat(20)
+    found = findings(unsure, config(), device="cpu").comparisons[3]
+    assert found.drift[1] < 0 < found.drift[2] and found.crossover == (None, None, None)  # type: ignore[operator]
+
+
+def test_a_model_without_any_finite_log_prob_is_named() -> None:
+    broken = measured()
+    broken.differences[0].sums.fill_(math.nan)
+    with pytest.raises(TrainingError, match=r"repeat \(float32\): no response"):
+        findings(broken, config(), device="cpu")
 
 
 def test_only_a_band_on_the_sum_can_be_calibrated() -> None:
