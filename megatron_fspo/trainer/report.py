@@ -175,6 +175,9 @@ def headlines(found: Findings) -> Iterator[Headline]:
         if found.token_level:
             outside, clipped = "sequences with a token outside", "tokens"
         yield _trend("Outside the band", series("fspo/out_of_band"), ".1%", outside)
+        if series("fspo/noise_clip_rate"):
+            note = "expected of the noise that was measured before the run"
+            yield _trend("Outside by noise", series("fspo/noise_clip_rate"), ".1%", note)
         note = f"{clipped} whose gradient the band removed, dual clip apart"
         yield _trend("Clip rate", series("actor/pg_clipfrac"), ".1%", note)
         yield _trend("LRE (mean)", series("fspo/lre_mean"), ".3f", "of single steps")
@@ -223,6 +226,7 @@ def _clipping(found: Findings, tail: Records, last: Records, band: ClipBand | No
         ("fspo/clip_low", "clipped low", ORANGE, "-"),
         ("fspo/clip_high", "high", PURPLE, "-"),
         ("fspo/dual_clip_frac", "dual", GREEN, "-"),
+        ("fspo/noise_clip_rate", "noise", GREY, "--"),
     )
     if rates:
         svgs["clip_rate"] = pictures.clip_rate(rates)
