@@ -5,13 +5,17 @@
     python benchmarks/noise_check.py runs/a.calibrate/calibration.json runs/b.calibrate/calibration.json
 
 Share of responses outside ±c·√L by noise alone, in four groups by length; c is twice, once and half the
-noise's own sigma. ``*``: the prediction lies outside the 95% interval of what was measured.
+noise's own sigma. The interval is that of the measured share. ``*``: it does not hold the prediction; ``**``:
+nor does 0 lie in the 95% interval of their difference (Newcombe 1998, method 10), the prediction being an
+estimate from a finite number of responses as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fspo.objective import FSPOBand
@@ -20,11 +24,42 @@ from megatron_fspo.objective.noise import Noise
 from megatron_fspo.trainer.history import wilson_interval
 from megatron_fspo.trainer.noise import read_calibration
 
-Row = tuple[str, float, str, int, float, float, float, float]
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Of a group of lengths."""
+
+    c: float
+    lengths: str
+    responses: int
+    predicted: float
+    behind: int
+    """Responses behind the prediction."""
+    measured: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of what was measured."""
+        return wilson_interval(self.measured, self.responses)
+
+    @property
+    def inside(self) -> bool:
+        """Whether it holds the prediction."""
+        low, high = self.interval
+        return low <= self.predicted <= high
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the two shares may be the same."""
+        low, high = self.interval
+        below, above = wilson_interval(self.predicted, self.behind)
+        gap = self.measured - self.predicted
+        reach = math.hypot(self.measured - low, above - self.predicted)
+        return gap - reach <= 0 <= gap + math.hypot(high - self.measured, self.predicted - below)
 
 
-def rows(name: str, first: Noise, second: Noise) -> Iterator[Row]:
-    """Per width and group of lengths: predicted, measured and its interval."""
+def rows(first: Noise, second: Noise) -> Iterator[Row]:
+    """Per width and group of lengths."""
     lengths = second.lengths
     sums = second.drift * lengths + lengths.sqrt() * second.residuals
     bins = length_bins(lengths, 4)
@@ -34,14 +69,18 @@ def rows(name: str, first: Noise, second: Noise) -> Iterator[Row]:
         outside = sums.abs() > c * lengths.sqrt()
         for number in bins.unique().tolist():
             here = bins == number
-            count = int(here.sum())
-            rate = outside[here].double().mean().item()
-            span = f"{int(lengths[here].min())}-{int(lengths[here].max())}"
-            yield name, c, span, count, predicted[here].mean().item(), rate, *wilson_interval(rate, count)
+            yield Row(
+                c=c,
+                lengths=f"{int(lengths[here].min())}-{int(lengths[here].max())}",
+                responses=int(here.sum()),
+                predicted=predicted[here].mean().item(),
+                behind=first.nearest,
+                measured=outside[here].double().mean().item(),
+            )
 
 
 def main() -> None:
-    """Print the table, and how many predictions lie inside."""
+    """Print the table, and how many predictions hold."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -49,21 +88,19 @@ def main() -> None:
     parser.add_argument("second", type=Path)
     arguments = parser.parse_args()
     first, second = read_calibration(arguments.first), read_calibration(arguments.second)
-    inside = total = 0
-    print("comparison                 c  tokens    responses  predicted  measured")
+    found: list[Row] = []
+    print("comparison                  c  tokens   responses  predicted  measured")
     for one, other in zip(first.comparisons, second.comparisons, strict=True):
-        if not one.sigma[0]:
-            continue
-        for name, c, span, count, predicted, rate, low, high in rows(
-            f"{one.kind}, {one.precision}", one.noise(), other.noise()
-        ):
-            good = low <= predicted <= high
-            inside, total = inside + good, total + 1
+        for row in rows(one.noise(), other.noise()) if one.sigma[0] else ():
+            found.append(row)
+            low, high = row.interval
+            mark = "" if row.inside else " *" if row.consistent else " **"
             print(
-                f"{name:<22} {c:>6.3f}  {span:<9} {count:>8}   {predicted:>8.1%}   {rate:>6.1%} "
-                f"[{low:.1%}, {high:.1%}]{'' if good else ' *'}"
+                f"{f'{one.kind}, {one.precision}':<22} {row.c:>6.3f}  {row.lengths:<9} {row.responses:>8}   "
+                f"{row.predicted:>8.1%}   {row.measured:>6.1%} [{low:.1%}, {high:.1%}]{mark}"
             )
-    print(f"{inside} of {total} predictions lie inside the interval of what was measured")
+    inside, consistent = sum(row.inside for row in found), sum(row.consistent for row in found)
+    print(f"{len(found)} predictions: {inside} inside the measured interval, {consistent} consistent with it")
 
 
 if __name__ == "__main__":

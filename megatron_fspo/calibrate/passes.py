@@ -127,8 +127,8 @@ class _Passes:
         differences += [
             self._difference("precision", name, pair[0] - pair[1]) for name, pair in before.items()
         ]
-        first_updates = self._updates() if sampled else None
-        if first_updates is not None:
+        moved, first_updates = self._updates() if sampled else (False, None)
+        if moved:
             after = self._in_all_precisions()
             differences += [
                 self._difference("updates", name, (after[name][0] - coarse) - (after[name][1] - fine))
@@ -209,12 +209,14 @@ class _Passes:
         load_hf(model, self._weights)
         return model
 
-    def _updates(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Take the optimizer steps of the rollout; what its off-policy ones saw."""
+    def _updates(self) -> tuple[bool, tuple[Tensor, Tensor, Tensor] | None]:
+        """Take the optimizer steps of the rollout; if they changed anything, and what off-policy ones saw."""
         step = with_packs(self._run, self._rollout, {})
         optimize(self._run, step)
-        records = [record for record in step.off_policy if record.counts]
+        moved = any(update.grad_norm > 0 for update in step.updates)
+        # S is 0 until the first update that has a gradient.
+        records = [record for record in step.off_policy if record.counts and record.log_ratio_sum]
         if not records:
-            return None
+            return moved, None
         samples = torch.tensor([record.sample for record in records])
-        return *as_tensors(records), samples // self._rollout.samples
+        return moved, (*as_tensors(records), samples // self._rollout.samples)

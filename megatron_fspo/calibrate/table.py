@@ -49,6 +49,8 @@ def _lines(found: Calibration) -> Iterator[str]:
     )
     if found.first_updates is not None:
         yield f"c = 2 sigma-hat of the first off-policy updates: {both(found.first_updates)}"
+    else:
+        yield "no off-policy update was seen: responses were given, or too few groups had a spread"
     yield ""
     noisy = [one for one in found.comparisons if (one.sigma[0] or 0) > 0]
     if noisy:

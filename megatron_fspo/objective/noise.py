@@ -55,6 +55,11 @@ class Noise:
         """L*, the length at which drift is as large as sigma·√L; infinite without drift."""
         return (self.sigma / self.drift) ** 2 if self.drift else math.inf
 
+    @property
+    def nearest(self) -> int:
+        """Responses that stand for a length."""
+        return min(len(self.lengths), max(_NEAREST, len(self.lengths) // 4))
+
     def clip_rates(self, lengths: Tensor, band: ClipBand) -> Tensor:
         """Share [N] of responses of ``lengths`` [N] that noise alone puts outside the band; 0 where L = 0."""
         found, places = lengths.detach().cpu().double().unique(return_inverse=True)
@@ -78,8 +83,7 @@ class Noise:
 
     def _near(self, length: float) -> Tensor:
         """Z of the responses nearest in length, by rank."""
-        total = len(self.lengths)
-        count = min(total, max(_NEAREST, total // 4))
+        total, count = len(self.lengths), self.nearest
         begin, end = (int(torch.searchsorted(self.lengths, length, right=right)) for right in (False, True))
         first = min(max((begin + end - count) // 2, 0), total - count)
         return self.residuals[first : first + count]

@@ -116,7 +116,8 @@ class Calibration(_Record):
         for key, (there, now) in here.items():
             if there != now:
                 raise InputError(f"loss.noise: it was measured with {key} = {there}, this run has {now}")
-        wanted = ["sampler"] if sampled else ["updates", "repeat"]
+        # In float32 there is no finer precision to compare with.
+        wanted = ["sampler"] if sampled else ["updates"] if precision != "float32" else ["repeat"]
         for kind in wanted:
             for record in self.comparisons:
                 if record.kind == kind and record.precision == precision:

@@ -18,7 +18,8 @@ DRIFT = {"updates": -0.001, "sampler": -0.0005}
 
 
 def config(*overrides: str) -> Config:
-    return load_config(REPO / "examples/make_sum/run.toml", list(overrides))
+    words = ["--model.dtype", "bfloat16", *overrides]
+    return load_config(REPO / "examples/make_sum/run.toml", words)
 
 
 def measured(seed: int = 0, sequences: int = 160, **changes: Any) -> Measured:
@@ -26,7 +27,7 @@ def measured(seed: int = 0, sequences: int = 160, **changes: Any) -> Measured:
     lengths = torch.randint(4, 400, (sequences,), generator=generator)
     lengths[3] = 0
 
-    def difference(kind: Kind, precision: str = "float32") -> Difference:
+    def difference(kind: Kind, precision: str = "bfloat16") -> Difference:
         z = torch.randn(sequences, generator=generator, dtype=torch.float64)
         sums = SIGMA.get(kind, 0) * lengths.sqrt() * z + DRIFT.get(kind, 0) * lengths
         return Difference(kind=kind, precision=precision, emulated=precision == "blockwise", sums=sums)

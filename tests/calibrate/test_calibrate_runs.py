@@ -39,7 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Any:
-    return calibrate(folder, "--run.name", "noise", "--emulate", "blockwise", "tensorwise")
+    words = ["--run.name", "noise", "--emulate", "blockwise", "tensorwise"]
+    return calibrate(folder, *words, "--rollout.top-p", "0.9")
 
 
 def by_kind(found: Any) -> dict[tuple[str, str], Any]:
@@ -54,7 +55,8 @@ def test_the_passes_of_a_run_are_compared(found: Any, folder: Path) -> None:
         sigma = {name: one[kind, name]["sigma"][0] for name in ("bfloat16", "blockwise", "tensorwise")}
         assert 1e-4 < sigma["bfloat16"] < 0.5 * min(sigma["blockwise"], sigma["tensorwise"]), kind
         assert one[kind, "blockwise"]["emulated"] and not one[kind, "bfloat16"]["emulated"]
-    assert 1e-4 < one["sampler", "bfloat16"]["sigma"][0] < one["precision", "blockwise"]["sigma"][0]
+    # The sampler's log-probs are those of a cut vocabulary, so larger than the trainer's.
+    assert one["sampler", "bfloat16"]["drift"][2] < 0
     assert found["first_updates"][0] > 0
     assert found["responses"] == 64 and found["prompts"] == 16
     left = sorted(path.name for path in (folder / "noise.calibrate").iterdir())

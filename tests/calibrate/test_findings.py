@@ -33,16 +33,16 @@ def test_figures_are_those_of_what_was_put_in(many: Calibration) -> None:
     (drift_seen,) = (one for one in found.comparisons if one.kind == "updates" and not one.emulated)
     assert drift_seen.crossover[0] == pytest.approx((SIGMA["updates"] / DRIFT["updates"]) ** 2, rel=0.5)
     for kind in ("sampler", "updates"):
-        one = by_kind[kind, "float32"]
+        one = by_kind[kind, "bfloat16"]
         for (value, low, high), true in ((one.sigma, SIGMA[kind]), (one.drift, DRIFT[kind])):
             assert value == pytest.approx(true, rel=0.25)
             assert low is not None and high is not None and low < true < high
         assert one.noise().drift == one.drift[0]
-    assert by_kind["repeat", "float32"].sigma == (0, 0, 0)
-    assert by_kind["repeat", "float32"].crossover == (None, None, None)
+    assert by_kind["repeat", "bfloat16"].sigma == (0, 0, 0)
+    assert by_kind["repeat", "bfloat16"].crossover == (None, None, None)
     assert by_kind["updates", "blockwise"].emulated
     assert found.first_updates is not None and found.first_updates[0] == pytest.approx(0.1, rel=0.1)
-    lengths = [at.length for at in by_kind["updates", "float32"].by_length]
+    lengths = [at.length for at in by_kind["updates", "bfloat16"].by_length]
     assert lengths == [16, 32, 64, 100]  # the last is the run's longest
 
 
@@ -113,7 +113,7 @@ def test_without_a_drift_that_was_seen_there_is_no_length_at_which_it_takes_over
 def test_a_model_without_any_finite_log_prob_is_named() -> None:
     broken = measured()
     broken.differences[0].sums.fill_(math.nan)
-    with pytest.raises(TrainingError, match=r"repeat \(float32\): no response"):
+    with pytest.raises(TrainingError, match=r"repeat \(bfloat16\): no response"):
         findings(broken, config(), device="cpu")
 
 

@@ -40,19 +40,23 @@ def test_the_noise_is_that_of_the_passes_behind_s(file: str) -> None:
         assert torch.equal(found.residuals, by_kind[kind].residuals)
 
 
-def test_without_a_comparison_of_precisions_it_is_that_of_the_same_pass_again(tmp_path: Path) -> None:
+def test_without_updates_it_is_not_known(file: str) -> None:
+    """Unless in float32, where there is no finer precision to compare with."""
     found = calibration()
     rest = tuple(one for one in found.comparisons if one.kind != "updates")
-    path = tmp_path / "calibration.json"
-    path.write_text(found.model_copy(update={"comparisons": rest}).model_dump_json())
-    noise = noise_of_run(config("--loss.noise", str(path)))
+    Path(file).write_text(found.model_copy(update={"comparisons": rest}).model_dump_json())
+    with pytest.raises(InputError, match=r"it has repeat \(bfloat16\), .* is updates \(bfloat16\)"):
+        noise_of_run(config(*wide(file)))
+    exact = tuple(one.model_copy(update={"precision": "float32"}) for one in rest)
+    Path(file).write_text(found.model_copy(update={"comparisons": exact}).model_dump_json())
+    noise = noise_of_run(config("--loss.noise", file, "--model.dtype", "float32"))
     assert noise is not None and noise.sigma == 0
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model.dtype", "bfloat16"], r"the noise in S of this run is updates \(bfloat16\)"),
+        (["--model.dtype", "float32"], r"the noise in S of this run is repeat \(float32\)"),
         (["--rollout.temperature", "0.7"], "measured with rollout.temperature = 1.0, this run has 0.7"),
         ([*SAMPLED, "--rollout.engine", "vllm"], "measured with rollout.engine = embedded"),
     ],
@@ -75,7 +79,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, file: str) -> None:
 def test_a_band_inside_the_noise_is_refused_unless_the_key_allows_it(file: str) -> None:
     narrow = ["--loss.noise", file, "--loss.c-low", "0.03", "--loss.c-high", "0.03"]
     with pytest.raises(
-        InputError, match=r"the band lies inside the noise: updates \(float32\).*max_noise_clip_rate"
+        InputError, match=r"the band lies inside the noise: updates \(bfloat16\).*max_noise_clip_rate"
     ):
         noise_of_run(config(*narrow))
     assert noise_of_run(config(*narrow, "--loss.max-noise-clip-rate", "1")) is not None
