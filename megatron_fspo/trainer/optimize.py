@@ -110,6 +110,8 @@ def optimize(run: Training, step: Step) -> bool:
             step.nonfinite += _check_finite(run, records, step.rollout, of=batches.totals.num_sequences)
             if not step.updates:  # the weights are still those of the old pass
                 step.first = _first_update(update, records, sampled=sampled)
+                if not sampled:
+                    _check_on_policy(run, records, step.rollout)
             if step.updates or sampled:
                 step.off_policy += records
             if step.updates:
@@ -159,6 +161,30 @@ def _first_update(update: Update, records: Sequence[SequenceRecord], *, sampled:
         "rollout/kl_k3": update.metrics["fspo/kl_k3"],
         "rollout/mismatch_sigma": sigma_of(records) or math.nan,
     }
+
+
+def _check_on_policy(run: Training, records: Sequence[SequenceRecord], rollout: Rollout) -> None:
+    """S of the first update must be 0: old and new pass are the same pass.
+
+    In FP8 what makes them differ (a stale copy of a weight, other packs) moves S by as much as learning does:
+    the run stops. Otherwise it can only be kernels that add up in an order that changes: it is said.
+    """
+    worst = max((r for r in records if r.counts), key=lambda r: abs(r.log_ratio_sum), default=None)
+    if worst is None or worst.log_ratio_sum == 0:
+        return
+    fp8 = run.inputs.config.fp8
+    text = (
+        f"step {run.step + 1}: S is not 0 before the first update, but {worst.log_ratio_sum:.3g} nats for "
+        f"{rollout.name(worst.sample)} (L = {worst.length})"
+    )
+    if not fp8.on:
+        run.log.say(f"{text}: kernels whose sums change from pass to pass")
+        return
+    raise TrainingError(
+        f"{text}: with fp8.recipe = {fp8.recipe} the passes of old and new log-probs differ. Likeliest "
+        "causes: one of them began without fresh FP8 copies of the weights, or had other packs. The last "
+        "checkpoint is of before this step; fp8.recipe = none trains in bfloat16"
+    )
 
 
 def _update(run: Training, batches: Packs) -> tuple[Update, list[SequenceRecord]]:
