@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_fspo.config import Config
-from megatron_fspo.config_fp8 import BF16
+from megatron_fspo.config_fp8 import BF16, FP8
 from megatron_fspo.errors import InputError
 from megatron_fspo.trainer.batches import no_term_but_the_policy_gradient
 
-_PRECISION = ("fp8.recipe", "fp8.format", "fp8.first_last_layers_bf16")
+_PRECISION = tuple(f"fp8.{name}" for name in FP8.model_fields)
 _PACKS = (
     *("batch.mini_batches", "batch.max_tokens", "batch.balance"),
     *(f"parallel.{name}" for name in ("tensor", "sequence", "pipeline", "virtual_pipeline", "context")),
@@ -25,9 +25,14 @@ _ALL_PACKED = "loss.entropy_coef > 0 or loss.kl_coef > 0"
 
 def made_with(config: Config, ranks: int) -> dict[str, Any]:
     """By key, as JSON types; ``ranks`` of the whole job."""
-    values = config.model_dump(mode="json")
-    found = {key: values[key.partition(".")[0]][key.partition(".")[2]] for key in (*_PRECISION, *_PACKS)}
-    return found | {_RANKS: ranks, _ALL_PACKED: not no_term_but_the_policy_gradient(config)}
+    values = {
+        "fp8": (config.fp8 if config.fp8.on else BF16).model_dump(mode="json"),
+        "batch": config.batch.model_dump(mode="json"),
+        "parallel": config.parallel.model_dump(mode="json"),
+    }
+    found = {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
+    found |= {_RANKS: ranks, _ALL_PACKED: not no_term_but_the_policy_gradient(config)}
+    return {key: found[key] for key in (*_PRECISION, *_PACKS, _RANKS, _ALL_PACKED)}
 
 
 def check_made_with(config: Config, ranks: int, before: Mapping[str, Any] | None) -> None:
@@ -42,9 +47,8 @@ def check_made_with(config: Config, ranks: int, before: Mapping[str, Any] | None
     if config.rollout.old_log_probs == "sampled":
         return
     now = made_with(config, ranks)
-    bf16 = {f"fp8.{name}": value for name, value in BF16.model_dump(mode="json").items()}
-    was = now | bf16 if before is None else before
-    for key in (*_PRECISION, *((*_PACKS, _RANKS, _ALL_PACKED) if config.fp8.scales_span_packs else ())):
+    was = before or made_with(config.model_copy(update={"fp8": BF16}), ranks)
+    for key in now if config.fp8.scales_span_packs else _PRECISION:
         if was[key] != now[key]:
             why = "were computed in another precision" if key in _PRECISION else "depend on the packs"
             raise InputError(

@@ -233,6 +233,7 @@ def _finish_engine() -> None:
         if type(sys.modules[name]).__name__ == "StandIn":
             del sys.modules[name]
     import torch
+    from transformer_engine.pytorch import distributed
     from transformer_engine.pytorch.attention.dot_product_attention import softmax
     from transformer_engine.pytorch.cpp_extensions import gemm
 
@@ -240,4 +241,6 @@ def _finish_engine() -> None:
     gemm.get_cublas_workspace = lambda device, ub, grouped: (
         [torch.empty(1, dtype=torch.uint8)] if grouped else torch.empty(1, dtype=torch.uint8)
     )
+    distributed._get_cuda_rng_state = _always(torch.zeros(16, dtype=torch.uint8))
+    distributed._set_cuda_rng_state = _always(None)
     softmax.FusedScaleMaskSoftmax.is_kernel_available = _always(False)
