@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fspo.mcore.fp8_values import E4M3, E5M2, block_shape, quantize
+from megatron_fspo.mcore.fp8_values import E4M3, E5M2, block_shape, quantize, through_fp8
 
 DTYPES = [E4M3, E5M2]
 
@@ -75,3 +75,44 @@ def test_blocks_of_32_share_the_least_power_of_two_with_which_none_saturates(dty
                 assert mantissa == 0.5
                 assert scale / 2 < block.abs().max().item() / largest <= scale
                 assert same(found[i, j : j + 32], (block / scale).to(dtype))
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_blocks_of_the_lane_lie_along_what_each_product_sums_over(recipe: str) -> None:
+    """A linear layer of Transformer Engine against its three products by hand.
+
+    Features and tokens are of sizes so far apart that a block across them would lose the small ones.
+    """
+    import fake_recipes
+    import transformer_engine.pytorch as engine
+    from transformer_engine.common.recipe import CustomRecipe
+
+    import megatron_fspo.mcore.cpu  # noqa: F401 - from here on cuda means the CPU
+
+    generator = torch.Generator().manual_seed(1)
+    layer = engine.Linear(64, 96, bias=False, params_dtype=torch.float32, device="cpu")
+    x, dy = (torch.randn(80, size, generator=generator) for size in (64, 96))
+    for values in (x, dy):
+        values[::2] *= 1e-7
+        values[:, ::2] *= 1e-7
+    x.requires_grad_()
+    with engine.autocast(recipe=CustomRecipe(qfactory=fake_recipes.Factory(recipe, hybrid=False))):
+        y = layer(x)
+    y.backward(dy)
+    weight = layer.weight.detach()
+
+    def product(a: Tensor, b: Tensor, *, weight: bool = False) -> Tensor:
+        """a bᵀ, summed over the last dimension of both."""
+        return through_fp8(a, recipe) @ through_fp8(b, recipe, weight=weight).t()
+
+    def close(found: Tensor | None, want: Tensor) -> bool:
+        """As large as rows and columns are."""
+        assert found is not None
+        rows, columns = want.abs().amax(1, keepdim=True), want.abs().amax(0, keepdim=True)
+        return bool(((found - want).abs() <= 1e-4 * rows * columns / want.abs().max()).all())
+
+    assert close(y, product(x.detach(), weight, weight=True))
+    assert close(x.grad, product(dy, weight.t(), weight=True))
+    assert close(layer.weight.grad, product(dy.t(), x.detach().t()))
+    across = through_fp8(dy, recipe).t() @ through_fp8(x.detach(), recipe)
+    assert not close(layer.weight.grad, across), "the test would not see blocks that lie across"
