@@ -14,7 +14,7 @@ from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
-from megatron_fspo.trainer.alarm import LIMIT, FreshTokens, Setting, check_mismatch
+from megatron_fspo.trainer.alarm import FP8_LIMIT, LIMIT, FreshTokens, Setting, check_mismatch
 from megatron_fspo.trainer.batches import split
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.correction import correct
@@ -70,11 +70,12 @@ def score_old(run: Training, packs: Packs, rollout: Rollout) -> tuple[Packs, dic
 
 def _alarm_setting(run: Training) -> Setting:
     rollout, parallel = run.inputs.config.rollout, run.inputs.config.parallel
+    usual = FP8_LIMIT if run.inputs.config.fp8.on else LIMIT[run.inputs.dtype]
     return Setting(
         version=run.step,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
-        limit=rollout.mismatch_limit or LIMIT[run.inputs.dtype],
+        limit=rollout.mismatch_limit or usual,
         rescore=lambda batches, temperature: run.policy.score(
             batches, replace(run.scoring, temperature=temperature)
         ),
