@@ -298,3 +298,29 @@ def test_report_of_a_folder_without_a_run(tmp_path: Path, capsys: pytest.Capture
     assert main(["report", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and str(tmp_path) in err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            "--loss.name gspo --config {no_c}",
+            "calibrate measures the noise in FSPO's band; loss.name is gspo",
+        ),
+        (
+            "--emulate mxfp8 --fp8.recipe blockwise --model.dtype bfloat16",
+            "--emulate is for runs in bfloat16",
+        ),
+        ("--responses no.jsonl", "no.jsonl: No such file"),
+        ("--rollout.prompts 4000", "rollout.prompts = 4000"),
+    ],
+)
+def test_what_calibrate_refuses(
+    overrides: str, said: str, refusal: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = tmp_path_factory.mktemp("config") / "run.toml"
+    lines = (REPO / CONFIG).read_text(encoding="utf-8").splitlines(keepends=True)
+    config.write_text(
+        "".join(x for x in lines if not x.startswith(("c_low", "c_high", "calibrate", 'name = "fspo')))
+    )
+    assert said in refusal(*overrides.format(no_c=config).split(), command="calibrate")

@@ -8,6 +8,7 @@ and modules are looked at after a first short pass.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,16 @@ def check_fp8(fp8: FP8, backend: Backend, arch: Architecture, parallel: Parallel
     for name, width in widths.items():
         if width % fp8.align:
             raise InputError(f"{asked} needs multiples of {fp8.align}, but the model's {name}: {width}")
+
+
+@contextmanager
+def without_fp8(model: Model) -> Iterator[None]:
+    """Within it the model multiplies in bfloat16, with the weights as they are now."""
+    fp8, model.config.fp8 = model.config.fp8, None
+    try:
+        yield
+    finally:
+        model.config.fp8 = fp8
 
 
 def probe_fp8(model: Model) -> int:

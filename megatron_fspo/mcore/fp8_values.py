@@ -42,7 +42,7 @@ def quantize(
     wide, block = values.float(), block_shape(recipe, weight=weight)
     largest = torch.finfo(dtype).max
     amax = wide.abs().amax() if block is None else _by_block(wide, block).abs().amax((1, 3))
-    scale = _scale(amax, largest, recipe)
+    scale = _scale(amax, largest, recipe, most=torch.finfo(values.dtype).max)
     if block is not None:
         rows, columns = block
         scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
@@ -64,8 +64,8 @@ def _by_block(values: Tensor, block: tuple[int, int]) -> Tensor:
     return filled.view(filled.shape[0] // rows, rows, filled.shape[1] // columns, columns)
 
 
-def _scale(amax: Tensor, largest: float, recipe: str) -> Tensor:
-    """What a block is multiplied by; 1 where it has zeros only."""
+def _scale(amax: Tensor, largest: float, recipe: str, *, most: float) -> Tensor:
+    """What a block is multiplied by; 1 where it has zeros only, ``most`` where it would be infinite."""
     if recipe == "mxfp8":
         # The exponent of amax / largest, rounded up: nothing saturates. E8M0 ends at 2^-127.
         mantissa, exponent = torch.frexp(amax * (1.0 / largest))
@@ -74,7 +74,7 @@ def _scale(amax: Tensor, largest: float, recipe: str) -> Tensor:
     else:
         # A tensor divided by a tensor is rounded once; a number divided by a tensor twice.
         scale = torch.div(torch.full_like(amax, largest), amax)
-        scale = scale.clamp(max=torch.finfo(torch.float32).max)
+        scale = scale.clamp(max=most)
         if recipe == "blockwise":
             scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
     return torch.where(amax > 0, scale, 1.0)

@@ -29,6 +29,7 @@ from megatron_fspo.trainer.folder import (
 )
 from megatron_fspo.trainer.log import RunLog
 from megatron_fspo.trainer.losses import LossState
+from megatron_fspo.trainer.made_with import check_made_with, made_with
 from megatron_fspo.trainer.parts import build_engine, build_policy, load_model
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.step import Step, is_under_way, read_step
@@ -78,6 +79,7 @@ class Training:
                 "cursor": self.ahead.state_dict() if cursor is None else cursor,
                 "loss": self.loss.state_dict(),
                 "under_way": step.state_dict() if step else None,
+                "made_with": made_with(config, dist.get_world_size()),
             }
             asynchronous = config.checkpoint.asynchronous and not wait
             self.saving = begin_save(
@@ -125,6 +127,7 @@ def build(inputs: Inputs, checkpoint: Path | None) -> Training:
         walk.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
         if is_under_way(state):
+            check_made_with(config, dist.get_world_size(), state.get("made_with"))
             pack = partial(
                 make_mini_batches, config, inputs.arch, groups=groups, device=inputs.backend.device
             )

@@ -14,7 +14,7 @@ from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
-from megatron_fspo.trainer.alarm import LIMIT, FreshTokens, Setting, check_mismatch
+from megatron_fspo.trainer.alarm import FP8_LIMIT, LIMIT, FreshTokens, Setting, check_mismatch
 from megatron_fspo.trainer.batches import split
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.correction import correct
@@ -71,11 +71,12 @@ def score_old(run: Training, packs: Packs, rollout: Rollout) -> tuple[Packs, dic
 
 def _alarm_setting(run: Training) -> Setting:
     rollout, parallel = run.inputs.config.rollout, run.inputs.config.parallel
+    usual = FP8_LIMIT if run.inputs.config.fp8.on else LIMIT[run.inputs.dtype]
     return Setting(
         version=run.step,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
-        limit=rollout.mismatch_limit or LIMIT[run.inputs.dtype],
+        limit=rollout.mismatch_limit or usual,
         rescore=lambda batches, temperature: run.policy.score(
             batches, replace(run.scoring, temperature=temperature)
         ),
@@ -111,6 +112,8 @@ def optimize(run: Training, step: Step) -> bool:
             step.nonfinite += _check_finite(run, records, step.rollout, of=batches.totals.num_sequences)
             if not step.updates:  # the weights are still those of the old pass
                 step.first = _first_update(update, records, sampled=sampled)
+                if not sampled:
+                    _check_on_policy(run, records, step.rollout)
             if step.updates or sampled:
                 step.off_policy += records
             if step.updates:
@@ -161,6 +164,30 @@ def _first_update(update: Update, records: Sequence[SequenceRecord], *, sampled:
         "rollout/kl_k3": update.metrics["fspo/kl_k3"],
         "rollout/mismatch_sigma": sigma_of(records) or math.nan,
     }
+
+
+def _check_on_policy(run: Training, records: Sequence[SequenceRecord], rollout: Rollout) -> None:
+    """S of the first update must be 0: old and new pass are the same pass.
+
+    In FP8 what makes them differ (a stale copy of a weight, other packs) moves S by as much as learning does:
+    the run stops. Otherwise it can only be kernels that add up in an order that changes: it is said.
+    """
+    worst = max((r for r in records if r.counts), key=lambda r: abs(r.log_ratio_sum), default=None)
+    if worst is None or worst.log_ratio_sum == 0:
+        return
+    fp8 = run.inputs.config.fp8
+    text = (
+        f"step {run.step + 1}: S is not 0 before the first update, but {worst.log_ratio_sum:.3g} nats for "
+        f"{rollout.name(worst.sample)} (L = {worst.length})"
+    )
+    if not fp8.on:
+        run.log.say(f"{text}: kernels whose sums change from pass to pass")
+        return
+    raise TrainingError(
+        f"{text}: with fp8.recipe = {fp8.recipe} the passes of old and new log-probs differ. Likeliest "
+        "causes: one of them began without fresh FP8 copies of the weights, or had other packs. The last "
+        "checkpoint is of before this step; fp8.recipe = none trains in bfloat16"
+    )
 
 
 def _update(run: Training, batches: Packs) -> tuple[Update, list[SequenceRecord]]:

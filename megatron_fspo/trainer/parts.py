@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.mcore.decode import Decoder
+from megatron_fspo.mcore.fp8 import without_fp8
 from megatron_fspo.mcore.hf_weights import hf_tensors, load_hf
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
@@ -56,28 +58,34 @@ def build_engine(inputs: Inputs, model: Model) -> RolloutEngine:
 
 def _build_vllm(inputs: Inputs, model: Model) -> VLLMEngine:
     vocab_size, options = inputs.arch.vocab_size, inputs.config.vllm
-    scoring = Scoring(groups=model.groups, vocab_size=vocab_size, temperature=1.0)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         # Data and context parallel ranks hold the same weights: one copy of the model sends.
         if model.groups.dp_cp.rank() == 0:
             yield from hf_tensors(model, [chunk.named_parameters() for chunk in model.chunks])
 
-    def score(sequences: Sequence[Sequence[int]]) -> list[Tensor] | None:
-        return score_sequences(
-            lambda batches: model.score(batches, scoring),
-            sequences,
-            arch=inputs.arch,
-            groups=model.groups,
-            parallel=inputs.config.parallel,
-            device=inputs.backend.device,
-            align=inputs.config.fp8.align,
-        )
-
     return VLLMEngine(
-        Trainer(tensors=tensors, score=score),
+        Trainer(tensors=tensors, score=partial(canary_scores, model)),
         model.groups,
         connect(options, vocab_size) if dist.get_rank() == 0 else None,
         canary_sequences=canary.canary_sequences(vocab_size, inputs.arch.max_position_embeddings),
         tolerance=options.canary_tolerance or canary.TOLERANCE[inputs.dtype],
     )
+
+
+def canary_scores(model: Model, sequences: Sequence[Sequence[int]]) -> list[Tensor] | None:
+    """Per sequence of n tokens the log-probs [n - 1] of all but the first, on the first rank. Collective.
+
+    In bfloat16 also where training multiplies in FP8: what is to be proven is that weights are equal, and
+    noise would cover small differences.
+    """
+    scoring = Scoring(groups=model.groups, vocab_size=model.arch.vocab_size, temperature=1.0)
+    with without_fp8(model):
+        return score_sequences(
+            lambda batches: model.score(batches, scoring),
+            sequences,
+            arch=model.arch,
+            groups=model.groups,
+            parallel=model.parallel,
+            device=model.backend.device,
+        )

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Any:
     words = ["--run.name", "noise", "--emulate", "blockwise", "tensorwise"]
-    return calibrate(folder, *words, "--rollout.top-p", "0.9")
+    return calibrate(folder, *words, "--rollout.top-p", "0.99")
 
 
 def by_kind(found: Any) -> dict[tuple[str, str], Any]:

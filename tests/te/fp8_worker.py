@@ -1,4 +1,4 @@
-"""fp8_worker.py OUT CHECKPOINT: the policy in FP8, by Transformer Engine's reference quantisers; 2 ranks."""
+"""fp8_worker.py OUT CHECKPOINT: the policy in FP8, by recipe, without kernels (fake_recipes.py); 2 ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,9 +20,9 @@ from torch.nn.functional import cosine_similarity
 from transformer_engine.pytorch import autocast
 
 import checkpoint_checks as checks
-from cases import TEMPERATURE, samples
+from cases import SHAPES, TEMPERATURE, samples
 from megatron_fspo import config as options
-from megatron_fspo.config_fp8 import BF16, FP8
+from megatron_fspo.config_fp8 import FP8
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
@@ -30,20 +31,26 @@ from megatron_fspo.mcore.fp8 import probe_fp8
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
+from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
 from megatron_fspo.objective.policy import SequenceLevel
-from megatron_fspo.packing.pack import pack
+from megatron_fspo.packing.pack import Packs, pack
 from megatron_fspo.parallel.groups import pack_layout
-from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.trainer import parts
+from megatron_fspo.trainer.parts import canary_scores
 from megatron_fspo.weights import read_architecture
 from packs import sequences_of
 
-TENSORWISE = FP8(recipe="tensorwise")
 PARALLEL = options.Parallel(distributed_optimizer=True)
+LENGTHS = torch.tensor([length for _, length in SHAPES])
+C = 0.03
+"""Half the band's width at one token."""
+CANARY = [tuple(range(1, 25)), tuple(range(30, 10, -1))]
 
 
-def build(checkpoint: Path, fp8: FP8 = TENSORWISE) -> Policy:
+def build(checkpoint: Path, recipe: str, *, recompute: bool = False) -> Policy:
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     backend = choose_backend("cuda", "transformer_engine")
@@ -55,17 +62,22 @@ def build(checkpoint: Path, fp8: FP8 = TENSORWISE) -> Policy:
         parallel=PARALLEL,
         dtype=torch.bfloat16,
         optimizer=options.Optimizer(lr=1e-2, warmup_steps=0),
-        fp8=fp8,
+        recompute=recompute,
+        fp8=FP8(recipe=recipe),  # type: ignore[arg-type]
     )
     load_hf(policy, checkpoint)
     return policy
 
 
-def scores(policy: Policy, max_tokens: int) -> Tensor:
-    """Log-probs of all response tokens, by sample; on every rank."""
+def packs(policy: Policy, max_tokens: int) -> tuple[Packs, Scoring]:
     layout = pack_layout(policy.groups, PARALLEL, policy.backend.device, align=policy.fp8.align)
-    batches = pack(sequences_of(samples()), replace(layout, max_tokens=max_tokens))
     scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=TEMPERATURE)
+    return pack(sequences_of(samples()), replace(layout, max_tokens=max_tokens)), scoring
+
+
+def scores(policy: Policy, max_tokens: int = 512) -> Tensor:
+    """Log-probs of all response tokens, by sample; on every rank."""
+    batches, scoring = packs(policy, max_tokens)
     found = [
         (index, score[batch.mask & (batch.segment == row)].tolist())
         for batch, score in zip(batches, policy.score(batches, scoring), strict=True)
@@ -75,31 +87,51 @@ def scores(policy: Policy, max_tokens: int) -> Tensor:
     return torch.tensor([value for index in sorted(every) for value in every[index]])
 
 
-def step(policy: Policy) -> float:
-    """One optimizer step; the largest |S| of its sequences."""
-    layout = pack_layout(policy.groups, PARALLEL, policy.backend.device, align=policy.fp8.align)
-    batches = pack(sequences_of(samples()), replace(layout, max_tokens=512))
-    scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=TEMPERATURE)
-    sums: list[float] = []
+def other_packs(policy: Policy) -> dict[str, float]:
+    """S between packs of 512 and of 70 tokens, same weights: the largest, and as a share of the band."""
+    delta = (scores(policy, 512) - scores(policy, 70)).double()
+    sums = torch.stack([part.sum() for part in delta.split(LENGTHS.tolist())]).abs()
+    return {"S": sums.max().item(), "of the band": (sums / (C * LENGTHS.sqrt())).max().item()}
+
+
+def loss_of(policy: Policy, sums: list[float]) -> tuple[Packs, PolicyLoss]:
+    """With old log-probs of the present weights; ``sums`` gets |S|."""
+    batches, scoring = packs(policy, 512)
     loss = PolicyLoss(
         objective=SequenceLevel(band=FSPOBand(c_low=0.05, c_high=0.05), dual_clip=LengthFairDualClip(c=0.1)),
         scoring=scoring,
         observer=lambda batch, terms: sums.extend(terms.log_ratio_sum.abs().tolist()),
     )
-    policy.update(batches.with_columns(old_log_probs=policy.score(batches, scoring)), loss)
+    return batches.with_columns(old_log_probs=policy.score(batches, scoring)), loss
+
+
+def step(policy: Policy) -> float:
+    """One optimizer step; the largest |S| of its sequences."""
+    sums: list[float] = []
+    policy.update(*loss_of(policy, sums))
     return max(gather_lists([max(sums)], group=policy.groups.dp))
 
 
-def directions(one: Policy, other: Policy) -> float:
-    """The least cosine between gradients of a matrix in two models of the same weights."""
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    """Of the last backward pass, of all matrices in the layers."""
+    policy.gather_gradients()
+    named = policy.chunks[0].named_parameters()
+    return {name: p.main_grad.clone() for name, p in named if "linear" in name and p.ndim == 2}
+
+
+def least_cosine(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return min(cosine_similarity(one[n].flatten(), other[n].flatten(), 0).item() for n in one)
+
+
+def recomputed(checkpoint: Path, recipe: str) -> dict[str, Any]:
+    """Gradients with and without recompute, bit by bit; and the largest |S| with it."""
+    sums: list[float] = []
     found = []
-    for policy in (one, other):
-        policy.gather_gradients()
-        named = {
-            n: p.main_grad for n, p in policy.chunks[0].named_parameters() if "linear" in n and p.ndim == 2
-        }
-        found.append(named)
-    return min(cosine_similarity(found[0][n].flatten(), found[1][n].flatten(), 0).item() for n in found[0])
+    for recompute in (False, True):
+        policy = build(checkpoint, recipe, recompute=recompute)
+        policy.backward(*loss_of(policy, sums))
+        found.append(gradients(policy))
+    return {"same": checks.same(*found), "S": max(gather_lists([max(sums)], group=policy.groups.dp))}
 
 
 def decoded(policy: Policy) -> Tensor:
@@ -108,36 +140,75 @@ def decoded(policy: Policy) -> Tensor:
         return torch.stack([decoder.feed([[1], [2], [3]]), decoder.feed([[4], [5], [6]])])
 
 
-def check(checkpoint: Path, folder: Path) -> dict[str, Any]:
-    policy = build(checkpoint)
+def canary(policy: Policy) -> Tensor:
+    """As the engine for vLLM has it scored; the same on every rank."""
+    assert dist.group.WORLD is not None
+    mine = canary_scores(policy, CANARY)
+    found: Tensor = share(None if mine is None else torch.cat(mine), group=dist.group.WORLD)
+    return found
+
+
+def canary_in_fp8(policy: Policy) -> Tensor:
+    """The same without the care that it takes."""
+    with (
+        patch.object(parts, "without_fp8", nullcontext),
+        patch.object(parts, "score_sequences", partial(score_sequences, align=policy.fp8.align)),
+    ):
+        return canary(policy)
+
+
+def check(checkpoint: Path, folder: Path, recipe: str) -> dict[str, Any]:
+    policy = build(checkpoint, recipe)
     found: dict[str, Any] = {"modules": probe_fp8(policy)}
-    plain = build(checkpoint, BF16)
+    plain = build(checkpoint, "none")
     found["bf16 modules"] = probe_fp8(plain)
-    found["noise"] = (scores(policy, 512) - scores(plain, 512)).std().item()
-    found["decode is in bf16"] = torch.equal(decoded(policy), decoded(plain))
-    found["other packs"] = (scores(policy, 512) - scores(policy, 70)).abs().max().item()
-    before = scores(policy, 512)
+    found["noise"] = (scores(policy) - scores(plain)).std().item()
+    found["in bf16"] = {
+        "decode": torch.equal(decoded(policy), decoded(plain)),
+        "canary": torch.equal(canary(policy), canary(plain)),
+    }
+    found["other packs"] = other_packs(policy)
+    before = scores(policy)
     found["S"] = [step(policy)]
     step(plain)
-    found["gradient"] = directions(policy, plain)
+    found["gradient"] = least_cosine(gradients(policy), gradients(plain))
+    canary(policy)
     found["S"].append(step(policy))
-    after, tokens = scores(policy, 512), decoded(policy)
+    after, tokens = scores(policy), decoded(policy)
     found["moved"] = (after - before).abs().max().item()
     save_checkpoint(policy, folder, {"step": 2})
     state = checks.whole_state(policy)
     found["weights are the masters' cast"] = checks.same(checks.as_dtype(state, torch.bfloat16), state)
-    fresh = build(checkpoint)
+    fresh = build(checkpoint, recipe)
     load_checkpoint(fresh, folder)
-    found["fresh"] = torch.equal(scores(fresh, 512), after) and torch.equal(decoded(fresh), tokens)
+    found["fresh"] = torch.equal(scores(fresh), after) and torch.equal(decoded(fresh), tokens)
     found["later S"] = step(policy), step(fresh)
-    found["goes on"] = torch.equal(scores(fresh, 512), scores(policy, 512))
-    # Without the refresh of FP8 copies of the weights before each pass, the last optimizer step is not seen.
-    with patch.object(MegatronModule, "set_is_first_microbatch", lambda self: None):
-        step(fresh)
-        stale = scores(fresh, 512)
-    found["stale"] = (scores(fresh, 512) - stale).abs().max().item()
+    found["goes on"] = torch.equal(scores(fresh), scores(policy))
+    found |= stale(fresh)
     found["refused"] = refused(policy)
     return found
+
+
+def stale(policy: Policy) -> dict[str, Any]:
+    """Without the refresh of FP8 copies of the weights before each pass: who does not see the last step."""
+    with patch.object(MegatronModule, "set_is_first_microbatch", lambda self: None):
+        step(policy)
+        old = {"score": scores(policy), "canary in FP8": canary_in_fp8(policy)}
+        bf16 = canary(policy)
+    new = {"score": scores(policy), "canary in FP8": canary_in_fp8(policy)}
+    return {
+        "stale": {name: (new[name] - old[name]).abs().max().item() for name in new},
+        "canary is fresh": torch.equal(canary(policy), bf16),
+    }
+
+
+def short_check(checkpoint: Path, recipe: str) -> dict[str, Any]:
+    policy, plain = build(checkpoint, recipe), build(checkpoint, "none")
+    found = {"modules": probe_fp8(policy), "other packs": other_packs(policy)}
+    return found | {
+        "noise": (scores(policy) - scores(plain)).std().item(),
+        "S": [step(policy), step(policy)],
+    }
 
 
 def refused(policy: Policy) -> str:
@@ -159,7 +230,11 @@ def refused(policy: Policy) -> str:
 
 def main() -> None:
     out, checkpoint = Path(sys.argv[1]), Path(sys.argv[2])
-    found = check(checkpoint, out.parent / "saved")
+    found: dict[str, Any] = {}
+    for recipe in ("tensorwise", "blockwise"):
+        found[recipe] = check(checkpoint, out.parent / recipe, recipe)
+        found[recipe]["recompute"] = recomputed(checkpoint, recipe)
+    found["mxfp8"] = short_check(checkpoint, "mxfp8")
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
     dist.destroy_process_group()

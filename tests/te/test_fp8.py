@@ -23,38 +23,59 @@ def found(tmp_path_factory: pytest.TempPathFactory, random_checkpoints: dict[str
     return found_by(worker, folder, str(random_checkpoints["untied"]), nproc=2)
 
 
-def test_all_matrices_of_all_layers_are_counted(found: Any) -> None:
-    assert found["modules"] == 4 * LAYERS and found["bf16 modules"] == 0
-    assert found["noise"] > 1e-3, "nothing was quantised"
+RECIPES = ["tensorwise", "blockwise"]
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "mxfp8"])
+def test_all_matrices_of_all_layers_are_counted(found: Any, recipe: str) -> None:
+    assert found[recipe]["modules"] == 4 * LAYERS
+    assert found[recipe]["noise"] > 1e-3, "nothing was quantised"
+    assert found["tensorwise"]["bf16 modules"] == 0
 
 
 def test_a_layer_left_in_bf16_is_named(found: Any) -> None:
-    assert "layer 2, self_attention.linear_proj (TERowParallelLinear) of rank 0" in found["refused"]
-    assert "2 of 2 ranks" in found["refused"]
+    refused = found["tensorwise"]["refused"]
+    assert "layer 2, self_attention.linear_proj (TERowParallelLinear) of rank 0" in refused
+    assert "2 of 2 ranks" in refused
 
 
-def test_before_the_first_update_s_is_exactly_zero(found: Any) -> None:
-    assert found["S"] == [0.0, 0.0] and found["later S"] == [0.0, 0.0]
-    assert found["moved"] > 0.01
+@pytest.mark.parametrize("recipe", [*RECIPES, "mxfp8"])
+def test_before_the_first_update_s_is_exactly_zero(found: Any, recipe: str) -> None:
+    assert found[recipe]["S"] == [0.0, 0.0]
+    if recipe in RECIPES:
+        assert found[recipe]["later S"] == [0.0, 0.0]
+        assert found[recipe]["moved"] > 0.01
 
 
-def test_gradients_point_where_those_of_bf16_do(found: Any) -> None:
-    assert found["gradient"] > 0.9
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_point_where_those_of_bf16_do(found: Any, recipe: str) -> None:
+    assert found[recipe]["gradient"] > 0.9
 
 
-def test_with_a_scale_per_tensor_other_packs_have_other_log_probs(found: Any) -> None:
-    """Why all passes of a step take the same packs."""
-    assert found["other packs"] > 1e-3
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recompute_has_the_same_gradients_to_the_bit(found: Any, recipe: str) -> None:
+    assert found[recipe]["recompute"] == {"same": True, "S": 0.0}
 
 
-def test_no_pass_multiplies_with_weights_of_before_the_update(found: Any) -> None:
-    assert found["fresh"] is True
-    assert found["decode is in bf16"] is True
-    assert found["stale"] > 0.01, "the test would not see stale weights"
+def test_other_packs_have_other_log_probs_with_a_scale_per_tensor_only(found: Any) -> None:
+    """Why all passes of a step take the same packs, and a step under way is refused others."""
+    assert found["tensorwise"]["other packs"]["S"] > 0.1
+    assert found["tensorwise"]["other packs"]["of the band"] > 1
+    for recipe in ("blockwise", "mxfp8"):
+        assert found[recipe]["other packs"]["of the band"] < 1e-3
 
 
-def test_weights_masters_and_resume(found: Any) -> None:
-    assert found["weights are the masters' cast"] is True and found["goes on"] is True
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_pass_multiplies_with_weights_of_before_the_update(found: Any, recipe: str) -> None:
+    here = found[recipe]
+    assert here["fresh"] is True and here["canary is fresh"] is True
+    assert here["in bf16"] == {"decode": True, "canary": True}
+    assert min(here["stale"].values()) > 0.01, "the test would not see stale weights"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_masters_and_resume(found: Any, recipe: str) -> None:
+    assert found[recipe]["weights are the masters' cast"] is True and found[recipe]["goes on"] is True
 
 
 ASKED = ("train", "--config", str(CONFIG), "--nproc", "2", "--model.dtype", "bfloat16", "--fp8.recipe")

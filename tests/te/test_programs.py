@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 from launch import REPO, environment, why
-from runs import numbers, rows, run
+from runs import CONFIG, SMALL, command, numbers, rows, run
 
+FP8 = ["--model.dtype", "bfloat16", "--fp8.recipe", "blockwise"]
 VERIFIED = ["tp2.sp.do.recompute", "pp2.vpp2", "dp2.do.overlap"]
 
 
@@ -33,8 +34,7 @@ def test_the_gradient_of_every_layout_without_context_parallel(tmp_path: Path) -
 
 
 def test_the_demo_trains_in_fp8_exports_and_resumes(tmp_path: Path) -> None:
-    words = ["--model.dtype", "bfloat16", "--fp8.recipe", "tensorwise"]
-    words += ["--run.steps", "2", "--checkpoint.every", "1", "--evaluation.every", "2"]
+    words = [*FP8, "--run.steps", "2", "--checkpoint.every", "1", "--evaluation.every", "2"]
     done = run(tmp_path, "whole", *words)
     assert done.returncode == 0, why(done.stderr)
     found = rows(tmp_path, "whole")
@@ -50,3 +50,42 @@ def test_the_demo_trains_in_fp8_exports_and_resumes(tmp_path: Path) -> None:
     assert resumed.returncode == 0, why(resumed.stderr)
     assert list(map(numbers, rows(tmp_path, "whole"))) == list(map(numbers, found))
     assert (tmp_path / "whole/hf/model.safetensors").read_bytes() == weights
+
+
+def test_a_run_in_which_s_is_not_zero_before_the_first_update_ends(tmp_path: Path) -> None:
+    """Stale copies of the weights in the old pass: none in the first step, those of the step before later."""
+    words = [*FP8, "--run.steps", "3", "--evaluation.every", "0"]
+    program = [str(Path(__file__).with_name("stale_worker.py"))]
+    done = subprocess.run(
+        command(tmp_path, "stale", *words, program=program),
+        cwd=REPO,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    said = next(line for line in done.stderr.splitlines() if "S is not 0" in line)
+    assert "step 2: S is not 0 before the first update, but " in said
+    assert "fp8.recipe = blockwise" in said and "fresh FP8 copies of the weights" in said
+    assert [row["step"] for row in rows(tmp_path, "stale")] == [1]
+
+
+def test_noise_is_measured_in_fp8_beside_bf16(tmp_path: Path) -> None:
+    words = ["calibrate", "--config", str(CONFIG), "--nproc", "2", "--run.folder", str(tmp_path), "--json"]
+    words += [*SMALL, "--model.dtype", "bfloat16", "--fp8.recipe", "blockwise"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "megatron_fspo", *words],
+        cwd=REPO,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, why(done.stderr)
+    found = {one["kind"]: one for one in json.loads(done.stdout.splitlines()[-1])["comparisons"]}
+    assert set(found) == {"repeat", "packs", "sampler", "precision", "updates"}
+    assert all(one["precision"] == "blockwise" and not one["emulated"] for one in found.values())
+    # The same packs give the same S, and with blocks other packs do too; bf16 does not.
+    assert found["repeat"]["sigma"][0] == found["packs"]["sigma"][0] == 0
+    assert all(0.003 < found[kind]["sigma"][0] < 1 for kind in ("sampler", "precision", "updates"))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from alarm_worker import LAYOUTS, OLDER, RESPONSES
 from launch import found_by
+from megatron_fspo.trainer.optimize import _alarm_setting
+from test_made_with import config
 
 RAW = "log-probs before the temperature"
 OTHER_TEMPERATURE = "another temperature: scored at {:.3g} instead of rollout.temperature = {:g}"
@@ -80,3 +84,18 @@ def test_the_fresh_tokens_of_a_response_are_counted(said: dict[str, Any]) -> Non
         return int(before.split()[-1].replace(",", ""))
 
     assert tokens("raw") - tokens("partly older") == OLDER * RESPONSES
+
+
+def test_a_trainer_in_fp8_may_differ_more_from_its_sampler() -> None:
+    def limit(recipe: str, **rollout: Any) -> float:
+        inputs = SimpleNamespace(
+            config=config(recipe, rollout=rollout),
+            dtype=torch.bfloat16,
+            backend=SimpleNamespace(device=torch.device("cpu")),
+        )
+        run: Any = SimpleNamespace(inputs=inputs, step=0, groups=None)
+        return _alarm_setting(run).limit
+
+    # Mean |Δ| of sound runs: up to 0.22 in FP8, 0.011 without.
+    assert limit("blockwise") > 0.22 > limit("none") > 0.011
+    assert limit("blockwise", mismatch_limit=0.1) == limit("none", mismatch_limit=0.1) == 0.1

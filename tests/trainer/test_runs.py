@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import signal
@@ -195,6 +196,20 @@ def test_stopped_within_a_step_and_resumed_gives_the_same_numbers(
     assert list(map(numbers, rows(folder, place))) == list(map(numbers, rows(folder, "whole")))
     for file in ("sequences.jsonl", "samples.jsonl", "hf/model.safetensors"):
         assert (folder / place / file).read_bytes() == (folder / "whole" / file).read_bytes()
+
+
+def test_a_step_under_way_that_began_in_another_precision_is_refused(folder: Path) -> None:
+    """From the checkpoint of the test before this one."""
+    shutil.copytree(folder / "update-kept", folder / "precision")
+    (state,) = (folder / "precision/checkpoints").glob("step_000001+003/trainer.json")
+    before = json.loads(state.read_text())
+    before["made_with"]["fp8.recipe"] = "blockwise"
+    state.write_text(json.dumps(before))
+    config = (folder / "precision/config.toml").read_bytes()
+    refused = run(folder, "precision", "--run.steps", "2", "--resume")
+    assert refused.returncode != 0
+    assert "fp8.recipe: blockwise -> none within a step" in refused.stderr
+    assert (folder / "precision/config.toml").read_bytes() == config, "a refused run wrote into the folder"
 
 
 @pytest.mark.parametrize("layout", ["--parallel.context 2", "--parallel.pipeline 2"])

@@ -31,7 +31,7 @@ def register() -> None:
         "torch.distributed": _gloo_for_nccl,
         "transformer_engine.common": _no_shared_library,
         "transformer_engine.pytorch": _finish_engine,
-        "megatron.core.fp8_utils": _reference_recipes,
+        "megatron.core.fp8_utils": _recipes_in_torch,
         "megatron_fspo.mcore.cpu": _cuda_means_cpu,
     }
     sys.meta_path.insert(0, _Hooks(before, after))
@@ -173,19 +173,14 @@ def _cuda_means_cpu() -> None:
     cpu.cuda_means_cpu()
 
 
-def _reference_recipes() -> None:
-    """Recipes by Transformer Engine's own reference quantisers in torch; they know one scale per tensor."""
+def _recipes_in_torch() -> None:
+    """FP8 without kernels."""
     if importlib.util.find_spec("transformer_engine") is None:
         return
+    import fake_recipes
     from megatron.core import fp8_utils
-    from transformer_engine.common.recipe import CustomRecipe
-    from transformer_engine.pytorch.custom_recipes import reference_current_scaling as reference
 
-    def get_fp8_recipe(config: Any) -> Any:
-        assert config.fp8_recipe == "tensorwise", config.fp8_recipe
-        return CustomRecipe(qfactory=reference.current_scaling_ref_factory)
-
-    fp8_utils.get_fp8_recipe = get_fp8_recipe
+    fp8_utils.get_fp8_recipe = fake_recipes.recipe_of
 
 
 def _prepare_engine() -> None:
@@ -247,6 +242,8 @@ def _finish_engine() -> None:
     gemm.get_cublas_workspace = lambda device, ub, grouped: (
         [torch.empty(1, dtype=torch.uint8)] if grouped else torch.empty(1, dtype=torch.uint8)
     )
+    distributed._get_cuda_rng_state = _always(torch.zeros(16, dtype=torch.uint8))
+    distributed._set_cuda_rng_state = _always(None)
     softmax.FusedScaleMaskSoftmax.is_kernel_available = _always(False)
     # Of recomputed layers.
     distributed._get_cuda_rng_state = _always(torch.empty(0))
