@@ -140,7 +140,7 @@ class Rollout(Section):
     mismatch_limit: PositiveFloat | None = Field(
         None,
         description="alarm when trainer and sampler differ by more per token on average, in nats, where "
-        "their weights are the same; default 1e-3 in float32, 0.05 in bfloat16",
+        "their weights are the same; default 1e-3 in float32, 0.05 in bfloat16, 0.3 in FP8",
     )
 
 

@@ -312,6 +312,7 @@ def test_report_of_a_folder_without_a_run(tmp_path: Path, capsys: pytest.Capture
             "--emulate is for runs in bfloat16",
         ),
         ("--responses no.jsonl", "no.jsonl: No such file"),
+        ("--responses {one} --parallel.tensor 1 --parallel.sequence false", "fewer than the 2 data-parallel"),
         ("--rollout.prompts 4000", "rollout.prompts = 4000"),
     ],
 )
@@ -323,4 +324,6 @@ def test_what_calibrate_refuses(
     config.write_text(
         "".join(x for x in lines if not x.startswith(("c_low", "c_high", "calibrate", 'name = "fspo')))
     )
-    assert said in refusal(*overrides.format(no_c=config).split(), command="calibrate")
+    one = config.with_name("one.jsonl")
+    one.write_text('{"prompt_token_ids": [1], "token_ids": [2]}')
+    assert said in refusal(*overrides.format(no_c=config, one=one).split(), command="calibrate")

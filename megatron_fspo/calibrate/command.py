@@ -32,7 +32,9 @@ def check(config: Config, recipes: Sequence[str], responses: Path | None, *, wor
         raise InputError(f"--emulate is for runs in bfloat16 or float32; fp8.recipe is {config.fp8.recipe}")
     inputs = prepare(quiet(config, given=responses is not None), world_size=world_size)
     if responses is not None:
-        read_responses(responses, inputs.config, inputs.arch)
+        count = len(read_responses(responses, inputs.config, inputs.arch))
+        if count < (data := world_size // config.parallel.model_size):
+            raise InputError(f"{responses} has {count} responses, fewer than the {data} data-parallel ranks")
     return inputs
 
 

@@ -28,6 +28,7 @@ from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.begin import roll_out, with_packs
 from megatron_fspo.trainer.build import Training, build
 from megatron_fspo.trainer.mismatch import per_sample
+from megatron_fspo.trainer.noise import own_precision
 from megatron_fspo.trainer.optimize import optimize
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.records import as_tensors
@@ -110,9 +111,7 @@ class _Passes:
 
     def measured(self, *, sampled: bool) -> Measured:
         run, rollout = self._run, self._rollout
-        precision = (
-            run.inputs.config.fp8.recipe if run.inputs.config.fp8.on else run.inputs.config.model.dtype
-        )
+        precision = own_precision(run.inputs.config)
         first = self._scored(run.policy)
         found: list[tuple[Kind, Tensor]] = [
             ("repeat", self._scored(run.policy) - first),

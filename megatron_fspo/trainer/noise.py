@@ -106,7 +106,7 @@ class Calibration(_Record):
         Raises:
             InputError: it was measured with another precision, sampler or temperature, or not at all.
         """
-        precision = config.fp8.recipe if config.fp8.on else config.model.dtype
+        precision = own_precision(config)
         sampled = config.rollout.old_log_probs == "sampled"
         here: dict[str, tuple[object, object]] = {
             "rollout.temperature": (self.temperature, config.rollout.temperature)
@@ -127,6 +127,11 @@ class Calibration(_Record):
             f"loss.noise: it has {measured}, but the noise in S of this run is {wanted[0]} ({precision}); "
             "run `megatron-fspo calibrate` with this run's configuration"
         )
+
+
+def own_precision(config: Config) -> str:
+    """In which the layers of a run multiply."""
+    return config.fp8.recipe if config.fp8.on else config.model.dtype
 
 
 def read_calibration(path: Path) -> Calibration:
