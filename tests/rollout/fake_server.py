@@ -113,8 +113,10 @@ class FakeServer:
     async def start(self) -> None:
         """On the port it had before, if it ran before."""
         self._loop = asyncio.get_running_loop()
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        # Known to kill() before it listens, also when the wait for that is cancelled.
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, start_serving=False)
         self.port = self._server.sockets[0].getsockname()[1]
+        await self._server.start_serving()
 
     def start_from_outside(self) -> None:
         """Like :meth:`start`, from another thread."""
@@ -131,7 +133,12 @@ class FakeServer:
     def kill(self) -> None:
         """Like kill −9: nobody listens, and open connections are reset."""
         if self._server is not None:
-            self._server.close()
+            loop = asyncio.get_running_loop()
+            # asyncio loses a connection, still open, that it has accepted but not yet handed over when the
+            # server closes: its client would wait for ever. So accept no more, and close after the hand-over.
+            for listening in self._server.sockets:
+                loop.remove_reader(listening)
+            loop.call_soon(self._server.close)
             self._server = None
         for writer in self._writers:
             writer.transport.abort()

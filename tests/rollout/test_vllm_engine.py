@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -241,6 +242,32 @@ def test_responses_go_on_over_an_update(tmp_path: Path) -> None:
         assert all(completion.version_spans == spans for row in found for completion in row)
         assert versions(found) == {1}
         assert [len(row) for row in later()] == [4]
+
+
+@pytest.mark.parametrize("failing", UPDATE)
+def test_what_fails_once_while_responses_are_under_way_is_tried_again(tmp_path: Path, failing: str) -> None:
+    with running(tmp_path, count=1) as (engine, (fake,), _):
+        engine.update_weights(1)
+        original = fake._update
+
+        async def update(writer: asyncio.StreamWriter, route: str, request: object) -> bool:
+            lives = await original(writer, route, request)
+            if route == failing:
+                fake.broken = set()
+            return lives
+
+        fake._update = update  # type: ignore[method-assign]
+        fake.broken = {failing}
+        fake.serving.clear()
+        asked = len(fake.arrived)
+        pending = engine.submit(PROMPTS, PARAMS)
+        while len(fake.arrived) < asked + 8:  # as many as the pool keeps open
+            time.sleep(0.01)
+        engine.update_weights(2)
+        found = pending()
+        check_all(found)
+        assert versions(found) == {1, 2}
+        assert engine.metrics() == {"rollout/canary_abs_diff_max": 0.0, "rollout/servers": 1.0}
 
 
 def test_a_later_batch_may_be_collected_first(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from megatron_fspo.rollout.sampling import stream_seed
 from megatron_fspo.rollout.vllm import server as server_module
 from megatron_fspo.rollout.vllm.pool import MAX_LOSSES, Pool, Request
 from megatron_fspo.rollout.vllm.server import Server, ServerLost
-from megatron_fspo.types import Prompt
+from megatron_fspo.types import Completion, Prompt
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +134,32 @@ def test_a_failure_from_before_the_admission_is_old_news() -> None:
         assert len(asked) == 1
 
     run(work, count=1, attempts=1, max_in_flight_per_server=2, request_seconds=0.3)
+
+
+def test_a_place_that_a_cancelled_request_was_given_goes_to_the_next() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        (server,) = pool.live()
+        found = await pool.generate(requests(1))
+        for moments in range(10):  # in one of them the place is given and not yet taken
+            answer = asyncio.Event()
+
+            async def generate(*_: Any, answer: asyncio.Event = answer, **__: Any) -> Completion:
+                await answer.wait()
+                return found[0]
+
+            server.generate = generate
+            ended = asyncio.create_task(pool.generate(requests(2)))
+            await asyncio.sleep(0.001)
+            other = asyncio.create_task(pool.generate(requests(1)))
+            await asyncio.sleep(0.001)
+            answer.set()
+            for _ in range(moments):
+                await asyncio.sleep(0)
+            ended.cancel()
+            assert await other == found
+            await asyncio.wait([ended])
+
+    run(work, count=1, max_in_flight_per_server=1)
 
 
 def test_a_refused_server_stays_out() -> None:
@@ -313,11 +339,10 @@ def test_any_trouble_that_ends_loses_nothing(trouble: list[list[str | int]], cou
                     if fake._server is None:
                         await fake.start()
 
-        restarts = asyncio.create_task(restart())
         calls: list[int] = []
-        try:
+        async with asyncio.TaskGroup() as group:  # which ends, should a restart fail
+            restarts = group.create_task(restart())
             check_all(await pool.generate(requests(count), calls.append), count)
-        finally:
             restarts.cancel()
         assert calls == [1] * count
         assert all(fake.most_open <= 3 for fake in fakes)

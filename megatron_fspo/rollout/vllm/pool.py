@@ -234,6 +234,7 @@ class Pool:
         except asyncio.CancelledError:
             if not place.cancelled():  # handed out in the same moment
                 place.result().open -= 1
+                self._hand_out()
             raise
 
     def _hand_out(self) -> None:
