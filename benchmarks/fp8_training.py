@@ -110,7 +110,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "mismatch_sigma": mean("rollout/mismatch_sigma"),
         "sigma_hat": mean("fspo/sigma_hat"),
         "clipped": mean("actor/pg_clipfrac"),
-        "seconds_of_a_step": mean("timing_s/step"),
     }
 
 
@@ -130,7 +129,6 @@ def table(runs: dict[str, list[dict[str, Any]]], steps: int) -> str:
         "clipped": lambda run: run["clipped"],
         "mean abs Δ to the bf16 sampler": lambda run: run["abs_delta_to_bf16_sampler"],
         "rollout/mismatch_sigma": lambda run: run["mismatch_sigma"],
-        "seconds of a step": lambda run: run["seconds_of_a_step"],
     }
     found = [f"| | {' | '.join(runs)} |", "|---" * (len(runs) + 1) + "|"]
     found += [
