@@ -71,8 +71,18 @@ def test_a_broken_installation_is_named_and_ends_no_program(tex: str) -> None:
     (missing,) = (item for item in found["missing"] if item.startswith("Transformer Engine"))
     assert said in missing
     assert found["use"]["layers"] == "local" and found["transformer engine"] == {}
-    # A run on GPUs asks for it, and does not fall back.
-    done = program("train", "--config", str(CONFIG), "--nproc", "2", FAKE_TEX=tex)
+    # A run on GPUs asks for it, and does not fall back; nor from FP8 to bf16.
+    words = [
+        "--config",
+        str(CONFIG),
+        "--nproc",
+        "2",
+        "--model.dtype",
+        "bfloat16",
+        "--fp8.recipe",
+        "tensorwise",
+    ]
+    done = program("train", *words, FAKE_TEX=tex)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert said in line and "model.layers = transformer_engine" in line
