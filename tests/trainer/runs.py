@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import REPO, environment
+from launch import REPO, forked
 
 CONFIG = REPO / "examples/make_sum/run.toml"
 SMALL = (
@@ -31,15 +31,9 @@ def command(
 
 
 def run(folder: Path, name: str, *extra: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
-    """Train to the end; output is captured."""
-    return subprocess.run(
-        command(folder, name, *extra, nproc=nproc),
-        cwd=REPO,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    """Train to the end, forked; output is captured."""
+    words = command(folder, name, *extra)
+    return forked([*PROGRAM, *words[words.index("train") :]], nproc=nproc if nproc > 1 else 0)
 
 
 def rows(folder: Path, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:

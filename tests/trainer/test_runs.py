@@ -15,19 +15,20 @@ import psutil
 import pytest
 
 from kill_runs import Harness, Kill
-from launch import REPO, environment, torchrun, why
-from runs import command, numbers, rows, run
+from launch import REPO, environment, forked, torchrun, why
+from runs import PROGRAM, command, numbers, rows, run
 
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``whole``: an uninterrupted run of four steps, a checkpoint after each, tensor parallel 2."""
+    """``whole``: an uninterrupted run of four steps by torchrun, a checkpoint each, tensor parallel 2."""
     folder = tmp_path_factory.mktemp("runs")
-    result = run(folder, "whole", "--run.steps", str(STEPS), "--checkpoint.every", "1")
-    assert result.returncode == 0, why(result.stderr)
-    assert "transformers" in result.stdout and "report" in result.stdout
+    process = start(folder, "whole")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, why(err)
+    assert "transformers" in out and "report" in out
     return folder
 
 
@@ -175,7 +176,7 @@ def stop_within(folder: Path, name: str, place: str, count: int) -> None:
     """A run that is asked to stop at a moment of ``stop_worker.py``."""
     arguments = command(folder, name, "--run.steps", str(STEPS))
     worker = str(Path(__file__).with_name("stop_worker.py"))
-    stopped = torchrun([worker, place, str(count), *arguments[arguments.index("train") + 1 :]], nproc=2)
+    stopped = forked([worker, place, str(count), *arguments[arguments.index("train") + 1 :]], nproc=2)
     assert stopped.returncode != 0 and "stopped by SIGTERM" in stopped.stdout, why(stopped.stderr)
 
 
@@ -244,8 +245,8 @@ def test_the_data_layout_does_not_change_the_run(folder: Path) -> None:
 
 @pytest.mark.parametrize("loss", ["rloo", "gspo", "grpo", "dapo"])
 def test_every_baseline_trains(tmp_path: Path, loss: str) -> None:
-    config = [part for part in command(tmp_path, loss, nproc=1) if part != "--loss.calibrate"]
-    config.remove("3")
+    words = command(tmp_path, loss)
+    config = [part for part in words[words.index("train") :] if part not in ("--loss.calibrate", "3")]
     extra = "--parallel.tensor 1 --parallel.sequence false --run.steps 1 --evaluation.every 0".split()
     toml = tmp_path / "run.toml"
     source = (REPO / "examples/make_sum/run.toml").read_text()
@@ -253,7 +254,7 @@ def test_every_baseline_trains(tmp_path: Path, loss: str) -> None:
         source[: source.index("[loss]")] + f'[loss]\nname = "{loss}"\n\n' + source[source.index("[batch]") :]
     )
     config[config.index("--config") + 1] = str(toml)
-    result = subprocess.run([*config, *extra], cwd=REPO, env=environment(), capture_output=True, text=True)
+    result = forked([*PROGRAM, *config, *extra], nproc=0)
     assert result.returncode == 0, why(result.stderr)
     (row,) = rows(tmp_path, loss)
     assert (
@@ -263,7 +264,7 @@ def test_every_baseline_trains(tmp_path: Path, loss: str) -> None:
 
 def test_a_run_with_a_nan_sequence_goes_on_and_names_it(tmp_path: Path) -> None:
     worker = str(Path(__file__).with_name("nan_worker.py"))
-    result = torchrun([worker, str(tmp_path), "few", "1"], nproc=2)
+    result = forked([worker, str(tmp_path), "few", "1"], nproc=2)
     assert result.returncode == 0, why(result.stderr)
     training = [row for row in rows(tmp_path, "few") if row["step"] > 0]
     assert [row["fspo/nonfinite"] for row in training] == [0, 1, 0]
@@ -273,7 +274,7 @@ def test_a_run_with_a_nan_sequence_goes_on_and_names_it(tmp_path: Path) -> None:
 
 def test_a_run_with_too_many_nan_sequences_stops(tmp_path: Path) -> None:
     worker = str(Path(__file__).with_name("nan_worker.py"))
-    result = torchrun([worker, str(tmp_path), "many", "4"], nproc=2)
+    result = forked([worker, str(tmp_path), "many", "4"], nproc=2)
     assert result.returncode == 1
     assert "4 of 8 sequences of one optimizer step are not finite" in result.stderr
     assert [row["step"] for row in rows(tmp_path, "many")] == [0, 1]
