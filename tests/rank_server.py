@@ -1,8 +1,8 @@
 """Forks ranks from a process that has torch and Megatron imported: 3 s less CPU time for each of them.
 
-rank_client.py starts two of these, and talks to them in lines of JSON. A request names the program, its working
-directory, its environment and the files that its output goes to; the answer is the rank's process id, and
-later its exit status. At the end of the requests the ranks that are left are killed.
+rank_client.py starts two of these, and talks to them in lines of JSON. A request names the program, its
+working directory, its environment and the files that its output goes to; the answer is the rank's process id,
+and later its exit status. At the end of the requests the ranks that are left are killed.
 """
 
 from __future__ import annotations
