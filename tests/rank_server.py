@@ -19,7 +19,13 @@ from typing import Any
 
 import numpy
 
-import megatron_fspo.trainer.loop  # noqa: F401  what a rank imports
+# What a rank imports at its start or on its way.
+import torch._dynamo
+import torch.distributed.checkpoint  # noqa: F401
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+
+import megatron_fspo.trainer.loop
+import megatron_fspo.trainer.report  # noqa: F401
 
 
 def say(**words: Any) -> None:
