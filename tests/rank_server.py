@@ -7,6 +7,7 @@ and later its exit status. At the end of the requests the ranks that are left ar
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -91,4 +92,6 @@ def run(program: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    gc.collect()
+    gc.freeze()  # nothing of all this is garbage, and ranks look for that each time they leave a layout
     run(next_rank(set()))

@@ -16,7 +16,7 @@ import pytest
 
 from kill_runs import Harness, Kill
 from launch import REPO, environment, forked, torchrun, why
-from runs import PROGRAM, command, numbers, rows, run
+from runs import PROGRAM, command, numbers, rows, run, train_words
 
 STEPS = 4
 
@@ -174,9 +174,9 @@ def test_sigterm_saves_and_resume_continues(folder: Path) -> None:
 
 def stop_within(folder: Path, name: str, place: str, count: int) -> None:
     """A run that is asked to stop at a moment of ``stop_worker.py``."""
-    arguments = command(folder, name, "--run.steps", str(STEPS))
+    arguments = train_words(folder, name, "--run.steps", str(STEPS))
     worker = str(Path(__file__).with_name("stop_worker.py"))
-    stopped = forked([worker, place, str(count), *arguments[arguments.index("train") + 1 :]], nproc=2)
+    stopped = forked([worker, place, str(count), *arguments[1:]], nproc=2)
     assert stopped.returncode != 0 and "stopped by SIGTERM" in stopped.stdout, why(stopped.stderr)
 
 
@@ -245,8 +245,7 @@ def test_the_data_layout_does_not_change_the_run(folder: Path) -> None:
 
 @pytest.mark.parametrize("loss", ["rloo", "gspo", "grpo", "dapo"])
 def test_every_baseline_trains(tmp_path: Path, loss: str) -> None:
-    words = command(tmp_path, loss)
-    config = [part for part in words[words.index("train") :] if part not in ("--loss.calibrate", "3")]
+    config = [part for part in train_words(tmp_path, loss) if part not in ("--loss.calibrate", "3")]
     extra = "--parallel.tensor 1 --parallel.sequence false --run.steps 1 --evaluation.every 0".split()
     toml = tmp_path / "run.toml"
     source = (REPO / "examples/make_sum/run.toml").read_text()
