@@ -26,7 +26,7 @@ _M = "megatron_fspo."
 BEFORE = {
     "start": "trainer.loop:build",
     "rollout": "mcore.decode:Decoder.feed",
-    "asking": "trainer.begin:_rollout",
+    "asking": "trainer.begin:roll_out",
     "grading": "trainer.sampling:grade",
     "old pass": "trainer.optimize:score_old",
     "update": "mcore.policy:Policy.update",
@@ -95,7 +95,7 @@ def patches(place: Place) -> Iterator[Any]:
         yield mock.patch.object(shutil, "rmtree", _file_by_file(shutil.rmtree, place))
     yield _replaced("trainer.loop:train_step", lambda step: _counting(step, place))
     yield _replaced("trainer.log:RunLog.phase", lambda phase: _noting(phase, place))
-    yield _replaced("trainer.begin:_rollout", _writing_prompts)
+    yield _replaced("trainer.begin:roll_out", _writing_prompts)
 
 
 def _replaced(where: str, wrap: Callable[[Any], Any]) -> Any:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from kill_runs import Harness, Kill
-from launch import REPO, environment, forked, torchrun, why
+from launch import REPO, environment, forked, why
 from runs import PROGRAM, command, numbers, rows, run, train_words
 
 STEPS = 4
@@ -279,11 +279,11 @@ def test_a_run_with_too_many_nan_sequences_stops(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path, "many")] == [0, 1]
 
 
-@pytest.mark.parametrize("form", ["bash", "torchrun"])
+@pytest.mark.parametrize("form", ["bash", "ranks"])
 def test_the_launch_script_smokes(tmp_path: Path, form: str) -> None:
     script = str(REPO / "examples/run_fspo_qwen3_8b.sh")
-    if form == "torchrun":
-        result = torchrun([script, "--smoke"], nproc=2, cwd=tmp_path)
+    if form == "ranks":
+        result = forked([script, "--smoke"], nproc=2, cwd=tmp_path)
     else:
         env = environment(PYTHON=sys.executable)
         result = subprocess.run(
@@ -306,7 +306,7 @@ def test_the_launch_script_says_so_without_gpus(tmp_path: Path) -> None:
 
 
 def test_the_plugin_needs_no_trainer() -> None:
-    result = torchrun(["examples/plugin_only/train.py"], nproc=2)
+    result = forked(["examples/plugin_only/train.py"], nproc=2)
     assert result.returncode == 0, why(result.stderr)
     gaps = [
         float(line.rsplit(maxsplit=1)[1]) for line in result.stdout.splitlines() if line.startswith("step")
@@ -315,16 +315,9 @@ def test_the_plugin_needs_no_trainer() -> None:
 
 
 def test_evaluate_scores_an_exported_checkpoint(folder: Path) -> None:
-    arguments = ["evaluate", "--config", str(folder / "whole/config.toml"), "--nproc", "2", "--json"]
+    arguments = ["evaluate", "--config", str(folder / "whole/config.toml"), "--json"]
     overrides = ["--model.checkpoint", str(folder / "whole/hf")]
-    result = subprocess.run(
-        [sys.executable, "-m", "megatron_fspo", *arguments, *overrides],
-        cwd=REPO,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    result = forked([*PROGRAM, *arguments, *overrides], nproc=2, timeout=200)
     assert result.returncode == 0, why(result.stderr)
     last = rows(folder, "whole")[-1]
     name = "val/validation/mean@2"
