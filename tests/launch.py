@@ -56,12 +56,16 @@ def torchrun(
 def forked(
     program: Sequence[str], *, nproc: int, cwd: Path = REPO, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """The same from processes that have imported torch and Megatron. CUDA cannot be forked: there, torchrun.
+    """The same from processes that have imported torch and Megatron.
+
+    By torchrun after all where CUDA is, which cannot be forked, and on a fake machine that ``FAKE_…`` tells
+    to be another one: that is read once, at the start of a process.
 
     Args:
         nproc: 0 for one process that is no rank.
     """
-    if not torch.cuda.is_available() or FAKE:
+    other = any(name.startswith("FAKE_") for name in os.environ)
+    if not other and (not torch.cuda.is_available() or FAKE):
         return run_forked(program, nproc, cwd, environment(), timeout)
     return torchrun(program, nproc=max(nproc, 1), cwd=cwd, timeout=timeout)
 
