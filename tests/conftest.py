@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+# How long an example takes says how loaded the machine is.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 def pytest_configure() -> None:

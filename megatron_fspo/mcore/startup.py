@@ -88,6 +88,8 @@ def join(backend: Backend, *, parallel: Parallel | None = None) -> Control:
         timeout=timedelta(seconds=parallel.collective_seconds),
         device_id=backend.device if backend.device.type == "cuda" else None,
     )
+    # One that is connected to all, and leaves at once, would break the group for those that still connect.
+    _control.meet("the ranks to connect", seconds=parallel.collective_seconds)
     return _control
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launch import REPO, environment, why
+from launch import REPO, environment, forked, why
 from runs import CONFIG, SMALL, rows, run
 
 ALONE = ["--parallel.tensor", "1", "--parallel.sequence", "false"]
@@ -18,16 +18,17 @@ SIZES = [*SMALL, "--rollout.prompts", "16", "--model.dtype", "bfloat16", "--eval
 
 
 def calibrate(folder: Path, *words: str, nproc: int = 2) -> Any:
-    """What it printed as JSON."""
-    command = [sys.executable, "-m", "megatron_fspo", "calibrate", "--config", str(CONFIG), *SIZES]
-    done = subprocess.run(
-        [*command, "--run.folder", str(folder), "--nproc", str(nproc), "--json", *words],
-        cwd=REPO,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    """What it printed as JSON, on forked ranks."""
+    command = ["-m", "megatron_fspo", *_words(folder, *words)]
+    return _found(forked(command, nproc=nproc if nproc > 1 else 0))
+
+
+def _words(folder: Path, *words: str) -> list[str]:
+    place = ["--run.folder", str(folder), "--json"]
+    return ["calibrate", "--config", str(CONFIG), *SIZES, *place, *words]
+
+
+def _found(done: subprocess.CompletedProcess[str]) -> Any:
     assert done.returncode == 0, why(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -39,8 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Any:
+    """By the command, which starts its ranks."""
     words = ["--run.name", "noise", "--emulate", "blockwise", "tensorwise"]
-    return calibrate(folder, *words, "--rollout.top-p", "0.99")
+    words += ["--rollout.top-p", "0.99", "--nproc", "2"]
+    command = [sys.executable, "-m", "megatron_fspo", *_words(folder, *words)]
+    done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
+    return _found(done)
 
 
 def by_kind(found: Any) -> dict[tuple[str, str], Any]:

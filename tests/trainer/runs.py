@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import REPO, environment
+from launch import REPO, forked
 
 CONFIG = REPO / "examples/make_sum/run.toml"
 SMALL = (
@@ -21,25 +21,21 @@ SMALL = (
 PROGRAM = ("-m", "megatron_fspo")
 
 
-def command(
-    folder: Path, name: str, *extra: str, nproc: int = 2, program: Sequence[str] = PROGRAM
-) -> list[str]:
-    """``train`` of the small run on so many ranks, writing under ``folder``."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    base = [sys.executable, *(launcher if nproc > 1 else []), *program, "train", "--config", str(CONFIG)]
-    return [*base, "--run.folder", str(folder), "--run.name", name, *SMALL, *extra]
+def command(folder: Path, name: str, *extra: str, program: Sequence[str] = PROGRAM) -> list[str]:
+    """``train`` of the small run on two ranks, writing under ``folder``."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return [*launcher, *program, *train_words(folder, name, *extra)]
+
+
+def train_words(folder: Path, name: str, *extra: str) -> list[str]:
+    """The arguments of the program."""
+    place = ["--run.folder", str(folder), "--run.name", name]
+    return ["train", "--config", str(CONFIG), *place, *SMALL, *extra]
 
 
 def run(folder: Path, name: str, *extra: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
-    """Train to the end; output is captured."""
-    return subprocess.run(
-        command(folder, name, *extra, nproc=nproc),
-        cwd=REPO,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    """Train to the end, forked; output is captured."""
+    return forked([*PROGRAM, *train_words(folder, name, *extra)], nproc=nproc if nproc > 1 else 0)
 
 
 def rows(folder: Path, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamic_worker import BATCHES
-from launch import torchrun, why
+from launch import forked, why
 from runs import numbers, rows
 
 STEPS = 3
@@ -25,7 +25,7 @@ def train(
     folder: Path, name: str, *extra: str, steps: int = STEPS, die_in_step: int = 0, nproc: int = 2
 ) -> subprocess.CompletedProcess[str]:
     options = ("--run.steps", str(steps), "--checkpoint.every", "1", *COMMON, *DATA_PARALLEL, *extra)
-    return torchrun([str(WORKER), str(folder), name, str(die_in_step), *options], nproc=nproc)
+    return forked([str(WORKER), str(folder), name, str(die_in_step), *options], nproc=nproc)
 
 
 def batches(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -16,19 +16,20 @@ import psutil
 import pytest
 
 from kill_runs import Harness, Kill
-from launch import REPO, environment, torchrun, why
-from runs import command, numbers, rows, run
+from launch import REPO, environment, forked, torchrun, why
+from runs import PROGRAM, command, numbers, rows, run, train_words
 
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``whole``: an uninterrupted run of four steps, a checkpoint after each, tensor parallel 2."""
+    """``whole``: an uninterrupted run of four steps by torchrun, a checkpoint each, tensor parallel 2."""
     folder = tmp_path_factory.mktemp("runs")
-    result = run(folder, "whole", "--run.steps", str(STEPS), "--checkpoint.every", "1")
-    assert result.returncode == 0, why(result.stderr)
-    assert "transformers" in result.stdout and "report" in result.stdout
+    process = start(folder, "whole")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, why(err)
+    assert "transformers" in out and "report" in out
     return folder
 
 
@@ -174,9 +175,9 @@ def test_sigterm_saves_and_resume_continues(folder: Path) -> None:
 
 def stop_within(folder: Path, name: str, place: str, count: int) -> None:
     """A run that is asked to stop at a moment of ``stop_worker.py``."""
-    arguments = command(folder, name, "--run.steps", str(STEPS))
+    arguments = train_words(folder, name, "--run.steps", str(STEPS))
     worker = str(Path(__file__).with_name("stop_worker.py"))
-    stopped = torchrun([worker, place, str(count), *arguments[arguments.index("train") + 1 :]], nproc=2)
+    stopped = forked([worker, place, str(count), *arguments[1:]], nproc=2)
     assert stopped.returncode != 0 and "stopped by SIGTERM" in stopped.stdout, why(stopped.stderr)
 
 
@@ -259,8 +260,7 @@ def test_the_data_layout_does_not_change_the_run(folder: Path) -> None:
 
 @pytest.mark.parametrize("loss", ["rloo", "gspo", "grpo", "dapo"])
 def test_every_baseline_trains(tmp_path: Path, loss: str) -> None:
-    config = [part for part in command(tmp_path, loss, nproc=1) if part != "--loss.calibrate"]
-    config.remove("3")
+    config = [part for part in train_words(tmp_path, loss) if part not in ("--loss.calibrate", "3")]
     extra = "--parallel.tensor 1 --parallel.sequence false --run.steps 1 --evaluation.every 0".split()
     toml = tmp_path / "run.toml"
     source = (REPO / "examples/make_sum/run.toml").read_text()
@@ -268,7 +268,7 @@ def test_every_baseline_trains(tmp_path: Path, loss: str) -> None:
         source[: source.index("[loss]")] + f'[loss]\nname = "{loss}"\n\n' + source[source.index("[batch]") :]
     )
     config[config.index("--config") + 1] = str(toml)
-    result = subprocess.run([*config, *extra], cwd=REPO, env=environment(), capture_output=True, text=True)
+    result = forked([*PROGRAM, *config, *extra], nproc=0)
     assert result.returncode == 0, why(result.stderr)
     (row,) = rows(tmp_path, loss)
     assert (
@@ -278,7 +278,7 @@ def test_every_baseline_trains(tmp_path: Path, loss: str) -> None:
 
 def test_a_run_with_a_nan_sequence_goes_on_and_names_it(tmp_path: Path) -> None:
     worker = str(Path(__file__).with_name("nan_worker.py"))
-    result = torchrun([worker, str(tmp_path), "few", "1"], nproc=2)
+    result = forked([worker, str(tmp_path), "few", "1"], nproc=2)
     assert result.returncode == 0, why(result.stderr)
     training = [row for row in rows(tmp_path, "few") if row["step"] > 0]
     assert [row["fspo/nonfinite"] for row in training] == [0, 1, 0]
@@ -288,7 +288,7 @@ def test_a_run_with_a_nan_sequence_goes_on_and_names_it(tmp_path: Path) -> None:
 
 def test_a_run_with_too_many_nan_sequences_stops(tmp_path: Path) -> None:
     worker = str(Path(__file__).with_name("nan_worker.py"))
-    result = torchrun([worker, str(tmp_path), "many", "4"], nproc=2)
+    result = forked([worker, str(tmp_path), "many", "4"], nproc=2)
     assert result.returncode == 1
     assert "4 of 8 sequences of one optimizer step are not finite" in result.stderr
     assert [row["step"] for row in rows(tmp_path, "many")] == [0, 1]
@@ -321,7 +321,7 @@ def test_the_launch_script_says_so_without_gpus(tmp_path: Path) -> None:
 
 
 def test_the_plugin_needs_no_trainer() -> None:
-    result = torchrun(["examples/plugin_only/train.py"], nproc=2)
+    result = forked(["examples/plugin_only/train.py"], nproc=2)
     assert result.returncode == 0, why(result.stderr)
     gaps = [
         float(line.rsplit(maxsplit=1)[1]) for line in result.stdout.splitlines() if line.startswith("step")
@@ -330,16 +330,9 @@ def test_the_plugin_needs_no_trainer() -> None:
 
 
 def test_evaluate_scores_an_exported_checkpoint(folder: Path) -> None:
-    arguments = ["evaluate", "--config", str(folder / "whole/config.toml"), "--nproc", "2", "--json"]
+    arguments = ["evaluate", "--config", str(folder / "whole/config.toml"), "--json"]
     overrides = ["--model.checkpoint", str(folder / "whole/hf")]
-    result = subprocess.run(
-        [sys.executable, "-m", "megatron_fspo", *arguments, *overrides],
-        cwd=REPO,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    result = forked([*PROGRAM, *arguments, *overrides], nproc=2, timeout=200)
     assert result.returncode == 0, why(result.stderr)
     last = rows(folder, "whole")[-1]
     name = "val/validation/mean@2"

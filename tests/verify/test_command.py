@@ -13,16 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from launch import REPO, environment, torchrun, why
+from launch import REPO, environment, forked, torchrun, why
 from megatron_fspo.cli import main
 from megatron_fspo.verify.cases import LOSSES, SPLITS
 
 RUN = "examples/make_sum/run.toml"
 
 
-def verify(*arguments: str, program: tuple[str, ...] = ("-m", "megatron_fspo")) -> Any:
+def verify(
+    *arguments: str, program: tuple[str, ...] = ("-m", "megatron_fspo"), launch: Any = forked
+) -> subprocess.CompletedProcess[str]:
     """On two ranks."""
-    return torchrun([*program, "verify", *arguments], nproc=2)
+    done: subprocess.CompletedProcess[str] = launch([*program, "verify", *arguments], nproc=2)
+    return done
 
 
 def table_lines(output: str) -> list[list[str]]:
@@ -35,7 +38,7 @@ def table_lines(output: str) -> list[list[str]]:
 def three_layouts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """What is printed, and the JSON."""
     out = tmp_path_factory.mktemp("verify") / "verify.json"
-    done = verify("--layouts", "cp2", "tp2.sp", "pp2.vpp2", "--json", str(out))
+    done = verify("--layouts", "cp2", "tp2.sp", "pp2.vpp2", "--json", str(out), launch=torchrun)
     assert done.returncode == 0, done.stdout + why(done.stderr)
     return done.stdout, json.loads(out.read_text(encoding="utf-8"))
 
