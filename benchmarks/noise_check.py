@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,13 +58,12 @@ class Row:
         return gap - reach <= 0 <= gap + math.hypot(high - self.measured, self.predicted - below)
 
 
-def rows(first: Noise, second: Noise) -> Iterator[Row]:
+def rows(first: Noise, second: Noise, widths: Sequence[float]) -> Iterator[Row]:
     """Per width and group of lengths."""
     lengths = second.lengths
     sums = second.drift * lengths + lengths.sqrt() * second.residuals
     bins = length_bins(lengths, 4)
-    for width in (2.0, 1.0, 0.5):
-        c = width * first.sigma
+    for c in widths or [multiple * first.sigma for multiple in (2.0, 1.0, 0.5)]:
         predicted = first.clip_rates(lengths, FSPOBand(c_low=c, c_high=c))
         outside = sums.abs() > c * lengths.sqrt()
         for number in bins.unique().tolist():
@@ -86,12 +85,13 @@ def main() -> None:
     )
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
+    parser.add_argument("--c", type=float, nargs="+", default=[], help="widths, in place of those by sigma")
     arguments = parser.parse_args()
     first, second = read_calibration(arguments.first), read_calibration(arguments.second)
     found: list[Row] = []
     print("comparison                  c  tokens   responses  predicted  measured")
     for one, other in zip(first.comparisons, second.comparisons, strict=True):
-        for row in rows(one.noise(), other.noise()) if one.sigma[0] else ():
+        for row in rows(one.noise(), other.noise(), arguments.c) if one.sigma[0] else ():
             found.append(row)
             low, high = row.interval
             mark = "" if row.inside else " *" if row.consistent else " **"
