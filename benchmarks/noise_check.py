@@ -49,13 +49,19 @@ class Row:
         return low <= self.predicted <= high
 
     @property
-    def consistent(self) -> bool:
-        """Whether the two shares may be the same."""
+    def difference(self) -> tuple[float, float]:
+        """95% interval of the measured share less the predicted one."""
         low, high = self.interval
         below, above = wilson_interval(self.predicted, self.behind)
         gap = self.measured - self.predicted
-        reach = math.hypot(self.measured - low, above - self.predicted)
-        return gap - reach <= 0 <= gap + math.hypot(high - self.measured, self.predicted - below)
+        down = math.hypot(self.measured - low, above - self.predicted)
+        return gap - down, gap + math.hypot(high - self.measured, self.predicted - below)
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the two shares may be the same."""
+        low, high = self.difference
+        return low <= 0 <= high
 
 
 def rows(first: Noise, second: Noise, widths: Sequence[float]) -> Iterator[Row]:
