@@ -188,6 +188,7 @@ def _prepare_engine() -> None:
     import fake_tex
 
     if os.environ.get("FAKE_TEX") == "meta":  # only the package that has no kernels is installed
+        os.environ.pop("NVTE_PROJECT_BUILDING", None)  # from a process with another fake
         return
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # transformer_engine.common loads no shared library
     if os.environ.get("FAKE_TEX") != "missing":
