@@ -111,6 +111,7 @@ def _inputs(config: Any, backend: Any, clock: Any) -> Any:
         reward=reward,
         stop_token_ids=(STOP,),
         dtype=torch.bfloat16,
+        noise=None,
     )
 
 

@@ -215,7 +215,7 @@ def test_numbers_in_the_file_may_name_a_run(path: Path) -> None:
         ),
         (
             "--loss.drift wild",
-            "loss.drift = 'wild': input should be 'none', 'given', 'k3' or 'half_variance'",
+            "loss.drift = 'wild': input should be 'none', 'given', 'measured', 'k3' or 'half_variance'",
         ),
         ("--run.steps 0", "run.steps = 0: input should be greater than 0"),
         (
