@@ -35,7 +35,7 @@ from matplotlib.ticker import PercentFormatter
 from machine import ROOT, cpu
 from megatron_fspo.objective import length_reweighting_error
 from megatron_fspo.objective.fairness import length_bins
-from megatron_fspo.trainer.history import Array, History, Records, Series, read_records
+from megatron_fspo.report.history import Array, History, Records, Series, read_records
 
 DEMO = tomllib.loads((ROOT / "examples/make_sum/run.toml").read_text(encoding="utf-8"))
 EXPONENTS = {"fspo": 0.5, "rloo": 0.0, "gspo": 1.0}

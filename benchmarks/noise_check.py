@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.objective.noise import Noise
-from megatron_fspo.trainer.history import wilson_interval
+from megatron_fspo.report.history import wilson_interval
 from megatron_fspo.trainer.noise import read_calibration
 
 

@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 from machine import ROOT
 from megatron_fspo.config import Config
 from megatron_fspo.mcore.policy import Update
-from megatron_fspo.objective.policy import LossTerms
+from megatron_fspo.objective.losses import LossTerms
 from megatron_fspo.rollout.vllm.answers import MODEL, read_completion
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.types import Prompt

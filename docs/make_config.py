@@ -16,7 +16,7 @@ HEAD = """\
 # Configuration
 
 A run is one TOML file; `--section.key value` on the command line changes a key of it. A key that is not
-here is refused. Made by `make docs` from `megatron_fspo/config.py`.
+here is refused. Made by `make docs` from `megatron_fspo/config/`.
 """
 LIMITS = {"Gt": ("gt", ">"), "Ge": ("ge", "≥"), "Lt": ("lt", "<"), "Le": ("le", "≤")}
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_fspo import __version__
+from megatron_fspo.config.loading import describe_keys, load_config
 from megatron_fspo.console import exit_status, quiet_megatron
 from megatron_fspo.errors import InputError
-from megatron_fspo.options import describe_keys, load_config
 
 SHUTDOWN_SECONDS = "1800"
 """From SIGTERM to the kill, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise."""
@@ -243,7 +243,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     if not finished:
         return 143
     if os.environ.get("RANK", "0") == "0":
-        from megatron_fspo.trainer.report import write_report
+        from megatron_fspo.report.page import write_report
 
         print(_where(inputs.config.run_folder, write_report(inputs.config.run_folder)))
     return 0
@@ -317,7 +317,7 @@ def _serve(args: argparse.Namespace, _: list[str]) -> int:
 
 
 def _report(args: argparse.Namespace, _: list[str]) -> int:
-    from megatron_fspo.trainer.report import write_report
+    from megatron_fspo.report.page import write_report
 
     print(write_report(args.folder))
     return 0

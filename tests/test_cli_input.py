@@ -17,7 +17,7 @@ import torch
 
 from launch import REPO, environment
 from megatron_fspo.cli import main
-from megatron_fspo.options import legal_keys
+from megatron_fspo.config.loading import legal_keys
 
 CONFIG = "examples/make_sum/run.toml"
 CHECKPOINT = REPO / "examples/make_sum/checkpoint"

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from benchmarks import fairness
-from megatron_fspo.config_loss import FSPOLoss, GSPOLoss, RLOOLoss
+from megatron_fspo.config.losses import FSPOLoss, GSPOLoss, RLOOLoss
 from megatron_fspo.objective import FSPOBand, GSPOBand, RLOOBand
-from megatron_fspo.trainer.history import Records, read_records
+from megatron_fspo.report.history import Records, read_records
 
 SIGMA, CLIP_RATE = 0.02, 0.1
 

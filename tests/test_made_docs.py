@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from launch import REPO
-from megatron_fspo.options import legal_keys
+from megatron_fspo.config.loading import legal_keys
 
 PAGE = REPO / "docs/config.md"
 

@@ -14,10 +14,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_fspo.config import Config
-from megatron_fspo.config_correction import LengthFairGate, NoCorrection, SequenceMask
-from megatron_fspo.config_loss import FSPOLoss, GRPOLoss, RLOOLoss
+from megatron_fspo.config.correction import LengthFairGate, NoCorrection, SequenceMask
+from megatron_fspo.config.loading import describe_keys, legal_keys, load_config, save_config
+from megatron_fspo.config.losses import FSPOLoss, GRPOLoss, RLOOLoss
 from megatron_fspo.errors import InputError
-from megatron_fspo.options import describe_keys, legal_keys, load_config, save_config
 
 REQUIRED: dict[str, Any] = {
     "run": {"steps": 3},
@@ -73,7 +73,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     tied = {"run.name", "rollout.prompts", "rollout.max_response_tokens", "data.max_prompt_tokens"}
     tied |= {"batch.mini_batches", "batch.max_tokens", "model.layers", "loss.name"}
     tied |= {"parallel.sequence", "parallel.context", "parallel.virtual_pipeline"}
-    tied |= {"parallel.collective_seconds", "fp8.recipe"}
+    tied |= {"parallel.collective_seconds", "fp8.recipe", "loss.drift"}
     tied |= {"correction.name", "rollout.top_p", "rollout.old_log_probs", "rollout.max_staleness"}
     tree: dict[str, Any] = {section: dict(keys) for section, keys in REQUIRED.items()}
     tree["loss"], tree["correction"] = {"name": loss}, {"name": correction}

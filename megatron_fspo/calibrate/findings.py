@@ -11,12 +11,12 @@ from torch import Tensor
 from megatron_fspo import __version__
 from megatron_fspo.calibrate.passes import Difference, Measured
 from megatron_fspo.config import Config
-from megatron_fspo.config_loss import FSPOLoss
+from megatron_fspo.config.losses import FSPOLoss
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.objective import ClipBand, FSPOBand
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.objective.noise import estimate, noise_of, two_sigma
-from megatron_fspo.trainer.history import wilson_interval
+from megatron_fspo.report.history import wilson_interval
 from megatron_fspo.trainer.noise import (
     AtLength,
     Calibration,

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from megatron_fspo.calibrate.table import SAID, interval, name, number
+from megatron_fspo.report.page import template
+from megatron_fspo.report.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, legend, picture
 from megatron_fspo.trainer.noise import Calibration, NoiseRecord
-from megatron_fspo.trainer.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, legend, picture
-from megatron_fspo.trainer.report import template
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
 

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from megatron_fspo.calibrate.responses import Row, as_rollout, groups_of
 from megatron_fspo.config import Config
-from megatron_fspo.config_fp8 import BF16, FP8
-from megatron_fspo.config_loss import FSPOLoss
+from megatron_fspo.config.fp8 import BF16, FP8
+from megatron_fspo.config.losses import FSPOLoss
 from megatron_fspo.mcore.emulate import emulate_fp8
 from megatron_fspo.mcore.hf_weights import export_hf, load_hf
 from megatron_fspo.mcore.policy import Model
+from megatron_fspo.mismatch.measure import per_sample
 from megatron_fspo.packing.batch import MicroBatch, padded_length
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.begin import roll_out, with_packs
 from megatron_fspo.trainer.build import Training, build
-from megatron_fspo.trainer.mismatch import per_sample
 from megatron_fspo.trainer.noise import own_precision
 from megatron_fspo.trainer.optimize import optimize
 from megatron_fspo.trainer.prepare import Inputs

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_fspo.config_fp8 import FP8
+from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.mcore.fp8 import LINEARS
 from megatron_fspo.mcore.fp8_values import through_fp8
 from megatron_fspo.mcore.model import layer_offset

@@ -16,7 +16,7 @@ from megatron.core.fp8_utils import is_first_last_bf16_layer
 from torch.nn import Module
 
 from megatron_fspo.config import Parallel
-from megatron_fspo.config_fp8 import FP8
+from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.mcore.backend import Backend
 from megatron_fspo.mcore.engine import fp8_problems

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_fspo.config import Parallel
-from megatron_fspo.config_fp8 import BF16, FP8
+from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import Backend
 from megatron_fspo.weights import Architecture, check_tensor_parallel, has_parameter

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_fspo import config as options
-from megatron_fspo.config_fp8 import BF16, FP8
+from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.backend import Backend
 from megatron_fspo.mcore.model import (

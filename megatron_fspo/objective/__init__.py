@@ -41,7 +41,7 @@ from megatron_fspo.objective.calibration import (
 )
 from megatron_fspo.objective.correction import length_fair_gate, truncated_weight, within_ratio
 from megatron_fspo.objective.fairness import LengthBin, LengthReweightingError, length_reweighting_error
-from megatron_fspo.objective.policy import PolicyObjective, SequenceLevel, TokenLevel
+from megatron_fspo.objective.losses import PolicyObjective, SequenceLevel, TokenLevel
 from megatron_fspo.objective.surrogate import Surrogate, sequence_surrogate
 from megatron_fspo.objective.token_level import TokenSurrogate, aggregation_weight, token_surrogate
 

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from megatron_fspo.config import Config
+from megatron_fspo.config.loading import load_config, save_config
 from megatron_fspo.errors import InputError
-from megatron_fspo.options import load_config, save_config
 
 _CHECKPOINT = re.compile(r"step_(\d+)(?:\+(\d+))?")
 

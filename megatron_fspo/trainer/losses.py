@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fspo.config_loss import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
+from megatron_fspo.config.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
 from megatron_fspo.errors import InputError
 from megatron_fspo.objective import (
     BandCalibrator,
@@ -24,8 +24,8 @@ from megatron_fspo.objective import (
     drift_from_kl,
     drift_from_sigma,
 )
+from megatron_fspo.objective.losses import PolicyObjective, SequenceLevel, TokenLevel
 from megatron_fspo.objective.noise import Noise
-from megatron_fspo.objective.policy import PolicyObjective, SequenceLevel, TokenLevel
 
 
 class LossState:

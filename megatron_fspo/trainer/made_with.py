@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_fspo.config import Config
-from megatron_fspo.config_fp8 import BF16, FP8
+from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.errors import InputError
 from megatron_fspo.trainer.batches import no_term_but_the_policy_gradient
 

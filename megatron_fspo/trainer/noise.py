@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_fspo.config import Config
-from megatron_fspo.config_loss import FSPOLoss
+from megatron_fspo.config.losses import FSPOLoss
 from megatron_fspo.errors import InputError
 from megatron_fspo.objective import FSPOBand, PolicyObjective, SequenceLevel
 from megatron_fspo.objective.noise import Estimate, Noise

@@ -10,16 +10,16 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.policy import Update
 from megatron_fspo.mcore.policy_loss import PolicyLoss
+from megatron_fspo.mismatch.alarm import FP8_LIMIT, LIMIT, FreshTokens, Setting, check_mismatch
+from megatron_fspo.mismatch.correction import correct
+from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
-from megatron_fspo.trainer.alarm import FP8_LIMIT, LIMIT, FreshTokens, Setting, check_mismatch
 from megatron_fspo.trainer.batches import split
 from megatron_fspo.trainer.build import Training
-from megatron_fspo.trainer.correction import correct
 from megatron_fspo.trainer.losses import LossState
-from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.noise import noise_metrics
 from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
 from megatron_fspo.trainer.rollout import Rollout

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.objective import fit_exponent, length_reweighting_error, sigma_hat
-from megatron_fspo.objective.policy import LossTerms
+from megatron_fspo.objective.losses import LossTerms
 from megatron_fspo.packing.batch import MicroBatch
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.config import Config, Parallel
-from megatron_fspo.config_loss import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
+from megatron_fspo.config.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
 from megatron_fspo.packing.pack import PackLayout, Plan
 from megatron_fspo.packing.plan import attention_costs, plan_micro_batches
 from megatron_fspo.types import Completion, Prompt, Sample

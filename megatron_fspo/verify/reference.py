@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fspo.config_loss import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig
+from megatron_fspo.config.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig
 from megatron_fspo.types import Sample
 from megatron_fspo.verify.reference_model import log_probs_and_entropy
 from megatron_fspo.weights import Architecture

@@ -10,7 +10,7 @@ from launch import REPO
 from megatron_fspo.calibrate.findings import findings
 from megatron_fspo.calibrate.passes import Difference, Kind, Measured
 from megatron_fspo.config import Config
-from megatron_fspo.options import load_config
+from megatron_fspo.config.loading import load_config
 from megatron_fspo.trainer.noise import Calibration
 
 SIGMA = {"updates": 0.04, "sampler": 0.01}

@@ -14,14 +14,14 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_fspo import config as options
-from megatron_fspo.config_fp8 import BF16, FP8
+from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.engine import engine_problem
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
-from megatron_fspo.objective.policy import SequenceLevel
+from megatron_fspo.objective.losses import SequenceLevel
 from megatron_fspo.packing.pack import Packs, pack
 from megatron_fspo.parallel.groups import pack_layout
 from megatron_fspo.parallel.metrics import gather_lists

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from logprob_head import VARIANTS
 from megatron_fspo.config import Parallel
-from megatron_fspo.config_fp8 import FP8
+from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.engine import attention_backend

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fspo.config_fp8 import FP8
+from megatron_fspo.config.fp8 import FP8
 
 pytestmark = pytest.mark.gpu
 

@@ -16,6 +16,7 @@ from backend import BACKEND, LAYERS
 from cases import TEMPERATURE, samples
 from launch import REPO
 from megatron_fspo import config as options
+from megatron_fspo.config.loading import load_config
 from megatron_fspo.mcore import policy as policy_module
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.hf_weights import load_hf
@@ -23,7 +24,6 @@ from megatron_fspo.mcore.model import layer_offset
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import start, stop
-from megatron_fspo.options import load_config
 from megatron_fspo.trainer.evaluate import evaluate_checkpoint
 from megatron_fspo.trainer.prepare import prepare
 from megatron_fspo.weights import read_architecture, resolve

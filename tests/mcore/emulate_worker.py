@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_fspo.config import Parallel
-from megatron_fspo.config_fp8 import FP8
+from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.emulate import emulate_fp8
 from megatron_fspo.mcore.fp8_values import through_fp8

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fspo.config import Parallel
-from megatron_fspo.config_fp8 import FP8
+from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.packing.pack import pack
 from megatron_fspo.packing.sequences import Sequences
 from megatron_fspo.parallel.groups import ParallelGroups, pack_layout

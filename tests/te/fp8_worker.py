@@ -22,7 +22,7 @@ from transformer_engine.pytorch import autocast
 import checkpoint_checks as checks
 from cases import SHAPES, TEMPERATURE, samples
 from megatron_fspo import config as options
-from megatron_fspo.config_fp8 import FP8
+from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
@@ -34,7 +34,7 @@ from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
-from megatron_fspo.objective.policy import SequenceLevel
+from megatron_fspo.objective.losses import SequenceLevel
 from megatron_fspo.packing.pack import Packs, pack
 from megatron_fspo.parallel.groups import pack_layout
 from megatron_fspo.parallel.metrics import gather_lists, share

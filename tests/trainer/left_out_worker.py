@@ -18,25 +18,25 @@ from torch import Tensor
 
 from by_layout import write_by_layout
 from megatron_fspo.config import Batch
-from megatron_fspo.config_correction import (
+from megatron_fspo.config.correction import (
     CorrectionConfig,
     LengthFairGate,
     SequenceMask,
     SequenceTIS,
     TokenTIS,
 )
-from megatron_fspo.config_fp8 import BF16
-from megatron_fspo.config_loss import DAPOLoss, FSPOLoss, GRPOLoss, PolicyLossConfig
+from megatron_fspo.config.fp8 import BF16
+from megatron_fspo.config.losses import DAPOLoss, FSPOLoss, GRPOLoss, PolicyLossConfig
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.startup import start
+from megatron_fspo.mismatch.correction import correct
+from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.trainer import batches
-from megatron_fspo.trainer.correction import correct
 from megatron_fspo.trainer.losses import LossState
-from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages
 from megatron_fspo.trainer.sampling import is_first_of_copy
 from megatron_fspo.types import Completion, Prompt

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megatron_fspo.config import Config
-from megatron_fspo.options import save_config
-from megatron_fspo.trainer.history import (
+from megatron_fspo.config.loading import save_config
+from megatron_fspo.report.history import (
     Records,
 )
 from megatron_fspo.trainer.log import RunLog

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_fspo.config import Parallel
-from megatron_fspo.config_fp8 import BF16
+from megatron_fspo.config.fp8 import BF16
 from megatron_fspo.packing.batch import StepTotals
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_fspo.config import Config
+from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import InputError
-from megatron_fspo.options import load_config
 from megatron_fspo.trainer.folder import (
     checkpoint_folder,
     checkpoint_to_resume,

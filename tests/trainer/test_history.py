@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fspo.trainer import pictures
-from megatron_fspo.trainer.history import (
+from megatron_fspo.report import pictures
+from megatron_fspo.report.history import (
     History,
     Records,
     clip_rates,
@@ -16,7 +16,7 @@ from megatron_fspo.trainer.history import (
     read_records,
     wilson_interval,
 )
-from megatron_fspo.trainer.report import write_report
+from megatron_fspo.report.page import write_report
 from report_runs import make_config, read_page, records_from, write_run
 
 

@@ -11,7 +11,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from megatron_fspo.config_loss import PolicyLossConfig
+from megatron_fspo.config.losses import PolicyLossConfig
 from megatron_fspo.errors import InputError
 from megatron_fspo.objective import (
     ConstantDualClip,
@@ -21,7 +21,7 @@ from megatron_fspo.objective import (
     RLOOBand,
     sigma_hat,
 )
-from megatron_fspo.objective.policy import SequenceLevel, TokenLevel
+from megatron_fspo.objective.losses import SequenceLevel, TokenLevel
 from megatron_fspo.trainer.losses import LossState
 
 LENGTHS = torch.tensor([1, 10, 100, 1000])

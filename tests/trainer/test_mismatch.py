@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_fspo.trainer.mismatch import measure
+from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.types import Sample
 from mismatch_cases import ALONE, PACKS, packed, responses
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from launch import REPO, why
-from megatron_fspo.options import load_config
+from megatron_fspo.config.loading import load_config
 from megatron_fspo.trainer.optimize import needs_old_pass
 from runs import CONFIG, rows, run
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from calibrations import DRIFT, calibration, config
-from megatron_fspo.config_loss import FSPOLoss
+from megatron_fspo.config.losses import FSPOLoss
 from megatron_fspo.errors import InputError
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
-from megatron_fspo.objective.policy import SequenceLevel
+from megatron_fspo.objective.losses import SequenceLevel
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.noise import noise_metrics, noise_of_run
 from megatron_fspo.trainer.records import SequenceRecord

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fspo.objective.policy import LossTerms
+from megatron_fspo.objective.losses import LossTerms
 from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
 from megatron_fspo.types import Completion, Prompt, Sample
 from packs import collate

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fspo.config_correction import (
+from megatron_fspo.config.correction import (
     CorrectionConfig,
     LengthFairGate,
     NoCorrection,
@@ -21,13 +21,13 @@ from megatron_fspo.config_correction import (
     TokenTIS,
 )
 from megatron_fspo.mcore.policy_loss import PolicyLoss
+from megatron_fspo.mismatch.correction import correct
+from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.objective import FSPOBand
-from megatron_fspo.objective.policy import PolicyObjective, SequenceLevel, TokenLevel
+from megatron_fspo.objective.losses import PolicyObjective, SequenceLevel, TokenLevel
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.trainer.correction import correct
-from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.records import SequenceRecord, records_of
 from mismatch_cases import ALONE, LENGTHS, PACKS, packed, responses
 

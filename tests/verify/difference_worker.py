@@ -20,22 +20,22 @@ import torch.distributed as dist
 from patching import Patch, wrap
 from torch import Tensor
 
-from megatron_fspo.config_correction import LengthFairGate
-from megatron_fspo.config_loss import FSPOLoss
+from megatron_fspo.config.correction import LengthFairGate
+from megatron_fspo.config.losses import FSPOLoss
 from megatron_fspo.mcore import policy_loss
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import join, start, stop
+from megatron_fspo.mismatch import correction
+from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.objective import BandCalibrator, surrogate, token_level
 from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.rollout import embedded
 from megatron_fspo.rollout.embedded import EmbeddedEngine
-from megatron_fspo.trainer import correction
 from megatron_fspo.trainer.losses import LossState
-from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.optimize import observe
 from megatron_fspo.trainer.records import SequenceRecord
 from megatron_fspo.types import Prompt, SamplingParams

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fspo.mcore import policy, policy_loss
 from megatron_fspo.objective import FSPOBand, surrogate
-from megatron_fspo.objective import policy as objectives
+from megatron_fspo.objective import losses as objectives
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.trainer.losses import LossState

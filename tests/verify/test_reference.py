@@ -12,9 +12,9 @@ import torch
 from reference_rows import SHAPES, load, random_rows, relative_error, samples
 from torch import Tensor
 
-from megatron_fspo.config_loss import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
+from megatron_fspo.config.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
 from megatron_fspo.objective import aggregation_weight, sequence_surrogate, token_surrogate
-from megatron_fspo.objective.policy import SequenceLevel, TokenLevel
+from megatron_fspo.objective.losses import SequenceLevel, TokenLevel
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.verify.reference import Scores, forward, reference
 from megatron_fspo.verify.reference_model import log_probs_and_entropy

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fspo.config_correction import (
+from megatron_fspo.config.correction import (
     CorrectionConfig,
     LengthFairGate,
     NoCorrection,
@@ -23,13 +23,13 @@ from megatron_fspo.config_correction import (
     SequenceTIS,
     TokenTIS,
 )
+from megatron_fspo.mismatch.measure import Mismatch, per_sample, token_deltas
 from megatron_fspo.objective import length_fair_gate, truncated_weight, within_ratio
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.trainer.mismatch import Mismatch, per_sample, token_deltas
 
 
 def correct(

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from megatron_fspo.config_section import Section, Share, UnitInterval
+from megatron_fspo.config.section import Section, Share, UnitInterval
 
 
 class Loss(Section):

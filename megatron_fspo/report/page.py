@@ -1,6 +1,6 @@
 """``report/index.html`` of a run: one file with everything in it, for the engineer who reads it afterwards.
 
-Numbers come from ``history``, drawings from ``pictures``, and the sentences about them from ``report.html``.
+Numbers come from ``history``, drawings from ``pictures``, and the sentences about them from ``page.html``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pydantic import BaseModel
 
 from megatron_fspo import __version__
 from megatron_fspo.config import Config
-from megatron_fspo.config_loss import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, RLOOLoss
+from megatron_fspo.config.loading import load_config
+from megatron_fspo.config.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, RLOOLoss
 from megatron_fspo.objective import ClipBand, FSPOBand, GSPOBand, LengthReweightingError, RLOOBand
-from megatron_fspo.options import load_config
-from megatron_fspo.trainer import pictures
-from megatron_fspo.trainer.history import (
+from megatron_fspo.report import pictures
+from megatron_fspo.report.history import (
     History,
     Records,
     Series,
@@ -30,7 +30,7 @@ from megatron_fspo.trainer.history import (
     pooled_lre,
     read_records,
 )
-from megatron_fspo.trainer.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, Line
+from megatron_fspo.report.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, Line
 
 _WINDOW = 5
 """Steps behind each number of the table."""
@@ -110,7 +110,7 @@ def write_report(folder: Path) -> Path:
 def _render(found: Findings, config_text: str) -> str:
     tail, last, band = found.records.tail(_TAIL, _WINDOW), found.records.tail(0.0, 1), found.band()
     svgs = _learning(found.history) | _clipping(found, tail, last, band) | _health(found.history)
-    return template(Path(__file__).with_name("report.html")).render(
+    return template(Path(__file__).with_name("page.html")).render(
         found=found,
         config=found.config,
         facts=facts(found),

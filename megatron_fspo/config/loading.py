@@ -12,7 +12,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_fspo.config import Config
+from megatron_fspo.config.schema import Config
 from megatron_fspo.errors import InputError
 
 

@@ -1,8 +1,8 @@
 """An alarm when sampler and trainer differ more than kernels and precision explain, with the likeliest cause.
 
 Only tokens of the trainer's present weights are looked at: with older ones Δ includes what the updates since
-have changed (weights older than allowed stop the run, see :mod:`.ahead`). Each cause is a test
-that the others fail:
+have changed (the trainer stops where weights are older than allowed). Each cause is a test that the others
+fail:
 
 * log-probs before the temperature, or at another one: scored at that temperature, the difference vanishes;
 * a cut vocabulary (top-p, top-k), renormalised: Δ is the log of the mass kept, so never above 0;
@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fspo.mismatch.measure import token_deltas
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists
-from megatron_fspo.trainer.mismatch import token_deltas
 
 LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Largest mean |Δ| of a sound run, in nats. Others report 0.011 between Megatron and vLLM in bfloat16."""

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megatron_fspo.objective import ClipBand, LengthReweightingError
-from megatron_fspo.trainer.history import Array, BinRates, Records, Series, wilson_interval
+from megatron_fspo.report.history import Array, BinRates, Records, Series, wilson_interval
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#6b7280"
 

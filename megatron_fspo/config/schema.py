@@ -1,7 +1,7 @@
 """The configuration of a run: every key, its default, and what is legal.
 
-A run is one TOML file plus ``--section.key value`` overrides (see :mod:`megatron_fspo.options`). Nothing
-else steers it: no environment variables, no flags hidden in code. Unknown keys are refused.
+A run is one TOML file plus ``--section.key value`` overrides (see :mod:`.loading`). Nothing else steers it:
+no environment variables, no flags hidden in code. Unknown keys are refused.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_fspo.config_correction import CorrectionConfig, NoCorrection
-from megatron_fspo.config_fp8 import FP8
-from megatron_fspo.config_loss import FSPOLoss, PolicyLossConfig
-from megatron_fspo.config_section import Section, UnitInterval
+from megatron_fspo.config.correction import CorrectionConfig, NoCorrection
+from megatron_fspo.config.fp8 import FP8
+from megatron_fspo.config.losses import FSPOLoss, PolicyLossConfig
+from megatron_fspo.config.section import Section, UnitInterval
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
 
