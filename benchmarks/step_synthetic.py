@@ -155,6 +155,7 @@ class Model:
             terms = LossTerms(
                 log_ratio_sum=torch.linspace(-1, 1, count),
                 weight=torch.zeros(0),
+                ratio=zero,
                 objective=torch.zeros(()),
                 clipped_low=zero,
                 clipped_high=zero,
@@ -189,7 +190,7 @@ def run_of(inputs: Any, groups: Any, clock: Clock) -> Any:
         stopping=lambda: False,
         scoring=None,
         log=Log(),
-        loss=LossState(inputs.config.loss),
+        loss=LossState(inputs.config.loss, longest=inputs.config.rollout.max_response_tokens),
         timings={},
         step=1,
     )

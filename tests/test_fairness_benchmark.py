@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import fairness
-from megatron_fspo.config.losses import FSPOLoss, GSPOLoss, RLOOLoss
+from megatron_fspo.losses import FSPOLoss, GSPOLoss, RLOOLoss
 from megatron_fspo.objective import FSPOBand, GSPOBand, RLOOBand
 from megatron_fspo.report.history import Records, read_records
 

@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 from megatron_fspo.config import Config
 from megatron_fspo.config.correction import LengthFairGate, NoCorrection, SequenceMask
 from megatron_fspo.config.loading import describe_keys, legal_keys, load_config, save_config
-from megatron_fspo.config.losses import FSPOLoss, GRPOLoss, RLOOLoss
 from megatron_fspo.errors import InputError
+from megatron_fspo.losses import FSPOLoss, GRPOLoss, RLOOLoss
 
 REQUIRED: dict[str, Any] = {
     "run": {"steps": 3},

@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron_fspo import __version__
 from megatron_fspo.calibrate.passes import Difference, Measured
 from megatron_fspo.config import Config
-from megatron_fspo.config.losses import FSPOLoss
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.objective import ClipBand, FSPOBand
+from megatron_fspo.losses import FSPOLoss
+from megatron_fspo.objective import ClipBand
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.objective.noise import estimate, noise_of, two_sigma
 from megatron_fspo.report.history import wilson_interval
@@ -49,10 +49,10 @@ def band_of_run(config: Config) -> Band:
     loss = config.loss
     if not isinstance(loss, FSPOLoss):
         raise InputError(f"calibrate measures the noise in FSPO's band; loss.name is {loss.name}")
-    drift = loss.drift_value if loss.drift == "given" else 0.0
-    band = FSPOBand(c_low=loss.c_low, c_high=loss.c_high, drift=drift, exponent=loss.exponent)
+    band = loss.band()
     words = (
-        f"c_low = {loss.c_low:g}, c_high = {loss.c_high:g}, exponent = {loss.exponent:g}, drift = {drift:g}"
+        f"c_low = {band.c_low:g}, c_high = {band.c_high:g}, exponent = {band.exponent:g}, "
+        f"drift = {band.drift:g}"
     )
     return Band(band=band, words=words)
 

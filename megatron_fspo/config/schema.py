@@ -13,8 +13,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from megatron_fspo.config.correction import CorrectionConfig, NoCorrection
 from megatron_fspo.config.fp8 import FP8
-from megatron_fspo.config.losses import FSPOLoss, PolicyLossConfig
-from megatron_fspo.config.section import Section, UnitInterval
+from megatron_fspo.losses import FSPOLoss, PolicyLossConfig
+from megatron_fspo.section import Section, UnitInterval
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
 
@@ -256,6 +256,12 @@ class Config(Section):
         """Where this run writes."""
         return self.run.folder / self.run.name
 
+    @property
+    def off_policy_updates(self) -> int:
+        """Optimizer steps per rollout before which S need not be 0."""
+        updates = self.batch.mini_batches * self.batch.epochs
+        return updates if self.rollout.old_log_probs == "sampled" else updates - 1
+
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:
         if self.rollout.prompts % self.batch.mini_batches:
@@ -293,8 +299,22 @@ class Config(Section):
             )
         self._check_sampled_log_probs()
         self._check_drift()
+        self._check_moving_band()
         self.fp8.check(dtype=self.model.dtype, layers=self.model.layers, backend=self.model.backend)
         return self
+
+    def _check_moving_band(self) -> None:
+        """What a run learns of its band, it learns from off-policy updates."""
+        loss = self.loss
+        if not isinstance(loss, FSPOLoss) or self.off_policy_updates:
+            return
+        learned = {"calibrate": loss.calibrate > 0, "drift": loss.drift in ("k3", "half_variance")}
+        for key in (key for key, asked in learned.items() if asked):
+            raise ValueError(
+                f"loss.{key} = {getattr(loss, key)} has nothing to measure: with one optimizer step per "
+                "rollout S is always 0. It needs batch.mini_batches * batch.epochs > 1, or "
+                "rollout.old_log_probs = sampled"
+            )
 
     def _check_drift(self) -> None:
         if not isinstance(self.loss, FSPOLoss) or self.loss.drift != "measured":

@@ -40,7 +40,12 @@ from megatron_fspo.objective.calibration import (
     sigma_hat,
 )
 from megatron_fspo.objective.correction import length_fair_gate, truncated_weight, within_ratio
-from megatron_fspo.objective.fairness import LengthBin, LengthReweightingError, length_reweighting_error
+from megatron_fspo.objective.fairness import (
+    LengthBin,
+    LengthReweightingError,
+    effective_sample_size,
+    length_reweighting_error,
+)
 from megatron_fspo.objective.losses import PolicyObjective, SequenceLevel, TokenLevel
 from megatron_fspo.objective.surrogate import Surrogate, sequence_surrogate
 from megatron_fspo.objective.token_level import TokenSurrogate, aggregation_weight, token_surrogate
@@ -64,6 +69,7 @@ __all__ = [
     "aggregation_weight",
     "drift_from_kl",
     "drift_from_sigma",
+    "effective_sample_size",
     "fit_exponent",
     "group_normalized_advantages",
     "k3_kl",

@@ -124,6 +124,16 @@ def length_reweighting_error(
     )
 
 
+def effective_sample_size(weights: Tensor) -> float:
+    """(Σ w)² / (N Σ w²) of weights w [N], at least 0: the share of N that equal weights would need to be.
+
+    1 where all are equal, 1/N where one has everything; nan without any weight above 0. Source: Kish (1965).
+    """
+    scaled = weights.detach().double() / weights.max().clamp(min=1e-300)  # squares do not overflow
+    squares = scaled.square().sum().item()
+    return scaled.sum().item() ** 2 / (len(weights) * squares) if squares else math.nan
+
+
 def length_bins(lengths: Tensor, num_bins: int) -> Tensor:
     """Bin of each sequence [N], int64 from 0 without gaps: length quantiles, equal lengths in one bin."""
     if len(lengths) == 0:

@@ -6,16 +6,22 @@ a trainer minimises ``-Σ_t weight_t · logp_t / N`` and no gradient has to cros
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_fspo.objective.band import ClipBand, DualClip
 from megatron_fspo.objective.surrogate import sequence_surrogate
-from megatron_fspo.objective.token_level import aggregation_weight, token_surrogate
+from megatron_fspo.objective.token_level import (
+    Aggregation,
+    TokenSurrogate,
+    aggregation_weight,
+    token_surrogate,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,9 @@ class LossTerms:
     """[n] S: the sum of the log-ratios over the whole response, in nats."""
     weight: Tensor
     """[t] N · dJ / dlogp_t, 0 outside the mask and where clipped."""
+    ratio: Tensor
+    """[n] the importance weight in the sequence's gradient, 0 where a clip acts; NaN where tokens have their
+    own."""
     objective: Tensor
     """[] Σ over this micro-batch such that J = Σ over all micro-batches and ranks / N."""
     clipped_low: Tensor
@@ -82,21 +91,29 @@ class SequenceLevel:
 
     band: ClipBand
     dual_clip: DualClip | None = None
+    temper: float = 0.0
+    """b of the importance weight exp(S / L^b); 0 leaves it as it is."""
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         (log_ratio_sum,) = inputs.sequence_sums(inputs.log_ratio[None])
         terms = sequence_surrogate(
-            log_ratio_sum, inputs.lengths, inputs.advantages, self.band, dual_clip=self.dual_clip
+            log_ratio_sum,
+            inputs.lengths,
+            inputs.advantages,
+            self.band,
+            dual_clip=self.dual_clip,
+            temper=self.temper,
         )
         sides = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
         flags = [flag.to(log_ratio_sum) for flag in (*sides, terms.out_of_band, terms.nonfinite)]
-        columns = torch.stack([log_ratio_sum, terms.weight, terms.objective, *flags])
-        log_ratio_sum, weight, objective, low, high, dual, out, broken = inputs.decided(columns)
+        columns = torch.stack([log_ratio_sum, terms.weight, terms.ratio, terms.objective, *flags])
+        log_ratio_sum, weight, ratio, objective, low, high, dual, out, broken = inputs.decided(columns)
         # Context-parallel ranks each hold some tokens of a sequence but all of its S: count J_i by tokens.
         share = _local_tokens(inputs) / inputs.lengths.clamp(min=1)
         return LossTerms(
             log_ratio_sum=log_ratio_sum,
             weight=torch.where(inputs.mask, _per_token(weight, inputs), 0.0),
+            ratio=ratio,
             objective=(objective * share).sum(),
             clipped_low=low,
             clipped_high=high,
@@ -116,7 +133,7 @@ class TokenLevel:
 
     eps_low: float
     eps_high: float
-    aggregation: Literal["sequence-mean", "token-mean"]
+    aggregation: Aggregation
     dual_clip_ratio: float | None = None
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
@@ -127,38 +144,44 @@ class TokenLevel:
             eps_high=self.eps_high,
             dual_clip_ratio=self.dual_clip_ratio,
         )
-        flags = (
-            terms.nonfinite,
-            terms.clipped_low,
-            terms.clipped_high,
-            terms.dual_clipped,
-            terms.out_of_band,
-        )
-        columns = torch.stack([inputs.log_ratio, *(flag.to(inputs.log_ratio.dtype) for flag in flags)])
-        log_ratio_sum, nonfinite, low, high, dual, out = inputs.sequence_sums(columns)
-        # One token that is not finite drops its sequence: half a response is another response.
-        broken = (nonfinite > 0) | ~torch.isfinite(log_ratio_sum)
-        kept = inputs.mask & ~_per_token(broken, inputs)
-        # A step whose responses are all empty has no token to weigh.
-        scale = inputs.num_sequences * aggregation_weight(
-            self.aggregation,
-            _per_token(inputs.lengths.to(inputs.log_ratio.dtype), inputs),
-            num_sequences=max(inputs.num_sequences, 1),
-            num_tokens=max(inputs.num_tokens, 1),
-        )
-        low, high, dual, out = (
-            torch.where(broken, 0.0, count / inputs.lengths.clamp(min=1)) for count in (low, high, dual, out)
-        )
-        return LossTerms(
-            log_ratio_sum=log_ratio_sum,
-            weight=torch.where(kept, terms.weight * scale, 0.0),
-            objective=torch.where(kept, terms.objective * scale, 0.0).sum(),
-            clipped_low=low,
-            clipped_high=high,
-            dual_clipped=dual,
-            out_of_band=out > 0,
-            nonfinite=broken,
-        )
+        return weigh_tokens(inputs, terms, self.aggregation)
+
+
+def weigh_tokens(inputs: LossInputs, terms: TokenSurrogate, aggregation: Aggregation) -> LossTerms:
+    """From what a token-level loss says of each token [t] to what the step makes of it."""
+    flags = (
+        terms.nonfinite,
+        terms.clipped_low,
+        terms.clipped_high,
+        terms.dual_clipped,
+        terms.out_of_band,
+    )
+    columns = torch.stack([inputs.log_ratio, *(flag.to(inputs.log_ratio.dtype) for flag in flags)])
+    log_ratio_sum, nonfinite, low, high, dual, out = inputs.sequence_sums(columns)
+    # One token that is not finite drops its sequence: half a response is another response.
+    broken = (nonfinite > 0) | ~torch.isfinite(log_ratio_sum)
+    kept = inputs.mask & ~_per_token(broken, inputs)
+    # A step whose responses are all empty has no token to weigh.
+    scale = inputs.num_sequences * aggregation_weight(
+        aggregation,
+        _per_token(inputs.lengths.to(inputs.log_ratio.dtype), inputs),
+        num_sequences=max(inputs.num_sequences, 1),
+        num_tokens=max(inputs.num_tokens, 1),
+    )
+    low, high, dual, out = (
+        torch.where(broken, 0.0, count / inputs.lengths.clamp(min=1)) for count in (low, high, dual, out)
+    )
+    return LossTerms(
+        log_ratio_sum=log_ratio_sum,
+        weight=torch.where(kept, terms.weight * scale, 0.0),
+        ratio=torch.full_like(log_ratio_sum, math.nan),
+        objective=torch.where(kept, terms.objective * scale, 0.0).sum(),
+        clipped_low=low,
+        clipped_high=high,
+        dual_clipped=dual,
+        out_of_band=out > 0,
+        nonfinite=broken,
+    )
 
 
 def _per_token(values: Tensor, inputs: LossInputs) -> Tensor:

@@ -30,6 +30,8 @@ class Surrogate:
     """J_i. The batch objective is Σ J_i / N."""
     weight: Tensor
     """dJ_i/dS_i, exactly 0 where a clip acts: the gradient of J_i is weight_i·∇S_i."""
+    ratio: Tensor
+    """Importance weight, a factor of ``weight``: exp(scale·S), or its tempered form; 0 where a clip acts."""
     clipped_low: Tensor
     """bool: A < 0 and S below the band."""
     clipped_high: Tensor
@@ -60,6 +62,7 @@ def sequence_surrogate(
     advantages: Tensor,
     band: ClipBand,
     dual_clip: DualClip | None = None,
+    temper: float = 0.0,
 ) -> Surrogate:
     """PPO's pessimistic minimum on one importance ratio per sequence.
 
@@ -69,20 +72,27 @@ def sequence_surrogate(
         J = max(J, exp(scale·bound)·A)                           if A < 0 and there is a dual clip
         weight = dJ/dS = scale·exp(s)·A, or 0 where a clip acts
 
+    Over thousands of tokens exp(s) spreads so far that few sequences carry the gradient. A ``temper`` b > 0
+    (ours) makes its weight scale·exp(s/L^b)·A, with the same clip decisions and the same gradient at S = 0:
+    J is the integral of that weight, L^b·exp(s/L^b) − L^b + 1 in the place of exp(s).
+
     Args:
         log_ratio_sum: S [N] in nats, float32 or float64, also the dtype of the result. Detached here.
         lengths: L [N], response tokens. A sequence with L = 0 gets objective 0, weight 0 and no flag.
         advantages: A [N]. Where A = 0 the weight is 0 and nothing counts as clipped; below/above report.
         band: limits on S and the scale of the ratio.
         dual_clip: a limit for A < 0; without it exp(s)·A is unbounded below.
+        temper: b, from 0 to 1.
 
     Raises:
-        ValueError: the three tensors are not [N] alike, or S is of another dtype.
+        ValueError: the three tensors are not [N] alike, S is of another dtype, or temper is out of range.
 
     Source: the min-form on exp(S) without 1/L for FSPO is second-hand; GSPO's is in arXiv 2507.18071; the
     handling of A = 0, L = 0 and non-finite values is ours.
     """
     check_rows(log_ratio_sum, lengths=lengths, advantages=advantages)
+    if not 0.0 <= temper <= 1.0:
+        raise ValueError(f"temper must be from 0 to 1, got {temper}")
     lengths = lengths.to(log_ratio_sum.dtype)  # so that float64 in gives limits in float64
     scale = band.log_ratio_scale(lengths)
     low, high = band.bounds(lengths)
@@ -90,7 +100,8 @@ def sequence_surrogate(
         dual_bound = torch.full_like(log_ratio_sum, math.inf)
     else:
         dual_bound = dual_clip.log_bound(lengths, scale)
-    return min_form(log_ratio_sum, advantages, low, high, dual_bound, scale, present=lengths > 0)
+    cooling = lengths.clamp(min=1) ** -temper
+    return min_form(log_ratio_sum, advantages, low, high, dual_bound, scale, cooling, present=lengths > 0)
 
 
 def min_form(
@@ -100,14 +111,16 @@ def min_form(
     high: Tensor,
     dual_bound: Tensor,
     scale: Tensor,
+    cooling: Tensor,
     present: Tensor,
 ) -> Surrogate:
     """The common part of ``sequence_surrogate`` and ``token_surrogate``; all tensors [N].
 
     Once the sign of A is known, min and max of multiples of A are one clamp of the exponent, before exp::
 
-        A > 0:  J = A·exp(scale·min(S, high))
-        A < 0:  J = A·exp(scale·min(max(S, low), dual_bound))
+        A > 0:  J = A·g(scale·min(S, high))
+        A < 0:  J = A·g(scale·min(max(S, low), dual_bound))
+        g(s) = exp(cooling·s)/cooling + 1 − 1/cooling, so exp(s) for cooling = 1
     """
     log_ratio, advantages = log_ratio.detach(), advantages.detach().to(log_ratio.dtype)
     positive, negative = advantages > 0, advantages < 0
@@ -117,14 +130,18 @@ def min_form(
 
     clamped = torch.where(positive, log_ratio.minimum(high), log_ratio.maximum(low).minimum(dual_bound))
     # Everything is selected by where, never by a product: 0·inf and 0·NaN are NaN.
-    objective = torch.where(positive | negative, (scale * clamped).exp() * advantages, 0.0)
-    weight = torch.where(clipped_low | clipped_high | dual_clipped, 0.0, scale * objective)
+    ratio = (cooling * scale * clamped).exp()
+    growth = ratio / cooling + (1 - 1 / cooling)
+    objective = torch.where(positive | negative, growth * advantages, 0.0)
+    clipped = clipped_low | clipped_high | dual_clipped
+    weight = torch.where((positive | negative) & ~clipped, scale * ratio * advantages, 0.0)
 
     finite = log_ratio.isfinite() & advantages.isfinite() & objective.isfinite() & weight.isfinite()
     usable = present & finite
     return Surrogate(
         objective=torch.where(usable, objective, 0.0),
         weight=torch.where(usable, weight, 0.0),
+        ratio=torch.where(usable & ~clipped, ratio, 0.0),
         clipped_low=clipped_low & usable,
         clipped_high=clipped_high & usable,
         dual_clipped=dual_clipped & usable,

@@ -67,7 +67,7 @@ def token_surrogate(
     else:
         dual_bound = ConstantDualClip(ratio=dual_clip_ratio).log_bound(one, scale=one)
     low, high = one * math.log1p(-eps_low), one * math.log1p(eps_high)
-    rows = min_form(log_ratio, advantages, low, high, dual_bound, scale=one, present=one > 0)
+    rows = min_form(log_ratio, advantages, low, high, dual_bound, scale=one, cooling=one, present=one > 0)
     return TokenSurrogate(**vars(rows))
 
 

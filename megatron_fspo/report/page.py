@@ -18,8 +18,8 @@ from pydantic import BaseModel
 from megatron_fspo import __version__
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.config.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, RLOOLoss
-from megatron_fspo.objective import ClipBand, FSPOBand, GSPOBand, LengthReweightingError, RLOOBand
+from megatron_fspo.losses import FSPOLoss, band_of
+from megatron_fspo.objective import ClipBand, FSPOBand, LengthReweightingError
 from megatron_fspo.report import pictures
 from megatron_fspo.report.history import (
     History,
@@ -65,7 +65,7 @@ class Findings:
     @property
     def token_level(self) -> bool:
         """Clip rates are shares of tokens then, and there is no band on S."""
-        return isinstance(self.config.loss, GRPOLoss | DAPOLoss)
+        return band_of(self.config.loss) is None
 
     @property
     def steps(self) -> list[int]:
@@ -81,12 +81,8 @@ class Findings:
             c_low, c_high, drift = (self.history.series(name).last(1) for name in names)
             if math.isnan(c_low + c_high + drift):
                 return None
-            return FSPOBand(c_low=c_low, c_high=c_high, drift=drift, exponent=loss.exponent)
-        if isinstance(loss, RLOOLoss):
-            return RLOOBand(eps_low=loss.eps_low, eps_high=loss.eps_high)
-        if isinstance(loss, GSPOLoss):
-            return GSPOBand(eps_low=loss.eps_low, eps_high=loss.eps_high)
-        return None
+            loss = loss.moved(c_low=c_low, c_high=c_high, drift=drift)
+        return band_of(loss)
 
 
 def write_report(folder: Path) -> Path:

@@ -28,7 +28,7 @@ from megatron_fspo.trainer.folder import (
     write_config,
 )
 from megatron_fspo.trainer.log import RunLog
-from megatron_fspo.trainer.losses import LossState
+from megatron_fspo.trainer.losses import LossState, unfinished_calibration
 from megatron_fspo.trainer.made_with import check_made_with, made_with
 from megatron_fspo.trainer.parts import build_engine, build_policy, load_model
 from megatron_fspo.trainer.prepare import Inputs
@@ -114,7 +114,7 @@ def build(inputs: Inputs, checkpoint: Path | None) -> Training:
     config = inputs.config
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
     policy = build_policy(inputs, groups)
-    loss = LossState(config.loss, inputs.noise)
+    loss = LossState(config.loss, inputs.noise, longest=config.rollout.max_response_tokens)
     cursor = PromptCursor(len(inputs.train), config.run.seed, config.data.shuffle)
     walk = PromptWalk(cursor, config.rollout.prompts)
     step = 0
@@ -141,6 +141,8 @@ def build(inputs: Inputs, checkpoint: Path | None) -> Training:
     log = RunLog(config, writer=writer, resume_step=step if checkpoint else None)
     for change in changes:
         log.say(f"config changed since the run began: {change}")
+    if warning := unfinished_calibration(config):
+        log.say(warning)
     fp8_modules = probe_fp8(policy)
     engine = build_engine(inputs, policy)
     engine.update_weights(step)

@@ -1,6 +1,7 @@
-"""From the configuration's ``loss`` section to a policy objective, and what moves during a run.
+"""The loss of a run as it stands now: its section of the configuration, with the band where it has moved to.
 
-Only FSPO has moving parts: its width c (once, by calibration) and, where asked for, its drift.
+Only FSPO has moving parts: the scale of its widths (once, by calibration) and, where asked for, an estimate
+of its drift.
 """
 
 from __future__ import annotations
@@ -10,63 +11,58 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fspo.config.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
+from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
-from megatron_fspo.objective import (
-    BandCalibrator,
-    ClipBand,
-    ConstantDualClip,
-    DualClip,
-    FSPOBand,
-    GSPOBand,
-    LengthFairDualClip,
-    RLOOBand,
-    drift_from_kl,
-    drift_from_sigma,
-)
-from megatron_fspo.objective.losses import PolicyObjective, SequenceLevel, TokenLevel
+from megatron_fspo.losses import FSPOLoss, PolicyLossConfig
+from megatron_fspo.objective import BandCalibrator, drift_from_kl, drift_from_sigma
+from megatron_fspo.objective.losses import PolicyObjective
 from megatron_fspo.objective.noise import Noise
 
 
 class LossState:
-    """The loss of the run, as it stands now.
+    """The loss of a run.
 
     Args:
         noise: in S, where it was measured.
+        longest: response of the run, in tokens. An estimated drift moves the band nowhere up to this length
+            by more than its half width: S = 0 is always inside.
     """
 
-    def __init__(self, loss: PolicyLossConfig, noise: Noise | None = None) -> None:
+    def __init__(self, loss: PolicyLossConfig, noise: Noise | None = None, *, longest: int) -> None:
         self._loss = loss
+        self._longest = longest
         self._calibrator: BandCalibrator | None = None
-        self._drift = 0.0
+        self._estimate = 0.0
         if isinstance(loss, FSPOLoss):
-            if loss.drift == "given":
-                self._drift = loss.drift_value
-            elif loss.drift == "measured" and noise is not None:
-                self._drift = noise.drift
+            if loss.drift == "measured" and noise is not None:
+                self._loss = loss.centred(noise.drift)
             if loss.calibrate:
                 self._calibrator = BandCalibrator(mini_batches=loss.calibrate, exponent=loss.exponent)
 
-    def objective(self) -> PolicyObjective:
-        """For the next optimizer step."""
+    def section(self, *, on_policy: bool = False) -> PolicyLossConfig:
+        """The section as it stands.
+
+        Args:
+            on_policy: for an update before which no other has moved the policy. S is 0 there and has no
+                drift, so an estimate of it from the last rollout does not count.
+        """
         loss = self._loss
-        if isinstance(loss, GRPOLoss | DAPOLoss):
-            return TokenLevel(
-                eps_low=loss.eps_low,
-                eps_high=loss.eps_high,
-                dual_clip_ratio=loss.dual_clip_ratio,
-                aggregation="sequence-mean" if isinstance(loss, GRPOLoss) else "token-mean",
-            )
-        if isinstance(loss, FSPOLoss):
-            return SequenceLevel(band=self._fspo_band(loss), dual_clip=self._fspo_dual_clip(loss))
-        band: ClipBand
-        if isinstance(loss, RLOOLoss):
-            band = RLOOBand(eps_low=loss.eps_low, eps_high=loss.eps_high)
-        else:
-            assert isinstance(loss, GSPOLoss)
-            band = GSPOBand(eps_low=loss.eps_low, eps_high=loss.eps_high)
-        dual = ConstantDualClip(ratio=loss.dual_clip_ratio) if loss.dual_clip_ratio else None
-        return SequenceLevel(band=band, dual_clip=dual)
+        if not isinstance(loss, FSPOLoss):
+            return loss
+        c = None if self._calibrator is None else self._calibrator.c
+        # c stands for both sides of a band that may have two widths.
+        if c is not None:
+            scale = 2 * c / (loss.c_low + loss.c_high)
+            loss = loss.moved(c_low=scale * loss.c_low, c_high=scale * loss.c_high)
+        if loss.drift not in ("k3", "half_variance"):
+            return loss
+        # A little less than the half width: rounding must not put S = 0 outside.
+        limit = 0.999 * min(loss.c_low, loss.c_high) * self._longest ** (loss.exponent - 1)
+        return loss.centred(0.0 if on_policy else max(self._estimate, -limit))
+
+    def objective(self, *, on_policy: bool = False) -> PolicyObjective:
+        """For the next optimizer step; ``on_policy`` as :meth:`section` has it."""
+        return self.section(on_policy=on_policy).objective()
 
     def observe(
         self, log_ratio_sums: Tensor, lengths: Tensor, *, kl_k3: float, sigma: float | None, warm: bool
@@ -87,44 +83,45 @@ class LossState:
         if warm and sigma and self._calibrator is not None and self._calibrator.c is None:
             self._calibrator.observe(log_ratio_sums, lengths)
         if loss.drift == "k3" and math.isfinite(kl_k3):
-            self._drift = drift_from_kl(max(kl_k3, 0.0), loss.drift_cap)
+            self._estimate = drift_from_kl(max(kl_k3, 0.0), loss.drift_cap)
         elif loss.drift == "half_variance" and sigma is not None:
-            self._drift = drift_from_sigma(sigma, loss.drift_cap)
+            self._estimate = drift_from_sigma(sigma, loss.drift_cap)
 
     def metrics(self) -> dict[str, float]:
-        """The band as it stands, for FSPO."""
-        if not isinstance(self._loss, FSPOLoss):
+        """The band of off-policy updates as it stands, for FSPO."""
+        loss = self.section()
+        if not isinstance(loss, FSPOLoss):
             return {}
-        band = self._fspo_band(self._loss)
+        band = loss.band()
         return {"fspo/c_low": band.c_low, "fspo/c_high": band.c_high, "fspo/drift": band.drift}
 
     def state_dict(self) -> dict[str, Any]:
         """JSON types only."""
         calibrator = None if self._calibrator is None else self._calibrator.state_dict()
-        return {"drift": self._drift, "calibrator": calibrator}
+        return {"drift": self._estimate, "calibrator": calibrator}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the band of a checkpoint; keys of the configuration win over it."""
         if isinstance(self._loss, FSPOLoss) and self._loss.drift in ("k3", "half_variance"):
-            self._drift = state["drift"]
+            self._estimate = state["drift"]
         if self._calibrator is not None and state["calibrator"] is not None:
             try:
                 self._calibrator.load_state_dict(state["calibrator"])
             except ValueError as error:
                 raise InputError(f"loss.calibrate or loss.exponent is not what it was: {error}") from None
 
-    def _fspo_band(self, loss: FSPOLoss) -> FSPOBand:
-        calibrated = None if self._calibrator is None else self._calibrator.c
-        return FSPOBand(
-            c_low=calibrated or loss.c_low,
-            c_high=calibrated or loss.c_high,
-            drift=self._drift,
-            exponent=loss.exponent,
-        )
 
-    def _fspo_dual_clip(self, loss: FSPOLoss) -> DualClip | None:
-        band = self._fspo_band(loss)
-        if loss.dual_clip == "length_fair":
-            c = loss.c_dual or 2 * band.c_high
-            return LengthFairDualClip(c=c, exponent=band.exponent, drift=band.drift)
-        return ConstantDualClip(ratio=loss.dual_clip_ratio) if loss.dual_clip == "constant" else None
+def unfinished_calibration(config: Config) -> str | None:
+    """What to tell the user where the run will end before its band is calibrated; None where it will not."""
+    loss, updates = config.loss, config.batch.mini_batches * config.batch.epochs
+    if not isinstance(loss, FSPOLoss):
+        return None
+    # The first rollout that begins after the warm-up.
+    warm = max(config.run.steps - math.ceil(config.optimizer.warmup_steps / updates), 0)
+    if loss.calibrate <= warm * config.off_policy_updates:
+        return None
+    return (
+        f"loss.calibrate = {loss.calibrate} will not be done within run.steps = {config.run.steps}: they "
+        f"have {warm * config.off_policy_updates} off-policy optimizer steps after the warm-up. The band "
+        f"keeps c_low = {loss.c_low:g}, c_high = {loss.c_high:g}"
+    )

@@ -15,8 +15,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_fspo.config import Config
-from megatron_fspo.config.losses import FSPOLoss
 from megatron_fspo.errors import InputError
+from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.objective import FSPOBand, PolicyObjective, SequenceLevel
 from megatron_fspo.objective.noise import Estimate, Noise
 from megatron_fspo.trainer.records import SequenceRecord, as_tensors
@@ -174,8 +174,7 @@ def noise_of_run(config: Config) -> Noise | None:
 
 def band_of(loss: FSPOLoss, noise: Noise) -> FSPOBand:
     """The band at the start of a run."""
-    drift = {"given": loss.drift_value, "measured": noise.drift}.get(loss.drift, 0.0)
-    return FSPOBand(c_low=loss.c_low, c_high=loss.c_high, drift=drift, exponent=loss.exponent)
+    return (loss.centred(noise.drift) if loss.drift == "measured" else loss).band()
 
 
 def lengths_up_to(longest: int) -> list[int]:

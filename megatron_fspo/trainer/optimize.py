@@ -108,15 +108,15 @@ def optimize(run: Training, step: Step) -> bool:
     with run.log.phase("update_actor", len(turns), "step", run.timings) as progress:
         progress(len(step.updates))
         for batches in turns[len(step.updates) :]:
-            update, records = _update(run, batches)
+            on_policy = not step.updates and not sampled
+            update, records = _update(run, batches, on_policy=on_policy)
             step.nonfinite += _check_finite(run, records, step.rollout, of=batches.totals.num_sequences)
             if not step.updates:  # the weights are still those of the old pass
                 step.first = _first_update(update, records, sampled=sampled)
                 if not sampled:
                     _check_on_policy(run, records, step.rollout)
-            if step.updates or sampled:
+            if not on_policy:
                 step.off_policy += records
-            if step.updates:
                 kl_k3 = update.metrics["fspo/kl_k3"]
                 observe(run.loss, records, kl_k3=kl_k3, warm=step.warm, groups=run.groups)
             step.updates.append(update)
@@ -190,13 +190,13 @@ def _check_on_policy(run: Training, records: Sequence[SequenceRecord], rollout: 
     )
 
 
-def _update(run: Training, batches: Packs) -> tuple[Update, list[SequenceRecord]]:
+def _update(run: Training, batches: Packs, *, on_policy: bool) -> tuple[Update, list[SequenceRecord]]:
     """One optimizer step, and the records of its sequences on all ranks."""
     mine: list[SequenceRecord] = []
     rank = run.groups.dp.rank()
     config = run.inputs.config.loss
     loss = PolicyLoss(
-        objective=run.loss.objective(),
+        objective=run.loss.objective(on_policy=on_policy),
         scoring=run.scoring,
         entropy_coef=config.entropy_coef,
         kl_coef=config.kl_coef,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fspo.objective import fit_exponent, length_reweighting_error, sigma_hat
+from megatron_fspo.objective import effective_sample_size, fit_exponent, length_reweighting_error, sigma_hat
 from megatron_fspo.objective.losses import LossTerms
 from megatron_fspo.packing.batch import MicroBatch
 
@@ -35,6 +35,8 @@ class SequenceRecord:
     dual_clipped: float
     out_of_band: bool
     nonfinite: bool
+    ratio: float = math.nan
+    """Importance weight in its gradient, 0 where a clip acts; NaN with a token-level loss."""
 
     @property
     def counts(self) -> bool:
@@ -59,6 +61,7 @@ def records_of(batch: MicroBatch, terms: LossTerms, rank: int) -> list[SequenceR
         terms.dual_clipped,
         terms.out_of_band,
         terms.nonfinite,
+        terms.ratio,
     ]
     return [
         SequenceRecord(
@@ -72,8 +75,9 @@ def records_of(batch: MicroBatch, terms: LossTerms, rank: int) -> list[SequenceR
             dual_clipped=dual,
             out_of_band=out,
             nonfinite=nonfinite,
+            ratio=ratio,
         )
-        for sample, length, s, advantage, low, high, dual, out, nonfinite in zip(
+        for sample, length, s, advantage, low, high, dual, out, nonfinite, ratio in zip(
             *(column.tolist() for column in columns), strict=True
         )
     ]
@@ -128,7 +132,25 @@ def clip_metrics(records: Sequence[SequenceRecord], *, seed: int) -> dict[str, f
         "fspo/sigma_hat": sigma_of(records) or float("nan"),
         "fspo/exponent_fit": fit_exponent(sums, lengths),
     }
+    metrics |= weight_metrics(records)
     for number, bin in enumerate(lre.bins):
         metrics[f"fspo/clip_rate/bin_{number}"] = 1 - bin.accepted_rate
         metrics[f"fspo/clip_rate/length_{number}"] = (bin.low + bin.high) / 2
     return metrics
+
+
+def weight_metrics(records: Sequence[SequenceRecord]) -> dict[str, float]:
+    """How evenly the sequences carry the gradient, by the importance weights of those with an advantage.
+
+    Returns:
+        ``fspo/ess``, their effective sample size as a share of their number (clipped ones weigh 0), and
+        ``fspo/weight_max_share``, the largest one's part of their sum. Nothing with a token-level loss.
+    """
+    ratios = torch.tensor([r.ratio for r in records if r.counts and r.advantage != 0], dtype=torch.float64)
+    if not len(ratios) or ratios.isnan().any():
+        return {}
+    total = ratios.sum().item()
+    return {
+        "fspo/ess": effective_sample_size(ratios),
+        "fspo/weight_max_share": ratios.max().item() / total if total else math.nan,
+    }

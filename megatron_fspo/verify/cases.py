@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.config import Config, Parallel
-from megatron_fspo.config.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
+from megatron_fspo.losses import FSPOLoss, PolicyLossConfig, loss_sections
 from megatron_fspo.packing.pack import PackLayout, Plan
 from megatron_fspo.packing.plan import attention_costs, plan_micro_batches
 from megatron_fspo.types import Completion, Prompt, Sample
@@ -58,19 +58,9 @@ class Case:
 
 
 LOSSES: dict[str, PolicyLossConfig] = {
-    "fspo": FSPOLoss(c_low=0.05, c_high=0.05),
-    "fspo-drift": FSPOLoss(c_low=0.04, c_high=0.06, drift="given", drift_value=-0.002, dual_clip="off"),
-    "fspo-dual": FSPOLoss(c_low=0.05, c_high=0.02, c_dual=0.02),
-    "fspo-entropy-kl": FSPOLoss(
-        c_low=0.05, c_high=0.05, dual_clip="constant", dual_clip_ratio=1.2, entropy_coef=0.3, kl_coef=0.2
-    ),
-    "rloo": RLOOLoss(dual_clip_ratio=1.3),
-    "gspo": GSPOLoss(eps_low=0.01, eps_high=0.01),
-    "grpo": GRPOLoss(eps_low=0.05, eps_high=0.05, dual_clip_ratio=1.08),
-    "dapo": DAPOLoss(eps_low=0.05, eps_high=0.06),
-    "gspo-entropy": GSPOLoss(eps_low=0.01, eps_high=0.01, entropy_coef=0.5),
-    "grpo-kl": GRPOLoss(eps_low=0.05, eps_high=0.05, kl_coef=0.3),
+    name: loss(**keys) for loss in loss_sections() for name, keys in loss.VERIFIED.items()
 }
+"""What the losses ask to be checked."""
 SPLITS = ("1 micro-batch", "2 micro-batches", "8 micro-batches", "1 sequence each", "uneven")
 
 

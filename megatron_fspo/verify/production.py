@@ -24,7 +24,6 @@ from megatron_fspo.packing.pack import Packs, pack
 from megatron_fspo.packing.sequences import Sequences
 from megatron_fspo.parallel.groups import ParallelGroups, pack_layout
 from megatron_fspo.parallel.metrics import share
-from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.types import Sample
 from megatron_fspo.verify.cases import Case, split
 from megatron_fspo.verify.layouts import Layout
@@ -126,7 +125,7 @@ def run(
     )
     table = _Table(samples, policy)
     loss = PolicyLoss(
-        objective=LossState(case.loss).objective(),
+        objective=case.loss.objective(),
         scoring=scored.scoring,
         entropy_coef=case.loss.entropy_coef,
         kl_coef=case.loss.kl_coef,

@@ -1,7 +1,8 @@
 """Every policy loss by its textbook definition, and its gradient by autograd through all of it.
 
 Production works the weight of each token out by hand and detaches it; here S keeps its graph, and the min,
-the clip and the mean are differentiated as they stand. Nothing is imported from the code that is checked. ::
+the clip and the mean are differentiated as they stand: J_i is the loss's own ``definition``, which shares no
+code with its gradient weights. Nothing else is imported from the code that is checked. ::
 
     J    = (1/N) Σ_i J_i                                 FSPO, RLOO, GSPO
          = (1/N) Σ_i (1/L_i) Σ_t J_it                    GRPO
@@ -22,10 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fspo.config.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig
+from megatron_fspo.losses import PolicyLossConfig
 from megatron_fspo.types import Sample
 from megatron_fspo.verify.reference_model import log_probs_and_entropy
 from megatron_fspo.weights import Architecture
+
+ZERO = torch.zeros((), dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,14 +128,16 @@ def reference(
     def token_mean(rows: Sequence[Tensor]) -> Tensor:
         return torch.stack([row.sum() for row in rows]).sum() / num_tokens
 
-    terms = [_terms(loss, row, a) for row, a in zip(log_ratios, scores.advantages, strict=True)]
-    if isinstance(loss, DAPOLoss):
-        objective = token_mean([term.objective for term in terms])
-    else:
-        means = [term.objective.mean() for term in terms if len(term.objective)]
-        objective = torch.stack(means).sum() / num_sequences
+    terms = [
+        loss.definition(row, a) if len(row) else None
+        for row, a in zip(log_ratios, scores.advantages, strict=True)
+    ]
+    present = [term for term in terms if term is not None]
+    means = [term.objective.mean() for term in present if term.mean == "sequence"]
+    tokens = [term.objective.sum() for term in present if term.mean == "token"]
+    objective = sum(means, ZERO) / num_sequences + sum(tokens, ZERO) / num_tokens
     entropy = token_mean(scores.entropies)
-    kl = torch.zeros((), dtype=torch.float64)
+    kl = ZERO
     if ref_drifts is not None:
         kl = token_mean([row.square() / 2 for row in _log_ratios(scores.log_probs, ref_drifts)])
     total = -(objective + loss.entropy_coef * entropy - kl_coef * kl)
@@ -141,8 +146,8 @@ def reference(
     return Reference(
         log_probs=[row.detach() for row in scores.log_probs],
         log_ratio_sums=torch.stack([row.detach().sum() for row in log_ratios]),
-        clipped=torch.tensor([term.clipped for term in terms], dtype=torch.float64),
-        out_of_band=torch.tensor([term.out_of_band for term in terms]),
+        clipped=torch.tensor([term.clipped if term else 0.0 for term in terms], dtype=torch.float64),
+        out_of_band=torch.tensor([term is not None and term.out_of_band for term in terms]),
         objective=objective.item(),
         loss=total.item(),
         entropy=entropy.item(),
@@ -158,68 +163,6 @@ def _log_ratios(log_probs: Sequence[Tensor], drifts: Sequence[Tensor]) -> list[T
         if drift.shape != new.shape:
             raise ValueError(f"drifts of sample {index} are {[*drift.shape]}; it has {len(new)} tokens")
     return [new - (new.detach() - drift) for new, drift in zip(log_probs, drifts, strict=True)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Terms:
-    """What a loss says of one sample."""
-
-    objective: Tensor
-    """J_i [1], or J_it [L] at token level; [0] for an empty response."""
-    clipped: float
-    out_of_band: bool
-
-
-def _terms(loss: PolicyLossConfig, log_ratio: Tensor, advantage: float) -> _Terms:
-    """PPO's pessimistic minimum, with A the advantage and r the importance ratio::
-
-    r = e^S (FSPO, RLOO), e^(S / L) (GSPO) or e^(log ratio of a token) (GRPO, DAPO)
-    J = min(r·A, clip(r)·A)
-    J = max(J, limit·A)              for A < 0, with a dual clip
-    """
-    length = len(log_ratio)
-    if not length:
-        return _Terms(objective=log_ratio, clipped=0.0, out_of_band=False)
-    if isinstance(loss, GRPOLoss | DAPOLoss):
-        x = log_ratio
-    elif isinstance(loss, GSPOLoss):
-        x = log_ratio.mean()[None]
-    else:
-        x = log_ratio.sum()[None]
-
-    ratio = x.exp()
-    if isinstance(loss, FSPOLoss):
-        # −c_low·L^a + d·L <= S <= c_high·L^a + d·L
-        width, centre = length**loss.exponent, _drift(loss) * length
-        clipped_ratio = x.clamp(centre - loss.c_low * width, centre + loss.c_high * width).exp()
-    else:
-        clipped_ratio = ratio.clamp(1 - loss.eps_low, 1 + loss.eps_high)
-    objective = torch.minimum(ratio * advantage, clipped_ratio * advantage)
-    limit = _dual_clip(loss, length)
-    if advantage < 0 and limit is not None:
-        objective = objective.clamp(min=limit * advantage)
-
-    (slope,) = torch.autograd.grad(objective.sum(), x, retain_graph=True)
-    return _Terms(
-        objective=objective,
-        clipped=(slope == 0).double().mean().item() if advantage else 0.0,
-        out_of_band=bool((ratio != clipped_ratio).any()),
-    )
-
-
-def _dual_clip(loss: PolicyLossConfig, length: int) -> float | None:
-    """Largest importance ratio that still counts for A < 0; None without a dual clip."""
-    if not isinstance(loss, FSPOLoss):
-        return loss.dual_clip_ratio
-    if loss.dual_clip == "length_fair":
-        c = 2 * loss.c_high if loss.c_dual is None else loss.c_dual
-        return math.exp(c * length**loss.exponent + _drift(loss) * length)
-    return loss.dual_clip_ratio if loss.dual_clip == "constant" else None
-
-
-def _drift(loss: FSPOLoss) -> float:
-    """Centre of the band, in nats per token."""
-    return loss.drift_value if loss.drift == "given" else 0.0
 
 
 def _gradients(total: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

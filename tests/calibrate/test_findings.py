@@ -14,8 +14,8 @@ from megatron_fspo.calibrate.findings import checks, findings
 from megatron_fspo.calibrate.page import write_page
 from megatron_fspo.calibrate.responses import groups_of, read_responses
 from megatron_fspo.calibrate.table import render
-from megatron_fspo.config.losses import GSPOLoss
 from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.losses import GSPOLoss
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.trainer.noise import Calibration
 from megatron_fspo.weights import read_architecture

@@ -110,9 +110,10 @@ def test_what_another_rank_decided_of_a_sequence_counts() -> None:
     own = LOSSES["fspo"](batch)
     theirs = torch.linspace(1, 2, len(LENGTHS), dtype=torch.float64)
     nobody = torch.zeros_like(theirs)
-    told = torch.stack([theirs, 3 * theirs, 5 * theirs, nobody, nobody + 1, nobody, nobody + 1, nobody])
+    flags = [nobody, nobody + 1, nobody, nobody + 1, nobody]
+    told = torch.stack([theirs, 3 * theirs, 7 * theirs, 5 * theirs, *flags])
     got = LOSSES["fspo"](replace(batch, decided=lambda mine: told + 0 * mine))
-    assert torch.equal(got.log_ratio_sum, theirs)
+    assert torch.equal(got.log_ratio_sum, theirs) and torch.equal(got.ratio, 7 * theirs)
     want = torch.cat([3 * theirs, torch.zeros(1)])[batch.segment]
     assert torch.equal(got.weight, torch.where(batch.mask, want, 0.0))
     assert got.objective.item() == pytest.approx(5 * theirs.sum().item())

@@ -17,6 +17,7 @@ from megatron_fspo.objective import (
     GSPOBand,
     LengthFairDualClip,
     RLOOBand,
+    effective_sample_size,
     sequence_surrogate,
     token_surrogate,
 )
@@ -168,3 +169,55 @@ def test_token_weight_equals_autograd(dual_clip_ratio: float | None) -> None:
     torch.testing.assert_close(got.objective, j.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(got.weight, derivative, rtol=1e-12, atol=0)
     assert got.dual_clipped.any() == (dual_clip_ratio is not None)
+
+
+@pytest.mark.parametrize("temper", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("dual_name", DUAL_CLIPS)
+@pytest.mark.parametrize("band_name", BANDS)
+def test_a_tempered_weight_is_the_derivative_of_its_objective(
+    band_name: str, dual_name: str, temper: float
+) -> None:
+    s, lengths, advantages = grid()
+    band, dual = BANDS[band_name], DUAL_CLIPS[dual_name]
+    got = sequence_surrogate(s, lengths, advantages, band, dual, temper=temper)
+    plain = sequence_surrogate(s, lengths, advantages, band, dual)
+    # What is decided is the band's business.
+    for flag in ("clipped_low", "clipped_high", "dual_clipped", "below", "above"):
+        assert torch.equal(getattr(got, flag), getattr(plain, flag))
+    scale, hot = band.log_ratio_scale(lengths.double()), lengths.double() ** temper
+    ratio = (scale * s / hot).exp()
+    kept = ~got.clipped
+    torch.testing.assert_close(got.ratio[kept], ratio[kept], rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.weight[kept], (scale * ratio * advantages)[kept], rtol=1e-12, atol=0)
+    assert not got.weight[~kept].any() and not got.ratio[~kept].any()
+    # dJ/dS by central differences, where both sides are inside.
+    step = 1e-5
+    sides = [sequence_surrogate(s + d, lengths, advantages, band, dual, temper=temper) for d in (step, -step)]
+    smooth = kept & ~sides[0].clipped & ~sides[1].clipped
+    slope = (sides[0].objective - sides[1].objective) / (2 * step)
+    torch.testing.assert_close(slope[smooth], got.weight[smooth], rtol=1e-5, atol=1e-7)
+
+
+def test_tempering_leaves_the_gradient_at_zero_and_evens_out_the_weights() -> None:
+    """In pure noise of 0.015 per token the weights of 16k tokens have an effective sample size of a few %."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(50_000, generator=generator, dtype=torch.float64) * 0.015
+    a = torch.where(torch.rand(50_000, generator=generator) < 0.5, 1.0, -1.0).double()
+    band, dual = FSPOBand(c_low=0.03, c_high=0.03), LengthFairDualClip(c=0.06)
+
+    def ess(length: int, temper: float) -> float:
+        lengths = torch.full_like(a, length)
+        s = noise * length**0.5 - 0.015**2 * length / 2
+        return effective_sample_size(sequence_surrogate(s, lengths, a, band, dual, temper=temper).ratio)
+
+    assert ess(100, 0.0) > 0.9 > 0.1 > ess(16_384, 0.0)
+    assert ess(16_384, 0.5) > 0.9
+    zero, lengths = torch.zeros_like(a), torch.full_like(a, 16_384)
+    assert torch.equal(sequence_surrogate(zero, lengths, a, band, dual, temper=0.5).weight, a)
+
+
+@pytest.mark.parametrize("temper", [-0.1, 1.1, math.nan])
+def test_a_temper_out_of_range_is_refused(temper: float) -> None:
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match="temper must be from 0 to 1"):
+        sequence_surrogate(one, one, one, FSPOBand(c_low=0.1, c_high=0.1), temper=temper)

@@ -26,7 +26,7 @@ from megatron_fspo.config.correction import (
     TokenTIS,
 )
 from megatron_fspo.config.fp8 import BF16
-from megatron_fspo.config.losses import DAPOLoss, FSPOLoss, GRPOLoss, PolicyLossConfig
+from megatron_fspo.losses import DAPOLoss, FSPOLoss, GRPOLoss, PolicyLossConfig
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
@@ -36,7 +36,6 @@ from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.trainer import batches
-from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages
 from megatron_fspo.trainer.sampling import is_first_of_copy
 from megatron_fspo.types import Completion, Prompt
@@ -128,7 +127,7 @@ def steps(policy: Policy, rollout: Rollout, loss: PolicyLossConfig) -> list[dict
     found = []
     for packs in packs_of(policy, rollout, loss):
         policy_loss = PolicyLoss(
-            objective=LossState(loss).objective(),
+            objective=loss.objective(),
             scoring=scoring(policy),
             entropy_coef=loss.entropy_coef,
             kl_coef=loss.kl_coef,

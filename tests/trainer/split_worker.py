@@ -23,7 +23,6 @@ from megatron_fspo.mcore.startup import start
 from megatron_fspo.mismatch.correction import correct
 from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.parallel.metrics import gather_lists, share
-from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.records import SequenceRecord, clip_metrics, records_of
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import (
@@ -68,7 +67,7 @@ def reported(layout_name: str) -> dict[str, dict[str, float]]:
         for name, (loss_name, correction) in CASES.items():
             mine: list[SequenceRecord] = []
             loss = PolicyLoss(
-                objective=LossState(LOSSES[loss_name]).objective(),
+                objective=LOSSES[loss_name].objective(),
                 scoring=scored.scoring,
                 observer=lambda batch, terms, mine=mine: mine.extend(
                     records_of(batch, terms, groups.dp.rank())

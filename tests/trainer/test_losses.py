@@ -11,25 +11,33 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from megatron_fspo.config.losses import PolicyLossConfig
+from launch import REPO
+from megatron_fspo.config import Config
+from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import InputError
+from megatron_fspo.losses import PolicyLossConfig
 from megatron_fspo.objective import (
     ConstantDualClip,
     FSPOBand,
     GSPOBand,
     LengthFairDualClip,
     RLOOBand,
+    sequence_surrogate,
     sigma_hat,
 )
 from megatron_fspo.objective.losses import SequenceLevel, TokenLevel
-from megatron_fspo.trainer.losses import LossState
+from megatron_fspo.trainer.losses import LossState, unfinished_calibration
 
 LENGTHS = torch.tensor([1, 10, 100, 1000])
 
 
-def state(name: str, **keys: Any) -> LossState:
+def state(name: str, *, longest: int = 9, **keys: Any) -> LossState:
     adapter: TypeAdapter[PolicyLossConfig] = TypeAdapter(PolicyLossConfig)
-    return LossState(adapter.validate_python({"name": name, **keys}))
+    return LossState(adapter.validate_python({"name": name, **keys}), longest=longest)
+
+
+def small_config(words: str) -> Config:
+    return load_config(REPO / "examples/make_sum/run.toml", words.split())
 
 
 def sums(seed: int, sigma: float = 0.05) -> Tensor:
@@ -106,21 +114,53 @@ def test_calibration_waits_for_warm_batches_then_stays() -> None:
     observe(loss, sums(4))
 
     c = 2 * sigma_hat(torch.cat([sums(3), sums(4)]), LENGTHS.repeat(2))
-    assert loss.metrics() == pytest.approx({"fspo/c_low": c, "fspo/c_high": c, "fspo/drift": 0.0})
+    # The two sides keep their ratio, and c is their mean.
+    moved = {"fspo/c_low": c / 1.5, "fspo/c_high": c / 0.75, "fspo/drift": 0.0}
+    assert loss.metrics() == pytest.approx(moved)
     objective = loss.objective()
     assert isinstance(objective, SequenceLevel)
     assert isinstance(objective.dual_clip, LengthFairDualClip)
-    assert objective.dual_clip.c == pytest.approx(2 * c)
+    assert objective.dual_clip.c == pytest.approx(2 * c / 0.75)
     observe(loss, sums(5, sigma=3.0))
     assert loss.objective() == objective
 
 
-def test_a_dual_clip_that_is_given_is_not_calibrated() -> None:
-    loss = state("fspo", calibrate=1, c_dual=0.5)
+@pytest.mark.parametrize("c_dual", [0.05, 0.5])
+def test_a_dual_clip_follows_the_band(c_dual: float) -> None:
+    """A given one would end inside a band that calibration made wider."""
+    loss = state("fspo", calibrate=1, c_low=0.04, c_high=0.02, c_dual=c_dual)
     observe(loss, sums(1))
     objective = loss.objective()
-    assert isinstance(objective, SequenceLevel) and objective.dual_clip == LengthFairDualClip(c=0.5)
-    assert objective.band != FSPOBand(c_low=0.03, c_high=0.03)
+    assert isinstance(objective, SequenceLevel)
+    assert isinstance(objective.band, FSPOBand) and isinstance(objective.dual_clip, LengthFairDualClip)
+    assert objective.band.c_high == pytest.approx(objective.band.c_low / 2)
+    assert objective.dual_clip.c / objective.band.c_high == pytest.approx(c_dual / 0.02)
+
+
+@pytest.mark.parametrize("drift", ["k3", "half_variance"])
+def test_an_estimated_drift_waits_for_an_update_before_which_the_policy_has_moved(drift: str) -> None:
+    """The first update of a rollout is on policy: S = 0 for every sequence, and none may be clipped."""
+    loss = state("fspo", drift=drift, longest=32_000, drift_cap=0.5)
+    loss.observe(sums(1), LENGTHS, kl_k3=0.02, sigma=0.2, warm=True)
+    lengths = torch.tensor([1, 50, 1000, 32_000])
+    zero, one = torch.zeros(4), torch.ones(4)
+    for on_policy in (True, False):
+        objective = loss.objective(on_policy=on_policy)
+        assert isinstance(objective, SequenceLevel) and isinstance(objective.band, FSPOBand)
+        assert (objective.band.drift == 0) == on_policy
+        # Even off policy, an estimate never moves S = 0 out of the band.
+        low, high = objective.band.bounds(lengths)
+        assert (low <= 0).all() and (high >= 0).all()
+        assert not sequence_surrogate(zero, lengths, one, objective.band).clipped.any()
+    assert loss.metrics()["fspo/drift"] == pytest.approx(-0.03 / math.sqrt(32_000), rel=2e-3)
+
+
+def test_a_calibration_that_the_run_is_too_short_for_is_told() -> None:
+    words = "--batch.mini-batches 4 --batch.epochs 1 --optimizer.warmup-steps 5"
+    # The warm-up lasts for two rollouts: one is left.
+    short = small_config(f"{words} --loss.calibrate 4 --run.steps 3")
+    assert "they have 3 off-policy optimizer steps" in str(unfinished_calibration(short))
+    assert unfinished_calibration(small_config(f"{words} --loss.calibrate 6 --run.steps 4")) is None
 
 
 def test_calibration_measures_with_the_exponent_of_the_band() -> None:

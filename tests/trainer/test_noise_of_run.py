@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from calibrations import DRIFT, calibration, config
-from megatron_fspo.config.losses import FSPOLoss
 from megatron_fspo.errors import InputError
+from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
 from megatron_fspo.objective.losses import SequenceLevel
 from megatron_fspo.trainer.losses import LossState
@@ -91,7 +91,7 @@ def test_the_drift_of_the_sampler_is_the_centre_of_the_band_where_s_starts_from_
     run = config(*wide(file, *SAMPLED, "--loss.drift", "measured"))
     noise = noise_of_run(run)
     assert noise is not None and noise.drift == pytest.approx(DRIFT["sampler"], rel=0.7)
-    assert LossState(run.loss, noise).objective() == SequenceLevel(
+    assert LossState(run.loss, noise, longest=1000).objective() == SequenceLevel(
         band=FSPOBand(c_low=0.2, c_high=0.2, drift=noise.drift),
         dual_clip=LengthFairDualClip(c=0.4, drift=noise.drift),
     )
@@ -119,7 +119,7 @@ def test_todays_clips_are_compared_with_those_of_noise(file: str) -> None:
     run = config(*wide(file, "--loss.max-noise-clip-rate", "1", "--loss.c-low", "0.04"))
     noise = noise_of_run(run)
     assert noise is not None and isinstance(run.loss, FSPOLoss)
-    objective = LossState(run.loss, noise).objective()
+    objective = LossState(run.loss, noise, longest=1000).objective()
     records = [
         record(20, out_of_band=True),
         *(record(n) for n in (20, 20, 300)),

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from megatron_fspo.objective.losses import LossTerms
-from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
+from megatron_fspo.trainer.records import (
+    SequenceRecord,
+    as_tensors,
+    clip_metrics,
+    records_of,
+    sigma_of,
+    weight_metrics,
+)
 from megatron_fspo.types import Completion, Prompt, Sample
 from packs import collate
 
@@ -132,6 +139,7 @@ def test_records_carry_what_the_loss_said() -> None:
     terms = LossTerms(
         log_ratio_sum=torch.tensor([1.5, -math.inf]),
         weight=torch.zeros(9),
+        ratio=torch.tensor([0.0, 2.5]),
         objective=torch.tensor(0.0),
         clipped_low=torch.tensor([0.0, 0.25]),
         clipped_high=torch.tensor([1.0, 0.5]),
@@ -151,6 +159,7 @@ def test_records_carry_what_the_loss_said() -> None:
         dual_clipped=0.0,
         out_of_band=True,
         nonfinite=False,
+        ratio=0.0,
     )
     assert two == SequenceRecord(
         sample=2,
@@ -163,6 +172,22 @@ def test_records_carry_what_the_loss_said() -> None:
         dual_clipped=0.125,
         out_of_band=False,
         nonfinite=True,
+        ratio=2.5,
     )
     s, lengths = as_tensors([one, two])
     assert s.tolist() == [1.5, -math.inf] and s.dtype == torch.float64 and lengths.tolist() == [3, 4]
+
+
+def test_the_effective_sample_size_is_that_of_the_importance_weights() -> None:
+    """By hand: weights 1, 1, 2 and one that is clipped; A = 0, dropped and empty responses do not count."""
+    weighed = [
+        *(record(4, 0.0, a, ratio=w) for a, w in ((1.0, 1.0), (-2.0, 1.0), (0.5, 2.0))),
+        record(4, 9.0, 1.0, clipped_high=1.0, ratio=0.0),
+        record(4, 0.0, 0.0, ratio=50.0),
+        record(4, math.nan, 1.0, nonfinite=True, ratio=0.0),
+        record(0, 0.0, 1.0, ratio=70.0),
+    ]
+    assert weight_metrics(weighed) == pytest.approx({"fspo/ess": 16 / (4 * 6), "fspo/weight_max_share": 0.5})
+    assert weight_metrics([*weighed, record(4, 0.0, 1.0)]) == {}, "tokens have weights of their own"
+    nothing = weight_metrics([record(4, 9.0, 1.0, clipped_high=1.0, ratio=0.0)])
+    assert all(math.isnan(value) for value in nothing.values())

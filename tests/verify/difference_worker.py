@@ -21,7 +21,7 @@ from patching import Patch, wrap
 from torch import Tensor
 
 from megatron_fspo.config.correction import LengthFairGate
-from megatron_fspo.config.losses import FSPOLoss
+from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.mcore import policy_loss
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.decode import Decoder
@@ -152,7 +152,7 @@ class Place:
 
     def calibrated(self) -> list[str]:
         """A calibrated c, forced apart in the calibration."""
-        loss = LossState(FSPOLoss(calibrate=1, drift="k3"))
+        loss = LossState(FSPOLoss(calibrate=1, drift="k3"), longest=256)
         records = [record(number) for number in range(8)]
 
         def nudge(real: Callable[..., None], calibrator: Any, *args: Any) -> None:

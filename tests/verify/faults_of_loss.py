@@ -13,12 +13,12 @@ import torch.distributed as dist
 from patching import ALONE, CP, DP, PP, SP, TP, Patch, fault, wrap
 from torch import Tensor
 
+from megatron_fspo.losses import FSPOLoss, GRPOLoss
 from megatron_fspo.mcore import policy, policy_loss
 from megatron_fspo.objective import FSPOBand, surrogate
 from megatron_fspo.objective import losses as objectives
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.trainer.losses import LossState
 
 # S.
 
@@ -167,7 +167,7 @@ def local_t() -> Patch:
 @fault(DP, "another denominator", loss="grpo")
 def token_mean_for_sequence_mean() -> Patch:
     """GRPO takes the mean over tokens"""
-    return wrap(LossState, "objective", lambda real, self: replace(real(self), aggregation="token-mean"))
+    return wrap(GRPOLoss, "objective", lambda real, self: replace(real(self), aggregation="token-mean"))
 
 
 @fault(CP, "every gradient is 0.125 x", split="8 micro-batches")
@@ -314,7 +314,7 @@ def all_clipped_keep_gradient() -> Patch:
 @fault(CP, "dual clip", loss="fspo-dual")
 def dual_clip_ignored() -> Patch:
     """There is no dual clip"""
-    return wrap(LossState, "_fspo_dual_clip", lambda real, self, loss: None)
+    return wrap(FSPOLoss, "_dual_clip", lambda real, self: None)
 
 
 @fault(TP, "drift", loss="fspo-drift")

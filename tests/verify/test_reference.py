@@ -12,10 +12,9 @@ import torch
 from reference_rows import SHAPES, load, random_rows, relative_error, samples
 from torch import Tensor
 
-from megatron_fspo.config.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
+from megatron_fspo.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
 from megatron_fspo.objective import aggregation_weight, sequence_surrogate, token_surrogate
 from megatron_fspo.objective.losses import SequenceLevel, TokenLevel
-from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.verify.reference import Scores, forward, reference
 from megatron_fspo.verify.reference_model import log_probs_and_entropy
 
@@ -169,7 +168,7 @@ def production(
     lengths = torch.tensor([len(row) for row in drifts])
     a = torch.tensor(advantages, dtype=torch.float64)
     sequences, tokens = int((lengths > 0).sum()), int(lengths.sum())
-    objective = LossState(loss).objective()
+    objective = loss.objective()
     if isinstance(objective, SequenceLevel):
         sums = torch.stack([row.sum() for row in drifts])
         rows = sequence_surrogate(sums, lengths, a, objective.band, objective.dual_clip)

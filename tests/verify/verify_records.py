@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_fspo.config.losses import GRPOLoss
+from megatron_fspo.losses import GRPOLoss
 from megatron_fspo.verify.cases import Case
 from megatron_fspo.verify.compare import Errors, GradientError
 from megatron_fspo.verify.production import Outcome
