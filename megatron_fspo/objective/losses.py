@@ -112,7 +112,7 @@ class SequenceLevel:
         share = _local_tokens(inputs) / inputs.lengths.clamp(min=1)
         return LossTerms(
             log_ratio_sum=log_ratio_sum,
-            weight=torch.where(inputs.mask, _per_token(weight, inputs), 0.0),
+            weight=torch.where(inputs.mask, per_token(weight, inputs), 0.0),
             ratio=ratio,
             objective=(objective * share).sum(),
             clipped_low=low,
@@ -139,7 +139,7 @@ class TokenLevel:
     def __call__(self, inputs: LossInputs) -> LossTerms:
         terms = token_surrogate(
             torch.where(inputs.mask, inputs.log_ratio, 0.0),
-            _per_token(inputs.advantages, inputs),
+            per_token(inputs.advantages, inputs),
             eps_low=self.eps_low,
             eps_high=self.eps_high,
             dual_clip_ratio=self.dual_clip_ratio,
@@ -160,11 +160,11 @@ def weigh_tokens(inputs: LossInputs, terms: TokenSurrogate, aggregation: Aggrega
     log_ratio_sum, nonfinite, low, high, dual, out = inputs.sequence_sums(columns)
     # One token that is not finite drops its sequence: half a response is another response.
     broken = (nonfinite > 0) | ~torch.isfinite(log_ratio_sum)
-    kept = inputs.mask & ~_per_token(broken, inputs)
+    kept = inputs.mask & ~per_token(broken, inputs)
     # A step whose responses are all empty has no token to weigh.
     scale = inputs.num_sequences * aggregation_weight(
         aggregation,
-        _per_token(inputs.lengths.to(inputs.log_ratio.dtype), inputs),
+        per_token(inputs.lengths.to(inputs.log_ratio.dtype), inputs),
         num_sequences=max(inputs.num_sequences, 1),
         num_tokens=max(inputs.num_tokens, 1),
     )
@@ -184,7 +184,7 @@ def weigh_tokens(inputs: LossInputs, terms: TokenSurrogate, aggregation: Aggrega
     )
 
 
-def _per_token(values: Tensor, inputs: LossInputs) -> Tensor:
+def per_token(values: Tensor, inputs: LossInputs) -> Tensor:
     """[n] → [t]; 0 (or False) for tokens that belong to nobody."""
     return torch.cat([values, values.new_zeros(1)])[inputs.segment]
 
