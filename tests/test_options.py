@@ -26,7 +26,7 @@ REQUIRED: dict[str, Any] = {
     "reward": {"name": "exact_match"},
     "rollout": {"prompts": 8, "max_response_tokens": 100},
 }
-LOSSES = ("fspo", "rloo", "gspo", "grpo", "dapo")
+LOSSES = ("fspo", "rloo", "gspo", "grpo", "dapo", "cispo")
 CORRECTIONS = ("none", "token_tis", "sequence_tis", "sequence_mask", "length_fair_gate")
 
 
@@ -176,14 +176,14 @@ def test_numbers_in_the_file_may_name_a_run(path: Path) -> None:
         (
             "--loss.name fspo --loss.eps-low 0.1",
             "unknown key loss.eps_low: with loss.name = fspo there is none, "
-            "it belongs to rloo, gspo, grpo, dapo",
+            "it belongs to rloo, gspo, grpo, dapo, cispo",
         ),
         (
             "--loss.name gspo --loss.c-low 0.1",
             "unknown key loss.c_low: with loss.name = gspo there is none, it belongs to fspo",
         ),
-        ("--loss.name gpso", "loss.name = 'gpso': must be one of fspo, rloo, gspo, grpo, dapo"),
-        ("--loss.name 3", "loss.name = 3: must be one of fspo, rloo, gspo, grpo, dapo"),
+        ("--loss.name gpso", "loss.name = 'gpso': must be one of fspo, rloo, gspo, grpo, dapo, cispo"),
+        ("--loss.name 3", "loss.name = 3: must be one of fspo, rloo, gspo, grpo, dapo, cispo"),
         (
             "--correction.name tis",
             "correction.name = 'tis': must be one of none, token_tis, sequence_tis, sequence_mask, "
@@ -359,7 +359,7 @@ def fields_of(loss: str, correction: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("loss", "correction"), [*zip(LOSSES, CORRECTIONS, strict=True)])
+@pytest.mark.parametrize(("loss", "correction"), [*zip(LOSSES, (*CORRECTIONS, "none"), strict=True)])
 def test_legal_keys_are_all_fields_once(loss: str, correction: str) -> None:
     listed = [(key, field) for key, field, owner in legal_keys() if owner in ("", loss, correction)]
     fields = fields_of(loss, correction)

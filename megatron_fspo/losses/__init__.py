@@ -12,6 +12,7 @@ from typing import Annotated, assert_never, get_args
 
 from pydantic import Field
 
+from megatron_fspo.losses.cispo import CISPOLoss
 from megatron_fspo.losses.common import Definition, Loss
 from megatron_fspo.losses.fspo import FSPOLoss
 from megatron_fspo.losses.ratio import GSPOLoss, RLOOLoss
@@ -19,6 +20,7 @@ from megatron_fspo.losses.token import DAPOLoss, GRPOLoss
 from megatron_fspo.objective import ClipBand
 
 __all__ = [
+    "CISPOLoss",
     "DAPOLoss",
     "Definition",
     "FSPOLoss",
@@ -31,7 +33,7 @@ __all__ = [
     "loss_sections",
 ]
 
-AnyLoss = FSPOLoss | RLOOLoss | GSPOLoss | GRPOLoss | DAPOLoss
+AnyLoss = FSPOLoss | RLOOLoss | GSPOLoss | GRPOLoss | DAPOLoss | CISPOLoss
 PolicyLossConfig = Annotated[AnyLoss, Field(discriminator="name")]
 """The ``loss`` section of the configuration: one of them, by ``name``."""
 
@@ -46,7 +48,7 @@ def band_of(loss: PolicyLossConfig) -> ClipBand | None:
     match loss:
         case FSPOLoss() | RLOOLoss() | GSPOLoss():
             return loss.band()
-        case GRPOLoss() | DAPOLoss():
+        case GRPOLoss() | DAPOLoss() | CISPOLoss():
             return None
         case _:
             assert_never(loss)

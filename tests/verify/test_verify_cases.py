@@ -145,7 +145,7 @@ def test_each_kind_of_dual_clip_acts_and_no_other() -> None:
 
 
 def test_losses_cover_what_a_loss_can_have() -> None:
-    assert {loss.name for loss in LOSSES.values()} == {"fspo", "rloo", "gspo", "grpo", "dapo"}
+    assert {loss.name for loss in LOSSES.values()} == {"fspo", "rloo", "gspo", "grpo", "dapo", "cispo"}
     fspo = [loss for loss in LOSSES.values() if isinstance(loss, FSPOLoss)]
     assert {loss.dual_clip for loss in fspo} == {"off", "length_fair", "constant"}
     assert {loss.c_dual is None for loss in fspo} == {True, False}
