@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.objective import LengthReweightingError, length_reweighting_error
+from megatron_fspo.objective import LengthReweightingError, effective_sample_size, length_reweighting_error
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.trainer.log import METRICS, SEQUENCES, read_rows
 
@@ -90,6 +90,8 @@ class Records:
     """bool: a clip removed the gradient (token-level losses: of at least one token)."""
     out_of_band: Array
     """bool: outside the band on either side, whatever the sign of A."""
+    ratio: Array
+    """Importance weight, 0 where a clip acts; NaN where tokens have their own."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -116,7 +118,9 @@ def read_records(folder: Path) -> Records:
     rows = read_rows(folder / SEQUENCES)
 
     def column(name: str, dtype: Any) -> Array:
-        return np.concatenate([np.zeros(0, dtype), *(np.array(row[name], dtype) for row in rows)])
+        # A run of an earlier version kept less.
+        parts = [np.array(row.get(name, [None] * len(row["length"])), dtype) for row in rows]
+        return np.concatenate([np.zeros(0, dtype), *parts])
 
     everything = Records(
         step=np.repeat([row["step"] for row in rows], [len(row["length"]) for row in rows]).astype(np.int64),
@@ -125,6 +129,7 @@ def read_records(folder: Path) -> Records:
         advantage=column("advantage", np.float64),
         clipped=column("clipped", np.bool_),
         out_of_band=column("out_of_band", np.bool_),
+        ratio=column("ratio", np.float64),
     )
     return everything.select(np.isfinite(everything.log_ratio_sum) & (everything.length > 0))
 
@@ -142,6 +147,9 @@ class BinRates:
     """Records with A ≠ 0: the others can never be clipped."""
     clipped: float
     """Share of ``judged`` that a clip removed; NaN if there are none."""
+    ess: float
+    """Effective sample size of the importance weights, as a share of ``judged``; NaN where tokens have their
+    own."""
 
 
 def clip_rates(records: Records, num_bins: int = 8) -> list[BinRates]:
@@ -181,6 +189,7 @@ def _rates(records: Records) -> BinRates:
         out_of_band=float(records.out_of_band.mean()),
         judged=int(judged.sum()),
         clipped=_mean(records.clipped[judged].astype(np.float64)),
+        ess=effective_sample_size(torch.from_numpy(records.ratio[judged])) if judged.any() else math.nan,
     )
 
 

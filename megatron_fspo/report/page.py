@@ -116,6 +116,7 @@ def _render(found: Findings, config_text: str) -> str:
         svgs={name: Markup(svg) for name, svg in svgs.items()},
         smoothing=pictures.smoothing_window(len(found.steps)),
         tail=tail,
+        by_length=clip_rates(tail) if len(tail) else [],
         last=last,
         beyond=np.sort(np.abs(last.log_ratio_sum[pictures.beyond(last, band)])),
         config_text=config_text,
@@ -176,6 +177,9 @@ def headlines(found: Findings) -> Iterator[Headline]:
             yield _trend("Outside by noise", series("fspo/noise_clip_rate"), ".1%", note)
         note = f"{clipped} whose gradient the band removed, dual clip apart"
         yield _trend("Clip rate", series("actor/pg_clipfrac"), ".1%", note)
+        if series("fspo/ess"):
+            note = "of the importance weights, as a share of the sequences with A ≠ 0"
+            yield _trend("Effective sample size", series("fspo/ess"), ".2f", note)
         yield _trend("LRE (mean)", series("fspo/lre_mean"), ".3f", "of single steps")
         yield _trend("LRE by chance", series("fspo/lre_null"), ".3f", "null floor of single steps")
     if math.isfinite(found.lre.mean):

@@ -210,7 +210,7 @@ def test_tempering_leaves_the_gradient_at_zero_and_evens_out_the_weights() -> No
         s = noise * length**0.5 - 0.015**2 * length / 2
         return effective_sample_size(sequence_surrogate(s, lengths, a, band, dual, temper=temper).ratio)
 
-    assert ess(100, 0.0) > 0.9 > 0.1 > ess(16_384, 0.0)
+    assert ess(100, 0.0) > 0.95 and ess(16_384, 0.0) < 0.06
     assert ess(16_384, 0.5) > 0.9
     zero, lengths = torch.zeros_like(a), torch.full_like(a, 16_384)
     assert torch.equal(sequence_surrogate(zero, lengths, a, band, dual, temper=0.5).weight, a)

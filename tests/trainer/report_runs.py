@@ -58,6 +58,7 @@ def make_records(step: int, count: int = 64) -> list[SequenceRecord]:
                 dual_clipped=0.0,
                 out_of_band=low or high,
                 nonfinite=False,
+                ratio=0.0 if advantage * s > 0 and (low or high) else 2.718281828459045**s,
             )
         )
     return records
@@ -164,4 +165,6 @@ def records_from(
         advantage=np.array(advantages),
         clipped=np.array(clipped),
         out_of_band=np.array(out_of_band),
+        # Weights of 1, where no clip acts.
+        ratio=1.0 - np.array(clipped, dtype=np.float64),
     )

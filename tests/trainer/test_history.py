@@ -31,6 +31,7 @@ def test_clip_rates_by_length_by_hand() -> None:
     short, long = clip_rates(records, num_bins=2)
     assert (short.low, short.high, short.records, short.judged) == (1, 3, 4, 2)
     assert (short.out_of_band, short.clipped) == (0.25, 0.5)
+    assert (short.ess, long.ess) == (0.5, 0.75), "of equal weights and zeros, the share that is not zero"
     assert (long.low, long.high, long.records, long.judged) == (10, 12, 4, 4)
     assert (long.out_of_band, long.clipped) == (0.75, 0.25)
     whole = overall_rates(records)

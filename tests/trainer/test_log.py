@@ -145,11 +145,11 @@ def test_the_columns_of_sequences(tmp_path: Path) -> None:
     log.sequences(
         3,
         [
-            record(0, clipped_high=1.0, out_of_band=True),
+            record(0, clipped_high=1.0, out_of_band=True, ratio=0.0),
             record(1, log_ratio_sum=math.nan, nonfinite=True),
             record(2, advantage=math.nan, nonfinite=True),
             record(3, length=0),
-            record(4, dual_clipped=0.25),
+            record(4, dual_clipped=0.25, ratio=2.0),
             record(5, advantage=0.0, out_of_band=True),
         ],
     )
@@ -162,6 +162,7 @@ def test_the_columns_of_sequences(tmp_path: Path) -> None:
             "advantage": [-1.0, -1.0, 0.0],
             "clipped": [True, True, False],
             "out_of_band": [True, False, True],
+            "ratio": [0.0, 2.0, None],
         }
     ]
 
