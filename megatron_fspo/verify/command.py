@@ -18,7 +18,7 @@ from megatron_fspo.mcore.model import check_parallel, check_trainable
 from megatron_fspo.verify import table
 from megatron_fspo.verify.cases import SMALL, narrow, with_layers
 from megatron_fspo.verify.layouts import Layout, all_layouts, parse_layout
-from megatron_fspo.verify.run import Result, verify
+from megatron_fspo.verify.run import Result, possible_dtypes, verify
 from megatron_fspo.weights import Architecture, read_architecture
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -72,11 +72,16 @@ def plan(
         dtypes = ["bfloat16"] if engine else ["float32", "float64"]
     if engine and "float64" in dtypes:
         raise InputError("--dtype float64: Transformer Engine has no float64; model.layers = local has")
+    wanted = [_DTYPES[name] for name in dtypes]
+    sharded = [layout.name for layout in layouts if not possible_dtypes(layout, wanted)]
+    if sharded and listed:
+        raise InputError(f"--dtype float64: {sharded[0]} has a distributed optimizer, which knows no float64")
+    layouts = [layout for layout in layouts if layout.name not in sharded]
     return Plan(
         backend=backend,
         arch=arch,
         layouts=layouts,
-        dtypes=[_DTYPES[name] for name in dtypes],
+        dtypes=wanted,
         every_case=bool(listed),
         world_size=world_size,
     )

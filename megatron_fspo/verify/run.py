@@ -83,7 +83,7 @@ def verify(
         results: list[Result] = []
         asked = cases(config, number)
         groups = start(backend, parallel=layout.parallel, seed=1)
-        for turn, dtype in enumerate(possible := _possible(layout, dtypes)):
+        for turn, dtype in enumerate(possible := possible_dtypes(layout, dtypes)):
             model = replace(with_layers(arch, layout.parallel), tied=ties[(number + turn) % len(ties)])
             policy = build(layout, model, _weights(model, dtypes), backend, groups, dtype)
             some = asked if every_case else _share(asked, turn, len(possible), number)
@@ -110,7 +110,7 @@ def _share(asked: Sequence[Case], turn: int, turns: int, number: int) -> list[Ca
     return [case for case in asked if turns == 1 or (case.split in second) == (turn == 1)]
 
 
-def _possible(layout: Layout, dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
+def possible_dtypes(layout: Layout, dtypes: Sequence[torch.dtype]) -> list[torch.dtype]:
     """The sharpest first. Megatron's distributed optimizer sorts parameters by type and knows no float64."""
     possible = [d for d in dtypes if d != torch.float64 or not layout.parallel.distributed_optimizer]
     return sorted(possible, key=lambda dtype: torch.finfo(dtype).eps)

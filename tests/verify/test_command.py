@@ -201,6 +201,14 @@ def test_the_program_ends_with_status_2() -> None:
     assert done.stderr.splitlines()[-1] == "megatron-fspo: layout tp3 is for a multiple of 3 ranks, not 1"
 
 
+def test_a_precision_that_a_layout_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only it would leave nothing to check: refused by name, left out of --all."""
+    assert main(["verify", "--nproc", "2", "--layouts", "dp2.do", "--dtype", "float64"]) == 2
+    assert "dp2.do has a distributed optimizer, which knows no float64" in capsys.readouterr().err
+    planned = plan(None, None, ["float64"], use_all=True, world_size=2)
+    assert planned.layouts and not any(one.parallel.distributed_optimizer for one in planned.layouts)
+
+
 @pytest.mark.parametrize(
     "arguments", [["--layouts", "cp2", "--all"], ["--layouts"], ["--dtype", "float16"], ["x"]]
 )

@@ -32,7 +32,7 @@ from megatron_fspo.verify.cases import (
 )
 from megatron_fspo.verify.layouts import all_layouts
 from megatron_fspo.verify.reference import Reference, Scores, reference
-from megatron_fspo.verify.run import _possible, _share
+from megatron_fspo.verify.run import _share, possible_dtypes
 from megatron_fspo.weights import Architecture, expected_hf_shapes
 from packs import sample_length
 
@@ -197,7 +197,7 @@ def test_all_layouts_together_cover_the_pairs(ranks: int, precisions: tuple[str,
     dtypes = [getattr(torch, name) for name in precisions]
     layouts = all_layouts(SMALL, world_size=ranks)
     for number, layout in enumerate(layouts):
-        asked, possible = cases(None, number), _possible(layout, dtypes)
+        asked, possible = cases(None, number), possible_dtypes(layout, dtypes)
         shares = [_share(asked, turn, len(possible), number) for turn in range(len(possible))]
         assert Counter(case.name for share in shares for case in share) == Counter(c.name for c in asked)
         assert all(shares)
@@ -211,7 +211,7 @@ def test_all_layouts_together_cover_the_pairs(ranks: int, precisions: tuple[str,
         assert {("split", layout.name, split) for split in SPLITS} <= seen
     everything = [*LOSSES, "all-clipped"]
     assert {("loss", name, split) for name in everything for split in SPLITS} <= seen
-    kinds = {dtype for layout in layouts for dtype in _possible(layout, dtypes)}
+    kinds = {dtype for layout in layouts for dtype in possible_dtypes(layout, dtypes)}
     assert {("dtype", name, str(dtype)) for name in everything for dtype in kinds} <= seen
     assert {("both", split, str(dtype)) for split in SPLITS for dtype in kinds} <= seen
 
