@@ -16,6 +16,7 @@ import torch
 from launch import REPO, environment, forked, torchrun, why
 from megatron_fspo.cli import main
 from megatron_fspo.verify.cases import LOSSES, SPLITS
+from megatron_fspo.verify.command import plan
 
 RUN = "examples/make_sum/run.toml"
 
