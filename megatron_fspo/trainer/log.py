@@ -22,7 +22,7 @@ SAMPLES = "samples.jsonl"
 
 
 class RunLog:
-    """The log of one run. On ranks other than 0 every method does nothing.
+    """The log of one run. On ranks other than 0 every method does nothing, and finds nothing.
 
     Args:
         writer: whether this is rank 0.
@@ -49,6 +49,10 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(dict(metrics), step=step)
         self.say(describe(step, self._config.run.steps, metrics))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics of the steps so far."""
+        return read_rows(self._folder / METRICS) if self._writer else []
 
     def sequences(self, step: int, records: Sequence[SequenceRecord]) -> None:
         """Keep an even sample of the off-policy records that are in a rate, for the report's pictures."""

@@ -65,6 +65,30 @@ def test_a_reward_that_fails_in_an_evaluation_leaves_the_step_before_it(tmp_path
     assert [x.name for x in (tmp_path / "run/checkpoints").iterdir()] == ["step_000002"]
 
 
+def test_steps_that_teach_nothing_are_told_and_too_many_end_the_run(tmp_path: Path) -> None:
+    """Counted across a resume; two ranks, of which the first one shows its responses."""
+    extra = (*DATA_PARALLEL, "--evaluation.every", "0", "--reward.max-steps-without-spread", "2")
+    told = train(tmp_path, "run", "always_half", *extra, "--run.steps", "1")
+    assert told.returncode == 0, why(told.stderr)
+    ended = train(tmp_path, "run", "always_half", *extra, "--run.steps", "3", "--resume")
+    assert ended.returncode == 1
+    for step, result in enumerate((told, ended), start=1):
+        lines = result.stdout.splitlines()
+        told_in = f"step {step}: all 32 rewards are 0.5: nothing to learn from (steps in a row: {step})"
+        first = lines.index(told_in)
+        samples = lines[first + 1 : first + 4]
+        assert all(x.startswith("  prompt ") and x.endswith(", reward 0.5") for x in samples)
+        assert len({x.split()[1] for x in samples}) == 3
+        assert [x.startswith("  prompt ") for x in lines].count(True) == 3
+    (line,) = ended.stderr.splitlines()
+    assert line == (
+        "megatron-fspo: step 2: reward 'reward_worker:always_half': all 32 rewards are 0.5, and 2 steps in "
+        "a row had nothing to learn from (reward.max_steps_without_spread = 2; 0: never an error); "
+        "--resume goes on after step 1"
+    )
+    assert [row["step"] for row in rows(tmp_path, "run")] == [1]
+
+
 def test_the_file_is_no_run_where_there_is_none(tmp_path: Path) -> None:
     """``evaluate`` makes no folder, and ``train`` would take one for a run."""
     config = make_config(tmp_path)
