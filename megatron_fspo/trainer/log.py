@@ -19,6 +19,8 @@ from megatron_fspo.trainer.records import SequenceRecord
 METRICS = "metrics.jsonl"
 SEQUENCES = "sequences.jsonl"
 SAMPLES = "samples.jsonl"
+REMIND = 20
+"""Steps between two lines about a state that lasts."""
 
 
 class RunLog:
@@ -34,6 +36,7 @@ class RunLog:
         self._config = config
         self._folder = config.run_folder
         self._wandb: Any = None
+        self._told: dict[str, int] = {}
         if not writer:
             return
         for name in (METRICS, SEQUENCES, SAMPLES):
@@ -82,6 +85,12 @@ class RunLog:
         if self._writer:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
+
+    def remind(self, topic: str, step: int, text: str) -> None:
+        """The same, but not again about this topic for :data:`REMIND` steps."""
+        if step >= self._told.get(topic, -REMIND) + REMIND:
+            self._told[topic] = step
+            self.say(f"step {step}: {text}")
 
     @contextmanager
     def phase(
