@@ -63,6 +63,9 @@ def test_a_reward_that_fails_in_an_evaluation_leaves_the_step_before_it(tmp_path
     assert [row["step"] for row in found] == [0, 1, 2]
     assert ["val/validation/mean@2" in row for row in found] == [True, False, False]
     assert [x.name for x in (tmp_path / "run/checkpoints").iterdir()] == ["step_000002"]
+    resumed = train(tmp_path, "run", "sound", "--evaluation.every", "2", "--resume")
+    assert resumed.returncode == 0, why(resumed.stderr)
+    assert rows(tmp_path, "run") == found and (tmp_path / "run/hf/model.safetensors").exists()
 
 
 def test_steps_that_teach_nothing_are_told_and_too_many_end_the_run(tmp_path: Path) -> None:
