@@ -13,5 +13,9 @@ class TrainingError(RuntimeError):
     """Training cannot go on (too many non-finite sequences, a non-finite gradient). Exit status 1."""
 
 
+class RewardError(TrainingError):
+    """The rewards of a rollout are no use. Every rank raises it, so a checkpoint may still be written."""
+
+
 class StopRequested(TrainingError):
     """The job was asked to stop (SIGTERM), and a wait that may end early did."""

@@ -103,6 +103,11 @@ class Reward(Section):
     """The verdict on a response."""
 
     name: str = Field(description="`make_sum`, `exact_match`, or `package.module:function`")
+    max_steps_without_spread: NonNegativeInt = Field(
+        10,
+        description="an error when in so many steps in a row no two responses to a prompt had different "
+        "rewards, so that nothing was learned; 0: never",
+    )
 
 
 class Rollout(Section):

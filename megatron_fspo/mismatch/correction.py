@@ -8,6 +8,7 @@ and names it as it does everything that is not finite.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import assert_never
 
@@ -30,6 +31,9 @@ from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
+
+LEAST_LEFT = 0.5
+"""Mean weight and effective sample size below which the user is told."""
 
 
 def correct(
@@ -63,7 +67,7 @@ def correct(
     else:
         decisions = torch.stack(sequence_weights(correction, mismatch.sums, mismatch.lengths))
         weight, acted = of_first_rank(decisions, *everyone)
-        columns = torch.stack([acted, weight, torch.ones_like(weight)])
+        columns = torch.stack([acted, weight, weight.square(), torch.ones_like(weight)])
 
         def weights(batch: MicroBatch) -> Tensor:
             return _per_token(weight[batch.sample_index], batch)
@@ -98,15 +102,16 @@ def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[s
 
     Args:
         name: what it does to a unit (a sequence, or a token for ``token_tis``).
-        columns: [3, samples] of each response: units acted on, weight over units, units.
+        columns: [4, samples] of each response: units acted on; Σ w and Σ w² of their weights; units.
 
     Returns:
         ``rollout/correction_<name>``, the share of units, also ``/short`` and ``/long``, in the shorter and
         the longer half of the responses (equal lengths share a half; NaN where there is none);
-        ``rollout/correction_weight_mean`` over units.
+        ``rollout/correction_weight_mean`` and ``rollout/correction_ess`` (:func:`effective_share`),
+        over units.
     """
     counted = mismatch.sums.isfinite() & (mismatch.lengths > 0)
-    acted, weight, units = columns[:, counted]
+    acted, weight, square, units = columns[:, counted]
     half = length_bins(mismatch.lengths[counted], 2)
 
     def share(chosen: Tensor) -> float:
@@ -117,7 +122,57 @@ def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[s
         f"rollout/correction_{name}/short": share(half == 0),
         f"rollout/correction_{name}/long": share(half == 1),
         "rollout/correction_weight_mean": (weight.sum() / units.sum()).item(),
+        "rollout/correction_ess": effective_share(weight.sum(), square.sum(), units.sum()),
     }
+
+
+def effective_share(weight: Tensor, square: Tensor, units: Tensor) -> float:
+    """Effective sample size of weighted units, as a share of them: (Σ w)² / (N Σ w²), Kish's formula.
+
+    1 where all weights are equal, however small; 1/N where one unit has all the weight.
+
+    Args:
+        weight, square, units: scalars Σ w, Σ w² and N, over all ranks.
+
+    Returns:
+        0 where all weights are 0; NaN without units.
+    """
+    if units > 0 and square == 0:
+        return 0.0
+    return (weight.square() / (units * square)).item()
+
+
+def little_is_left(correction: CorrectionConfig, metrics: Mapping[str, float]) -> str | None:
+    """What to tell the user where the rule leaves less than half of a batch to learn from, with the remedy.
+
+    Args:
+        metrics: of :func:`correct` and of the mismatch it corrected; the same on every rank.
+    """
+    if isinstance(correction, NoCorrection):
+        return None
+    mean, ess = metrics["rollout/correction_weight_mean"], metrics["rollout/correction_ess"]
+    if not (mean < LEAST_LEFT or ess < LEAST_LEFT):
+        return None
+    unit = "tokens" if isinstance(correction, TokenTIS) else "responses"
+    sigma = metrics["rollout/mismatch_sigma"]
+    gate = f"correction.c = {4 * sigma:.2g}, four times that sigma"
+    match correction:
+        case SequenceTIS() | SequenceMask():
+            remedy = (
+                "Noise that grows as the root of the length costs long responses the most: "
+                f"correction.name = length_fair_gate ({gate}) and token_tis treat every length alike"
+            )
+        case LengthFairGate():
+            remedy = f"Noise alone passes with {gate}"
+        case TokenTIS():
+            remedy = "No noise does this to single tokens: the weights or log-probs of the sampler are others"
+        case _:
+            assert_never(correction)
+    return (
+        f"correction.name = {correction.name} leaves {unit} a mean weight of {mean:.2g}, and an effective "
+        f"sample size of {ess:.0%} of their number (rollout/mismatch_sigma {sigma:.2g}, "
+        f"rollout/mismatch_outliers {metrics['rollout/mismatch_outliers']:.1%}). {remedy}"
+    )
 
 
 def _token_columns(
@@ -127,11 +182,10 @@ def _token_columns(
 
     def rows(batch: MicroBatch) -> Tensor:
         delta = token_deltas(batch)
-        return torch.stack(
-            [(delta > math.log(correction.cap)).double(), truncated_weight(delta, correction.cap)]
-        )
+        weight = truncated_weight(delta, correction.cap)
+        return torch.stack([(delta > math.log(correction.cap)).double(), weight, weight.square()])
 
-    totals = per_sample(packs, rows, 2, len(mismatch.lengths), group=group)
+    totals = per_sample(packs, rows, 3, len(mismatch.lengths), group=group)
     return torch.cat([totals, mismatch.lengths.double()[None]])
 
 

@@ -20,6 +20,10 @@ from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.exact import ExactSums
 from megatron_fspo.parallel.metrics import gather_lists, reduce_metrics
 
+OUTLIER = 6.0
+"""An outlier's |Σ Δ| / √L, in σ̂. Of Gaussian noise 2e-9 are beyond it, and 0.3 % even where σ̂, the median of
+a few responses, comes out at half of σ."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
@@ -94,7 +98,7 @@ def measure(
         with metrics over all tokens whose Δ is finite: ``rollout/logprob_abs_diff/mean`` and ``/max``: |Δ| of
         a token, nats; ``rollout/kl_k1`` and ``rollout/kl_k3``: KL(sampler ‖ trainer) per token, in two
         estimates, -Δ and exp(Δ) - 1 - Δ; ``rollout/mismatch_sigma``: spread of Σ Δ / √L over responses,
-        beside ``fspo/sigma_hat``.
+        beside ``fspo/sigma_hat``; ``rollout/mismatch_outliers``: see :func:`outlier_share`.
     """
     totals = _Totals()
     scored: list[tuple[Tensor, Tensor]] = []
@@ -116,7 +120,28 @@ def measure(
     metrics["rollout/logprob_abs_diff/max"] = max(gather_lists([totals.largest], group=group))
     known = whole.isfinite() & (lengths > 0)
     spread = sigma_hat(whole[known], lengths[known], 0.5) if known.any() else math.nan
-    return Mismatch(sums=whole, lengths=lengths, metrics=metrics | {"rollout/mismatch_sigma": spread})
+    metrics["rollout/mismatch_sigma"] = spread
+    metrics["rollout/mismatch_outliers"] = outlier_share(whole, lengths, spread)
+    return Mismatch(sums=whole, lengths=lengths, metrics=metrics)
+
+
+def outlier_share(sums: Tensor, lengths: Tensor, sigma: float) -> float:
+    """Share of responses that differ by far more than the usual noise: |Σ Δ| > 6·σ̂·√L.
+
+    σ̂ is a median, so it says how the usual response differs, and nothing of a minority: with 100 times the
+    noise in 15 % of the responses it grows by a fifth. Source: ours.
+
+    Args:
+        sums: Σ Δ [N] in nats. Non-finite ones are left out.
+        lengths: L [N], response tokens. Responses with L = 0 are left out.
+        sigma: σ̂ of these responses, nats per √token.
+
+    Returns:
+        NaN where no response is left.
+    """
+    known = sums.isfinite() & (lengths > 0)
+    limit = OUTLIER * sigma * lengths[known].double().sqrt()
+    return (sums[known].abs() > limit).double().mean().item()
 
 
 def _everywhere(scored: Sequence[tuple[Tensor, Tensor]], samples: int, *, group: dist.ProcessGroup) -> Tensor:

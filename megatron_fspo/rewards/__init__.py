@@ -2,5 +2,6 @@
 
 from megatron_fspo.rewards import exact_match, make_sum
 from megatron_fspo.rewards.registry import Reward, get_reward, register
+from megatron_fspo.rewards.verdict import Failure, judge
 
-__all__ = ["Reward", "exact_match", "get_reward", "make_sum", "register"]
+__all__ = ["Failure", "Reward", "exact_match", "get_reward", "judge", "make_sum", "register"]

@@ -7,6 +7,7 @@ from megatron_fspo.trainer.ahead import staleness_metrics
 from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.dynamic import fill
+from megatron_fspo.trainer.no_spread import check_spread
 from megatron_fspo.trainer.optimize import score_reference, with_old_log_probs
 from megatron_fspo.trainer.rollout import Rollout, without_tokens
 from megatron_fspo.trainer.sampling import Batch, add_advantages, collect_and_grade, sampling_metrics
@@ -18,6 +19,7 @@ def begin_step(run: Training) -> Step:
 
     Raises:
         StopRequested: the job was asked to stop, and did in or after the rollout.
+        RewardError: the rewards of the rollout are no use.
     """
     responses, metrics = roll_out(run)
     if run.stopping():
@@ -30,7 +32,7 @@ def roll_out(run: Training) -> tuple[Rollout, dict[str, float]]:
     are asked for. Collective. The metrics are of all that were sampled, also where only some stay."""
     options = run.inputs.config.rollout
     run.groups.control.meet("the first rank to write its records")
-    responses = _responses(run, run.ahead.take(run.step))
+    responses = sampled = _responses(run, run.ahead.take(run.step))
     metrics = sampling_metrics(responses)
     if options.dynamic_sampling:
         filled = fill(
@@ -38,9 +40,11 @@ def roll_out(run: Training) -> tuple[Rollout, dict[str, float]]:
             lambda number, prompts: _responses(run, run.ahead.further(run.step, number, prompts)),
             max_rounds=options.max_rounds,
         )
-        responses, metrics = filled.batch, sampling_metrics(filled.sampled) | filled.metrics()
+        responses, sampled = filled.batch, filled.sampled
+        metrics = sampling_metrics(sampled) | filled.metrics()
         if filled.unfilled:
             run.log.say(f"step {run.step + 1}: {filled}")
+    check_spread(run, sampled)
     run.ahead.ask(run.step)
     return responses, metrics
 

@@ -19,10 +19,12 @@ from megatron_fspo.trainer.records import SequenceRecord
 METRICS = "metrics.jsonl"
 SEQUENCES = "sequences.jsonl"
 SAMPLES = "samples.jsonl"
+REMIND = 20
+"""Steps between two lines about a state that lasts."""
 
 
 class RunLog:
-    """The log of one run. On ranks other than 0 every method does nothing.
+    """The log of one run. On ranks other than 0 every method does nothing, and finds nothing.
 
     Args:
         writer: whether this is rank 0.
@@ -34,6 +36,7 @@ class RunLog:
         self._config = config
         self._folder = config.run_folder
         self._wandb: Any = None
+        self._told: dict[str, int] = {}
         if not writer:
             return
         for name in (METRICS, SEQUENCES, SAMPLES):
@@ -49,6 +52,10 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(dict(metrics), step=step)
         self.say(describe(step, self._config.run.steps, metrics))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics of the steps so far."""
+        return read_rows(self._folder / METRICS) if self._writer else []
 
     def sequences(self, step: int, records: Sequence[SequenceRecord]) -> None:
         """Keep an even sample of the off-policy records that are in a rate, for the report's pictures."""
@@ -79,6 +86,12 @@ class RunLog:
         if self._writer:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
+
+    def remind(self, topic: str, step: int, text: str) -> None:
+        """The same, but not again about this topic for :data:`REMIND` steps."""
+        if step >= self._told.get(topic, -REMIND) + REMIND:
+            self._told[topic] = step
+            self.say(f"step {step}: {text}")
 
     @contextmanager
     def phase(

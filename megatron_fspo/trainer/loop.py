@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import signal
 import time
+from typing import Any, NoReturn
 
-from megatron_fspo.errors import StopRequested
+from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.mcore.hf_weights import export_hf
 from megatron_fspo.trainer.begin import begin_step
 from megatron_fspo.trainer.build import Training, build
@@ -23,6 +24,9 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
 
     Returns:
         False when SIGTERM stopped the run early; it left a checkpoint to resume from.
+
+    Raises:
+        RewardError: the rewards of a step or an evaluation are no use. A checkpoint has the steps done.
     """
     config = inputs.config
     run = build(inputs, checkpoint_to_resume(config, resume=resume))
@@ -37,14 +41,21 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
         run.step += 1
         last = run.step == config.run.steps
         stopping = control.meet(f"the end of step {run.step}")
+        failed: RewardError | None = None
         if _due(run.step, config.evaluation.every) or (last and config.evaluation.every):
-            metrics |= _evaluate(run)
-        if _due(run.step, config.checkpoint.every) or last or stopping:
+            try:
+                metrics |= _evaluate(run)
+            except RewardError as error:
+                failed = error
+        end = last or stopping or failed is not None
+        if _due(run.step, config.checkpoint.every) or end:
             with run.log.phase("save_checkpoint", 1, "", run.timings):
-                run.save(wait=last or stopping)
+                run.save(wait=end)
         # First the row, then the name of the checkpoint: a run that resumes from it has the row.
         run.log.step(run.step, metrics | run.timings)
-        run.end_save(wait=False)
+        run.end_save(wait=failed is not None)
+        if failed is not None:
+            raise failed
         if stopping and not last:
             return _stopped(run)
     export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
@@ -69,6 +80,8 @@ def train_step(run: Training) -> dict[str, float] | None:
         except StopRequested:
             run.save(wait=True, cursor=cursor)
             return None
+        except RewardError as error:
+            _fail_after_save(run, error, cursor)
     else:  # the checkpoint that the run goes on from had it
         run.ahead.ask(run.step)
     step = run.under_way
@@ -99,10 +112,23 @@ def _stopped(run: Training) -> bool:
     return False
 
 
+def _fail_after_save(run: Training, error: RewardError, cursor: dict[str, Any]) -> NoReturn:
+    """End a run in a rollout, with a checkpoint of the steps before; of none there is nothing to keep."""
+    going_on = "--resume starts over"
+    if run.step:
+        run.save(wait=True, cursor=cursor)
+        run.end_save(wait=True)
+        going_on = f"--resume goes on after step {run.step}"
+    raise RewardError(f"step {run.step + 1}: {error}; {going_on}") from error
+
+
 def _evaluate(run: Training) -> dict[str, float]:
     total = len(run.inputs.validation) * run.inputs.config.evaluation.samples // run.groups.dp.size()
     with run.log.phase("testing", total, "response", run.timings) as progress:
-        result = evaluate(run.inputs, run.engine, run.groups, progress)
+        try:
+            result = evaluate(run.inputs, run.engine, run.groups, progress)
+        except RewardError as error:
+            raise RewardError(f"evaluation after step {run.step}: {error}") from error
     run.log.responses(run.step, result.responses)
     return result.metrics
 

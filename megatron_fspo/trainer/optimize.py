@@ -11,8 +11,8 @@ from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.policy import Update
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.mismatch.alarm import FP8_LIMIT, LIMIT, FreshTokens, Setting, check_mismatch
-from megatron_fspo.mismatch.correction import correct
-from megatron_fspo.mismatch.measure import measure
+from megatron_fspo.mismatch.correction import correct, little_is_left
+from megatron_fspo.mismatch.measure import measure, outlier_share
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
@@ -65,8 +65,12 @@ def score_old(run: Training, packs: Packs, rollout: Rollout) -> tuple[Packs, dic
     alarm, text = check_mismatch(packs, fresh, setting)
     if text is not None:
         run.log.say(f"step {run.step + 1}: {text}")
-    packs, correction = correct(run.inputs.config.correction, packs, mismatch, groups=run.groups)
-    return packs, mismatch.metrics | alarm | correction
+    rule = run.inputs.config.correction
+    packs, correction = correct(rule, packs, mismatch, groups=run.groups)
+    metrics = mismatch.metrics | alarm | correction
+    if (text := little_is_left(rule, metrics)) is not None:
+        run.log.remind("correction", run.step + 1, text)
+    return packs, metrics
 
 
 def _alarm_setting(run: Training) -> Setting:
@@ -159,10 +163,12 @@ def _first_update(update: Update, records: Sequence[SequenceRecord], *, sampled:
     if not sampled:
         largest = max((abs(r.log_ratio_sum) for r in records if r.counts), default=math.nan)
         return {"fspo/on_policy_abs_s_max": largest}
+    sigma = sigma_of(records) or math.nan
     return {
         "rollout/kl_k1": update.metrics["actor/ppo_kl"],
         "rollout/kl_k3": update.metrics["fspo/kl_k3"],
-        "rollout/mismatch_sigma": sigma_of(records) or math.nan,
+        "rollout/mismatch_sigma": sigma,
+        "rollout/mismatch_outliers": outlier_share(*as_tensors(records), sigma),
     }
 
 

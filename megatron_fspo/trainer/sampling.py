@@ -5,6 +5,7 @@ Tokens stay on the rank that has them; all ranks learn the lengths, rewards and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,9 @@ from torch import Tensor
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
 from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.rewards import Failure, judge
 from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine
+from megatron_fspo.trainer.failed_reward import raise_first
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import COLUMNS, Rollout, describe, rollout_of, with_advantages
 from megatron_fspo.types import Completion, Prompt, SamplingParams
@@ -67,22 +70,29 @@ def collect_and_grade(
 
     Raises:
         StopRequested: it did, on every rank.
+        RewardError: the reward failed for a response, on whichever rank; on every rank.
     """
     completions = batch.pending(progress, stops=stops)
     held: dict[int, Completion] = {}
+    failures: dict[int, Failure] = {}
     table = torch.zeros(len(batch.prompts) * batch.samples, len(COLUMNS), dtype=torch.float64)
     if is_first_of_copy(groups):
         for position, row in zip(batch.mine, completions, strict=True):
             first = position * batch.samples
-            prompt = batch.prompts[position]
             held |= dict(enumerate(row, start=first))
-            verdicts = [
-                describe(completion, grade(inputs, prompt, completion), groups.dp.rank())
-                for completion in row
+            verdicts = [grade(inputs, batch.prompts[position], completion) for completion in row]
+            failures |= {n: v for n, v in enumerate(verdicts, start=first) if isinstance(v, Failure)}
+            described = [
+                describe(completion, math.nan if isinstance(verdict, Failure) else verdict, groups.dp.rank())
+                for completion, verdict in zip(row, verdicts, strict=True)
             ]
-            table[first : first + len(row)] = torch.tensor(verdicts, dtype=torch.float64)
+            table[first : first + len(row)] = torch.tensor(described, dtype=torch.float64)
+            if failures:
+                break
     groups.control.meet("responses and their grades")
     table = _summed_over_all(table, inputs.backend.device)
+    if table.isnan().any():  # a failure's reward, on every rank
+        raise_first(inputs.config, failures, batch.samples)
     return rollout_of(batch.prompts, batch.samples, table, held)
 
 
@@ -93,13 +103,18 @@ def _summed_over_all(table: Tensor, device: torch.device) -> Tensor:
     return table.cpu()
 
 
-def grade(inputs: Inputs, prompt: Prompt, completion: Completion) -> float:
-    """The reward of one completion; the stop token is not part of its text."""
+def grade(inputs: Inputs, prompt: Prompt, completion: Completion) -> float | Failure:
+    """The reward of one completion."""
+    return judge(inputs.reward, prompt, completion, response_text(inputs, completion))
+
+
+def response_text(inputs: Inputs, completion: Completion) -> str:
+    """What a reward is given to read; the stop token is not part of it."""
     ids = list(completion.token_ids)
     if completion.finish_reason == "stop":
         ids = ids[:-1]
-    text = inputs.tokenizer.decode(ids, skip_special_tokens=False)
-    return float(inputs.reward(prompt, completion, text))
+    text: str = inputs.tokenizer.decode(ids, skip_special_tokens=False)
+    return text
 
 
 def add_advantages(inputs: Inputs, groups: ParallelGroups, rollout: Rollout) -> Rollout:

@@ -212,3 +212,16 @@ def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     log.close()
     assert wandb.run is None
     assert list((config.run_folder / "wandb").glob("offline-run-*/run-one.wandb"))
+
+
+def test_what_lasts_is_told_now_and_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(make_config(tmp_path), writer=True, resume_step=None)
+    for step in range(3, 50):
+        log.remind("weights", step, "too small")
+    log.remind("another", 50, "too large")
+    assert capsys.readouterr().out.splitlines() == [
+        "step 3: too small",
+        "step 23: too small",
+        "step 43: too small",
+        "step 50: too large",
+    ]

@@ -68,6 +68,7 @@ def test_sampled_old_log_probs_need_no_pass(done: Done) -> None:
     # Measured by the first update: all there is without a pass.
     for name in ("rollout/kl_k1", "rollout/mismatch_sigma"):
         assert 0 < abs(sampled[name]) < 1e-4, name
+    assert sampled["rollout/mismatch_outliers"] < 0.5
     for name in ("actor/grad_norm", "actor/pg_loss", "fspo/kl_k3"):
         assert sampled[name] == pytest.approx(plain[name], rel=1e-2, abs=1e-5), name
 
@@ -78,7 +79,14 @@ def test_a_gate_that_drops_the_most_leaves_little_to_learn(done: Done) -> None:
     kept = gate["rollout/correction_weight_mean"]
     assert kept == pytest.approx(1 - gate["rollout/correction_dropped"]) and kept < 0.6
     assert gate["actor/grad_norm"] < 0.9 * plain["actor/grad_norm"]
+    assert gate["rollout/correction_ess"] == pytest.approx(kept)
     assert gate["fspo/nonfinite"] == 0
+
+
+def test_a_correction_that_leaves_little_says_so(done: Done) -> None:
+    (line,) = [line for line in done["gate"][1].splitlines() if "leaves responses a mean weight" in line]
+    assert line.startswith("step 1: correction.name = length_fair_gate leaves ")
+    assert "correction.c = " in line and "leaves responses" not in done["plain"][1]
 
 
 def test_a_single_optimizer_step_takes_a_pass_for_a_correction_only(done: Done) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from megatron_fspo.config.correction import (
     TokenTIS,
 )
 from megatron_fspo.mcore.policy_loss import PolicyLoss
-from megatron_fspo.mismatch.correction import correct
+from megatron_fspo.mismatch.correction import correct, effective_share, little_is_left, sequence_weights
 from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.losses import PolicyObjective, SequenceLevel, TokenLevel
@@ -90,18 +91,22 @@ def test_metrics_by_hand() -> None:
         "rollout/correction_dropped/short": 1 / 2,
         "rollout/correction_dropped/long": 1 / 2,
         "rollout/correction_weight_mean": 2 / 4,
+        "rollout/correction_ess": 2 / 4,  # of weights 0 and 1 it is the share of ones
     }
     _, got = corrected(SequenceTIS(cap=2.0), PACKS[1])
+    weights = [math.exp(0.1), math.exp(-0.4), 2, math.exp(-1)]
     assert got == pytest.approx(
         {
             "rollout/correction_truncated_sequences": 1 / 4,
             "rollout/correction_truncated_sequences/short": 0,
             "rollout/correction_truncated_sequences/long": 1 / 2,
-            "rollout/correction_weight_mean": (math.exp(0.1) + math.exp(-0.4) + 2 + math.exp(-1)) / 4,
+            "rollout/correction_weight_mean": sum(weights) / 4,
+            "rollout/correction_ess": sum(weights) ** 2 / (4 * sum(w * w for w in weights)),
         }
     )
     _, got = corrected(TokenTIS(cap=1.25), PACKS[1])
     tokens = torch.cat(DELTAS)
+    weight = tokens.exp().clamp(max=1.25)
     at_cap = [(delta.exp() > 1.25).sum().item() for delta in DELTAS]
     assert 0 < at_cap[2] < 30 and 0 < at_cap[1] < 9
     assert got == pytest.approx(
@@ -109,9 +114,82 @@ def test_metrics_by_hand() -> None:
             "rollout/correction_truncated_tokens": sum(at_cap) / 44,
             "rollout/correction_truncated_tokens/short": (at_cap[0] + at_cap[4]) / 5,
             "rollout/correction_truncated_tokens/long": (at_cap[1] + at_cap[2]) / 39,
-            "rollout/correction_weight_mean": tokens.exp().clamp(max=1.25).mean().item(),
+            "rollout/correction_weight_mean": weight.mean().item(),
+            "rollout/correction_ess": (weight.mean() ** 2 / weight.square().mean()).item(),
         }
     )
+
+
+def of_noise(spread: float, length: int) -> tuple[float, float]:
+    """Mean weight and effective share of ``sequence_tis`` where noise gives Σ Δ this spread.
+
+    Its mean is -spread²/2: over what the sampler samples, exp(Σ Δ) has the mean 1.
+    """
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(400_000, generator=generator, dtype=torch.float64)
+    sums = noise * spread - spread**2 / 2
+    weight, _ = sequence_weights(SequenceTIS(cap=2.0), sums, torch.full_like(sums, length))
+    count = torch.tensor(len(weight))
+    return weight.mean().item(), effective_share(weight.sum(), weight.square().sum(), count)
+
+
+def below(x: float) -> float:
+    """P(Z <= x)."""
+    return (1 + math.erf(x / math.sqrt(2))) / 2
+
+
+def test_the_weight_that_noise_alone_leaves_to_long_responses() -> None:
+    """At 0.0138 nats per token (mean |Δ| 0.011): 0.52 at 16,000 tokens. Against the normal integrals."""
+    found = {}
+    for length in (1000, 4000, 16_000):
+        s = 0.0138 * math.sqrt(length)
+        capped = below(-(math.log(2) + s * s / 2) / s)
+        mean = below((math.log(2) - s * s / 2) / s) + 2 * capped
+        square = math.exp(s * s) * below((math.log(2) - 1.5 * s * s) / s) + 4 * capped
+        found[length] = of_noise(s, length)
+        assert found[length] == pytest.approx((mean, mean**2 / square), rel=0.01)
+    assert found[16_000] == pytest.approx((0.52, 0.40), abs=0.01)
+    assert found[1000][0] > 0.95
+
+
+def test_an_effective_share_by_hand() -> None:
+    def share(*weights: float) -> float:
+        weight = torch.tensor(weights, dtype=torch.float64)
+        return effective_share(weight.sum(), weight.square().sum(), torch.tensor(len(weights)))
+
+    assert share(0.1, 0.1, 0.1) == pytest.approx(1)
+    assert share(0, 3, 0, 0) == 1 / 4
+    assert share(1, 2) == pytest.approx(9 / 10)
+    assert share(0, 0) == 0 and math.isnan(share())
+
+
+WORDS = {
+    "token_tis": "tokens a mean weight of 0.3, and .* the weights or log-probs of the sampler are others",
+    "sequence_tis": r"responses .* 0.3, .* 80% .* 0.014, .* 1.0%\). .*_gate \(correction.c = 0.055, ",
+    "sequence_mask": "name = sequence_mask leaves .* correction.name = length_fair_gate .* token_tis",
+    "length_fair_gate": "Noise alone passes with correction.c = 0.055, four times that sigma",
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_rule_that_leaves_little_is_told_with_its_remedy(name: str) -> None:
+    correction = WEIGHTS[name][0]
+    metrics = {
+        "rollout/correction_weight_mean": 0.3,
+        "rollout/correction_ess": 0.8,
+        "rollout/mismatch_sigma": 0.0138,
+        "rollout/mismatch_outliers": 0.01,
+    }
+    text = little_is_left(correction, metrics)
+    assert text is not None and re.search(WORDS[name], text)
+    spread = metrics | {"rollout/correction_weight_mean": 0.9, "rollout/correction_ess": 0.4}
+    assert "a mean weight of 0.9, and an effective sample size of 40%" in str(
+        little_is_left(correction, spread)
+    )
+    for enough in (0.5, math.nan):  # NaN: nothing was in a pack
+        ends = {"rollout/correction_weight_mean": enough, "rollout/correction_ess": enough}
+        assert little_is_left(correction, metrics | ends) is None
+    assert little_is_left(NoCorrection(), {}) is None
 
 
 def test_without_a_correction_nothing_changes() -> None:

@@ -1,0 +1,121 @@
+"""What a reward may return, and what is said of one that does something else."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fspo.rewards import Failure, judge
+from megatron_fspo.types import Completion, Prompt
+
+PROMPT = Prompt(index=7, token_ids=(10, 3), text="^3=", answer="3")
+COMPLETION = Completion(token_ids=(4, 12), log_probs=(-0.1, -0.2), finish_reason="stop", weight_version=5)
+
+
+def returned(value: Any) -> float | Failure:
+    return judge(lambda prompt, completion, response: value, PROMPT, COMPLETION, "4")
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (0, 0.0),
+        (True, 1.0),
+        (-2.5, -2.5),
+        (Fraction(1, 2), 0.5),
+        (np.float32(0.5), 0.5),
+        (np.bool_(True), 1.0),
+        (torch.tensor(0.25), 0.25),
+        (torch.tensor([0.25]), 0.25),
+    ],
+)
+def test_a_finite_number_of_any_type_is_a_reward(value: Any, number: float) -> None:
+    found = returned(value)
+    assert type(found) is float and found == number
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "None"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (torch.tensor(math.nan), "tensor(nan)"),
+        ((1.0, "why"), "(1.0, 'why')"),
+        ("1.0", "'1.0'"),
+        ({"score": 1}, "{'score': 1}"),
+        (10**400, "1000"),
+        (1j, "1j"),
+        (torch.ones(2), "tensor([1., 1.])"),
+        ("x" * 10_000, "'xxx"),
+    ],
+)
+def test_anything_else_is_a_failure_that_shows_it(value: Any, shown: str) -> None:
+    found = returned(value)
+    assert isinstance(found, Failure)
+    assert found.problem.startswith(f"returned {shown}") and found.problem.endswith(
+        " instead of a finite number"
+    )
+    assert len(found.problem) < 100 and not found.traceback
+
+
+def test_an_exception_is_told_with_its_place_and_the_response(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "mine_for_verdict.py"
+    source.write_text(
+        "def reward(prompt, completion, response):\n"
+        "    return parsed(response)\n"
+        "def parsed(response):\n"
+        "    raise ValueError('no answer\\nin sight')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import mine_for_verdict  # type: ignore[import-not-found]
+
+    monkeypatch.delitem(sys.modules, "mine_for_verdict")
+    found = judge(mine_for_verdict.reward, PROMPT, COMPLETION, "4")
+    assert isinstance(found, Failure)
+    assert found.problem == f"raised ValueError: no answer in sight ({source}:4)"
+    evidence = json.loads(json.dumps(found.evidence()))
+    trace = "\n".join(evidence.pop("traceback"))
+    assert "return parsed(response)" in trace and trace.endswith("ValueError: no answer\nin sight")
+    assert evidence == {
+        "problem": found.problem,
+        "prompt_index": 7,
+        "prompt": "^3=",
+        "response": "4",
+        "answer": "3",
+        "finish_reason": "stop",
+        "weight_version": 5,
+        "prompt_token_ids": [10, 3],
+        "token_ids": [4, 12],
+    }
+
+
+def test_a_reward_of_other_arguments_and_one_that_exits_are_failures_too() -> None:
+    wrong: Any = lambda prompt: 1.0  # noqa: E731
+    found = judge(wrong, PROMPT, COMPLETION, "4")
+    assert isinstance(found, Failure) and "takes 1 positional argument but 3 were given" in found.problem
+    assert ".py:" not in found.problem  # ours is no place to look
+
+    def leaves(prompt: Prompt, completion: Completion, response: str) -> float:
+        sys.exit(0)
+
+    found = judge(leaves, PROMPT, COMPLETION, "4")
+    assert isinstance(found, Failure) and found.problem.startswith("raised SystemExit: 0 (")
+
+
+def test_ctrl_c_is_no_verdict() -> None:
+    def interrupted(prompt: Prompt, completion: Completion, response: str) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        judge(interrupted, PROMPT, COMPLETION, "4")

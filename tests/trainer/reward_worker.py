@@ -1,0 +1,45 @@
+"""A training run with a reward that goes wrong, in a way that its name tells.
+
+reward_worker.py ARGUMENTS of ``train``...: with ``--reward.name reward_worker:raises``, say.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_fspo.cli import main
+from megatron_fspo.rewards.make_sum import make_sum
+from megatron_fspo.types import Completion, Prompt
+
+
+def _failing(fail: Callable[[], Any], *, rank: str, version: int) -> Callable[..., Any]:
+    """make_sum, but on one rank and for responses of one version of the weights."""
+
+    def reward(prompt: Prompt, completion: Completion, response: str) -> Any:
+        if os.environ["RANK"] == rank and completion.weight_version == version:
+            return fail()
+        return make_sum(prompt, completion, response)
+
+    return reward
+
+
+raises = _failing(lambda: [1] + 1, rank="1", version=1)  # type: ignore[operator]
+nan_in_evaluation = _failing(lambda: math.nan, rank="0", version=2)
+
+
+def sound(prompt: Prompt, completion: Completion, response: str) -> float:
+    """The same without a fault."""
+    return make_sum(prompt, completion, response)
+
+
+def always_half(prompt: Prompt, completion: Completion, response: str) -> float:
+    """A verdict that teaches nothing."""
+    return 0.5
+
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -1,0 +1,121 @@
+"""Steps whose rewards teach nothing: how they are counted, told and ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_fspo.errors import RewardError
+from megatron_fspo.trainer.log import RunLog
+from megatron_fspo.trainer.no_spread import check_spread, steps_without_spread
+from megatron_fspo.trainer.rollout import Rollout
+from megatron_fspo.types import Completion, Prompt, Sample
+from mismatch_cases import ALONE
+from rollouts import as_rollout
+from test_log import make_config
+
+TEXTS = {1: "yes", 2: "n\no", 3: "long " * 100 + "end"}
+
+
+def rollout(rewards: list[list[float]]) -> Rollout:
+    """Two responses to each prompt, which say the texts in turn; advantages as leave-one-out has them."""
+    return as_rollout(
+        [
+            Sample(
+                prompt=Prompt(index=10 + group, token_ids=(1,), text=f"^{group}", answer=f"a{group}"),
+                number=number,
+                completion=Completion(
+                    token_ids=(1 + (2 * group + number) % 3, 9),
+                    log_probs=(-1.0, -1.0),
+                    finish_reason="stop",
+                    weight_version=0,
+                ),
+                reward=reward,
+                advantage=reward - row[1 - number],
+            )
+            for group, row in enumerate(rewards)
+            for number, reward in enumerate(row)
+        ],
+        per_prompt=2,
+    )
+
+
+class Run:
+    """As much of a run as the check looks at."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        config = make_config(folder)
+        reward = config.reward.model_copy(update={"max_steps_without_spread": limit})
+        self.inputs: Any = SimpleNamespace(
+            config=config.model_copy(update={"reward": reward}),
+            tokenizer=SimpleNamespace(decode=lambda ids, skip_special_tokens: TEXTS[ids[0]]),
+        )
+        self.groups = SimpleNamespace(dp_cp=ALONE, tp=ALONE, pp=ALONE)
+        self.log = RunLog(config, writer=True, resume_step=None)
+        self.step = 0
+
+    def learn(self, rewards: list[list[float]]) -> None:
+        """A step on these rewards."""
+        sampled = rollout(rewards)
+        run: Any = self
+        check_spread(run, sampled)
+        self.step += 1
+        self.log.step(self.step, {"critic/no_spread": 1 - sampled.spread.double().mean().item()})
+
+
+FLAT, SPREAD = [[0.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 1.0]]
+
+
+def test_a_step_without_spread_is_told_with_three_responses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, limit=10)
+    run.learn([[0.25, 0.25], [0.5, 0.5], [0.0, 0.0], [0.25, 0.25]])
+    assert capsys.readouterr().out.splitlines()[:-1] == [
+        "step 1: no two of a prompt's 2 rewards differ (they are 0 to 0.5): nothing to learn from "
+        "(steps in a row: 1)",
+        "  prompt 10 '^0': response 'yes', answer 'a0', reward 0.25",
+        f"  prompt 11 '^1': response '{'long ' * 8} … g {'long ' * 7}end', answer 'a1', reward 0.5",
+        "  prompt 12 '^2': response 'n\\no', answer 'a2', reward 0",
+    ]
+
+
+def test_one_prompt_shows_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Run(tmp_path, limit=0).learn([[1.0, 1.0]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step 1: all 2 rewards are 1: ")
+    assert [line.split(",")[0] for line in lines[1:-1]] == [
+        "  prompt 10 '^0': response 'yes'",
+        "  prompt 10 '^0': response 'n\\no'",
+    ]
+
+
+def test_only_steps_in_a_row_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path, limit=3)
+    for rewards in (FLAT, FLAT, SPREAD, FLAT, FLAT):
+        run.learn(rewards)
+    assert "prompt" not in capsys.readouterr().out.split("step    3/300")[1].split("step 4: all")[0]
+    with pytest.raises(RewardError, match=r"all 4 rewards are 0, and 3 steps in a row .*_spread = 3; 0:"):
+        run.learn(FLAT)
+
+
+def test_a_limit_of_0_is_none(tmp_path: Path) -> None:
+    run = Run(tmp_path, limit=0)
+    for _ in range(12):
+        run.learn(FLAT)
+
+
+def test_the_count_is_of_the_log(tmp_path: Path) -> None:
+    """A run that resumes keeps its rows up to there, and so its count."""
+    run = Run(tmp_path, limit=3)
+    run.learn(FLAT)
+    run.learn(FLAT)
+    assert steps_without_spread(run.log.rows()) == 2
+    run.log = RunLog(run.inputs.config, writer=True, resume_step=1)
+    assert steps_without_spread(run.log.rows()) == 1
+    assert RunLog(run.inputs.config, writer=False, resume_step=1).rows() == []
+    # The evaluation before the first step has no rewards of a rollout.
+    assert steps_without_spread([{"step": 0, "val/x": 1.0}, {"step": 1, "critic/no_spread": 1.0}]) == 1

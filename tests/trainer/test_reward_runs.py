@@ -1,0 +1,100 @@
+"""Runs whose reward goes wrong: one line, the response in a file, and a checkpoint to go on from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from launch import forked, why
+from megatron_fspo.trainer.failed_reward import _path
+from runs import numbers, rows, train_words
+from test_log import make_config
+
+WORKER = Path(__file__).with_name("reward_worker.py")
+# Every rank has prompts of its own, and grades.
+DATA_PARALLEL = ("--parallel.tensor", "1", "--parallel.sequence", "false")
+
+
+def train(folder: Path, name: str, reward: str, *extra: str) -> subprocess.CompletedProcess[str]:
+    words = ("--run.steps", "2", "--checkpoint.every", "0", "--reward.name", f"reward_worker:{reward}")
+    return forked([str(WORKER), *train_words(folder, name, *words, *extra)[1:]], nproc=2)
+
+
+def test_a_reward_that_raises_ends_in_one_line_and_is_resumed_once_mended(tmp_path: Path) -> None:
+    """It raises on the second rank, in step 2; the first one has no fault."""
+    extra = (*DATA_PARALLEL, "--evaluation.every", "0")
+    failed = train(tmp_path, "run", "raises", *extra)
+    assert failed.returncode == 1
+    (line,) = failed.stderr.splitlines()
+    path = tmp_path / "run/reward_error.json"
+    found = json.loads(path.read_text())
+    assert line.startswith(
+        "megatron-fspo: step 2: reward 'reward_worker:raises' raised TypeError: can only concatenate list "
+        f'(not "int") to list ({WORKER}:'
+    )
+    prompt = f"on prompt {found['prompt_index']}, response {found['sample']}"
+    assert line.endswith(f"{prompt} (written to {path}); --resume goes on after step 1")
+    assert found["problem"] in line and found["reward"] == "reward_worker:raises"
+    assert found["traceback"][-1].startswith("TypeError: ") and str(WORKER) in "".join(found["traceback"])
+    assert found["prompt"] == f"^{found['answer']}=" and found["token_ids"] and found["prompt_token_ids"]
+    assert len(found["token_ids"]) == len(found["response"]) + (found["finish_reason"] == "stop")
+    assert [row["step"] for row in rows(tmp_path, "run")] == [1]
+    assert [x.name for x in (tmp_path / "run/checkpoints").iterdir()] == ["step_000001"]
+
+    for name, resume in (("run", ["--resume"]), ("whole", [])):
+        result = train(tmp_path, name, "sound", *extra, *resume)
+        assert result.returncode == 0, why(result.stderr)
+    assert list(map(numbers, rows(tmp_path, "run"))) == list(map(numbers, rows(tmp_path, "whole")))
+    weights = "hf/model.safetensors"
+    assert (tmp_path / "run" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+
+
+def test_a_reward_that_fails_in_an_evaluation_leaves_the_step_before_it(tmp_path: Path) -> None:
+    """One rank grades for the two that share a model; the other ends with it."""
+    failed = train(tmp_path, "run", "nan_in_evaluation", "--evaluation.every", "2")
+    assert failed.returncode == 1
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith(
+        "megatron-fspo: evaluation after step 2: reward 'reward_worker:nan_in_evaluation' returned nan "
+        "instead of a finite number on prompt 0, response 0 (written to "
+    )
+    found = rows(tmp_path, "run")
+    assert [row["step"] for row in found] == [0, 1, 2]
+    assert ["val/validation/mean@2" in row for row in found] == [True, False, False]
+    assert [x.name for x in (tmp_path / "run/checkpoints").iterdir()] == ["step_000002"]
+    resumed = train(tmp_path, "run", "sound", "--evaluation.every", "2", "--resume")
+    assert resumed.returncode == 0, why(resumed.stderr)
+    assert rows(tmp_path, "run") == found and (tmp_path / "run/hf/model.safetensors").exists()
+
+
+def test_steps_that_teach_nothing_are_told_and_too_many_end_the_run(tmp_path: Path) -> None:
+    """Counted across a resume; two ranks, of which the first one shows its responses."""
+    extra = (*DATA_PARALLEL, "--evaluation.every", "0", "--reward.max-steps-without-spread", "2")
+    told = train(tmp_path, "run", "always_half", *extra, "--run.steps", "1")
+    assert told.returncode == 0, why(told.stderr)
+    ended = train(tmp_path, "run", "always_half", *extra, "--run.steps", "3", "--resume")
+    assert ended.returncode == 1
+    for step, result in enumerate((told, ended), start=1):
+        lines = result.stdout.splitlines()
+        told_in = f"step {step}: all 32 rewards are 0.5: nothing to learn from (steps in a row: {step})"
+        first = lines.index(told_in)
+        samples = lines[first + 1 : first + 4]
+        assert all(x.startswith("  prompt ") and x.endswith(", reward 0.5") for x in samples)
+        assert len({x.split()[1] for x in samples}) == 3
+        assert [x.startswith("  prompt ") for x in lines].count(True) == 3
+    (line,) = ended.stderr.splitlines()
+    assert line == (
+        "megatron-fspo: step 2: reward 'reward_worker:always_half': all 32 rewards are 0.5, and 2 steps in "
+        "a row had nothing to learn from (reward.max_steps_without_spread = 2; 0: never an error); "
+        "--resume goes on after step 1"
+    )
+    assert [row["step"] for row in rows(tmp_path, "run")] == [1]
+
+
+def test_the_file_is_no_run_where_there_is_none(tmp_path: Path) -> None:
+    """``evaluate`` makes no folder, and ``train`` would take one for a run."""
+    config = make_config(tmp_path)
+    assert _path(config) == tmp_path / "one/reward_error.json"
+    config.run_folder.rmdir()
+    assert _path(config) == tmp_path / "one.reward_error.json"
