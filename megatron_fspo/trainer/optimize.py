@@ -9,7 +9,7 @@ from dataclasses import replace
 from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.policy import Update
-from megatron_fspo.mcore.policy_loss import PolicyLoss
+from megatron_fspo.mcore.policy_loss import Observer, PolicyLoss
 from megatron_fspo.mismatch.alarm import FP8_LIMIT, LIMIT, FreshTokens, Setting, check_mismatch
 from megatron_fspo.mismatch.correction import correct
 from megatron_fspo.mismatch.measure import measure
@@ -17,10 +17,10 @@ from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
-from megatron_fspo.trainer.batches import split
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.noise import noise_metrics
+from megatron_fspo.trainer.nonfinite import check_finite, drop_from_old_pass, drop_from_update
 from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.step import Step
@@ -38,35 +38,38 @@ def needs_old_pass(config: Config) -> bool:
     return several or config.rollout.engine == "vllm" or config.correction.name != "none"
 
 
-def with_old_log_probs(run: Training, packs: Packs, rollout: Rollout) -> tuple[Packs, dict[str, float]]:
-    """The log-probs that S starts from, as ``rollout.old_log_probs`` has them. Collective.
+def add_old_log_probs(run: Training, step: Step) -> None:
+    """Give the packs the log-probs that S starts from, as ``rollout.old_log_probs`` has them. Collective.
 
-    Returns:
-        the packs with old log-probs (without, where they equal the new ones) and, after a pass, with
-        the weights of a correction; and the metrics of the pass.
+    They get none where these equal the new ones. A pass also gives them the weights of a correction, and the
+    step the metrics of the pass.
     """
-    if run.inputs.config.rollout.old_log_probs == "sampled":
-        return packs.with_columns(old_log_probs=[batch.sampled_log_probs for batch in packs]), {}
-    return score_old(run, packs, rollout) if needs_old_pass(run.inputs.config) else (packs, {})
+    config = run.inputs.config
+    if config.rollout.old_log_probs == "sampled":
+        step.packs = step.packs.with_columns(old_log_probs=[batch.sampled_log_probs for batch in step.packs])
+    elif needs_old_pass(config):
+        score_old(run, step)
 
 
-def score_old(run: Training, packs: Packs, rollout: Rollout) -> tuple[Packs, dict[str, float]]:
+def score_old(run: Training, step: Step) -> None:
     """Log-probs before the first update, with the packs of the training pass; compared with the sampler's.
 
-    Returns:
-        the packs with old log-probs and rollout weights, and the metrics of mismatch and correction.
+    Gives the packs old log-probs and rollout weights, and the step the metrics of mismatch and correction.
     """
-    with run.log.phase("old_log_prob", len(packs), "pack", run.timings) as progress:
-        packs = packs.with_columns(old_log_probs=run.policy.score(packs, run.scoring))
-        progress(len(packs))
+    with run.log.phase("old_log_prob", len(step.packs), "pack", run.timings) as progress:
+        step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
+        if drop_from_old_pass(run, step):
+            # Old and new pass see the same packs.
+            step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
+        progress(len(step.packs))
     setting = _alarm_setting(run)
-    fresh = FreshTokens(rollout.fresh_from(run.step), setting)
-    mismatch = measure(packs, len(rollout), group=run.groups.dp_cp, also=fresh.add)
-    alarm, text = check_mismatch(packs, fresh, setting)
+    fresh = FreshTokens(step.rollout.fresh_from(run.step), setting)
+    mismatch = measure(step.packs, len(step.rollout), group=run.groups.dp_cp, also=fresh.add)
+    alarm, text = check_mismatch(step.packs, fresh, setting)
     if text is not None:
         run.log.say(f"step {run.step + 1}: {text}")
-    packs, correction = correct(run.inputs.config.correction, packs, mismatch, groups=run.groups)
-    return packs, mismatch.metrics | alarm | correction
+    step.packs, correction = correct(run.inputs.config.correction, step.packs, mismatch, groups=run.groups)
+    step.metrics |= mismatch.metrics | alarm | correction
 
 
 def _alarm_setting(run: Training) -> Setting:
@@ -104,12 +107,11 @@ def optimize(run: Training, step: Step) -> bool:
     """
     config = run.inputs.config
     sampled = config.rollout.old_log_probs == "sampled"
-    turns = split(step.packs, step.sizes) * config.batch.epochs
-    with run.log.phase("update_actor", len(turns), "step", run.timings) as progress:
+    turns = len(step.sizes) * config.batch.epochs
+    with run.log.phase("update_actor", turns, "step", run.timings) as progress:
         progress(len(step.updates))
-        for batches in turns[len(step.updates) :]:
-            update, records = _update(run, batches)
-            step.nonfinite += _check_finite(run, records, step.rollout, of=batches.totals.num_sequences)
+        while len(step.updates) < turns:
+            update, records = _update(run, step)
             if not step.updates:  # the weights are still those of the old pass
                 step.first = _first_update(update, records, sampled=sampled)
                 if not sampled:
@@ -121,7 +123,7 @@ def optimize(run: Training, step: Step) -> bool:
                 observe(run.loss, records, kl_k3=kl_k3, warm=step.warm, groups=run.groups)
             step.updates.append(update)
             progress(1)
-            if len(step.updates) < len(turns) and run.stopping():
+            if len(step.updates) < turns and run.stopping():
                 return False
     return True
 
@@ -190,25 +192,43 @@ def _check_on_policy(run: Training, records: Sequence[SequenceRecord], rollout: 
     )
 
 
-def _update(run: Training, batches: Packs) -> tuple[Update, list[SequenceRecord]]:
-    """One optimizer step, and the records of its sequences on all ranks."""
+def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
+    """The next optimizer step, and the records of its sequences on all ranks.
+
+    Sequences that had to leave the packs are not among them. The weights move only when the gradient is known
+    to be finite. Until it is, what spoils it is dropped; a round without anything to drop is an error.
+    """
+    metrics, records = _gradient(run, step)
+    while not math.isfinite(grad_norm := run.policy.grad_norm()):
+        drop_from_update(run, step, records, _loss(run, None))
+        metrics, records = _gradient(run, step)
+    step.nonfinite += check_finite(run, step, records)
+    return run.policy.step(metrics, grad_norm), records
+
+
+def _gradient(run: Training, step: Step) -> tuple[dict[str, float], list[SequenceRecord]]:
+    """Backward on the next mini-batch: its metrics, and the records of its sequences on all ranks."""
     mine: list[SequenceRecord] = []
     rank = run.groups.dp.rank()
-    config = run.inputs.config.loss
-    loss = PolicyLoss(
-        objective=run.loss.objective(),
-        scoring=run.scoring,
-        entropy_coef=config.entropy_coef,
-        kl_coef=config.kl_coef,
-        observer=lambda batch, terms: mine.extend(records_of(batch, terms, rank)),
-    )
-    update = run.policy.update(batches, loss)
+    loss = _loss(run, lambda batch, terms: mine.extend(records_of(batch, terms, rank)))
+    metrics = run.policy.backward(step.mini_batch, loss)
     # Every context-parallel rank saw the whole of its sequences; of a pipeline, only the last stage did. What
     # follows on the records stops the run, so all have those of one rank.
     records = share(mine, group=run.groups.pp, source=-1)
     for group in (run.groups.tp, run.groups.cp):
         records = share(records, group=group)
-    return update, gather_lists(records, group=run.groups.dp)
+    return metrics, gather_lists(records, group=run.groups.dp)
+
+
+def _loss(run: Training, observer: Observer | None) -> PolicyLoss:
+    config = run.inputs.config.loss
+    return PolicyLoss(
+        objective=run.loss.objective(),
+        scoring=run.scoring,
+        entropy_coef=config.entropy_coef,
+        kl_coef=config.kl_coef,
+        observer=observer,
+    )
 
 
 def observe(
@@ -219,21 +239,3 @@ def observe(
     loss.observe(sums, lengths, kl_k3=kl_k3, sigma=sigma_of(records), warm=warm)
     # Powers, means and medians of the same numbers, but perhaps on another processor: the first rank's.
     loss.load_state_dict(agreed(loss.state_dict(), groups))
-
-
-def _check_finite(run: Training, records: Sequence[SequenceRecord], rollout: Rollout, *, of: int) -> int:
-    """Name the dropped sequences of one optimizer step; stop the run when they are too many ``of`` all."""
-    dropped = [record for record in records if record.nonfinite]
-    for record in dropped[:8]:
-        run.log.say(
-            f"step {run.step + 1}: dropped a sequence that is not finite: {rollout.name(record.sample)} "
-            f"(data-parallel rank {record.rank}, S = {record.log_ratio_sum}, L = {record.length})"
-        )
-    limit = run.inputs.config.loss.max_nonfinite_share
-    if len(dropped) > limit * of:
-        raise TrainingError(
-            f"step {run.step + 1}: {len(dropped)} of {of} sequences of one optimizer step are not "
-            f"finite; loss.max_nonfinite_share allows {limit}. Resume from the last checkpoint with a "
-            "smaller optimizer.lr, or look for what makes the logits non-finite."
-        )
-    return len(dropped)

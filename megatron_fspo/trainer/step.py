@@ -52,6 +52,32 @@ class Step:
     """Metrics of the first one, before the policy has moved."""
     off_policy: list[SequenceRecord] = field(default_factory=list)
     nonfinite: int = 0
+    """Sequences that optimizer steps had to do without, each counted in every one."""
+    dropped: list[SequenceRecord] = field(default_factory=list)
+    """Of responses that had to leave the packs, as they made a pass not finite."""
+
+    @property
+    def turn(self) -> int:
+        """Which mini-batch is next."""
+        return len(self.updates) % len(self.sizes)
+
+    @property
+    def mini_batch(self) -> Packs:
+        """The packs of the next optimizer step."""
+        return self.packs_of(self.turn)
+
+    def packs_of(self, turn: int) -> Packs:
+        """Those of one mini-batch."""
+        first = sum(self.sizes[:turn])
+        return self.packs[first : first + self.sizes[turn]]
+
+    def turn_of(self, number: int) -> int:
+        """Which mini-batch a response belongs to."""
+        return number * len(self.sizes) // len(self.rollout)
+
+    def dropped_from(self, turn: int) -> list[SequenceRecord]:
+        """Of one mini-batch."""
+        return [record for record in self.dropped if self.turn_of(record.sample) == turn]
 
     def state_dict(self) -> dict[str, Any]:
         """What is the same on every rank, as JSON types."""
@@ -64,6 +90,7 @@ class Step:
             "first": self.first,
             "off_policy": [asdict(record) for record in self.off_policy],
             "nonfinite": self.nonfinite,
+            "dropped": [asdict(record) for record in self.dropped],
         }
 
     def write(self, checkpoint: Path, groups: ParallelGroups) -> None:
@@ -99,7 +126,8 @@ def read_step(
     Args:
         state: what :meth:`Step.state_dict` gave.
         prompts: all of the run, by index.
-        pack: :func:`~megatron_fspo.trainer.batches.make_mini_batches`, but for ``rollout`` and ``read``.
+        pack: :func:`~megatron_fspo.trainer.batches.make_mini_batches`, but for ``rollout``, ``read`` and
+            ``dropped``.
     """
     folder = checkpoint / _FOLDER
     columns = load_file(folder / _ROLLOUT)
@@ -107,7 +135,12 @@ def read_step(
     table = torch.stack([columns[name].double() for name in COLUMNS], 1)
     rollout = rollout_of([prompts[i] for i in state["prompts"]], state["samples"], table, {})
     rollout = with_advantages(rollout, advantages)
-    packs, sizes = pack(rollout=rollout, read=lambda numbers: _read_sequences(folder, numbers))
+    dropped = [SequenceRecord(**record) for record in state["dropped"]]
+    packs, sizes = pack(
+        rollout=rollout,
+        read=lambda numbers: _read_sequences(folder, numbers),
+        dropped=[record.sample for record in dropped],
+    )
     return Step(
         rollout=rollout,
         packs=_with_columns(packs, folder, len(rollout)),
@@ -118,6 +151,7 @@ def read_step(
         first=state["first"],
         off_policy=[SequenceRecord(**record) for record in state["off_policy"]],
         nonfinite=state["nonfinite"],
+        dropped=dropped,
     )
 
 

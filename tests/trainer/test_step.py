@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def make(packs: list[list[int]]) -> tuple[Step, Packs]:
         first={"fspo/on_policy_abs_s_max": 0.0},
         off_policy=[record],
         nonfinite=1,
+        dropped=[replace(record, sample=1, nonfinite=True)],
     )
     return step, batches
 
@@ -78,8 +80,8 @@ def back(step: Step, folder: Path, packs: list[list[int]]) -> Step:
     samples, deltas = responses()
     prompts = [sample.prompt for sample in samples]
 
-    def pack(rollout: object, read: object) -> tuple[Packs, list[int]]:
-        assert callable(read)
+    def pack(rollout: object, read: object, dropped: object) -> tuple[Packs, list[int]]:
+        assert callable(read) and dropped == [1]
         numbers = sorted(number for pack in packs for number in pack)
         sequences = read(numbers)
         assert sequences.index.tolist() == numbers
@@ -132,5 +134,5 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
             tmp_path,
             step.state_dict(),
             [sample.prompt for sample in responses()[0]],
-            lambda rollout, read: read([0, 1, 2, 3, 4]),
+            lambda rollout, read, dropped: read([0, 1, 2, 3, 4]),
         )
