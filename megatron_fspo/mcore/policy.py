@@ -29,7 +29,7 @@ from megatron_fspo.mcore.model import (
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import add_metrics, any_rank, reduce_metrics, share
+from megatron_fspo.parallel.metrics import Totals, add_metrics, any_rank, means, share, sum_metrics
 from megatron_fspo.weights import Architecture
 
 
@@ -37,11 +37,16 @@ from megatron_fspo.weights import Architecture
 class Update:
     """What one optimizer step reports."""
 
-    metrics: dict[str, float]
-    """Reduced over all ranks."""
+    totals: Totals
+    """Of each metric, over all ranks: to be pooled with those of other optimizer steps."""
     grad_norm: float
     """Global norm before clipping."""
     learning_rate: float
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over this optimizer step."""
+        return means(self.totals)
 
 
 class Model:
@@ -129,15 +134,16 @@ class Policy(Model):
         self._scheduler.step(increment=optimizer_steps)
         self.optimizer_steps = optimizer_steps
 
-    def backward(self, micro_batches: Sequence[MicroBatch], loss: PolicyLoss) -> dict[str, float]:
+    def backward(self, micro_batches: Sequence[MicroBatch], loss: PolicyLoss) -> Totals:
         """Gradients of all micro-batches of this rank, reduced as the optimizer wants them.
 
-        Every data-parallel rank has the same number of micro-batches. Returns the metrics over all ranks.
+        Every data-parallel rank has the same number of micro-batches. Returns (sum, denominator) of
+        each metric over all ranks.
         """
         self.zero_gradients()
         parts = run_schedule(self._ddp, micro_batches, loss.forward_step, forward_only=False)
-        metrics = reduce_metrics(add_metrics(parts), group=self.groups.dp_cp) if parts else {}
-        return share(metrics, group=self.groups.pp, source=-1)
+        totals = sum_metrics(add_metrics(parts), group=self.groups.dp_cp) if parts else {}
+        return share(totals, group=self.groups.pp, source=-1)
 
     def zero_gradients(self) -> None:
         """Forget what :meth:`backward` left."""
@@ -155,11 +161,11 @@ class Policy(Model):
         norm = float(self.optimizer.get_grad_norm())
         return math.nan if any_rank(not math.isfinite(norm), device=self.backend.device) else norm
 
-    def step(self, metrics: dict[str, float], grad_norm: float) -> Update:
+    def step(self, totals: Totals, grad_norm: float) -> Update:
         """Move the weights by what :meth:`backward` left.
 
         Args:
-            metrics: that it returned.
+            totals: that it returned.
             grad_norm: of :meth:`grad_norm`.
 
         Raises:
@@ -175,15 +181,15 @@ class Policy(Model):
         self.optimizer.step()
         self.optimizer_steps += 1
         return Update(
-            metrics=metrics,
+            totals=totals,
             grad_norm=grad_norm,
             learning_rate=self.optimizer.param_groups[0]["lr"],
         )
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: PolicyLoss) -> Update:
         """One optimizer step: gradients, their norm, and the weights; raises what :meth:`step` does."""
-        metrics = self.backward(micro_batches, loss)
-        return self.step(metrics, self.grad_norm())
+        totals = self.backward(micro_batches, loss)
+        return self.step(totals, self.grad_norm())
 
     def gather_gradients(self) -> None:
         """Make ``main_grad`` of every parameter whole after :meth:`backward`: for inspection.

@@ -16,7 +16,7 @@ from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.parallel.metrics import Totals, gather_lists, means, pool, share
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.noise import noise_metrics
@@ -24,6 +24,9 @@ from megatron_fspo.trainer.nonfinite import check_finite, drop_from_old_pass, dr
 from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.step import Step
+
+_OFF_POLICY = ("actor/ppo_kl", "fspo/kl_k3")
+"""Metrics that compare the policy with the old one."""
 
 
 def needs_old_pass(config: Config) -> bool:
@@ -132,8 +135,8 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     """What the optimizer steps of a step report, once all are taken."""
     updates = step.updates
     run.log.sequences(run.step + 1, step.off_policy)
-    metrics = {name: _mean([update.metrics[name] for update in updates]) for name in updates[0].metrics}
-    metrics |= {
+    sampled = run.inputs.config.rollout.old_log_probs == "sampled"
+    metrics = pooled_metrics([update.totals for update in updates], sampled=sampled) | {
         "actor/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
         "actor/grad_norm/max": max(update.grad_norm for update in updates),
         "actor/lr": updates[-1].learning_rate,
@@ -146,10 +149,24 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     return metrics | step.first | clips | run.loss.metrics()
 
 
-def _mean(values: Sequence[float]) -> float:
-    """Of those that are there: a mini-batch whose groups have no spread has no metrics."""
-    found = [value for value in values if not math.isnan(value)]
-    return sum(found) / len(found) if found else math.nan
+def pooled_metrics(updates: Sequence[Totals], *, sampled: bool) -> dict[str, float]:
+    """Metrics of several optimizer steps as one: sums over sums, so that no split into mini-batches shows.
+
+    ============================================  ==========  ====================================
+    metric                                        mean over   of the optimizer steps
+    ============================================  ==========  ====================================
+    ``actor/pg_loss``                             sequences   all
+    ``actor/entropy``, ``actor/kl_loss``          tokens      all
+    ``actor/ppo_kl``, ``fspo/kl_k3``              tokens      off-policy
+    ============================================  ==========  ====================================
+
+    The first optimizer step of a rollout is on-policy: old and new log-probs are the same, and what compares
+    them is 0. It is left out of the last row, which is NaN where there is no other; :func:`_first_update`
+    reports it. Where S starts from the sampler, all are off-policy.
+    """
+    found = means(pool(updates))
+    apart = means(pool(updates if sampled else updates[1:]))
+    return found | {name: apart.get(name, math.nan) for name in _OFF_POLICY}
 
 
 def _first_update(update: Update, records: Sequence[SequenceRecord], *, sampled: bool) -> dict[str, float]:
@@ -160,7 +177,8 @@ def _first_update(update: Update, records: Sequence[SequenceRecord], *, sampled:
     """
     if not sampled:
         largest = max((abs(r.log_ratio_sum) for r in records if r.counts), default=math.nan)
-        return {"fspo/on_policy_abs_s_max": largest}
+        alone = {f"{name}/on_policy": update.metrics[name] for name in _OFF_POLICY}
+        return {"fspo/on_policy_abs_s_max": largest} | alone
     return {
         "rollout/kl_k1": update.metrics["actor/ppo_kl"],
         "rollout/kl_k3": update.metrics["fspo/kl_k3"],
@@ -198,26 +216,26 @@ def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
     Sequences that had to leave the packs are not among them. The weights move only when the gradient is known
     to be finite. Until it is, what spoils it is dropped; a round without anything to drop is an error.
     """
-    metrics, records = _gradient(run, step)
+    totals, records = _gradient(run, step)
     while not math.isfinite(grad_norm := run.policy.grad_norm()):
         drop_from_update(run, step, records, _loss(run, None))
-        metrics, records = _gradient(run, step)
+        totals, records = _gradient(run, step)
     step.nonfinite += check_finite(run, step, records)
-    return run.policy.step(metrics, grad_norm), records
+    return run.policy.step(totals, grad_norm), records
 
 
-def _gradient(run: Training, step: Step) -> tuple[dict[str, float], list[SequenceRecord]]:
-    """Backward on the next mini-batch: its metrics, and the records of its sequences on all ranks."""
+def _gradient(run: Training, step: Step) -> tuple[Totals, list[SequenceRecord]]:
+    """Backward on the next mini-batch: sums of its metrics, and the records of its sequences on all ranks."""
     mine: list[SequenceRecord] = []
     rank = run.groups.dp.rank()
     loss = _loss(run, lambda batch, terms: mine.extend(records_of(batch, terms, rank)))
-    metrics = run.policy.backward(step.mini_batch, loss)
+    totals = run.policy.backward(step.mini_batch, loss)
     # Every context-parallel rank saw the whole of its sequences; of a pipeline, only the last stage did. What
     # follows on the records stops the run, so all have those of one rank.
     records = share(mine, group=run.groups.pp, source=-1)
     for group in (run.groups.tp, run.groups.cp):
         records = share(records, group=group)
-    return metrics, gather_lists(records, group=run.groups.dp)
+    return totals, gather_lists(records, group=run.groups.dp)
 
 
 def _loss(run: Training, observer: Observer | None) -> PolicyLoss:

@@ -31,6 +31,8 @@ _FOLDER = "under_way"
 _ROLLOUT = "rollout.safetensors"
 _TOKENS = "tokens_*.safetensors"
 _PLACE = ("number", "place")
+_FORMAT = 2
+"""Of :meth:`Step.state_dict`. 1, without the key, had means of the metrics, which cannot be pooled."""
 
 
 @dataclass(kw_only=True)
@@ -82,6 +84,7 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """What is the same on every rank, as JSON types."""
         return {
+            "format": _FORMAT,
             "prompts": [prompt.index for prompt in self.rollout.prompts],
             "samples": self.rollout.samples,
             "metrics": self.metrics,
@@ -128,7 +131,16 @@ def read_step(
         prompts: all of the run, by index.
         pack: :func:`~megatron_fspo.trainer.batches.make_mini_batches`, but for ``rollout``, ``read`` and
             ``dropped``.
+
+    Raises:
+        InputError: another version wrote it, or responses are missing.
     """
+    if state.get("format", 1) != _FORMAT:
+        raise InputError(
+            f"{checkpoint}: the step under way in it has format {state.get('format', 1)}, of another version "
+            f"of megatron_fspo; this one reads format {_FORMAT}. Resume with that version, or delete this "
+            "checkpoint to go on from the one before"
+        )
     folder = checkpoint / _FOLDER
     columns = load_file(folder / _ROLLOUT)
     advantages = columns.pop("advantages")
@@ -147,12 +159,17 @@ def read_step(
         sizes=sizes,
         metrics=state["metrics"],
         warm=state["warm"],
-        updates=[Update(**update) for update in state["updates"]],
+        updates=[_update(update) for update in state["updates"]],
         first=state["first"],
         off_policy=[SequenceRecord(**record) for record in state["off_policy"]],
         nonfinite=state["nonfinite"],
         dropped=dropped,
     )
+
+
+def _update(state: Mapping[str, Any]) -> Update:
+    """From JSON, which knows no tuples."""
+    return Update(**{**state, "totals": {name: tuple(pair) for name, pair in state["totals"].items()}})
 
 
 def _by_place(packs: Packs) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +55,9 @@ def make(packs: list[list[int]]) -> tuple[Step, Packs]:
         nonfinite=False,
     )
     update = Update(
-        metrics={"actor/entropy": math.nan, "fspo/kl_k3": 1 / 3}, grad_norm=0.5, learning_rate=1e-4
+        totals={"actor/entropy": (0.0, 0.0), "fspo/kl_k3": (0.1 + 0.2, 3.0)},
+        grad_norm=0.5,
+        learning_rate=1e-4,
     )
     step = Step(
         rollout=as_rollout(samples),
@@ -106,6 +107,7 @@ def test_it_goes_on_in_any_packs(tmp_path: Path, after: list[list[int]]) -> None
     step, batches = make([[4, 2], [3, 0], [1]])
     got = back(step, tmp_path, after)
     assert str(got.state_dict()) == str(step.state_dict())  # NaN is not NaN
+    assert got.updates == step.updates and got.dropped == step.dropped
     for name in ("lengths", "rewards", "advantages", "owner", "truncated"):
         assert torch.equal(getattr(got.rollout, name), getattr(step.rollout, name)), name
     for name in ("old_log_probs", "rollout_weights"):
@@ -122,6 +124,15 @@ def test_a_step_in_which_nothing_is_packed(tmp_path: Path) -> None:
     step.packs = Packs(nothing, list(batches), "cpu", batches.columns)
     got = back(step, tmp_path, [[], []])
     assert [column.sum() for column in got.packs.columns["old_log_probs"]] == [0, 0]
+
+
+def test_an_older_step_under_way_is_refused(tmp_path: Path) -> None:
+    """Its metrics are means, without the numbers of tokens behind them."""
+    step, _ = make([[0, 1, 2, 3, 4]])
+    state = step.state_dict()
+    del state["format"]
+    with pytest.raises(InputError, match="has format 1, of another version"):
+        read_step(tmp_path, state, [], lambda **_: None)  # type: ignore[arg-type, return-value]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
