@@ -16,8 +16,9 @@ from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import Totals, gather_lists, means, pool, share
+from megatron_fspo.parallel.metrics import Totals, any_rank, gather_lists, means, pool, share
 from megatron_fspo.trainer.build import Training
+from megatron_fspo.trainer.folder import checkpoints
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.noise import noise_metrics
 from megatron_fspo.trainer.nonfinite import check_finite, drop_from_old_pass, drop_from_update
@@ -221,6 +222,7 @@ def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
         drop_from_update(run, step, records, _loss(run, None))
         totals, records = _gradient(run, step)
     step.nonfinite += check_finite(run, step, records)
+    _check_kl(run, step, totals)
     return run.policy.step(totals, grad_norm), records
 
 
@@ -236,6 +238,32 @@ def _gradient(run: Training, step: Step) -> tuple[Totals, list[SequenceRecord]]:
     for group in (run.groups.tp, run.groups.cp):
         records = share(records, group=group)
     return totals, gather_lists(records, group=run.groups.dp)
+
+
+def _check_kl(run: Training, step: Step, totals: Totals) -> None:
+    """Stop a run whose policy has left the one that S starts from: what follows would be learned from noise.
+    Collective.
+
+    By k1, the mean of log π_old - log π: it is unbiased, and a token moves it by its log-ratio only. In k3
+    one rare token that became likely counts e^15, which is no reason to stop.
+
+    Raises:
+        TrainingError: before the weights move; a row of the step so far is in the log.
+    """
+    metrics = means(totals)
+    kl, limit = metrics["actor/ppo_kl"], run.inputs.config.optimizer.max_kl
+    # Tensor-parallel ranks need not agree on the last bits.
+    if not any_rank(kl > limit, device=run.inputs.backend.device):
+        return
+    run.end_save(wait=True)
+    run.log.step(run.step + 1, step.metrics | metrics | run.timings)
+    written = checkpoints(run.inputs.config)
+    last = f"The last checkpoint is {written[-1]}" if written else "There is no checkpoint yet"
+    raise TrainingError(
+        f"step {run.step + 1}, optimizer step {len(step.updates) + 1} of it: the policy is {kl:.3g} nats per "
+        f"token (actor/ppo_kl) from the one that S starts from; optimizer.max_kl allows {limit:g}. {last}. "
+        "Use a smaller optimizer.lr, or fewer batch.mini_batches or batch.epochs"
+    )
 
 
 def _loss(run: Training, observer: Observer | None) -> PolicyLoss:

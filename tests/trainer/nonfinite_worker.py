@@ -17,6 +17,7 @@ from torch import Tensor
 
 from by_layout import write_by_layout
 from left_out_worker import make_rollout, scoring, settings
+from megatron_fspo.config import Optimizer
 from megatron_fspo.config.losses import FSPOLoss
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore import policy_loss
@@ -105,6 +106,7 @@ class Situation:
             group["max_lr"] = group["min_lr"] = 1e-3  # a step that can be seen
         said: list[str] = []
         config = settings(policy, LOSS)
+        config.optimizer = Optimizer()
         return SimpleNamespace(
             inputs=SimpleNamespace(config=config, backend=self.backend),
             policy=policy,
