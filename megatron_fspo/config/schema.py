@@ -195,7 +195,7 @@ class Optimizer(Section):
     max_kl: PositiveFloat = Field(
         1.0,
         description="stop when the policy is further than this from the one that S starts from, in nats per "
-        "token of a mini-batch (actor/ppo_kl, the k1 estimate); sound runs stay below 0.1",
+        "token of a mini-batch (actor/ppo_kl, the k1 estimate)",
     )
 
 
