@@ -36,8 +36,8 @@ def step(run: Any, responses: Rollout, clock: Clock) -> dict[str, float]:
         )
     responses = without_tokens(responses)
     with clock("mismatch"):
-        packs, mismatch = score_old(run, packs, responses)
+        work = Step(rollout=responses, packs=packs, sizes=sizes, metrics=metrics, warm=True)
+        score_old(run, work)
     with clock("records"):
-        work = Step(rollout=responses, packs=packs, sizes=sizes, metrics=metrics | mismatch, warm=True)
         optimize(run, work)
         return work.metrics | update_metrics(run, work)

@@ -148,7 +148,18 @@ class Model:
                 found.append(batch.sampled_log_probs * 1.001)
         return found
 
-    def update(self, batches: Sequence[Any], loss: Any) -> Update:
+    def update(self, batches: Sequence[Any], loss: Any) -> Any:
+        """As the older commit asks."""
+        metrics = {name: 0.0 for name in self.backward(batches, loss)}
+        return SimpleNamespace(metrics=metrics, grad_norm=1.0, learning_rate=1e-6)
+
+    def grad_norm(self) -> float:
+        return 1.0
+
+    def step(self, totals: Any, grad_norm: float) -> Update:
+        return Update(totals=totals, grad_norm=grad_norm, learning_rate=1e-6)
+
+    def backward(self, batches: Sequence[Any], loss: Any) -> Any:
         for batch in batches:
             count = len(batch.lengths)
             zero, no = torch.zeros(count), torch.zeros(count, dtype=torch.bool)
@@ -164,7 +175,7 @@ class Model:
                 nonfinite=no,
             )
             loss.observer(batch, terms)
-        return Update(metrics={"fspo/kl_k3": 0.0, "actor/ppo_kl": 0.0}, grad_norm=1.0, learning_rate=1e-6)
+        return {"fspo/kl_k3": (0.0, 1.0), "actor/ppo_kl": (0.0, 1.0)}
 
 
 class Log:

@@ -197,6 +197,11 @@ class Optimizer(Section):
     beta2: UnitInterval = 0.95
     eps: PositiveFloat = 1e-8
     clip_grad: PositiveFloat = Field(1.0, description="largest global gradient norm")
+    max_kl: PositiveFloat = Field(
+        1.0,
+        description="stop when the policy is further than this from the one that S starts from, in nats per "
+        "token of a mini-batch (actor/ppo_kl, the k1 estimate)",
+    )
 
 
 class Evaluation(Section):

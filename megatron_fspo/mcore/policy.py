@@ -29,7 +29,7 @@ from megatron_fspo.mcore.model import (
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import add_metrics, any_rank, reduce_metrics, share
+from megatron_fspo.parallel.metrics import Totals, add_metrics, any_rank, means, share, sum_metrics
 from megatron_fspo.weights import Architecture
 
 
@@ -37,11 +37,16 @@ from megatron_fspo.weights import Architecture
 class Update:
     """What one optimizer step reports."""
 
-    metrics: dict[str, float]
-    """Reduced over all ranks."""
+    totals: Totals
+    """Of each metric, over all ranks: to be pooled with those of other optimizer steps."""
     grad_norm: float
     """Global norm before clipping."""
     learning_rate: float
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over this optimizer step."""
+        return means(self.totals)
 
 
 class Model:
@@ -129,41 +134,62 @@ class Policy(Model):
         self._scheduler.step(increment=optimizer_steps)
         self.optimizer_steps = optimizer_steps
 
-    def backward(self, micro_batches: Sequence[MicroBatch], loss: PolicyLoss) -> dict[str, float]:
+    def backward(self, micro_batches: Sequence[MicroBatch], loss: PolicyLoss) -> Totals:
         """Gradients of all micro-batches of this rank, reduced as the optimizer wants them.
 
-        Every data-parallel rank has the same number of micro-batches. Returns the metrics over all ranks.
+        Every data-parallel rank has the same number of micro-batches. Returns (sum, denominator) of
+        each metric over all ranks.
         """
+        self.zero_gradients()
+        parts = run_schedule(self._ddp, micro_batches, loss.forward_step, forward_only=False)
+        totals = sum_metrics(add_metrics(parts), group=self.groups.dp_cp) if parts else {}
+        return share(totals, group=self.groups.pp, source=-1)
+
+    def zero_gradients(self) -> None:
+        """Forget what :meth:`backward` left."""
         for model in self._ddp:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        parts = run_schedule(self._ddp, micro_batches, loss.forward_step, forward_only=False)
-        metrics = reduce_metrics(add_metrics(parts), group=self.groups.dp_cp) if parts else {}
-        return share(metrics, group=self.groups.pp, source=-1)
 
-    def update(self, micro_batches: Sequence[MicroBatch], loss: PolicyLoss) -> Update:
-        """One optimizer step.
+    def grad_norm(self) -> float:
+        """Global norm of what :meth:`backward` left, before clipping. Collective.
+
+        It is NaN on every rank where it is not finite on one. Megatron's optimizers for fp32 and bf16 do not
+        look, and would step all the same: whoever steps asks here first.
+        """
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        return math.nan if any_rank(not math.isfinite(norm), device=self.backend.device) else norm
+
+    def step(self, totals: Totals, grad_norm: float) -> Update:
+        """Move the weights by what :meth:`backward` left.
+
+        Args:
+            totals: that it returned.
+            grad_norm: of :meth:`grad_norm`.
 
         Raises:
-            TrainingError: the gradient is not finite. On every rank alike; the weights are lost, the last
-                checkpoint is not.
+            TrainingError: the norm is not finite. On every rank alike; the weights are those of before.
         """
-        metrics = self.backward(micro_batches, loss)
+        if not math.isfinite(grad_norm):
+            raise TrainingError(
+                f"optimizer step {self.optimizer_steps + 1}: the gradient is not finite. The weights are "
+                "those of before this optimizer step"
+            )
         # Megatron's schedules start at 0, which would waste the first step of a warm-up.
         self._scheduler.step(increment=1)
-        _, grad_norm, _ = self.optimizer.step()
-        if any_rank(not math.isfinite(grad_norm), device=self.backend.device):
-            norm = "not finite on another rank" if math.isfinite(grad_norm) else grad_norm
-            raise TrainingError(
-                f"optimizer step {self.optimizer_steps + 1}: the gradient norm is {norm}. "
-                "Resume from the last checkpoint with a smaller optimizer.lr, or look for what overflows."
-            )
+        self.optimizer.step()
         self.optimizer_steps += 1
         return Update(
-            metrics=metrics,
-            grad_norm=float(grad_norm),
+            totals=totals,
+            grad_norm=grad_norm,
             learning_rate=self.optimizer.param_groups[0]["lr"],
         )
+
+    def update(self, micro_batches: Sequence[MicroBatch], loss: PolicyLoss) -> Update:
+        """One optimizer step: gradients, their norm, and the weights; raises what :meth:`step` does."""
+        totals = self.backward(micro_batches, loss)
+        return self.step(totals, self.grad_norm())
 
     def gather_gradients(self) -> None:
         """Make ``main_grad`` of every parameter whole after :meth:`backward`: for inspection.

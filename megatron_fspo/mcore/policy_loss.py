@@ -193,10 +193,10 @@ def _metrics(
     ratio = torch.where(kept, log_ratio, 0.0)
     k3_sum, k3_count = k3_kl(ratio, kept)
     pairs = {
-        # Denominators that add up to 1 over the step: the mean is over N sequences, whoever holds them.
+        # Denominators that add up to N over the step: the mean is over N sequences, whoever holds them.
         "actor/pg_loss": (
-            -terms.objective / max(batch.totals.num_sequences, 1),
-            batch.mask.sum().double() / max(batch.totals.packed_tokens, 1),
+            -terms.objective,
+            batch.totals.num_sequences * batch.mask.sum().double() / max(batch.totals.packed_tokens, 1),
         ),
         "actor/entropy": (torch.where(kept, entropy, 0.0).sum(), tokens),
         "actor/ppo_kl": (-ratio.sum(), tokens),

@@ -12,6 +12,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+Totals = dict[str, tuple[float, float]]
+"""Name → (sum, denominator)."""
+
 
 def add_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Sum the pairs of several micro-batches.
@@ -30,24 +33,38 @@ def add_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return total
 
 
-def reduce_metrics(pairs: Mapping[str, Tensor], *, group: dist.ProcessGroup) -> dict[str, float]:
-    """Sum the pairs over the group in one all-reduce, then divide.
+def sum_metrics(pairs: Mapping[str, Tensor], *, group: dist.ProcessGroup) -> Totals:
+    """Sum the pairs over the group in one all-reduce.
 
     Args:
         pairs: name → [sum, denominator]; the same names on every rank.
         group: data × context parallel.
-
-    Returns:
-        name → sum / denominator; NaN where the denominator is 0.
     """
     names = sorted(pairs)
     table = torch.stack([pairs[name].double() for name in names])
     if group.size() > 1:
         dist.all_reduce(table, group=group)
-    return {
-        name: (total / count if count else float("nan"))
-        for name, (total, count) in zip(names, table.tolist(), strict=True)
-    }
+    return {name: (total, count) for name, (total, count) in zip(names, table.tolist(), strict=True)}
+
+
+def pool(parts: Iterable[Totals]) -> Totals:
+    """Sum the pairs of several passes; a name need not be in all of them."""
+    pooled: Totals = {}
+    for part in parts:
+        for name, (total, count) in part.items():
+            before = pooled.get(name, (0.0, 0.0))
+            pooled[name] = (before[0] + total, before[1] + count)
+    return pooled
+
+
+def means(totals: Totals) -> dict[str, float]:
+    """Name → sum / denominator; NaN where the denominator is 0."""
+    return {name: total / count if count else float("nan") for name, (total, count) in totals.items()}
+
+
+def reduce_metrics(pairs: Mapping[str, Tensor], *, group: dist.ProcessGroup) -> dict[str, float]:
+    """:func:`means` of :func:`sum_metrics`."""
+    return means(sum_metrics(pairs, group=group))
 
 
 def gather_lists(items: list[T], *, group: dist.ProcessGroup) -> list[T]:

@@ -29,6 +29,7 @@ def make_mini_batches(
     device: torch.device,
     *,
     read: Callable[[list[int]], Sequences] | None = None,
+    dropped: Sequence[int] = (),
 ) -> tuple[Packs, list[int]]:
     """This rank's micro-batches of all mini-batches, and how many each has. Collective.
 
@@ -41,9 +42,11 @@ def make_mini_batches(
 
     Args:
         read: gives the sequences of some numbers, where no rank holds them (a step that was under way).
+        dropped: numbers of the responses that had to leave its packs.
     """
     layout = _layout(config, arch, groups, device)
     idle = rollout.advantages == 0 if no_term_but_the_policy_gradient(config) else rollout.lengths < 0
+    idle = idle.index_fill(0, torch.tensor(dropped, dtype=torch.long), True)
     prompt_lengths, lengths = rollout.prompt_lengths.tolist(), rollout.lengths.tolist()
     per_batch = len(rollout) // config.batch.mini_batches
     plans: list[Plan] = []

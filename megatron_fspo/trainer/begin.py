@@ -8,7 +8,7 @@ from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.dynamic import fill
 from megatron_fspo.trainer.no_spread import check_spread
-from megatron_fspo.trainer.optimize import score_reference, with_old_log_probs
+from megatron_fspo.trainer.optimize import add_old_log_probs, score_reference
 from megatron_fspo.trainer.rollout import Rollout, without_tokens
 from megatron_fspo.trainer.sampling import Batch, add_advantages, collect_and_grade, sampling_metrics
 from megatron_fspo.trainer.step import Step
@@ -63,13 +63,14 @@ def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> 
     device = run.inputs.backend.device
     packs, sizes = make_mini_batches(config, run.inputs.arch, responses, run.groups, device)
     responses = without_tokens(responses)
-    packs, mismatch = with_old_log_probs(run, packs, responses)
-    if run.reference is not None:
-        packs = score_reference(run, packs)
-    return Step(
+    step = Step(
         rollout=responses,
         packs=packs,
         sizes=sizes,
-        metrics=metrics | mismatch,
+        metrics=metrics,
         warm=run.policy.optimizer_steps >= config.optimizer.warmup_steps,
     )
+    add_old_log_probs(run, step)
+    if run.reference is not None:
+        step.packs = score_reference(run, step.packs)
+    return step

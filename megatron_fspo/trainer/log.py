@@ -113,7 +113,7 @@ class RunLog:
 
 
 def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:
-    """One step as a line a person reads."""
+    """One step as a line a person reads; without the numbers that the step does not have."""
     parts = [f"step {step:>4}/{steps}"]
     for label, name, form in (
         ("reward", "critic/rewards/mean", ".3f"),
@@ -126,7 +126,7 @@ def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:
         ("s", "timing_s/step", ".1f"),
     ):
         value = metrics.get(name)
-        if value is not None and not (name == "fspo/nonfinite" and value == 0):
+        if value is not None and not math.isnan(value) and not (name == "fspo/nonfinite" and value == 0):
             parts.append(f"{label} {value:{form}}")
     for name, value in metrics.items():
         if name.startswith("val/") and "/mean@" in name:

@@ -9,21 +9,25 @@ from dataclasses import replace
 from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.policy import Update
-from megatron_fspo.mcore.policy_loss import PolicyLoss
+from megatron_fspo.mcore.policy_loss import Observer, PolicyLoss
 from megatron_fspo.mismatch.alarm import FP8_LIMIT, LIMIT, FreshTokens, Setting, check_mismatch
 from megatron_fspo.mismatch.correction import correct, little_is_left
 from megatron_fspo.mismatch.measure import measure, outlier_share
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import gather_lists, share
-from megatron_fspo.trainer.batches import split
+from megatron_fspo.parallel.metrics import Totals, any_rank, gather_lists, means, pool, share
 from megatron_fspo.trainer.build import Training
+from megatron_fspo.trainer.folder import checkpoints
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.noise import noise_metrics
+from megatron_fspo.trainer.nonfinite import check_finite, drop_from_old_pass, drop_from_update
 from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.step import Step
+
+_OFF_POLICY = ("actor/ppo_kl", "fspo/kl_k3")
+"""Metrics that compare the policy with the old one."""
 
 
 def needs_old_pass(config: Config) -> bool:
@@ -38,39 +42,42 @@ def needs_old_pass(config: Config) -> bool:
     return several or config.rollout.engine == "vllm" or config.correction.name != "none"
 
 
-def with_old_log_probs(run: Training, packs: Packs, rollout: Rollout) -> tuple[Packs, dict[str, float]]:
-    """The log-probs that S starts from, as ``rollout.old_log_probs`` has them. Collective.
+def add_old_log_probs(run: Training, step: Step) -> None:
+    """Give the packs the log-probs that S starts from, as ``rollout.old_log_probs`` has them. Collective.
 
-    Returns:
-        the packs with old log-probs (without, where they equal the new ones) and, after a pass, with
-        the weights of a correction; and the metrics of the pass.
+    They get none where these equal the new ones. A pass also gives them the weights of a correction, and the
+    step the metrics of the pass.
     """
-    if run.inputs.config.rollout.old_log_probs == "sampled":
-        return packs.with_columns(old_log_probs=[batch.sampled_log_probs for batch in packs]), {}
-    return score_old(run, packs, rollout) if needs_old_pass(run.inputs.config) else (packs, {})
+    config = run.inputs.config
+    if config.rollout.old_log_probs == "sampled":
+        step.packs = step.packs.with_columns(old_log_probs=[batch.sampled_log_probs for batch in step.packs])
+    elif needs_old_pass(config):
+        score_old(run, step)
 
 
-def score_old(run: Training, packs: Packs, rollout: Rollout) -> tuple[Packs, dict[str, float]]:
+def score_old(run: Training, step: Step) -> None:
     """Log-probs before the first update, with the packs of the training pass; compared with the sampler's.
 
-    Returns:
-        the packs with old log-probs and rollout weights, and the metrics of mismatch and correction.
+    Gives the packs old log-probs and rollout weights, and the step the metrics of mismatch and correction.
     """
-    with run.log.phase("old_log_prob", len(packs), "pack", run.timings) as progress:
-        packs = packs.with_columns(old_log_probs=run.policy.score(packs, run.scoring))
-        progress(len(packs))
+    with run.log.phase("old_log_prob", len(step.packs), "pack", run.timings) as progress:
+        step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
+        if drop_from_old_pass(run, step):
+            # Old and new pass see the same packs.
+            step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
+        progress(len(step.packs))
     setting = _alarm_setting(run)
-    fresh = FreshTokens(rollout.fresh_from(run.step), setting)
-    mismatch = measure(packs, len(rollout), group=run.groups.dp_cp, also=fresh.add)
-    alarm, text = check_mismatch(packs, fresh, setting)
+    fresh = FreshTokens(step.rollout.fresh_from(run.step), setting)
+    mismatch = measure(step.packs, len(step.rollout), group=run.groups.dp_cp, also=fresh.add)
+    alarm, text = check_mismatch(step.packs, fresh, setting)
     if text is not None:
         run.log.say(f"step {run.step + 1}: {text}")
     rule = run.inputs.config.correction
-    packs, correction = correct(rule, packs, mismatch, groups=run.groups)
+    step.packs, correction = correct(rule, step.packs, mismatch, groups=run.groups)
     metrics = mismatch.metrics | alarm | correction
     if (text := little_is_left(rule, metrics)) is not None:
         run.log.remind("correction", run.step + 1, text)
-    return packs, metrics
+    step.metrics |= metrics
 
 
 def _alarm_setting(run: Training) -> Setting:
@@ -106,26 +113,23 @@ def optimize(run: Training, step: Step) -> bool:
     Returns:
         False where the job was asked to stop before the last.
     """
-    config = run.inputs.config
-    sampled = config.rollout.old_log_probs == "sampled"
-    turns = split(step.packs, step.sizes) * config.batch.epochs
-    with run.log.phase("update_actor", len(turns), "step", run.timings) as progress:
+    turns = len(step.sizes) * run.inputs.config.batch.epochs
+    with run.log.phase("update_actor", turns, "step", run.timings) as progress:
         progress(len(step.updates))
-        for batches in turns[len(step.updates) :]:
-            on_policy = not step.updates and not sampled
-            update, records = _update(run, batches, on_policy=on_policy)
-            step.nonfinite += _check_finite(run, records, step.rollout, of=batches.totals.num_sequences)
+        while len(step.updates) < turns:
+            on_policy = _is_on_policy(run, step)
+            update, records = _update(run, step)
             if not step.updates:  # the weights are still those of the old pass
-                step.first = _first_update(update, records, sampled=sampled)
-                if not sampled:
-                    _check_on_policy(run, records, step.rollout)
-            if not on_policy:
+                step.first = _first_update(update, records, sampled=not on_policy)
+            if on_policy:
+                _check_on_policy(run, records, step.rollout)
+            else:
                 step.off_policy += records
                 kl_k3 = update.metrics["fspo/kl_k3"]
                 observe(run.loss, records, kl_k3=kl_k3, warm=step.warm, groups=run.groups)
             step.updates.append(update)
             progress(1)
-            if len(step.updates) < len(turns) and run.stopping():
+            if len(step.updates) < turns and run.stopping():
                 return False
     return True
 
@@ -134,8 +138,8 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     """What the optimizer steps of a step report, once all are taken."""
     updates = step.updates
     run.log.sequences(run.step + 1, step.off_policy)
-    metrics = {name: _mean([update.metrics[name] for update in updates]) for name in updates[0].metrics}
-    metrics |= {
+    sampled = run.inputs.config.rollout.old_log_probs == "sampled"
+    metrics = pooled_metrics([update.totals for update in updates], sampled=sampled) | {
         "actor/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
         "actor/grad_norm/max": max(update.grad_norm for update in updates),
         "actor/lr": updates[-1].learning_rate,
@@ -148,10 +152,24 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     return metrics | step.first | clips | run.loss.metrics()
 
 
-def _mean(values: Sequence[float]) -> float:
-    """Of those that are there: a mini-batch whose groups have no spread has no metrics."""
-    found = [value for value in values if not math.isnan(value)]
-    return sum(found) / len(found) if found else math.nan
+def pooled_metrics(updates: Sequence[Totals], *, sampled: bool) -> dict[str, float]:
+    """Metrics of several optimizer steps as one: sums over sums, so that no split into mini-batches shows.
+
+    ============================================  ==========  ====================================
+    metric                                        mean over   of the optimizer steps
+    ============================================  ==========  ====================================
+    ``actor/pg_loss``                             sequences   all
+    ``actor/entropy``, ``actor/kl_loss``          tokens      all
+    ``actor/ppo_kl``, ``fspo/kl_k3``              tokens      off-policy
+    ============================================  ==========  ====================================
+
+    The first optimizer step of a rollout is on-policy: old and new log-probs are the same, and what compares
+    them is 0. It is left out of the last row, which is NaN where there is no other; :func:`_first_update`
+    reports it. Where S starts from the sampler, all are off-policy.
+    """
+    found = means(pool(updates))
+    apart = means(pool(updates if sampled else updates[1:]))
+    return found | {name: apart.get(name, math.nan) for name in _OFF_POLICY}
 
 
 def _first_update(update: Update, records: Sequence[SequenceRecord], *, sampled: bool) -> dict[str, float]:
@@ -162,7 +180,8 @@ def _first_update(update: Update, records: Sequence[SequenceRecord], *, sampled:
     """
     if not sampled:
         largest = max((abs(r.log_ratio_sum) for r in records if r.counts), default=math.nan)
-        return {"fspo/on_policy_abs_s_max": largest}
+        alone = {f"{name}/on_policy": update.metrics[name] for name in _OFF_POLICY}
+        return {"fspo/on_policy_abs_s_max": largest} | alone
     sigma = sigma_of(records) or math.nan
     return {
         "rollout/kl_k1": update.metrics["actor/ppo_kl"],
@@ -196,25 +215,75 @@ def _check_on_policy(run: Training, records: Sequence[SequenceRecord], rollout: 
     )
 
 
-def _update(run: Training, batches: Packs, *, on_policy: bool) -> tuple[Update, list[SequenceRecord]]:
-    """One optimizer step, and the records of its sequences on all ranks."""
+def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
+    """The next optimizer step, and the records of its sequences on all ranks.
+
+    Sequences that had to leave the packs are not among them. The weights move only when the gradient is known
+    to be finite. Until it is, what spoils it is dropped; a round without anything to drop is an error.
+    """
+    totals, records = _gradient(run, step)
+    while not math.isfinite(grad_norm := run.policy.grad_norm()):
+        drop_from_update(run, step, records, _loss(run, step, None))
+        totals, records = _gradient(run, step)
+    step.nonfinite += check_finite(run, step, records)
+    _check_kl(run, step, totals)
+    return run.policy.step(totals, grad_norm), records
+
+
+def _gradient(run: Training, step: Step) -> tuple[Totals, list[SequenceRecord]]:
+    """Backward on the next mini-batch: sums of its metrics, and the records of its sequences on all ranks."""
     mine: list[SequenceRecord] = []
     rank = run.groups.dp.rank()
-    config = run.inputs.config.loss
-    loss = PolicyLoss(
-        objective=run.loss.objective(on_policy=on_policy),
-        scoring=run.scoring,
-        entropy_coef=config.entropy_coef,
-        kl_coef=config.kl_coef,
-        observer=lambda batch, terms: mine.extend(records_of(batch, terms, rank)),
-    )
-    update = run.policy.update(batches, loss)
+    loss = _loss(run, step, lambda batch, terms: mine.extend(records_of(batch, terms, rank)))
+    totals = run.policy.backward(step.mini_batch, loss)
     # Every context-parallel rank saw the whole of its sequences; of a pipeline, only the last stage did. What
     # follows on the records stops the run, so all have those of one rank.
     records = share(mine, group=run.groups.pp, source=-1)
     for group in (run.groups.tp, run.groups.cp):
         records = share(records, group=group)
-    return update, gather_lists(records, group=run.groups.dp)
+    return totals, gather_lists(records, group=run.groups.dp)
+
+
+def _check_kl(run: Training, step: Step, totals: Totals) -> None:
+    """Stop a run whose policy has left the one that S starts from: what follows would be learned from noise.
+    Collective.
+
+    By k1, the mean of log π_old - log π: it is unbiased, and a token moves it by its log-ratio only. In k3
+    one rare token that became likely counts e^15, which is no reason to stop.
+
+    Raises:
+        TrainingError: before the weights move; a row of the step so far is in the log.
+    """
+    metrics = means(totals)
+    kl, limit = metrics["actor/ppo_kl"], run.inputs.config.optimizer.max_kl
+    # Tensor-parallel ranks need not agree on the last bits.
+    if not any_rank(kl > limit, device=run.inputs.backend.device):
+        return
+    run.end_save(wait=True)
+    run.log.step(run.step + 1, step.metrics | metrics | run.timings)
+    written = checkpoints(run.inputs.config)
+    last = f"The last checkpoint is {written[-1]}" if written else "There is no checkpoint yet"
+    raise TrainingError(
+        f"step {run.step + 1}, optimizer step {len(step.updates) + 1} of it: the policy is {kl:.3g} nats per "
+        f"token (actor/ppo_kl) from the one that S starts from; optimizer.max_kl allows {limit:g}. {last}. "
+        "Use a smaller optimizer.lr, or fewer batch.mini_batches or batch.epochs"
+    )
+
+
+def _is_on_policy(run: Training, step: Step) -> bool:
+    """Whether the next update is one before which S = 0: nothing has moved the policy since the old pass."""
+    return not step.updates and run.inputs.config.rollout.old_log_probs != "sampled"
+
+
+def _loss(run: Training, step: Step, observer: Observer | None) -> PolicyLoss:
+    config = run.inputs.config.loss
+    return PolicyLoss(
+        objective=run.loss.objective(on_policy=_is_on_policy(run, step)),
+        scoring=run.scoring,
+        entropy_coef=config.entropy_coef,
+        kl_coef=config.kl_coef,
+        observer=observer,
+    )
 
 
 def observe(
@@ -225,21 +294,3 @@ def observe(
     loss.observe(sums, lengths, kl_k3=kl_k3, sigma=sigma_of(records), warm=warm)
     # Powers, means and medians of the same numbers, but perhaps on another processor: the first rank's.
     loss.load_state_dict(agreed(loss.state_dict(), groups))
-
-
-def _check_finite(run: Training, records: Sequence[SequenceRecord], rollout: Rollout, *, of: int) -> int:
-    """Name the dropped sequences of one optimizer step; stop the run when they are too many ``of`` all."""
-    dropped = [record for record in records if record.nonfinite]
-    for record in dropped[:8]:
-        run.log.say(
-            f"step {run.step + 1}: dropped a sequence that is not finite: {rollout.name(record.sample)} "
-            f"(data-parallel rank {record.rank}, S = {record.log_ratio_sum}, L = {record.length})"
-        )
-    limit = run.inputs.config.loss.max_nonfinite_share
-    if len(dropped) > limit * of:
-        raise TrainingError(
-            f"step {run.step + 1}: {len(dropped)} of {of} sequences of one optimizer step are not "
-            f"finite; loss.max_nonfinite_share allows {limit}. Resume from the last checkpoint with a "
-            "smaller optimizer.lr, or look for what makes the logits non-finite."
-        )
-    return len(dropped)

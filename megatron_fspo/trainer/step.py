@@ -31,6 +31,8 @@ _FOLDER = "under_way"
 _ROLLOUT = "rollout.safetensors"
 _TOKENS = "tokens_*.safetensors"
 _PLACE = ("number", "place")
+_FORMAT = 2
+"""Of :meth:`Step.state_dict`. 1, without the key, had means of the metrics, which cannot be pooled."""
 
 
 @dataclass(kw_only=True)
@@ -52,10 +54,37 @@ class Step:
     """Metrics of the first one, before the policy has moved."""
     off_policy: list[SequenceRecord] = field(default_factory=list)
     nonfinite: int = 0
+    """Sequences that optimizer steps had to do without, each counted in every one."""
+    dropped: list[SequenceRecord] = field(default_factory=list)
+    """Of responses that had to leave the packs, as they made a pass not finite."""
+
+    @property
+    def turn(self) -> int:
+        """Which mini-batch is next."""
+        return len(self.updates) % len(self.sizes)
+
+    @property
+    def mini_batch(self) -> Packs:
+        """The packs of the next optimizer step."""
+        return self.packs_of(self.turn)
+
+    def packs_of(self, turn: int) -> Packs:
+        """Those of one mini-batch."""
+        first = sum(self.sizes[:turn])
+        return self.packs[first : first + self.sizes[turn]]
+
+    def turn_of(self, number: int) -> int:
+        """Which mini-batch a response belongs to."""
+        return number * len(self.sizes) // len(self.rollout)
+
+    def dropped_from(self, turn: int) -> list[SequenceRecord]:
+        """Of one mini-batch."""
+        return [record for record in self.dropped if self.turn_of(record.sample) == turn]
 
     def state_dict(self) -> dict[str, Any]:
         """What is the same on every rank, as JSON types."""
         return {
+            "format": _FORMAT,
             "prompts": [prompt.index for prompt in self.rollout.prompts],
             "samples": self.rollout.samples,
             "metrics": self.metrics,
@@ -64,6 +93,7 @@ class Step:
             "first": self.first,
             "off_policy": [asdict(record) for record in self.off_policy],
             "nonfinite": self.nonfinite,
+            "dropped": [asdict(record) for record in self.dropped],
         }
 
     def write(self, checkpoint: Path, groups: ParallelGroups) -> None:
@@ -99,26 +129,47 @@ def read_step(
     Args:
         state: what :meth:`Step.state_dict` gave.
         prompts: all of the run, by index.
-        pack: :func:`~megatron_fspo.trainer.batches.make_mini_batches`, but for ``rollout`` and ``read``.
+        pack: :func:`~megatron_fspo.trainer.batches.make_mini_batches`, but for ``rollout``, ``read`` and
+            ``dropped``.
+
+    Raises:
+        InputError: another version wrote it, or responses are missing.
     """
+    if state.get("format", 1) != _FORMAT:
+        raise InputError(
+            f"{checkpoint}: the step under way in it has format {state.get('format', 1)}, of another version "
+            f"of megatron_fspo; this one reads format {_FORMAT}. Resume with that version, or delete this "
+            "checkpoint to go on from the one before"
+        )
     folder = checkpoint / _FOLDER
     columns = load_file(folder / _ROLLOUT)
     advantages = columns.pop("advantages")
     table = torch.stack([columns[name].double() for name in COLUMNS], 1)
     rollout = rollout_of([prompts[i] for i in state["prompts"]], state["samples"], table, {})
     rollout = with_advantages(rollout, advantages)
-    packs, sizes = pack(rollout=rollout, read=lambda numbers: _read_sequences(folder, numbers))
+    dropped = [SequenceRecord(**record) for record in state["dropped"]]
+    packs, sizes = pack(
+        rollout=rollout,
+        read=lambda numbers: _read_sequences(folder, numbers),
+        dropped=[record.sample for record in dropped],
+    )
     return Step(
         rollout=rollout,
         packs=_with_columns(packs, folder, len(rollout)),
         sizes=sizes,
         metrics=state["metrics"],
         warm=state["warm"],
-        updates=[Update(**update) for update in state["updates"]],
+        updates=[_update(update) for update in state["updates"]],
         first=state["first"],
         off_policy=[SequenceRecord(**record) for record in state["off_policy"]],
         nonfinite=state["nonfinite"],
+        dropped=dropped,
     )
+
+
+def _update(state: Mapping[str, Any]) -> Update:
+    """From JSON, which knows no tuples."""
+    return Update(**{**state, "totals": {name: tuple(pair) for name, pair in state["totals"].items()}})
 
 
 def _by_place(packs: Packs) -> dict[str, Tensor]:

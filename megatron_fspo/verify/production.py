@@ -23,7 +23,7 @@ from megatron_fspo.packing.batch import MicroBatch, padded_length
 from megatron_fspo.packing.pack import Packs, pack
 from megatron_fspo.packing.sequences import Sequences
 from megatron_fspo.parallel.groups import ParallelGroups, pack_layout
-from megatron_fspo.parallel.metrics import share
+from megatron_fspo.parallel.metrics import means, share
 from megatron_fspo.types import Sample
 from megatron_fspo.verify.cases import Case, split
 from megatron_fspo.verify.layouts import Layout
@@ -134,7 +134,7 @@ def run(
     grad_norm = None
     with _counted(policy.groups) as counts:
         if policy.config.params_dtype == torch.float64:  # Megatron's optimizer knows no float64
-            metrics = policy.backward(batches, loss)
+            metrics = means(policy.backward(batches, loss))
         else:
             update = policy.update(batches, loss)
             metrics, grad_norm = update.metrics, update.grad_norm

@@ -29,7 +29,7 @@ BEFORE = {
     "asking": "trainer.begin:roll_out",
     "grading": "trainer.sampling:grade",
     "old pass": "trainer.optimize:score_old",
-    "update": "mcore.policy:Policy.update",
+    "update": "mcore.policy:Policy.step",
     "sending": "rollout.vllm.engine:VLLMEngine.update_weights",
     "evaluation": "mcore.decode:Decoder.feed",
     "validating": "trainer.loop:_evaluate",

@@ -1,5 +1,6 @@
 """Synthetic run folders, made by the real log, and a reader of the page."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
@@ -75,7 +76,8 @@ def on_policy_metrics(step: int) -> dict[str, float]:
         "actor/entropy": 1.0 / step,
         "actor/grad_norm": 2.0,
         "actor/grad_norm/max": 3.0,
-        "fspo/kl_k3": 0.001,
+        "fspo/kl_k3": math.nan,
+        "fspo/kl_k3/on_policy": 0.0,
         "fspo/nonfinite": 1.0,
         "perf/throughput": 1000.0 * step,
         "timing_s/step": 60.0,
@@ -101,7 +103,7 @@ def write_run(
             if off_policy:
                 records = make_records(step)
                 log.sequences(step, records)
-                metrics |= clip_metrics(records, seed=1)
+                metrics |= clip_metrics(records, seed=1) | {"fspo/kl_k3": 0.001}
                 metrics |= {"fspo/out_of_band": step / 200, "fspo/lre_mean": step / 10, "fspo/lre_null": 0.05}
             if off_policy and config.loss.name == "fspo":
                 metrics |= {"fspo/c_low": 0.03, "fspo/c_high": 0.04, "fspo/drift": 0.0}

@@ -61,7 +61,7 @@ def test_a_step_is_a_row_and_a_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert strict_rows(config.run_folder / "metrics.jsonl") == [
         {"step": 7, "critic/rewards/mean": 0.25, "fspo/lre_mean": None, "x": None, "y": None}
     ]
-    assert capsys.readouterr().out == "step    7/300  reward 0.250  LRE nan\n"
+    assert capsys.readouterr().out == "step    7/300  reward 0.250\n"
 
 
 def test_the_line_of_a_step() -> None:

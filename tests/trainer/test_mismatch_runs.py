@@ -64,12 +64,14 @@ def test_sampled_old_log_probs_need_no_pass(done: Done) -> None:
     assert "timing_s/old_log_prob" in plain and "timing_s/old_log_prob" not in sampled
     assert plain["fspo/on_policy_abs_s_max"] == 0
     absent = {"rollout/logprob_abs_diff/mean", "rollout/mismatch_alarm", "fspo/on_policy_abs_s_max"}
+    absent |= {"actor/ppo_kl/on_policy", "fspo/kl_k3/on_policy"}
+    assert plain["actor/ppo_kl/on_policy"] == plain["fspo/kl_k3/on_policy"] == 0 < plain["fspo/kl_k3"]
     assert absent <= plain.keys() and not absent & sampled.keys()
     # Measured by the first update: all there is without a pass.
     for name in ("rollout/kl_k1", "rollout/mismatch_sigma"):
         assert 0 < abs(sampled[name]) < 1e-4, name
     assert sampled["rollout/mismatch_outliers"] < 0.5
-    for name in ("actor/grad_norm", "actor/pg_loss", "fspo/kl_k3"):
+    for name in ("actor/grad_norm", "actor/pg_loss", "actor/entropy"):
         assert sampled[name] == pytest.approx(plain[name], rel=1e-2, abs=1e-5), name
 
 
@@ -93,6 +95,9 @@ def test_a_single_optimizer_step_takes_a_pass_for_a_correction_only(done: Done) 
     (plain, _), (gate, _) = done["one step"], done["one step, gate"]
     assert "timing_s/old_log_prob" not in plain and "timing_s/old_log_prob" in gate
     assert plain["fspo/on_policy_abs_s_max"] == gate["fspo/on_policy_abs_s_max"] == 0
+    # It is on-policy, so no off-policy KL exists, rather than one of 0.
+    assert plain["fspo/kl_k3"] is None and plain["fspo/kl_k3/on_policy"] == 0
+    assert plain["actor/entropy"] > 0
     assert gate["actor/grad_norm"] < 0.9 * plain["actor/grad_norm"]
     # From the sampler's log-probs even the only step has an S, and a clip rate.
     assert "fspo/sigma_hat" not in plain and done["one step, sampled"][0]["fspo/sigma_hat"] > 0

@@ -136,7 +136,7 @@ def test_an_on_policy_run_has_nothing_to_clip(tmp_path: Path) -> None:
     config = make_config(tmp_path, batch={"mini_batches": 1})
     path = write_report(write_run(config, steps=6, off_policy=False))
     page = read_page(path)
-    assert page.pictures == LEARNING | HEALTH - {"Noise σ̂ and width c"}
+    assert page.pictures == LEARNING | HEALTH - {"Noise σ̂ and width c", "KL to the rollout policy"}
     assert "one optimizer step per rollout" in page.text
     assert not {"Clip rate", "LRE (mean)", "LRE pooled"} & table(path).keys()
 

@@ -276,9 +276,10 @@ def test_every_baseline_trains(tmp_path: Path, loss: str) -> None:
     )
 
 
-def test_a_run_with_a_nan_sequence_goes_on_and_names_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["head", "layer"])
+def test_a_run_with_a_nan_sequence_goes_on_and_names_it(tmp_path: Path, place: str) -> None:
     worker = str(Path(__file__).with_name("nan_worker.py"))
-    result = forked([worker, str(tmp_path), "few", "1"], nproc=2)
+    result = forked([worker, str(tmp_path), "few", place, "1"], nproc=2)
     assert result.returncode == 0, why(result.stderr)
     training = [row for row in rows(tmp_path, "few") if row["step"] > 0]
     assert [row["fspo/nonfinite"] for row in training] == [0, 1, 0]
@@ -286,9 +287,10 @@ def test_a_run_with_a_nan_sequence_goes_on_and_names_it(tmp_path: Path) -> None:
     assert "step 2: dropped a sequence that is not finite: prompt " in result.stdout
 
 
-def test_a_run_with_too_many_nan_sequences_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["head", "layer"])
+def test_a_run_with_too_many_nan_sequences_stops(tmp_path: Path, place: str) -> None:
     worker = str(Path(__file__).with_name("nan_worker.py"))
-    result = forked([worker, str(tmp_path), "many", "4"], nproc=2)
+    result = forked([worker, str(tmp_path), "many", place, "4"], nproc=2)
     assert result.returncode == 1
     assert "4 of 8 sequences of one optimizer step are not finite" in result.stderr
     assert [row["step"] for row in rows(tmp_path, "many")] == [0, 1]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,7 +55,9 @@ def make(packs: list[list[int]]) -> tuple[Step, Packs]:
         nonfinite=False,
     )
     update = Update(
-        metrics={"actor/entropy": math.nan, "fspo/kl_k3": 1 / 3}, grad_norm=0.5, learning_rate=1e-4
+        totals={"actor/entropy": (0.0, 0.0), "fspo/kl_k3": (0.1 + 0.2, 3.0)},
+        grad_norm=0.5,
+        learning_rate=1e-4,
     )
     step = Step(
         rollout=as_rollout(samples),
@@ -67,6 +69,7 @@ def make(packs: list[list[int]]) -> tuple[Step, Packs]:
         first={"fspo/on_policy_abs_s_max": 0.0},
         off_policy=[record],
         nonfinite=1,
+        dropped=[replace(record, sample=1, nonfinite=True)],
     )
     return step, batches
 
@@ -78,8 +81,8 @@ def back(step: Step, folder: Path, packs: list[list[int]]) -> Step:
     samples, deltas = responses()
     prompts = [sample.prompt for sample in samples]
 
-    def pack(rollout: object, read: object) -> tuple[Packs, list[int]]:
-        assert callable(read)
+    def pack(rollout: object, read: object, dropped: object) -> tuple[Packs, list[int]]:
+        assert callable(read) and dropped == [1]
         numbers = sorted(number for pack in packs for number in pack)
         sequences = read(numbers)
         assert sequences.index.tolist() == numbers
@@ -104,6 +107,7 @@ def test_it_goes_on_in_any_packs(tmp_path: Path, after: list[list[int]]) -> None
     step, batches = make([[4, 2], [3, 0], [1]])
     got = back(step, tmp_path, after)
     assert str(got.state_dict()) == str(step.state_dict())  # NaN is not NaN
+    assert got.updates == step.updates and got.dropped == step.dropped
     for name in ("lengths", "rewards", "advantages", "owner", "truncated"):
         assert torch.equal(getattr(got.rollout, name), getattr(step.rollout, name)), name
     for name in ("old_log_probs", "rollout_weights"):
@@ -122,6 +126,15 @@ def test_a_step_in_which_nothing_is_packed(tmp_path: Path) -> None:
     assert [column.sum() for column in got.packs.columns["old_log_probs"]] == [0, 0]
 
 
+def test_an_older_step_under_way_is_refused(tmp_path: Path) -> None:
+    """Its metrics are means, without the numbers of tokens behind them."""
+    step, _ = make([[0, 1, 2, 3, 4]])
+    state = step.state_dict()
+    del state["format"]
+    with pytest.raises(InputError, match="has format 1, of another version"):
+        read_step(tmp_path, state, [], lambda **_: None)  # type: ignore[arg-type, return-value]
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     step, _ = make([[0, 1, 2, 3, 4]])
     step.write(tmp_path, groups())
@@ -132,5 +145,5 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
             tmp_path,
             step.state_dict(),
             [sample.prompt for sample in responses()[0]],
-            lambda rollout, read: read([0, 1, 2, 3, 4]),
+            lambda rollout, read, dropped: read([0, 1, 2, 3, 4]),
         )

@@ -1,0 +1,140 @@
+"""Which responses make a pass not finite, and packs without them.
+
+A NaN or an infinity that is born inside the network reaches the gradient of every weight: backward multiplies
+it by the weight 0 that the loss gives its sequence, and 0·NaN is NaN. So such a response has to leave the
+packs. Attention keeps the sequences of a pack apart, but a kernel with one scale for a whole pack may not.
+Therefore nobody is taken for the culprit because of the pack that it is in: each suspect is scored alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.policy_loss import PolicyLoss
+from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.packing.pack import Pack, PackLayout, Packs, collate_packs
+from megatron_fspo.parallel.agree import agreed
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.metrics import gather_lists, share
+
+
+def suspects_of(packs: Packs, scores: Sequence[Tensor], groups: ParallelGroups) -> list[int]:
+    """Numbers of the responses of this data-parallel rank with a log-prob that is not finite. Collective.
+
+    Args:
+        scores: log-probs [t] of each pack's labels.
+    """
+    found = []
+    for batch, score in zip(packs, scores, strict=True):
+        places = batch.segment[batch.mask & ~score.isfinite()].unique()
+        found += batch.sample_index[places].tolist()
+    found = sorted(set(gather_lists(found, group=groups.cp)))
+    return share(share(found, group=groups.tp), group=groups.pp)
+
+
+def culprits(
+    packs: Packs,
+    suspects: Sequence[int],
+    *,
+    score: Callable[[Sequence[MicroBatch]], list[Tensor]],
+    layout: PackLayout,
+    groups: ParallelGroups,
+) -> dict[int, int]:
+    """Which responses have to leave the packs, and the data-parallel rank of each. Collective.
+
+    They are the suspects that are not finite in a pack of their own. Where that is none of a pack's suspects,
+    as after a fault that does not come again, all of them have to leave. So there are some if there are
+    suspects.
+
+    Args:
+        packs: of this rank.
+        suspects: numbers of this data-parallel rank's responses that were not finite in these packs.
+        score: gives log-probs [t] of micro-batches; forward only.
+        layout: that the packs have.
+
+    Returns:
+        the same on every rank, in the order of the numbers; empty if no rank has suspects.
+    """
+    most = max(gather_lists([len(suspects)], group=groups.dp))
+    if not most:
+        return {}
+    # As many packs on every rank as on the one with the most suspects; the others' last ones are empty.
+    count = most + -most % layout.count_multiple_of
+    wanted = [Pack(numbers=(n,), totals=packs.totals) for n in suspects]
+    wanted += [Pack(numbers=(), totals=packs.totals)] * (count - len(wanted))
+    alone = collate_packs(packs.sequences, wanted, layout)
+    guilty = {
+        pack.numbers[0]
+        for pack, batch, values in zip(wanted, alone, score(alone), strict=True)
+        if pack.numbers and not values[batch.mask].isfinite().all()
+    }
+    guilty = set(gather_lists(sorted(guilty), group=groups.dp_cp))
+    mine: set[int] = set()
+    for batch in packs:
+        here = set(batch.sample_index.tolist()) & set(suspects)
+        mine |= here & guilty or here
+    rank = groups.dp.rank()
+    return agreed(dict(sorted(gather_lists([(n, rank) for n in mine], group=groups.dp))), groups)
+
+
+def without(packs: Packs, numbers: Collection[int], tokens: Sequence[int], layout: PackLayout) -> Packs:
+    """The same packs with their columns, less some responses. N and T of the step stay as they are.
+
+    Args:
+        numbers: of the responses, those of all ranks.
+        tokens: of each pack, how many response tokens leave its optimizer step, over all ranks.
+        layout: that the packs have.
+    """
+    old = [packs[place] for place in range(len(packs))]
+    kept = [
+        Pack(
+            numbers=tuple(n for n in batch.sample_index.tolist() if n not in numbers),
+            totals=replace(batch.totals, packed_tokens=batch.totals.packed_tokens - gone),
+        )
+        for batch, gone in zip(old, tokens, strict=True)
+    ]
+    new = collate_packs(packs.sequences, kept, layout)
+    columns = {
+        name: [
+            _carried(column, before, after, numbers)
+            for column, before, after in zip(tensors, old, new, strict=True)
+        ]
+        for name, tensors in packs.columns.items()
+    }
+    return new.with_columns(**columns)
+
+
+def _carried(column: Tensor, before: MicroBatch, after: MicroBatch, gone: Collection[int]) -> Tensor:
+    """A column [t] of a pack at the response tokens that stay, which keep their order; 0 elsewhere."""
+    stays = torch.tensor([n not in gone for n in before.sample_index.tolist()] + [False])
+    carried = column.new_zeros(after.mask.shape)
+    carried[after.mask] = column[before.mask & stays.to(before.segment.device)[before.segment]]
+    return carried
+
+
+def packs_to_blame(
+    policy: Policy, packs: Packs, loss: PolicyLoss, *, layout: PackLayout
+) -> list[tuple[range, list[int]]]:
+    """Places of the packs whose own gradient is not finite, and the numbers of the responses that all ranks
+    have there. For an error: one more pass forward and backward. Leaves no gradient. Collective.
+
+    A gradient comes from the packs at one place of all data-parallel ranks together. The interleaved schedule
+    takes several places at a time.
+    """
+    found = []
+    for first in range(0, len(packs), layout.count_multiple_of):
+        part = packs[first : first + layout.count_multiple_of]
+        policy.backward(part, loss)
+        if not math.isfinite(policy.grad_norm()):
+            mine = [n for batch in part for n in batch.sample_index.tolist()]
+            found.append(
+                (range(first, first + len(part)), sorted(gather_lists(mine, group=policy.groups.dp)))
+            )
+    policy.zero_gradients()
+    return found

@@ -1,0 +1,270 @@
+"""On two ranks: a NaN inside the network, at one token of some responses, in several layouts.
+
+nonfinite_worker.py OUT.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron_fspo.config.losses import FSPOLoss
+from torch import Tensor
+
+from by_layout import write_by_layout
+from left_out_worker import make_rollout, scoring, settings
+from megatron_fspo.config import Optimizer
+from megatron_fspo.errors import TrainingError
+from megatron_fspo.mcore import policy_loss
+from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.startup import start
+from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.trainer import batches
+from megatron_fspo.trainer.losses import LossState
+from megatron_fspo.trainer.nonfinite import drop_from_old_pass
+from megatron_fspo.trainer.optimize import _update
+from megatron_fspo.trainer.rollout import with_advantages
+from megatron_fspo.trainer.step import Step
+from megatron_fspo.verify import production
+from megatron_fspo.verify.cases import SMALL, random_weights, with_layers
+from megatron_fspo.verify.layouts import parse_layout
+
+LAYOUTS = ("cp2", "pp2.vpp2", "tp2.sp", "dp2.do bfloat16")
+CULPRIT, MANY = 4, (1, 2, 4, 6)
+"""Of the first mini-batch's nine responses."""
+LOSS = FSPOLoss(c_low=0.05, c_high=0.05, max_nonfinite_share=0.3)
+
+
+class Fault:
+    """NaN in the output of the first layer, or in its gradient, at the second token of some responses."""
+
+    def __init__(self, samples: Sequence[int], *, backward: bool = False, once: bool = False) -> None:
+        self.samples, self.backward, self.once = samples, backward, once
+        self.over = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        original = policy_loss.forward
+
+        def forward(batch: MicroBatch, model: Any) -> Tensor:
+            gpt = policy_loss._gpt(model)
+            hooks = [
+                layer.register_forward_hook(lambda module, args, out: self.spoil(batch, gpt, out))
+                for layer in gpt.decoder.layers
+                if layer.layer_number == 1
+            ]
+            try:
+                return original(batch, model)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+        with mock.patch.object(policy_loss, "forward", forward):
+            yield
+
+    def spoil(self, batch: MicroBatch, gpt: Any, out: Any) -> Any:
+        rows = [row for row, n in enumerate(batch.sample_index.tolist()) if n in self.samples]
+        here = torch.isin(batch.segment, torch.tensor(rows)) & (batch.position_ids[0] == 1)
+        if gpt.config.sequence_parallel:
+            tp = gpt.pg_collection.tp
+            here = here.chunk(tp.size())[tp.rank()]
+        hidden, *rest = out
+        if self.backward:
+            if hidden.requires_grad:
+                hidden.register_hook(lambda grad: torch.where(here[:, None, None], float("nan"), grad))
+            return out
+        if self.once and (self.over or not torch.is_grad_enabled()):
+            return out
+        self.over = self.over or bool(rows)
+        # As a product: the gradient of the token is NaN, too, whatever comes from behind.
+        return (hidden * torch.where(here, float("nan"), 1.0).to(hidden)[:, None, None], *rest)
+
+
+class Situation:
+    """A policy in a layout, and what the trainer has beside it."""
+
+    def __init__(self, layout_name: str) -> None:
+        name, _, dtype = layout_name.partition(" ")
+        self.backend = choose_backend("cpu")
+        self.layout = parse_layout(name, world_size=2)
+        self.groups = start(self.backend, parallel=self.layout.parallel, seed=1)
+        self.arch = with_layers(SMALL, self.layout.parallel)
+        self.dtype = torch.bfloat16 if dtype else torch.float32
+
+    def run(self) -> Any:
+        """A run with the policy as it was in the beginning."""
+        weights = random_weights(self.arch)
+        policy = production.build(self.layout, self.arch, weights, self.backend, self.groups, self.dtype)
+        for group in policy.optimizer.param_groups:
+            group["max_lr"] = group["min_lr"] = 1e-3  # a step that can be seen
+        said: list[str] = []
+        config = settings(policy, LOSS)
+        config.optimizer = Optimizer()
+        return SimpleNamespace(
+            inputs=SimpleNamespace(config=config, backend=self.backend),
+            policy=policy,
+            groups=self.groups,
+            scoring=scoring(policy),
+            loss=LossState(LOSS),
+            log=SimpleNamespace(say=said.append),
+            said=said,
+            step=2,
+        )
+
+    def step(self, run: Any, dropped: Sequence[int] = ()) -> Step:
+        """Nine prompts with three responses each, in three mini-batches; all but the empty one in packs."""
+        rollout = make_rollout(run.policy)
+        pattern = torch.tensor([1.0, -0.5, -1.5]).expand(len(rollout.prompts), -1)
+        rollout = with_advantages(rollout, pattern)
+        packs, sizes = batches.make_mini_batches(
+            run.inputs.config, self.arch, rollout, self.groups, self.backend.device, dropped=dropped
+        )
+        # Each token by its response and place, whoever holds it.
+        old = [
+            score - 0.02 * torch.sin(3.0 * batch.position_ids[0] + _numbers(batch)).to(score)
+            for batch, score in zip(packs, run.policy.score(packs, run.scoring), strict=True)
+        ]
+        packs = packs.with_columns(old_log_probs=old)
+        return Step(rollout=rollout, packs=packs, sizes=sizes, metrics={}, warm=True)
+
+
+def _numbers(batch: MicroBatch) -> Tensor:
+    return torch.cat([batch.sample_index, batch.sample_index.new_zeros(1)])[batch.segment]
+
+
+def weights_of(policy: Policy) -> list[Tensor]:
+    """Parameters, the fp32 copies behind them, and what Adam knows."""
+    found = [parameter.detach().clone() for chunk in policy.chunks for parameter in chunk.parameters()]
+    for group in policy.optimizer.param_groups:
+        found += [p.detach().clone() for p in group["params"]]
+    for one in policy.optimizer.chained_optimizers:  # type: ignore[attr-defined]
+        for state in one.optimizer.state.values():
+            found += [value.clone() for value in state.values() if isinstance(value, Tensor)]
+    return found
+
+
+def untouched(before: list[Tensor], policy: Policy) -> bool:
+    """Whether all of it is the same to the bit."""
+    after = weights_of(policy)
+    return len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def scoring_with_a_fault(situation: Situation) -> dict[str, Any]:
+    """Who is not finite in a forward pass, and whose log-probs are others than without the fault."""
+    run = situation.run()
+    step = situation.step(run)
+    with Fault([CULPRIT])():
+        scores = run.policy.score(step.packs, run.scoring)
+    right = run.policy.score(step.packs, run.scoring)
+    broken, moved = [], []
+    for batch, score, wanted in zip(step.packs, scores, right, strict=True):
+        for row, number in enumerate(batch.sample_index.tolist()):
+            here = batch.mask & (batch.segment == row)
+            broken += [number] if not score[here].isfinite().all() else []
+            moved += [number] if not torch.equal(score[here], wanted[here]) else []
+    mates = max(len(batch.sample_index) for batch in step.packs)
+    return {"broken": broken, "moved": moved, "largest pack": mates}
+
+
+def refused(situation: Situation) -> dict[str, Any]:
+    """An optimizer step with the fault, by the policy alone, after one without."""
+    run = situation.run()
+    step = situation.step(run)
+    _update(run, step)
+    before = weights_of(run.policy)
+    lr, steps = run.policy.optimizer.param_groups[0]["lr"], run.policy.optimizer_steps
+    loss = policy_loss.PolicyLoss(objective=run.loss.objective(), scoring=run.scoring)
+    try:
+        with Fault([CULPRIT])():
+            run.policy.update(step.packs_of(0), loss)
+        raised = ""
+    except TrainingError as error:
+        raised = str(error)
+    same = lr == run.policy.optimizer.param_groups[0]["lr"] and steps == run.policy.optimizer_steps
+    return {"raised": raised, "untouched": untouched(before, run.policy) and same}
+
+
+def stepped(situation: Situation, fault: Fault | None, dropped: Sequence[int] = ()) -> dict[str, Any]:
+    """The first optimizer step of a rollout, with a fault, or with packs that never had some responses."""
+    run = situation.run()
+    step = situation.step(run, dropped)
+    before = weights_of(run.policy)
+    raised = ""
+    try:
+        if fault is None:
+            update, records = _update(run, step)
+        else:
+            with fault():
+                update, records = _update(run, step)
+    except TrainingError as error:
+        raised = str(error)
+    if raised:
+        return {"raised": raised, "untouched": untouched(before, run.policy), "said": run.said}
+    return {
+        "grad_norm": update.grad_norm,
+        "metrics": update.metrics,
+        "sums": {record.sample: record.log_ratio_sum for record in records},
+        "nonfinite": step.nonfinite,
+        "said": run.said,
+        "dropped": [record.sample for record in step.dropped],
+        "totals": [
+            getattr(step.mini_batch.totals, n) for n in ("num_sequences", "num_tokens", "packed_tokens")
+        ],
+        "moved": not untouched(before, run.policy),
+        "finite": all(tensor.isfinite().all().item() for tensor in weights_of(run.policy)),
+        "weights": [tensor.double().sum().item() for tensor in weights_of(run.policy)],
+    }
+
+
+def old_pass(situation: Situation) -> dict[str, Any]:
+    """The pass before the first update, with the fault in it and in the update."""
+    run = situation.run()
+    step = situation.step(run)
+    with Fault([CULPRIT])():
+        step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
+        found = drop_from_old_pass(run, step)
+        step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
+        said = len(run.said)
+        _, records = _update(run, step)
+    return {
+        "found": found,
+        "said": [said, len(run.said)],
+        "nonfinite": step.nonfinite,
+        "largest S": max(abs(record.log_ratio_sum) for record in records),
+        "in packs": sorted(
+            gather_lists([n for b in step.packs for n in b.sample_index.tolist()], group=run.groups.dp)
+        ),
+    }
+
+
+def everywhere(found: Any) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    return every
+
+
+def found_in(layout_name: str) -> dict[str, Any]:
+    situation = Situation(layout_name)
+    first = stepped(situation, None, [CULPRIT])
+    result = {
+        "scoring": scoring_with_a_fault(situation),
+        "refused": refused(situation),
+        "without": first,
+        "dropped": stepped(situation, Fault([CULPRIT])),
+        "once": stepped(situation, Fault([CULPRIT], once=True)),
+        "many": stepped(situation, Fault(MANY)),
+        "backward": stepped(situation, Fault([CULPRIT], backward=True)),
+        "old pass": old_pass(situation),
+    }
+    return {name: everywhere(found) for name, found in result.items()}
+
+
+if __name__ == "__main__":
+    write_by_layout(LAYOUTS, found_in)

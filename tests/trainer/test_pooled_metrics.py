@@ -1,0 +1,104 @@
+"""Metrics of the optimizer steps of a rollout, as one: whatever the split into mini-batches."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_fspo.mcore.policy import Update
+from megatron_fspo.trainer.optimize import pooled_metrics, update_metrics
+
+# Tokens 10, 1000 and 90; N = 4, 2 and 2.
+UPDATES = [
+    {
+        "actor/entropy": (30.0, 10.0),
+        "actor/kl_loss": (1.0, 10.0),
+        "actor/pg_loss": (-4.0, 4.0),
+        "actor/ppo_kl": (0.0, 10.0),
+        "fspo/kl_k3": (0.0, 10.0),
+    },
+    {
+        "actor/entropy": (1000.0, 1000.0),
+        "actor/kl_loss": (2.0, 1000.0),
+        "actor/pg_loss": (1.0, 2.0),
+        "actor/ppo_kl": (5.0, 1000.0),
+        "fspo/kl_k3": (20.0, 1000.0),
+    },
+    {
+        "actor/entropy": (180.0, 90.0),
+        "actor/kl_loss": (3.0, 90.0),
+        "actor/pg_loss": (1.0, 2.0),
+        "actor/ppo_kl": (0.9, 90.0),
+        "fspo/kl_k3": (9.0, 90.0),
+    },
+]
+NOTHING = {name: (0.0, 0.0) for name in UPDATES[0]}
+"""A mini-batch with nothing in packs."""
+
+
+def test_sums_over_sums() -> None:
+    got = pooled_metrics(UPDATES, sampled=False)
+    assert got == pytest.approx(
+        {
+            "actor/entropy": 1210 / 1100,  # the mean of the means is 2
+            "actor/kl_loss": 6 / 1100,
+            "actor/pg_loss": -2 / 8,
+            # Without the first one, in which it is 0.
+            "actor/ppo_kl": 5.9 / 1090,
+            "fspo/kl_k3": 29 / 1090,
+        }
+    )
+
+
+def test_from_the_sampler_all_are_off_policy() -> None:
+    got = pooled_metrics(UPDATES, sampled=True)
+    assert got["fspo/kl_k3"] == pytest.approx(29 / 1100)
+    assert got["actor/ppo_kl"] == pytest.approx(5.9 / 1100)
+
+
+@pytest.mark.parametrize("updates", [UPDATES[:1], [UPDATES[0], NOTHING], [UPDATES[0], NOTHING, NOTHING]])
+def test_without_an_off_policy_one_there_is_no_kl_rather_than_one_of_0(updates: Any) -> None:
+    got = pooled_metrics(updates, sampled=False)
+    assert math.isnan(got["fspo/kl_k3"]) and math.isnan(got["actor/ppo_kl"])
+    assert got["actor/entropy"] == 3.0
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_mini_batch_with_nothing_in_packs_changes_nothing(place: int) -> None:
+    if place == 0:
+        # The weights do not move in it, but whether they did is not asked.
+        with_it = pooled_metrics([NOTHING, *UPDATES], sampled=True)
+        assert with_it == pooled_metrics(UPDATES, sampled=True)
+    else:
+        with_it = pooled_metrics([*UPDATES[:place], NOTHING, *UPDATES[place:]], sampled=False)
+        assert with_it == pooled_metrics(UPDATES, sampled=False)
+
+
+def test_what_a_step_reports() -> None:
+    updates = [
+        Update(totals=totals, grad_norm=norm, learning_rate=1e-4)
+        for totals, norm in zip(UPDATES, (1.0, 2.0, 6.0), strict=True)
+    ]
+    run: Any = SimpleNamespace(
+        step=0,
+        log=SimpleNamespace(sequences=lambda step, records: None),
+        inputs=SimpleNamespace(
+            noise=None,
+            config=SimpleNamespace(
+                rollout=SimpleNamespace(old_log_probs="recompute"),
+                fp8=SimpleNamespace(on=False),
+                run=SimpleNamespace(seed=1),
+            ),
+        ),
+        loss=SimpleNamespace(objective=lambda: None, metrics=lambda: {}),
+    )
+    step: Any = SimpleNamespace(
+        updates=updates, off_policy=[], first={"fspo/kl_k3/on_policy": 0.0}, nonfinite=3
+    )
+    got = update_metrics(run, step)
+    assert got["fspo/kl_k3"] == pytest.approx(29 / 1090) and got["fspo/kl_k3/on_policy"] == 0
+    # Of the optimizer steps, each counted once.
+    assert got["actor/grad_norm"] == 3 and got["actor/grad_norm/max"] == 6 and got["fspo/nonfinite"] == 3
