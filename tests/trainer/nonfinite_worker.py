@@ -36,7 +36,7 @@ from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights, with_layers
 from megatron_fspo.verify.layouts import parse_layout
 
-LAYOUTS = ("cp2", "pp2.vpp2", "tp2.sp", "dp2.do bfloat16")
+LAYOUTS = ("cp2 bfloat16", "pp2.vpp2", "tp2.sp", "dp2.do bfloat16")
 CULPRIT, MANY = 4, (1, 2, 4, 6)
 """Of the first mini-batch's nine responses."""
 LOSS = FSPOLoss(c_low=0.05, c_high=0.05, max_nonfinite_share=0.3)
