@@ -70,8 +70,10 @@ Here:                     megatron-fspo serve --model runs/make-sum-32/checkpoin
 More flags for vLLM:      megatron-fspo serve --model Qwen3-8B -- --tensor-parallel-size 2
 
 vLLM has an environment of its own (`make .venv-vllm/.ready` makes one for a CPU). A server that crashed is
-started again. It trusts whoever reaches it: keep it on the loopback address or in a private network. The
-environment variable VLLM_API_KEY, if set, guards its generation routes, and only those.
+started again. Whoever may ask it may run code on it. So it wants a key, the environment variable VLLM_API_KEY
+here and for the trainer, wherever it listens beyond the loopback address:
+
+On another machine:       VLLM_API_KEY=$(cat key) megatron-fspo serve --model Qwen3-8B --host 10.0.0.7
 """
 
 
@@ -203,6 +205,11 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     serve.add_argument("--log", type=Path, metavar="FILE", help="(default: runs/vllm-PORT.log)")
     serve.add_argument("--vllm", metavar="PATH", help="vLLM's program (default: $VLLM_BIN, or vllm on PATH)")
     serve.add_argument("--keep-alive", action="store_true", help="stay when what started this ends")
+    serve.add_argument(
+        "--anyone-may-run-code",
+        action="store_true",
+        help="listen beyond the loopback address without a key: whoever reaches the port runs code here",
+    )
     serve.add_argument("extra", nargs="*", metavar="-- FLAGS", help="more flags of vllm serve")
     serve.set_defaults(run=_serve)
 
@@ -312,6 +319,7 @@ def _serve(args: argparse.Namespace, _: list[str]) -> int:
         log=args.log,
         program=args.vllm,
         extra=tuple(args.extra),
+        anyone_may_run_code=args.anyone_may_run_code,
     )
     return supervise(options, keep_alive=args.keep_alive)
 

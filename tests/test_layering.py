@@ -40,7 +40,7 @@ FLOORS = {
     "command line": 11,
 }
 SINGLE_MODULES = {
-    **dict.fromkeys(["__init__", "types", "errors"], "base"),
+    **dict.fromkeys(["__init__", "types", "errors", "api_key"], "base"),
     "plugin": "plugin",
     **dict.fromkeys(["cli", "console", "doctor", "__main__"], "command line"),
 }
