@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_fspo import __version__
 from megatron_fspo.config.loading import describe_keys, load_config
-from megatron_fspo.console import exit_status, quiet_megatron
+from megatron_fspo.console import exit_status, import_megatron, quiet_megatron
 from megatron_fspo.errors import InputError
 
 SHUTDOWN_SECONDS = "1800"
@@ -231,6 +231,7 @@ def _add_nproc(parser: argparse.ArgumentParser) -> None:
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, overrides)  # before the imports that take seconds
+    import_megatron()
 
     from megatron_fspo.mcore.startup import job
     from megatron_fspo.trainer.folder import checkpoint_to_resume
@@ -258,6 +259,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, overrides)
+    import_megatron()
 
     from megatron_fspo.mcore.startup import job
     from megatron_fspo.trainer.prepare import prepare
@@ -279,6 +281,7 @@ def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
 def _verify(args: argparse.Namespace, _: list[str]) -> int:
     config = load_config(args.config, []) if args.config else None
     world_size = _world_size(args)
+    import_megatron()
 
     from megatron_fspo.verify.command import plan, run
 
@@ -294,6 +297,7 @@ def _verify(args: argparse.Namespace, _: list[str]) -> int:
 
 def _calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, overrides)
+    import_megatron()
 
     from megatron_fspo.calibrate.command import check, report, run
     from megatron_fspo.mcore.startup import job
