@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_fspo import __version__
 from megatron_fspo.config.loading import describe_keys, load_config
-from megatron_fspo.console import exit_status, quiet_megatron
+from megatron_fspo.console import exit_status, import_megatron, quiet_megatron
 from megatron_fspo.errors import InputError
 
 SHUTDOWN_SECONDS = "1800"
@@ -70,8 +70,10 @@ Here:                     megatron-fspo serve --model runs/make-sum-32/checkpoin
 More flags for vLLM:      megatron-fspo serve --model Qwen3-8B -- --tensor-parallel-size 2
 
 vLLM has an environment of its own (`make .venv-vllm/.ready` makes one for a CPU). A server that crashed is
-started again. It trusts whoever reaches it: keep it on the loopback address or in a private network. The
-environment variable VLLM_API_KEY, if set, guards its generation routes, and only those.
+started again. Whoever may ask it may run code on it. So it wants a key, the environment variable VLLM_API_KEY
+here and for the trainer, wherever it listens beyond the loopback address:
+
+On another machine:       VLLM_API_KEY=$(cat key) megatron-fspo serve --model Qwen3-8B --host 10.0.0.7
 """
 
 
@@ -203,6 +205,11 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     serve.add_argument("--log", type=Path, metavar="FILE", help="(default: runs/vllm-PORT.log)")
     serve.add_argument("--vllm", metavar="PATH", help="vLLM's program (default: $VLLM_BIN, or vllm on PATH)")
     serve.add_argument("--keep-alive", action="store_true", help="stay when what started this ends")
+    serve.add_argument(
+        "--anyone-may-run-code",
+        action="store_true",
+        help="listen beyond the loopback address without a key: whoever reaches the port runs code here",
+    )
     serve.add_argument("extra", nargs="*", metavar="-- FLAGS", help="more flags of vllm serve")
     serve.set_defaults(run=_serve)
 
@@ -224,6 +231,7 @@ def _add_nproc(parser: argparse.ArgumentParser) -> None:
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, overrides)  # before the imports that take seconds
+    import_megatron()
 
     from megatron_fspo.mcore.startup import job
     from megatron_fspo.trainer.folder import checkpoint_to_resume
@@ -251,6 +259,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, overrides)
+    import_megatron()
 
     from megatron_fspo.mcore.startup import job
     from megatron_fspo.trainer.prepare import prepare
@@ -272,6 +281,7 @@ def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
 def _verify(args: argparse.Namespace, _: list[str]) -> int:
     config = load_config(args.config, []) if args.config else None
     world_size = _world_size(args)
+    import_megatron()
 
     from megatron_fspo.verify.command import plan, run
 
@@ -287,6 +297,7 @@ def _verify(args: argparse.Namespace, _: list[str]) -> int:
 
 def _calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, overrides)
+    import_megatron()
 
     from megatron_fspo.calibrate.command import check, report, run
     from megatron_fspo.mcore.startup import job
@@ -312,6 +323,7 @@ def _serve(args: argparse.Namespace, _: list[str]) -> int:
         log=args.log,
         program=args.vllm,
         extra=tuple(args.extra),
+        anyone_may_run_code=args.anyone_may_run_code,
     )
     return supervise(options, keep_alive=args.keep_alive)
 

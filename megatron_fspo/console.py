@@ -46,3 +46,11 @@ def quiet_megatron() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     # torch's deprecations of what Megatron calls.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecat")
+
+
+def import_megatron() -> None:
+    """Megatron as a command line wants it, before what uses it: quiet, and soon there on a CPU."""
+    quiet_megatron()
+    from megatron_fspo.mcore import leave_uncompiled
+
+    leave_uncompiled()

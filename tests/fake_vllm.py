@@ -1,4 +1,5 @@
-"""A program in place of ``vllm``: it records how it was called, starts a child, and answers /health."""
+"""A program in place of ``vllm``: it records how it was called, starts a child, and answers /health, other
+routes with 401 if it was told of a guard, else 404."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ with open(folder + "/starts", "a") as file:
     file.write(json.dumps(dict(argv=argv, environ=dict(os.environ), pids=pids)) + "\\n")
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
+        other = 401 if "--middleware" in argv and mode != "open" else 404
+        self.send_response(200 if self.path == "/health" else other)
         self.end_headers()
 address = argv[argv.index("--host") + 1], int(argv[argv.index("--port") + 1])
 if mode != "slow":
@@ -56,7 +58,8 @@ class FakeVLLM:
         self.set_mode(mode)
 
     def set_mode(self, mode: str) -> None:
-        """``serve``, ``slow`` (never ready), ``deaf`` (to SIGTERM) or ``crash``, from the next start on."""
+        """``serve``, ``slow`` (never ready), ``deaf`` (to SIGTERM), ``open`` (asks nobody for the key) or
+        ``crash``, from the next start on."""
         (self.folder / "mode").write_text(mode)
 
     @property

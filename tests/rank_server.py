@@ -25,6 +25,13 @@ import torch._dynamo
 import torch.distributed.checkpoint  # noqa: F401
 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
+from megatron_fspo.mcore import leave_uncompiled
+
+leave_uncompiled()  # as the command line does
+
+import megatron_fspo.report.page  # noqa: E402
+import megatron_fspo.trainer.loop  # noqa: E402, F401
+
 
 def say(**words: Any) -> None:
     os.write(1, json.dumps(words).encode() + b"\n")

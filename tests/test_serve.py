@@ -77,6 +77,7 @@ def test_flags_and_environment(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "0")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
     settings = options(backend="disk", dtype="float32", extra=("--max-num-seqs", "8"))
@@ -94,11 +95,13 @@ def test_flags_and_environment(
         *("--skip-tokenizer-init", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--weight-transfer-config", '{"backend": "disk"}', "--worker-extension-cls", flags.EXTENSION),
         *("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-seqs", "8"),
+        *("--middleware", "megatron_fspo.vllm_plugin.require_key.RequireKey"),
     ]
     environ = start["environ"]
     assert (
         environ["VLLM_SERVER_DEV_MODE"] == environ["VLLM_NO_USAGE_STATS"] == environ["HF_HUB_OFFLINE"] == "1"
     )
+    assert environ["VLLM_USE_RUST_FRONTEND"] == "0", "it would not know of the guard"
     assert environ["VLLM_CPU_KVCACHE_SPACE"] == "3", "what the user sets stays"
     gone = {"RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH"}
     assert not gone & environ.keys(), "vLLM is no rank of ours"
@@ -144,10 +147,13 @@ def test_head_dim_on_a_cpu(
 def test_refusals(
     fake: FakeVLLM, options: Callable[..., ServerOptions], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for word in ("--api-key", f"--api-key={KEY}"):
+    for word in ("--api-key", f"--api-key={KEY}", "--api_key", f"--api_ke={KEY}"):
         with pytest.raises(InputError, match="set VLLM_API_KEY") as refused:
             ServerProcess(options(extra=(word, KEY)))
         assert KEY not in str(refused.value)
+    for word in ("--host", "--ho", "--host=0.0.0.0", "--port"):
+        with pytest.raises(InputError, match=r"--(ho|host|port) after --: .* name it before"):
+            ServerProcess(options(extra=(word, "0.0.0.0")))
     with pytest.raises(InputError, match=r"no Hugging Face checkpoint there"):
         ServerProcess(options(model=model / "none"))
     (model / "config.json").write_text("{")
@@ -168,6 +174,47 @@ def test_refusals(
     monkeypatch.setenv("PATH", str(model))
     with pytest.raises(InputError, match="no program vllm; "):
         ServerProcess(options())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "10.0.0.7", "node7"])
+def test_beyond_this_machine_only_with_a_key(
+    host: str, fake: FakeVLLM, options: Callable[..., ServerOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in (None, ""):
+        monkeypatch.delenv("VLLM_API_KEY", raising=False)
+        if key is not None:
+            monkeypatch.setenv("VLLM_API_KEY", key)
+        with pytest.raises(InputError, match=f"--host {host}: without a key .*; set VLLM_API_KEY") as refused:
+            ServerProcess(options(host=host))
+        assert "--anyone-may-run-code" in str(refused.value)
+    ServerProcess(options(host=host, anyone_may_run_code=True))
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    ServerProcess(options(host=host))
+    monkeypatch.setenv("VLLM_API_KEY", f"not a {KEY}")
+    with pytest.raises(InputError, match="the API key in VLLM_API_KEY has to be") as refused:
+        ServerProcess(options(host=host))
+    assert KEY not in str(refused.value)
+    assert fake.starts == []
+
+
+def test_the_guard_comes_after_the_users_middleware(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM lets the last one see a request first."""
+    vllm, theirs = flags.Installation(Path("vllm"), "0.32.0"), ("--middleware", "a.B")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    assert flags.command(ServerOptions(model, extra=theirs), vllm)[-2:] == [*theirs]
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    words = flags.command(ServerOptions(model, extra=theirs), vllm)
+    assert words[-4:] == [*theirs, "--middleware", flags.GUARD]
+
+
+def test_a_guard_that_does_not_guard(
+    fake: FakeVLLM, options: Callable[..., ServerOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    fake.set_mode("open")
+    with pytest.raises(TrainingError, match=r"should ask for the key and does not: .*/is_paused answers 404"):
+        ServerProcess(options()).start()
+    assert len(fake.starts) == 1 and fake.running == []
 
 
 def test_the_port_of_another(fake: FakeVLLM, options: Callable[..., ServerOptions]) -> None:
@@ -296,7 +343,7 @@ def test_a_signal_ends_all(
     command = serve("--", "--max-num-seqs", "8")
     command.until_ready()
     assert command.said == [f"vLLM is ready at http://127.0.0.1:{command.port}, its log is {command.log}"]
-    assert fake.starts[0]["argv"][-2:] == ["--max-num-seqs", "8"]
+    assert fake.starts[0]["argv"][-4:-2] == ["--max-num-seqs", "8"]
     assert len(fake.running) == 2
     assert KEY not in str([psutil.Process(pid).cmdline() for pid in command.all])
     command.process.send_signal(number)
@@ -374,12 +421,27 @@ def test_a_crash_at_the_start_is_not_tried_again(serve: Callable[..., Command], 
     assert "  RuntimeError: no room for the weights" in command.said
 
 
-def test_another_host_is_warned_of(serve: Callable[..., Command]) -> None:
-    command = serve("--host", "0.0.0.0")
+def test_another_host_without_a_key(
+    serve: Callable[..., Command], fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    refused = serve("--host", "0.0.0.0")
+    assert refused.process.wait(60) == 2
+    (line,) = refused.said
+    assert line.startswith("megatron-fspo: --host 0.0.0.0: without a key whoever reaches port ")
+    assert fake.starts == [] and not refused.log.exists()
+    command = serve("--host", "0.0.0.0", "--anyone-may-run-code")
     command.until_ready()
     warning, ready = command.said
-    assert warning.startswith(
-        "megatron-fspo: --host 0.0.0.0: vLLM's development routes are open, and with them"
+    assert warning == (
+        f"megatron-fspo: --host 0.0.0.0: no key, so whoever reaches port {command.port} runs any code here"
     )
-    assert "runs any code here; VLLM_API_KEY does not guard them" in warning
+    assert ready.startswith(f"vLLM is ready at http://127.0.0.1:{command.port}, ")
+
+
+def test_another_host_with_a_key(serve: Callable[..., Command], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    command = serve("--host", "0.0.0.0")
+    command.until_ready()
+    (ready,) = command.said
     assert ready.startswith(f"vLLM is ready at http://127.0.0.1:{command.port}, ")

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_fspo.console import exit_status, progress_bar, quiet_megatron
+from megatron_fspo.console import exit_status, import_megatron, progress_bar
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.weights import (
     Architecture,
@@ -73,7 +73,7 @@ def _check_logits(first: Path, second: Path | None, layout: str) -> None:
     """What is wrong is said before long work."""
     if second is None:
         raise InputError("--logits compares two checkpoints")
-    quiet_megatron()
+    import_megatron()
 
     from megatron_fspo.mcore.model import check_parallel
     from megatron_fspo.verify.layouts import count_ranks, parse_layout
@@ -178,7 +178,7 @@ def _megatron_scores(folder: Path, sequences: Sequence[Sequence[int]], layout: s
 
 
 def _score_as_rank(folder: str, sequences: list[list[int]], layout: str, dtype: str, out: str) -> None:
-    quiet_megatron()
+    import_megatron()
 
     from megatron_fspo.mcore.backend import choose_backend
     from megatron_fspo.mcore.score import score_checkpoint

@@ -1,6 +1,7 @@
 """FSPO in a Megatron-Core loop of your own: no trainer, no configuration file, no rollout engine of ours.
 
     torchrun --nproc-per-node 2 examples/plugin_only/train.py
+    torchrun --nproc-per-node 4 examples/plugin_only/train.py --tensor 2 --pipeline 2
 
 The loop below is what any Megatron program has: a GPTModel, DistributedDataParallel, an optimizer, the
 schedule. The three marked places are all that FSPO adds. The responses are random and the reward likes even
@@ -9,6 +10,7 @@ tokens, so that one can see the log-probability of even tokens rise.
 
 from __future__ import annotations
 
+import argparse
 import random
 
 import torch
@@ -33,6 +35,7 @@ from megatron_fspo.objective import (
 from megatron_fspo.plugin import (
     PackLayout,
     Packs,
+    ParallelGroups,
     PolicyLoss,
     Scoring,
     Sequences,
@@ -44,8 +47,8 @@ from megatron_fspo.plugin import (
 VOCAB, PROMPTS, RESPONSES, STEPS = 32, 8, 4, 6
 
 
-def build(tensor: int) -> DistributedDataParallel:
-    """A random little model, as your program builds its own."""
+def build(tensor: int, pipeline: int) -> DistributedDataParallel:
+    """This rank's part of a random little model, as your program builds its own."""
     backend = choose_backend(layers="local")
     config = TransformerConfig(
         num_layers=2,
@@ -61,6 +64,10 @@ def build(tensor: int) -> DistributedDataParallel:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        pipeline_dtype=torch.float32,
+        variable_seq_lengths=True,  # packs differ in length; Megatron then wants the next line
+        moe_token_dispatcher_type="alltoall",
         # 1: gradients are summed over ranks and divided by the step's tokens; the loss counts on it.
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
@@ -72,6 +79,8 @@ def build(tensor: int) -> DistributedDataParallel:
         vocab_size=VOCAB,
         max_sequence_length=64,
         position_embedding_type="rope",
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model.to(backend.device))
 
@@ -103,13 +112,14 @@ def run(model: DistributedDataParallel, batches: Packs, forward_step, **flags):
     )
 
 
-def main() -> None:
+def main(tensor: int, pipeline: int) -> None:
     choose_backend(layers="local").install()
     dist.init_process_group(choose_backend(layers="local").collectives)
-    tensor = min(2, dist.get_world_size())
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
+    )
     torch.manual_seed(1)
-    model = build(tensor)
+    model = build(tensor, pipeline)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-3, clip_grad=1.0), [model])
 
     # 2: the loss, given the process groups it reduces over.
@@ -131,26 +141,38 @@ def main() -> None:
         batches = pack(random_sequences(step), layout)
         with torch.no_grad():
             old = run(model, batches, scoring.forward_step, forward_only=True, collect_non_loss_data=True)
-        batches = batches.with_columns(old_log_probs=old)
+        has_loss = parallel_state.is_pipeline_last_stage()  # the schedule returns nothing elsewhere
+        if has_loss:
+            batches = batches.with_columns(old_log_probs=old)
         for _ in range(2):
             model.zero_grad_buffer()
             optimizer.zero_grad()
             metrics = run(model, batches, loss.forward_step, forward_only=False)
             _, grad_norm, _ = optimizer.step()
-        pairs = [m["actor/pg_loss"] for m in metrics]
-        objective = -sum(total for total, _ in pairs) / sum(count for _, count in pairs)
-        if dist.get_rank() == 0:
-            gap = even_gap(batches, old)
-            print(f"step {step}  J {objective:+.4f}  gradient norm {grad_norm:.3f}  even gap {gap:+.3f}")
+        if has_loss:
+            j = -mean(torch.stack([m["actor/pg_loss"] for m in metrics]).sum(0), groups)
+            gap = even_gap(batches, old, groups)
+            if groups.dp.rank() == groups.tp.rank() == 0:
+                print(f"step {step}  J {j:+.4f}  gradient norm {grad_norm:.3f}  even gap {gap:+.3f}")
     dist.destroy_process_group()
 
 
-def even_gap(batches: Packs, log_probs: list[torch.Tensor]) -> float:
+def mean(pair: torch.Tensor, groups: ParallelGroups) -> float:
+    """Sum over denominator, of all data-parallel ranks: each has those of its own sequences."""
+    dist.all_reduce(pair, group=groups.dp_cp)
+    return (pair[0] / pair[1]).item()
+
+
+def even_gap(batches: Packs, log_probs: list[torch.Tensor], groups: ParallelGroups) -> float:
     """Mean log-probability of even response tokens minus that of odd ones, before the step's updates."""
     values = torch.cat([lp[b.mask] for b, lp in zip(batches, log_probs, strict=True)])
-    labels = torch.cat([b.labels[b.mask] for b in batches])
-    return (values[labels % 2 == 0].mean() - values[labels % 2 == 1].mean()).item()
+    even = torch.cat([b.labels[b.mask] for b in batches]) % 2 == 0
+    means = [mean(torch.stack([values[which].sum(), which.sum()]), groups) for which in (even, ~even)]
+    return means[0] - means[1]
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description="Data-parallel over the ranks that are left.")
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--pipeline", type=int, default=1)
+    main(**vars(parser.parse_args()))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_fspo.api_key import VARIABLE, api_key
 from megatron_fspo.errors import InputError
 
 SERVED_NAME = "policy"
@@ -22,6 +23,8 @@ BACKENDS = {"gloo": "gloo", "disk": "disk", "nccl": "torch_nccl"}
 """Our word for a way of weights → the name under which the plugin registers it in vLLM."""
 EXTENSION = "megatron_fspo.vllm_plugin.statistics.WorkerExtension"
 """Lets the trainer ask for statistics of the weights when a server scores otherwise than it."""
+GUARD = "megatron_fspo.vllm_plugin.require_key.RequireKey"
+"""Asks for the key on every route of the server but health."""
 
 # What is in vLLM's environment, told by its own Python without importing vLLM, which takes seconds.
 _PROBE = """
@@ -54,6 +57,8 @@ class ServerOptions:
     """More flags of ``vllm serve``."""
     start_seconds: float = 1800.0
     """For loading and compiling a large model."""
+    anyone_may_run_code: bool = False
+    """Listen beyond this machine without a key: whoever reaches the port runs code here."""
 
     @property
     def log_file(self) -> Path:
@@ -127,14 +132,33 @@ def check(options: ServerOptions, vllm: Installation) -> None:
     Raises:
         InputError
     """
-    if any(word.split("=")[0] == "--api-key" for word in options.extra):
-        raise InputError("--api-key: every user of the machine can read it there; set VLLM_API_KEY instead")
+    _check_extra(options.extra)
+    if api_key() is None and not (options.loopback_only or options.anyone_may_run_code):
+        raise InputError(
+            f"--host {options.host}: without a key whoever reaches port {options.port} runs code here; set "
+            f"{VARIABLE} to the same secret here and for the trainer (`openssl rand -hex 32` makes one), or "
+            "accept that with --anyone-may-run-code"
+        )
     head_dim = _head_dim(_model_config(options.model))
     if vllm.on_cpu and head_dim is not None and head_dim not in CPU_HEAD_DIMS:
         raise InputError(
             f"{options.model}/config.json: head_dim {head_dim}: vLLM on a CPU can do "
             f"{', '.join(map(str, CPU_HEAD_DIMS))}"
         )
+
+
+def _check_extra(words: tuple[str, ...]) -> None:
+    """Refuse flags that go round what is checked here, also in the other ways in which vLLM takes them."""
+    for word in words:
+        name = word.split("=")[0].replace("_", "-")
+        if not name.startswith("--") or name == "--":
+            continue
+        if "--api-key".startswith(name):
+            raise InputError(
+                f"--api-key: every user of the machine can read it there; set {VARIABLE} instead"
+            )
+        if "--host".startswith(name) or "--port".startswith(name):
+            raise InputError(f"{name} after --: it is a flag of serve, which has to know; name it before")
 
 
 def _model_config(model: Path) -> dict[str, Any]:
@@ -182,11 +206,14 @@ def command(options: ServerOptions, vllm: Installation) -> list[str]:
         # A prompt that is read in parts has its random stream set back, which torch cannot do on a CPU: the
         # engine would die, also of responses that are read again because an update met them.
         words += ["--enforce-eager", "--no-enable-chunked-prefill"]
-    return words + list(options.extra)
+    words += options.extra
+    # Last: vLLM puts the middleware that it is told of last before all others.
+    return words if api_key() is None else [*words, "--middleware", GUARD]
 
 
 def environment(*, on_cpu: bool) -> dict[str, str]:
     """vLLM's environment: ours, VLLM_API_KEY included, without torchrun's part and our Python's."""
     kept = {name: value for name, value in os.environ.items() if not _NOT_FOR_VLLM.fullmatch(name)}
     defaults = {"VLLM_NO_USAGE_STATS": "1"} | ({"VLLM_CPU_KVCACHE_SPACE": "1"} if on_cpu else {})  # GiB
-    return defaults | kept | {"VLLM_SERVER_DEV_MODE": "1"}
+    # Its other front end has no middleware.
+    return defaults | kept | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_RUST_FRONTEND": "0"}

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from megatron_fspo.api_key import api_key
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.serve import guard
 from megatron_fspo.serve.flags import ServerOptions, check, command, environment, find_vllm
@@ -21,6 +22,8 @@ from megatron_fspo.serve.flags import ServerOptions, check, command, environment
 LOG_LINES = 20
 GRACE_SECONDS = 10.0
 """From SIGTERM to SIGKILL, for the whole process group."""
+_GUARDED = "/is_paused"
+"""A development route that changes nothing."""
 
 
 class ServerProcess:
@@ -51,7 +54,8 @@ class ServerProcess:
 
         Raises:
             InputError: the port is taken.
-            TrainingError: it ended, or took more than ``start_seconds``; with the last lines of its log.
+            TrainingError: it ended, or took more than ``start_seconds``, with the last lines of its log; or
+                it has a key and answers without.
         """
         self.launch()
         try:
@@ -90,18 +94,26 @@ class ServerProcess:
                     f"vLLM is not ready after {self.options.start_seconds:g} s; {self.log_end()}"
                 )
             pause()
+        if api_key() is not None and (status := self._status(_GUARDED, timeout_seconds=60)) != 401:
+            raise TrainingError(
+                f"vLLM should ask for the key and does not: {self.url}{_GUARDED} answers {status} without it"
+            )
 
     def healthy(self, timeout_seconds: float = 5.0) -> bool:
         """Whether it answers that it serves."""
+        return self.alive and self._status("/health", timeout_seconds) == 200
+
+    def _status(self, route: str, timeout_seconds: float) -> int | None:
+        """Of the answer to a GET without the key; None for no answer."""
         # Not through urllib: a proxy in the environment is no way to this machine.
         connection = http.client.HTTPConnection(
             self.options.connect_host, self.options.port, timeout=timeout_seconds
         )
         try:
-            connection.request("GET", "/health")
-            return self.alive and connection.getresponse().status == 200
+            connection.request("GET", route)
+            return connection.getresponse().status
         except (OSError, http.client.HTTPException):
-            return False
+            return None
         finally:
             connection.close()
 

@@ -10,6 +10,7 @@ from collections import deque
 from types import FrameType
 from typing import NoReturn
 
+from megatron_fspo.api_key import api_key
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.serve.flags import ServerOptions
 from megatron_fspo.serve.process import ServerProcess
@@ -42,11 +43,8 @@ def supervise(options: ServerOptions, *, keep_alive: bool) -> int:
     # Taken first, so that a parent that ends while we start is noticed.
     parent = None if keep_alive else os.getppid()
     server = ServerProcess(options)
-    if not options.loopback_only:
-        _say(
-            f"--host {options.host}: vLLM's development routes are open, and with them whoever reaches "
-            f"port {options.port} runs any code here; VLLM_API_KEY does not guard them"
-        )
+    if api_key() is None and not options.loopback_only:
+        _say(f"--host {options.host}: no key, so whoever reaches port {options.port} runs any code here")
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         server.launch()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from megatron_fspo.parallel.links import Join
+from megatron_fspo.parallel.links import Join, address_towards
 
 
 class Receiver:
@@ -31,7 +31,7 @@ class Receiver:
         """Join the group; ``timeout`` is for that and for every broadcast. What was joined before ends."""
         self.close()
         store = TCPStore(address, port, is_master=False, timeout=timeout)
-        self._group = self._join(store, rank, size, timeout)
+        self._group = self._join(store, rank, size, timeout, address_towards(address, port))
 
     def tensors(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]

@@ -66,13 +66,27 @@ def test_all_factories_that_megatron_calls() -> None:
     assert called - {"cuda.Stream"} <= {*_FACTORIES}
 
 
-def test_the_compiler_is_not_loaded_with_megatron() -> None:
-    """It takes as long as all the rest, and nothing on a CPU uses it."""
-    program = (
-        "import sys, torch; before = torch.compile; import megatron_fspo.mcore.policy; "
-        "assert torch.compile is before; print(torch.cuda.is_available(), 'torch._inductor' in sys.modules)"
+def found_in_a_new_process(program: str) -> list[str]:
+    """What it prints in the end: is there a GPU, did Megatron take torch's compiler, was that loaded."""
+    begin = "import sys, torch; compiling = torch.compile; "
+    end = (
+        "; import megatron.core.jit; assert torch.compile is compiling; print(torch.cuda.is_available(), "
+        "megatron.core.jit.jit_fuser is compiling, 'torch._inductor' in sys.modules)"
     )
-    command = [sys.executable, "-W", "ignore", "-c", program]
+    command = [sys.executable, "-W", "ignore", "-c", begin + program + end]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    gpu, loaded = done.stdout.split()
-    assert loaded == gpu, done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()
+
+
+def test_the_plugin_leaves_the_compiler_alone() -> None:
+    """Whether Megatron's functions are compiled is for the program that imports us."""
+    _, compiles, loaded = found_in_a_new_process("import megatron_fspo.plugin")
+    assert (compiles, loaded) == ("True", "True")
+
+
+def test_our_command_line_does_without_the_compiler_on_a_cpu() -> None:
+    """It takes as long as all the rest, and nothing on a CPU uses it."""
+    verify = "from megatron_fspo.cli import main; assert main('verify --layouts tp3 --nproc 2'.split()) == 2"
+    gpu, compiles, loaded = found_in_a_new_process(verify)
+    assert (compiles, loaded) == (gpu, gpu)

@@ -10,6 +10,16 @@ import pytest
 from launch import REPO, environment
 from serving import Served, serving
 
+KEY = "a-secret-of-32-letters-and-digits"
+
+
+@pytest.fixture(scope="package", autouse=True)
+def key() -> Iterator[str]:
+    """All servers ask for it: on every route of theirs that a test or a run uses."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", KEY)
+        yield KEY
+
 
 @pytest.fixture(scope="package")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

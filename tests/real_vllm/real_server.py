@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from megatron_fspo.api_key import api_key
 from megatron_fspo.rollout.vllm.loop import Loop
 from megatron_fspo.rollout.vllm.senders import BroadcastSender
 from megatron_fspo.rollout.vllm.server import Server, http_client
@@ -63,6 +64,12 @@ def score_with_transformers(checkpoint: Path) -> Tensor:
     return log_probs[:-1].gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
 
 
+def bearer() -> dict[str, str]:
+    """The header with the key, if there is one in the environment."""
+    key = api_key()
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
 class Routes:
     """The routes of a server."""
 
@@ -73,7 +80,7 @@ class Routes:
         """Status and answer; GET without a body."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self.url + path, data=data, headers={"Content-Type": "application/json"}
+            self.url + path, data=data, headers={"Content-Type": "application/json"} | bearer()
         )
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
@@ -106,7 +113,7 @@ def statistics_say(routes: Routes, tensors: dict[str, Tensor]) -> str:
 
     async def main() -> str:
         async with http_client() as http:
-            return await explain(Server(routes.url, http), statistics(tensors.items()))
+            return await explain(Server(routes.url, http, api_key=api_key()), statistics(tensors.items()))
 
     return asyncio.run(main())
 
@@ -120,7 +127,8 @@ def send(url: str, tensors: dict[str, Tensor], version: int) -> Exception | None
     """A whole update by the trainer's own sender, over gloo; what went wrong."""
     with Loop() as loop:
         http = http_client()
-        server, sender = Server(url, http), BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=60)
+        server = Server(url, http, api_key=api_key())
+        sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=60)
         problem = send_weights([server], sender, loop, tensors.items(), version)
         loop.run(resume([server]))
         loop.run(http.aclose())

@@ -16,7 +16,7 @@ import psutil
 
 from fake_vllm import is_running, until
 from launch import environment
-from real_server import Routes
+from real_server import Routes, bearer
 from test_serve import free_port
 
 
@@ -76,7 +76,8 @@ class Served:
 
     def count(self, metric: str) -> float:
         """Of one of vLLM's metrics, the sum over its labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+        request = urllib.request.Request(f"{self.url}/metrics", headers=bearer())
+        with urllib.request.urlopen(request, timeout=30) as answer:
             lines = answer.read().decode().splitlines()
         return sum(
             float(line.split()[-1]) for line in lines if re.match(rf"vllm:{metric}(_total)?[{{ ]", line)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from fake_vllm import until
+from megatron_fspo.api_key import api_key
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rollout.vllm import update
 from megatron_fspo.rollout.vllm.canary import canary_sequences
@@ -72,7 +73,7 @@ class Job:
     def __init__(self, model: Model, servers: Sequence[Served]) -> None:
         http = http_client()
         self.pool = Pool(
-            [Server(server.url, http) for server in servers],
+            [Server(server.url, http, api_key=api_key()) for server in servers],
             max_in_flight_per_server=8,
             vocab_size=VOCAB_SIZE,
             probe_seconds=0.5,
@@ -137,7 +138,7 @@ class Asker:
     def _ask(self, served: Served) -> None:
         async def main() -> None:
             async with http_client() as http:
-                server = Server(served.url, http)
+                server = Server(served.url, http, api_key=api_key())
                 while not self._end.is_set():
                     got = torch.tensor(await server.score(PROMPT, timeout=300))
                     distances = [(got - want).abs().max().item() for want in self._versions]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from megatron_fspo.api_key import api_key
 from megatron_fspo.rollout.vllm.pool import Pool, Request
 from megatron_fspo.rollout.vllm.server import Refused, Server, http_client
 from megatron_fspo.types import Completion, Prompt, SamplingParams, VersionSpan
@@ -34,7 +35,7 @@ PROMPTS = [
 def with_server(url: str, work: Callable[[Server], Awaitable[T]]) -> T:
     async def main() -> T:
         async with http_client() as http:
-            return await work(Server(url, http))
+            return await work(Server(url, http, api_key=api_key()))
 
     return asyncio.run(main())
 

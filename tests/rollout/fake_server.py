@@ -97,6 +97,8 @@ class FakeServer:
         self.broken: set[str] = set()  # routes of an update that fail
         self.fatal: set[str] = set()  # those that it does not survive
         self.updates: list[str] = []  # routes of updates, in order
+        self.answers: dict[str, object] = {}  # route → what it answers instead
+        self.key = ""  # that it asks for, on every route but health
         self.score = -1.0  # log-prob of every prompt token
         self.serving = asyncio.Event()  # not while paused
         self.serving.set()
@@ -181,8 +183,12 @@ class FakeServer:
         body = await reader.readexactly(int(lengths[0])) if lengths else b""
         if head.startswith("GET /health"):
             return await self._send(writer, 200 if self.healthy else 503, b"")
+        if self.key and f"authorization: bearer {self.key}\r\n" not in head.lower():
+            return await self._send(writer, 401, b'{"error": {"message": "no key, or another"}}')
         request = json.loads(body) if body else {}
         route = head.split()[1]
+        if route in self.answers:
+            return await self._send(writer, 200, json.dumps(self.answers[route]).encode())
         if route in UPDATE:
             return await self._update(writer, route, request)
         self.bodies.append(request)

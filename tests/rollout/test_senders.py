@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -166,8 +167,8 @@ def test_nccl_sends_as_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(senders.LINKS, "nccl", Link(join, torch.device("cpu")))
     asked_by_nccl, loaded_by_nccl = exchange("nccl")
-    ((_, rank, size, timeout),) = joined
-    assert (rank, size, timeout) == (0, 3, timedelta(seconds=30))
+    ((_, rank, size, timeout, address),) = joined
+    assert (rank, size, timeout, address) == (0, 3, timedelta(seconds=30), "127.0.0.1")
     assert without_port(asked) == without_port(asked_by_nccl)
     for worker in [*loaded, *loaded_by_nccl]:
         assert not differing(worker, {name: tensor.contiguous() for name, tensor in WEIGHTS.items()})
@@ -185,11 +186,35 @@ def test_the_nccl_group(monkeypatch: pytest.MonkeyPatch) -> None:
             made.append(arguments)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Fake, raising=False)
-    group: Any = join_nccl("store", 1, 4, timedelta(seconds=9))
+    group: Any = join_nccl("store", 1, 4, timedelta(seconds=9), "10.0.0.5")
     ((store, rank, size, options),) = made
     assert isinstance(group, Fake)
     assert (store, rank, size) == ("store", 1, 4)
     assert options._timeout == timedelta(seconds=9)
+
+
+def test_a_group_listens_on_its_address_only() -> None:
+    """Who reaches its ports could take part in it."""
+    address = "127.0.0.5"
+    before = listening()
+    with Workers(2) as server, Loop() as loop:
+        http = http_client()
+        sender = BroadcastSender("gloo", address=address, timeout_seconds=30)
+        loop.run(sender.connect([Server(server.url, http)]))
+        opened = listening() - before - {("127.0.0.1", int(server.url.rsplit(":")[-1]))}
+        sender.close()
+        loop.run(http.aclose())
+    # The store, and three ranks: the workers' own address is the one on the way to the trainer.
+    assert {ip for ip, _ in opened} <= {address, "127.0.0.1"}
+    assert len(opened) == 4
+    (_, init), *_ = (asked for asked in server.asked if asked[0] == "/init_weight_transfer_engine")
+    assert (address, init["init_info"]["master_port"]) in opened
+
+
+def listening() -> set[tuple[str, int]]:
+    """Addresses and ports at which this process can be reached."""
+    connections = psutil.Process().net_connections("inet")
+    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 def test_workers_of_both_kinds_differ_in_their_link_only() -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fake_server import MAX_TOKENS, UPDATE, VOCAB_SIZE, FakeServer, tokens_of
+from fake_server import KEY, MAX_TOKENS, UPDATE, VOCAB_SIZE, FakeServer, tokens_of
 from torch import Tensor
 
-from megatron_fspo.errors import TrainingError
+from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rollout.sampling import stream_seed
@@ -75,7 +75,7 @@ def running(
             fakes.append(fake)
         http = http_client()
         pool = Pool(
-            [Server(fake.url, http) for fake in fakes],
+            [Server(fake.url, http, api_key=KEY) for fake in fakes],
             max_in_flight_per_server=8,
             vocab_size=VOCAB_SIZE,
             recovery_seconds=2,
@@ -127,6 +127,24 @@ def test_every_server_is_updated_and_proven(tmp_path: Path) -> None:
         assert weights.gathered == 1
         assert engine.metrics() == {"rollout/canary_abs_diff_max": 0.0, "rollout/servers": 2.0}
         assert not list(tmp_path.iterdir())
+
+
+def test_every_route_gets_the_key(tmp_path: Path) -> None:
+    with running(tmp_path) as (engine, fakes, _):
+        for fake in fakes:
+            fake.key = KEY
+        engine.update_weights(3)
+        check_all(engine.submit(PROMPTS, PARAMS)())
+        assert all(f"Bearer {KEY}" in head for fake in fakes for head in fake.headers)
+
+
+def test_a_wrong_key_is_the_users_error(tmp_path: Path) -> None:
+    with running(tmp_path) as (engine, fakes, _):
+        for fake in fakes:
+            fake.key = "another"
+        with pytest.raises(InputError, match=r"/pause: refused with 401: no key, or another") as raised:
+            engine.update_weights(0)
+        assert KEY not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,14 @@ from typing import Any
 import fake_server
 import httpx
 import pytest
-from fake_server import KEY, PARAMS, FakeServer, run
+import torch
+from fake_server import KEY, PARAMS, UPDATE, FakeServer, run
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.rollout.vllm import server as server_module
+from megatron_fspo.rollout.vllm import statistics, update
 from megatron_fspo.rollout.vllm.answers import BadAnswer
+from megatron_fspo.rollout.vllm.senders import BroadcastSender
 from megatron_fspo.rollout.vllm.server import Refused, Server, ServerLost
 
 
@@ -141,6 +144,37 @@ def test_what_is_wrong_with_an_answer_is_one_line_without_the_key(
         assert len(str(raised.value)) < 400
 
     ask(work)
+
+
+@pytest.mark.parametrize("answer", [f"Bearer {KEY}", {"success": KEY}, {KEY: [f"{KEY}\n"]}])
+def test_the_odd_answer_of_a_control_route_is_shown_without_the_key(answer: object) -> None:
+    async def work(server: Server, fake: FakeServer) -> None:
+        fake.answers = {"/get_world_size": answer, UPDATE[-2]: answer}
+        with pytest.raises(BadAnswer, match=r"/get_world_size: .*\*\*\*.* is not a number of workers") as one:
+            await BroadcastSender("gloo", address="127.0.0.1").connect([server])
+        with pytest.raises(BadAnswer, match=r"/reset_prefix_cache: .*\*\*\*.* leaves keys and values") as two:
+            await update._finish([server], 3)
+        for raised in (one, two):
+            assert KEY not in str(raised.value) and "\n" not in str(raised.value)
+
+    ask(work)
+
+
+def test_what_a_server_calls_its_tensors_is_shown_without_the_key() -> None:
+    async def work(server: Server, fake: FakeServer) -> None:
+        tensors = statistics.statistics([(f"weight.{KEY}", torch.ones(2))])
+        fake.answers = {"/collective_rpc": {"results": [{n: s.to_words() for n, s in tensors.items()}]}}
+        said = await statistics.explain(server, {})
+        assert "on one side only: 1, such as weight.***" in said
+
+    ask(work)
+
+
+@pytest.mark.parametrize("key", ["two words", "line\n", 'quote"', "back\\slash", "ünicode", "", "="])
+def test_a_key_that_would_be_written_in_another_way_is_refused(key: str) -> None:
+    """Otherwise it would not be found where a server repeats it."""
+    with pytest.raises(InputError, match="the API key in VLLM_API_KEY has to be letters, digits"):
+        Server("http://server", httpx.AsyncClient(), api_key=key)
 
 
 @pytest.mark.parametrize(

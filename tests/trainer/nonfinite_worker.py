@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron_fspo.config.losses import FSPOLoss
+from megatron_fspo.losses import FSPOLoss
 from torch import Tensor
 
 from by_layout import write_by_layout
@@ -112,7 +112,7 @@ class Situation:
             policy=policy,
             groups=self.groups,
             scoring=scoring(policy),
-            loss=LossState(LOSS),
+            loss=LossState(LOSS, longest=100),
             log=SimpleNamespace(say=said.append),
             said=said,
             step=2,

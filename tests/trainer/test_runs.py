@@ -322,15 +322,6 @@ def test_the_launch_script_says_so_without_gpus(tmp_path: Path) -> None:
     assert "torch sees no GPU" in line
 
 
-def test_the_plugin_needs_no_trainer() -> None:
-    result = forked(["examples/plugin_only/train.py"], nproc=2)
-    assert result.returncode == 0, why(result.stderr)
-    gaps = [
-        float(line.rsplit(maxsplit=1)[1]) for line in result.stdout.splitlines() if line.startswith("step")
-    ]
-    assert len(gaps) == 6 and gaps[-1] > gaps[0] + 0.3
-
-
 def test_evaluate_scores_an_exported_checkpoint(folder: Path) -> None:
     arguments = ["evaluate", "--config", str(folder / "whole/config.toml"), "--json"]
     overrides = ["--model.checkpoint", str(folder / "whole/hf")]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 
 import httpx
 
+from megatron_fspo.api_key import api_key
 from megatron_fspo.config import VLLM
 from megatron_fspo.errors import InputError
+from megatron_fspo.parallel.links import listen
 from megatron_fspo.rollout.vllm.engine import Leader
 from megatron_fspo.rollout.vllm.loop import Loop
 from megatron_fspo.rollout.vllm.pool import Pool
@@ -37,7 +38,7 @@ def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: boo
         raise InputError("vllm.transfer = disk needs vllm.folder, which trainer and servers share")
     if options.transfer == "nccl" and not cuda:
         raise InputError("vllm.transfer = nccl needs a trainer on GPUs; gloo and disk work everywhere")
-    far = next((url for url in urls if not _is_loopback(httpx.URL(url).host)), None)
+    far = _far(urls)
     if options.transfer != "disk" and far is not None and _is_loopback(options.address):
         raise InputError(
             f"vllm.address = {options.address} is this machine to itself only: name it as {far} sees it"
@@ -60,7 +61,8 @@ def connect(options: VLLM, vocab_size: int) -> Leader:
 
 
 def _servers(options: VLLM, http: httpx.AsyncClient) -> list[Server]:
-    return [Server(url, http, api_key=os.environ.get("VLLM_API_KEY")) for url in options.urls]
+    key = api_key()
+    return [Server(url, http, api_key=key) for url in options.urls]
 
 
 def _is_loopback(host: str) -> bool:
@@ -76,4 +78,32 @@ def _sender(options: VLLM) -> Sender:
     if options.transfer == "disk":
         assert options.folder is not None
         return DiskSender(options.folder)
+    _check_address(options)
     return BroadcastSender(options.transfer, address=options.address)
+
+
+def _check_address(options: VLLM) -> None:
+    """Whether servers elsewhere can reach what listens on the address; asked on the machine that will listen.
+
+    Raises:
+        InputError: this machine does not have the address, or is all that it reaches.
+    """
+    try:
+        with listen(options.address) as listener:
+            found = listener.getsockname()[0]
+    except OSError as error:
+        raise InputError(
+            f"vllm.address = {options.address}: {error.strerror or error}; it has to be a name or address of "
+            "this machine"
+        ) from None
+    far = _far(options.urls)
+    if far is not None and _is_loopback(found):
+        raise InputError(
+            f"vllm.address = {options.address} is {found} here, this machine to itself only: give the "
+            f"address that {far} sees"
+        )
+
+
+def _far(urls: Sequence[str]) -> str | None:
+    """The first server that is on another machine, if any."""
+    return next((url for url in urls if not _is_loopback(httpx.URL(url).host)), None)

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 import httpx
 from torch import Tensor
 
-from megatron_fspo.errors import StopRequested, TrainingError
+from megatron_fspo.errors import InputError, StopRequested, TrainingError
 from megatron_fspo.parallel.control import SLICE
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists
@@ -176,6 +176,7 @@ class VLLMEngine:
         Raises:
             TrainingError: on every rank; a server has other weights than the trainer, or servers were
                 reachable and none took them.
+            InputError: the same, where servers refused, as they do without their key.
         """
         self._version = version
         if self._leader is None:
@@ -200,6 +201,8 @@ class VLLMEngine:
             if servers:
                 break
         else:
+            if isinstance(problem, InputError):  # such as a wrong key
+                raise problem
             raise TrainingError(
                 f"no weight update to version {self._version} in {ATTEMPTS} attempts: {problem}"
             )

@@ -21,8 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from megatron_fspo.parallel.links import Join, join_gloo, join_nccl
-from megatron_fspo.rollout.vllm.answers import BadAnswer
+from megatron_fspo.parallel.links import Join, join_gloo, join_nccl, listen
 from megatron_fspo.rollout.vllm.server import Server, ServerLost
 
 Bucket = Sequence[tuple[str, Tensor]]
@@ -64,7 +63,7 @@ class BroadcastSender:
 
     Args:
         kind: ``gloo`` (through the CPU) or ``nccl``.
-        address: name or IP of this machine, as the servers see it.
+        address: name or IP of this machine, as the servers see it. The group listens there, and nowhere else.
         timeout_seconds: for joining the group and for each broadcast.
     """
 
@@ -78,19 +77,27 @@ class BroadcastSender:
     async def connect(self, servers: Sequence[Server]) -> None:
         self.close()
         sizes = await asyncio.gather(*(_workers(server) for server in servers))
-        # Port 0: any that is free.
-        store: Any = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        listener = listen(self._address)
+        ip, port = listener.getsockname()[:2]
+        store = TCPStore(
+            ip,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self._timeout,
+            master_listen_fd=listener.detach(),  # otherwise it would listen on all addresses
+        )
         infos = [
             {
                 "master_address": self._address,
-                "master_port": store.port,
+                "master_port": port,
                 "world_size": 1 + sum(sizes),
                 "rank_offset": offset,
                 "timeout_seconds": self._timeout.total_seconds(),
             }
             for offset in accumulate(sizes[:-1], initial=1)
         ]
-        joining = asyncio.to_thread(self._link.join, store, 0, 1 + sum(sizes), self._timeout)
+        joining = asyncio.to_thread(self._link.join, store, 0, 1 + sum(sizes), self._timeout, ip)
         asked = (
             server.post(
                 "/init_weight_transfer_engine", {"init_info": info}, timeout=self._seconds, attempts=1
@@ -169,7 +176,7 @@ class DiskSender:
 async def _workers(server: Server) -> int:
     answer = await server.get("/get_world_size")
     if not isinstance(answer, dict) or type(answer.get("world_size")) is not int:
-        raise BadAnswer(f"{server.url}/get_world_size: {answer!r} is not a number of workers")
+        raise server.bad_answer("get_world_size", answer, "is not a number of workers")
     return int(answer["world_size"])
 
 

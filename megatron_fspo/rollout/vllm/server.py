@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import httpx
 
+from megatron_fspo.api_key import check_key
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.rollout.vllm.answers import (
     MODEL,
@@ -60,7 +61,7 @@ class Server:
     Args:
         url: ``http://host:port``.
         http: sends the requests.
-        api_key: what the server was started with (``--api-key``). It is in no message, repr or log.
+        api_key: what the server asks for, on every route. It is in no message, repr or log.
 
     Raises:
         InputError: not such a URL, or a key that does not fit into a header.
@@ -70,8 +71,8 @@ class Server:
         self.url = _checked_url(url)
         self._http = http
         self._key = api_key
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
-            raise InputError("the API key of the rollout servers must be printable ASCII without spaces")
+        if api_key is not None:
+            check_key(api_key)
         # httpx hides this header's value in its own repr.
         self._headers = httpx.Headers({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
 
@@ -80,7 +81,7 @@ class Server:
 
     async def get(self, route: str, *, timeout: float = REQUEST_SECONDS, attempts: int = 3) -> object:
         """GET ``/route``; see :meth:`post`."""
-        return parse(await self._ask("GET", route, None, None, timeout, attempts), self._where(route))
+        return self._parse(route, await self._ask("GET", route, None, None, timeout, attempts))
 
     async def post(
         self,
@@ -106,7 +107,7 @@ class Server:
             Refused: 4xx, with what the server said.
             BadAnswer: the answer is not JSON.
         """
-        return parse(await self._ask("POST", route, body, params, timeout, attempts), self._where(route))
+        return self._parse(route, await self._ask("POST", route, body, params, timeout, attempts))
 
     async def healthy(self) -> bool:
         """Whether ``/health`` answers 200 within 5 seconds."""
@@ -167,6 +168,18 @@ class Server:
         }
         body = {"model": MODEL, "token_ids": list(token_ids), "sampling_params": sampling}
         return await self._ask("POST", "inference/v1/generate", body, None, timeout, attempts)
+
+    def bad_answer(self, route: str, answer: object, wrong: str) -> BadAnswer:
+        """For what a route answered and should not have; ``wrong`` says why not."""
+        return BadAnswer(f"{self._where(route)}: {self._one_line(repr(answer))} {wrong}")
+
+    def without_key(self, text: str) -> str:
+        """``text``, which may repeat what a server said, for a message."""
+        return text.replace(self._key, "***") if self._key else text
+
+    def _parse(self, route: str, answer: bytes) -> object:
+        with self._reading():
+            return parse(answer, self._where(route))
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -236,9 +249,7 @@ class Server:
         return self._one_line(str(said))
 
     def _one_line(self, text: str) -> str:
-        if self._key:
-            text = text.replace(self._key, "***")
-        return " ".join(text.split())[:_MESSAGE_CHARACTERS] or "(no message)"
+        return " ".join(self.without_key(text).split())[:_MESSAGE_CHARACTERS] or "(no message)"
 
 
 def _checked_url(url: str) -> str:

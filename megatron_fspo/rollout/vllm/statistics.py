@@ -38,7 +38,7 @@ async def explain(server: Server, mine: Mapping[str, Stats]) -> str:
         if METHOD in str(error):  # the one that its worker does not have
             return "No statistics of its tensors: `megatron-fspo serve` starts vLLM so that it can tell them."
         return f"No statistics of its tensors: {error}"
-    return compare(mine, theirs)
+    return server.without_key(compare(mine, theirs))
 
 
 async def ask(server: Server) -> dict[str, Stats]:

@@ -65,7 +65,7 @@ async def _finish(servers: Sequence[Server], version: int) -> None:
     answers = await _all(servers, "/reset_prefix_cache", params={"reset_running_requests": "true"})
     for server, answer in zip(servers, answers, strict=True):
         if answer != {"success": True}:
-            raise ServerLost(f"{server.url}/reset_prefix_cache: {answer!r}: keys and values of old weights")
+            raise server.bad_answer("reset_prefix_cache", answer, "leaves keys and values of old weights")
 
 
 async def _all(
