@@ -25,6 +25,9 @@ import torch._dynamo
 import torch.distributed.checkpoint  # noqa: F401
 from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
+import megatron_fspo.report.page
+import megatron_fspo.trainer.loop  # noqa: F401
+
 
 def say(**words: Any) -> None:
     os.write(1, json.dumps(words).encode() + b"\n")
