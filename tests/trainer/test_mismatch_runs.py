@@ -9,6 +9,7 @@ import pytest
 from launch import REPO, why
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.trainer.optimize import needs_old_pass
+from metrics_page import unknown
 from runs import CONFIG, rows, run
 
 # Two mini-batches: the first has groups with spread, so something in its packs.
@@ -48,6 +49,10 @@ def test_a_sound_run_is_silent(done: Done) -> None:
     for name in ("plain", "gate"):
         row, out = done[name]
         assert row["rollout/mismatch_alarm"] == 0 and "Likeliest cause" not in out
+
+
+def test_metrics_of_every_run_are_in_the_page(done: Done) -> None:
+    assert unknown({name for row, _ in done.values() for name in row}) == []
 
 
 def test_the_alarm_names_the_cause_in_the_log(done: Done) -> None:
