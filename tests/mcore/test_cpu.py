@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import megatron.core
+import pytest
 
 from launch import environment
 from megatron_fspo.mcore.cpu import _FACTORIES
@@ -40,6 +41,7 @@ print("held")
 ELSEWHERE = {"inference", "export", "fsdp", "datasets", "resharding", "ssm", "fusions"}
 
 
+@pytest.mark.slow
 def test_it_means_cpu() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IN_A_PROCESS],
@@ -66,6 +68,7 @@ def test_all_factories_that_megatron_calls() -> None:
     assert called - {"cuda.Stream"} <= {*_FACTORIES}
 
 
+@pytest.mark.slow
 def test_the_compiler_is_not_loaded_with_megatron() -> None:
     """It takes as long as all the rest, and nothing on a CPU uses it."""
     program = (

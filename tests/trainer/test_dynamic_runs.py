@@ -15,6 +15,8 @@ from launch import forked, why
 from metrics_page import unknown
 from runs import numbers, rows
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 WORKER = Path(__file__).with_name("dynamic_worker.py")
 DATA_PARALLEL = ("--parallel.tensor", "1", "--parallel.sequence", "false")

@@ -139,6 +139,8 @@ import shutil, sys, tempfile
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from check_export import largest_difference
+
+pytestmark = pytest.mark.slow
 copy = Path(tempfile.mkdtemp()) / "run"
 shutil.copytree(sys.argv[2], copy)
 shutil.copy(Path(sys.argv[1]) / "checkpoint/model.safetensors", copy / "hf/model.safetensors")
