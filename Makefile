@@ -66,7 +66,7 @@ vllm:  ## install vLLM for the CPU into .venv-vllm, if $VLLM_BIN names none
 test: $(VENV)/.ready vllm  ## run the whole suite; PYTEST_ARGS selects
 	$(with_vllm) $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
-test-fast: $(VENV)/.ready  ## every room and the small layouts: 3 minutes on 2 cores, no vLLM
+test-fast: $(VENV)/.ready  ## every room and the small layouts, without vLLM
 	$(VENV)/bin/python -m pytest $(FAST) $(PYTEST_ARGS)
 
 test-py312: $(VENV312)/.ready vllm  ## the same suite on Python 3.12 with megatron-core 0.19
