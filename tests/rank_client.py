@@ -59,22 +59,27 @@ class Server:
 
 
 @cache
-def servers() -> tuple[Server, Server]:
-    """One for even ranks, one for odd ones. In each, sets of strings have an order of their own, as they have
-    on ranks that torchrun starts: a program that takes the order to be the same everywhere fails.
+def server(odd: bool, machine: frozenset[tuple[str, str]]) -> Server:
+    """One for even ranks, one for odd ones, on each fake machine that is asked of.
+
+    In the two, sets of strings have an order of their own, as they have on ranks that torchrun starts: a
+    program that takes the order to be the same everywhere fails.
+
+    Args:
+        machine: the variables ``FAKE_…``, which are read once, at the start of a process.
     """
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONHASHSEED"}
     paths = [str(SERVER.parent.parent), *filter(None, [environment.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    both = Server(environment), Server(environment)
-    atexit.register(lambda: [server.close() for server in both])
-    return both
+    started = Server({**environment, **dict(machine), "PYTHONPATH": os.pathsep.join(paths)})
+    atexit.register(started.close)
+    return started
 
 
 def run_forked(
     program: Sequence[str], nproc: int, folder: Path, environment: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
     """``python program...`` on ``nproc`` ranks, to the end of all; 0: in one process that is no rank."""
+    machine = frozenset(item for item in environment.items() if item[0].startswith("FAKE_"))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as outputs:
         out, err = Path(outputs, "out"), Path(outputs, "err")
@@ -90,15 +95,17 @@ def run_forked(
                     "out": str(out),
                     "err": str(err),
                 }
-                server = servers()[rank % 2]
-                ranks[server.fork(request)] = server
+                started = server(bool(rank % 2), machine)
+                ranks[started.fork(request)] = started
             failed = _wait(ranks, timeout)
         except TimeoutError:
             message = out.read_text() + err.read_text()
             raise subprocess.TimeoutExpired(list(program), timeout, message) from None
         finally:
             _kill(ranks)
-        return subprocess.CompletedProcess(list(program), int(failed), out.read_text(), err.read_text())
+        # torchrun ends with 1, whatever a rank ended with.
+        status = int(failed) if nproc else next(started.ended[pid] for pid, started in ranks.items())
+        return subprocess.CompletedProcess(list(program), status, out.read_text(), err.read_text())
 
 
 def _place(rank: int, nproc: int, port: int) -> dict[str, str]:

@@ -19,6 +19,7 @@ def test_all_scripts_are_found() -> None:
     assert {"convert.py", "fairness.py", "logprob_head.py"} <= set(SCRIPTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_it_starts_from_the_root(script: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -1,9 +1,11 @@
-"""The README's Python runs as it stands, and its commands name what is there."""
+"""The README's Python runs as it stands; links and commands of all pages name what is there."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import pytest
 import torch
 
 from launch import REPO
@@ -28,9 +30,25 @@ def test_the_library_example_runs() -> None:
     assert torch.equal(log_probs.grad, -names["surrogate"].weight / 8)
 
 
-def test_links_and_targets_are_there() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
-        assert target.startswith("https://") or (REPO / target).exists(), target
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted(REPO.glob("docs/*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_targets_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        target, _, anchor = link.partition("#")
+        if not link.startswith("https://"):
+            place = page.parent / target if target else page
+            assert place.exists(), link
+            assert not anchor or anchor in anchors(place), link
     makefile = (REPO / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"`?make ([a-z0-9-]+)", TEXT):
+    commands = re.findall(r"`make ([a-z0-9-]+)", text) + re.findall(r"^make ([a-z0-9-]+)", text, re.MULTILINE)
+    for target in commands:
         assert f"\n{target}:" in makefile, target

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import step_overhead
 from launch import REPO, environment
 
@@ -30,6 +32,7 @@ def test_a_fifth_of_the_time_and_a_quarter_of_the_memory() -> None:
             assert run["before"][name] >= 4 * run["after"][name]
 
 
+@pytest.mark.slow
 def test_a_small_step_runs(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     command = ["benchmarks/step_rank.py", "--code", "after", "--package", str(REPO), "--out", str(out)]

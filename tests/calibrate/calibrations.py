@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,4 +47,10 @@ def measured(seed: int = 0, sequences: int = 160, **changes: Any) -> Measured:
 
 
 def calibration(run: Config | None = None, **changes: Any) -> Calibration:
-    return findings(measured(**changes), run or config(), device="cpu")
+    """Of :func:`measured`; its intervals take a second to resample."""
+    return findings(measured(**changes), run or config(), device="cpu") if run or changes else _usual()
+
+
+@cache
+def _usual() -> Calibration:
+    return findings(measured(), config(), device="cpu")

@@ -13,6 +13,8 @@ import pytest
 from launch import REPO, environment, forked, why
 from runs import CONFIG, SMALL, rows, run
 
+pytestmark = pytest.mark.slow
+
 ALONE = ["--parallel.tensor", "1", "--parallel.sequence", "false"]
 SIZES = [*SMALL, "--rollout.prompts", "16", "--model.dtype", "bfloat16", "--evaluation.every", "0"]
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from megatron_fspo.mcore.checkpoint import begin_save, load_checkpoint, save_che
 from megatron_fspo.mcore.hf_weights import hf_tensors, load_hf
 from megatron_fspo.mcore.places import MOMENTS, places
 from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.startup import join, start
+from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.weights import read_architecture
 from megatron_fspo.weights.chunk_writer import ChunkWriter
 from worker import step
@@ -49,8 +49,7 @@ State = dict[str, Tensor]
 
 
 def build(model: Path, layout: str, dtype: torch.dtype) -> Policy:
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+    stop()  # a layout that is left alone keeps its groups, and they their threads: hundreds in the end
     backend, parallel = choose_backend(BACKEND), LAYOUTS[layout]
     groups = start(backend, parallel=parallel, seed=1)
     optimizer = options.Optimizer(lr=1e-3, warmup_steps=2)
@@ -325,4 +324,4 @@ def run(out: Path, model: Path) -> None:
     dist.all_gather_object(every, found)
     if dist.get_rank() == 0:
         (out / "found.json").write_text(json.dumps(every))
-    dist.destroy_process_group()
+    stop()

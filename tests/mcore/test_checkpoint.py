@@ -14,6 +14,8 @@ import pytest
 
 from launch import environment, run_worker
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 
 

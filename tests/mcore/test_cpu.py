@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import megatron.core
+import pytest
 
 from launch import environment
 from megatron_fspo.mcore.cpu import _FACTORIES
@@ -40,6 +41,7 @@ print("held")
 ELSEWHERE = {"inference", "export", "fsdp", "datasets", "resharding", "ssm", "fusions"}
 
 
+@pytest.mark.slow
 def test_it_means_cpu() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IN_A_PROCESS],
@@ -79,12 +81,14 @@ def found_in_a_new_process(program: str) -> list[str]:
     return done.stdout.splitlines()[-1].split()
 
 
+@pytest.mark.slow
 def test_the_plugin_leaves_the_compiler_alone() -> None:
     """Whether Megatron's functions are compiled is for the program that imports us."""
     _, compiles, loaded = found_in_a_new_process("import megatron_fspo.plugin")
     assert (compiles, loaded) == ("True", "True")
 
 
+@pytest.mark.slow
 def test_our_command_line_does_without_the_compiler_on_a_cpu() -> None:
     """It takes as long as all the rest, and nothing on a CPU uses it."""
     verify = "from megatron_fspo.cli import main; assert main('verify --layouts tp3 --nproc 2'.split()) == 2"

@@ -15,6 +15,8 @@ from families import FAMILIES, LAYOUTS, fits, reference, sequences, write_checkp
 from launch import run_worker
 from megatron_fspo.weights import HFReader, read_architecture, write_megatron_checkpoint
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     (layout, family)
     for layouts in LAYOUTS.values()

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from cases import LAYOUTS, Reference, drift, reference, samples
 from launch import run_worker
 
+pytestmark = pytest.mark.slow
+
 NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
 SPLITS = [512, 70]
 

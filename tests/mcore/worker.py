@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors.torch import save_file
 
 from backend import BACKEND, LAYERS
@@ -22,7 +21,7 @@ from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.hf_weights import export_hf, hf_tensors, load_hf
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.mcore.startup import start
+from megatron_fspo.mcore.startup import start, stop
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
 from megatron_fspo.objective.losses import SequenceLevel
 from megatron_fspo.packing.pack import PackLayout, pack
@@ -158,8 +157,8 @@ def main() -> None:
                 if max_tokens == 70:
                     load_hf(policy, checkpoint)  # fresh weights: the step above moved the others
                     export_hf(policy, out / f"export-{name}-{kind}", source=checkpoint)
-                parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+                del policy
+                stop()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from megatron_fspo.parallel import head
 from megatron_fspo.parallel.head import linear_log_probs
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 4])
+@pytest.mark.parametrize("nproc", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_head_matches_a_float64_oracle(nproc: int) -> None:
     """Values, gradients, collectives and work on real ranks; see head_worker.py for each check."""
     worker = Path(__file__).with_name("head_worker.py")

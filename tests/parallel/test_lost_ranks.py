@@ -13,6 +13,8 @@ from control_worker import SILENCE
 
 from launch import REPO, environment
 
+pytestmark = pytest.mark.slow
+
 ENOUGH = SILENCE + 20.0  # seconds, on a busy machine
 Found = dict[str, list[dict[str, Any]]]
 

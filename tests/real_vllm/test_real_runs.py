@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from launch import why
+from metrics_page import unknown
 from runs import rows, run
 from serving import Served, serving, without_repack
 
@@ -38,6 +39,7 @@ def check_twenty(found: list[dict[str, Any]]) -> None:
     assert all(0 < row["rollout/canary_abs_diff_max"] <= 1e-4 for row in found)
     assert all(row["rollout/logprob_abs_diff/mean"] <= 1e-4 for row in found)
     assert all(row["actor/grad_norm"] > 0 for row in found)
+    assert unknown({name for row in found for name in row}) == []
 
 
 def test_twenty_updates_of_two_servers_by_gloo(checkpoint: Path, pair: list[Served], tmp_path: Path) -> None:

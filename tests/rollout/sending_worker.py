@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_fspo import config as options
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.hf_weights import export_hf, hf_tensors, load_hf
 from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.startup import start
+from megatron_fspo.mcore.startup import start, stop
 from megatron_fspo.rollout.vllm import update
 from megatron_fspo.rollout.vllm.loop import Loop
 from megatron_fspo.rollout.vllm.senders import BroadcastSender, in_buckets
@@ -141,10 +140,11 @@ def main() -> None:
         double(policy)
         export_hf(policy, out / f"{checkpoint.name}-2", source=checkpoint)
         results += [run(case, policy, timeout_seconds) for case in together]
-        parallel_state.destroy_model_parallel()
-    if dist.get_rank() == 0:
+        first = dist.get_rank() == 0
+        del policy
+        stop()
+    if first:
         (out / "results.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

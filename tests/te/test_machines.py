@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch import REPO, environment, why
-from runs import CONFIG, run
+from launch import forked, why
+from runs import CONFIG, PROGRAM, run
 
 BROKEN = {
     "meta": "empty `transformer-engine` meta package",
@@ -22,11 +21,8 @@ BROKEN = {
 
 
 def program(*words: str, **machine: str) -> subprocess.CompletedProcess[str]:
-    """``megatron-fspo``, on a machine of which :mod:`fake_gpu` is told."""
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_fspo", *words]
-    return subprocess.run(
-        command, cwd=REPO, env=environment(**machine), capture_output=True, text=True, timeout=120
-    )
+    """``megatron-fspo``, on a machine of which :mod:`fake_gpu` is told; its start is shared."""
+    return forked([*PROGRAM, *words], nproc=0, timeout=120, **machine)
 
 
 def doctor(*words: str, **machine: str) -> dict[str, Any]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-from launch import REPO, environment, why
-from runs import CONFIG, SMALL, command, numbers, rows, run
+from launch import forked, why
+from runs import CONFIG, PROGRAM, SMALL, numbers, rows, run, train_words
 
 FP8 = ["--model.dtype", "bfloat16", "--fp8.recipe", "blockwise"]
 VERIFIED = ["tp2.sp.do.recompute", "pp2.vpp2", "dp2.do.overlap"]
@@ -17,16 +15,8 @@ VERIFIED = ["tp2.sp.do.recompute", "pp2.vpp2", "dp2.do.overlap"]
 
 def test_the_gradient_of_every_layout_without_context_parallel(tmp_path: Path) -> None:
     out = tmp_path / "cases.json"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = ["-m", "megatron_fspo", "verify", "--dtype", "float32", "bfloat16", "--json", str(out)]
-    done = subprocess.run(
-        [sys.executable, *launch, *words, "--layouts", *VERIFIED],
-        cwd=REPO,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    words = ["verify", "--dtype", "float32", "bfloat16", "--json", str(out), "--layouts", *VERIFIED]
+    done = forked([*PROGRAM, *words], nproc=2)
     assert done.returncode == 0, f"{done.stdout}\n{why(done.stderr)}"
     report = json.loads(out.read_text())
     found = {(case["layout"], case["dtype"]) for case in report["cases"]}
@@ -56,14 +46,7 @@ def test_a_run_in_which_s_is_not_zero_before_the_first_update_ends(tmp_path: Pat
     """Stale copies of the weights in the old pass: none in the first step, those of the step before later."""
     words = [*FP8, "--run.steps", "3", "--evaluation.every", "0"]
     program = [str(Path(__file__).with_name("stale_worker.py"))]
-    done = subprocess.run(
-        command(tmp_path, "stale", *words, program=program),
-        cwd=REPO,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = forked([*program, *train_words(tmp_path, "stale", *words)], nproc=2, timeout=120)
     assert done.returncode != 0
     said = next(line for line in done.stderr.splitlines() if "S is not 0" in line)
     assert "step 2: S is not 0 before the first update, but " in said
@@ -72,16 +55,9 @@ def test_a_run_in_which_s_is_not_zero_before_the_first_update_ends(tmp_path: Pat
 
 
 def test_noise_is_measured_in_fp8_beside_bf16(tmp_path: Path) -> None:
-    words = ["calibrate", "--config", str(CONFIG), "--nproc", "2", "--run.folder", str(tmp_path), "--json"]
+    words = ["calibrate", "--config", str(CONFIG), "--run.folder", str(tmp_path), "--json"]
     words += [*SMALL, "--model.dtype", "bfloat16", "--fp8.recipe", "blockwise"]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megatron_fspo", *words],
-        cwd=REPO,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = forked([*PROGRAM, *words], nproc=2)
     assert done.returncode == 0, why(done.stderr)
     found = {one["kind"]: one for one in json.loads(done.stdout.splitlines()[-1])["comparisons"]}
     assert set(found) == {"repeat", "packs", "sampler", "precision", "updates"}

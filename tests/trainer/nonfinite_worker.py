@@ -13,13 +13,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron_fspo.losses import FSPOLoss
 from torch import Tensor
 
 from by_layout import write_by_layout
 from left_out_worker import make_rollout, scoring, settings
 from megatron_fspo.config import Optimizer
 from megatron_fspo.errors import TrainingError
+from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.mcore import policy_loss
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.policy import Policy

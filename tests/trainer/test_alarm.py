@@ -52,6 +52,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found_by(worker, tmp_path_factory.mktemp("alarm"), nproc=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("situation", CAUSES)
 def test_the_cause_is_named(said: dict[str, Any], situation: str) -> None:
     metrics, text = said[LAYOUTS[0]][situation]
@@ -64,6 +65,7 @@ def test_the_cause_is_named(said: dict[str, Any], situation: str) -> None:
         assert "tokens of the present weights, version 5; rollout.mismatch_limit is " in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_layout(said: dict[str, Any], layout: str) -> None:
     for situation in ("sound", "raw", "other weights"):
@@ -73,11 +75,13 @@ def test_in_every_layout(said: dict[str, Any], layout: str) -> None:
         assert text is None if cause is None else cause in text
 
 
+@pytest.mark.slow
 def test_only_tokens_of_the_present_weights_say_anything(said: dict[str, Any]) -> None:
     metrics, text = said[LAYOUTS[0]]["older weights"]
     assert math.isnan(metrics["rollout/mismatch_alarm"]) and text is None
 
 
+@pytest.mark.slow
 def test_the_fresh_tokens_of_a_response_are_counted(said: dict[str, Any]) -> None:
     def tokens(situation: str) -> int:
         before, _, _ = said[LAYOUTS[0]][situation][1].partition(" tokens of the present")

@@ -12,7 +12,10 @@ import pytest
 
 from dynamic_worker import BATCHES
 from launch import forked, why
+from metrics_page import unknown
 from runs import numbers, rows
+
+pytestmark = pytest.mark.slow
 
 STEPS = 3
 WORKER = Path(__file__).with_name("dynamic_worker.py")
@@ -78,6 +81,7 @@ def test_metrics_count_what_was_sampled(folder: Path) -> None:
         assert dynamic["batch_rewards/mean"] == pytest.approx(sum(batch["rewards"]) / 24)
         assert dynamic["batch_response_length/mean"] == pytest.approx(sum(batch["lengths"]) / 24)
         assert row["actor/grad_norm"] > 0
+        assert unknown(row) == []
     # Of all responses, so that the filter does not move them.
     assert all(row["critic/rewards/mean"] != row["rollout/dynamic/batch_rewards/mean"] for row in metrics)
 

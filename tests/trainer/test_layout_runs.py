@@ -19,6 +19,8 @@ from launch import REPO, environment, why
 from megatron_fspo.weights import read_manifest
 from runs import numbers, rows, run
 
+pytestmark = pytest.mark.slow
+
 PLAIN = ("--parallel.tensor", "1", "--parallel.sequence", "false")
 LAYOUTS = {
     "tensor": (),

@@ -9,6 +9,7 @@ import pytest
 from launch import REPO, why
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.trainer.optimize import needs_old_pass
+from metrics_page import unknown
 from runs import CONFIG, rows, run
 
 # Two mini-batches: the first has groups with spread, so something in its packs.
@@ -44,12 +45,19 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, 
 Done = dict[str, tuple[dict[str, Any], str]]
 
 
+@pytest.mark.slow
 def test_a_sound_run_is_silent(done: Done) -> None:
     for name in ("plain", "gate"):
         row, out = done[name]
         assert row["rollout/mismatch_alarm"] == 0 and "Likeliest cause" not in out
 
 
+@pytest.mark.slow
+def test_metrics_of_every_run_are_in_the_page(done: Done) -> None:
+    assert unknown({name for row, _ in done.values() for name in row}) == []
+
+
+@pytest.mark.slow
 def test_the_alarm_names_the_cause_in_the_log(done: Done) -> None:
     row, out = done["top-p"]
     assert row["rollout/mismatch_alarm"] == 1
@@ -58,6 +66,7 @@ def test_the_alarm_names_the_cause_in_the_log(done: Done) -> None:
     assert "expected with rollout.top_p = 0.6" in line
 
 
+@pytest.mark.slow
 def test_sampled_old_log_probs_need_no_pass(done: Done) -> None:
     """The embedded sampler's are the trainer's to fp32, so all that is learned is the same."""
     (plain, _), (sampled, _) = done["plain"], done["sampled"]
@@ -75,6 +84,7 @@ def test_sampled_old_log_probs_need_no_pass(done: Done) -> None:
         assert sampled[name] == pytest.approx(plain[name], rel=1e-2, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_a_gate_that_drops_the_most_leaves_little_to_learn(done: Done) -> None:
     (plain, _), (gate, _) = done["plain"], done["gate"]
     assert not any(name.startswith("rollout/correction") for name in plain)
@@ -85,12 +95,14 @@ def test_a_gate_that_drops_the_most_leaves_little_to_learn(done: Done) -> None:
     assert gate["fspo/nonfinite"] == 0
 
 
+@pytest.mark.slow
 def test_a_correction_that_leaves_little_says_so(done: Done) -> None:
     (line,) = [line for line in done["gate"][1].splitlines() if "leaves responses a mean weight" in line]
     assert line.startswith("step 1: correction.name = length_fair_gate leaves ")
     assert "correction.c = " in line and "leaves responses" not in done["plain"][1]
 
 
+@pytest.mark.slow
 def test_a_single_optimizer_step_takes_a_pass_for_a_correction_only(done: Done) -> None:
     (plain, _), (gate, _) = done["one step"], done["one step, gate"]
     assert "timing_s/old_log_prob" not in plain and "timing_s/old_log_prob" in gate

@@ -17,6 +17,7 @@ import pytest
 
 from kill_runs import Harness, Kill
 from launch import REPO, environment, forked, torchrun, why
+from metrics_page import unknown
 from runs import PROGRAM, command, numbers, rows, run, train_words
 
 STEPS = 4
@@ -94,6 +95,7 @@ def test_metrics_have_the_names_of_the_field(folder: Path) -> None:
         "val/validation/pass@2",
     ):
         assert name in last and last[name] is not None, name
+    assert unknown({name for row in rows(folder, "whole") for name in row}) == []
 
 
 def test_the_first_update_is_on_policy_and_later_ones_clip(folder: Path) -> None:
@@ -137,6 +139,8 @@ import shutil, sys, tempfile
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from check_export import largest_difference
+
+pytestmark = pytest.mark.slow
 copy = Path(tempfile.mkdtemp()) / "run"
 shutil.copytree(sys.argv[2], copy)
 shutil.copy(Path(sys.argv[1]) / "checkpoint/model.safetensors", copy / "hf/model.safetensors")

@@ -11,6 +11,8 @@ from launch import found_by
 from megatron_fspo.verify.cases import SPLITS
 from split_worker import CASES, LAYOUTS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

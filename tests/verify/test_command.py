@@ -44,6 +44,7 @@ def three_layouts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[s
     return done.stdout, json.loads(out.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_other_families_have_one_gradient_too(tmp_path: Path, family: str) -> None:
     """Scaled RoPE, biases of q, k and v; no norm of q and k."""
@@ -68,6 +69,7 @@ def test_other_families_have_one_gradient_too(tmp_path: Path, family: str) -> No
     assert float(row[2]) < 1e-12
 
 
+@pytest.mark.slow
 def test_the_table_has_a_line_for_each_layout_and_precision(
     three_layouts: tuple[str, dict[str, Any]],
 ) -> None:
@@ -81,6 +83,7 @@ def test_the_table_has_a_line_for_each_layout_and_precision(
     assert printed.count("\n") < 20, "nothing but the table"
 
 
+@pytest.mark.slow
 def test_json_has_every_loss_on_every_layout(three_layouts: tuple[str, dict[str, Any]]) -> None:
     _, found = three_layouts
     assert found["passed"] is True
@@ -94,6 +97,7 @@ def test_json_has_every_loss_on_every_layout(three_layouts: tuple[str, dict[str,
         assert {c["tied"] for c in found["cases"] if c["layout"] == layout} == {True, False}
 
 
+@pytest.mark.slow
 def test_errors_are_within_the_promise(three_layouts: tuple[str, dict[str, Any]]) -> None:
     """1e-5 in fp32, 1e-10 in float64; log-probs to 1e-5; collectives as head and loss need them."""
     _, found = three_layouts
@@ -189,6 +193,7 @@ def test_what_does_not_fit_is_refused_in_one_line(
     assert all(word in line for word in words), line
 
 
+@pytest.mark.slow
 def test_the_program_ends_with_status_2() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "megatron_fspo", "verify", "--layouts", "tp3"],

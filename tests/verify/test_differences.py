@@ -11,6 +11,8 @@ from launch import found_by
 from megatron_fspo.verify.cases import SMALL
 from megatron_fspo.verify.layouts import Layout, all_layouts
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {layout.name: layout for layout in all_layouts(SMALL, world_size=4)}
 Found = dict[str, dict[str, list[str]]]
 

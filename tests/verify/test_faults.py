@@ -18,6 +18,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return found_by(worker, tmp_path_factory.mktemp("faults"), nproc=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_first_problem_names_the_fault(
@@ -30,6 +31,7 @@ def test_the_first_problem_names_the_fault(
         assert problems and fault.caught in problems[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", FAULTS)
 def test_without_the_fault_there_is_no_problem(
