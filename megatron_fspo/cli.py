@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_fspo import __version__
 from megatron_fspo.config.loading import describe_keys, load_config
-from megatron_fspo.console import exit_status, quiet_megatron
+from megatron_fspo.console import OneLineParser, each_line, exit_status, quiet_megatron
 from megatron_fspo.errors import InputError
 
 SHUTDOWN_SECONDS = "1800"
@@ -29,6 +29,7 @@ Under torchrun:           torchrun --nproc-per-node 8 -m megatron_fspo train --c
 Change a key:             ... --loss.c-high 0.04 --run.name wider
 Check without training:   megatron-fspo train --config run.toml --check
 Continue a stopped run:   megatron-fspo train --config run.toml --resume
+Continue or start:        megatron-fspo train --config run.toml --resume auto
 
 Results are in runs/<run.name>/: config.toml, metrics.jsonl, checkpoints/, hf/ and report/index.html.
 """
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-fspo", description="FSPO on Megatron-Core.")
+    parser = OneLineParser(prog="megatron-fspo", description="FSPO on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -101,8 +102,17 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_config(train)
-    train.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
-    train.add_argument("--check", action="store_true", help="read and check everything, then stop")
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        choices=["newest", "auto"],
+        const="newest",
+        default="no",
+        metavar="auto",
+        help="continue the run from its newest checkpoint; auto: if there is one, from the newest that is "
+        "whole, else start (for schedulers that requeue)",
+    )
+    train.add_argument("--check", action="store_true", help="say all that is wrong, and stop")
     train.set_defaults(run=_train)
 
     _add_verify(commands)
@@ -133,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_verify(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     verify = commands.add_parser(
         "verify",
         help="check the gradient of parallel layouts on this machine",
@@ -156,7 +166,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     verify.set_defaults(run=_verify)
 
 
-def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_calibrate(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     calibrate = commands.add_parser(
         "calibrate",
         help="measure how much of S is noise",
@@ -182,7 +192,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     calibrate.set_defaults(run=_calibrate)
 
 
-def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_serve(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     serve = commands.add_parser(
         "serve",
         help="run vLLM for the rollouts of a training run",
@@ -223,18 +233,18 @@ def _add_nproc(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
+    if args.check:
+        return each_line(lambda: _check(args, overrides), "megatron-fspo")
     config = load_config(args.config, overrides)  # before the imports that take seconds
 
     from megatron_fspo.mcore.startup import job
-    from megatron_fspo.trainer.folder import checkpoint_to_resume
+    from megatron_fspo.trainer.folder import check_writable, checkpoints_to_resume
     from megatron_fspo.trainer.prepare import prepare
 
     with job():
         inputs = prepare(config, world_size=_world_size(args))
-        checkpoint_to_resume(inputs.config, resume=args.resume)
-        if args.check:
-            print(f"{args.config}: fine; the run would be in {inputs.config.run_folder}")
-            return 0
+        checkpoints_to_resume(config, args.resume)
+        check_writable(config.run_folder)
         _start_ranks(args, args.argv)
 
         from megatron_fspo.trainer.loop import train
@@ -246,6 +256,18 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         from megatron_fspo.report.page import write_report
 
         print(_where(inputs.config.run_folder, write_report(inputs.config.run_folder)))
+    return 0
+
+
+def _check(args: argparse.Namespace, overrides: list[str]) -> int:
+    config = load_config(args.config, overrides)
+
+    from megatron_fspo.trainer.check import check_run
+
+    # Under torchrun, and in the launch script, the run will be on this machine.
+    here = "WORLD_SIZE" in os.environ
+    found = check_run(config, world_size=_world_size(args), resume=args.resume, here=here)
+    print(f"{args.config}: {found}; the run would be in {config.run_folder}")
     return 0
 
 
