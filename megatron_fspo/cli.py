@@ -34,7 +34,6 @@ Continue or start:        megatron-fspo train --config run.toml --resume auto
 Results are in runs/<run.name>/: config.toml, metrics.jsonl, checkpoints/, hf/ and report/index.html.
 """
 
-
 _VERIFY_HELP = """\
 Compare the gradient of parallel layouts, parameter by parameter, with one process in float64.
 
@@ -50,7 +49,6 @@ A layout is words joined by dots: tpN, sp, ppN, vppN (virtual stages), cpN, dpN,
 overlap, recompute. Exit status 1 if a case fails; the worst parameter is named.
 """
 
-
 _CALIBRATE_HELP = """\
 Measure how much of S is noise, before a run: its own passes over the same responses, compared.
 
@@ -62,7 +60,6 @@ Given responses:          ... --responses runs/demo/samples.jsonl
 It samples one rollout and takes the optimizer steps of it, then throws the weights away. A table is printed;
 runs/<run.name>.calibrate/ has it as a page, and calibration.json for the key loss.noise.
 """
-
 
 _SERVE_HELP = """\
 Run vLLM for the rollouts of `megatron-fspo train`, until Ctrl-C, SIGTERM or the end of what started this.
@@ -297,6 +294,10 @@ def _verify(args: argparse.Namespace, _: list[str]) -> int:
 
     from megatron_fspo.verify.command import plan, run
 
+    if args.json and not os.access(args.json.absolute().parent, os.W_OK):
+        raise InputError(
+            f"--json {args.json}: {args.json.absolute().parent} is no folder that can be written"
+        )
     planned = plan(config, args.layouts, args.dtype, use_all=args.all, world_size=world_size)
     _start_ranks(args, args.argv)
 
@@ -312,9 +313,11 @@ def _calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from megatron_fspo.calibrate.command import check, report, run
     from megatron_fspo.mcore.startup import job
+    from megatron_fspo.trainer.folder import check_writable
 
     with job():
         inputs = check(config, args.emulate, args.responses, world_size=_world_size(args))
+        check_writable(inputs.config.run_folder)
         _start_ranks(args, args.argv)
         found = run(inputs, args.emulate, args.responses)
     if found is not None:
@@ -356,6 +359,8 @@ def _doctor(args: argparse.Namespace, _: list[str]) -> int:
 def _world_size(args: argparse.Namespace) -> int:
     """Processes of the job: torchrun's, or those that --nproc is about to start."""
     if "WORLD_SIZE" in os.environ:
+        if not os.environ["WORLD_SIZE"].isdecimal():
+            raise InputError(f"WORLD_SIZE = {os.environ['WORLD_SIZE']!r}: not a number of processes")
         return int(os.environ["WORLD_SIZE"])
     if args.nproc < 1:
         raise InputError(f"--nproc {args.nproc}: must be at least 1")
@@ -385,13 +390,10 @@ def _without_nproc(argv: Sequence[str]) -> list[str]:
 
 
 def _where(folder: Path, report: Path) -> str:
-    return "\n".join(
-        [
-            "",
-            f"done. The run is in {folder}/",
-            f"  checkpoint for transformers   {folder / 'hf'}",
-            f"  report                        {report}",
-            f"  numbers                       {folder / 'metrics.jsonl'}",
-            f"  resume from                   {folder / 'checkpoints'}",
-        ]
+    return (
+        f"\ndone. The run is in {folder}/\n"
+        f"  checkpoint for transformers   {folder / 'hf'}\n"
+        f"  report                        {report}\n"
+        f"  numbers                       {folder / 'metrics.jsonl'}\n"
+        f"  resume from                   {folder / 'checkpoints'}"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
@@ -12,7 +12,6 @@ from typing import Any, get_args
 import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from megatron_fspo.config.schema import Config
 from megatron_fspo.errors import InputError, InputErrors
@@ -170,7 +169,7 @@ def _lines(error: ValidationError) -> dict[str, str]:
     return dict(map(_line, found))
 
 
-def _line(details: ErrorDetails) -> tuple[str, str]:
+def _line(details: Mapping[str, Any]) -> tuple[str, str]:
     # A union's location carries the variant's tag (loss.fspo.c_low): the file does not.
     path = [str(part) for part in details["loc"]]
     variant = ""
@@ -180,7 +179,7 @@ def _line(details: ErrorDetails) -> tuple[str, str]:
     return key, _complaint(details, path, key, variant)
 
 
-def _complaint(details: ErrorDetails, path: list[str], key: str, variant: str) -> str:
+def _complaint(details: Mapping[str, Any], path: list[str], key: str, variant: str) -> str:
     if details["type"] == "extra_forbidden":
         return f"unknown key {key}{_nearest(key, variant)}"
     if details["type"] == "missing":

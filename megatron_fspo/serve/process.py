@@ -136,8 +136,9 @@ class ServerProcess:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
                 probe.bind(address)
-        except OSError as error:
-            raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from None
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(f"--host {host} --port {port}: {reason}") from None
 
     def __enter__(self) -> Self:
         self.start()

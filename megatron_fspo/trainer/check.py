@@ -44,9 +44,7 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
     if problems:
         raise InputErrors(problems)
     if elsewhere:
-        return (
-            "fine, as far as can be seen without a GPU (model.backend, model.layers and fp8 were not tried)"
-        )
+        return "fine, as far as can be seen without a GPU (model.layers and fp8 were not tried)"
     return "fine"
 
 

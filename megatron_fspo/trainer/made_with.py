@@ -57,5 +57,6 @@ def check_made_with(config: Config, ranks: int, before: Mapping[str, Any] | None
             why = "were computed in another precision" if key in _PRECISION else "depend on the packs"
             raise InputError(
                 f"{key}: {was[key]} -> {now[key]} within a step: with model.dtype = {config.model.dtype} and "
-                f"fp8.recipe = {config.fp8.recipe} the old log-probs of the step under way {why}. Set it back, and change it between two steps"
+                f"fp8.recipe = {config.fp8.recipe} the old log-probs of the step under way {why}. Set it "
+                "back, and change it between two steps"
             )

@@ -59,7 +59,7 @@ def test_another_precision_is_refused(key: str, recipe: str, change: dict[str, A
 
 def test_another_dtype_is_refused() -> None:
     """Before, the run went on, and S was rounding."""
-    with pytest.raises(InputError, match="model.dtype: bfloat16 -> float32 within a step"):
+    with pytest.raises(InputError, match=r"model\.dtype: bfloat16 -> float32 within a step"):
         goes_on(config("none"), config("none", model={"dtype": "float32"}))
     before = made_with(config("none"), 4)
     del before["model.dtype"]  # as earlier versions wrote it
