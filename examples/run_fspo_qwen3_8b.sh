@@ -19,7 +19,7 @@ for word in "$@"; do
   if [ "$word" = --smoke ]; then nproc=2; fi
 done
 export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Check the arguments once, here, where an error is one line and exit status 2.
+# Check the arguments once, here, where every error is one line, and exit status 2.
 WORLD_SIZE=$nproc "$python" "$0" --check "$@"
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" \
   --shutdown-timeout "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-1800}" "$0" "$@"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_fspo import __version__
 from megatron_fspo.config.loading import describe_keys, load_config
-from megatron_fspo.console import exit_status, import_megatron, quiet_megatron
+from megatron_fspo.console import OneLineParser, each_line, exit_status, import_megatron, quiet_megatron
 from megatron_fspo.errors import InputError
 
 SHUTDOWN_SECONDS = "1800"
@@ -29,10 +29,10 @@ Under torchrun:           torchrun --nproc-per-node 8 -m megatron_fspo train --c
 Change a key:             ... --loss.c-high 0.04 --run.name wider
 Check without training:   megatron-fspo train --config run.toml --check
 Continue a stopped run:   megatron-fspo train --config run.toml --resume
+Continue or start:        megatron-fspo train --config run.toml --resume auto
 
 Results are in runs/<run.name>/: config.toml, metrics.jsonl, checkpoints/, hf/ and report/index.html.
 """
-
 
 _VERIFY_HELP = """\
 Compare the gradient of parallel layouts, parameter by parameter, with one process in float64.
@@ -49,7 +49,6 @@ A layout is words joined by dots: tpN, sp, ppN, vppN (virtual stages), cpN, dpN,
 overlap, recompute. Exit status 1 if a case fails; the worst parameter is named.
 """
 
-
 _CALIBRATE_HELP = """\
 Measure how much of S is noise, before a run: its own passes over the same responses, compared.
 
@@ -61,7 +60,6 @@ Given responses:          ... --responses runs/demo/samples.jsonl
 It samples one rollout and takes the optimizer steps of it, then throws the weights away. A table is printed;
 runs/<run.name>.calibrate/ has it as a page, and calibration.json for the key loss.noise.
 """
-
 
 _SERVE_HELP = """\
 Run vLLM for the rollouts of `megatron-fspo train`, until Ctrl-C, SIGTERM or the end of what started this.
@@ -90,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-fspo", description="FSPO on Megatron-Core.")
+    parser = OneLineParser(prog="megatron-fspo", description="FSPO on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -103,8 +101,17 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_config(train)
-    train.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
-    train.add_argument("--check", action="store_true", help="read and check everything, then stop")
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        choices=["newest", "auto"],
+        const="newest",
+        default="no",
+        metavar="auto",
+        help="continue the run from its newest checkpoint; auto: if there is one, from the newest that is "
+        "whole, else start (for schedulers that requeue)",
+    )
+    train.add_argument("--check", action="store_true", help="say all that is wrong, and stop")
     train.set_defaults(run=_train)
 
     _add_verify(commands)
@@ -135,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_verify(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     verify = commands.add_parser(
         "verify",
         help="check the gradient of parallel layouts on this machine",
@@ -158,7 +165,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     verify.set_defaults(run=_verify)
 
 
-def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_calibrate(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     calibrate = commands.add_parser(
         "calibrate",
         help="measure how much of S is noise",
@@ -184,7 +191,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     calibrate.set_defaults(run=_calibrate)
 
 
-def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_serve(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     serve = commands.add_parser(
         "serve",
         help="run vLLM for the rollouts of a training run",
@@ -230,19 +237,19 @@ def _add_nproc(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
+    if args.check:
+        return each_line(lambda: _check(args, overrides), "megatron-fspo")
     config = load_config(args.config, overrides)  # before the imports that take seconds
     import_megatron()
 
     from megatron_fspo.mcore.startup import job
-    from megatron_fspo.trainer.folder import checkpoint_to_resume
+    from megatron_fspo.trainer.folder import check_writable, checkpoints_to_resume
     from megatron_fspo.trainer.prepare import prepare
 
     with job():
         inputs = prepare(config, world_size=_world_size(args))
-        checkpoint_to_resume(inputs.config, resume=args.resume)
-        if args.check:
-            print(f"{args.config}: fine; the run would be in {inputs.config.run_folder}")
-            return 0
+        checkpoints_to_resume(config, args.resume)
+        check_writable(config.run_folder)
         _start_ranks(args, args.argv)
 
         from megatron_fspo.trainer.loop import train
@@ -254,6 +261,19 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         from megatron_fspo.report.page import write_report
 
         print(_where(inputs.config.run_folder, write_report(inputs.config.run_folder)))
+    return 0
+
+
+def _check(args: argparse.Namespace, overrides: list[str]) -> int:
+    config = load_config(args.config, overrides)
+    import_megatron()
+
+    from megatron_fspo.trainer.check import check_run
+
+    # Under torchrun, and in the launch script, the run will be on this machine.
+    here = "WORLD_SIZE" in os.environ
+    found = check_run(config, world_size=_world_size(args), resume=args.resume, here=here)
+    print(f"{args.config}: {found}; the run would be in {config.run_folder}")
     return 0
 
 
@@ -285,6 +305,10 @@ def _verify(args: argparse.Namespace, _: list[str]) -> int:
 
     from megatron_fspo.verify.command import plan, run
 
+    if args.json and not os.access(args.json.absolute().parent, os.W_OK):
+        raise InputError(
+            f"--json {args.json}: {args.json.absolute().parent} is no folder that can be written"
+        )
     planned = plan(config, args.layouts, args.dtype, use_all=args.all, world_size=world_size)
     _start_ranks(args, args.argv)
 
@@ -301,9 +325,11 @@ def _calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
 
     from megatron_fspo.calibrate.command import check, report, run
     from megatron_fspo.mcore.startup import job
+    from megatron_fspo.trainer.folder import check_writable
 
     with job():
         inputs = check(config, args.emulate, args.responses, world_size=_world_size(args))
+        check_writable(inputs.config.run_folder)
         _start_ranks(args, args.argv)
         found = run(inputs, args.emulate, args.responses)
     if found is not None:
@@ -346,6 +372,8 @@ def _doctor(args: argparse.Namespace, _: list[str]) -> int:
 def _world_size(args: argparse.Namespace) -> int:
     """Processes of the job: torchrun's, or those that --nproc is about to start."""
     if "WORLD_SIZE" in os.environ:
+        if not os.environ["WORLD_SIZE"].isdecimal():
+            raise InputError(f"WORLD_SIZE = {os.environ['WORLD_SIZE']!r}: not a number of processes")
         return int(os.environ["WORLD_SIZE"])
     if args.nproc < 1:
         raise InputError(f"--nproc {args.nproc}: must be at least 1")
@@ -375,13 +403,10 @@ def _without_nproc(argv: Sequence[str]) -> list[str]:
 
 
 def _where(folder: Path, report: Path) -> str:
-    return "\n".join(
-        [
-            "",
-            f"done. The run is in {folder}/",
-            f"  checkpoint for transformers   {folder / 'hf'}",
-            f"  report                        {report}",
-            f"  numbers                       {folder / 'metrics.jsonl'}",
-            f"  resume from                   {folder / 'checkpoints'}",
-        ]
+    return (
+        f"\ndone. The run is in {folder}/\n"
+        f"  checkpoint for transformers   {folder / 'hf'}\n"
+        f"  report                        {report}\n"
+        f"  numbers                       {folder / 'metrics.jsonl'}\n"
+        f"  resume from                   {folder / 'checkpoints'}"
     )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from tqdm import tqdm
 
-from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.errors import InputError, InputErrors, TrainingError
+
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""What a person mends, not a programmer: no room, or no right to write."""
 
 
 def exit_status(work: Callable[[], int], program: str) -> int:
@@ -24,6 +30,11 @@ def exit_status(work: Callable[[], int], program: str) -> int:
     except (InputError, TrainingError) as error:
         _say(f"{program}: {error}")
         return 2 if isinstance(error, InputError) else 1
+    except OSError as error:
+        if error.errno not in _OF_THE_DISK or error.filename is None:
+            raise
+        _say(f"{program}: {error.filename}: {error.strerror}")
+        return 1
     except KeyboardInterrupt:
         _say(f"{program}: interrupted")
         return 130
@@ -32,6 +43,28 @@ def exit_status(work: Callable[[], int], program: str) -> int:
 def _say(message: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
+
+
+def each_line(work: Callable[[], int], program: str) -> int:
+    """Run ``work``; where it raises several errors at once, each goes to stderr in a line of its own.
+
+    Returns:
+        what ``work`` returned, or 2 after several errors. Others go on.
+    """
+    try:
+        return work()
+    except InputErrors as errors:
+        for problem in errors.problems:
+            _say(f"{program}: {problem}")
+        return 2
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line, without the usage; once per job."""
+
+    def error(self, message: str) -> NoReturn:
+        _say(f"{self.prog}: {message}; see {self.prog} --help")
+        raise SystemExit(2)
 
 
 @contextmanager

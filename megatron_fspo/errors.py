@@ -1,5 +1,9 @@
 """Errors a user can act on."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class InputError(ValueError):
     """Something the user gave is wrong: a config key, a file, a checkpoint.
@@ -7,6 +11,15 @@ class InputError(ValueError):
     The command line prints the message as one line and ends with exit status 2. So the message names
     the key or file, the value found, and what would be right.
     """
+
+
+class InputErrors(InputError):
+    """Several at once, none of which follows from another; in one line it is the first of them."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        super().__init__(self.problems[0] + more)
 
 
 class TrainingError(RuntimeError):

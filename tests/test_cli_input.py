@@ -238,6 +238,31 @@ def test_check_says_that_all_is_fine(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not torch.distributed.is_initialized() and list(tmp_path.iterdir()) == []
 
 
+def test_check_lists_all_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "--config", CONFIG, "--nproc", "3", "--run.folder", str(tmp_path), "--check"]
+    assert main([*arguments, "--data.train", "no.jsonl", "--reward.name", "no"]) == 2
+    out, err = capsys.readouterr()
+    told = ["parallel.tensor = 2 does not divide the world size 3", "no.jsonl", "no reward is called 'no'"]
+    assert out == "" and all(word in line for word, line in zip(told, err.splitlines(), strict=True))
+    assert main([*arguments, "--run.steps", "0", "--loss.c-hihg", "1"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "unknown key loss.c_hihg" in first and "run.steps = 0" in second
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is a check on a machine without GPUs")
+def test_check_without_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["train", "--config", CONFIG, "--nproc", "2", "--run.folder", str(tmp_path), "--check"]
+    arguments += ["--model.backend", "cuda", "--model.dtype", "bfloat16"]
+    assert main(arguments) == 0
+    assert "as far as can be seen without a GPU" in capsys.readouterr().out
+    monkeypatch.setenv("WORLD_SIZE", "2")  # the run will be here
+    assert main(arguments) == 2
+    assert "torch sees no GPU" in capsys.readouterr().err
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The program itself."""
     return subprocess.run(

@@ -14,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_fspo.console import exit_status, progress_bar
+from megatron_fspo.console import OneLineParser, exit_status, progress_bar
 from megatron_fspo.weights import HFReader, read_architecture, size_in_bytes, write_megatron_checkpoint
 
 
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("source", type=Path, help="folder with config.json and safetensors files")

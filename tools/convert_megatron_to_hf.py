@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_fspo.console import exit_status, progress_bar
+from megatron_fspo.console import OneLineParser, exit_status, progress_bar
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import (
     MegatronReader,
@@ -65,7 +65,7 @@ def _bytes(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("source", type=Path, help="folder with .metadata, or with torch_dist/")

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_fspo.console import exit_status, import_megatron, progress_bar
+from megatron_fspo.console import OneLineParser, exit_status, import_megatron, progress_bar
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.weights import (
     Architecture,
@@ -207,7 +207,7 @@ def _table(rows: Sequence[dict[str, Any]], tolerance: float) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("first", type=Path, metavar="A", nargs="?", help="checkpoint folder")

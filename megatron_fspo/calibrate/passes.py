@@ -92,7 +92,7 @@ def measure(inputs: Inputs, emulated: Sequence[FP8], given: Sequence[Row]) -> Me
         emulated: FP8 recipes to imitate.
         given: responses to score; none: those that the run samples first.
     """
-    run = build(inputs, None)
+    run = build(inputs)
     try:
         rollout = as_rollout(list(given), run.groups) if given else roll_out(run)[0]
         return _Passes(run, rollout, emulated).measured(sampled=not given)

@@ -30,6 +30,8 @@ def read_responses(path: Path, config: Config, arch: Architecture) -> list[Row]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not text in UTF-8") from None
     rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 import tomli_w
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_fspo.config.schema import Config
-from megatron_fspo.errors import InputError
+from megatron_fspo.errors import InputError, InputErrors
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -26,7 +27,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
             Dashes and underscores are the same.
 
     Raises:
-        InputError: one line that names the file, the key, the value and what is legal.
+        InputErrors: per wrong key a line that names the file, the key, the value and what is legal.
+        InputError: the file cannot be read.
     """
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -39,10 +41,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     for section in _UNIONS:
         if isinstance(tree.setdefault(section, {}), dict):
             tree[section].setdefault("name", _variants(section)[0])
+    wrong = _take_words(tree)
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
-        raise InputError(f"{path}: {_first_line(error)}") from None
+        wrong |= {key: line for key, line in _lines(error).items() if key not in wrong}
+    if wrong:
+        raise InputErrors([f"{path}: {line}" for line in wrong.values()])
+    return config
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -141,29 +147,52 @@ def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
     branch[key] = value
 
 
-def _first_line(error: ValidationError) -> str:
-    """The most telling of pydantic's complaints, as one line in the words of the file."""
+def _take_words(tree: dict[str, Any]) -> dict[str, str]:
+    """``"none"`` becomes None where that is legal, since TOML has no word for it; by key, what is wrong with
+    true and false, which pydantic takes for 1 and 0."""
+    annotations = {key: field.annotation for key, field, _ in legal_keys()}
+    wrong = {}
+    for section, keys in tree.items():
+        for name, value in list(keys.items()) if isinstance(keys, dict) else []:
+            key = f"{section}.{name}"
+            if value == "none" and NoneType in get_args(annotations.get(key)):
+                keys[name] = None
+            if isinstance(value, bool) and annotations.get(key, bool) is not bool:
+                wrong[key] = f"{key} = {str(value).lower()}: this key takes neither true nor false"
+    return wrong
+
+
+def _lines(error: ValidationError) -> dict[str, str]:
+    """Pydantic's complaints by key, in the words of the file, the most telling one first."""
     # An unknown key before a missing one: it may be the missing one, misspelt.
-    first = min(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+    found = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+    return dict(map(_line, found))
+
+
+def _line(details: Mapping[str, Any]) -> tuple[str, str]:
     # A union's location carries the variant's tag (loss.fspo.c_low): the file does not.
-    path = [str(part) for part in first["loc"]]
+    path = [str(part) for part in details["loc"]]
     variant = ""
     if len(path) == 3 and path[0] in _UNIONS:
         path, variant = [path[0], path[2]], path[1]
     key = ".".join(path)
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    if first["type"] == "extra_forbidden":
-        return f"unknown key {key}{_nearest(key, variant)}{more}"
-    if first["type"] == "missing":
-        return f"{key} is missing{more}"
-    message = first["msg"].removeprefix("Value error, ")
+    return key, _complaint(details, path, key, variant)
+
+
+def _complaint(details: Mapping[str, Any], path: list[str], key: str, variant: str) -> str:
+    if details["type"] == "extra_forbidden":
+        return f"unknown key {key}{_nearest(key, variant)}"
+    if details["type"] == "missing":
+        return f"{key} is missing"
+    message = details["msg"].removeprefix("Value error, ")
     if not key:
-        return message + more
-    if first["type"].startswith("union_tag"):
+        return message
+    value = details["input"]
+    if details["type"].startswith("union_tag"):
         legal = ", ".join(_variants(path[0]))
-        found = first["input"].get("name") if isinstance(first["input"], dict) else first["input"]
-        return f"{key}.name = {found!r}: must be one of {legal}{more}"
-    return f"{key} = {first['input']!r}: {message[0].lower()}{message[1:]}{more}"
+        found = value.get("name") if isinstance(value, dict) else value
+        return f"{key}.name = {found!r}: must be one of {legal}"
+    return f"{key} = {value!r}: {message[0].lower()}{message[1:]}"
 
 
 def _nearest(key: str, variant: str) -> str:

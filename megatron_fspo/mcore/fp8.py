@@ -29,14 +29,16 @@ LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Of a dense layer: what multiplies in FP8."""
 
 
-def check_fp8(fp8: FP8, backend: Backend, arch: Architecture, parallel: Parallel) -> None:
-    """``InputError`` unless this machine and these sizes run the recipe."""
+def check_fp8(
+    fp8: FP8, backend: Backend, arch: Architecture, parallel: Parallel, *, machine: bool = True
+) -> None:
+    """``InputError`` unless these sizes, and this machine if it is to be asked, run the recipe."""
     if not fp8.on:
         return
     asked = f"fp8.recipe = {fp8.recipe}"
     if backend.layers != "transformer_engine":
         raise InputError(f"{asked} needs layers of Transformer Engine; this run has {backend.layers} ones")
-    problem = fp8_problems()[fp8.recipe]
+    problem = fp8_problems()[fp8.recipe] if machine else None
     if problem is not None:
         raise InputError(f"{asked} does not run on {torch.cuda.get_device_name()}: {problem}")
     if 2 * fp8.first_last_layers_bf16 >= arch.num_layers:

@@ -21,7 +21,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_fspo.config import Parallel
+from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.mcore.backend import Backend
+from megatron_fspo.parallel.agent import end_with_agent
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.pulse import Patience, Pulse
@@ -35,8 +37,10 @@ _found: tuple[Store, int, int] | None = None
 def job() -> Iterator[None]:
     """Around all that a rank does: an error of one ends the others with its message, and all leave together.
 
-    An error before the job is joined, in a file that only this machine has perhaps, reaches them, too.
+    An error before the job is joined, in a file that only this machine has perhaps, reaches them, too. And a
+    rank ends when torchrun's agent does.
     """
+    end_with_agent()
     try:
         yield
         if _control is not None:
@@ -124,10 +128,26 @@ def _rendezvous(seconds: float) -> tuple[Store, int, int]:
         return _get_default_store(), dist.get_rank(), dist.get_world_size()
     if _found is None:
         alone = "MASTER_ADDR" not in os.environ
-        _found = (
-            (HashStore(), 0, 1) if alone else next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
-        )
+        _found = (HashStore(), 0, 1) if alone else _of_environment(seconds)
     return _found
+
+
+def _of_environment(seconds: float) -> tuple[Store, int, int]:
+    """What a launcher says in the environment.
+
+    Raises:
+        InputError: a variable is missing or wrong, or the port is in use.
+        TrainingError: nobody answers there.
+    """
+    try:
+        return next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+    except ValueError as error:
+        raise InputError(f"the environment of this rank: {error}") from None
+    except dist.DistError as error:
+        place = f"MASTER_ADDR = {os.environ['MASTER_ADDR']}, MASTER_PORT = {os.environ.get('MASTER_PORT')}"
+        if "EADDRINUSE" in str(error):
+            raise InputError(f"{place}: the port is in use, choose another") from None
+        raise TrainingError(f"{place}: nobody answers: {str(error).splitlines()[0]}") from None
 
 
 def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:

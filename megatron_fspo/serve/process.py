@@ -143,6 +143,8 @@ class ServerProcess:
     def _check_port(self) -> None:
         """Another server there would pass for ours."""
         host, port = self.options.host, self.options.port
+        if not 0 < port < 2**16:  # getaddrinfo takes the rest of the division
+            raise InputError(f"--port {port}: a port is from 1 to 65535")
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, socket.SOCK_STREAM) as probe:

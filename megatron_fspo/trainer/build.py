@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_fspo.config import Config
 from megatron_fspo.data.prompts import PromptCursor
 from megatron_fspo.data.walk import PromptWalk
+from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
 from megatron_fspo.mcore.fp8 import probe_fp8
 from megatron_fspo.mcore.hf_weights import load_hf
@@ -24,11 +27,13 @@ from megatron_fspo.trainer.ahead import Ahead
 from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.folder import (
     checkpoint_folder,
+    config_changes,
+    put_aside,
     remove_old_checkpoints,
     write_config,
 )
 from megatron_fspo.trainer.log import RunLog
-from megatron_fspo.trainer.losses import LossState, unfinished_calibration
+from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.made_with import check_made_with, made_with
 from megatron_fspo.trainer.parts import build_engine, build_policy, load_model
 from megatron_fspo.trainer.prepare import Inputs
@@ -105,11 +110,14 @@ class Training:
                 remove_old_checkpoints(self.inputs.config)
 
 
-def build(inputs: Inputs, checkpoint: Path | None) -> Training:
+def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = False) -> Training:
     """Start the process groups, build the policy and load its weights. Collective.
 
+    What is in the folder of the run changes only when all else has gone well.
+
     Args:
-        checkpoint: of the run, to go on from.
+        checkpoints: of the run, oldest first, to go on from the newest; none for a run that starts.
+        older: go on from the newest that can be read.
     """
     config = inputs.config
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
@@ -119,38 +127,28 @@ def build(inputs: Inputs, checkpoint: Path | None) -> Training:
     walk = PromptWalk(cursor, config.rollout.prompts)
     step = 0
     under_way: Step | None = None
-    if checkpoint is None:
+    damaged: list[str] = []
+    if not checkpoints:
         load_hf(policy, config.model.checkpoint)
     else:
-        state = load_checkpoint(policy, checkpoint)
+        checkpoint, state, damaged = _load_newest(policy, checkpoints, older=older)
         step = state["step"]
         walk.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
         if is_under_way(state):
-            check_made_with(config, dist.get_world_size(), state.get("made_with"))
-            pack = partial(
-                make_mini_batches, config, inputs.arch, groups=groups, device=inputs.backend.device
-            )
-            under_way = read_step(checkpoint, state["under_way"], inputs.train, pack)
-    # Now that the run can go on: a refused one leaves the folder as it was.
-    writer = dist.get_rank() == 0
-    changes = write_config(config) if writer else []
-    if writer:
-        remove_old_checkpoints(config)  # a killed run may not have come to its end
+            under_way = _read_step(inputs, checkpoint, state, groups)
     groups.control.meet("the weights to be loaded")
-    log = RunLog(config, writer=writer, resume_step=step if checkpoint else None)
-    for change in changes:
-        log.say(f"config changed since the run began: {change}")
-    if warning := unfinished_calibration(config):
-        log.say(warning)
     fp8_modules = probe_fp8(policy)
     engine = build_engine(inputs, policy)
     engine.update_weights(step)
+    reference = load_model(inputs, groups) if config.loss.kl_coef else None
+    log = _open_folder(config, step if checkpoints else None, checkpoints, damaged)
+    groups.control.meet("the first rank to open the records of the run")
     return Training(
         inputs=inputs,
         groups=groups,
         policy=policy,
-        reference=load_model(inputs, groups) if config.loss.kl_coef else None,
+        reference=reference,
         engine=engine,
         scoring=Scoring(
             groups=groups, vocab_size=inputs.arch.vocab_size, temperature=config.rollout.temperature
@@ -160,7 +158,64 @@ def build(inputs: Inputs, checkpoint: Path | None) -> Training:
         ahead=Ahead(inputs, engine, groups, walk, step + (under_way is not None)),
         log=log,
         step=step,
-        resumed=checkpoint is not None,
+        resumed=bool(checkpoints),
         fp8_modules=fp8_modules,
         under_way=under_way,
     )
+
+
+def _load_newest(
+    policy: Policy, checkpoints: Sequence[Path], *, older: bool
+) -> tuple[Path, dict[str, Any], list[str]]:
+    """The newest checkpoint, loaded, and its state; with ``older`` the newest that can be read, and what is
+    wrong with those after it, newest first. Collective.
+
+    Raises:
+        InputError: on every rank; the newest cannot be read, and no other may be taken or can be.
+    """
+    problems: list[str] = []
+    for checkpoint in reversed(checkpoints):
+        try:
+            return checkpoint, load_checkpoint(policy, checkpoint), problems
+        except InputError as error:
+            problems.append(str(error))
+        if not older:
+            break
+    if older or len(checkpoints) == 1:
+        raise InputError(problems[0])
+    raise InputError(
+        f"{problems[0]}. The checkpoint before it is {checkpoints[-2]}: go on from there with --resume auto"
+    )
+
+
+def _read_step(inputs: Inputs, checkpoint: Path, state: dict[str, Any], groups: ParallelGroups) -> Step:
+    """The step under way that a checkpoint holds."""
+    config = inputs.config
+    check_made_with(config, dist.get_world_size(), state.get("made_with"))
+    device = inputs.backend.device
+    pack = partial(make_mini_batches, config, inputs.arch, groups=groups, device=device)
+    return read_step(checkpoint, state["under_way"], inputs.train, pack)
+
+
+def _open_folder(
+    config: Config, step: int | None, checkpoints: Sequence[Path], damaged: Sequence[str]
+) -> RunLog:
+    """The log of a run that can go on: the first rank writes into the folder from here on.
+
+    Args:
+        step: of the checkpoint that the run goes on from; None for one that starts.
+        damaged: what is wrong with the newest of the checkpoints, newest first.
+    """
+    if dist.get_rank() != 0:
+        return RunLog(config, writer=False, resume_step=step)
+    changes = config_changes(config)
+    log = RunLog(config, writer=True, resume_step=step)
+    write_config(config)
+    for checkpoint, problem in zip(reversed(checkpoints), damaged, strict=False):
+        log.say(f"{problem}. It is now {put_aside(checkpoint).name}, and the run goes on from the one before")
+    if warning := unfinished_calibration(config):
+        log.say(warning)
+    remove_old_checkpoints(config)  # a killed run may not have come to its end
+    for change in changes:
+        log.say(f"config changed since the run began: {change}")
+    return log

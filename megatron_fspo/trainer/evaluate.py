@@ -14,6 +14,7 @@ from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.parts import build_engine, load_model
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout
+from megatron_fspo.trainer.same import prove_same
 from megatron_fspo.trainer.sampling import ask, collect_and_grade, is_first_of_copy
 from megatron_fspo.types import SamplingParams
 
@@ -95,6 +96,7 @@ def evaluate_checkpoint(inputs: Inputs) -> dict[str, float]:
     """Start the process groups, load ``model.checkpoint`` and evaluate it. Collective."""
     config = inputs.config
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
+    prove_same(inputs)
     engine = build_engine(inputs, load_model(inputs, groups))
     engine.update_weights(0)
     try:

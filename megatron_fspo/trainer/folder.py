@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
+from typing import Literal
 
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config, save_config
 from megatron_fspo.errors import InputError
+from megatron_fspo.trainer.lock import LOCK, Owner, check_not_held
+
+Resume = Literal["no", "newest", "auto"]
+"""What ``--resume`` asks for: a new run; to go on from the newest checkpoint; or to go on from the newest
+that is whole if there is a run, else to start one."""
 
 _CHECKPOINT = re.compile(r"step_(\d+)(?:\+(\d+))?")
 
@@ -40,33 +47,71 @@ def remove_old_checkpoints(config: Config) -> None:
         shutil.rmtree(path.rename(path.with_suffix(".partial")))
 
 
-def checkpoint_to_resume(config: Config, *, resume: bool) -> Path | None:
-    """The newest checkpoint with ``--resume``; None for a new run.
+def checkpoints_to_resume(config: Config, resume: Resume, *, mine: Owner | None = None) -> list[Path]:
+    """The checkpoints that the run may go on from, oldest first; none for one that starts.
+
+    Args:
+        mine: the lock that this process holds, if it holds one.
 
     Raises:
-        InputError: a run of this name is there already and was not asked for, or has nothing to resume.
+        InputError: a run of this name is there already and was not asked for, or there is none to resume; or
+            another process of this machine is writing there.
     """
     folder = config.run_folder
-    if not resume:
-        if folder.exists() and any(folder.iterdir()):
+    check_not_held(folder, mine)
+    if resume == "no":
+        if folder.exists() and any(path.name != LOCK for path in _entries(folder)):
             raise InputError(
                 f"{folder} holds a run already: continue it with --resume, change run.name, or remove it"
             )
-        return None
-    if not folder.exists():
+        return []
+    if resume == "newest" and not folder.exists():
         raise InputError(f"--resume: there is no run in {folder}")
-    found = checkpoints(config)
     # A run killed before its first checkpoint starts over: the same seed gives the same numbers.
-    return found[-1] if found else None
+    return checkpoints(config)
 
 
-def write_config(config: Config) -> list[str]:
-    """Write ``config.toml``; returns what changed against the one there, as ``key: old -> new`` lines."""
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InputError(f"run.folder: {folder} cannot be read: {error.strerror}") from None
+
+
+def check_writable(folder: Path) -> None:
+    """``InputError`` if the folder of a run could not be made or written; nothing is written to find out."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise InputError(f"run.folder: {folder} cannot be made: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise InputError(f"run.folder: {folder} cannot be written: {there} is read-only for this user")
+
+
+def put_aside(damaged: Path) -> Path:
+    """Take the name of a checkpoint from one that cannot be read, for the one that will be written in its
+    place; returns its new name."""
+    aside = damaged.with_suffix(".damaged")
+    if aside.exists():
+        shutil.rmtree(aside)
+    return damaged.rename(aside)
+
+
+def config_changes(config: Config) -> list[str]:
+    """What changed against the ``config.toml`` of the run, if it has one, as ``key: old -> new`` lines.
+
+    Raises:
+        InputError: the file there is not a configuration.
+    """
     path = config.run_folder / "config.toml"
-    changes = _changes(load_config(path), config) if path.exists() else []
+    return _changes(load_config(path), config) if path.exists() else []
+
+
+def write_config(config: Config) -> None:
+    """Write ``config.toml``."""
     config.run_folder.mkdir(parents=True, exist_ok=True)
-    save_config(config, path)
-    return changes
+    save_config(config, config.run_folder / "config.toml")
 
 
 def _changes(old: Config, new: Config) -> list[str]:

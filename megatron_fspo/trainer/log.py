@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
 from megatron_fspo.config import Config
+from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.trainer.records import SequenceRecord
 
 METRICS = "metrics.jsonl"
@@ -29,6 +32,10 @@ class RunLog:
     Args:
         writer: whether this is rank 0.
         resume_step: keep what is logged up to this step and drop the rest; None starts afresh.
+
+    Raises:
+        InputError: a row of an earlier step is corrupt, or wandb does not take the run. No file has changed.
+        TrainingError: also of the other methods; a file cannot be written (a full disk, say).
     """
 
     def __init__(self, config: Config, *, writer: bool, resume_step: int | None) -> None:
@@ -39,10 +46,11 @@ class RunLog:
         self._told: dict[str, int] = {}
         if not writer:
             return
-        for name in (METRICS, SEQUENCES, SAMPLES):
-            _truncate(self._folder / name, resume_step)
+        kept = {name: _up_to(self._folder / name, resume_step) for name in (METRICS, SEQUENCES, SAMPLES)}
         if config.log.wandb != "off":
             self._wandb = _start_wandb(config, resuming=resume_step is not None)
+        for name, rows in kept.items():
+            _replace(self._folder / name, rows)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of one step: to the file, to wandb, and as one line on the console."""
@@ -135,26 +143,53 @@ def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a jsonl file of this module; a last line cut short by a crash is left out."""
+    """The rows of a jsonl file of this module; a last line cut short by a crash is left out.
+
+    Raises:
+        InputError: another line is not a row; names file and line.
+    """
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            rows.append(json.loads(line))
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            row = json.loads(line)
+            known = isinstance(row["step"], int)
+        except (ValueError, TypeError, KeyError):
+            known = False
+        if not known:
+            raise InputError(f"{path}:{number}: not a row of this trainer: mend the line, or remove it")
+        rows.append(row)
     return rows
 
 
-def _truncate(path: Path, resume_step: int | None) -> None:
-    kept = [] if resume_step is None else [row for row in read_rows(path) if row["step"] <= resume_step]
+def _up_to(path: Path, step: int | None) -> list[dict[str, Any]]:
+    return [] if step is None else [row for row in read_rows(path) if row["step"] <= step]
+
+
+def _replace(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-    partial.rename(path)
+    with _writing(path):
+        partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        partial.rename(path)
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
+    with _writing(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{path} cannot be written: {error.strerror}. The checkpoints of the run are whole: mend that, "
+            "then continue with --resume"
+        ) from None
 
 
 def _json_number(value: float) -> float | None:
@@ -162,16 +197,45 @@ def _json_number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def check_wandb(mode: Literal["off", "offline", "online"]) -> None:
+    """``InputError`` unless wandb is there, and online a key for it. Asked on the first rank only."""
+    if mode == "off" or os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        import wandb
+    except ImportError:
+        raise InputError(
+            f"log.wandb = {mode} needs the package wandb, which is not installed: install it, or set "
+            "log.wandb = off"
+        ) from None
+    if mode == "online" and not wandb.login(prompt=False, verify=False):
+        raise InputError(
+            "log.wandb = online, but wandb has no API key here: run `wandb login`, set WANDB_API_KEY, or set "
+            "log.wandb = offline"
+        )
+
+
 def _start_wandb(config: Config, *, resuming: bool) -> Any:
     import wandb
 
-    return wandb.init(
-        project=config.log.project,
-        name=config.run.name,
-        id=config.run.name,
-        resume="allow" if resuming else None,
-        mode="online" if config.log.wandb == "online" else "offline",
-        dir=str(config.run_folder),
-        config=config.model_dump(mode="json"),
-        settings=wandb.Settings(silent=True),
-    )
+    files = config.run_folder / "wandb"
+    new = not files.exists()
+    try:
+        return wandb.init(
+            project=config.log.project,
+            name=config.run.name,
+            id=config.run.name,
+            resume="allow" if resuming else None,
+            mode="online" if config.log.wandb == "online" else "offline",
+            dir=str(config.run_folder),
+            config=config.model_dump(mode="json"),
+            settings=wandb.Settings(silent=True),
+        )
+    except wandb.Error as error:
+        if new:  # else the name of the run would be taken by one that never began
+            shutil.rmtree(files, ignore_errors=True)
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"log.wandb = {config.log.wandb}, but wandb does not take the run: {reason[:300]}. Set it to "
+            "off, or to offline and send the run later"
+        ) from None

@@ -14,13 +14,14 @@ from megatron_fspo.mcore.hf_weights import export_hf
 from megatron_fspo.trainer.begin import begin_step
 from megatron_fspo.trainer.build import Training, build
 from megatron_fspo.trainer.evaluate import evaluate
-from megatron_fspo.trainer.folder import checkpoint_to_resume
+from megatron_fspo.trainer.folder import Resume
 from megatron_fspo.trainer.optimize import optimize, update_metrics
+from megatron_fspo.trainer.place import Place, in_folder
 from megatron_fspo.trainer.prepare import Inputs
 
 
-def train(inputs: Inputs, *, resume: bool) -> bool:
-    """Run to the last step, then export. Collective.
+def train(inputs: Inputs, *, resume: Resume) -> bool:
+    """Run to the last step, then export, as the only job in its folder. Collective.
 
     Returns:
         False when SIGTERM stopped the run early; it left a checkpoint to resume from.
@@ -28,9 +29,13 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
     Raises:
         RewardError: the rewards of a step or an evaluation are no use. A checkpoint has the steps done.
     """
-    config = inputs.config
-    run = build(inputs, checkpoint_to_resume(config, resume=resume))
-    control = run.groups.control
+    with in_folder(inputs, resume) as place:
+        run = build(inputs, place.checkpoints, older=resume == "auto")
+        return _train(run, place)
+
+
+def _train(run: Training, place: Place) -> bool:
+    config, control = run.inputs.config, run.groups.control
     signal.signal(signal.SIGTERM, lambda number, frame: control.request_stop())
     if config.evaluation.every and not run.resumed:
         run.log.step(0, _evaluate(run))
@@ -51,6 +56,7 @@ def train(inputs: Inputs, *, resume: bool) -> bool:
         if _due(run.step, config.checkpoint.every) or end:
             with run.log.phase("save_checkpoint", 1, "", run.timings):
                 run.save(wait=end)
+        place.check()
         # First the row, then the name of the checkpoint: a run that resumes from it has the row.
         run.log.step(run.step, metrics | run.timings)
         run.end_save(wait=failed is not None)

@@ -140,6 +140,8 @@ def read_calibration(path: Path) -> Calibration:
         return Calibration.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"loss.noise = {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"loss.noise = {path}: not text in UTF-8") from None
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         problem = f"{where}: {error.errors()[0]['msg']}"

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatron_fspo.config import Config
 from megatron_fspo.data.prompts import load_prompts
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
-from megatron_fspo.errors import InputError
+from megatron_fspo.errors import InputError, InputErrors
 from megatron_fspo.mcore.backend import Backend, check_dtype, choose_backend
 from megatron_fspo.mcore.fp8 import check_fp8
 from megatron_fspo.mcore.model import check_parallel, check_trainable, check_world
 from megatron_fspo.objective.noise import Noise
 from megatron_fspo.rewards import Reward, get_reward
 from megatron_fspo.rollout.vllm.connect import check_options
+from megatron_fspo.trainer.log import check_wandb
 from megatron_fspo.trainer.noise import noise_of_run
 from megatron_fspo.types import Prompt
 from megatron_fspo.weights import Architecture, check_checkpoint, open_checkpoint, read_architecture
+
+T = TypeVar("T")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """By ``model.dtype``."""
@@ -46,37 +50,38 @@ class Inputs:
         return DTYPES[self.config.model.dtype]
 
 
-def prepare(config: Config, *, world_size: int) -> Inputs:
-    """Read and check what the configuration names.
+def prepare(config: Config, *, world_size: int, elsewhere: bool = False) -> Inputs:
+    """Read and check what the configuration names: all that does not hang on what is already wrong.
+
+    Args:
+        elsewhere: the run will be on GPUs of another machine: what only they can tell is not checked.
 
     Raises:
-        InputError: the first thing that is wrong, as one line.
+        InputErrors: what is wrong.
     """
-    backend = choose_backend(config.model.backend, config.model.layers)
-    check_dtype(backend, DTYPES[config.model.dtype])
-    _check_world(config, world_size)
-    arch = read_architecture(config.model.checkpoint)
-    check_trainable(arch)
-    check_parallel(arch, config.parallel)
-    check_fp8(config.fp8, backend, arch, config.parallel)
-    check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch)
-    tokenizer = load_tokenizer(config.model.checkpoint)
-    check_vocabulary(tokenizer, arch.vocab_size)
-    train = _prompts(config, config.data.train, tokenizer)
-    if config.rollout.prompts > len(train):
-        raise InputError(
-            f"rollout.prompts = {config.rollout.prompts}, "
-            f"but {config.data.train} has only {len(train)} prompts"
-        )
-    _check_context(config, arch)
-    if config.rollout.engine == "vllm":
-        temperatures = {
-            "rollout.temperature": config.rollout.temperature,
-            "evaluation.temperature": config.evaluation.temperature,
-        }
-        check_options(config.vllm, temperatures, cuda=backend.device.type == "cuda")
-    if config.evaluation.every and config.data.validation is None:
-        raise InputError("evaluation.every > 0 needs data.validation (or set evaluation.every = 0)")
+    attempt = _Attempts()
+    backend = attempt(lambda: _backend(config, elsewhere=elsewhere))
+    attempt(lambda: _check_world(config, world_size))
+    attempt(lambda: check_wandb(config.log.wandb))
+    if backend is not None:
+        attempt(lambda: check_dtype(backend, DTYPES[config.model.dtype]))
+        attempt(lambda: _check_vllm(config, backend))
+    arch = attempt(lambda: read_architecture(config.model.checkpoint))
+    tokenizer: Any = None
+    if arch is not None:
+        attempt(lambda: _check_model(config, arch))
+        attempt(lambda: check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch))
+        attempt(lambda: _check_context(config, arch))
+        if backend is not None:
+            attempt(lambda: check_fp8(config.fp8, backend, arch, config.parallel, machine=not elsewhere))
+        tokenizer = attempt(lambda: _tokenizer(config, arch))
+    train = attempt(lambda: _train_prompts(config, tokenizer)) if tokenizer is not None else None
+    validation = attempt(lambda: _validation_prompts(config, tokenizer)) if tokenizer is not None else None
+    reward = attempt(lambda: get_reward(config.reward.name))
+    noise = attempt(lambda: (noise_of_run(config),))
+    if attempt.problems:
+        raise InputErrors(attempt.problems)
+    assert backend and arch and train is not None and validation is not None and reward and noise
     return Inputs(
         config=config,
         backend=backend,
@@ -84,10 +89,70 @@ def prepare(config: Config, *, world_size: int) -> Inputs:
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(tokenizer, config.model.checkpoint),
         train=train,
-        validation=_prompts(config, config.data.validation, tokenizer) if config.data.validation else (),
-        reward=get_reward(config.reward.name),
-        noise=noise_of_run(config),
+        validation=validation,
+        reward=reward,
+        noise=noise[0],
     )
+
+
+class _Attempts:
+    """Checks, one after the other, and what they found to be wrong."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def __call__(self, check: Callable[[], T]) -> T | None:
+        try:
+            return check()
+        except InputError as error:
+            self.problems.append(str(error))
+            return None
+
+
+def _backend(config: Config, *, elsewhere: bool) -> Backend:
+    if not elsewhere:
+        return choose_backend(config.model.backend, config.model.layers)
+    layers = "local" if config.model.layers == "local" else "transformer_engine"
+    return Backend(device=torch.device("cuda"), collectives="nccl", layers=layers)  # type: ignore[arg-type]
+
+
+def _check_model(config: Config, arch: Architecture) -> None:
+    check_trainable(arch)
+    check_parallel(arch, config.parallel)
+
+
+def _check_vllm(config: Config, backend: Backend) -> None:
+    if config.rollout.engine == "vllm":
+        temperatures = {
+            "rollout.temperature": config.rollout.temperature,
+            "evaluation.temperature": config.evaluation.temperature,
+        }
+        check_options(config.vllm, temperatures, cuda=backend.device.type == "cuda")
+
+
+def _tokenizer(config: Config, arch: Architecture) -> Any:
+    tokenizer = load_tokenizer(config.model.checkpoint)
+    check_vocabulary(tokenizer, arch.vocab_size)
+    stop_token_ids(tokenizer, config.model.checkpoint)
+    return tokenizer
+
+
+def _train_prompts(config: Config, tokenizer: Any) -> tuple[Prompt, ...]:
+    train = _prompts(config, config.data.train, tokenizer)
+    if config.rollout.prompts > len(train):
+        raise InputError(
+            f"rollout.prompts = {config.rollout.prompts}, "
+            f"but {config.data.train} has only {len(train)} prompts"
+        )
+    return train
+
+
+def _validation_prompts(config: Config, tokenizer: Any) -> tuple[Prompt, ...]:
+    if config.data.validation is not None:
+        return _prompts(config, config.data.validation, tokenizer)
+    if config.evaluation.every:
+        raise InputError("evaluation.every > 0 needs data.validation (or set evaluation.every = 0)")
+    return ()
 
 
 def _prompts(config: Config, path: Any, tokenizer: Any) -> tuple[Prompt, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,17 @@ from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import InputError
 from megatron_fspo.trainer.folder import (
+    Resume,
+    check_writable,
     checkpoint_folder,
-    checkpoint_to_resume,
     checkpoints,
+    checkpoints_to_resume,
+    config_changes,
+    put_aside,
     remove_old_checkpoints,
     write_config,
 )
+from megatron_fspo.trainer.lock import FolderLock
 
 
 def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
@@ -46,7 +52,7 @@ def test_the_newest_whole_checkpoint_is_resumed(tmp_path: Path) -> None:
     folder = make_checkpoints(
         config, "step_000002", "step_999999", "step_1000000", "step_1000001.partial", "other"
     )
-    assert checkpoint_to_resume(config, resume=True) == folder / "step_1000000"
+    assert checkpoints_to_resume(config, "newest") == checkpoints(config)
     assert [path.name for path in checkpoints(config)] == ["step_000002", "step_999999", "step_1000000"]
     assert checkpoint_folder(config, 2) == folder / "step_000002"
 
@@ -54,7 +60,7 @@ def test_the_newest_whole_checkpoint_is_resumed(tmp_path: Path) -> None:
 def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     make_checkpoints(config, "step_000002.partial")
-    assert checkpoint_to_resume(config, resume=True) is None
+    assert checkpoints_to_resume(config, "newest") == []
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [30]), (2, [20, 30]), (5, [1, 10, 20, 30])])
@@ -85,12 +91,12 @@ def test_half_removed_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_new_run_wants_an_empty_folder(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    assert checkpoint_to_resume(config, resume=False) is None
+    assert checkpoints_to_resume(config, "no") == []
     config.run_folder.mkdir()
-    assert checkpoint_to_resume(config, resume=False) is None
+    assert checkpoints_to_resume(config, "no") == []
     (config.run_folder / "notes.txt").touch()
     with pytest.raises(InputError) as caught:
-        checkpoint_to_resume(config, resume=False)
+        checkpoints_to_resume(config, "no")
     assert str(caught.value) == (
         f"{tmp_path}/one holds a run already: continue it with --resume, change run.name, or remove it"
     )
@@ -98,20 +104,63 @@ def test_a_new_run_wants_an_empty_folder(tmp_path: Path) -> None:
 
 def test_nothing_to_resume(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
-        checkpoint_to_resume(make_config(tmp_path), resume=True)
+        checkpoints_to_resume(make_config(tmp_path), "newest")
     assert str(caught.value) == f"--resume: there is no run in {tmp_path}/one"
+    assert not (tmp_path / "one").exists()
+
+
+def test_auto_goes_on_where_there_is_a_run_and_starts_where_there_is_none(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    assert checkpoints_to_resume(config, "auto") == []
+    write_config(config)
+    assert checkpoints_to_resume(config, "auto") == []
+    make_checkpoints(config, "step_000001", "step_000002")
+    assert checkpoints_to_resume(config, "auto") == checkpoints(config) != []
+
+
+@pytest.mark.parametrize("resume", ["no", "newest", "auto"])
+def test_a_run_that_is_under_way_is_left_alone(tmp_path: Path, resume: Resume) -> None:
+    config = make_config(tmp_path)
+    held = FolderLock(config.run_folder)
+    with pytest.raises(InputError, match="is in use by process"):
+        checkpoints_to_resume(config, resume)
+    assert checkpoints_to_resume(config, resume, mine=held.owner) == []
+    held.release()
+
+
+def test_a_damaged_checkpoint_gives_its_name_to_the_next(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    folder = make_checkpoints(config, "step_000001+002", "step_000002", "step_000002.damaged")
+    assert put_aside(folder / "step_000002") == folder / "step_000002.damaged"
+    assert put_aside(folder / "step_000001+002") == folder / "step_000001+002.damaged"
+    assert checkpoints(config) == []
+    remove_old_checkpoints(config)
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_writable(tmp_path / "runs/one")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"run\.folder: .*/file/one cannot be made: .*/file is a file"):
+        check_writable(tmp_path / "file/one")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    with pytest.raises(InputError, match=r"run\.folder: .*/runs/one cannot be written: .* is read-only"):
+        check_writable(tmp_path / "runs/one")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_the_configuration_is_kept_and_changes_are_told(tmp_path: Path) -> None:
     first = make_config(tmp_path)
-    assert write_config(first) == []
+    assert config_changes(first) == []
+    write_config(first)
     assert load_config(tmp_path / "one/config.toml") == first
-    assert write_config(first) == []
+    assert config_changes(first) == []
 
     second = make_config(
         tmp_path, loss={"name": "rloo", "eps_low": 0.1}, data={"train": "t", "validation": "v"}
     )
-    changes = write_config(second)
+    changes = config_changes(second)
+    write_config(second)
     assert load_config(tmp_path / "one/config.toml") == second
     assert {"data.validation: None -> v", "loss.name: fspo -> rloo", "loss.eps_low: None -> 0.1"} <= set(
         changes

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_fspo.config import Config
+from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.trainer.log import RunLog, describe, read_rows
 from megatron_fspo.trainer.records import SequenceRecord
 
@@ -225,3 +226,24 @@ def test_what_lasts_is_told_now_and_then(tmp_path: Path, capsys: pytest.CaptureF
         "step 43: too small",
         "step 50: too large",
     ]
+
+
+def test_a_full_disk_stops_the_run_with_one_line(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    config.run_folder.mkdir(exist_ok=True)
+    log = RunLog(config, writer=True, resume_step=None)
+    (config.run_folder / "metrics.jsonl").unlink()
+    (config.run_folder / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(
+        TrainingError, match=r"metrics\.jsonl cannot be written: No space left on device\. "
+    ) as caught:
+        log.step(1, {"x": 1.0})
+    assert "\n" not in str(caught.value) and "--resume" in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ['{"step": 1', "[1]", '{"loss": 1}', '{"step": "1"}', "\xff"])
+def test_a_corrupt_row_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(InputError, match=r"metrics\.jsonl:2: not a row of this trainer"):
+        read_rows(path)

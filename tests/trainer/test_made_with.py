@@ -57,6 +57,15 @@ def test_another_precision_is_refused(key: str, recipe: str, change: dict[str, A
     goes_on(config(recipe), config(recipe, **change, **sampled))
 
 
+def test_another_dtype_is_refused() -> None:
+    """Before, the run went on, and S was rounding."""
+    with pytest.raises(InputError, match=r"model\.dtype: bfloat16 -> float32 within a step"):
+        goes_on(config("none"), config("none", model={"dtype": "float32"}))
+    before = made_with(config("none"), 4)
+    del before["model.dtype"]  # as earlier versions wrote it
+    check_made_with(config("none", model={"dtype": "float32"}), 4, before)
+
+
 @pytest.mark.parametrize(("key", "change"), PACKS)
 def test_other_packs_are_refused_with_a_scale_per_tensor_only(key: str, change: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=rf"{key}.*: .*fp8.recipe = tensorwise .*depend on the packs"):

@@ -322,8 +322,9 @@ def test_the_launch_script_says_so_without_gpus(tmp_path: Path) -> None:
     )
     assert result.returncode == 2
     # A CUDA build of torch logs a line of its own where there is no GPU.
-    (line,) = [x for x in result.stderr.splitlines() if "No CUDA runtime is found" not in x]
-    assert "torch sees no GPU" in line
+    lines = [x for x in result.stderr.splitlines() if "No CUDA runtime is found" not in x]
+    assert all(line.startswith("megatron-fspo: ") for line in lines)
+    assert sum("torch sees no GPU" in line for line in lines) == 1
 
 
 def test_evaluate_scores_an_exported_checkpoint(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 
@@ -46,6 +47,22 @@ def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: boo
     for key, temperature in temperatures.items():
         if temperature > LARGEST_TEMPERATURE:
             raise InputError(f"{key} = {temperature}: vLLM takes at most {LARGEST_TEMPERATURE:g}")
+
+
+def absent_servers(options: VLLM) -> list[str]:
+    """Per server that does not answer within seconds, a line that names it."""
+    return asyncio.run(_absent_servers(options))
+
+
+async def _absent_servers(options: VLLM) -> list[str]:
+    async with http_client() as http:
+        servers = _servers(options, http)
+        answered = await asyncio.gather(*(server.healthy() for server in servers))
+    return [
+        f"vllm.urls: no server answers at {server.url}; `megatron-fspo serve` starts one"
+        for server, there in zip(servers, answered, strict=True)
+        if not there
+    ]
 
 
 def connect(options: VLLM, vocab_size: int) -> Leader:

@@ -1,0 +1,159 @@
+"""Before the first step every rank proves that it has the same run in hand as the others.
+
+Nodes differ in ways that no error tells: a relative ``run.folder`` on disks of their own, another copy of the
+data, a configuration edited on one of them, an environment that was updated on all but one. Such a run would
+train, and be wrong. So what each rank has is compared before any weights are loaded, and a difference is
+named with its ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.parallel.control import Control
+from megatron_fspo.trainer.lock import read_owner
+from megatron_fspo.trainer.prepare import Inputs
+
+_PACKAGES = ("megatron-fspo", "torch", "megatron-core", "transformer-engine", "transformers", "safetensors")
+_NOTHING = "none"
+VISIBLE_SECONDS = 75.0
+"""How long a network file system may hide a new file from another machine: NFS caches names for a minute."""
+_POLL_SECONDS = 0.5
+_LISTED = 5
+"""Ranges of ranks that a message lists at most."""
+
+
+def prove_same(inputs: Inputs, *, resume: str = "no") -> None:
+    """All ranks have the same configuration, data, tokenizer and versions. Collective.
+
+    Args:
+        resume: what ``--resume`` says; it has to be the same, too.
+
+    Raises:
+        InputError: on every rank; names the first thing that differs, and the ranks.
+    """
+    if dist.get_world_size() == 1:
+        return
+    every = _gather((socket.gethostname(), {**_facts(inputs), "--resume": resume}))
+    if problem := difference(every):
+        raise InputError(problem)
+
+
+def prove_folder_is_shared(inputs: Inputs, control: Control, nonce: str) -> None:
+    """All ranks see the lock file that the first rank made in the folder of the run. Collective.
+
+    Args:
+        nonce: of the lock.
+
+    Raises:
+        InputError: on every rank; names the ranks that do not see it.
+    """
+    if dist.get_world_size() == 1:
+        return
+    folder = inputs.config.run_folder
+    seen = _sees(folder, nonce)
+    control.meet("all ranks to look into the folder of the run")
+    every = _gather((socket.gethostname(), str(Path.cwd()), seen))
+    blind = [rank for rank, (_, _, seen) in enumerate(every) if not seen]
+    if blind:
+        host, place, _ = every[blind[0]]
+        raise InputError(
+            f"run.folder: what rank 0 ({every[0][0]}, started in {every[0][1]}) wrote in {folder} is not "
+            f"seen by {_ranks(blind)} ({host}, started in {place}): all nodes need one shared folder, named "
+            "by its full path"
+        )
+
+
+def difference(every: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
+    """The first fact that is not the same on all ranks, as a line; None if all are.
+
+    Args:
+        every: per rank its host, and its facts by name.
+    """
+    names = dict.fromkeys(name for _, facts in every for name in facts)
+    for name in names:
+        having: dict[str, list[int]] = {}
+        for rank, (_, facts) in enumerate(every):
+            having.setdefault(facts.get(name, _NOTHING), []).append(rank)
+        if len(having) > 1:
+            parts = (f"{value} on {_ranks(ranks)} ({every[ranks[0]][0]})" for value, ranks in having.items())
+            return f"{name} differs between ranks: {'; '.join(parts)}"
+    return None
+
+
+def _facts(inputs: Inputs) -> dict[str, str]:
+    """By name, as a person reads them; the likelier reason before what follows from it."""
+    config = inputs.config
+    facts = dict(_versions())
+    for section, keys in config.model_dump(mode="json").items():
+        facts |= {f"{section}.{key}": repr(value) for key, value in keys.items()}
+    for key in ("train", "validation"):
+        path: Path | None = getattr(config.data, key)
+        if path is not None:
+            facts[f"the file of data.{key}, {path},"] = f"SHA-256 {_digest([path])}"
+    small = sorted(path for path in config.model.checkpoint.glob("*") if path.suffix in (".json", ".jinja"))
+    facts["the configuration and tokenizer in model.checkpoint"] = f"SHA-256 {_digest(small)}"
+    if config.loss.name == "fspo" and config.loss.noise is not None:
+        facts[f"the file of loss.noise, {config.loss.noise},"] = f"SHA-256 {_digest([config.loss.noise])}"
+    return facts
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "the version of Python", platform.python_version()
+    for package in _PACKAGES:
+        try:
+            yield f"the version of {package}", importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield f"the version of {package}", _NOTHING
+
+
+def _digest(paths: Sequence[Path]) -> str:
+    found = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:16]
+
+
+def _sees(folder: Path, nonce: str) -> bool:
+    """Whether the lock file is there, soon."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while True:
+        try:
+            owner = read_owner(folder)
+        except OSError:
+            owner = None
+        if owner is not None and owner.nonce == nonce:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+
+
+def _gather(mine: Any) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0-3, 8``."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    more = [f"{len(texts) - _LISTED} more ranges"] if len(texts) > _LISTED else []
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(texts[:_LISTED] + more)}"

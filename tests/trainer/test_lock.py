@@ -1,0 +1,168 @@
+"""The lock of a run's folder: who holds it, who is gone, who takes over."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.trainer import lock
+from megatron_fspo.trainer.lock import LOCK, FolderLock, Owner, check_not_held, read_owner
+
+ELSEWHERE = replace(Owner.this_process(), host="node-7", machine="another boot", process=4711, job="99")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "REFRESH_SECONDS", 0.02)
+    monkeypatch.setattr(lock, "POLL_SECONDS", 0.02)
+
+
+def write(folder: Path, owner: Owner, *, age: float = 0.0) -> None:
+    """A lock as ``owner`` left it, ``age`` seconds ago on the file system's clock."""
+    folder.mkdir(exist_ok=True)
+    path = folder / LOCK
+    path.write_text(json.dumps(asdict(owner)))
+    seconds = path.stat().st_mtime - age
+    os.utime(path, (seconds, seconds))
+
+
+def ended_process() -> Owner:
+    """Of this machine."""
+    found = subprocess.Popen([sys.executable, "-c", "pass"])
+    started = Path(f"/proc/{found.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    found.wait()
+    return replace(Owner.this_process(), process=found.pid, started=started)
+
+
+def test_one_holds_it_and_the_other_is_refused(tmp_path: Path) -> None:
+    held = FolderLock(tmp_path / "one")
+    with pytest.raises(InputError) as caught:
+        FolderLock(tmp_path / "one")
+    words = [f"{tmp_path}/one is in use by process {os.getpid()} on {socket.gethostname()}", "run.name"]
+    assert [word for word in words if word not in str(caught.value)] == []
+    with pytest.raises(InputError, match="is in use by process"):
+        check_not_held(tmp_path / "one")
+    check_not_held(tmp_path / "one", held.owner)
+    held.check()
+    held.release()
+    check_not_held(tmp_path / "one")
+
+
+def test_a_refused_run_leaves_no_folder_and_one_that_wrote_leaves_no_lock(tmp_path: Path) -> None:
+    FolderLock(tmp_path / "runs/one").release()
+    assert list(tmp_path.iterdir()) == []
+    held = FolderLock(tmp_path / "runs/one")
+    (tmp_path / "runs/one/config.toml").touch()
+    held.release()
+    assert [path.name for path in (tmp_path / "runs/one").iterdir()] == ["config.toml"]
+
+
+@pytest.mark.parametrize(
+    "owner", [ended_process, lambda: replace(Owner.this_process(), started="12")], ids=["ended", "its number"]
+)
+def test_a_process_that_has_ended_is_taken_over_at_once(tmp_path: Path, owner: Callable[[], Owner]) -> None:
+    gone = owner()
+    write(tmp_path, gone)
+    lines: list[str] = []
+    held = FolderLock(tmp_path, say=lines.append)
+    assert lines == [f"{tmp_path / LOCK}: took over the lock of {gone}, which is gone"]
+    assert read_owner(tmp_path) == held.owner
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_machine_that_refreshes_is_left_alone(tmp_path: Path, quick: None) -> None:
+    write(tmp_path, ELSEWHERE, age=60)
+    lines: list[str] = []
+    with pytest.raises(InputError, match="in use by process 4711 on node-7, job 99, since"):
+        FolderLock(tmp_path, pause=lambda: os.utime(tmp_path / LOCK), say=lines.append)
+    assert len(lines) == 1 and "looking for 60 s whether it lives" in lines[0]
+    assert read_owner(tmp_path) == ELSEWHERE
+
+
+@pytest.mark.parametrize(("age", "lines"), [(lock.STALE_SECONDS + 1, 1), (lock.STALE_SECONDS - 0.5, 2)])
+def test_another_machine_that_does_not_is_taken_over(
+    tmp_path: Path, quick: None, age: float, lines: int
+) -> None:
+    write(tmp_path, ELSEWHERE, age=age)
+    said: list[str] = []
+    held = FolderLock(tmp_path, say=said.append)
+    assert len(said) == lines and "took over the lock of process 4711 on node-7" in said[-1]
+    held.release()
+
+
+def test_a_lock_that_cannot_be_read_is_as_old_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch()
+    os.utime(tmp_path / LOCK, (1, 1))
+    said: list[str] = []
+    FolderLock(tmp_path, say=said.append).release()
+    assert said[-1].endswith("took over the lock of an unknown process, which is gone")
+
+
+def test_a_wait_for_another_may_be_ended(tmp_path: Path, quick: None) -> None:
+    write(tmp_path, ELSEWHERE)
+
+    def pause() -> None:
+        raise TrainingError("rank 3 is gone")
+
+    with pytest.raises(TrainingError, match="rank 3 is gone"):
+        FolderLock(tmp_path, pause=pause)
+    assert read_owner(tmp_path) == ELSEWHERE
+
+
+def test_of_two_that_take_over_one_wins(tmp_path: Path) -> None:
+    """Both have seen the old lock; the slower one finds the new one in its place."""
+    gone = ended_process()
+    write(tmp_path, gone)
+    held = FolderLock(tmp_path)
+    assert not lock._set_aside(tmp_path / LOCK, gone)
+    assert read_owner(tmp_path) == held.owner
+    held.check()
+    held.release()
+
+
+def test_it_is_refreshed(tmp_path: Path, quick: None) -> None:
+    held = FolderLock(tmp_path)
+    os.utime(tmp_path / LOCK, (1, 1))
+    wait_until(lambda: (tmp_path / LOCK).stat().st_mtime > 1)
+    held.release()
+
+
+@pytest.mark.parametrize("other", [ELSEWHERE, None])
+def test_an_owner_that_lost_it_stops(tmp_path: Path, quick: None, other: Owner | None) -> None:
+    held = FolderLock(tmp_path)
+    held.check()
+    if other is None:
+        (tmp_path / LOCK).unlink()
+    else:
+        write(tmp_path, other)
+    wait_until(lambda: held._problem is not None)
+    with pytest.raises(
+        TrainingError, match="taken over by process 4711 on node-7" if other else "is gone: was"
+    ):
+        held.check()
+    held.release()
+    assert (tmp_path / LOCK).exists() == (other is not None), "released what is another's"
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"run\.folder: .*/file/one cannot be written: Not a directory"):
+        FolderLock(tmp_path / "file/one")
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if true():
+            return
+        lock.time.sleep(0.02)
+    pytest.fail("nothing happened for 10 s")
