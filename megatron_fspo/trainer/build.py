@@ -33,7 +33,7 @@ from megatron_fspo.trainer.folder import (
     write_config,
 )
 from megatron_fspo.trainer.log import RunLog
-from megatron_fspo.trainer.losses import LossState
+from megatron_fspo.trainer.losses import LossState, unfinished_calibration
 from megatron_fspo.trainer.made_with import check_made_with, made_with
 from megatron_fspo.trainer.parts import build_engine, build_policy, load_model
 from megatron_fspo.trainer.prepare import Inputs

@@ -1,25 +1,14 @@
-"""``megatron-fspo train | verify | calibrate | evaluate | serve | report | doctor``.
-
-Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, told in one line; 143 stopped
-by SIGTERM with a checkpoint to resume from.
-"""
+"""The words of the command line, and their help."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_fspo import __version__
-from megatron_fspo.config.loading import describe_keys, load_config
-from megatron_fspo.console import OneLineParser, each_line, exit_status, import_megatron, quiet_megatron
-from megatron_fspo.errors import InputError
-
-SHUTDOWN_SECONDS = "1800"
-"""From SIGTERM to the kill, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise."""
+from megatron_fspo.cli import commands as run
+from megatron_fspo.config.loading import describe_keys
+from megatron_fspo.console import OneLineParser
 
 _TRAIN_HELP = """\
 Train a policy with FSPO (or RLOO, GSPO, GRPO, DAPO) from a Hugging Face checkpoint to a better one.
@@ -75,19 +64,7 @@ On another machine:       VLLM_API_KEY=$(cat key) megatron-fspo serve --model Qw
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    quiet_megatron()
-    parser = _parser()
-    words = sys.argv[1:] if argv is None else list(argv)
-    args, rest = parser.parse_known_args(words)
-    args.argv = words
-    if rest and args.command not in ("train", "calibrate", "evaluate"):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return exit_status(lambda: int(args.run(args, rest)), "megatron-fspo")
-
-
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="megatron-fspo", description="FSPO on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -112,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "whole, else start (for schedulers that requeue)",
     )
     train.add_argument("--check", action="store_true", help="say all that is wrong, and stop")
-    train.set_defaults(run=_train)
+    train.set_defaults(run=run.train)
 
     _add_verify(commands)
     _add_calibrate(commands)
@@ -127,18 +104,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_config(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print one JSON line")
-    evaluate.set_defaults(run=_evaluate)
+    evaluate.set_defaults(run=run.evaluate)
 
     _add_serve(commands)
 
     report = commands.add_parser("report", help="draw report/index.html of a run")
     report.add_argument("folder", type=Path, help="the run's folder, such as runs/demo")
-    report.set_defaults(run=_report)
+    report.set_defaults(run=run.report)
 
     doctor = commands.add_parser("doctor", help="what is installed, what will be used, what is missing")
     doctor.add_argument("--config", type=Path, metavar="FILE", help="a run: which attention its shapes get")
     doctor.add_argument("--json", action="store_true", help="print one JSON line")
-    doctor.set_defaults(run=_doctor)
+    doctor.set_defaults(run=run.doctor)
     return parser
 
 
@@ -162,7 +139,7 @@ def _add_verify(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     )
     verify.add_argument("--json", type=Path, metavar="FILE", help="write every case")
     _add_nproc(verify)
-    verify.set_defaults(run=_verify)
+    verify.set_defaults(run=run.verify)
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[OneLineParser]) -> None:
@@ -188,7 +165,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[OneLineParser]) -> None:
         help="score these (JSON lines with prompt_token_ids and token_ids); samples nothing, trains nothing",
     )
     calibrate.add_argument("--json", action="store_true", help="print one JSON line")
-    calibrate.set_defaults(run=_calibrate)
+    calibrate.set_defaults(run=run.calibrate)
 
 
 def _add_serve(commands: argparse._SubParsersAction[OneLineParser]) -> None:
@@ -218,7 +195,7 @@ def _add_serve(commands: argparse._SubParsersAction[OneLineParser]) -> None:
         help="listen beyond the loopback address without a key: whoever reaches the port runs code here",
     )
     serve.add_argument("extra", nargs="*", metavar="-- FLAGS", help="more flags of vllm serve")
-    serve.set_defaults(run=_serve)
+    serve.set_defaults(run=run.serve)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -233,180 +210,4 @@ def _add_nproc(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="processes to start here with torchrun (default 1)",
-    )
-
-
-def _train(args: argparse.Namespace, overrides: list[str]) -> int:
-    if args.check:
-        return each_line(lambda: _check(args, overrides), "megatron-fspo")
-    config = load_config(args.config, overrides)  # before the imports that take seconds
-    import_megatron()
-
-    from megatron_fspo.mcore.startup import job
-    from megatron_fspo.trainer.folder import check_writable, checkpoints_to_resume
-    from megatron_fspo.trainer.prepare import prepare
-
-    with job():
-        inputs = prepare(config, world_size=_world_size(args))
-        checkpoints_to_resume(config, args.resume)
-        check_writable(config.run_folder)
-        _start_ranks(args, args.argv)
-
-        from megatron_fspo.trainer.loop import train
-
-        finished = train(inputs, resume=args.resume)
-    if not finished:
-        return 143
-    if os.environ.get("RANK", "0") == "0":
-        from megatron_fspo.report.page import write_report
-
-        print(_where(inputs.config.run_folder, write_report(inputs.config.run_folder)))
-    return 0
-
-
-def _check(args: argparse.Namespace, overrides: list[str]) -> int:
-    config = load_config(args.config, overrides)
-    import_megatron()
-
-    from megatron_fspo.trainer.check import check_run
-
-    # Under torchrun, and in the launch script, the run will be on this machine.
-    here = "WORLD_SIZE" in os.environ
-    found = check_run(config, world_size=_world_size(args), resume=args.resume, here=here)
-    print(f"{args.config}: {found}; the run would be in {config.run_folder}")
-    return 0
-
-
-def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
-    config = load_config(args.config, overrides)
-    import_megatron()
-
-    from megatron_fspo.mcore.startup import job
-    from megatron_fspo.trainer.prepare import prepare
-
-    with job():
-        inputs = prepare(config, world_size=_world_size(args))
-        if not inputs.validation:
-            raise InputError("evaluate needs data.validation")
-        _start_ranks(args, args.argv)
-
-        from megatron_fspo.trainer.evaluate import evaluate_checkpoint
-
-        metrics = evaluate_checkpoint(inputs)
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(metrics) if args.json else "\n".join(f"{k}  {v:.4f}" for k, v in metrics.items()))
-    return 0
-
-
-def _verify(args: argparse.Namespace, _: list[str]) -> int:
-    config = load_config(args.config, []) if args.config else None
-    world_size = _world_size(args)
-    import_megatron()
-
-    from megatron_fspo.verify.command import plan, run
-
-    if args.json and not os.access(args.json.absolute().parent, os.W_OK):
-        raise InputError(
-            f"--json {args.json}: {args.json.absolute().parent} is no folder that can be written"
-        )
-    planned = plan(config, args.layouts, args.dtype, use_all=args.all, world_size=world_size)
-    _start_ranks(args, args.argv)
-
-    from megatron_fspo.mcore.startup import job
-
-    with job():
-        passed = run(planned, config, args.json)
-    return 0 if passed else 1
-
-
-def _calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
-    config = load_config(args.config, overrides)
-    import_megatron()
-
-    from megatron_fspo.calibrate.command import check, report, run
-    from megatron_fspo.mcore.startup import job
-    from megatron_fspo.trainer.folder import check_writable
-
-    with job():
-        inputs = check(config, args.emulate, args.responses, world_size=_world_size(args))
-        check_writable(inputs.config.run_folder)
-        _start_ranks(args, args.argv)
-        found = run(inputs, args.emulate, args.responses)
-    if found is not None:
-        print(found.model_dump_json() if args.json else report(found, inputs))
-    return 0
-
-
-def _serve(args: argparse.Namespace, _: list[str]) -> int:
-    from megatron_fspo.serve import ServerOptions, supervise
-
-    options = ServerOptions(
-        model=args.model,
-        host=args.host,
-        port=args.port,
-        backend=args.backend,
-        dtype=args.dtype,
-        log=args.log,
-        program=args.vllm,
-        extra=tuple(args.extra),
-        anyone_may_run_code=args.anyone_may_run_code,
-    )
-    return supervise(options, keep_alive=args.keep_alive)
-
-
-def _report(args: argparse.Namespace, _: list[str]) -> int:
-    from megatron_fspo.report.page import write_report
-
-    print(write_report(args.folder))
-    return 0
-
-
-def _doctor(args: argparse.Namespace, _: list[str]) -> int:
-    from megatron_fspo.doctor import examine, render
-
-    findings = examine(load_config(args.config, []) if args.config else None)
-    print(json.dumps(findings) if args.json else render(findings))
-    return 0
-
-
-def _world_size(args: argparse.Namespace) -> int:
-    """Processes of the job: torchrun's, or those that --nproc is about to start."""
-    if "WORLD_SIZE" in os.environ:
-        if not os.environ["WORLD_SIZE"].isdecimal():
-            raise InputError(f"WORLD_SIZE = {os.environ['WORLD_SIZE']!r}: not a number of processes")
-        return int(os.environ["WORLD_SIZE"])
-    if args.nproc < 1:
-        raise InputError(f"--nproc {args.nproc}: must be at least 1")
-    return int(args.nproc)
-
-
-def _start_ranks(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """With --nproc, become torchrun with the same command line; it starts this program again per rank."""
-    if args.nproc == 1 or "WORLD_SIZE" in os.environ:
-        return
-    # torchrun would set the same and warn about it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.stdout.flush()
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc)]
-    # After SIGTERM torchrun kills ranks that are still there; by its own default after 30 s, in mid-step.
-    launcher += ["--shutdown-timeout", os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)]
-    os.execv(sys.executable, [sys.executable, *launcher, "-m", "megatron_fspo", *_without_nproc(argv)])
-
-
-def _without_nproc(argv: Sequence[str]) -> list[str]:
-    """torchrun would take the word for an abbreviation of its own."""
-    words = list(argv)
-    if "--nproc" in words:
-        at = words.index("--nproc")
-        del words[at : at + 2]
-    return [word for word in words if not word.startswith("--nproc=")]
-
-
-def _where(folder: Path, report: Path) -> str:
-    return (
-        f"\ndone. The run is in {folder}/\n"
-        f"  checkpoint for transformers   {folder / 'hf'}\n"
-        f"  report                        {report}\n"
-        f"  numbers                       {folder / 'metrics.jsonl'}\n"
-        f"  resume from                   {folder / 'checkpoints'}"
     )

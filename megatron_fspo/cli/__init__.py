@@ -1,0 +1,32 @@
+"""``megatron-fspo train | verify | calibrate | evaluate | serve | report | doctor``.
+
+Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, told in one line; 143 stopped
+by SIGTERM with a checkpoint to resume from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_fspo import __version__
+from megatron_fspo.cli.parser import make_parser
+from megatron_fspo.config.loading import describe_keys, load_config
+from megatron_fspo.console import OneLineParser, each_line, exit_status, import_megatron, quiet_megatron
+from megatron_fspo.errors import InputError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    quiet_megatron()
+    parser = make_parser()
+    words = sys.argv[1:] if argv is None else list(argv)
+    args, rest = parser.parse_known_args(words)
+    args.argv = words
+    if rest and args.command not in ("train", "calibrate", "evaluate"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return exit_status(lambda: int(args.run(args, rest)), "megatron-fspo")

@@ -1,0 +1,193 @@
+"""What each command does. Imports that take seconds wait until its arguments are known to be right."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_fspo.config.loading import load_config
+from megatron_fspo.console import each_line, import_megatron
+from megatron_fspo.errors import InputError
+
+SHUTDOWN_SECONDS = "1800"
+"""From SIGTERM to the kill, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise."""
+
+
+def train(args: argparse.Namespace, overrides: list[str]) -> int:
+    if args.check:
+        return each_line(lambda: _check(args, overrides), "megatron-fspo")
+    config = load_config(args.config, overrides)  # before the imports that take seconds
+    import_megatron()
+
+    from megatron_fspo.mcore.startup import job
+    from megatron_fspo.trainer.folder import check_writable, checkpoints_to_resume
+    from megatron_fspo.trainer.prepare import prepare
+
+    with job():
+        inputs = prepare(config, world_size=_world_size(args))
+        checkpoints_to_resume(config, args.resume)
+        check_writable(config.run_folder)
+        _start_ranks(args, args.argv)
+
+        from megatron_fspo.trainer.loop import train
+
+        finished = train(inputs, resume=args.resume)
+    if not finished:
+        return 143
+    if os.environ.get("RANK", "0") == "0":
+        from megatron_fspo.report.page import write_report
+
+        print(_where(inputs.config.run_folder, write_report(inputs.config.run_folder)))
+    return 0
+
+
+def _check(args: argparse.Namespace, overrides: list[str]) -> int:
+    config = load_config(args.config, overrides)
+    import_megatron()
+
+    from megatron_fspo.trainer.check import check_run
+
+    # Under torchrun, and in the launch script, the run will be on this machine.
+    here = "WORLD_SIZE" in os.environ
+    found = check_run(config, world_size=_world_size(args), resume=args.resume, here=here)
+    print(f"{args.config}: {found}; the run would be in {config.run_folder}")
+    return 0
+
+
+def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
+    config = load_config(args.config, overrides)
+    import_megatron()
+
+    from megatron_fspo.mcore.startup import job
+    from megatron_fspo.trainer.prepare import prepare
+
+    with job():
+        inputs = prepare(config, world_size=_world_size(args))
+        if not inputs.validation:
+            raise InputError("evaluate needs data.validation")
+        _start_ranks(args, args.argv)
+
+        from megatron_fspo.trainer.evaluate import evaluate_checkpoint
+
+        metrics = evaluate_checkpoint(inputs)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(metrics) if args.json else "\n".join(f"{k}  {v:.4f}" for k, v in metrics.items()))
+    return 0
+
+
+def verify(args: argparse.Namespace, _: list[str]) -> int:
+    config = load_config(args.config, []) if args.config else None
+    world_size = _world_size(args)
+    import_megatron()
+
+    from megatron_fspo.verify.command import plan, run
+
+    if args.json and not os.access(args.json.absolute().parent, os.W_OK):
+        raise InputError(
+            f"--json {args.json}: {args.json.absolute().parent} is no folder that can be written"
+        )
+    planned = plan(config, args.layouts, args.dtype, use_all=args.all, world_size=world_size)
+    _start_ranks(args, args.argv)
+
+    from megatron_fspo.mcore.startup import job
+
+    with job():
+        passed = run(planned, config, args.json)
+    return 0 if passed else 1
+
+
+def calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
+    config = load_config(args.config, overrides)
+    import_megatron()
+
+    from megatron_fspo.calibrate.command import check, report, run
+    from megatron_fspo.mcore.startup import job
+    from megatron_fspo.trainer.folder import check_writable
+
+    with job():
+        inputs = check(config, args.emulate, args.responses, world_size=_world_size(args))
+        check_writable(inputs.config.run_folder)
+        _start_ranks(args, args.argv)
+        found = run(inputs, args.emulate, args.responses)
+    if found is not None:
+        print(found.model_dump_json() if args.json else report(found, inputs))
+    return 0
+
+
+def serve(args: argparse.Namespace, _: list[str]) -> int:
+    from megatron_fspo.serve import ServerOptions, supervise
+
+    options = ServerOptions(
+        model=args.model,
+        host=args.host,
+        port=args.port,
+        backend=args.backend,
+        dtype=args.dtype,
+        log=args.log,
+        program=args.vllm,
+        extra=tuple(args.extra),
+        anyone_may_run_code=args.anyone_may_run_code,
+    )
+    return supervise(options, keep_alive=args.keep_alive)
+
+
+def report(args: argparse.Namespace, _: list[str]) -> int:
+    from megatron_fspo.report.page import write_report
+
+    print(write_report(args.folder))
+    return 0
+
+
+def doctor(args: argparse.Namespace, _: list[str]) -> int:
+    from megatron_fspo.doctor import examine, render
+
+    findings = examine(load_config(args.config, []) if args.config else None)
+    print(json.dumps(findings) if args.json else render(findings))
+    return 0
+
+
+def _world_size(args: argparse.Namespace) -> int:
+    """Processes of the job: torchrun's, or those that --nproc is about to start."""
+    if "WORLD_SIZE" in os.environ:
+        if not os.environ["WORLD_SIZE"].isdecimal():
+            raise InputError(f"WORLD_SIZE = {os.environ['WORLD_SIZE']!r}: not a number of processes")
+        return int(os.environ["WORLD_SIZE"])
+    if args.nproc < 1:
+        raise InputError(f"--nproc {args.nproc}: must be at least 1")
+    return int(args.nproc)
+
+
+def _start_ranks(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """With --nproc, become torchrun with the same command line; it starts this program again per rank."""
+    if args.nproc == 1 or "WORLD_SIZE" in os.environ:
+        return
+    # torchrun would set the same and warn about it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.stdout.flush()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc)]
+    # After SIGTERM torchrun kills ranks that are still there; by its own default after 30 s, in mid-step.
+    launcher += ["--shutdown-timeout", os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)]
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", "megatron_fspo", *_without_nproc(argv)])
+
+
+def _without_nproc(argv: Sequence[str]) -> list[str]:
+    """torchrun would take the word for an abbreviation of its own."""
+    words = list(argv)
+    if "--nproc" in words:
+        at = words.index("--nproc")
+        del words[at : at + 2]
+    return [word for word in words if not word.startswith("--nproc=")]
+
+
+def _where(folder: Path, report: Path) -> str:
+    return (
+        f"\ndone. The run is in {folder}/\n"
+        f"  checkpoint for transformers   {folder / 'hf'}\n"
+        f"  report                        {report}\n"
+        f"  numbers                       {folder / 'metrics.jsonl'}\n"
+        f"  resume from                   {folder / 'checkpoints'}"
+    )
