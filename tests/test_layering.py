@@ -151,6 +151,12 @@ def test_imports_go_down() -> None:
     assert list(wrong_imports(modules)) == []
 
 
+def test_the_purpose_of_a_room_is_its_first_line() -> None:
+    for path in sorted((REPO / PACKAGE).rglob("__init__.py")):
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        assert first.startswith('"""') and len(first) > 30, path
+
+
 def test_no_list_of_third_parties_is_longer_than_needed() -> None:
     modules = read_package(REPO)
     used: dict[str, set[str]] = {name: set() for name in FLOORS}

@@ -18,6 +18,7 @@ from megatron_fspo.mismatch.correction import correction_metrics
 from megatron_fspo.mismatch.measure import Mismatch
 from megatron_fspo.trainer.dynamic import Filled
 from megatron_fspo.trainer.noise import AtLength, Calibration, Check, Interval, NoiseRecord
+from megatron_fspo.trainer.optimize import OFF_POLICY
 from megatron_fspo.trainer.records import SequenceRecord, clip_metrics
 from megatron_fspo.trainer.rollout import COLUMNS, Rollout, rollout_of, with_advantages
 from megatron_fspo.trainer.sampling import sampling_metrics
@@ -85,14 +86,14 @@ def rollout() -> Rollout:
 def record(length: int) -> SequenceRecord:
     return SequenceRecord(
         sample=0, rank=0, length=length, log_ratio_sum=0.1 * length, advantage=1.0, clipped_low=0.0,
-        clipped_high=0.0, dual_clipped=0.0, out_of_band=False, nonfinite=False,
+        clipped_high=0.0, dual_clipped=0.0, out_of_band=False, nonfinite=False, ratio=1.0,
     )  # fmt: skip
 
 
 def corrections() -> set[str]:
     mismatch = Mismatch(sums=torch.zeros(4), lengths=torch.tensor([1, 2, 3, 4]), metrics={})
     words = ("dropped", "truncated_sequences", "truncated_tokens")
-    return {name for word in words for name in correction_metrics(word, torch.ones(3, 4), mismatch)}
+    return {name for word in words for name in correction_metrics(word, torch.ones(4, 4), mismatch)}
 
 
 def emitted() -> dict[str, set[str]]:
@@ -106,6 +107,7 @@ def emitted() -> dict[str, set[str]]:
         "rollout/correction_{}/short": corrections(),
         "rollout/correction_{}/long": corrections(),
         "rollout/dynamic/{}": dynamic,
+        "{}/on_policy": {f"{name}/on_policy" for name in OFF_POLICY},
         "fspo/clip_rate/bin_{}": bins,
         "fspo/clip_rate/length_{}": bins,
         "{}/mean": columns,

@@ -6,18 +6,11 @@ by SIGTERM with a checkpoint to resume from.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from megatron_fspo import __version__
 from megatron_fspo.cli.parser import make_parser
-from megatron_fspo.config.loading import describe_keys, load_config
-from megatron_fspo.console import OneLineParser, each_line, exit_status, import_megatron, quiet_megatron
-from megatron_fspo.errors import InputError
+from megatron_fspo.console import exit_status, quiet_megatron
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,7 +26,7 @@ from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metri
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.step import Step
 
-_OFF_POLICY = ("actor/ppo_kl", "fspo/kl_k3")
+OFF_POLICY = ("actor/ppo_kl", "fspo/kl_k3")
 """Metrics that compare the policy with the old one."""
 
 
@@ -169,7 +169,7 @@ def pooled_metrics(updates: Sequence[Totals], *, sampled: bool) -> dict[str, flo
     """
     found = means(pool(updates))
     apart = means(pool(updates if sampled else updates[1:]))
-    return found | {name: apart.get(name, math.nan) for name in _OFF_POLICY}
+    return found | {name: apart.get(name, math.nan) for name in OFF_POLICY}
 
 
 def _first_update(update: Update, records: Sequence[SequenceRecord], *, sampled: bool) -> dict[str, float]:
@@ -180,7 +180,7 @@ def _first_update(update: Update, records: Sequence[SequenceRecord], *, sampled:
     """
     if not sampled:
         largest = max((abs(r.log_ratio_sum) for r in records if r.counts), default=math.nan)
-        alone = {f"{name}/on_policy": update.metrics[name] for name in _OFF_POLICY}
+        alone = {f"{name}/on_policy": update.metrics[name] for name in OFF_POLICY}
         return {"fspo/on_policy_abs_s_max": largest} | alone
     sigma = sigma_of(records) or math.nan
     return {
