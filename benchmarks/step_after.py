@@ -6,9 +6,9 @@ from typing import Any
 
 from megatron_fspo.packing import pack
 from megatron_fspo.trainer import batches, sampling
-from megatron_fspo.trainer.ahead import staleness_metrics
 from megatron_fspo.trainer.optimize import optimize, score_old, update_metrics
 from megatron_fspo.trainer.rollout import Rollout, without_tokens
+from megatron_fspo.trainer.rollout_queue import staleness_metrics
 from megatron_fspo.trainer.step import Step
 from step_synthetic import Clock
 

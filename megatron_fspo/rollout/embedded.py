@@ -55,17 +55,10 @@ class EmbeddedEngine:
         self._model = model
         self._max_batch = max_batch
         self._version = 0
-        self._paused = False
 
     def update_weights(self, version: int) -> None:
         """The weights are the trainer's, so there is nothing to copy."""
         self._version = version
-
-    def pause(self) -> None:
-        self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -85,9 +78,7 @@ class EmbeddedEngine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, progress: Progress | None = None
     ) -> list[list[Completion]]:
-        """Completions of the prompts, in their order. Raises RuntimeError while paused."""
-        if self._paused:
-            raise RuntimeError("generate() on a paused engine: call resume() first")
+        """Completions of the prompts, in their order."""
         rows = [
             _Row(
                 slot=position * params.n + number,

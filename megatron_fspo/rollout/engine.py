@@ -28,7 +28,7 @@ class Pending(Protocol):
 class RolloutEngine(Protocol):
     """A sampler whose weights follow the trainer's.
 
-    Order of calls in a step: ``submit`` and collect … train … ``pause``, ``update_weights``, ``resume``.
+    Order of calls in a step: ``submit`` and collect … train … ``update_weights``.
     """
 
     def submit(self, prompts: Sequence[Prompt], params: SamplingParams, mine: range | None = None) -> Pending:
@@ -45,14 +45,6 @@ class RolloutEngine(Protocol):
 
     def update_weights(self, version: int) -> None:
         """Make ``version`` the weights that sample from here on, and the version completions carry."""
-        ...
-
-    def pause(self) -> None:
-        """Finish or hold what is under way; nothing is sampled until :meth:`resume`."""
-        ...
-
-    def resume(self) -> None:
-        """Take work again."""
         ...
 
     def metrics(self) -> dict[str, float]:

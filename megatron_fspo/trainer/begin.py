@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megatron_fspo.errors import StopRequested
-from megatron_fspo.trainer.ahead import staleness_metrics
 from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.dynamic import fill
 from megatron_fspo.trainer.no_spread import check_spread
 from megatron_fspo.trainer.optimize import add_old_log_probs, score_reference
 from megatron_fspo.trainer.rollout import Rollout, without_tokens
+from megatron_fspo.trainer.rollout_queue import staleness_metrics
 from megatron_fspo.trainer.sampling import Batch, add_advantages, collect_and_grade, sampling_metrics
 from megatron_fspo.trainer.step import Step
 
@@ -32,12 +32,12 @@ def roll_out(run: Training) -> tuple[Rollout, dict[str, float]]:
     are asked for. Collective. The metrics are of all that were sampled, also where only some stay."""
     options = run.inputs.config.rollout
     run.groups.control.meet("the first rank to write its records")
-    responses = sampled = _responses(run, run.ahead.take(run.step))
+    responses = sampled = _responses(run, run.queue.take(run.step))
     metrics = sampling_metrics(responses)
     if options.dynamic_sampling:
         filled = fill(
             responses,
-            lambda number, prompts: _responses(run, run.ahead.further(run.step, number, prompts)),
+            lambda number, prompts: _responses(run, run.queue.further(run.step, number, prompts)),
             max_rounds=options.max_rounds,
         )
         responses, sampled = filled.batch, filled.sampled
@@ -45,7 +45,7 @@ def roll_out(run: Training) -> tuple[Rollout, dict[str, float]]:
         if filled.unfilled:
             run.log.say(f"step {run.step + 1}: {filled}")
     check_spread(run, sampled)
-    run.ahead.ask(run.step)
+    run.queue.ask(run.step)
     return responses, metrics
 
 

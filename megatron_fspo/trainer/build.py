@@ -23,7 +23,6 @@ from megatron_fspo.mcore.startup import start
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import any_rank
 from megatron_fspo.rollout.engine import RolloutEngine
-from megatron_fspo.trainer.ahead import Ahead
 from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.folder import (
     checkpoint_folder,
@@ -37,6 +36,7 @@ from megatron_fspo.trainer.losses import LossState, unfinished_calibration
 from megatron_fspo.trainer.made_with import check_made_with, made_with
 from megatron_fspo.trainer.parts import build_engine, build_policy, load_model
 from megatron_fspo.trainer.prepare import Inputs
+from megatron_fspo.trainer.rollout_queue import RolloutQueue
 from megatron_fspo.trainer.step import Step, is_under_way, read_step
 
 
@@ -52,7 +52,7 @@ class Training:
     engine: RolloutEngine
     scoring: Scoring
     loss: LossState
-    ahead: Ahead
+    queue: RolloutQueue
     log: RunLog
     step: int
     """Steps done. The weight version: one per step."""
@@ -81,7 +81,7 @@ class Training:
         if not any_rank(folder.exists(), device=self.inputs.backend.device):
             state = {
                 "step": self.step,
-                "cursor": self.ahead.state_dict() if cursor is None else cursor,
+                "cursor": self.queue.state_dict() if cursor is None else cursor,
                 "loss": self.loss.state_dict(),
                 "under_way": step.state_dict() if step else None,
                 "made_with": made_with(config, dist.get_world_size()),
@@ -155,7 +155,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         ),
         loss=loss,
         # A step under way has its prompts.
-        ahead=Ahead(inputs, engine, groups, walk, step + (under_way is not None)),
+        queue=RolloutQueue(inputs, engine, groups, walk, step + (under_way is not None)),
         log=log,
         step=step,
         resumed=bool(checkpoints),

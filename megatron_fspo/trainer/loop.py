@@ -79,7 +79,7 @@ def train_step(run: Training) -> dict[str, float] | None:
     """
     run.timings.clear()
     began = time.perf_counter()
-    cursor = run.ahead.state_dict()
+    cursor = run.queue.state_dict()
     if run.under_way is None:
         try:
             run.under_way = begin_step(run)
@@ -89,7 +89,7 @@ def train_step(run: Training) -> dict[str, float] | None:
         except RewardError as error:
             _fail_after_save(run, error, cursor)
     else:  # the checkpoint that the run goes on from had it
-        run.ahead.ask(run.step)
+        run.queue.ask(run.step)
     step = run.under_way
     if not optimize(run, step):
         run.save(wait=True)
@@ -97,9 +97,7 @@ def train_step(run: Training) -> dict[str, float] | None:
     run.under_way = None
     metrics = step.metrics | update_metrics(run, step)
 
-    run.engine.pause()
     run.engine.update_weights(run.step + 1)
-    run.engine.resume()
     metrics |= run.engine.metrics()
 
     seconds = time.perf_counter() - began

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_fspo.cli import main
 from megatron_fspo.trainer import begin
-from megatron_fspo.trainer.ahead import Ahead
+from megatron_fspo.trainer.rollout_queue import RolloutQueue
 from runs import CONFIG, SMALL
 
 BATCHES = "batches.jsonl"
@@ -30,7 +30,7 @@ def never(prompt: object, completion: object, text: str) -> float:
 
 def train() -> int:
     folder, name, die_in_step = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    make, further = begin.make_mini_batches, Ahead.further
+    make, further = begin.make_mini_batches, RolloutQueue.further
 
     def written(config: Any, arch: Any, rollout: Any, groups: Any, device: Any) -> Any:
         row = {
@@ -50,13 +50,16 @@ def train() -> int:
                 file.write(json.dumps(row) + "\n")
         return make(config, arch, rollout, groups, device)
 
-    def asked(self: Ahead, step: int, number: int, prompts: int) -> Any:
+    def asked(self: RolloutQueue, step: int, number: int, prompts: int) -> Any:
         if step + 1 == die_in_step:
             os._exit(9)
         return further(self, step, number, prompts)
 
     arguments = ["train", "--config", str(CONFIG), "--run.folder", folder, "--run.name", name, *SMALL]
-    with mock.patch.object(begin, "make_mini_batches", written), mock.patch.object(Ahead, "further", asked):
+    with (
+        mock.patch.object(begin, "make_mini_batches", written),
+        mock.patch.object(RolloutQueue, "further", asked),
+    ):
         return main([*arguments, *sys.argv[4:]])
 
 

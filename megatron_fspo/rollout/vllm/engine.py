@@ -85,12 +85,6 @@ class VLLMEngine:
         if leader is not None:
             leader.pool.admit = self._admit
 
-    def pause(self) -> None:
-        """Servers pause while they are updated, and no longer."""
-
-    def resume(self) -> None:
-        """See :meth:`pause`."""
-
     def submit(self, prompts: Sequence[Prompt], params: SamplingParams, mine: range | None = None) -> Pending:
         """See the protocol. The servers are asked at once, and answer while the trainer does something else.
 

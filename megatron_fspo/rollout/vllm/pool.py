@@ -125,7 +125,7 @@ class Pool:
                 _take_out(slot, f"{slot.server.url}: not reached by the last weight update")
                 for task in slot.sampling:
                     task.cancel()
-        self._tend()
+        self._reschedule()
 
     async def generate(
         self,
@@ -151,7 +151,7 @@ class Pool:
             self._check(position, request)
         trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._batches.add(trouble)
-        self._tend()
+        self._reschedule()
         tasks = [
             asyncio.create_task(self._answer(position, request, on_done, oldest_version))
             for position, request in enumerate(requests)
@@ -165,7 +165,7 @@ class Pool:
             return answers.result()
         finally:
             self._batches.discard(trouble)
-            ending: list[asyncio.Future[Any]] = [*tasks, *self._tend(), answers]
+            ending: list[asyncio.Future[Any]] = [*tasks, *self._reschedule(), answers]
             for future in ending:
                 future.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
@@ -222,7 +222,7 @@ class Pool:
             finally:
                 slot.sampling.discard(sampling)
                 slot.open -= 1
-                self._tend()
+                self._reschedule()
 
     async def _turn_of(self, turn: int) -> _Slot:
         """A place at the least loaded server, once it is this turn's."""
@@ -264,7 +264,7 @@ class Pool:
             )
         return completion
 
-    def _tend(self) -> list[asyncio.Task[None]]:
+    def _reschedule(self) -> list[asyncio.Task[None]]:
         """While there is work, look after lost servers; called whenever something changed.
 
         Returns:
@@ -317,7 +317,7 @@ class Pool:
             await asyncio.sleep(wait)
         slot.up = True
         slot.probe = None
-        self._tend()
+        self._reschedule()
 
 
 def _take_out(slot: _Slot, reason: str) -> None:

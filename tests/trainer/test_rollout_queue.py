@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_fspo.data.prompts import PromptCursor
 from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.trainer.ahead import Ahead, staleness_metrics
+from megatron_fspo.trainer.rollout_queue import RolloutQueue, staleness_metrics
 from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
 from rollouts import as_rollout
 
@@ -32,7 +32,9 @@ class Engine:
         return None
 
 
-def make(staleness: int, steps: int = 8, step: int = 0, state: dict | None = None) -> tuple[Ahead, Engine]:
+def make(
+    staleness: int, steps: int = 8, step: int = 0, state: dict | None = None
+) -> tuple[RolloutQueue, Engine]:
     rollout: dict[str, Any] = dict(
         prompts=3, samples=2, temperature=1.0, top_p=1.0, max_response_tokens=4, max_staleness=staleness
     )
@@ -42,33 +44,33 @@ def make(staleness: int, steps: int = 8, step: int = 0, state: dict | None = Non
     if state is not None:
         prompts.load_state_dict(state)
     engine: Any = Engine()
-    return Ahead(inputs, engine, GROUPS, prompts, step), engine
+    return RolloutQueue(inputs, engine, GROUPS, prompts, step), engine
 
 
-def walk(ahead: Ahead, steps: range) -> list[list[int]]:
+def walk(queue: RolloutQueue, steps: range) -> list[list[int]]:
     """The prompts of these steps, as the trainer takes them."""
     taken = []
     for step in steps:
-        taken.append([prompt.index for prompt in ahead.take(step).prompts])
-        ahead.ask(step)
+        taken.append([prompt.index for prompt in queue.take(step).prompts])
+        queue.ask(step)
     return taken
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_how_far_ahead(staleness: int) -> None:
-    ahead, engine = make(staleness)
+    queue, engine = make(staleness)
     for step in range(8):
-        ahead.take(step)
+        queue.take(step)
         assert len(engine.asked) == (min(step + max(staleness, 1), 8) if step else 1)
-        ahead.ask(step)
+        queue.ask(step)
         assert len(engine.asked) == min(step + staleness + 1, 8)
 
 
 def test_what_is_asked_does_not_depend_on_how_far_ahead() -> None:
     asked = []
     for staleness in (0, 1, 5):
-        ahead, engine = make(staleness)
-        taken = walk(ahead, range(8))
+        queue, engine = make(staleness)
+        taken = walk(queue, range(8))
         assert taken == [prompts for prompts, _ in engine.asked]
         asked.append(engine.asked)
     assert asked[0] == asked[1] == asked[2]
@@ -77,7 +79,7 @@ def test_what_is_asked_does_not_depend_on_how_far_ahead() -> None:
 
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(1, 7))
 def test_a_resumed_run_goes_on_where_the_trainer_was(before: int, after: int, saved: int) -> None:
-    """Not where the sampler was; also when it looks further ahead, or less."""
+    """Not where the sampler was; also when it looks further queue, or less."""
     whole = walk(make(0)[0], range(8))
     first, _ = make(before)
     assert walk(first, range(saved)) == whole[:saved]
@@ -85,7 +87,7 @@ def test_a_resumed_run_goes_on_where_the_trainer_was(before: int, after: int, sa
     assert walk(second, range(saved, 8)) == whole[saved:]
 
 
-def learn(ahead: Ahead, engine: Engine, steps: range, further: list[list[int]]) -> list[list[Any]]:
+def learn(queue: RolloutQueue, engine: Engine, steps: range, further: list[list[int]]) -> list[list[Any]]:
     """As the trainer goes through these steps, with so many further prompts in the rounds of each.
 
     Returns:
@@ -93,12 +95,12 @@ def learn(ahead: Ahead, engine: Engine, steps: range, further: list[list[int]]) 
     """
     found = []
     for step in steps:
-        batch = [prompt.index for prompt in ahead.take(step).prompts]
+        batch = [prompt.index for prompt in queue.take(step).prompts]
         before = len(engine.asked)
         for number, prompts in enumerate(further[step], start=1):
-            ahead.further(step, number, prompts)
+            queue.further(step, number, prompts)
         found.append([batch, engine.asked[before:]])
-        ahead.ask(step)
+        queue.ask(step)
     return found
 
 
@@ -122,11 +124,11 @@ def test_a_step_that_is_broken_off_between_rounds_is_done_again() -> None:
     further = [[2, 1], [3], [1, 1, 2], [], [2], [3, 3], [], [1]]
     for staleness in (0, 1, 3):
         whole = learn(*make(staleness), range(8), further)
-        ahead, engine = make(staleness)
-        learn(ahead, engine, range(2), further)
-        state = ahead.state_dict()
-        ahead.take(2)
-        ahead.further(2, 1, 1)
+        queue, engine = make(staleness)
+        learn(queue, engine, range(2), further)
+        state = queue.state_dict()
+        queue.take(2)
+        queue.further(2, 1, 1)
         again, engine = make(staleness, step=2, state=state)
         assert learn(again, engine, range(2, 8), further) == whole[2:]
 
@@ -143,8 +145,8 @@ def test_a_run_that_resumes_with_another_staleness_loses_no_batch() -> None:
 
 def test_every_round_has_streams_of_its_own() -> None:
     """All ten prompts come several times in one step: never with the seed of another round or step."""
-    ahead, engine = make(2)
-    learn(ahead, engine, range(8), [[3, 3, 3, 3]] * 8)
+    queue, engine = make(2)
+    learn(queue, engine, range(8), [[3, 3, 3, 3]] * 8)
     seeds = [seed for _, seed in engine.asked]
     assert len(set(seeds)) == len(seeds) == 8 * 5
 

@@ -25,7 +25,7 @@ from megatron_fspo.trainer.sampling import Batch, ask
 from megatron_fspo.types import SamplingParams
 
 
-class Ahead:
+class RolloutQueue:
     """Batches that were asked for and are still to be learned from.
 
     Args:
