@@ -209,6 +209,7 @@ def _open_folder(
     if dist.get_rank() != 0:
         return RunLog(config, writer=False, resume_step=step)
     changes = config_changes(config)
+    config.run_folder.mkdir(parents=True, exist_ok=True)
     log = RunLog(config, writer=True, resume_step=step)
     write_config(config)
     for checkpoint, problem in zip(reversed(checkpoints), damaged, strict=False):

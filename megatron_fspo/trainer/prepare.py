@@ -61,19 +61,19 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False) -> Inpu
     """
     attempt = _Attempts()
     backend = attempt(lambda: _backend(config, elsewhere=elsewhere))
-    attempt(lambda: _check_world(config, world_size))
-    attempt(lambda: check_wandb(config.log.wandb))
     if backend is not None:
         attempt(lambda: check_dtype(backend, DTYPES[config.model.dtype]))
         attempt(lambda: _check_vllm(config, backend))
+    attempt(lambda: _check_world(config, world_size))
+    attempt(lambda: check_wandb(config.log.wandb))
     arch = attempt(lambda: read_architecture(config.model.checkpoint))
     tokenizer: Any = None
     if arch is not None:
         attempt(lambda: _check_model(config, arch))
-        attempt(lambda: check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch))
-        attempt(lambda: _check_context(config, arch))
         if backend is not None:
             attempt(lambda: check_fp8(config.fp8, backend, arch, config.parallel, machine=not elsewhere))
+        attempt(lambda: check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch))
+        attempt(lambda: _check_context(config, arch))
         tokenizer = attempt(lambda: _tokenizer(config, arch))
     train = attempt(lambda: _train_prompts(config, tokenizer)) if tokenizer is not None else None
     validation = attempt(lambda: _validation_prompts(config, tokenizer)) if tokenizer is not None else None
