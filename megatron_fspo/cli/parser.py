@@ -11,7 +11,7 @@ from megatron_fspo.config.loading import describe_keys
 from megatron_fspo.console import OneLineParser
 
 _TRAIN_HELP = """\
-Train a policy with FSPO (or RLOO, GSPO, GRPO, DAPO) from a Hugging Face checkpoint to a better one.
+Train a policy with FSPO (or RLOO, GSPO, GRPO, DAPO, CISPO) from a Hugging Face checkpoint to a better one.
 
 One node, 2 processes:    megatron-fspo train --config examples/make_sum/run.toml --nproc 2
 Under torchrun:           torchrun --nproc-per-node 8 -m megatron_fspo train --config run.toml
