@@ -26,6 +26,7 @@ def words(checkpoint: Path, servers: list[Served], steps: int, *more: str) -> li
     short = (
         "--rollout.max-response-tokens 24 --checkpoint.every 0 --evaluation.every 0 --loss.entropy-coef 0.1"
     )
+    short += " --reward.max-steps-without-spread 0"
     urls = ["--vllm.urls", str([server.url for server in servers])]
     return [*text.split(), *urls, *short.split(), *more]
 
