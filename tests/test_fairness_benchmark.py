@@ -30,6 +30,7 @@ def random_walks(count: int, seed: int) -> Records:
         advantage=np.ones(count),
         clipped=nothing,
         out_of_band=nothing,
+        ratio=np.ones(count),
     )
 
 
