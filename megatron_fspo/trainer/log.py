@@ -79,7 +79,7 @@ class RunLog:
             "advantage": [r.advantage for r in kept],
             "clipped": [r.clipped > 0 for r in kept],
             "out_of_band": [r.out_of_band for r in kept],
-            "ratio": [_json_number(r.ratio) for r in kept],
+            "ratio": [r.ratio for r in kept],
         }
         _append(self._folder / SEQUENCES, row)
 

@@ -35,8 +35,8 @@ class SequenceRecord:
     dual_clipped: float
     out_of_band: bool
     nonfinite: bool
-    ratio: float = math.nan
-    """Importance weight in its gradient, 0 where a clip acts; NaN with a token-level loss."""
+    ratio: float | None = None
+    """Importance weight in its gradient, 0 where a clip acts; None where tokens have their own."""
 
     @property
     def counts(self) -> bool:
@@ -75,7 +75,7 @@ def records_of(batch: MicroBatch, terms: LossTerms, rank: int) -> list[SequenceR
             dual_clipped=dual,
             out_of_band=out,
             nonfinite=nonfinite,
-            ratio=ratio,
+            ratio=None if math.isnan(ratio) else ratio,
         )
         for sample, length, s, advantage, low, high, dual, out, nonfinite, ratio in zip(
             *(column.tolist() for column in columns), strict=True
@@ -146,9 +146,10 @@ def weight_metrics(records: Sequence[SequenceRecord]) -> dict[str, float]:
         ``fspo/ess``, their effective sample size as a share of their number (clipped ones weigh 0), and
         ``fspo/weight_max_share``, the largest one's part of their sum. Nothing with a token-level loss.
     """
-    ratios = torch.tensor([r.ratio for r in records if r.counts and r.advantage != 0], dtype=torch.float64)
-    if not len(ratios) or ratios.isnan().any():
+    found = [r.ratio for r in records if r.counts and r.advantage != 0]
+    if not found or None in found:
         return {}
+    ratios = torch.tensor(found, dtype=torch.float64)
     total = ratios.sum().item()
     return {
         "fspo/ess": effective_sample_size(ratios),

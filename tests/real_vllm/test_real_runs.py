@@ -117,6 +117,7 @@ def test_ahead_of_training_no_token_is_older_than_allowed(
 ) -> None:
     more = ("--rollout.max-staleness", str(bound), "--rollout.max-response-tokens", "60")
     one_by_one = ("--vllm.in-flight", "1", "--rollout.samples", "12", "--batch.mini-batches", "1")
+    one_by_one += ("--loss.calibrate", "0")
     more += one_by_one if slow else ("--evaluation.every", "3")
     count = 12 if slow else 6
     done = run(tmp_path, "run", *words(checkpoint, pair[:1], count, *more))

@@ -107,6 +107,7 @@ class Situation:
         said: list[str] = []
         config = settings(policy, LOSS)
         config.optimizer = Optimizer()
+        config.rollout = SimpleNamespace(old_log_probs="recompute")
         return SimpleNamespace(
             inputs=SimpleNamespace(config=config, backend=self.backend),
             policy=policy,

@@ -191,7 +191,8 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
             noisy = {name: value * (1 + random.random()) for name, value in on_policy_metrics(step).items()}
             noisy |= {f"fspo/{key}": random.random() for key in ("out_of_band", "clip_low", "clip_high")}
             noisy |= {f"fspo/{key}": random.random() for key in ("lre_mean", "lre_max", "lre_null")}
-            noisy |= {"fspo/sigma_hat": random.random(), "fspo/c_low": 0.03, "fspo/c_high": 0.03}
+            noisy |= {"fspo/kl_k3": random.random(), "fspo/sigma_hat": random.random()}
+            noisy |= {"fspo/c_low": 0.03, "fspo/c_high": 0.03}
             noisy |= {"fspo/drift": 0.0, "fspo/dual_clip_frac": 0.01, "val/held_out/mean@4": random.random()}
             file.write(json.dumps({"step": step, **noisy}) + "\n")
     with (run / "sequences.jsonl").open("w") as file:
