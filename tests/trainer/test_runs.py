@@ -22,6 +22,8 @@ from runs import PROGRAM, command, numbers, rows, run, train_words
 
 STEPS = 4
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -139,8 +141,6 @@ import shutil, sys, tempfile
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from check_export import largest_difference
-
-pytestmark = pytest.mark.slow
 copy = Path(tempfile.mkdtemp()) / "run"
 shutil.copytree(sys.argv[2], copy)
 shutil.copy(Path(sys.argv[1]) / "checkpoint/model.safetensors", copy / "hf/model.safetensors")

@@ -137,7 +137,7 @@ def _counting(batch: MicroBatch, **totals: int) -> MicroBatch:
     return replace(batch, totals=replace(batch.totals, **totals))
 
 
-@fault(DP, "another denominator")
+@fault(DP, "do not weigh the same")
 def micro_batch_mean() -> Patch:
     """The loss is the mean over the sequences of each micro-batch"""
     return _change_batch(

@@ -19,6 +19,7 @@ from megatron_fspo.verify.cases import LOSSES, SPLITS
 from megatron_fspo.verify.command import plan
 
 RUN = "examples/make_sum/run.toml"
+CASES = 3 * 2 * (len(LOSSES) + 1)
 
 
 def verify(
@@ -65,7 +66,7 @@ def test_other_families_have_one_gradient_too(tmp_path: Path, family: str) -> No
     done = verify("--config", str(tmp_path / "run.toml"), "--layouts", "tp2.sp", "--dtype", "float64")
     assert done.returncode == 0, done.stdout + why(done.stderr)
     (row,) = table_lines(done.stdout)
-    assert row[:2] == ["tp2.sp", "float64"] and row[-2:] == ["12", "pass"]
+    assert row[:2] == ["tp2.sp", "float64"] and row[-2:] == [str(len(LOSSES) + 2), "pass"]
     assert float(row[2]) < 1e-12
 
 
@@ -78,8 +79,8 @@ def test_the_table_has_a_line_for_each_layout_and_precision(
     assert [row[:2] for row in rows] == [
         [layout, dtype] for layout in ("cp2", "tp2.sp", "pp2.vpp2") for dtype in ("float64", "float32")
     ]
-    assert [row[-2:] for row in rows] == [["11", "pass"]] * 6
-    assert printed.endswith("\n3 layouts, 66 cases: the same gradient in all of them\n")
+    assert [row[-2:] for row in rows] == [[str(len(LOSSES) + 1), "pass"]] * 6
+    assert printed.endswith(f"\n3 layouts, {CASES} cases: the same gradient in all of them\n")
     assert printed.count("\n") < 20, "nothing but the table"
 
 
@@ -90,7 +91,7 @@ def test_json_has_every_loss_on_every_layout(three_layouts: tuple[str, dict[str,
     assert (found["world_size"], found["collectives"]) == (2, "gloo")
     assert found["torch"] == torch.__version__ and found["megatron_core"]
     asked = {(c["layout"], c["dtype"], c["loss"]) for c in found["cases"]}
-    assert len(asked) == len(found["cases"]) == 66
+    assert len(asked) == len(found["cases"]) == CASES
     assert {loss for _, _, loss in asked} == {*LOSSES, "all-clipped"}
     assert {c["split"] for c in found["cases"]} == set(SPLITS)
     for layout in ("cp2", "tp2.sp", "pp2.vpp2"):
@@ -132,11 +133,14 @@ def test_a_layout_that_fails(tmp_path: Path) -> None:
     done = verify("--layouts", "cp2", "--dtype", "float64", "--json", str(out), program=program)
     assert done.returncode == 1, done.stdout + why(done.stderr)
     (row,) = table_lines(done.stdout)
-    assert row[-4:] == ["10", "of", "11", "FAIL"], "all but the one whose gradient is 0"
+    assert row[-4:] == [str(len(LOSSES)), "of", str(len(LOSSES) + 1), "FAIL"], (
+        "all but the one whose gradient is 0"
+    )
     assert "cp2, float64, fspo, 1 micro-batch:\n  every gradient is 2 x the reference" in done.stdout
     last = done.stdout.splitlines()[-1]
     worst = re.fullmatch(
-        r"10 of 11 cases FAILED; worst parameter (\S+) \(relative error 1\.0e\+00, layout cp2, \S+\)", last
+        rf"{len(LOSSES)} of {len(LOSSES) + 1} cases FAILED; worst parameter (\S+) \(relative error 1\.0e\+00, layout cp2, \S+\)",
+        last,
     )
     assert worst is not None, last
     found = json.loads(out.read_text(encoding="utf-8"))
@@ -222,4 +226,4 @@ def test_arguments_that_are_none(arguments: list[str], capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as caught:
         main(["verify", *arguments])
     assert caught.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+    assert "see megatron-fspo verify --help" in capsys.readouterr().err
