@@ -133,15 +133,12 @@ def test_a_layout_that_fails(tmp_path: Path) -> None:
     done = verify("--layouts", "cp2", "--dtype", "float64", "--json", str(out), program=program)
     assert done.returncode == 1, done.stdout + why(done.stderr)
     (row,) = table_lines(done.stdout)
-    assert row[-4:] == [str(len(LOSSES)), "of", str(len(LOSSES) + 1), "FAIL"], (
-        "all but the one whose gradient is 0"
-    )
+    failed, of = len(LOSSES), len(LOSSES) + 1
+    assert row[-4:] == [f"{failed}", "of", f"{of}", "FAIL"], "all but the one whose gradient is 0"
     assert "cp2, float64, fspo, 1 micro-batch:\n  every gradient is 2 x the reference" in done.stdout
     last = done.stdout.splitlines()[-1]
-    worst = re.fullmatch(
-        rf"{len(LOSSES)} of {len(LOSSES) + 1} cases FAILED; worst parameter (\S+) \(relative error 1\.0e\+00, layout cp2, \S+\)",
-        last,
-    )
+    where = r"worst parameter (\S+) \(relative error 1\.0e\+00, layout cp2, \S+\)"
+    worst = re.fullmatch(rf"{failed} of {of} cases FAILED; {where}", last)
     assert worst is not None, last
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["passed"] is False
