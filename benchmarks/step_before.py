@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+# An older commit has these.
+# ruff: noqa: I001
 from megatron_fspo.trainer import batches, sampling
 from megatron_fspo.trainer.ahead import staleness_metrics
 from megatron_fspo.trainer.optimize import optimize, score_old
