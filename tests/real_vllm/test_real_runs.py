@@ -26,7 +26,8 @@ def words(checkpoint: Path, servers: list[Served], steps: int, *more: str) -> li
     short = (
         "--rollout.max-response-tokens 24 --checkpoint.every 0 --evaluation.every 0 --loss.entropy-coef 0.1"
     )
-    short += " --reward.max-steps-without-spread 0"
+    # vLLM's threads spin: on two cores a rank was seen to get no time for 40 s.
+    short += " --reward.max-steps-without-spread 0 --parallel.silence-seconds 300"
     urls = ["--vllm.urls", str([server.url for server in servers])]
     return [*text.split(), *urls, *short.split(), *more]
 
