@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,10 @@ class Prompt:
     """The same, as text (after the chat template, if one is used)."""
     answer: str
     """What the reward compares the response with."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """All fields of its row in the data file, as JSON types; for rewards."""
+    dataset: str = ""
+    """Name of the data set that it belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)

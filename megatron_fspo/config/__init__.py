@@ -1,21 +1,21 @@
 """The configuration of a run: every key, its default, what is legal, and how a file becomes a checked object.
 
-:mod:`.schema` has the sections, :mod:`.losses`, :mod:`.correction` and :mod:`.fp8` those with variants or
-rules of their own; :mod:`.loading` reads TOML and command-line words.
+:mod:`.schema` has the whole; sections with variants or rules of their own have a file each; :mod:`.loading`
+reads TOML and command-line words.
 """
 
+from megatron_fspo.config.data import Data
+from megatron_fspo.config.evaluation import Evaluation
+from megatron_fspo.config.reward import Reward
 from megatron_fspo.config.schema import (
     VLLM,
     Batch,
     Checkpoint,
     Config,
-    Data,
-    Evaluation,
     Log,
     Model,
     Optimizer,
     Parallel,
-    Reward,
     Rollout,
     Run,
 )

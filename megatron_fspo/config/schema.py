@@ -12,7 +12,10 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_fspo.config.correction import CorrectionConfig, NoCorrection
+from megatron_fspo.config.data import Data
+from megatron_fspo.config.evaluation import Evaluation
 from megatron_fspo.config.fp8 import FP8
+from megatron_fspo.config.reward import Reward
 from megatron_fspo.losses import FSPOLoss, PolicyLossConfig
 from megatron_fspo.section import Section, UnitInterval
 
@@ -85,29 +88,6 @@ class Parallel(Section):
     def model_size(self) -> int:
         """Ranks that share one copy of the model."""
         return self.tensor * self.pipeline * self.context
-
-
-class Data(Section):
-    """Prompts, one JSON object a line."""
-
-    train: Path = Field(description="jsonl file of training prompts")
-    validation: Path | None = Field(None, description="jsonl file of evaluation prompts")
-    prompt_key: str = Field("prompt", description="JSON key of the prompt: text, or a list of chat messages")
-    answer_key: str = Field("answer", description="JSON key of the reference answer")
-    chat_template: bool = Field(False, description="render prompts through the tokenizer's chat template")
-    max_prompt_tokens: PositiveInt = Field(1024, description="a longer prompt is an error")
-    shuffle: bool = Field(True, description="new order every epoch, from `run.seed`")
-
-
-class Reward(Section):
-    """The verdict on a response."""
-
-    name: str = Field(description="`make_sum`, `exact_match`, or `package.module:function`")
-    max_steps_without_spread: NonNegativeInt = Field(
-        10,
-        description="an error when in so many steps in a row no two responses to a prompt had different "
-        "rewards, so that nothing was learned; 0: never",
-    )
 
 
 class Rollout(Section):
@@ -202,17 +182,6 @@ class Optimizer(Section):
         description="stop when the policy is further than this from the one that S starts from, in nats per "
         "token of a mini-batch (actor/ppo_kl, the k1 estimate)",
     )
-
-
-class Evaluation(Section):
-    """Sampling on the validation prompts."""
-
-    every: NonNegativeInt = Field(
-        10, description="steps between evaluations, also before the first and after the last; 0: never"
-    )
-    samples: PositiveInt = Field(4, description="responses per prompt, for mean@k and pass@k")
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
 class Checkpoint(Section):
