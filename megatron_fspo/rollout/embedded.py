@@ -6,7 +6,7 @@ the same arguments and sees the same logits; the tokens are those that the first
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fspo.rollout.engine import Pending, Progress
+from megatron_fspo.rollout.engine import Arrived, Pending, Progress
 from megatron_fspo.rollout.sampling import sample, uniforms
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
@@ -35,7 +35,8 @@ class CachedModel(Protocol):
 class _Row:
     """One completion being written."""
 
-    slot: int
+    number: int
+    """See :data:`~megatron_fspo.rollout.engine.Arrived`."""
     prompt: Prompt
     draws: Tensor
     token_ids: list[int] = field(default_factory=list)
@@ -66,12 +67,18 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Nothing is held."""
 
-    def submit(self, prompts: Sequence[Prompt], params: SamplingParams, mine: range | None = None) -> Pending:
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        mine: range | None = None,
+        arrived: Arrived | None = None,
+    ) -> Pending:
         """See the protocol."""
-        asked = prompts if mine is None else [prompts[i] for i in mine]
+        wanted = range(len(prompts)) if mine is None else mine
 
         def collect(progress: Progress | None = None, *, stops: bool = False) -> list[list[Completion]]:
-            return self.generate(asked, params, progress)
+            return self._generate(prompts, params, wanted, progress, arrived)
 
         return collect
 
@@ -79,23 +86,44 @@ class EmbeddedEngine:
         self, prompts: Sequence[Prompt], params: SamplingParams, progress: Progress | None = None
     ) -> list[list[Completion]]:
         """Completions of the prompts, in their order."""
+        return self.submit(prompts, params)(progress)
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        mine: range,
+        progress: Progress | None,
+        arrived: Arrived | None,
+    ) -> list[list[Completion]]:
+        """Completions of ``mine`` of the prompts, in their order."""
         rows = [
             _Row(
-                slot=position * params.n + number,
-                prompt=prompt,
-                draws=uniforms(params.seed, prompt.index, number, params.max_tokens),
+                number=position * params.n + number,
+                prompt=prompts[position],
+                draws=uniforms(params.seed, prompts[position].index, number, params.max_tokens),
             )
-            for position, prompt in enumerate(prompts)
+            for position in mine
             for number in range(params.n)
         ]
+
+        def finished(done: list[_Row]) -> None:
+            if progress is not None and done:
+                progress(len(done))
+            if arrived is not None:
+                for row in done:
+                    arrived(row.number, self._completion(row))
+
         # Prompts of like length share a batch: a row waits for no one while its prompt is read.
         by_length = sorted(rows, key=lambda row: len(row.prompt.token_ids))
         for batch in _chunks(by_length, self._max_batch):
-            self._decode(batch, params, progress)
+            self._decode(batch, params, finished)
         done = [self._completion(row) for row in rows]
         return [done[i : i + params.n] for i in range(0, len(done), params.n)]
 
-    def _decode(self, batch: list[_Row], params: SamplingParams, progress: Progress | None) -> None:
+    def _decode(
+        self, batch: list[_Row], params: SamplingParams, finished: Callable[[list[_Row]], None]
+    ) -> None:
         lengths = [len(row.prompt.token_ids) for row in batch]
         position = min(lengths)
         with self._model.session(rows=len(batch), max_tokens=max(lengths) + params.max_tokens):
@@ -103,8 +131,7 @@ class EmbeddedEngine:
             while True:
                 next_tokens = self._extend(batch, logits, position, params)
                 live = [i for i, row in enumerate(batch) if row.finish_reason is None]
-                if progress is not None and len(live) < len(batch):
-                    progress(len(batch) - len(live))
+                finished([row for row in batch if row.finish_reason is not None])
                 if not live:
                     return
                 if len(live) < len(batch):

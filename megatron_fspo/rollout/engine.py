@@ -10,6 +10,11 @@ from megatron_fspo.types import Completion, Prompt, SamplingParams
 Progress = Callable[[int], None]
 """Called with the number of completions that have just finished."""
 
+Arrived = Callable[[int, Completion], None]
+"""Called with a completion as soon as it has finished, and its number: position of the prompt among those of
+all ranks x ``params.n`` + its number among the prompt's. It may be called in another thread, and must not
+block."""
+
 
 class Pending(Protocol):
     """Completions that were asked for."""
@@ -31,12 +36,20 @@ class RolloutEngine(Protocol):
     Order of calls in a step: ``submit`` and collect … train … ``update_weights``.
     """
 
-    def submit(self, prompts: Sequence[Prompt], params: SamplingParams, mine: range | None = None) -> Pending:
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        mine: range | None = None,
+        arrived: Arrived | None = None,
+    ) -> Pending:
         """Ask for ``params.n`` completions of each prompt.
 
         Args:
             prompts: of all ranks.
             mine: places of those whose completions this data-parallel rank is to hold; default all.
+            arrived: hears of each completion that this rank learns of at first hand. One of the first ranks
+                of the model copies does so of each, not always the one that is to hold it.
 
         Several batches may be pending at once, and are collected in any order, the same on every rank. An
         engine that samples in this process does so only when they are collected.

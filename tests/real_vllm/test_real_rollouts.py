@@ -40,14 +40,12 @@ def with_server(url: str, work: Callable[[Server], Awaitable[T]]) -> T:
     return asyncio.run(main())
 
 
-def rollout(
-    url: str, params: SamplingParams, on_done: Callable[[int], None] | None = None
-) -> list[Completion]:
+def rollout(url: str, params: SamplingParams) -> list[Completion]:
     requests = [Request.of(prompt, params, i) for prompt in PROMPTS for i in range(params.n)]
 
     async def work(server: Server) -> list[Completion]:
         pool = Pool([server], max_in_flight_per_server=16, vocab_size=VOCAB_SIZE, probe_seconds=0.2)
-        return await pool.generate(requests, on_done)
+        return await pool.generate(requests)
 
     return with_server(url, work)
 

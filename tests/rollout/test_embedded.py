@@ -172,6 +172,21 @@ def test_progress_adds_up() -> None:
     assert sum(steps) == 15 and all(step > 0 for step in steps)
 
 
+def test_each_completion_is_told_when_it_is_done_by_its_number_among_all_ranks() -> None:
+    arrived: list[tuple[int, Completion]] = []
+    engine = EmbeddedEngine(Markov(), max_batch=4)
+    pending = engine.submit(PROMPTS, PARAMS, range(1, 5, 2), lambda *each: arrived.append(each))
+    assert not arrived
+    rows = pending()
+    assert dict(arrived) == {
+        position * PARAMS.n + number: completion
+        for position, row in zip(range(1, 5, 2), rows, strict=True)
+        for number, completion in enumerate(row)
+    }
+    assert len(arrived) == 2 * PARAMS.n
+    assert engine.submit(PROMPTS, PARAMS, range(0))() == []
+
+
 def test_completions_carry_the_version_of_the_weights() -> None:
     engine = EmbeddedEngine(Markov(), max_batch=4)
     engine.update_weights(3)

@@ -17,9 +17,9 @@ def test_batches_share_the_servers_and_the_first_goes_first() -> None:
     async def work(pool: Pool, fakes: list[FakeServer]) -> None:
         fakes[0].delay = 0.005
         done: list[str] = []
-        first = asyncio.create_task(pool.generate(requests(10), lambda _: done.append("first")))
+        first = asyncio.create_task(pool.generate(requests(10), lambda *_: done.append("first")))
         await asyncio.sleep(0)
-        second = asyncio.create_task(pool.generate(requests(10), lambda _: done.append("second")))
+        second = asyncio.create_task(pool.generate(requests(10), lambda *_: done.append("second")))
         check_all(await first, 10)
         assert not second.done()
         check_all(await second, 10)

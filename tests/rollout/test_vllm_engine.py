@@ -320,6 +320,18 @@ def test_progress_of_what_is_done_while_one_looks(tmp_path: Path) -> None:
         assert done == [1] * 12
 
 
+def test_each_completion_is_told_when_it_is_done(tmp_path: Path) -> None:
+    """Also before anyone waits for the batch."""
+    with running(tmp_path) as (engine, _, _):
+        arrived: dict[int, Completion] = {}
+        pending = engine.submit(PROMPTS, PARAMS, None, arrived.__setitem__)
+        until = time.monotonic() + 30
+        while len(arrived) < 12 and time.monotonic() < until:
+            time.sleep(0.01)
+        rows = pending()
+        assert [arrived[number] for number in range(12)] == [c for row in rows for c in row]
+
+
 def test_an_update_readmits_a_server_that_waits_for_one(tmp_path: Path) -> None:
     """It came back while the trainer was busy: nobody was there to give it weights."""
     with running(tmp_path) as (engine, fakes, weights):

@@ -22,7 +22,7 @@ from megatron_fspo.errors import InputError, StopRequested, TrainingError
 from megatron_fspo.parallel.control import SLICE
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists
-from megatron_fspo.rollout.engine import Pending, Progress
+from megatron_fspo.rollout.engine import Arrived, Pending, Progress
 from megatron_fspo.rollout.vllm import canary, statistics, update
 from megatron_fspo.rollout.vllm.hand_out import hand_out
 from megatron_fspo.rollout.vllm.loop import Loop
@@ -85,18 +85,25 @@ class VLLMEngine:
         if leader is not None:
             leader.pool.admit = self._admit
 
-    def submit(self, prompts: Sequence[Prompt], params: SamplingParams, mine: range | None = None) -> Pending:
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        mine: range | None = None,
+        arrived: Arrived | None = None,
+    ) -> Pending:
         """See the protocol. The servers are asked at once, and answer while the trainer does something else.
 
         Responses that are under way during a weight update go on after it, with the new weights. A server
-        that dies is done without, and served again when it is back.
+        that dies is done without, and served again when it is back. The first rank hears of every completion
+        that arrives, in the thread of the loop.
         """
         wanted = range(len(prompts)) if mine is None else mine
         requests = [Request.of(prompt, params, number) for prompt in prompts for number in range(params.n)]
-        batch = _Batch()
+        batch = _Batch(arrived)
         if self._leader is not None:
             pool = self._leader.pool
-            work = pool.generate(requests, batch.count_one, oldest_version=self._version)
+            work = pool.generate(requests, batch.arrive, oldest_version=self._version)
             batch.work = self._leader.loop.submit(work)
             batch.work.add_done_callback(lambda _: self._events.put(None))
 
@@ -279,15 +286,18 @@ class _Batch:
 
     work: Future[list[Completion]]
 
-    def __init__(self) -> None:
+    def __init__(self, arrived: Arrived | None) -> None:
+        self._arrived = arrived
         self._lock = threading.Lock()
         self._unreported = 0
         self._progress: Progress | None = None
 
-    def count_one(self, number: int) -> None:
+    def arrive(self, number: int, completion: Completion) -> None:
         """One more is done; called in the thread of the loop."""
+        if self._arrived is not None:
+            self._arrived(number, completion)
         with self._lock:
-            self._unreported += number
+            self._unreported += 1
             self._report()
 
     def report_to(self, progress: Progress | None) -> None:

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.rollout.engine import Progress
+from megatron_fspo.rollout.engine import Arrived
 from megatron_fspo.rollout.sampling import stream_seed
 from megatron_fspo.rollout.vllm.server import Server, ServerLost
 from megatron_fspo.types import Completion, Prompt, SamplingParams
@@ -130,14 +130,14 @@ class Pool:
     async def generate(
         self,
         requests: Sequence[Request],
-        on_done: Progress | None = None,
+        arrived: Arrived | None = None,
         *,
         oldest_version: int = 0,
     ) -> list[Completion]:
         """One completion per request, in their order. Requests of an earlier call go first.
 
         Args:
-            on_done: called with 1 for each completion, in the event loop's thread; it must not block.
+            arrived: called in the event loop's thread; the number is that of the request.
             oldest_version: no completion may have a token from weights before these. A server that samples
                 with older ones was restarted behind our back: its answer is dropped, and it has to be
                 admitted again.
@@ -153,7 +153,7 @@ class Pool:
         self._batches.add(trouble)
         self._reschedule()
         tasks = [
-            asyncio.create_task(self._answer(position, request, on_done, oldest_version))
+            asyncio.create_task(self._answer(position, request, arrived, oldest_version))
             for position, request in enumerate(requests)
         ]
         answers = asyncio.gather(*tasks)
@@ -183,7 +183,7 @@ class Pool:
                 )
 
     async def _answer(
-        self, position: int, request: Request, on_done: Progress | None, oldest_version: int
+        self, position: int, request: Request, arrived: Arrived | None, oldest_version: int
     ) -> Completion:
         """Ask servers until one has answered."""
         turn = next(self._turns)
@@ -193,8 +193,8 @@ class Pool:
             except ServerLost as error:
                 lost = error
             else:
-                if on_done is not None:
-                    on_done(1)
+                if arrived is not None:
+                    arrived(position, completion)
                 return completion
         raise TrainingError(
             f"rollout request {position} lost its server {MAX_LOSSES} times; the last: {lost}"
