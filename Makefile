@@ -67,7 +67,7 @@ test: $(VENV)/.ready vllm  ## run the whole suite; PYTEST_ARGS selects
 	$(with_vllm) $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.ready  ## every room and the small layouts, without vLLM
-	$(VENV)/bin/python -m pytest $(FAST) $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(FAST) --numprocesses auto --dist loadfile $(PYTEST_ARGS)
 
 test-py312: $(VENV312)/.ready vllm  ## the same suite on Python 3.12 with megatron-core 0.19
 	$(with_vllm) $(VENV312)/bin/python -m pytest $(PYTEST_ARGS)

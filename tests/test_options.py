@@ -88,7 +88,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     return tree
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(tree=trees())
 def test_a_configuration_written_and_read_is_the_same(
     tree: dict[str, Any], tmp_path_factory: pytest.TempPathFactory

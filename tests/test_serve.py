@@ -335,6 +335,7 @@ def serve(fake: FakeVLLM, model: Path, tmp_path: Path) -> Iterator[Callable[...,
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_ends_all(
     number: int, status: int, serve: Callable[..., Command], fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch
@@ -353,6 +354,7 @@ def test_a_signal_ends_all(
     assert KEY not in command.log.read_text() + command.out.read_text()
 
 
+@pytest.mark.slow
 def test_a_signal_while_it_starts(serve: Callable[..., Command], fake: FakeVLLM) -> None:
     fake.set_mode("slow")
     command = serve()
@@ -362,6 +364,7 @@ def test_a_signal_while_it_starts(serve: Callable[..., Command], fake: FakeVLLM)
     assert fake.running == []
 
 
+@pytest.mark.slow
 def test_killing_it_leaves_nothing(serve: Callable[..., Command], fake: FakeVLLM) -> None:
     command = serve("--keep-alive")
     command.until_ready()
@@ -369,6 +372,7 @@ def test_killing_it_leaves_nothing(serve: Callable[..., Command], fake: FakeVLLM
     until(lambda: not fake.running, "the end of vLLM")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_alive", [False, True])
 def test_the_end_of_the_parent(keep_alive: bool, serve: Callable[..., Command], fake: FakeVLLM) -> None:
     command = serve(*["--keep-alive"] * keep_alive, as_child=True)
@@ -384,6 +388,7 @@ def test_the_end_of_the_parent(keep_alive: bool, serve: Callable[..., Command], 
     until(lambda: not any(map(is_running, [*processes, *fake.running])), "the end of all")
 
 
+@pytest.mark.slow
 def test_restarts_and_their_limit(serve: Callable[..., Command], fake: FakeVLLM) -> None:
     command = serve()
     for crash in range(4):
@@ -403,6 +408,7 @@ def test_restarts_and_their_limit(serve: Callable[..., Command], fake: FakeVLLM)
     assert said[-1] == "  megatron-fspo: vLLM ended, status -9"
 
 
+@pytest.mark.slow
 def test_a_restart_that_fails_counts(serve: Callable[..., Command], fake: FakeVLLM) -> None:
     command = serve()
     command.until_ready()
@@ -413,6 +419,7 @@ def test_a_restart_that_fails_counts(serve: Callable[..., Command], fake: FakeVL
     assert "  RuntimeError: no room for the weights" in command.said
 
 
+@pytest.mark.slow
 def test_a_crash_at_the_start_is_not_tried_again(serve: Callable[..., Command], fake: FakeVLLM) -> None:
     fake.set_mode("crash")
     command = serve()
@@ -421,6 +428,7 @@ def test_a_crash_at_the_start_is_not_tried_again(serve: Callable[..., Command], 
     assert "  RuntimeError: no room for the weights" in command.said
 
 
+@pytest.mark.slow
 def test_another_host_without_a_key(
     serve: Callable[..., Command], fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,6 +447,7 @@ def test_another_host_without_a_key(
     assert ready.startswith(f"vLLM is ready at http://127.0.0.1:{command.port}, ")
 
 
+@pytest.mark.slow
 def test_another_host_with_a_key(serve: Callable[..., Command], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     command = serve("--host", "0.0.0.0")

@@ -62,6 +62,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.slow
 def test_the_script_is_deterministic(made: list[Path]) -> None:
     first, second = map(contents, made)
     assert set(first) == {"train.jsonl", "validation.jsonl"} | {
@@ -77,6 +78,7 @@ def test_the_script_is_deterministic(made: list[Path]) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 def test_shipped_files_are_what_the_script_writes(made: list[Path]) -> None:
     shipped, short = contents(FOLDER), contents(made[0])
     weights = "checkpoint/model.safetensors"
@@ -90,6 +92,7 @@ def test_shipped_files_are_what_the_script_writes(made: list[Path]) -> None:
     assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) < 1_200_000
 
 
+@pytest.mark.slow
 def test_another_width_of_heads(tmp_path: Path) -> None:
     make_checkpoint.main(["--steps", "1", "--head-dim", "32", "--out", str(tmp_path)])
     model = Qwen3ForCausalLM.from_pretrained(tmp_path / "checkpoint")

@@ -26,6 +26,7 @@ def test_what_it_prints_is_of_all_sequences() -> None:
         assert four == pytest.approx(two, abs=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [("--tensor", "2"), ("--pipeline", "2"), pytest.param(("--tensor", "2", "--pipeline", "2"), id="both")],

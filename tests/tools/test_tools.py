@@ -84,6 +84,7 @@ def test_there_and_back_again(converted: dict[str, tuple[Path, Path, Path]], nam
         assert (path / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_log_probs_of_transformers_and_of_a_layout_are_compared(
     converted: dict[str, tuple[Path, Path, Path]],
 ) -> None:
@@ -99,6 +100,7 @@ def test_log_probs_of_transformers_and_of_a_layout_are_compared(
     assert all(0 < row["mean"] < row["max"] <= 1e-5 for row in report["log_probs"])
 
 
+@pytest.mark.slow
 def test_a_difference_is_named_and_is_exit_status_1(
     converted: dict[str, tuple[Path, Path, Path]], tmp_path: Path
 ) -> None:
@@ -164,6 +166,7 @@ def test_wrong_input_is_one_line_and_exit_status_2(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOOLS)
 def test_help_shows_examples(name: str) -> None:
     command = [sys.executable, f"tools/{name}.py", "--help"]

@@ -25,6 +25,8 @@ WITH_GRADIENT = [n for n in ALL if SPREAD[n // SAMPLES] and n % SAMPLES != 1]
 POLICY_ONLY = [name for name in LOSSES if "," not in name]
 OTHERS = [name for name in LOSSES if "," in name]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from launch import forked, why
 from megatron_fspo.trainer.failed_reward import _path
 from runs import numbers, rows, train_words
@@ -21,6 +23,7 @@ def train(folder: Path, name: str, reward: str, *extra: str) -> subprocess.Compl
     return forked([str(WORKER), *train_words(folder, name, *words, *extra)[1:]], nproc=2)
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_ends_in_one_line_and_is_resumed_once_mended(tmp_path: Path) -> None:
     """It raises on the second rank, in step 2; the first one has no fault."""
     extra = (*DATA_PARALLEL, "--evaluation.every", "0")
@@ -50,6 +53,7 @@ def test_a_reward_that_raises_ends_in_one_line_and_is_resumed_once_mended(tmp_pa
     assert (tmp_path / "run" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_in_an_evaluation_leaves_the_step_before_it(tmp_path: Path) -> None:
     """One rank grades for the two that share a model; the other ends with it."""
     failed = train(tmp_path, "run", "nan_in_evaluation", "--evaluation.every", "2")
@@ -68,6 +72,7 @@ def test_a_reward_that_fails_in_an_evaluation_leaves_the_step_before_it(tmp_path
     assert rows(tmp_path, "run") == found and (tmp_path / "run/hf/model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_steps_that_teach_nothing_are_told_and_too_many_end_the_run(tmp_path: Path) -> None:
     """Counted across a resume; two ranks, of which the first one shows its responses."""
     extra = (*DATA_PARALLEL, "--evaluation.every", "0", "--reward.max-steps-without-spread", "2")

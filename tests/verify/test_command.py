@@ -116,6 +116,7 @@ def test_errors_are_within_the_promise(three_layouts: tuple[str, dict[str, Any]]
     assert any(case["gradient_error"] > 0 for case in found["cases"]), "all exactly 0: what was compared?"
 
 
+@pytest.mark.slow
 def test_a_runs_own_layout_and_loss(tmp_path: Path) -> None:
     out = tmp_path / "verify.json"
     done = verify("--config", RUN, "--dtype", "float32", "--json", str(out))
@@ -126,6 +127,7 @@ def test_a_runs_own_layout_and_loss(tmp_path: Path) -> None:
     assert len({case["tied"] for case in cases}) == 1
 
 
+@pytest.mark.slow
 def test_a_layout_that_fails(tmp_path: Path) -> None:
     """Exit status 1; the worst parameter and what is wrong are printed; the JSON has it too."""
     out = tmp_path / "verify.json"
