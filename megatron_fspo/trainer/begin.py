@@ -10,7 +10,13 @@ from megatron_fspo.trainer.no_spread import check_spread
 from megatron_fspo.trainer.optimize import add_old_log_probs, score_reference
 from megatron_fspo.trainer.rollout import Rollout, without_tokens
 from megatron_fspo.trainer.rollout_queue import staleness_metrics
-from megatron_fspo.trainer.sampling import Batch, add_advantages, collect_and_grade, sampling_metrics
+from megatron_fspo.trainer.sampling import (
+    Batch,
+    add_advantages,
+    collect_and_grade,
+    reward_metrics,
+    sampling_metrics,
+)
 from megatron_fspo.trainer.step import Step
 
 
@@ -44,6 +50,7 @@ def roll_out(run: Training) -> tuple[Rollout, dict[str, float]]:
         metrics = sampling_metrics(sampled) | filled.metrics()
         if filled.unfilled:
             run.log.say(f"step {run.step + 1}: {filled}")
+    metrics |= reward_metrics(run.inputs, sampled)
     check_spread(run, sampled)
     run.queue.ask(run.step)
     return responses, metrics

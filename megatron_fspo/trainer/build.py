@@ -50,6 +50,8 @@ class Training:
     reference: Model | None
     """What a KL penalty pulls towards: ``model.checkpoint``, for good."""
     engine: RolloutEngine
+    grader: Grader | None
+    """On ranks that grade."""
     scoring: Scoring
     loss: LossState
     queue: RolloutQueue
@@ -142,6 +144,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     engine = build_engine(inputs, policy)
     engine.update_weights(step)
     reference = load_model(inputs, groups) if config.loss.kl_coef else None
+    grader = make_grader(config, groups)
     log = _open_folder(config, step if checkpoints else None, checkpoints, damaged)
     groups.control.meet("the first rank to open the records of the run")
     return Training(
@@ -150,12 +153,13 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         policy=policy,
         reference=reference,
         engine=engine,
+        grader=grader,
         scoring=Scoring(
             groups=groups, vocab_size=inputs.arch.vocab_size, temperature=config.rollout.temperature
         ),
         loss=loss,
         # A step under way has its prompts.
-        queue=RolloutQueue(inputs, engine, groups, walk, step + (under_way is not None)),
+        queue=RolloutQueue(inputs, engine, groups, grader, walk, step + (under_way is not None)),
         log=log,
         step=step,
         resumed=bool(checkpoints),

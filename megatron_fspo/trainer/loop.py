@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from megatron_fspo.errors import RewardError, StopRequested
@@ -31,7 +32,8 @@ def train(inputs: Inputs, *, resume: Resume) -> bool:
     """
     with in_folder(inputs, resume) as place:
         run = build(inputs, place.checkpoints, older=resume == "auto")
-        return _train(run, place)
+        with run.grader or nullcontext():
+            return _train(run, place)
 
 
 def _train(run: Training, place: Place) -> bool:
@@ -130,7 +132,7 @@ def _evaluate(run: Training) -> dict[str, float]:
     total = len(run.inputs.validation) * run.inputs.config.evaluation.samples // run.groups.dp.size()
     with run.log.phase("testing", total, "response", run.timings) as progress:
         try:
-            result = evaluate(run.inputs, run.engine, run.groups, progress)
+            result = evaluate(run.inputs, run.engine, run.groups, run.grader, progress)
         except RewardError as error:
             raise RewardError(f"evaluation after step {run.step}: {error}") from error
     run.log.responses(run.step, result.responses)

@@ -16,7 +16,7 @@ from megatron_fspo.mcore.backend import Backend, check_dtype, choose_backend
 from megatron_fspo.mcore.fp8 import check_fp8
 from megatron_fspo.mcore.model import check_parallel, check_trainable, check_world
 from megatron_fspo.objective.noise import Noise
-from megatron_fspo.rewards import Reward, get_reward
+from megatron_fspo.rewards import check_reward
 from megatron_fspo.rollout.vllm.connect import check_options
 from megatron_fspo.trainer.log import check_wandb
 from megatron_fspo.trainer.noise import noise_of_run
@@ -40,7 +40,6 @@ class Inputs:
     stop_token_ids: tuple[int, ...]
     train: tuple[Prompt, ...]
     validation: tuple[Prompt, ...]
-    reward: Reward
     noise: Noise | None
     """In S, where ``loss.noise`` says."""
 
@@ -77,11 +76,11 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False) -> Inpu
         tokenizer = attempt(lambda: _tokenizer(config, arch))
     train = attempt(lambda: _train_prompts(config, tokenizer)) if tokenizer is not None else None
     validation = attempt(lambda: _validation_prompts(config, tokenizer)) if tokenizer is not None else None
-    reward = attempt(lambda: get_reward(config.reward.name))
+    attempt(lambda: check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens))
     noise = attempt(lambda: (noise_of_run(config),))
     if attempt.problems:
         raise InputErrors(attempt.problems)
-    assert backend and arch and train is not None and validation is not None and reward and noise
+    assert backend and arch and train is not None and validation is not None and noise
     return Inputs(
         config=config,
         backend=backend,
@@ -90,7 +89,6 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False) -> Inpu
         stop_token_ids=stop_token_ids(tokenizer, config.model.checkpoint),
         train=train,
         validation=validation,
-        reward=reward,
         noise=noise[0],
     )
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from megatron_fspo.rewards import Graded
 from megatron_fspo.types import Completion, Prompt, VersionSpan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +26,9 @@ class Rollout:
     lengths: Tensor
     """int64, tokens of the response, the stop token included."""
     rewards: Tensor
-    """float64."""
+    """float64: what is learned from."""
+    scores: Tensor
+    """float64: the first reward's verdict alone, what accuracy is made of."""
     advantages: Tensor
     """float64; NaN until they are known."""
     truncated: Tensor
@@ -42,6 +47,8 @@ class Rollout:
     """int64, the data-parallel rank that holds its tokens."""
     held: Mapping[int, Completion]
     """What this rank holds, by number: on the first rank of each model copy; others hold nothing."""
+    verdicts: Mapping[int, Graded]
+    """What this rank graded, by number; not always what it holds."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -70,22 +77,25 @@ class Rollout:
 
 
 COLUMNS = (
-    *("lengths", "rewards", "truncated", "oldest_version", "version_tokens"),
+    *("lengths", "truncated", "oldest_version", "version_tokens"),
     *("spans", "last_version", "last_start", "owner"),
+    *("rewards", "scores"),
 )
-"""Fields that :func:`describe` gives, in its order."""
+"""Fields of the table that ranks make together: those that :func:`describe` gives, in its order, then
+:data:`GRADES`."""
+GRADES = 2
+"""How many of them whoever grades fills in."""
 _PER_RESPONSE = (*COLUMNS, "advantages")
-_TYPES = {"rewards": torch.float64, "truncated": torch.bool}
+_TYPES = {"rewards": torch.float64, "scores": torch.float64, "truncated": torch.bool}
 
 
-def describe(completion: Completion, reward: float, owner: int) -> tuple[float, ...]:
-    """One response as numbers; integers stay exact in float64."""
+def describe(completion: Completion, owner: int) -> tuple[float, ...]:
+    """One response as numbers, without its grades; integers stay exact in float64."""
     length = len(completion.token_ids)
     whole = VersionSpan(version=completion.weight_version, start=0, end=length)
     spans = completion.version_spans or (whole,)
     return (
         length,
-        reward,
         completion.finish_reason == "length",
         completion.weight_version,
         sum(span.version * (span.end - span.start) for span in spans),
@@ -97,15 +107,21 @@ def describe(completion: Completion, reward: float, owner: int) -> tuple[float, 
 
 
 def rollout_of(
-    prompts: Sequence[Prompt], samples: int, table: Tensor, held: Mapping[int, Completion]
+    prompts: Sequence[Prompt],
+    samples: int,
+    table: Tensor,
+    held: Mapping[int, Completion],
+    verdicts: Mapping[int, Graded] | None = None,
 ) -> Rollout:
-    """From a table [n, columns] of what :func:`describe` gives; advantages are still to come."""
+    """From a table [n, columns] with the fields of :data:`COLUMNS`; advantages are still to come."""
     columns = {
         name: column.to(_TYPES.get(name, torch.long))
         for name, column in zip(COLUMNS, table.unbind(1), strict=True)
     }
     unknown = torch.full((len(table),), float("nan"), dtype=torch.float64)
-    return Rollout(prompts=prompts, samples=samples, held=held, advantages=unknown, **columns)
+    return Rollout(
+        prompts=prompts, samples=samples, held=held, verdicts=verdicts or {}, advantages=unknown, **columns
+    )
 
 
 def with_advantages(rollout: Rollout, advantages: Tensor) -> Rollout:
@@ -114,8 +130,8 @@ def with_advantages(rollout: Rollout, advantages: Tensor) -> Rollout:
 
 
 def without_tokens(rollout: Rollout) -> Rollout:
-    """The same, once its tokens are in packs."""
-    return replace(rollout, held={})
+    """The same, once its tokens are in packs and its verdicts counted."""
+    return replace(rollout, held={}, verdicts={})
 
 
 def join(parts: Sequence[Rollout]) -> Rollout:
@@ -126,20 +142,25 @@ def join(parts: Sequence[Rollout]) -> Rollout:
     """
     if len({part.samples for part in parts}) != 1:
         raise ValueError(f"rollouts with groups of {[part.samples for part in parts]} do not join")
-    starts = accumulate(map(len, parts), initial=0)
+    starts = list(accumulate(map(len, parts), initial=0))
     columns: dict[str, Any] = {
         name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_RESPONSE
     }
     return replace(
         parts[0],
         prompts=[prompt for part in parts for prompt in part.prompts],
-        held={
-            start + number: completion
-            for part, start in zip(parts, starts, strict=False)
-            for number, completion in part.held.items()
-        },
+        held=_renumbered([part.held for part in parts], starts),
+        verdicts=_renumbered([part.verdicts for part in parts], starts),
         **columns,
     )
+
+
+def _renumbered(parts: Sequence[Mapping[int, T]], starts: Sequence[int]) -> dict[int, T]:
+    return {
+        start + number: item
+        for part, start in zip(parts, starts, strict=False)
+        for number, item in part.items()
+    }
 
 
 def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
@@ -151,5 +172,6 @@ def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
         rollout,
         prompts=[rollout.prompts[group] for group in groups],
         held={new: rollout.held[old] for new, old in enumerate(numbers) if old in rollout.held},
+        verdicts={new: rollout.verdicts[old] for new, old in enumerate(numbers) if old in rollout.verdicts},
         **columns,
     )

@@ -18,6 +18,7 @@ from typing import Any
 from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout
@@ -33,11 +34,18 @@ class RolloutQueue:
     """
 
     def __init__(
-        self, inputs: Inputs, engine: RolloutEngine, groups: ParallelGroups, walk: PromptWalk, step: int
+        self,
+        inputs: Inputs,
+        engine: RolloutEngine,
+        groups: ParallelGroups,
+        grader: Grader | None,
+        walk: PromptWalk,
+        step: int,
     ) -> None:
         self._inputs = inputs
         self._engine = engine
         self._groups = groups
+        self._grader = grader
         self._walk = walk
         self._next = step
         self._asked: deque[Batch] = deque()
@@ -71,7 +79,8 @@ class RolloutQueue:
             self._next += 1
 
     def _ask(self, indices: Sequence[int], params: SamplingParams) -> Batch:
-        return ask(self._engine, self._groups, [self._inputs.train[i] for i in indices], params)
+        prompts = [self._inputs.train[i] for i in indices]
+        return ask(self._inputs, self._engine, self._groups, self._grader, prompts, params)
 
     def _params(self, step: int, number: int = 0) -> SamplingParams:
         rollout = self._inputs.config.rollout

@@ -6,21 +6,24 @@ Tokens stay on the rank that has them; all ranks learn the lengths, rewards and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fspo.config import Config
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
 from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.rewards import Failure, judge
+from megatron_fspo.parallel.metrics import Totals, means
+from megatron_fspo.rewards import Failure, Graded, Grader, tally
 from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine
 from megatron_fspo.trainer.failed_reward import raise_first
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.rollout import COLUMNS, Rollout, describe, rollout_of, with_advantages
+from megatron_fspo.trainer.rollout import COLUMNS, GRADES, Rollout, describe, rollout_of, with_advantages
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 
@@ -35,19 +38,44 @@ class Batch:
     mine: range
     """Positions of this data-parallel rank's prompts."""
     pending: Pending
+    verdicts: Mapping[int, Future[Graded | Failure]]
+    """Of the responses that this rank grades, by number: all of them once ``pending`` has returned."""
+
+
+def make_grader(config: Config, groups: ParallelGroups) -> Grader | None:
+    """The grader of a rank that hears of responses at first hand: the first one of the job, which talks to
+    the servers, or the first one of each model copy. None on the others, so that a reward may be slow,
+    random or a remote call."""
+    servers = config.rollout.engine == "vllm"
+    if not (dist.get_rank() == 0 if servers else is_first_of_copy(groups)):
+        return None
+    return Grader(config.reward, max_response_tokens=config.rollout.max_response_tokens)
 
 
 def ask(
-    engine: RolloutEngine, groups: ParallelGroups, prompts: Sequence[Prompt], params: SamplingParams
+    inputs: Inputs,
+    engine: RolloutEngine,
+    groups: ParallelGroups,
+    grader: Grader | None,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
 ) -> Batch:
-    """Ask for responses to all prompts; each data-parallel rank for its share. Collective."""
+    """Ask for responses to all prompts; each data-parallel rank for its share. Each is graded as soon as it is
+    there, while others are sampled and the trainer learns. Collective."""
     mine = range(groups.dp.rank(), len(prompts), groups.dp.size())
-    pending = engine.submit(prompts, params, mine)
-    return Batch(prompts=prompts, samples=params.n, mine=mine, pending=pending)
+    verdicts: dict[int, Future[Graded | Failure]] = {}
+
+    def grade(number: int, completion: Completion) -> None:
+        assert grader is not None
+        text = response_text(inputs, completion)
+        verdicts[number] = grader.submit(prompts[number // params.n], completion, text)
+
+    pending = engine.submit(prompts, params, mine, grade if grader is not None else None)
+    return Batch(prompts=prompts, samples=params.n, mine=mine, pending=pending, verdicts=verdicts)
 
 
 def is_first_of_copy(groups: ParallelGroups) -> bool:
-    """Whether this is the rank of its model copy that holds responses and grades them."""
+    """Whether this is the rank of its model copy that holds responses."""
     return groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
 
 
@@ -59,11 +87,8 @@ def collect_and_grade(
     *,
     stops: bool = False,
 ) -> Rollout:
-    """Wait for the responses of a batch and grade them. Collective.
-
-    Each data-parallel rank grades its share. Ranks that share a model have the same completions; the first
-    of them grades, so that a reward may be slow, random or a remote call. The others wait outside of
-    collectives.
+    """Wait for the responses of a batch and for their grades. Collective; ranks that have neither to wait for
+    wait for the others outside of collectives.
 
     Args:
         stops: whether a request to stop the job may end the wait.
@@ -74,38 +99,41 @@ def collect_and_grade(
     """
     completions = batch.pending(progress, stops=stops)
     held: dict[int, Completion] = {}
-    failures: dict[int, Failure] = {}
-    table = torch.zeros(len(batch.prompts) * batch.samples, len(COLUMNS), dtype=torch.float64)
     if is_first_of_copy(groups):
         for position, row in zip(batch.mine, completions, strict=True):
-            first = position * batch.samples
-            held |= dict(enumerate(row, start=first))
-            verdicts = [grade(inputs, batch.prompts[position], completion) for completion in row]
-            failures |= {n: v for n, v in enumerate(verdicts, start=first) if isinstance(v, Failure)}
-            described = [
-                describe(completion, math.nan if isinstance(verdict, Failure) else verdict, groups.dp.rank())
-                for completion, verdict in zip(row, verdicts, strict=True)
-            ]
-            table[first : first + len(row)] = torch.tensor(described, dtype=torch.float64)
-            if failures:
-                break
+            held |= dict(enumerate(row, start=position * batch.samples))
+    verdicts, failures = _awaited(batch.verdicts)
+    table = torch.zeros(len(batch.prompts) * batch.samples, len(COLUMNS), dtype=torch.float64)
+    for number, completion in held.items():
+        table[number, :-GRADES] = torch.tensor(describe(completion, groups.dp.rank()), dtype=torch.float64)
+    for number, graded in verdicts.items():
+        table[number, -GRADES:] = torch.tensor([graded.reward, graded.score], dtype=torch.float64)
+    table[list(failures), -GRADES:] = math.nan
     groups.control.meet("responses and their grades")
     table = _summed_over_all(table, inputs.backend.device)
     if table.isnan().any():  # a failure's reward, on every rank
         raise_first(inputs.config, failures, batch.samples)
-    return rollout_of(batch.prompts, batch.samples, table, held)
+    return rollout_of(batch.prompts, batch.samples, table, held, verdicts)
+
+
+def _awaited(
+    futures: Mapping[int, Future[Graded | Failure]],
+) -> tuple[dict[int, Graded], dict[int, Failure]]:
+    """The verdicts up to the first failure, and that."""
+    verdicts: dict[int, Graded] = {}
+    for number, future in sorted(futures.items()):
+        verdict = future.result()
+        if isinstance(verdict, Failure):
+            return verdicts, {number: verdict}
+        verdicts[number] = verdict
+    return verdicts, {}
 
 
 def _summed_over_all(table: Tensor, device: torch.device) -> Tensor:
-    """Each row is one rank's, and 0 on the others: so this gives every row to every rank, unchanged."""
+    """Each value is one rank's, and 0 on the others: so this gives every value to every rank, unchanged."""
     table = table.to(device)
     dist.all_reduce(table)
     return table.cpu()
-
-
-def grade(inputs: Inputs, prompt: Prompt, completion: Completion) -> float | Failure:
-    """The reward of one completion."""
-    return judge(inputs.reward, prompt, completion, response_text(inputs, completion))
 
 
 def response_text(inputs: Inputs, completion: Completion) -> str:
@@ -119,13 +147,46 @@ def response_text(inputs: Inputs, completion: Completion) -> str:
 
 def add_advantages(inputs: Inputs, groups: ParallelGroups, rollout: Rollout) -> Rollout:
     """The rollout with its advantages: the first rank's, as a zero decides who is in a pack. Collective."""
-    rewards = rollout.rewards.view(-1, rollout.samples)
-    if inputs.config.loss.advantage == "leave_one_out":
-        advantages = leave_one_out_advantages(rewards)
-    else:
-        advantages = group_normalized_advantages(rewards)
-    advantages = advantages.to(inputs.backend.device)
+    by_group = (rollout.rewards.view(-1, rollout.samples), rollout.truncated.view(-1, rollout.samples))
+    advantages = advantages_of(inputs.config, *by_group).to(inputs.backend.device)
     return with_advantages(rollout, of_first_rank(advantages, groups.dp_cp, groups.tp, groups.pp).cpu())
+
+
+def advantages_of(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
+    """[prompts, samples] advantages, with what ``reward.truncated`` says of responses that were cut off.
+
+    With ``drop`` a group is what is left of it: the mean is theirs, and a response that is left alone has
+    nothing to be compared with.
+
+    Args:
+        rewards: [prompts, samples].
+        truncated: [prompts, samples] bool.
+    """
+    estimate = (
+        leave_one_out_advantages
+        if config.loss.advantage == "leave_one_out"
+        else group_normalized_advantages
+    )
+    if config.reward.truncated == "keep":
+        return estimate(rewards)
+    if config.reward.truncated == "zero_advantage":
+        return estimate(rewards).masked_fill(truncated, 0.0)
+    advantages = torch.zeros_like(rewards)
+    for row, whole in enumerate(~truncated):
+        if int(whole.sum()) > 1:
+            advantages[row, whole] = estimate(rewards[row : row + 1, whole])[0]
+    return advantages
+
+
+def reward_metrics(inputs: Inputs, rollout: Rollout) -> dict[str, float]:
+    """``reward/…``: how the verdicts came about, over the responses of all ranks. Collective."""
+    totals = tally(inputs.config.reward, rollout.verdicts.values())
+    if not totals:
+        return {}
+    table = torch.tensor(list(totals.values()), dtype=torch.float64)
+    summed = _summed_over_all(table, inputs.backend.device).tolist()
+    together: Totals = {name: (total, count) for name, (total, count) in zip(totals, summed, strict=True)}
+    return means(together)
 
 
 def sampling_metrics(rollout: Rollout) -> dict[str, float]:
@@ -134,7 +195,7 @@ def sampling_metrics(rollout: Rollout) -> dict[str, float]:
     ``critic/no_spread`` is the share of groups whose advantages are all 0.
     """
     columns = {
-        "critic/score": rollout.rewards,
+        "critic/score": rollout.scores,
         "critic/rewards": rollout.rewards,
         "critic/advantages": rollout.advantages,
         "response_length": rollout.lengths.double(),

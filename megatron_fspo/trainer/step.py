@@ -31,8 +31,9 @@ _FOLDER = "under_way"
 _ROLLOUT = "rollout.safetensors"
 _TOKENS = "tokens_*.safetensors"
 _PLACE = ("number", "place")
-_FORMAT = 2
-"""Of :meth:`Step.state_dict`. 1, without the key, had means of the metrics, which cannot be pooled."""
+_FORMAT = 3
+"""Of :meth:`Step.state_dict`. 1, without the key, had means of the metrics, which cannot be pooled; 2 had no
+scores beside the rewards."""
 
 
 @dataclass(kw_only=True)

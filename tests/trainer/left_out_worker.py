@@ -77,7 +77,7 @@ def make_rollout(policy: Policy) -> Rollout:
             finish_reason="length",
             weight_version=0,
         )
-        table.append(describe(completion, 0.0, owner))
+        table.append((*describe(completion, owner), 0.0, 0.0))
         if is_first_of_copy(groups) and owner == groups.dp.rank():
             held[number] = completion
     rollout = rollout_of(prompts, SAMPLES, torch.tensor(table, dtype=torch.float64), held)

@@ -12,7 +12,7 @@ from megatron_fspo.types import Sample
 
 def as_rollout(samples: Sequence[Sample], per_prompt: int = 1) -> Rollout:
     """All on data-parallel rank 0; ``per_prompt`` samples to each prompt, one after the other."""
-    table = [describe(s.completion, s.reward, 0) for s in samples]
+    table = [(*describe(s.completion, 0), s.reward, s.reward) for s in samples]
     rollout = rollout_of(
         [s.prompt for s in samples[::per_prompt]],
         per_prompt,

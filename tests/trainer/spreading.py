@@ -39,7 +39,7 @@ def rollout_on(groups: ParallelGroups) -> tuple[Rollout, list[Completion]]:
         for length in row
     ]
     owner = [number // 3 % groups.dp.size() for number in range(len(completions))]
-    table = [describe(c, 1.0, rank) for c, rank in zip(completions, owner, strict=True)]
+    table = [(*describe(c, rank), 1.0, 1.0) for c, rank in zip(completions, owner, strict=True)]
     mine = [n for n, rank in enumerate(owner) if is_first_of_copy(groups) and rank == groups.dp.rank()]
     rollout = rollout_of(
         prompts, 3, torch.tensor(table, dtype=torch.float64), {n: completions[n] for n in mine}

@@ -27,7 +27,7 @@ class Engine:
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int]] = []
 
-    def submit(self, prompts: list[Prompt], params: SamplingParams, mine: range) -> object:
+    def submit(self, prompts: list[Prompt], params: SamplingParams, mine: range, arrived: None) -> object:
         self.asked.append(([prompt.index for prompt in prompts], params.seed))
         return None
 
@@ -44,7 +44,7 @@ def make(
     if state is not None:
         prompts.load_state_dict(state)
     engine: Any = Engine()
-    return RolloutQueue(inputs, engine, GROUPS, prompts, step), engine
+    return RolloutQueue(inputs, engine, GROUPS, None, prompts, step), engine
 
 
 def walk(queue: RolloutQueue, steps: range) -> list[list[int]]:
