@@ -65,7 +65,8 @@ def interval_of_means(
     if not sets or not all(len(values) for values in sets.values()):
         raise ValueError("an interval needs a set, and every set problems")
     tables = [np.asarray(values, dtype=np.float64) for values in sets.values()]
-    centred = [values - values.mean(0) for values in tables]
+    means = [_means(values) for values in tables]
+    centred = [values - mean for values, mean in zip(tables, means, strict=True)]
     share = 1 / len(tables)
     # Of deviations: equal problems give exactly 0, not the rounding of a sum.
     moved = share * np.sum(
@@ -79,7 +80,7 @@ def interval_of_means(
     lone = any(len(values) == 1 for values in tables)
     wide = _widening(centred)
     found = []
-    for number, value in enumerate(share * np.sum([values.mean(0) for values in tables], axis=0)):
+    for number, value in enumerate(share * np.sum(means, axis=0)):
         low, high = (
             (math.nan, math.nan)
             if lone
@@ -87,6 +88,11 @@ def interval_of_means(
         )
         found.append(Estimate(value=float(value), low=float(value + low), high=float(value + high)))
     return found
+
+
+def _means(values: Array) -> Array:
+    """[quantities], over problems; of equal values exactly theirs."""
+    return values[0] + (values - values[0]).mean(0)
 
 
 def _resampled(centred: Array, random: np.random.Generator, resamples: int) -> Array:

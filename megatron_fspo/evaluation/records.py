@@ -26,7 +26,7 @@ PROBLEMS = "problems.jsonl"
 SAMPLES = "samples.jsonl"
 
 Key = tuple[str, int, int]
-"""Set, index of the prompt in it, and number of the sample."""
+"""Set, index of the prompt, and number of the sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Record:
     dataset: str
     """The key in the file is ``set``."""
     index: int
-    """Of its prompt, in the set."""
+    """Of its prompt."""
     sample: int
     """Which of the prompt's completions, from 0."""
     response: str
@@ -172,7 +172,7 @@ class RecordFile:
         else:
             (folder / PROBLEMS).write_text("".join(p.line() for p in problems), encoding="utf-8")
             manifest.save(folder)
-            self._path.touch()
+        self._path.touch()
         self._portions = list(portions)
         self.done = self._cut()
 

@@ -59,8 +59,9 @@ def per_problem(records: Iterable[Record]) -> dict[str, Quantities]:
     sets: dict[str, dict[int, dict[int, Record]]] = {}
     for record in records:
         rows = sets.setdefault(record.dataset, {}).setdefault(record.index, {})
-        if rows.setdefault(record.sample, record) is not record:
+        if record.sample in rows:
             raise ValueError(f"{record.key} is there twice")
+        rows[record.sample] = record
     if len({tuple(sorted(rows)) for problems in sets.values() for rows in problems.values()}) != 1:
         raise ValueError("no completions, or problems with different numbers of them")
     return {

@@ -23,7 +23,7 @@ def metrics_of(summary: Summary, group: str = "val") -> dict[str, float]:
     metrics: dict[str, float] = {}
     n = summary.samples
     for dataset, found in summary.sets.items():
-        name = f"{group}/{dataset.replace('/', '_')}"
+        name = f"{group}/{dataset}"
         metrics[f"{name}/mean@{n}"] = found["mean"].value
         metrics[f"{name}/mean@{n}/low"] = found["mean"].low
         metrics[f"{name}/mean@{n}/high"] = found["mean"].high

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation.records import Key, Record, RecordFile
 from megatron_fspo.evaluation.summary import per_problem, summarize
 from megatron_fspo.evaluation.table import metrics_of
@@ -50,7 +49,6 @@ class Portion:
     dataset: str
     first: int
     """Place of the first of them among the prompts of all sets."""
-    seed: int
     prompts: tuple[Prompt, ...]
 
     def keys(self, samples: int) -> list[Key]:
@@ -68,33 +66,25 @@ class Graded:
 
 
 def sets_of(inputs: Inputs) -> dict[str, list[Prompt]]:
-    """The validation prompts by set, in the order of the files; a prompt that names none is of its file.
-
-    Raises:
-        InputError: two prompts of a set have one index, so their random streams and records one name.
-    """
+    """The validation prompts by set, in their order; a prompt that names none is of its file."""
     path = inputs.config.data.validation
     assert path is not None
     sets: dict[str, list[Prompt]] = {}
     for prompt in inputs.validation:
         sets.setdefault(prompt.dataset or path.stem, []).append(prompt)
-    for name, prompts in sets.items():
-        if len({prompt.index for prompt in prompts}) < len(prompts):
-            raise InputError(f"several files have prompts of the set {name!r}: give the sets different names")
     return sets
 
 
 def portions(inputs: Inputs, data_ranks: int) -> list[Portion]:
     """What is asked for together: as many prompts as fill one batch of the embedded engine on every
-    data-parallel rank. Sets have random streams of their own."""
+    data-parallel rank."""
     config = inputs.config
     size = max(1, config.rollout.max_batch // config.evaluation.samples) * data_ranks
     found, place = [], 0
-    for number, (name, prompts) in enumerate(sets_of(inputs).items()):
+    for name, prompts in sets_of(inputs).items():
         for start in range(0, len(prompts), size):
             some = tuple(prompts[start : start + size])
-            seed = config.run.seed + _SEED_OFFSET + number
-            found.append(Portion(dataset=name, first=place + start, seed=seed, prompts=some))
+            found.append(Portion(dataset=name, first=place + start, prompts=some))
         place += len(prompts)
     return found
 
@@ -130,9 +120,7 @@ def sample_and_grade(
     """
     done = agreed(file.done if file is not None else 0, groups)
     left = portions(inputs, groups.dp.size())[done:]
-    asked = deque(
-        (portion, ask(engine, groups, portion.prompts, _sampling(inputs, portion))) for portion in left
-    )
+    asked = deque((portion, ask(engine, groups, portion.prompts, _sampling(inputs))) for portion in left)
     found: list[Graded] = []
     while asked:
         portion, batch = asked.popleft()  # and with it go its tokens
@@ -145,7 +133,7 @@ def sample_and_grade(
     return found
 
 
-def _sampling(inputs: Inputs, portion: Portion) -> SamplingParams:
+def _sampling(inputs: Inputs) -> SamplingParams:
     config = inputs.config
     return SamplingParams(
         n=config.evaluation.samples,
@@ -153,7 +141,7 @@ def _sampling(inputs: Inputs, portion: Portion) -> SamplingParams:
         top_p=config.evaluation.top_p,
         max_tokens=config.rollout.max_response_tokens,
         stop_token_ids=inputs.stop_token_ids,
-        seed=portion.seed,
+        seed=config.run.seed + _SEED_OFFSET,
     )
 
 

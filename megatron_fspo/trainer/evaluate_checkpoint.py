@@ -35,7 +35,8 @@ from megatron_fspo.types import Prompt
 
 
 def with_sets(inputs: Inputs, files: Sequence[Path]) -> Inputs:
-    """The inputs with the prompts of these files in place of ``data.validation``'s: a set per file.
+    """The inputs with the prompts of these files in place of ``data.validation``'s: a set per file, numbered
+    through, so that no two prompts have one random stream.
 
     Raises:
         InputError: two files have one name, or one cannot be read.
@@ -43,12 +44,13 @@ def with_sets(inputs: Inputs, files: Sequence[Path]) -> Inputs:
     names = [path.stem for path in files]
     if len(set(names)) < len(names):
         raise InputError(f"--data {' '.join(map(str, files))}: two files have one name, so sets would, too")
-    prompts = (
-        replace(prompt, dataset=prompt.dataset or path.stem)
+    prompts = [
+        replace(prompt, dataset=path.stem)
         for path in files
         for prompt in read_prompts(inputs.config, path, inputs.tokenizer)
-    )
-    return replace(inputs, validation=tuple(prompts))
+    ]
+    numbered = (replace(prompt, index=number) for number, prompt in enumerate(prompts))
+    return replace(inputs, validation=tuple(numbered))
 
 
 def evaluate_checkpoint(
