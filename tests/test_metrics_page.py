@@ -101,7 +101,7 @@ def corrections() -> set[str]:
 
 def evaluation() -> dict[str, float]:
     record = Record(
-        dataset="a/set",
+        dataset="file",
         index=0,
         sample=0,
         response="",
