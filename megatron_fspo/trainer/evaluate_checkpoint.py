@@ -95,7 +95,7 @@ def facts(inputs: Inputs, sets: Mapping[str, Sequence[Prompt]], ranks: int) -> d
     found |= {f"{name} sha256": hash_of_prompts(prompts) for name, prompts in sets.items()}
     keys = ["evaluation.samples", "evaluation.temperature", "evaluation.top_p", "run.seed", "model.dtype"]
     keys += ["rollout.max_response_tokens", "rollout.engine"]
-    keys += [f"reward.{key}" for key in sections["reward"]]
+    keys += [f"{section}.{key}" for section in ("fp8", "reward") for key in sections[section]]
     if config.rollout.engine == "embedded":
         keys += ["rollout.max_batch", "parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline"]
         keys += ["parallel.context", "parallel.expert"]
