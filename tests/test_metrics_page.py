@@ -14,6 +14,9 @@ from collections.abc import Iterator
 import torch
 
 from launch import REPO
+from megatron_fspo.evaluation.records import Record
+from megatron_fspo.evaluation.summary import per_problem, summarize
+from megatron_fspo.evaluation.table import metrics_of
 from megatron_fspo.mismatch.correction import correction_metrics
 from megatron_fspo.mismatch.measure import Mismatch
 from megatron_fspo.trainer.dynamic import Filled
@@ -96,11 +99,26 @@ def corrections() -> set[str]:
     return {name for word in words for name in correction_metrics(word, torch.ones(4, 4), mismatch)}
 
 
+def evaluation() -> dict[str, float]:
+    record = Record(
+        dataset="file",
+        index=0,
+        sample=0,
+        response="",
+        answer=None,
+        score=0.0,
+        tokens=1,
+        finish_reason="stop",
+    )
+    return metrics_of(summarize(per_problem([record]), 1))
+
+
 def emitted() -> dict[str, set[str]]:
     """Template → what it makes, and whatever else its function emits."""
     sampled = rollout()
     columns = set(sampling_metrics(sampled))
     bins = set(clip_metrics([record(length) for length in range(1, 17)], seed=1))
+    evaluated = set(evaluation())
     dynamic = set(Filled(batch=sampled, sampled=sampled, rounds=1).metrics())
     return {
         "rollout/correction_{}": corrections(),
@@ -113,11 +131,13 @@ def emitted() -> dict[str, set[str]]:
         "{}/mean": columns,
         "{}/max": columns,
         "{}/min": columns,
-        # Of evaluations, which need a model: here as megatron_fspo/trainer/evaluate.py has them.
-        "val/{}": set(),
-        "{}/mean@{}": {"val/file/mean@4"},
-        "{}/pass@{}": {"val/file/pass@2"},
-        "{}/response_length/mean": {"val/file/response_length/mean"},
+        "{}/mean@{}": evaluated,
+        "{}/mean@{}/low": evaluated,
+        "{}/mean@{}/high": evaluated,
+        "{}/pass@{}": evaluated,
+        "{}/maj@{}": evaluated,
+        "{}/response_length/mean": evaluated,
+        "{}/truncated": evaluated,
         "timing_s/{}": set(),  # phases
         "response_length/{}": set(),  # the report reads them
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -59,23 +60,31 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
-    config = load_config(args.config, overrides)
+    from megatron_fspo.cli.evaluation import config_of
+
+    config = config_of(args, overrides)
     import_megatron()
 
     from megatron_fspo.mcore.startup import job
+    from megatron_fspo.trainer.evaluate_checkpoint import evaluate_checkpoint, with_sets
     from megatron_fspo.trainer.prepare import prepare
 
     with job():
-        inputs = prepare(config, world_size=_world_size(args))
+        inputs = prepare(config, world_size=_world_size(args), trains=False)
         if not inputs.validation:
             raise InputError("evaluate needs data.validation")
+        if args.data:
+            inputs = with_sets(inputs, args.data)
         _start_ranks(args, args.argv)
 
-        from megatron_fspo.trainer.evaluate import evaluate_checkpoint
-
-        metrics = evaluate_checkpoint(inputs)
+        metrics = evaluate_checkpoint(inputs, out=args.out, other=args.compare)
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(metrics) if args.json else "\n".join(f"{k}  {v:.4f}" for k, v in metrics.items()))
+        if args.json:
+            print(json.dumps({name: None if math.isnan(v) else v for name, v in metrics.items()}))
+        elif args.out is not None:
+            print((args.out / "table.md").read_text(encoding="utf-8"), end="")
+        else:
+            print("\n".join(f"{name}  {value:.4f}" for name, value in metrics.items()))
     return 0
 
 

@@ -50,6 +50,19 @@ It samples one rollout and takes the optimizer steps of it, then throws the weig
 runs/<run.name>.calibrate/ has it as a page, and calibration.json for the key loss.noise.
 """
 
+_EVALUATE_HELP = """\
+Accuracy of a checkpoint: mean@k, pass@k and maj@k with 95% intervals over problems.
+
+A checkpoint:             megatron-fspo evaluate --model runs/demo/hf --data math.jsonl aime.jsonl \\
+                              --reward exact_match --samples 16 --out evaluations/demo
+Against another:          ... --compare evaluations/before
+From servers of vLLM:     ... --engine vllm --vllm.urls '["http://127.0.0.1:8000"]'
+As a run evaluates:       megatron-fspo evaluate --config runs/demo/config.toml --model runs/demo/hf
+
+The folder has table.md, results.json and every completion (samples.jsonl). The same command goes on where a
+killed one stopped. Any key of the configuration is an argument too: --model.dtype bfloat16, say.
+"""
+
 _SERVE_HELP = """\
 Run vLLM for the rollouts of `megatron-fspo train`, until Ctrl-C, SIGTERM or the end of what started this.
 
@@ -94,18 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_calibrate(commands)
 
-    evaluate = commands.add_parser(
-        "evaluate",
-        help="sample and grade the validation prompts",
-        description="Accuracy of a Hugging Face checkpoint on data.validation.\n\n"
-        "  megatron-fspo evaluate --config runs/demo/config.toml --nproc 2 --model.checkpoint runs/demo/hf",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    _add_config(evaluate)
-    evaluate.add_argument("--json", action="store_true", help="print one JSON line")
-    evaluate.set_defaults(run=run.evaluate)
-
+    _add_evaluate(commands)
     _add_serve(commands)
 
     report = commands.add_parser("report", help="draw report/index.html of a run")
@@ -166,6 +168,38 @@ def _add_calibrate(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     )
     calibrate.add_argument("--json", action="store_true", help="print one JSON line")
     calibrate.set_defaults(run=run.calibrate)
+
+
+def _add_evaluate(commands: argparse._SubParsersAction[OneLineParser]) -> None:
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="sample and grade prompts, with intervals",
+        description=_EVALUATE_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    evaluate.add_argument("--config", type=Path, metavar="FILE", help="a run, as TOML, in place of the flags")
+    evaluate.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint: Hugging Face, or converted to Megatron"
+    )
+    evaluate.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="prompts, a set per file")
+    evaluate.add_argument("--preset", metavar="NAME", help="how the files name their fields (data.preset)")
+    evaluate.add_argument("--reward", metavar="NAME", help="the verdict on a response (reward.name)")
+    evaluate.add_argument("--samples", type=int, metavar="N", help="responses per prompt (default 16)")
+    evaluate.add_argument("--temperature", type=float, metavar="T", help="0: greedy (default 1)")
+    evaluate.add_argument("--top-p", type=float, metavar="P", help="(default 1)")
+    evaluate.add_argument(
+        "--max-response-tokens",
+        type=int,
+        metavar="N",
+        help="longest response (default 4096, at most half of the model's context)",
+    )
+    evaluate.add_argument("--engine", choices=["embedded", "vllm"], help="what samples (default embedded)")
+    evaluate.add_argument("--out", type=Path, metavar="DIR", help="where results go, or are gone on with")
+    evaluate.add_argument("--compare", type=Path, metavar="DIR", help="another evaluation's --out")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON line")
+    _add_nproc(evaluate)
+    evaluate.set_defaults(run=run.evaluate)
 
 
 def _add_serve(commands: argparse._SubParsersAction[OneLineParser]) -> None:

@@ -36,6 +36,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not TOML: {error}") from None
+    return make_config(tree, overrides, source=str(path))
+
+
+def make_config(tree: dict[str, Any], overrides: Sequence[str] = (), *, source: str) -> Config:
+    """The same of a configuration that is read already.
+
+    Args:
+        tree: by section the keys and values; is changed.
+        source: where it is from, for messages.
+    """
     for key, value in _parse_overrides(overrides):
         _set(tree, key, value)
     for section in _UNIONS:
@@ -47,7 +57,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except ValidationError as error:
         wrong |= {key: line for key, line in _lines(error).items() if key not in wrong}
     if wrong:
-        raise InputErrors([f"{path}: {line}" for line in wrong.values()])
+        raise InputErrors([f"{source}: {line}" for line in wrong.values()])
     return config
 
 

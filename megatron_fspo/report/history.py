@@ -17,7 +17,7 @@ import torch
 from megatron_fspo.errors import InputError
 from megatron_fspo.objective import LengthReweightingError, effective_sample_size, length_reweighting_error
 from megatron_fspo.objective.fairness import length_bins
-from megatron_fspo.trainer.log import METRICS, SEQUENCES, read_rows
+from megatron_fspo.trainer.log import METRICS, SEQUENCES, is_accuracy, read_rows
 
 Array = npt.NDArray[Any]
 
@@ -69,8 +69,8 @@ class History:
         )
 
     def evaluation(self) -> str | None:
-        """Name of the accuracy on the validation prompts, ``val/<file>/mean@k``."""
-        names = [name for row in self._rows for name in row if name.startswith("val/") and "/mean@" in name]
+        """Name of the accuracy on the first set of validation prompts, ``val/<set>/mean@k``."""
+        names = [name for row in self._rows for name in row if is_accuracy(name)]
         return names[0] if names else None
 
 

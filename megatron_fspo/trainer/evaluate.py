@@ -1,22 +1,31 @@
-"""Accuracy on the validation prompts: mean@k and the unbiased pass@k."""
+"""Accuracy on the validation prompts, in training and by itself: mean@k, pass@k and maj@k, with intervals.
+
+Responses are asked for in portions that follow from the configuration alone. With the embedded engine a
+portion is one batch per data-parallel rank, so what shares a batch, and with it the rounding, does not depend
+on what was there before: an interrupted evaluation goes on to the same results. All portions are submitted at
+once; vLLM's servers work through them without a pause, while those that are done are graded and written.
+"""
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_fspo.mcore.startup import start
+import torch.distributed as dist
+
+from megatron_fspo.evaluation.records import Key, Record, RecordFile
+from megatron_fspo.evaluation.summary import per_problem, summarize
+from megatron_fspo.evaluation.table import metrics_of
+from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
-from megatron_fspo.trainer.parts import build_engine, load_model
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout
-from megatron_fspo.trainer.same import prove_same
-from megatron_fspo.trainer.sampling import ask, collect_and_grade, is_first_of_copy
-from megatron_fspo.types import SamplingParams
+from megatron_fspo.trainer.sampling import ask, collect_and_grade, is_first_of_copy, response_text
+from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 # Evaluation has streams of its own: the same before and after training, never those of a rollout.
 _SEED_OFFSET = 1_000_003
@@ -27,88 +36,187 @@ class Evaluation:
     """Accuracy, and what it was made of."""
 
     metrics: dict[str, float]
-    """``val/<file>/mean@k``, ``val/<file>/pass@j`` for j = 1, 2, 4, … k, and the mean response length."""
+    """By set ``val/<set>/``: ``mean@k`` with the ends of its interval, ``pass@j`` for j = 1, 2, 4, … k,
+    ``maj@k``, the mean response length, and the share of truncated responses. On every rank."""
     responses: list[dict[str, Any]]
-    """The first ``log.responses``: prompt, response, answer, reward, token ids and their log-probs."""
+    """The first ``log.responses``, one per prompt first, then the second of each, and so on: prompt,
+    response, answer, reward, token ids and their log-probs. On the first rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Portion:
+    """Prompts of one set that are asked for together."""
+
+    dataset: str
+    first: int
+    """Place of the first of them among the prompts of all sets."""
+    prompts: tuple[Prompt, ...]
+
+    def keys(self, samples: int) -> list[Key]:
+        """Its completions, in the order of the records."""
+        return [(self.dataset, prompt.index, n) for prompt in self.prompts for n in range(samples)]
+
+
+@dataclass(frozen=True)
+class Done:
+    """A completion on its way to the first rank, where its answer is added: who grades may be another rank than
+    who holds the tokens."""
+
+    number: int
+    """Of the portion's completions."""
+    record: Record
+    row: tuple[int, dict[str, Any]] | None
+    """For ``samples.jsonl`` of a run, with its place there."""
+
+
+def sets_of(inputs: Inputs) -> dict[str, list[Prompt]]:
+    """The validation prompts by set, in their order; a prompt that names none is of its file."""
+    path = inputs.config.data.validation
+    assert path is not None
+    sets: dict[str, list[Prompt]] = {}
+    for prompt in inputs.validation:
+        sets.setdefault(prompt.dataset or path.stem, []).append(prompt)
+    return sets
+
+
+def portions(inputs: Inputs, data_ranks: int) -> list[Portion]:
+    """What is asked for together: as many prompts as fill one batch of the embedded engine on every
+    data-parallel rank."""
+    config = inputs.config
+    size = max(1, config.rollout.max_batch // config.evaluation.samples) * data_ranks
+    found, place = [], 0
+    for name, prompts in sets_of(inputs).items():
+        for start in range(0, len(prompts), size):
+            some = tuple(prompts[start : start + size])
+            found.append(Portion(dataset=name, first=place + start, prompts=some))
+        place += len(prompts)
+    return found
 
 
 def evaluate(
     inputs: Inputs,
     engine: RolloutEngine,
     groups: ParallelGroups,
+    grader: Grader | None,
     progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
-    """Sample ``evaluation.samples`` responses per validation prompt and grade them. Collective."""
+    """Sample ``evaluation.samples`` responses per validation prompt and grade them. Collective.
+
+    Args:
+        grader: of the ranks that grade (:func:`~megatron_fspo.trainer.sampling.make_grader`).
+    """
+    graded = sample_and_grade(inputs, engine, groups, grader, progress)
+    samples = inputs.config.evaluation.samples
+    metrics = metrics_of(summarize(per_problem(one.record for one in graded), samples)) if graded else {}
+    rows = sorted((one.row for one in graded if one.row), key=lambda row: row[0])
+    return Evaluation(metrics=shared(metrics, groups), responses=[row for _, row in rows])
+
+
+def sample_and_grade(
+    inputs: Inputs,
+    engine: RolloutEngine,
+    groups: ParallelGroups,
+    grader: Grader | None,
+    progress: Callable[[int], None] | None,
+    file: RecordFile | None = None,
+) -> list[Done]:
+    """All portions, or those that ``file`` lacks. Collective.
+
+    Args:
+        file: takes what is done, portion by portion; on the first rank.
+
+    Returns:
+        on the first rank every completion, without its text; where there is a file, nothing.
+    """
+    done = agreed(file.done if file is not None else 0, groups)
+    left = portions(inputs, groups.dp.size())[done:]
+    asked = deque(
+        (portion, ask(inputs, engine, groups, grader, portion.prompts, _sampling(inputs))) for portion in left
+    )
+    found: list[Done] = []
+    while asked:
+        portion, batch = asked.popleft()  # and with it go its tokens
+        rollout = collect_and_grade(inputs, groups, batch, progress)
+        graded = _gathered(_held(inputs, portion, rollout), _answers(rollout), groups)
+        if file is not None:
+            file.append([one.record for one in graded])
+        else:
+            found += [replace(one, record=replace(one.record, response="")) for one in graded]
+    return found
+
+
+def _sampling(inputs: Inputs) -> SamplingParams:
     config = inputs.config
-    assert config.data.validation is not None
-    k = config.evaluation.samples
-    params = SamplingParams(
-        n=k,
+    return SamplingParams(
+        n=config.evaluation.samples,
         temperature=config.evaluation.temperature,
         top_p=config.evaluation.top_p,
         max_tokens=config.rollout.max_response_tokens,
         stop_token_ids=inputs.stop_token_ids,
         seed=config.run.seed + _SEED_OFFSET,
     )
-    batch = ask(engine, groups, inputs.validation, params)
-    found = collect_and_grade(inputs, groups, batch, progress)
-    rewards = found.rewards.view(-1, k).tolist()
-    lengths = found.lengths.tolist()
-    name = f"val/{config.data.validation.stem}"
-    metrics = {
-        f"{name}/mean@{k}": sum(map(sum, rewards)) / (k * len(rewards)),
-        f"{name}/response_length/mean": sum(lengths) / len(lengths),
+
+
+def _held(inputs: Inputs, portion: Portion, rollout: Rollout) -> list[Done]:
+    """What this rank holds, in the order of the records."""
+    found = []
+    for number in sorted(rollout.held):
+        completion = rollout.held[number]
+        position, sample = divmod(number, rollout.samples)
+        text = response_text(inputs, completion)
+        score = rollout.scores[number].item()
+        record = Record(
+            dataset=portion.dataset,
+            index=rollout.prompts[position].index,
+            sample=sample,
+            response=text,
+            answer=None,
+            score=score,
+            tokens=len(completion.token_ids),
+            finish_reason=completion.finish_reason,
+        )
+        place = sample * len(inputs.validation) + portion.first + position
+        row = None
+        if place < inputs.config.log.responses:
+            row = (place, _row(inputs, rollout.prompts[position], completion, score))
+        found.append(Done(number, record, row))
+    return found
+
+
+def _answers(rollout: Rollout) -> dict[int, str | None]:
+    """What this rank's verdicts took for the answers, by number."""
+    return {number: graded.answer for number, graded in rollout.verdicts.items()}
+
+
+def _row(inputs: Inputs, prompt: Prompt, completion: Completion, score: float) -> dict[str, Any]:
+    return {
+        "prompt": prompt.text,
+        "response": inputs.tokenizer.decode(list(completion.token_ids)),
+        "answer": prompt.answer,
+        "reward": score,
+        "finish_reason": completion.finish_reason,
+        "weight_version": completion.weight_version,
+        "prompt_token_ids": prompt.token_ids,
+        "token_ids": list(completion.token_ids),
+        "log_probs": list(completion.log_probs),
     }
-    for j in [2**i for i in range(k.bit_length()) if 2**i <= k]:
-        metrics[f"{name}/pass@{j}"] = sum(pass_at(j, row) for row in rewards) / len(rewards)
-    return Evaluation(metrics=metrics, responses=_responses(inputs, groups, found))
 
 
-def _responses(inputs: Inputs, groups: ParallelGroups, found: Rollout) -> list[dict[str, Any]]:
-    """One response per prompt first, then the second of each, and so on; on the first rank. Collective."""
-    numbers = [
-        position * found.samples + number
-        for number in range(found.samples)
-        for position in range(len(found.prompts))
-    ][: inputs.config.log.responses]
+def _gathered(mine: list[Done], answers: dict[int, str | None], groups: ParallelGroups) -> list[Done]:
+    """Those of all data-parallel ranks in the order of the records, with their answers, on the first rank;
+    else none. Collective over the first ranks of the model copies."""
     if not is_first_of_copy(groups):
         return []
-    mine = [(number, found.held[number]) for number in numbers if number in found.held]
-    completions = dict(gather_lists(mine, group=groups.dp))
-    return [
-        {
-            "prompt": prompt.text,
-            "response": inputs.tokenizer.decode(list(completion.token_ids)),
-            "answer": prompt.answer,
-            "reward": found.rewards[number].item(),
-            "finish_reason": completion.finish_reason,
-            "weight_version": completion.weight_version,
-            "prompt_token_ids": prompt.token_ids,
-            "token_ids": list(completion.token_ids),
-            "log_probs": list(completion.log_probs),
-        }
-        for number in numbers
-        for prompt, completion in [(found.prompts[number // found.samples], completions[number])]
-    ]
+    parts: list[tuple[list[Done], dict[int, str | None]]] = [(mine, answers)]
+    if groups.dp.size() > 1:
+        parts = parts * groups.dp.size() if dist.get_rank() == 0 else []
+        dist.gather_object((mine, answers), parts or None, dst=0, group=groups.dp)
+    every = {number: answer for _, some in parts for number, answer in some.items()}
+    done = sorted((one for some, _ in parts for one in some), key=lambda one: one.number)
+    return [replace(one, record=replace(one.record, answer=every[one.number])) for one in done]
 
 
-def evaluate_checkpoint(inputs: Inputs) -> dict[str, float]:
-    """Start the process groups, load ``model.checkpoint`` and evaluate it. Collective."""
-    config = inputs.config
-    groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
-    prove_same(inputs)
-    engine = build_engine(inputs, load_model(inputs, groups))
-    engine.update_weights(0)
-    try:
-        return evaluate(inputs, engine, groups).metrics
-    finally:
-        engine.close()
-
-
-def pass_at(k: int, rewards: Sequence[float]) -> float:
-    """Probability that k of the n responses, drawn without replacement, hold a right one (reward ≥ 1).
-
-    1 - C(n - c, k) / C(n, k) with c right ones (Chen et al. 2021, arXiv 2107.03374).
-    """
-    n, right = len(rewards), sum(reward >= 1 for reward in rewards)
-    return 1 - math.comb(n - right, k) / math.comb(n, k)
+def shared(metrics: dict[str, float], groups: ParallelGroups) -> dict[str, float]:
+    """The first rank's, on all of them. Collective; those that wait do so outside of collectives."""
+    groups.control.meet("the figures of an evaluation")
+    return agreed(metrics, groups)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -137,9 +138,14 @@ def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:
         if value is not None and not math.isnan(value) and not (name == "fspo/nonfinite" and value == 0):
             parts.append(f"{label} {value:{form}}")
     for name, value in metrics.items():
-        if name.startswith("val/") and "/mean@" in name:
+        if is_accuracy(name):
             parts.append(f"{name.removeprefix('val/')} {value:.3f}")
     return "  ".join(parts)
+
+
+def is_accuracy(name: str) -> bool:
+    """Whether a metric is the ``mean@k`` of an evaluation, and not an end of its interval."""
+    return re.fullmatch(r"val/.+/mean@\d+", name) is not None
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

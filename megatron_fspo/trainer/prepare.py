@@ -49,11 +49,12 @@ class Inputs:
         return DTYPES[self.config.model.dtype]
 
 
-def prepare(config: Config, *, world_size: int, elsewhere: bool = False) -> Inputs:
+def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains: bool = True) -> Inputs:
     """Read and check what the configuration names: all that does not hang on what is already wrong.
 
     Args:
         elsewhere: the run will be on GPUs of another machine: what only they can tell is not checked.
+        trains: False for an evaluation, which needs no training prompts, no ``loss.noise`` and no wandb.
 
     Raises:
         InputErrors: what is wrong.
@@ -63,8 +64,10 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False) -> Inpu
     if backend is not None:
         attempt(lambda: check_dtype(backend, DTYPES[config.model.dtype]))
         attempt(lambda: _check_vllm(config, backend))
-    attempt(lambda: _check_world(config, world_size))
-    attempt(lambda: check_wandb(config.log.wandb))
+    attempt(lambda: check_world(config.parallel, world_size))
+    if trains:
+        attempt(lambda: _check_rollout(config, world_size))
+        attempt(lambda: check_wandb(config.log.wandb))
     arch = attempt(lambda: read_architecture(config.model.checkpoint))
     tokenizer: Any = None
     if arch is not None:
@@ -74,10 +77,12 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False) -> Inpu
         attempt(lambda: check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch))
         attempt(lambda: _check_context(config, arch))
         tokenizer = attempt(lambda: _tokenizer(config, arch))
-    train = attempt(lambda: _train_prompts(config, tokenizer)) if tokenizer is not None else None
+    train: tuple[Prompt, ...] | None = None if trains else ()
+    if trains and tokenizer is not None:
+        train = attempt(lambda: _train_prompts(config, tokenizer))
     validation = attempt(lambda: _validation_prompts(config, tokenizer)) if tokenizer is not None else None
     attempt(lambda: check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens))
-    noise = attempt(lambda: (noise_of_run(config),))
+    noise = attempt(lambda: (noise_of_run(config) if trains else None,))
     if attempt.problems:
         raise InputErrors(attempt.problems)
     assert backend and arch and train is not None and validation is not None and noise
@@ -136,7 +141,7 @@ def _tokenizer(config: Config, arch: Architecture) -> Any:
 
 
 def _train_prompts(config: Config, tokenizer: Any) -> tuple[Prompt, ...]:
-    train = _prompts(config, config.data.train, tokenizer)
+    train = read_prompts(config, config.data.train, tokenizer)
     if config.rollout.prompts > len(train):
         raise InputError(
             f"rollout.prompts = {config.rollout.prompts}, "
@@ -147,13 +152,13 @@ def _train_prompts(config: Config, tokenizer: Any) -> tuple[Prompt, ...]:
 
 def _validation_prompts(config: Config, tokenizer: Any) -> tuple[Prompt, ...]:
     if config.data.validation is not None:
-        return _prompts(config, config.data.validation, tokenizer)
+        return read_prompts(config, config.data.validation, tokenizer)
     if config.evaluation.every:
         raise InputError("evaluation.every > 0 needs data.validation (or set evaluation.every = 0)")
     return ()
 
 
-def _prompts(config: Config, path: Any, tokenizer: Any) -> tuple[Prompt, ...]:
+def read_prompts(config: Config, path: Any, tokenizer: Any) -> tuple[Prompt, ...]:
     data = config.data
     return load_prompts(
         path,
@@ -165,8 +170,7 @@ def _prompts(config: Config, path: Any, tokenizer: Any) -> tuple[Prompt, ...]:
     )
 
 
-def _check_world(config: Config, world_size: int) -> None:
-    check_world(config.parallel, world_size)
+def _check_rollout(config: Config, world_size: int) -> None:
     data = world_size // config.parallel.model_size
     if config.rollout.prompts < data:
         raise InputError(

@@ -99,7 +99,7 @@ def _facts(inputs: Inputs) -> dict[str, str]:
         facts |= {f"{section}.{key}": repr(value) for key, value in keys.items()}
     for key in ("train", "validation"):
         path: Path | None = getattr(config.data, key)
-        if path is not None:
+        if path is not None and getattr(inputs, key):  # an evaluation reads no training prompts
             facts[f"the file of data.{key}, {path},"] = f"SHA-256 {_digest([path])}"
     small = sorted(path for path in config.model.checkpoint.glob("*") if path.suffix in (".json", ".jinja"))
     facts["the configuration and tokenizer in model.checkpoint"] = f"SHA-256 {_digest(small)}"

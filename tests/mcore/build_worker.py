@@ -24,7 +24,7 @@ from megatron_fspo.mcore.model import layer_offset
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import start, stop
-from megatron_fspo.trainer.evaluate import evaluate_checkpoint
+from megatron_fspo.trainer.evaluate_checkpoint import evaluate_checkpoint
 from megatron_fspo.trainer.prepare import prepare
 from megatron_fspo.weights import read_architecture, resolve
 from packs import collate

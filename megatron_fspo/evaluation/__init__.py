@@ -1,0 +1,1 @@
+"""Evaluation as arithmetic: estimators, intervals over problems, records, tables. Needs numpy only."""

@@ -1,0 +1,293 @@
+"""The folder of an evaluation: what was asked, every completion, and how an interrupted one goes on.
+
+``manifest.json`` says what is evaluated and how, with hashes of weights and data; ``problems.jsonl`` has the
+problems; ``samples.jsonl`` every completion with its verdict, one a line, in an order known beforehand.
+
+Completions are asked for in portions, always the same ones, and are written portion by portion. Whoever goes
+on cuts the file at the end of the last whole portion, a half-written line with it, and asks for the next one:
+what shares a batch is then what shared it in an undisturbed run, down to the rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.types import Prompt
+
+MANIFEST = "manifest.json"
+PROBLEMS = "problems.jsonl"
+SAMPLES = "samples.jsonl"
+
+Key = tuple[str, int, int]
+"""Set, index of the prompt, and number of the sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One completion with its verdict: a line of ``samples.jsonl``.
+
+    Example::
+
+        Record(dataset="validation", index=3, sample=0, response="300", answer="300", score=0.0, tokens=4,
+               finish_reason="stop")
+    """
+
+    dataset: str
+    """The key in the file is ``set``."""
+    index: int
+    """Of its prompt."""
+    sample: int
+    """Which of the prompt's completions, from 0."""
+    response: str
+    """Text, without the stop token."""
+    answer: str | None
+    """Extracted from the response; None where nothing was found."""
+    score: float
+    tokens: int
+    """Length, the stop token included."""
+    finish_reason: Literal["stop", "length"]
+
+    @property
+    def key(self) -> Key:
+        """Which completion it is."""
+        return self.dataset, self.index, self.sample
+
+    def line(self) -> str:
+        """As JSON, with a line feed."""
+        row = asdict(self)
+        return json.dumps({"set": row.pop("dataset"), **row}) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A line of ``problems.jsonl``."""
+
+    dataset: str
+    """The key in the file is ``set``."""
+    index: int
+    id: str
+    """The same for the same task and answer, whatever tokenizer and chat template made a prompt of it."""
+    prompt: str
+    """As the model reads it."""
+    answer: str
+
+    @classmethod
+    def of(cls, prompt: Prompt, dataset: str) -> Problem:
+        """Of a prompt; the task is its row in the data file, or its text where no row is kept."""
+        return cls(
+            dataset=dataset,
+            index=prompt.index,
+            id=_digest([dict(prompt.fields) or prompt.text, prompt.answer])[:16],
+            prompt=prompt.text,
+            answer=prompt.answer,
+        )
+
+    def line(self) -> str:
+        """As JSON, with a line feed."""
+        row = asdict(self)
+        return json.dumps({"set": row.pop("dataset"), **row}) + "\n"
+
+    def __str__(self) -> str:
+        return f"{self.dataset} {self.index} ({self.prompt[-40:]!r})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a folder is the evaluation of."""
+
+    model: str
+    """The checkpoint, as it was named: for people."""
+    samples: int
+    """Completions of each problem."""
+    facts: Mapping[str, Any]
+    """All that decides the results, by name, as JSON types: hashes of what is long."""
+
+    def save(self, folder: Path) -> None:
+        """Write it whole or not at all."""
+        partial = folder / f"{MANIFEST}.partial"
+        partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        partial.rename(folder / MANIFEST)
+
+    @classmethod
+    def load(cls, folder: Path) -> Manifest:
+        """``InputError`` where there is none, or a damaged one."""
+        path = folder / MANIFEST
+        try:
+            content = json.loads(path.read_bytes())
+            found = cls(**content)
+            if not (isinstance(found.facts, dict) and isinstance(found.samples, int) and found.samples > 0):
+                raise ValueError("samples or facts are missing")
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror}): not an evaluation?") from None
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{path}: not the manifest of an evaluation: {error}") from None
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A finished evaluation, read back."""
+
+    manifest: Manifest
+    problems: tuple[Problem, ...]
+    records: tuple[Record, ...]
+    """In the order of the file."""
+
+
+class RecordFile:
+    """``samples.jsonl`` while an evaluation writes it: on the first rank, which holds the folder.
+
+    Args:
+        folder: there already; new, or of an evaluation that was stopped.
+        portions: completions that are asked for together, in their order.
+        check: is called before anything is written; may raise, where the folder is no longer ours.
+
+    Raises:
+        InputError: the folder is of another evaluation, or damaged; names the fact or line.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        problems: Sequence[Problem],
+        portions: Sequence[Sequence[Key]],
+        *,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.folder = folder
+        self._check = check
+        self._path = folder / SAMPLES
+        if (folder / MANIFEST).exists():
+            _check_same(folder, manifest)
+        elif self._path.exists():
+            raise InputError(f"{folder} has {SAMPLES} and no {MANIFEST}: not an evaluation, or a damaged one")
+        else:
+            (folder / PROBLEMS).write_text("".join(p.line() for p in problems), encoding="utf-8")
+            manifest.save(folder)
+        self._path.touch()
+        self._portions = list(portions)
+        self.done = self._cut()
+
+    @property
+    def left(self) -> int:
+        """Completions that it lacks."""
+        return sum(map(len, self._portions[self.done :]))
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Write the next portion.
+
+        Raises:
+            ValueError: it is another one.
+            TrainingError: the disk is full, say.
+        """
+        if [record.key for record in records] != list(self._portions[self.done]):
+            raise ValueError(f"these are not the records of portion {self.done}")
+        self._check()
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(record.line() for record in records))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise TrainingError(
+                f"{self._path} cannot be written: {error.strerror}. Mend that; the same command goes on from "
+                "what is there"
+            ) from None
+        self.done += 1
+
+    def _cut(self) -> int:
+        """Portions that the file holds whole; what comes after them goes."""
+        order = [(number, key) for number, portion in enumerate(self._portions, 1) for key in portion]
+        ends = [0]  # of whole portions, in bytes
+        end = 0
+        for count, (raw, record) in enumerate(_read(self._path), 1):
+            if count > len(order) or record.key != order[count - 1][1]:
+                raise InputError(
+                    f"{self._path}:{count}: {_named(record.key)} does not come here: the file was changed"
+                )
+            end += len(raw)
+            if count == len(order) or order[count][0] != order[count - 1][0]:
+                ends.append(end)
+        os.truncate(self._path, ends[-1])
+        return len(ends) - 1
+
+
+def load(folder: Path) -> Saved:
+    """A finished evaluation.
+
+    Raises:
+        InputError: it is not finished, or no evaluation, or damaged.
+    """
+    manifest = Manifest.load(folder)
+    problems = tuple(_problem(folder / PROBLEMS, *line) for line in _lines(folder / PROBLEMS))
+    records = tuple(record for _, record in _read(folder / SAMPLES))
+    wanted = {(p.dataset, p.index, n) for p in problems for n in range(manifest.samples)}
+    if {record.key for record in records} != wanted or len(records) != len(wanted):
+        raise InputError(
+            f"{folder} has {len(records)} of {len(wanted)} completions: go on with the command that began it"
+        )
+    return Saved(manifest=manifest, problems=problems, records=records)
+
+
+def hash_of_prompts(prompts: Sequence[Prompt]) -> str:
+    """Of the problems of a set, and of the tokens that the model reads."""
+    return _digest([[p.index, list(p.token_ids), p.answer, Problem.of(p, "").id] for p in prompts])
+
+
+def _check_same(folder: Path, manifest: Manifest) -> None:
+    before, now = Manifest.load(folder).facts, json.loads(json.dumps(manifest.facts))
+    for name in [*now, *(name for name in before if name not in now)]:
+        if before.get(name) != now.get(name):
+            raise InputError(
+                f"{folder} has the results of another evaluation: {name}: {before.get(name)} -> "
+                f"{now.get(name)}. Name another folder with --out, or remove this one"
+            )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number, from 1, and bytes of every line; a last one without its end is left out."""
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if raw.endswith(b"\n"):
+                    yield number, raw
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _read(path: Path) -> Iterator[tuple[bytes, Record]]:
+    for number, raw in _lines(path):
+        try:
+            row = json.loads(raw)
+            record = Record(dataset=row.pop("set"), **row)
+            known = isinstance(record.score, int | float) and isinstance(record.tokens, int)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            known = False
+        if not known:
+            raise InputError(f"{path}:{number}: not a completion: the file was changed or is damaged")
+        yield raw, record
+
+
+def _problem(path: Path, number: int, raw: bytes) -> Problem:
+    try:
+        row = json.loads(raw)
+        return Problem(dataset=row.pop("set"), **row)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise InputError(f"{path}:{number}: not a problem: the file was changed or is damaged") from None
+
+
+def _named(key: Key) -> str:
+    return f"set {key[0]}, prompt {key[1]}, sample {key[2]}"
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()

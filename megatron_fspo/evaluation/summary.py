@@ -1,0 +1,182 @@
+"""From completions to figures: per problem, per set, over sets; and two evaluations compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.evaluation.estimators import Array, majority_at, pass_at, powers_of_two
+from megatron_fspo.evaluation.intervals import Estimate, interval_of_means
+from megatron_fspo.evaluation.records import Problem, Record, Saved
+
+Quantities = dict[str, Array]
+"""By name, one value per problem [P], in the order of their indices.
+
+``mean``: mean score; ``pass@k``; ``maj@k``; ``length``: tokens; ``truncated`` and ``unanswered``: shares of
+the responses that were cut off, and from which no answer was extracted."""
+_SHOWN = 5
+"""Problems that a message names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Figures of one evaluation, or differences between two."""
+
+    samples: int
+    """Completions of each problem."""
+    problems: Mapping[str, int]
+    """By set."""
+    sets: Mapping[str, Mapping[str, Estimate]]
+    """By set, by quantity."""
+    average: Mapping[str, Estimate]
+    """By quantity, the mean over the sets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One evaluation less another, problem by problem."""
+
+    model: str
+    """Of the other one."""
+    summary: Summary
+    """Figures of the other one."""
+    changed: Mapping[str, tuple[object, object]]
+    """Facts that are not the same: (the other's, this one's). Prompts and weights are left out."""
+    differences: Summary
+    """The quantities that both have; ``samples`` are this one's."""
+
+
+def per_problem(records: Iterable[Record]) -> dict[str, Quantities]:
+    """By set, in the order in which they come.
+
+    Raises:
+        ValueError: problems have different numbers of completions, or one twice.
+    """
+    sets: dict[str, dict[int, dict[int, Record]]] = {}
+    for record in records:
+        rows = sets.setdefault(record.dataset, {}).setdefault(record.index, {})
+        if record.sample in rows:
+            raise ValueError(f"{record.key} is there twice")
+        rows[record.sample] = record
+    if len({tuple(sorted(rows)) for problems in sets.values() for rows in problems.values()}) != 1:
+        raise ValueError("no completions, or problems with different numbers of them")
+    return {
+        name: _quantities([[rows[n] for n in sorted(rows)] for _, rows in sorted(problems.items())])
+        for name, problems in sets.items()
+    }
+
+
+def _quantities(problems: Sequence[Sequence[Record]]) -> Quantities:
+    n = len(problems[0])
+    scores = [[record.score for record in rows] for rows in problems]
+    answers = [[record.answer for record in rows] for rows in problems]
+    right = [sum(score >= 1 for score in row) for row in scores]
+    found: dict[str, list[float]] = {"mean": [sum(row) / n for row in scores]}
+    ks = powers_of_two(n)
+    found |= {f"pass@{k}": [pass_at(k, n, c) for c in right] for k in ks}
+    found |= {f"maj@{k}": [majority_at(k, *pair) for pair in zip(answers, scores, strict=True)] for k in ks}
+    found["length"] = [sum(record.tokens for record in rows) / n for rows in problems]
+    found["truncated"] = [sum(r.finish_reason == "length" for r in rows) / n for rows in problems]
+    found["unanswered"] = [row.count(None) / n for row in answers]
+    return {name: np.array(values, dtype=np.float64) for name, values in found.items()}
+
+
+def summarize(sets: Mapping[str, Quantities], samples: int) -> Summary:
+    """Means over problems with their intervals.
+
+    Args:
+        sets: of :func:`per_problem`, or differences of two such; at least one, with the same quantities.
+        samples: completions of each problem.
+    """
+    names = list(next(iter(sets.values())))
+    tables = {dataset: np.stack([found[name] for name in names], 1) for dataset, found in sets.items()}
+
+    def estimates(some: Mapping[str, Array]) -> dict[str, Estimate]:
+        return dict(zip(names, interval_of_means(some), strict=True))
+
+    return Summary(
+        samples=samples,
+        problems={dataset: len(table) for dataset, table in tables.items()},
+        sets={dataset: estimates({dataset: table}) for dataset, table in tables.items()},
+        average=estimates(tables),
+    )
+
+
+def compare(this: Saved, other: Saved) -> Comparison:
+    """``this`` less ``other`` on the same problems, matched by what they ask.
+
+    Raises:
+        InputError: the problems differ; names some.
+    """
+    places = match(this.problems, other.problems, f"{this.manifest.model} and {other.manifest.model}")
+    mine, theirs = per_problem(this.records), per_problem(other.records)
+    before, now = other.manifest.facts, this.manifest.facts
+    names = [name for name in (*now, *(n for n in before if n not in now)) if not name.endswith("sha256")]
+    return Comparison(
+        model=other.manifest.model,
+        summary=summarize(theirs, other.manifest.samples),
+        changed={n: (before.get(n), now.get(n)) for n in names if before.get(n) != now.get(n)},
+        differences=summarize(
+            {
+                dataset: {
+                    name: values - theirs[dataset][name][places[dataset]]
+                    for name, values in found.items()
+                    if name in theirs[dataset]
+                }
+                for dataset, found in mine.items()
+            },
+            this.manifest.samples,
+        ),
+    )
+
+
+def match(mine: Sequence[Problem], theirs: Sequence[Problem], between: str) -> dict[str, list[int]]:
+    """By set, for each of my problems, in the order of indices, the row of the same problem among theirs.
+
+    Args:
+        between: which two evaluations, for the message.
+
+    Raises:
+        InputError: the problems are not the same; names some.
+    """
+    ours, others = _named_once(mine), _named_once(theirs)
+    alone = {
+        "only in the first": [problem for name, problem in ours.items() if name not in others],
+        "only in the second": [problem for name, problem in others.items() if name not in ours],
+    }
+    if any(alone.values()):
+        told = "; ".join(f"{where}: {_listed(problems)}" for where, problems in alone.items() if problems)
+        raise InputError(f"{between} were evaluated on different problems: {told}")
+    rows = _rows(theirs)
+    places: dict[str, list[int]] = {}
+    for name, problem in sorted(ours.items(), key=lambda item: item[1].index):
+        places.setdefault(problem.dataset, []).append(rows[problem.dataset, others[name].index])
+    return places
+
+
+def _named_once(problems: Sequence[Problem]) -> dict[tuple[str, str, int], Problem]:
+    """By set, identity, and how often it came before: a file may hold a problem twice."""
+    seen: Counter[tuple[str, str]] = Counter()
+    found = {}
+    for problem in sorted(problems, key=lambda problem: problem.index):
+        name = (problem.dataset, problem.id)
+        found[*name, seen[name]] = problem
+        seen[name] += 1
+    return found
+
+
+def _rows(problems: Sequence[Problem]) -> dict[tuple[str, int], int]:
+    """(set, index) → row among the set's problems, which stand in the order of their indices."""
+    sets: dict[str, list[int]] = {}
+    for problem in problems:
+        sets.setdefault(problem.dataset, []).append(problem.index)
+    return {(name, i): row for name, indices in sets.items() for row, i in enumerate(sorted(indices))}
+
+
+def _listed(problems: Sequence[Problem]) -> str:
+    more = [f"{len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    return ", ".join([*map(str, problems[:_SHOWN]), *more])

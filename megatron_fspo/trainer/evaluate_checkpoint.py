@@ -1,0 +1,200 @@
+"""A checkpoint evaluated by itself: its folder of results, and the comparison with another.
+
+The model is built to score and to sample: no optimizer, no gradient buffers. Where nothing is left to sample
+it is not built at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.evaluation import table
+from megatron_fspo.evaluation.records import Manifest, Problem, RecordFile, Saved, hash_of_prompts, load
+from megatron_fspo.evaluation.summary import compare, match, per_problem, summarize
+from megatron_fspo.mcore.startup import start
+from megatron_fspo.parallel.agree import agreed
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.rewards import Grader
+from megatron_fspo.rollout.engine import RolloutEngine
+from megatron_fspo.trainer.evaluate import evaluate, portions, sample_and_grade, sets_of, shared
+from megatron_fspo.trainer.lock import FolderLock
+from megatron_fspo.trainer.parts import build_engine, load_model
+from megatron_fspo.trainer.prepare import Inputs, read_prompts
+from megatron_fspo.trainer.same import prove_same
+from megatron_fspo.trainer.sampling import make_grader
+from megatron_fspo.types import Prompt
+
+
+def with_sets(inputs: Inputs, files: Sequence[Path]) -> Inputs:
+    """The inputs with the prompts of these files in place of ``data.validation``'s: a set per file, numbered
+    through, so that no two prompts have one random stream.
+
+    Raises:
+        InputError: two files have one name, or one cannot be read.
+    """
+    names = [path.stem for path in files]
+    if len(set(names)) < len(names):
+        raise InputError(f"--data {' '.join(map(str, files))}: two files have one name, so sets would, too")
+    prompts = [
+        replace(prompt, dataset=path.stem)
+        for path in files
+        for prompt in read_prompts(inputs.config, path, inputs.tokenizer)
+    ]
+    numbered = (replace(prompt, index=number) for number, prompt in enumerate(prompts))
+    return replace(inputs, validation=tuple(numbered))
+
+
+def evaluate_checkpoint(
+    inputs: Inputs, *, out: Path | None = None, other: Path | None = None
+) -> dict[str, float]:
+    """Start the process groups, load ``model.checkpoint`` and evaluate it. Collective.
+
+    Args:
+        out: folder of the results, new or of the same evaluation, which then goes on; None keeps none.
+        other: folder of another evaluation, to compare with.
+
+    Returns:
+        on every rank the metrics, under ``val/`` and, of a comparison, ``difference/``.
+
+    Raises:
+        InputError: a folder is not what it should be, or the two evaluations are of different problems.
+    """
+    groups = start(inputs.backend, parallel=inputs.config.parallel, seed=inputs.config.run.seed)
+    prove_same(inputs)
+    _prove_same_prompts(inputs, groups)
+    samples = inputs.config.evaluation.samples
+    if out is None:
+        with _sampler(inputs, groups) as (engine, grader):
+            with _bar(len(inputs.validation) * samples, groups) as bar:
+                return evaluate(inputs, engine, groups, grader, bar.update).metrics
+    compared = load(other) if other is not None and dist.get_rank() == 0 else None
+    with _opened(inputs, groups, out, compared) as file:
+        left = agreed(file.left if file is not None else 0, groups)
+        if left:
+            with _sampler(inputs, groups) as (engine, grader), _bar(left, groups) as bar:
+                sample_and_grade(inputs, engine, groups, grader, bar.update, file)
+        return shared(_write(out, compared) if file is not None else {}, groups)
+
+
+def facts(inputs: Inputs, sets: Mapping[str, Sequence[Prompt]], ranks: int) -> dict[str, Any]:
+    """All that decides the results of an evaluation: by name, as JSON types.
+
+    With the embedded engine also what decides which tokens share a matrix product, and so the rounding.
+    """
+    config = inputs.config
+    sections = config.model_dump(mode="json")
+    found: dict[str, Any] = {"model.checkpoint sha256": hash_of_checkpoint(config.model.checkpoint)}
+    found |= {f"{name} sha256": hash_of_prompts(prompts) for name, prompts in sets.items()}
+    keys = ["evaluation.samples", "evaluation.temperature", "evaluation.top_p", "run.seed", "model.dtype"]
+    keys += ["rollout.max_response_tokens", "rollout.engine"]
+    keys += [f"{section}.{key}" for section in ("fp8", "reward") for key in sections[section]]
+    if config.rollout.engine == "embedded":
+        keys += ["rollout.max_batch", "parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline"]
+        keys += ["parallel.context", "parallel.expert"]
+        found |= {"ranks": ranks, "device": inputs.backend.device.type, "layers": inputs.backend.layers}
+    for section, _, key in (key.partition(".") for key in keys):
+        found[f"{section}.{key}"] = sections[section][key]
+    return found | {"stop tokens": list(inputs.stop_token_ids)}
+
+
+def hash_of_checkpoint(folder: Path) -> str:
+    """Of the names and contents of all its files, documents and hidden ones left out."""
+    paths = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".md"
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+    with ThreadPoolExecutor(4) as pool:  # the lock of Python is free meanwhile
+        digests = list(pool.map(_digest, paths))
+    names = (path.relative_to(folder).as_posix() for path in paths)
+    told = "".join(f"{name}\0{digest}\0" for name, digest in zip(names, digests, strict=True))
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _prove_same_prompts(inputs: Inputs, groups: ParallelGroups) -> None:
+    """``InputError`` on a rank whose files hold other prompts than the first rank's. Collective."""
+    mine = {name: hash_of_prompts(prompts) for name, prompts in sets_of(inputs).items()}
+    if agreed(mine, groups) != mine:
+        raise InputError(f"rank {dist.get_rank()} has other evaluation prompts than rank 0")
+
+
+@contextmanager
+def _opened(
+    inputs: Inputs, groups: ParallelGroups, out: Path, compared: Saved | None
+) -> Iterator[RecordFile | None]:
+    """The folder, held for this job; on the first rank its file of completions. Collective."""
+    what = "the folder of the evaluation to be opened"
+    if dist.get_rank() != 0:
+        groups.control.meet(what)
+        yield None
+        return
+    config, sets = inputs.config, sets_of(inputs)
+    problems = [Problem.of(prompt, name) for name, prompts in sets.items() for prompt in prompts]
+    if compared is not None:
+        match(problems, compared.problems, f"{config.model.checkpoint} and {compared.manifest.model}")
+    manifest = Manifest(
+        model=str(config.model.checkpoint),
+        samples=config.evaluation.samples,
+        facts=facts(inputs, sets, dist.get_world_size()),
+    )
+    asked = [portion.keys(config.evaluation.samples) for portion in portions(inputs, groups.dp.size())]
+    with groups.control.waiting("the lock of the folder of the evaluation") as wait:
+        lock = FolderLock(out, pause=wait.check, say=_say)
+    try:
+        file = RecordFile(out, manifest, problems, asked, check=lock.check)
+        groups.control.meet(what)
+        yield file
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _sampler(inputs: Inputs, groups: ParallelGroups) -> Iterator[tuple[RolloutEngine, Grader | None]]:
+    """The engine with the weights of ``model.checkpoint``, and the grader of ranks that grade. Collective."""
+    engine = build_engine(inputs, load_model(inputs, groups))
+    engine.update_weights(0)
+    grader = make_grader(inputs.config, groups)
+    try:
+        with grader or nullcontext():
+            yield engine, grader
+    finally:
+        engine.close()
+
+
+def _bar(responses: int, groups: ParallelGroups) -> Any:
+    """A progress bar on a terminal, on the first rank, over its share of the responses."""
+    disable = None if dist.get_rank() == 0 else True
+    return tqdm(
+        total=responses // groups.dp.size(), desc="evaluating", unit="response", leave=False, disable=disable
+    )
+
+
+def _write(out: Path, compared: Saved | None) -> dict[str, float]:
+    """Read the completions back, write table and results; returns the metrics."""
+    saved = load(out)
+    summary = summarize(per_problem(saved.records), saved.manifest.samples)
+    comparison = compare(saved, compared) if compared is not None else None
+    table.write(out, saved.manifest, summary, comparison)
+    metrics = table.metrics_of(summary)
+    return metrics | (table.metrics_of(comparison.differences, "difference") if comparison else {})
+
+
+def _say(line: str) -> None:
+    print(f"megatron-fspo: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,141 @@
+"""pass@k and maj@k against every subset, closed forms, and draws."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fspo.evaluation import estimators
+from megatron_fspo.evaluation.estimators import majority_at, pass_at, powers_of_two
+
+ANSWERS = st.sampled_from([None, "a", "b", "c", "d"])
+RESPONSES = st.lists(st.tuples(ANSWERS, st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=8)
+
+
+def vote(drawn: Sequence[int], answers: Sequence[Hashable | None], scores: Sequence[float]) -> Fraction:
+    """The expected score of what one draw elects, exactly."""
+    votes = Counter(answers[i] for i in drawn if answers[i] is not None)
+    first = [answer for answer, count in votes.items() if count == max(votes.values())]
+    values = []
+    for elected in first:
+        own = [Fraction(score) for answer, score in zip(answers, scores, strict=True) if answer == elected]
+        values.append(sum(own) / len(own))
+    return sum(values, Fraction()) / max(len(values), 1)
+
+
+def over_all_subsets(k: int, answers: Sequence[Hashable | None], scores: Sequence[float]) -> Fraction:
+    subsets = list(itertools.combinations(range(len(answers)), k))
+    return sum((vote(drawn, answers, scores) for drawn in subsets), Fraction()) / len(subsets)
+
+
+@settings(max_examples=60)
+@given(responses=RESPONSES, data=st.data())
+def test_the_majority_is_the_mean_over_all_subsets(
+    responses: list[tuple[str | None, float]], data: st.DataObject
+) -> None:
+    answers, scores = zip(*responses, strict=True)
+    k = data.draw(st.integers(1, len(responses)))
+    assert majority_at(k, answers, scores) == pytest.approx(
+        float(over_all_subsets(k, answers, scores)), abs=1e-14
+    )
+
+
+@settings(max_examples=60)
+@given(responses=RESPONSES, seed=st.randoms())
+def test_the_order_of_responses_changes_no_digit(responses: list[tuple[str | None, float]], seed) -> None:  # type: ignore[no-untyped-def]
+    shuffled = list(responses)
+    seed.shuffle(shuffled)
+    for k in range(1, len(responses) + 1):
+        found = {majority_at(k, *zip(*rows, strict=True)) for rows in (responses, shuffled)}
+        assert len(found) == 1
+
+
+def test_known_majorities() -> None:
+    right, wrong = ("7", 1.0), ("8", 0.0)
+    cases = [
+        (3, [right, right, wrong], 1.0),
+        (2, [right, wrong], 0.5),  # a tie is shared
+        (3, [right, wrong, (None, 0.0)], 0.5),  # who has no answer does not vote
+        (2, [(None, 0.0), (None, 1.0)], 0.0),  # and nobody's vote is wrong
+        (1, [right, wrong, wrong, (None, 0.0)], 0.25),
+        (2, [right, wrong, wrong, (None, 0.0)], (0.5 + 0.5 + 1 + 0 + 0 + 0) / 6),
+        (2, [("7", 1.0), ("7", 0.0)], 0.5),  # the score is the mean of the answer's responses
+    ]
+    for k, rows, wanted in cases:
+        assert majority_at(k, *zip(*rows, strict=True)) == pytest.approx(wanted, abs=1e-15), (k, rows)
+
+
+def test_the_majority_of_one_is_the_mean() -> None:
+    answers = [str(i % 5) for i in range(64)]
+    scores = [float(i % 5 == 0) for i in range(64)]
+    assert majority_at(1, answers, scores) == pytest.approx(sum(scores) / 64, abs=1e-14)
+
+
+def test_two_answers_are_a_hypergeometric_tail() -> None:
+    """64 responses, the largest number that is exact: c right ones against one wrong answer."""
+    n, k, c = 64, 15, 30
+    right = sum(math.comb(c, i) * math.comb(n - c, k - i) for i in range(8, k + 1)) / math.comb(n, k)
+    answers = ["r"] * c + ["w"] * (n - c)
+    found = majority_at(k, answers, [1.0] * c + [0.0] * (n - c))
+    assert found == pytest.approx(right, rel=1e-12)
+
+
+def test_beyond_the_exact_it_is_drawn_within_the_documented_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [None if i % 9 == 0 else str(i % 4) for i in range(60)]
+    scores = [float(answer == "0") for answer in answers]
+    for k in (2, 8, 30):
+        exact = majority_at(k, answers, scores)
+        assert 0.1 < exact < 0.9
+        with monkeypatch.context() as patch:
+            patch.setattr(estimators, "EXACT_RESPONSES", 59)
+            drawn = majority_at(k, answers, scores)
+            assert drawn == majority_at(k, answers, scores) != exact
+            assert majority_at(k, answers, scores, seed=1) != drawn
+            assert abs(drawn - exact) < 4 * 0.5 / math.sqrt(estimators.DRAWS)
+
+
+def test_a_vote_of_all_is_exact_for_any_number() -> None:
+    answers = ["r"] * 400 + ["w"] * 400 + [None] * 300
+    assert majority_at(1100, answers, [1.0] * 400 + [0.0] * 700) == 0.5
+
+
+@settings(max_examples=40)
+@given(n=st.integers(1, 9), data=st.data())
+def test_pass_is_the_share_of_subsets_with_a_right_one(n: int, data: st.DataObject) -> None:
+    right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    subsets = list(itertools.combinations([1] * right + [0] * (n - right), k))
+    assert pass_at(k, n, right) == float(Fraction(sum(any(s) for s in subsets), len(subsets)))
+
+
+@settings(max_examples=60)
+@given(n=st.integers(1, 3000), data=st.data())
+def test_pass_is_the_nearest_float_for_every_n(n: int, data: st.DataObject) -> None:
+    right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    missed = Fraction(1)
+    for i in range(min(k, 40)):  # the product form, as far as it is cheap
+        missed *= Fraction(max(n - right - i, 0), n - i)
+    if k <= 40:
+        assert pass_at(k, n, right) == float(1 - missed)
+    assert pass_at(1, n, right) == right / n
+    assert (pass_at(k, n, right) == 0) == (right == 0)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_more_than_there_are_is_an_error(k: int) -> None:
+    with pytest.raises(ValueError, match="between 1 and 4"):
+        pass_at(k, 4, 1)
+    with pytest.raises(ValueError, match="between 1 and 4"):
+        majority_at(k, ["a"] * 4, [1.0] * 4)
+    with pytest.raises(ValueError, match="5 right ones of 4"):
+        pass_at(1, 4, 5)
+
+
+def test_the_ks_that_are_told() -> None:
+    assert [powers_of_two(n) for n in (1, 2, 6, 16)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8, 16]]

@@ -1,0 +1,199 @@
+"""The folder of an evaluation: cut at portions, refused when it is another's, read back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.evaluation.records import (
+    MANIFEST,
+    SAMPLES,
+    Key,
+    Manifest,
+    Problem,
+    Record,
+    RecordFile,
+    hash_of_prompts,
+    load,
+)
+from megatron_fspo.types import Prompt
+
+PORTIONS: list[list[Key]] = [
+    [(name, i, n) for i in some for n in range(2)] for name, some in (("a", (0, 1)), ("a", (2,)), ("b", (3,)))
+]
+MANIFEST_OF = Manifest(model="m", samples=2, facts={"seed": 1, "stop": [12], "data sha256": "x"})
+PROBLEM_OF = [
+    Problem(dataset="a" if i < 3 else "b", index=i, id=str(i), prompt=f"p{i}", answer="1") for i in range(4)
+]
+
+
+def record(key: Key, response: str = 'x\u2028y\n"z" \U0001d49c') -> Record:
+    return Record(
+        dataset=key[0], index=key[1], sample=key[2], response=response, answer=None if key[2] else "1",
+        score=0.1, tokens=3, finish_reason="stop",
+    )  # fmt: skip
+
+
+def opened(folder: Path, manifest: Manifest = MANIFEST_OF) -> RecordFile:
+    return RecordFile(folder, manifest, PROBLEM_OF, PORTIONS)
+
+
+def filled(folder: Path) -> bytes:
+    file = opened(folder)
+    for portion in PORTIONS[file.done :]:
+        file.append([record(key) for key in portion])
+    return (folder / SAMPLES).read_bytes()
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    whole = filled(tmp_path)
+    saved = load(tmp_path)
+    assert saved.manifest == MANIFEST_OF and saved.problems == tuple(PROBLEM_OF)
+    assert saved.records == tuple(record(key) for portion in PORTIONS for key in portion)
+    assert list(json.loads(whole.splitlines()[0])) == [
+        *("set", "index", "sample", "response", "answer", "score", "tokens", "finish_reason")
+    ]
+
+
+def test_cut_anywhere_it_goes_on_to_the_same_file(tmp_path: Path) -> None:
+    """A kill in the middle of a write leaves any number of bytes."""
+    whole = filled(tmp_path)
+    lines = whole.splitlines(keepends=True)
+    borders = [0, sum(map(len, lines[:4])), sum(map(len, lines[:6])), len(whole)]
+    near = {border + i for border in borders for i in (-2, -1, 0, 1, 2)} & set(range(len(whole) + 1))
+    for size in sorted(near | set(range(0, len(whole), 61))):
+        (tmp_path / SAMPLES).write_bytes(whole[:size])
+        file = opened(tmp_path)
+        assert file.done == sum(border <= size for border in borders[1:])
+        assert (tmp_path / SAMPLES).stat().st_size == borders[file.done]
+        assert file.left == sum(map(len, PORTIONS[file.done :]))
+        assert filled(tmp_path) == whole
+
+
+@pytest.mark.parametrize("missing", [MANIFEST, SAMPLES])
+def test_a_kill_between_the_first_files(tmp_path: Path, missing: str) -> None:
+    whole = filled(tmp_path)
+    (tmp_path / missing).unlink()
+    if missing == MANIFEST:
+        with pytest.raises(InputError, match=r"has samples\.jsonl and no manifest\.json"):
+            opened(tmp_path)
+        return
+    assert opened(tmp_path).done == 0 and filled(tmp_path) == whole
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"seed": 2, "stop": [12], "data sha256": "x"}, "seed: 1 -> 2"),
+        ({"seed": 1, "stop": [12], "data sha256": "y"}, "data sha256: x -> y"),
+        ({"seed": 1, "stop": [12]}, "data sha256: x -> None"),
+        ({"seed": 1, "stop": [12], "data sha256": "x", "top_p": 1.0}, "top_p: None -> 1.0"),
+    ],
+)
+def test_results_of_something_else_are_refused(tmp_path: Path, facts: dict[str, object], told: str) -> None:
+    whole = filled(tmp_path)
+    with pytest.raises(InputError) as caught:
+        opened(tmp_path, Manifest(model="m", samples=2, facts=facts))
+    assert told in str(caught.value) and "--out" in str(caught.value) and "\n" not in str(caught.value)
+    assert (tmp_path / SAMPLES).read_bytes() == whole
+
+
+def test_where_it_lies_and_what_it_is_called_is_no_matter(tmp_path: Path) -> None:
+    filled(tmp_path)
+    assert opened(tmp_path, Manifest(model="elsewhere/m", samples=2, facts=MANIFEST_OF.facts)).left == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda lines: lines[1:], "samples.jsonl:1: set a, prompt 0, sample 1 does not come here"),
+        (lambda lines: [lines[0], *lines], "samples.jsonl:2: set a, prompt 0, sample 0 does not come"),
+        (lambda lines: [*lines, lines[-1]], "samples.jsonl:9: "),
+        (lambda lines: [lines[0], b"{}\n", *lines[2:]], "samples.jsonl:2: not a completion"),
+        (lambda lines: [lines[0], lines[1][:9] + b"\n", *lines[2:]], "samples.jsonl:2: not a completion"),
+        (lambda lines: [b"[]\n", *lines[1:]], "samples.jsonl:1: not a completion"),
+        (lambda lines: [lines[0].replace(b"0.1", b'"x"'), *lines[1:]], "samples.jsonl:1: not a completion"),
+    ],
+)
+def test_a_changed_file_is_refused(tmp_path: Path, damage, told: str) -> None:  # type: ignore[no-untyped-def]
+    whole = filled(tmp_path)
+    changed = b"".join(damage(whole.splitlines(keepends=True)))
+    (tmp_path / SAMPLES).write_bytes(changed)
+    with pytest.raises(InputError) as caught:
+        opened(tmp_path)
+    assert told in str(caught.value)
+    assert (tmp_path / SAMPLES).read_bytes() == changed
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": "m", "samples": 0, "facts": {}}', "\udcff"])
+def test_a_manifest_that_is_none(tmp_path: Path, text: str) -> None:
+    filled(tmp_path)
+    (tmp_path / MANIFEST).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(InputError, match=r"manifest\.json: not the manifest of an evaluation"):
+        opened(tmp_path)
+
+
+def test_what_is_not_finished_is_not_loaded(tmp_path: Path) -> None:
+    whole = filled(tmp_path)
+    (tmp_path / SAMPLES).write_bytes(whole[:-1])
+    with pytest.raises(InputError, match="has 7 of 8 completions: go on with the command that began it"):
+        load(tmp_path)
+    with pytest.raises(InputError, match="not an evaluation"):
+        load(tmp_path / "none")
+
+
+def test_another_portion_is_not_written(tmp_path: Path) -> None:
+    file = opened(tmp_path)
+    with pytest.raises(ValueError, match="portion 0"):
+        file.append([record(key) for key in PORTIONS[1]])
+    with pytest.raises(ValueError, match="portion 0"):
+        file.append([record(key) for key in reversed(PORTIONS[0])])
+    assert (tmp_path / SAMPLES).read_bytes() == b""
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    file = opened(tmp_path)
+    (tmp_path / SAMPLES).unlink()
+    (tmp_path / SAMPLES).symlink_to("/dev/full")
+    with pytest.raises(TrainingError, match=r"cannot be written: No space left.*the same command goes on"):
+        file.append([record(key) for key in PORTIONS[0]])
+
+
+def test_a_folder_that_was_lost_is_not_written(tmp_path: Path) -> None:
+    def lost() -> None:
+        raise TrainingError("another job has it")
+
+    file = RecordFile(tmp_path, MANIFEST_OF, PROBLEM_OF, PORTIONS, check=lost)
+    with pytest.raises(TrainingError, match="another job"):
+        file.append([record(key) for key in PORTIONS[0]])
+    assert (tmp_path / SAMPLES).read_bytes() == b""
+
+
+def prompt(**changed: object) -> Prompt:
+    return Prompt(**{"index": 0, "token_ids": (1, 2), "text": "^4=", "answer": "4"} | changed)  # type: ignore[arg-type]
+
+
+def test_a_problem_is_its_task_and_answer_not_its_tokens() -> None:
+    def name(**changed: object) -> str:
+        return Problem.of(prompt(**changed), "s").id
+
+    assert name() == name(index=3, token_ids=(5,)) != name(text="^5=")
+    assert name() != name(answer="5")
+    row = {"question": "2+2", "level": 1}
+    assert name(fields=row) == name(fields=dict(reversed(row.items())), text="<user>2+2") != name()
+    assert name(fields=row) != name(fields=row | {"level": 2})
+
+
+@settings(max_examples=50)
+@given(
+    other=st.fixed_dictionaries(
+        {}, optional={"index": st.just(1), "token_ids": st.just((1, 3)), "answer": st.just("5")}
+    )
+)
+def test_the_hash_of_prompts_sees_what_the_model_reads(other: dict[str, object]) -> None:
+    assert (hash_of_prompts([prompt()]) == hash_of_prompts([prompt(**other)])) == (not other)

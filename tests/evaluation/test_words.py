@@ -1,0 +1,89 @@
+"""The words of ``megatron-fspo evaluate``: flags, a configuration, both; and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch import REPO
+from megatron_fspo.cli.evaluation import KEYS, config_of
+from megatron_fspo.cli.parser import make_parser
+from megatron_fspo.config import Config
+from megatron_fspo.config.loading import legal_keys
+from megatron_fspo.errors import InputError
+
+MODEL = "examples/make_sum/checkpoint"
+DATA = "examples/make_sum/validation.jsonl"
+RUN = "examples/make_sum/run.toml"
+
+
+@pytest.fixture(autouse=True)
+def _root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPO)
+
+
+def config(*words: str) -> Config:
+    return config_of(*make_parser().parse_known_args(["evaluate", *words]))
+
+
+def flags(out: Path, *more: str) -> Config:
+    return config("--model", MODEL, "--data", DATA, "--reward", "make_sum", "--out", str(out), *more)
+
+
+def test_flags_are_a_configuration(tmp_path: Path) -> None:
+    found = flags(tmp_path / "out of the way/x")
+    assert found.model.checkpoint == Path(MODEL) and found.data.validation == Path(DATA)
+    assert found.reward.name == "make_sum"
+    assert (found.evaluation.samples, found.evaluation.temperature, found.evaluation.top_p) == (16, 1, 1)
+    assert found.rollout.engine == "embedded"
+    # The model reads 256 tokens.
+    assert (found.rollout.max_response_tokens, found.data.max_prompt_tokens) == (128, 128)
+    assert not tmp_path.joinpath("out of the way").exists()
+
+
+def test_every_flag_is_a_key_and_keys_come_last(tmp_path: Path) -> None:
+    words = "--samples 3 --temperature 0.5 --top-p 0.9 --max-response-tokens 200 --engine vllm"
+    found = flags(tmp_path, *words.split())
+    assert (found.evaluation.samples, found.evaluation.temperature, found.evaluation.top_p) == (3, 0.5, 0.9)
+    assert (found.rollout.max_response_tokens, found.data.max_prompt_tokens) == (200, 56)
+    assert found.rollout.engine == "vllm"
+    more = "--samples 3 --evaluation.samples 5 --parallel.tensor 2 --parallel.context 2 --run.seed 7"
+    found = flags(tmp_path, *more.split())
+    assert (found.evaluation.samples, found.parallel.tensor, found.run.seed) == (5, 2, 7)
+    assert set(KEYS.values()) - {"data.preset"} <= {key for key, _, _ in legal_keys()}
+
+
+def test_a_run_evaluates_as_it_is_configured_but_for_flags(tmp_path: Path) -> None:
+    found = config("--config", RUN)
+    assert found.evaluation.samples == 64 and found.parallel.tensor == 2
+    found = config("--config", RUN, "--model", "other", "--data", "a.jsonl", "b.jsonl", "--samples", "2")
+    assert found.model.checkpoint == Path("other") and found.data.validation == Path("a.jsonl")
+    assert found.evaluation.samples == 2 and found.run.name == "demo"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "evaluate needs --model, --data, --reward, --out, or --config"),
+        (f"--model {MODEL} --out {{tmp}}", "evaluate needs --data, --reward, or --config"),
+        (f"--config {RUN} --compare {{tmp}}", "--compare needs --out, the folder of this evaluation"),
+        (f"--config {RUN} --out {{tmp}}/file", "--out {tmp}/file: {tmp}/file is a file"),
+        (f"--config {RUN} --out {{tmp}}/file/x", "--out {tmp}/file/x: {tmp}/file is a file"),
+        (f"--config {RUN} --samples 0", f"{RUN}: evaluation.samples = 0: input should be greater than 0"),
+        (
+            f"--model {MODEL} --data {DATA} --reward make_sum --out {{tmp}} --top-p 2",
+            "evaluate: evaluation.top_p = 2.0: input should be less than or equal to 1",
+        ),
+        (
+            f"--model {MODEL} --data {DATA} --reward make_sum --out {{tmp}} --max-response-tokens -1",
+            "evaluate: rollout.max_response_tokens = -1: input should be greater than 0",
+        ),
+        (f"--model {{tmp}} --data {DATA} --reward make_sum --out {{tmp}}", "{tmp}/config.json"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(tmp_path: Path, words: str, told: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError) as caught:
+        config(*words.format(tmp=tmp_path).split())
+    assert told.format(tmp=tmp_path) in str(caught.value) and "\n" not in str(caught.value)

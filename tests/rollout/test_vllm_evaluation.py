@@ -1,0 +1,125 @@
+"""An evaluation by servers that answer like vLLM: all asked for at once, stopped, and gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_server import MAX_TOKENS, tokens_of
+from test_vllm_engine import one_rank, running, short_waits  # noqa: F401
+
+from launch import REPO
+from megatron_fspo.config.loading import load_config
+from megatron_fspo.errors import TrainingError
+from megatron_fspo.evaluation.records import SAMPLES, Manifest, Problem, RecordFile, load
+from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.rollout.sampling import stream_seed
+from megatron_fspo.trainer.evaluate import _SEED_OFFSET, evaluate, portions, sample_and_grade
+from megatron_fspo.trainer.prepare import Inputs
+from megatron_fspo.types import Completion, Prompt
+
+WORDS = "--rollout.engine vllm --evaluation.samples 3 --rollout.max-batch 6 --run.seed 4 --log.responses 7"
+PROMPTS = 7
+
+
+def even(prompt: Prompt, completion: Completion, response: str) -> float:
+    return float(completion.token_ids[0] % 2 == 0)
+
+
+def decode(ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    return " ".join(map(str, ids))
+
+
+def inputs() -> Inputs:
+    words = f"{WORDS} --rollout.max-response-tokens {MAX_TOKENS}"
+    return Inputs(
+        config=load_config(REPO / "examples/make_sum/run.toml", words.split()),
+        backend=choose_backend("cpu", "local"),
+        arch=None,  # type: ignore[arg-type]
+        tokenizer=SimpleNamespace(decode=decode),
+        stop_token_ids=(),
+        train=(),
+        validation=tuple(
+            Prompt(index=i, token_ids=(1, 2), text=str(i), answer="", dataset="b" if i > 4 else "a")
+            for i in range(PROMPTS)
+        ),
+        reward=even,
+        noise=None,
+    )
+
+
+def groups() -> ParallelGroups:
+    world = dist.group.WORLD
+    assert world is not None
+    return ParallelGroups(tp=world, pp=world, cp=world, dp=world, dp_cp=world, ep=world)
+
+
+def opened(folder: Path, one: Inputs, *, fails_at: int = -1) -> RecordFile:
+    folder.mkdir(exist_ok=True)
+
+    def check() -> None:
+        if file.done == fails_at:
+            raise TrainingError("the disk is full")
+
+    file = RecordFile(
+        folder,
+        Manifest(model="m", samples=3, facts={}),
+        [Problem.of(prompt, prompt.dataset) for prompt in one.validation],
+        [portion.keys(3) for portion in portions(one, 1)],
+        check=check,
+    )
+    return file
+
+
+def test_all_is_asked_for_at_once_and_a_stopped_one_goes_on(tmp_path: Path) -> None:
+    one = inputs()
+    assert [len(portion.prompts) for portion in portions(one, 1)] == [2, 2, 1, 2]
+    with running(tmp_path / "weights") as (engine, fakes, _):
+        engine.update_weights(0)
+        sample_and_grade(one, engine, groups(), None, opened(tmp_path / "whole", one))
+        assert sum(len(fake.answered) for fake in fakes) == 3 * PROMPTS
+        # Sixteen places at the servers: more than a portion's six requests were open at once.
+        assert sum(fake.most_open for fake in fakes) > 6
+    with running(tmp_path / "weights") as (engine, _, _):
+        engine.update_weights(0)
+        with pytest.raises(TrainingError, match="the disk is full"):
+            sample_and_grade(one, engine, groups(), None, opened(tmp_path / "stopped", one, fails_at=2))
+    with running(tmp_path / "weights") as (engine, fakes, _):
+        engine.update_weights(0)
+        file = opened(tmp_path / "stopped", one)
+        assert (file.done, file.left) == (2, 9)
+        sample_and_grade(one, engine, groups(), None, file)
+        assert sum(len(fake.answered) for fake in fakes) == 9
+    assert (tmp_path / "stopped" / SAMPLES).read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
+    for record in load(tmp_path / "whole").records:
+        tokens = tokens_of(stream_seed(4 + _SEED_OFFSET, record.index, record.sample))
+        assert (record.response, record.tokens) == (decode(tokens), MAX_TOKENS)
+        assert record.score == float(tokens[0] % 2 == 0) and record.answer == record.response
+        assert record.dataset == ("b" if record.index > 4 else "a")
+
+
+def test_in_a_run_it_gives_metrics_and_the_first_responses(tmp_path: Path) -> None:
+    one = inputs()
+    done: list[int] = []
+    with running(tmp_path / "weights") as (engine, _, _):
+        engine.update_weights(5)
+        found = evaluate(one, engine, groups(), done.append)
+    assert sum(done) == 3 * PROMPTS
+    # One response of each prompt first: seven prompts, seven responses.
+    assert [row["prompt"] for row in found.responses] == [str(i) for i in range(PROMPTS)]
+    assert {row["weight_version"] for row in found.responses} == {5}
+    first = torch.tensor(
+        [
+            [tokens_of(stream_seed(4 + _SEED_OFFSET, i, n))[0] % 2 == 0 for n in range(3)]
+            for i in range(PROMPTS)
+        ]
+    ).double()
+    assert found.metrics["val/a/mean@3"] == pytest.approx(first[:5].mean().item())
+    assert found.metrics["val/b/mean@3"] == pytest.approx(first[5:].mean().item())
+    assert found.metrics["val/b/pass@3"] == pytest.approx(first[5:].any(1).double().mean().item())
+    assert found.metrics["val/a/truncated"] == 1
