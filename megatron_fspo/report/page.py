@@ -150,7 +150,7 @@ def facts(found: Findings) -> dict[str, str]:
         "Batch": f"{prompts} prompts × {samples} samples = {prompts * samples} responses a step, learned "
         f"from in {config.batch.mini_batches} mini-batches × {config.batch.epochs} epochs",
         "Optimizer": f"lr = {config.optimizer.lr:g}, clip_grad = {config.optimizer.clip_grad:g}",
-        "Data": f"{config.data.train}, reward {config.reward.name}, seed {config.run.seed}",
+        "Data": f"{', '.join(str(one.file) for one in config.data.train_sets)}, reward {config.reward.name}, seed {config.run.seed}",
     }
 
 

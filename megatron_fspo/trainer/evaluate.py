@@ -40,7 +40,6 @@ def evaluate(
 ) -> Evaluation:
     """Sample ``evaluation.samples`` responses per validation prompt and grade them. Collective."""
     config = inputs.config
-    assert config.data.validation is not None
     k = config.evaluation.samples
     params = SamplingParams(
         n=k,
@@ -54,7 +53,7 @@ def evaluate(
     found = collect_and_grade(inputs, groups, batch, progress)
     rewards = found.rewards.view(-1, k).tolist()
     lengths = found.lengths.tolist()
-    name = f"val/{config.data.validation.stem}"
+    name = f"val/{'+'.join(dict.fromkeys(prompt.dataset for prompt in inputs.validation))}"
     metrics = {
         f"{name}/mean@{k}": sum(map(sum, rewards)) / (k * len(rewards)),
         f"{name}/response_length/mean": sum(lengths) / len(lengths),
