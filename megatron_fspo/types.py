@@ -18,8 +18,8 @@ class Prompt:
     """
 
     index: int
-    """Number of the prompt among all of the training sets, or of the evaluation sets, from 0: its name in logs
-    and in random streams."""
+    """Number of the prompt among those of all training sets, or of all evaluation sets, from 0: its name in
+    logs and in random streams."""
     token_ids: tuple[int, ...]
     """What the model reads; never empty."""
     text: str

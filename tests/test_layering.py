@@ -50,7 +50,7 @@ THIRD_PARTY = {
     "objective": {"torch"},
     "losses": {"torch", "pydantic"},
     "config": {"pydantic", "tomli_w"},
-    "data": {"transformers"},
+    "data": {"transformers", "pyarrow"},
     "rewards": set(),
     "packing": {"torch"},
     "parallel": {"torch"},

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from megatron_fspo import __version__
 from megatron_fspo.cli import commands as run
+from megatron_fspo.config.data import PresetName
 from megatron_fspo.config.loading import describe_keys
 from megatron_fspo.console import OneLineParser
 
@@ -48,6 +50,16 @@ Given responses:          ... --responses runs/demo/samples.jsonl
 
 It samples one rollout and takes the optimizer steps of it, then throws the weights away. A table is printed;
 runs/<run.name>.calibrate/ has it as a page, and calibration.json for the key loss.noise.
+"""
+
+_DATA_HELP = """\
+Look into data files before a run: counts, duplicates, lengths, what is wrong, and three prompts of each.
+
+A file of a known format:  megatron-fspo data check dapo.parquet --preset dapo
+Lengths in tokens:         ... --tokenizer Qwen3-8B
+The files of a run:        megatron-fspo data check --config run.toml
+
+Exit status 1 if a run would refuse a file, or if there are answers that no verifier can read.
 """
 
 _SERVE_HELP = """\
@@ -106,6 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print one JSON line")
     evaluate.set_defaults(run=run.evaluate)
 
+    _add_data(commands)
     _add_serve(commands)
 
     report = commands.add_parser("report", help="draw report/index.html of a run")
@@ -166,6 +179,31 @@ def _add_calibrate(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     )
     calibrate.add_argument("--json", action="store_true", help="print one JSON line")
     calibrate.set_defaults(run=run.calibrate)
+
+
+def _add_data(commands: argparse._SubParsersAction[OneLineParser]) -> None:
+    data = commands.add_parser("data", help="look into data files")
+    actions = data.add_subparsers(dest="action", required=True)
+    check = actions.add_parser(
+        "check",
+        help="counts, duplicates, lengths, what is wrong",
+        description=_DATA_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    check.add_argument("files", type=Path, nargs="*", metavar="FILE", help="jsonl or parquet")
+    check.add_argument("--preset", choices=get_args(PresetName), help="the format of the files")
+    check.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="a checkpoint: lengths in tokens, its chat template"
+    )
+    check.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a run: its [data] and tokenizer, and its files if no FILE is given",
+    )
+    check.add_argument("--json", action="store_true", help="print one JSON line")
+    check.set_defaults(run=run.check_data)
 
 
 def _add_serve(commands: argparse._SubParsersAction[OneLineParser]) -> None:

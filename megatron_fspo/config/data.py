@@ -1,4 +1,4 @@
-"""The ``data`` section of the configuration: which prompts a run works through, and how files become prompts."""
+"""The ``data`` section of the configuration: which files a run reads, and how their rows become prompts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class Reading(Section):
         None, description="first message, with chat_template; empty: none but the file's"
     )
     too_long: Literal["error", "drop"] | None = Field(
-        None, description="what happens to a prompt of more than `data.max_prompt_tokens`; dropped ones are counted"
+        None,
+        description="a prompt of more than `data.max_prompt_tokens`; dropped ones are counted",
     )
     duplicates: Literal["drop", "keep"] | None = Field(
         None, description="a prompt that the file has already, with the same answer; dropped ones are counted"
@@ -86,7 +87,7 @@ class Reading(Section):
 
 
 class DataSet(Reading, _File):
-    """One of several files. What a table does not say is as `[data]` has it, and then as the preset has it."""
+    """A file. What its table does not say is as `[data]` has it, or else as the preset has it."""
 
     @property
     def title(self) -> str:
@@ -111,8 +112,7 @@ def _form(value: Any) -> str:
 
 
 Files = Annotated[
-    Annotated[Path, Tag("file")]
-    | Annotated[tuple[DataSet, ...], AfterValidator(_check_sets), Tag("sets")],
+    Annotated[Path, Tag("file")] | Annotated[tuple[DataSet, ...], AfterValidator(_check_sets), Tag("sets")],
     Discriminator(_form),
 ]
 """A path, or one table for each of several files."""
@@ -132,10 +132,12 @@ class Data(Reading, _Files):
         "raw", description="format of the files: what the keys down to `system_prompt` are if not given"
     )
     too_long: Literal["error", "drop"] = Field(
-        "error", description="what happens to a prompt of more than `max_prompt_tokens`; dropped ones are counted"
+        "error",
+        description="a prompt of more than `max_prompt_tokens`; dropped ones are counted",
     )
     duplicates: Literal["drop", "keep"] = Field(
-        "drop", description="a prompt that its file has already, with the same answer; dropped ones are counted"
+        "drop",
+        description="a prompt that its file has already, with the same answer; dropped ones are counted",
     )
     conflicts: Literal["error", "drop", "keep"] = Field(
         "error",
@@ -153,7 +155,6 @@ class Data(Reading, _Files):
     def validation_sets(self) -> tuple[DataSet, ...]:
         """The evaluation sets; none, if ``validation`` is not given."""
         return () if self.validation is None else _as_sets(self.validation)
-
 
     @field_validator("validation")
     @classmethod

@@ -187,7 +187,7 @@ def _line(details: Mapping[str, Any]) -> tuple[str, str]:
     # A union's location carries the variant's tag (loss.fspo.c_low): the file does not.
     path = [str(part) for part in details["loc"]]
     variant = ""
-    if path[0] == "data" and len(path) > 2:
+    if path[:1] == ["data"] and len(path) > 2:
         return _line_of_a_set(details, path)
     if len(path) == 3 and path[0] in _UNIONS:
         path, variant = [path[0], path[2]], path[1]

@@ -150,7 +150,7 @@ class MixedCursor:
             if count > len(part):
                 raise ValueError(f"{count} prompts at once, but a set has only {len(part)}")
         if self._identity["shuffle"]:
-            random.Random(f"{self._identity['seed']}/order/{first}").shuffle(order)
+            random.Random(f"order {self._identity['seed']} {first}").shuffle(order)
         self._taken = taken
         given = [iter(part.take(count)) for part, count in zip(self._parts, counts, strict=True)]
         return [self._first[number] + next(given[number]) for number in order]
@@ -191,11 +191,9 @@ class MixedCursor:
 
 
 def mixture(prompts: Sequence[Prompt], data: Data) -> list[tuple[str, int, float]]:
-    """Name, number of prompts and weight of the training sets; without weights every prompt weighs the same."""
+    """Name, number of prompts and weight of the training sets; without weights all prompts weigh the same."""
     sizes = Counter(prompt.dataset for prompt in prompts)
-    return [
-        (one.title, sizes[one.title], one.weight or float(sizes[one.title])) for one in data.train_sets
-    ]
+    return [(one.title, sizes[one.title], one.weight or float(sizes[one.title])) for one in data.train_sets]
 
 
 def make_cursor(prompts: Sequence[Prompt], data: Data, seed: int) -> Cursor:

@@ -27,18 +27,34 @@ def read_parquet(path: Path, needed: Sequence[str] = ()) -> Iterator[dict[str, A
     import pyarrow  # takes a third of a second
     from pyarrow import parquet
 
-    # KeyError is of a map that has a key twice, the other two of a damaged file.
-    wrong = (pyarrow.ArrowException, OSError, ValueError, KeyError, MemoryError, RecursionError)
+    rows = 0
     try:
         with pyarrow.OSFile(str(path), "rb") as raw, parquet.ParquetFile(raw) as file:
             names = _columns(path, file.schema_arrow, needed)
             for batch in file.iter_batches(_BATCH_ROWS, columns=names, use_threads=False):
-                yield from batch.to_pylist(maps_as_pydicts="strict")
+                yield from _values(path, batch, rows)
+                rows += batch.num_rows
     except InputError:
         raise
-    except wrong as error:
+    except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
         reason = str(error).strip().partition("\n")[0][:200]
-        raise InputError(f"{path}: not parquet, cut short or damaged: {reason}") from error
+        after = f" after row {rows}" if rows else ""
+        raise InputError(f"{path}: not parquet, cut short or damaged{after}: {reason}") from error
+
+
+def _values(path: Path, batch: pyarrow.RecordBatch, before: int) -> list[dict[str, Any]]:
+    """The rows of a batch, of a file that has so many before it."""
+    wrong = (UnicodeError, KeyError, RecursionError)  # KeyError: a map has a key twice
+    try:
+        return list(batch.to_pylist(maps_as_pydicts="strict"))
+    except wrong:
+        for number, name in ((n, name) for n in range(batch.num_rows) for name in batch.schema.names):
+            try:
+                batch.column(name)[number].as_py(maps_as_pydicts="strict")
+            except wrong as error:
+                where = f"{path}: row {before + number + 1}: {name!r}"
+                raise InputError(f"{where} cannot be read: {error}") from error
+        raise
 
 
 def _columns(path: Path, schema: pyarrow.Schema, needed: Sequence[str]) -> list[str] | None:

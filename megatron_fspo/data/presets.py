@@ -59,10 +59,11 @@ def sources_of(data: Data, which: Which) -> tuple[Source, ...]:
     """The files of a run, in the order of the configuration. What a set's table gives holds; else what
     ``[data]`` gives; else what the preset says, the set's own or that of ``[data]``."""
     sets = data.train_sets if which == "train" else data.validation_sets
-    return tuple(_source(data, one) for one in sets)
+    return tuple(source_of(data, one) for one in sets)
 
 
-def _source(data: Data, one: DataSet) -> Source:
+def source_of(data: Data, one: DataSet) -> Source:
+    """As :func:`sources_of`, of one set."""
     keys: dict[str, Any] = asdict(PRESETS[one.preset or data.preset])
     for given in (data, one):
         values = {key: getattr(given, key) for key in Reading.model_fields if key != "preset"}

@@ -173,8 +173,8 @@ class Seen:
 def _conflict(source: Source, task: Task, first: tuple[str, str]) -> str:
     answer, place = first
     return (
-        f"{source.answer_key!r} is {task.answer[:40]!r}, but {place} has {answer[:40]!r} for the same prompt; "
-        'set data.conflicts to "drop" (none of them is taken) or "keep"'
+        f"{source.answer_key!r} is {task.answer[:40]!r}, but {place} has {answer[:40]!r} for the same "
+        'prompt; set data.conflicts to "drop" (none of them is taken) or "keep"'
     )
 
 

@@ -47,6 +47,8 @@ class Row:
             json.dumps(row, ensure_ascii=False).encode("utf-8")  # "\ud800" is JSON, but no tokenizer takes it
         except UnicodeError as error:
             self.fail(f"not UTF-8: {error}", error)
+        except json.JSONDecodeError as error:
+            self.fail(f"not JSON: {error.msg} at character {error.pos + 1}", error)
         except (ValueError, RecursionError) as error:
             self.fail(f"not JSON: {error}", error)
         if not isinstance(row, dict):

@@ -57,7 +57,7 @@ def check_source(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
         raise InputError(f"{source.file}: chat_template is true, but the tokenizer has no chat template")
     if source.system_prompt and not source.chat_template:
         raise InputError(
-            f"{source.file}: system_prompt needs chat_template = true; without it, put the words into template"
+            f"{source.file}: system_prompt needs chat_template = true; else put the words into template"
         )
 
 
