@@ -25,14 +25,14 @@ _BAR = 40
 
 @dataclass(kw_only=True)
 class Findings:
-    """Of one file. Prompts are the rows that a run would train on."""
+    """Of one file. Its prompts are the rows that are prompts, those in conflict or too long among them."""
 
     source: Source
     unit: str
     """Of the lengths: ``tokens``, or ``characters`` where no tokenizer was given."""
     rows: int = 0
     lengths: list[int] = field(default_factory=list)
-    """Of the prompts, those that are too long included."""
+    """Of the prompts."""
     duplicates: int = 0
     """Rows whose prompt and answer came before."""
     conflicts: list[str] = field(default_factory=list)

@@ -221,6 +221,12 @@ def _is_count(value: Any) -> bool:
 
 def _check_identity(state: dict[str, Any], mine: dict[str, Any], place: tuple[str, ...]) -> None:
     legal = {*place, *mine}
+    if ("mixed" in state) != ("mixed" in mine):
+        one, other = ("several sets", "one") if "mixed" in state else ("one set", "several")
+        raise InputError(
+            f"prompt cursor: the checkpoint is from a run over {one}, this run is over {other};"
+            " resume with the same data, or start a new run"
+        )
     if set(state) != legal:
         raise InputError(f"prompt cursor: the state has the keys {sorted(state)}, not {sorted(legal)}")
     for key, value in mine.items():

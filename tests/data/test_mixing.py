@@ -224,6 +224,14 @@ def test_a_state_from_elsewhere_is_refused_and_changes_nothing(change: dict[str,
         walk.load_state_dict({**before, "open": [{"epoch": 0, "offset": 0}]})
 
 
+def test_a_checkpoint_of_one_set_is_not_one_of_several() -> None:
+    one, several = PromptCursor(13, 1), MixedCursor([("a", 8, 1), ("b", 5, 2)], seed=1)
+    with pytest.raises(InputError, match="from a run over one set, this run is over several; resume with"):
+        several.load_state_dict(one.state_dict())
+    with pytest.raises(InputError, match="from a run over several sets, this run is over one; resume with"):
+        one.load_state_dict(several.state_dict())
+
+
 def prompts_of(sizes: dict[str, int]) -> list[Prompt]:
     names = [name for name, size in sizes.items() for _ in range(size)]
     return [

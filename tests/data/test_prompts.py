@@ -143,8 +143,8 @@ GOOD = '{"prompt": "a", "answer": "1"}\n'
         ),
         ('{"prompt": null, "answer": "1"}', "'prompt' must be a string or a list of messages, .* found null"),
         (
-            '{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], "answer": "1"}',
-            "'prompt' must be a string or one message of the user, found messages of system, user; with",
+            '{"prompt": [{"role": "tool", "content": ""}, {"role": "user", "content": "a"}], "answer": "1"}',
+            "'prompt' must be a string or one message of the user, found messages of tool, user; with",
         ),
         ('{"prompt": "a", "answer": ""}', "'answer' is empty"),
         ('{"prompt": "a", "answer": " \\n"}', "'answer' is empty"),

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch import REPO
 from megatron_fspo.config.data import Data
+from megatron_fspo.config.loading import load_config
 from megatron_fspo.data.cursor import make_cursor
 from megatron_fspo.data.walk import PromptWalk
+from megatron_fspo.errors import InputError
+from megatron_fspo.trainer.prepare import Inputs, prepare
 from megatron_fspo.trainer.rollout_queue import RolloutQueue
+from megatron_fspo.trainer.same import _facts
 from megatron_fspo.types import Prompt, SamplingParams
 
 PROMPTS = tuple(
@@ -79,3 +86,45 @@ def test_ranks_are_asked_for_their_share_of_one_order(
         dealt = [mine[step] for mine in each]
         assert [dealt[position % ranks][position // ranks] for position in range(size)] == batch
         assert len(set(batch)) == size
+
+
+def read(folder: Path, prompts: int) -> Inputs:
+    """The make-sum example with its training prompts in two files, the first of 20 prompts, and two
+    evaluation sets."""
+    lines = (REPO / "examples/make_sum/train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "a.jsonl").write_text("".join(lines[:20] + lines[:3]))
+    (folder / "b.jsonl").write_text("".join(lines[20:]))
+    (folder / "run.toml").write_text((REPO / "examples/make_sum/run.toml").read_text())
+    words = {
+        "model.checkpoint": REPO / "examples/make_sum/checkpoint",
+        "parallel.tensor": 1,
+        "parallel.sequence": "false",
+        "rollout.prompts": prompts,
+    }
+    overrides = [f"--{key}={value}" for key, value in words.items()]
+    sets = "[{file = 'a.jsonl', name = 'first'}, {file = 'b.jsonl'}]"
+    config = load_config(folder / "run.toml", [*overrides, "--data.train", TRAIN, "--data.validation", sets])
+    return prepare(config, world_size=1)
+
+
+TRAIN = "[{file = 'a.jsonl', weight = 1}, {file = 'b.jsonl', weight = 3}]"
+
+
+def test_a_run_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    inputs = read(tmp_path, prompts=16)
+    assert [prompt.index for prompt in inputs.train] == list(range(68))
+    assert [prompt.dataset for prompt in inputs.train] == ["a"] * 20 + ["b"] * 48
+    assert [prompt.dataset for prompt in inputs.validation] == ["first"] * 20 + ["b"] * 48
+    assert [prompt.index for prompt in inputs.validation] == list(range(68))
+    assert (
+        inputs.notes
+        == ("a.jsonl: 20 prompts of 23 rows; left out: 3 with the prompt and answer of an earlier row",) * 2
+    )
+    named = {fact for fact in _facts(inputs) if fact.startswith("the file of data")}
+    assert named == {f"the file of data.{key}, {x}.jsonl," for key in ("train", "validation") for x in "ab"}
+    with pytest.raises(InputError) as caught:
+        read(tmp_path, prompts=64)
+    assert str(caught.value) == (
+        "rollout.prompts = 64, up to 49 of them of b, but b.jsonl has only 48 prompts"
+    )
