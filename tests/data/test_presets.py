@@ -181,6 +181,13 @@ def test_a_key_with_a_dot_of_its_own(tmp_path: Path, tokenizer: PreTrainedTokeni
     assert prompt.answer == "1"
 
 
+def test_the_last_mark_counts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "x", "answer": "#### 3 is wrong\\n#### 4 "}')
+    (prompt,) = load(tokenizer, train=path, answer_after="####")
+    assert prompt.answer == "4"
+
+
 def test_a_system_prompt_needs_a_chat(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(InputError, match=r"raw.jsonl: system_prompt needs chat_template = true"):
         load(tokenizer, train=SAMPLES / "raw.jsonl", system_prompt="Be brief.")
