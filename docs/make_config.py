@@ -31,6 +31,11 @@ def render() -> str:
             if len(models) > 1:
                 parts.append(f'\n### {section}.name = "{model.model_fields["name"].default}"\n')
             parts.append(f"\n{(model.__doc__ or '').strip()}\n{_table(model, skip_name=len(models) > 1)}")
+            keys = {key: _tables_in(leaf.annotation) for key, leaf in model.model_fields.items()}
+            for table in dict.fromkeys(table for tables in keys.values() for table in tables):
+                names = [f"[[{section}.{key}]]" for key, tables in keys.items() if table in tables]
+                parts.append(f"\n### {', '.join(names)}\n")
+                parts.append(f"\n{(table.__doc__ or '').strip()}\n{_table(table, skip_name=False)}")
     return "".join(parts)
 
 
@@ -43,6 +48,13 @@ def _table(model: type[BaseModel], *, skip_name: bool) -> str:
         default = "required" if field.is_required() else _default(field.default)
         lines.append(f"| `{key}` | {_legal(field)} | {default} | {field.description or ''} |")
     return "\n".join([*head, *lines]) + "\n" if lines else ""
+
+
+def _tables_in(annotation: Any) -> list[type[BaseModel]]:
+    """Models of the tables that a key may be a list of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _tables_in(part)]
 
 
 def _models(field: FieldInfo) -> list[type[BaseModel]]:
@@ -78,6 +90,10 @@ def _type(annotation: Any) -> str:
         return " ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is Annotated:
         return _type(get_args(annotation)[0])
+    if get_origin(annotation) is tuple:
+        return f"list of {_type(get_args(annotation)[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "tables"
     if isinstance(annotation, types.UnionType) or get_origin(annotation) is not None:
         return " or ".join(_type(part) for part in get_args(annotation))
     names = {str: "text", int: "integer", float: "number", bool: "`true` `false`", type(None): "none"}

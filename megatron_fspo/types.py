@@ -18,7 +18,8 @@ class Prompt:
     """
 
     index: int
-    """Line of the prompt file, from 0: the prompt's name in logs and in random streams."""
+    """Number of the prompt among those of all training sets, or of all evaluation sets, from 0: its name in
+    logs and in random streams."""
     token_ids: tuple[int, ...]
     """What the model reads; never empty."""
     text: str

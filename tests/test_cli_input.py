@@ -147,7 +147,7 @@ GOOD = '{"prompt": "^37=", "answer": "37"}\n'
         (GOOD * 36 + "[1]\n" + GOOD * 40, ["prompts.jsonl:37: not an object but a list"]),
         (GOOD * 36 + '{"prompt": "^37="}\n' + GOOD * 40, ["prompts.jsonl:37: no key 'answer'"]),
         (GOOD * 36 + '{"prompt": "", "answer": "1"}\n' + GOOD * 40, ["prompts.jsonl:37", "is empty"]),
-        (GOOD * 63, ["rollout.prompts = 64", "prompts.jsonl has only 63 prompts"]),
+        (GOOD * 63, ["rollout.prompts = 64", "prompts.jsonl has only 1 prompts (left out: 62 with the"]),
     ],
 )
 def test_a_wrong_prompt_file(

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_fspo.config import Config
 from megatron_fspo.config.correction import LengthFairGate, NoCorrection, SequenceMask
+from megatron_fspo.config.data import Data, DataSet
 from megatron_fspo.config.loading import describe_keys, legal_keys, load_config, save_config
 from megatron_fspo.errors import InputError
 from megatron_fspo.losses import FSPOLoss, GRPOLoss, RLOOLoss
@@ -49,6 +50,10 @@ def complaint(path: Path, *overrides: str) -> str:
 
 def values(field: FieldInfo) -> st.SearchStrategy[Any]:
     """Legal values of a field, from its type and limits alone (hypothesis reads the same annotations)."""
+    if field.annotation in [Data.model_fields[key].annotation for key in ("train", "validation")]:
+        return st.one_of(values(DataSet.model_fields["file"]), tables(weighted=field.is_required()))
+    if field.annotation == Data.model_fields["template"].annotation:
+        return st.sampled_from(["boxed", "Q: {prompt}\nA:"])
     if field.annotation in (Path, Path | None):
         return st.text(st.characters(exclude_categories=["Cs"])).map(Path)
     if field.annotation is str:
@@ -64,6 +69,21 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:
         return True
 
     return st.from_type(annotation).filter(legal)
+
+
+@st.composite
+def tables(draw: st.DrawFn, *, weighted: bool) -> list[dict[str, Any]]:
+    """Of several data sets."""
+    found = []
+    for name in draw(
+        st.lists(st.from_regex("[a-z]{1,5}", fullmatch=True), min_size=1, max_size=3, unique=True)
+    ):
+        one: dict[str, Any] = {"file": f"{name}.parquet", "name": name}
+        for key in set(DataSet.model_fields) - {"file", "name", "weight"}:
+            if draw(st.booleans()):
+                one[key] = draw(values(DataSet.model_fields[key]))
+        found.append(one | ({"weight": draw(st.floats(0.5, 3))} if weighted else {}))
+    return found
 
 
 @st.composite

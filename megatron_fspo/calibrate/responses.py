@@ -65,7 +65,9 @@ def as_rollout(rows: list[Row], groups: ParallelGroups) -> Rollout:
         Completion(token_ids=ids, log_probs=[0.0] * len(ids), finish_reason="stop", weight_version=0)
         for _, ids in rows
     ]
-    table = torch.tensor([(*describe(completion, i % size), 0.0, 0.0) for i, completion in enumerate(completions)])
+    table = torch.tensor(
+        [(*describe(completion, i % size), 0.0, 0.0) for i, completion in enumerate(completions)]
+    )
     held = (
         {i: one for i, one in enumerate(completions) if i % size == rank} if is_first_of_copy(groups) else {}
     )

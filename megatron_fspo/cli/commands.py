@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_fspo.config.data import Data, DataSet
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.console import each_line, import_megatron
 from megatron_fspo.errors import InputError
@@ -66,15 +67,13 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     import_megatron()
 
     from megatron_fspo.mcore.startup import job
-    from megatron_fspo.trainer.evaluate_checkpoint import evaluate_checkpoint, with_sets
+    from megatron_fspo.trainer.evaluate_checkpoint import evaluate_checkpoint
     from megatron_fspo.trainer.prepare import prepare
 
     with job():
         inputs = prepare(config, world_size=_world_size(args), trains=False)
         if not inputs.validation:
             raise InputError("evaluate needs data.validation")
-        if args.data:
-            inputs = with_sets(inputs, args.data)
         _start_ranks(args, args.argv)
 
         metrics = evaluate_checkpoint(inputs, out=args.out, other=args.compare)
@@ -142,6 +141,24 @@ def serve(args: argparse.Namespace, _: list[str]) -> int:
         anyone_may_run_code=args.anyone_may_run_code,
     )
     return supervise(options, keep_alive=args.keep_alive)
+
+
+def check_data(args: argparse.Namespace, _: list[str]) -> int:
+    from megatron_fspo.data.check import as_json, describe, examine
+    from megatron_fspo.data.presets import source_of
+    from megatron_fspo.data.tokenizer import load_tokenizer
+
+    config = load_config(args.config) if args.config else None
+    if config is None and not args.files:
+        raise InputError("data check: name a file, or a run with --config")
+    data = config.data if config else Data(train=Path())
+    data = data.model_copy(update={"preset": args.preset} if args.preset else {})
+    sets = [DataSet(file=file) for file in args.files] or [*data.train_sets, *data.validation_sets]
+    folder = args.tokenizer or (config.model.checkpoint if config else None)
+    tokenizer = load_tokenizer(folder) if folder else None
+    found = [examine(source_of(data, one), tokenizer, data.max_prompt_tokens) for one in sets]
+    print(json.dumps([as_json(one) for one in found]) if args.json else "\n\n".join(map(describe, found)))
+    return 0 if all(one.fine for one in found) else 1
 
 
 def report(args: argparse.Namespace, _: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,8 @@ def config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     words = [word for flag, key in KEYS.items() if (value := getattr(args, flag)) is not None
              for word in (f"--{key}", str(value))]  # fmt: skip
     if args.data:
-        words += ["--data.validation", str(args.data[0])]
+        files = ", ".join(f"{{file = {json.dumps(str(path))}}}" for path in args.data)
+        words += ["--data.validation", f"[{files}]"]
     words += overrides
     if args.config is not None:
         config = load_config(args.config, words)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from megatron_fspo import __version__
 from megatron_fspo.cli import commands as run
+from megatron_fspo.config.data import PresetName
 from megatron_fspo.config.loading import describe_keys
 from megatron_fspo.console import OneLineParser
 
@@ -63,6 +65,16 @@ The folder has table.md, results.json and every completion (samples.jsonl). The 
 killed one stopped. Any key of the configuration is an argument too: --model.dtype bfloat16, say.
 """
 
+_DATA_HELP = """\
+Look into data files before a run: counts, duplicates, lengths, what is wrong, and three prompts of each.
+
+A file of a known format:  megatron-fspo data check dapo.parquet --preset dapo
+Lengths in tokens:         ... --tokenizer Qwen3-8B
+The files of a run:        megatron-fspo data check --config run.toml
+
+Exit status 1 if a run would refuse a file, or if there are answers that no verifier can read.
+"""
+
 _SERVE_HELP = """\
 Run vLLM for the rollouts of `megatron-fspo train`, until Ctrl-C, SIGTERM or the end of what started this.
 
@@ -108,6 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
 
     _add_evaluate(commands)
+    _add_data(commands)
     _add_serve(commands)
 
     report = commands.add_parser("report", help="draw report/index.html of a run")
@@ -200,6 +213,31 @@ def _add_evaluate(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     evaluate.add_argument("--json", action="store_true", help="print one JSON line")
     _add_nproc(evaluate)
     evaluate.set_defaults(run=run.evaluate)
+
+
+def _add_data(commands: argparse._SubParsersAction[OneLineParser]) -> None:
+    data = commands.add_parser("data", help="look into data files")
+    actions = data.add_subparsers(dest="action", required=True)
+    check = actions.add_parser(
+        "check",
+        help="counts, duplicates, lengths, what is wrong",
+        description=_DATA_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    check.add_argument("files", type=Path, nargs="*", metavar="FILE", help="jsonl or parquet")
+    check.add_argument("--preset", choices=get_args(PresetName), help="the format of the files")
+    check.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="a checkpoint: lengths in tokens, its chat template"
+    )
+    check.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a run: its [data] and tokenizer, and its files if no FILE is given",
+    )
+    check.add_argument("--json", action="store_true", help="print one JSON line")
+    check.set_defaults(run=run.check_data)
 
 
 def _add_serve(commands: argparse._SubParsersAction[OneLineParser]) -> None:

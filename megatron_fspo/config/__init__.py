@@ -4,7 +4,7 @@
 reads TOML and command-line words.
 """
 
-from megatron_fspo.config.data import Data
+from megatron_fspo.config.data import Data, DataSet
 from megatron_fspo.config.evaluation import Evaluation
 from megatron_fspo.config.reward import Reward
 from megatron_fspo.config.schema import (
@@ -26,6 +26,7 @@ __all__ = [
     "Checkpoint",
     "Config",
     "Data",
+    "DataSet",
     "Evaluation",
     "Log",
     "Model",

@@ -6,13 +6,14 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from megatron_fspo.config.data import DataSet
 from megatron_fspo.config.schema import Config
 from megatron_fspo.errors import InputError, InputErrors
 
@@ -145,8 +146,20 @@ def _read_value(key: str, text: str) -> Any:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-    texts = [name for name, field, _ in legal_keys() if field.annotation in (str, Path, Path | None)]
-    return text if key in texts and not isinstance(value, str) else value
+    kinds = next((_kinds(field.annotation) for name, field, _ in legal_keys() if name == key), set())
+    if isinstance(value, str) or (isinstance(value, list) and tuple in kinds):
+        return value
+    # A number, a date or a boolean in a name of a file is text.
+    return text if kinds & {str, Path} else value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that a key takes, of containers without their contents."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return set().union(*map(_kinds, get_args(annotation)))
+    return {get_origin(annotation) or annotation}
 
 
 def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
@@ -165,9 +178,10 @@ def _take_words(tree: dict[str, Any]) -> dict[str, str]:
     for section, keys in tree.items():
         for name, value in list(keys.items()) if isinstance(keys, dict) else []:
             key = f"{section}.{name}"
-            if value == "none" and NoneType in get_args(annotations.get(key)):
+            kinds = _kinds(annotations.get(key, bool))
+            if value == "none" and NoneType in kinds:
                 keys[name] = None
-            if isinstance(value, bool) and annotations.get(key, bool) is not bool:
+            if isinstance(value, bool) and bool not in kinds:
                 wrong[key] = f"{key} = {str(value).lower()}: this key takes neither true nor false"
     return wrong
 
@@ -183,10 +197,23 @@ def _line(details: Mapping[str, Any]) -> tuple[str, str]:
     # A union's location carries the variant's tag (loss.fspo.c_low): the file does not.
     path = [str(part) for part in details["loc"]]
     variant = ""
+    if path[:1] == ["data"] and len(path) > 2:
+        return _line_of_a_set(details, path)
     if len(path) == 3 and path[0] in _UNIONS:
         path, variant = [path[0], path[2]], path[1]
     key = ".".join(path)
     return key, _complaint(details, path, key, variant)
+
+
+def _line_of_a_set(details: Mapping[str, Any], path: list[str]) -> tuple[str, str]:
+    """As :func:`_line`, of ``data.<files>.<form>`` and what may follow: a number and a key of that table."""
+    key = ".".join(path[:2]) + "".join(f"[{number}]" for number in path[3:4])
+    name = "".join(path[4:5])
+    full = f"{key}.{name}" if name else key
+    if details["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(name, DataSet.model_fields, n=1, cutoff=0.5)
+        return full, f"unknown key {full}{f'; did you mean {close[0]}?' if close else ''}"
+    return full, _complaint(details, [], full, "")
 
 
 def _complaint(details: Mapping[str, Any], path: list[str], key: str, variant: str) -> str:

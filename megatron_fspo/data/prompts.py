@@ -1,19 +1,62 @@
-"""The prompt file, and the order in which a run works through it."""
+"""The prompts of a run: files read, cleared of what a run must not see twice, and rendered."""
 
 from __future__ import annotations
 
-import json
-import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Literal
 
+from megatron_fspo.config.data import Data
+from megatron_fspo.data.presets import Source, Which, sources_of
+from megatron_fspo.data.rows import read_rows
+from megatron_fspo.data.tasks import Task, check_source, read_task, render, tokens
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedSet:
+    """The prompts of one file, and what of it is not among them."""
+
+    source: Source
+    prompts: tuple[Prompt, ...]
+    rows: int
+    """Of the file."""
+    duplicates: int
+    """Rows left out since an earlier row has their prompt and answer."""
+    conflicting: int
+    """Rows left out since others have their prompt and another answer."""
+    too_long: int
+    """Rows left out since their prompt has more than ``max_prompt_tokens``."""
+
+    def left_out(self) -> str:
+        """How many rows, and why; empty if none."""
+        why = {
+            "with the prompt and answer of an earlier row": self.duplicates,
+            "whose prompt has several answers": self.conflicting,
+            "longer than data.max_prompt_tokens": self.too_long,
+        }
+        return ", ".join(f"{count:,} {text}" for text, count in why.items() if count)
+
+
+def load_sets(
+    data: Data, which: Which, tokenizer: PreTrainedTokenizerBase, *, start: int = 0
+) -> tuple[LoadedSet, ...]:
+    """The training or the evaluation sets of a run. Their prompts have one numbering, from ``start``.
+
+    Raises ``InputError`` with the file, the line and what is wrong with it.
+    """
+    found: list[LoadedSet] = []
+    for source in sources_of(data, which):
+        one = load_set(source, tokenizer, max_prompt_tokens=data.max_prompt_tokens, start=start)
+        start += len(one.prompts)
+        found.append(one)
+    return tuple(found)
 
 
 def load_prompts(
@@ -25,181 +68,120 @@ def load_prompts(
     chat_template: bool = False,
     max_prompt_tokens: int,
 ) -> tuple[Prompt, ...]:
-    """Read a jsonl file, one object a line, blank lines aside; ``prompts[i].index == i``.
+    """:func:`load_set` for a file of a program's own: its prompts, ``prompts[i].index == i``."""
+    source = Source(
+        file=Path(path),
+        name=Path(path).stem,
+        prompt_key=prompt_key,
+        answer_key=answer_key,
+        chat_template=chat_template,
+    )
+    return load_set(source, tokenizer, max_prompt_tokens=max_prompt_tokens).prompts
 
-    The prompt is a string, taken as it stands. With ``chat_template`` it goes through the tokenizer's
-    template, as one user message or as a list of messages (objects with ``role`` and ``content``), up to
-    where the assistant begins. The answer is a string or a number, and stays as it is written (``1.50``).
 
-    No special token is added to either: the template writes its own, and a raw prompt is exactly what the
-    file says. Qwen3 has no BOS; for a model that wants one in front of a raw prompt, write it in the file.
+def load_set(
+    source: Source, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int, start: int = 0
+) -> LoadedSet:
+    """Read a file, row by row; the prompts that stay are numbered from ``start`` in its order.
 
-    Raises ``InputError`` with the file, the line and what is wrong with it.
+    The prompt is a string, or a list of messages (objects with ``role`` and ``content``). The words of the
+    template go around it; with ``chat_template`` it goes through the tokenizer's, up to where the assistant
+    begins. The answer is a string or a number, and stays as it is written (``1.50``).
+
+    No special token is added: the template writes its own, and a raw prompt is exactly what the file says.
+    Qwen3 has no BOS; for a model that wants one in front of a raw prompt, write it in the file.
+
+    Raises:
+        InputError: the file, the line and what is wrong with it.
     """
-    if chat_template and tokenizer.chat_template is None:
-        raise InputError(f"{path}: chat_template is true, but the tokenizer has no chat template")
-    prompts: list[Prompt] = []
-    for line in _lines(Path(path)):
-        row = line.parse()
-        text = _prompt_text(line, line.value(row, prompt_key), prompt_key, chat_template, tokenizer)
-        token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if not token_ids:
-            line.fail(f"{prompt_key!r} is empty: it has no tokens ({text[:40]!r})")
-        if len(token_ids) > max_prompt_tokens:
-            line.fail(f"{prompt_key!r} has {len(token_ids)} tokens, max_prompt_tokens is {max_prompt_tokens}")
-        answer = line.value(row, answer_key)
-        if not isinstance(answer, str):
-            line.fail(f"{answer_key!r} must be a string or a number, found {_kind(answer)}")
-        prompts.append(Prompt(index=len(prompts), token_ids=token_ids, text=text, answer=str(answer)))
-    if not prompts:
-        raise InputError(f"{path}: holds no prompts")
-    return tuple(prompts)
-
-
-class _Number(str):
-    """A JSON number as the file spells it: no digit is lost, and no digit count is too large."""
-
-
-@dataclass(frozen=True)
-class _Line:
-    """One line of the file and where it stands."""
-
-    path: Path
-    number: int
-    raw: bytes
-
-    def fail(self, what: str, cause: Exception | None = None) -> NoReturn:
-        raise InputError(f"{self.path}:{self.number}: {what}") from cause
-
-    def parse(self) -> dict[str, Any]:
-        try:
-            row = json.loads(self.raw.decode("utf-8"), parse_int=_Number, parse_float=_Number)
-            json.dumps(row, ensure_ascii=False).encode("utf-8")  # "\ud800" is JSON, but no tokenizer takes it
-        except UnicodeError as error:
-            self.fail(f"not UTF-8: {error}", error)
-        except (ValueError, RecursionError) as error:
-            self.fail(f"not JSON: {error}", error)
-        if not isinstance(row, dict):
-            self.fail(f"not an object but {_kind(row)}")
-        return row
-
-    def value(self, row: dict[str, Any], key: str) -> Any:
-        if key not in row:
-            self.fail(f"no key {key!r}; the keys here are {', '.join(map(repr, row)) or 'none'}")
-        return row[key]
-
-
-def _lines(path: Path) -> Iterator[_Line]:
-    """The lines that are not blank, numbered from 1 as editors do. Only a line feed ends a line."""
-    try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                if raw.strip():
-                    yield _Line(path, number, raw)
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the prompts: {error.strerror}") from error
-
-
-def _prompt_text(
-    line: _Line, prompt: Any, key: str, chat_template: bool, tokenizer: PreTrainedTokenizerBase
-) -> str:
-    if not chat_template:
-        if type(prompt) is not str:
-            hint = "; with chat_template it may be a list of messages" if isinstance(prompt, list) else ""
-            line.fail(f"{key!r} must be a string, found {_kind(prompt)}{hint}")
-        return prompt
-    messages = [{"role": "user", "content": prompt}] if type(prompt) is str else prompt
-    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
-        found = json.dumps(prompt)[:80] if isinstance(prompt, list) else _kind(prompt)
-        line.fail(
-            f"{key!r} must be a string or a list of messages, objects with the strings"
-            f" 'role' and 'content'; found {found}"
-        )
-    if not any(message["content"] for message in messages):
-        line.fail(f"{key!r} is empty: no message has content")
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # the template is a program of the checkpoint's and may raise anything
-        reason = str(error).strip().partition("\n")[0]
-        line.fail(f"the chat template refuses {key!r}: {reason}", error)
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(type(message.get(key)) is str for key in ("role", "content"))
-
-
-def _kind(value: Any) -> str:
-    """What a JSON value is, in JSON's own words."""
-    if value is None:
-        return "null"
-    names = {
-        bool: "a boolean",
-        _Number: "a number",
-        float: "NaN or an infinity",
-        str: "a string",
-        list: "a list",
-    }
-    return names.get(type(value), "an object")
-
-
-class PromptCursor:
-    """An endless walk over ``num_prompts`` prompt indices that can be stopped and resumed anywhere.
-
-    Each epoch has an order that depends on ``(seed, epoch)`` alone; without ``shuffle`` it is the file's.
-
-    Raises ``InputError`` if there are no prompts.
-    """
-
-    def __init__(self, num_prompts: int, seed: int, shuffle: bool = True) -> None:
-        if num_prompts < 1:
-            raise InputError(f"at least one prompt is needed, found {num_prompts}")
-        self._identity = {"num_prompts": num_prompts, "seed": seed, "shuffle": shuffle}
-        self._seek(epoch=0, offset=0)
-
-    def _seek(self, epoch: int, offset: int) -> None:
-        self._epoch, self._offset = epoch, offset
-        self._order = list(range(self._identity["num_prompts"]))
-        if self._identity["shuffle"]:
-            # A string seeds the generator through SHA-512: neighbouring seeds and epochs share nothing.
-            random.Random(f"{self._identity['seed']}/{epoch}").shuffle(self._order)
-
-    def take(self, n: int) -> list[int]:
-        """The next ``n`` prompt indices, each once: ``ValueError`` if there are fewer prompts.
-
-        Shuffled, what is left of an epoch but too short for the batch is skipped, and no prompt for good,
-        since every epoch has another order. Unshuffled, the batch goes on at the top of the file.
-        """
-        if n > len(self._order):
-            raise ValueError(f"{n} prompts at once, but there are only {len(self._order)}")
-        if self._identity["shuffle"] and self._offset + n > len(self._order):
-            self._seek(self._epoch + 1, 0)
-        taken: list[int] = []
-        while len(taken) < n:
-            step = self._order[self._offset : self._offset + n - len(taken)]
-            taken += step
-            self._offset += len(step)
-            if self._offset == len(self._order):
-                self._seek(self._epoch + 1, 0)
-        return taken
-
-    def state_dict(self) -> dict[str, int]:
-        """Where the walk stands, and over what: integers and a boolean, for JSON."""
-        return {"epoch": self._epoch, "offset": self._offset, **self._identity}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; ``InputError`` if it comes from other data, another seed or another order."""
-        legal = {"epoch", "offset", *self._identity}
-        if set(state) != legal:
-            raise InputError(f"prompt cursor: the state has the keys {sorted(state)}, not {sorted(legal)}")
-        for key, mine in self._identity.items():
-            if state[key] != mine:
-                raise InputError(
-                    f"prompt cursor: the checkpoint has {key} = {state[key]!r}, this run {mine!r};"
-                    " resume with the same data and seed, or start a new run"
-                )
-        epoch, offset = state["epoch"], state["offset"]
-        if not (type(epoch) is type(offset) is int and epoch >= 0 and 0 <= offset < len(self._order)):
-            raise InputError(
-                f"prompt cursor: epoch {epoch!r}, offset {offset!r} is no place in {len(self._order)} prompts"
+    check_source(source, tokenizer)
+    seen = Seen()
+    left_out: Counter[str] = Counter()
+    kept: list[tuple[bytes, Task, str, tuple[int, ...]]] = []
+    rows = 0
+    for row in read_rows(source.file, (source.prompt_key, source.answer_key)):
+        rows += 1
+        task = read_task(row, source)
+        question = task.question
+        verdict = seen.add(question, task)
+        if verdict == "duplicate" and source.duplicates == "drop":
+            left_out["duplicates"] += 1
+            continue
+        if verdict == "conflict" and source.conflicts == "error":
+            task.row.fail(_conflict(source, task, seen.first(question)))
+        text = render(task, source, tokenizer)
+        ids = tokens(task, text, source, tokenizer)
+        if len(ids) > max_prompt_tokens and source.too_long == "error":
+            task.row.fail(
+                f"{source.prompt_key!r} has {len(ids)} tokens, max_prompt_tokens is {max_prompt_tokens}"
             )
-        self._seek(epoch, offset)
+        if len(ids) > max_prompt_tokens:
+            left_out["too_long"] += 1
+            continue
+        kept.append((question, task, text, ids))
+    if source.conflicts == "drop":
+        staying = [item for item in kept if len(seen.answers(item[0])) == 1]
+        left_out["conflicting"] = len(kept) - len(staying)
+        kept = staying
+    if not kept:
+        why = f": all {rows} rows are left out" if rows else ""
+        raise InputError(f"{source.file}: holds no prompts{why}")
+    prompts = [
+        Prompt(
+            index=index, token_ids=ids, text=text, answer=task.answer, fields=task.fields, dataset=source.name
+        )
+        for index, (_, task, text, ids) in enumerate(kept, start=start)
+    ]
+    return LoadedSet(
+        source=source,
+        prompts=tuple(prompts),
+        rows=rows,
+        duplicates=left_out["duplicates"],
+        conflicting=left_out["conflicting"],
+        too_long=left_out["too_long"],
+    )
+
+
+class Seen:
+    """Which questions came already, and with which answers."""
+
+    def __init__(self) -> None:
+        self._answers: dict[bytes, dict[str, str]] = {}
+
+    def add(self, question: bytes, task: Task) -> Literal["new", "duplicate", "conflict"]:
+        """Take a task in; what it is beside those before. A conflict is another answer to a question."""
+        answers = self._answers.setdefault(question, {})
+        if task.answer in answers:
+            return "duplicate"
+        answers[task.answer] = task.row.place
+        return "new" if len(answers) == 1 else "conflict"
+
+    def answers(self, question: bytes) -> dict[str, str]:
+        """To a question, each with the place of the first row that has it."""
+        return self._answers[question]
+
+    def first(self, question: bytes) -> tuple[str, str]:
+        """The first answer to a question, and its place."""
+        return next(iter(self._answers[question].items()))
+
+    @property
+    def conflicts(self) -> int:
+        """Questions with more than one answer."""
+        return sum(len(answers) > 1 for answers in self._answers.values())
+
+
+def _conflict(source: Source, task: Task, first: tuple[str, str]) -> str:
+    answer, place = first
+    return (
+        f"{source.answer_key!r} is {task.answer[:40]!r}, but {place} has {answer[:40]!r} for the same "
+        'prompt; set data.conflicts to "drop" (none of them is taken) or "keep"'
+    )
+
+
+def notes(sets: Sequence[LoadedSet]) -> tuple[str, ...]:
+    """What was left out of which file, a line each; none for a file that is there as a whole."""
+    return tuple(
+        f"{one.source.file}: {len(one.prompts):,} prompts of {one.rows:,} rows; left out: {left_out}"
+        for one in sets
+        if (left_out := one.left_out())
+    )

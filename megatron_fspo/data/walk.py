@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from megatron_fspo.data.prompts import PromptCursor
+from megatron_fspo.data.cursor import Cursor
 from megatron_fspo.errors import InputError
 
 
@@ -20,7 +20,7 @@ class PromptWalk:
         size: prompts of a batch.
     """
 
-    def __init__(self, cursor: PromptCursor, size: int) -> None:
+    def __init__(self, cursor: Cursor, size: int) -> None:
         self._cursor = cursor
         self._size = size
         self._open: deque[dict[str, Any]] = deque()
@@ -31,13 +31,13 @@ class PromptWalk:
     def batch(self) -> list[int]:
         """The prompt indices of the next batch. It stays open: see :meth:`close`."""
         if not self._again:
-            self._open.append(self._cursor.state_dict())
+            self._open.append(self._cursor.place())
             return self._cursor.take(self._size)
-        now = self._cursor.state_dict()
+        now = self._cursor.place()
         self._open.append(self._again.popleft())
-        self._cursor.load_state_dict(self._open[-1])
+        self._cursor.seek(self._open[-1])
         taken = self._cursor.take(self._size)
-        self._cursor.load_state_dict(now)
+        self._cursor.seek(now)
         return taken
 
     def close(self) -> None:
@@ -50,8 +50,7 @@ class PromptWalk:
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor's state, and as ``open`` the places of the open batches; for JSON."""
-        places = [{"epoch": at["epoch"], "offset": at["offset"]} for at in (*self._open, *self._again)]
-        return {**self._cursor.state_dict(), "open": places}
+        return {**self._cursor.state_dict(), "open": [*self._open, *self._again]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``; one without ``open`` stands before the oldest batch, as older checkpoints do.
@@ -59,14 +58,16 @@ class PromptWalk:
         Raises:
             InputError: it comes from other data, another seed or another order, or makes no sense.
         """
-        now = {key: value for key, value in state.items() if key != "open"}
         places = state.get("open", [])
+        legal = self._cursor.place().keys()
         if not isinstance(places, list) or not all(
-            isinstance(at, dict) and at.keys() == {"epoch", "offset"} for at in places
+            isinstance(at, dict) and at.keys() == legal for at in places
         ):
             raise InputError(f"prompt walk: {places!r} are no places of batches")
-        again = [{**now, **at} for at in places]
-        for at in (*again, now):
-            self._cursor.load_state_dict(at)
+        self._cursor.load_state_dict({key: value for key, value in state.items() if key != "open"})
+        now = self._cursor.place()
+        for at in places:
+            self._cursor.seek(at)
+        self._cursor.seek(now)
         self._open.clear()
-        self._again = deque(again)
+        self._again = deque(places)

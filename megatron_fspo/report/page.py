@@ -143,6 +143,7 @@ def facts(found: Findings) -> dict[str, str]:
     if isinstance(band, FSPOBand):
         loss += f"; at the end c = {band.c_low:.4g} (low), {band.c_high:.4g} (high)"
     prompts, samples = config.rollout.prompts, config.rollout.samples
+    files = ", ".join(str(one.file) for one in config.data.train_sets)
     return {
         "Loss": loss,
         "Model": f"{config.model.checkpoint}, {config.model.dtype}",
@@ -150,7 +151,7 @@ def facts(found: Findings) -> dict[str, str]:
         "Batch": f"{prompts} prompts × {samples} samples = {prompts * samples} responses a step, learned "
         f"from in {config.batch.mini_batches} mini-batches × {config.batch.epochs} epochs",
         "Optimizer": f"lr = {config.optimizer.lr:g}, clip_grad = {config.optimizer.clip_grad:g}",
-        "Data": f"{config.data.train}, reward {config.reward.name}, seed {config.run.seed}",
+        "Data": f"{files}, reward {config.reward.name}, seed {config.run.seed}",
     }
 
 

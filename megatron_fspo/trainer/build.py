@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_fspo.config import Config
-from megatron_fspo.data.prompts import PromptCursor
+from megatron_fspo.data.cursor import make_cursor
 from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
@@ -125,7 +125,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
     policy = build_policy(inputs, groups)
     loss = LossState(config.loss, inputs.noise, longest=config.rollout.max_response_tokens)
-    cursor = PromptCursor(len(inputs.train), config.run.seed, config.data.shuffle)
+    cursor = make_cursor(inputs.train, config.data, config.run.seed)
     walk = PromptWalk(cursor, config.rollout.prompts)
     step = 0
     under_way: Step | None = None
@@ -146,6 +146,8 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     reference = load_model(inputs, groups) if config.loss.kl_coef else None
     grader = make_grader(config, groups)
     log = _open_folder(config, step if checkpoints else None, checkpoints, damaged)
+    for note in inputs.notes:
+        log.say(note)
     groups.control.meet("the first rank to open the records of the run")
     return Training(
         inputs=inputs,

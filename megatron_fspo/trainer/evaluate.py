@@ -9,7 +9,7 @@ once; vLLM's servers work through them without a pause, while those that are don
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,12 +70,10 @@ class Done:
 
 
 def sets_of(inputs: Inputs) -> dict[str, list[Prompt]]:
-    """The validation prompts by set, in their order; a prompt that names none is of its file."""
-    path = inputs.config.data.validation
-    assert path is not None
+    """The validation prompts by set, in their order."""
     sets: dict[str, list[Prompt]] = {}
     for prompt in inputs.validation:
-        sets.setdefault(prompt.dataset or path.stem, []).append(prompt)
+        sets.setdefault(prompt.dataset, []).append(prompt)
     return sets
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +29,10 @@ from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.evaluate import evaluate, portions, sample_and_grade, sets_of, shared
 from megatron_fspo.trainer.lock import FolderLock
 from megatron_fspo.trainer.parts import build_engine, load_model
-from megatron_fspo.trainer.prepare import Inputs, read_prompts
+from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.same import prove_same
 from megatron_fspo.trainer.sampling import make_grader
 from megatron_fspo.types import Prompt
-
-
-def with_sets(inputs: Inputs, files: Sequence[Path]) -> Inputs:
-    """The inputs with the prompts of these files in place of ``data.validation``'s: a set per file, numbered
-    through, so that no two prompts have one random stream.
-
-    Raises:
-        InputError: two files have one name, or one cannot be read.
-    """
-    names = [path.stem for path in files]
-    if len(set(names)) < len(names):
-        raise InputError(f"--data {' '.join(map(str, files))}: two files have one name, so sets would, too")
-    prompts = [
-        replace(prompt, dataset=path.stem)
-        for path in files
-        for prompt in read_prompts(inputs.config, path, inputs.tokenizer)
-    ]
-    numbered = (replace(prompt, index=number) for number, prompt in enumerate(prompts))
-    return replace(inputs, validation=tuple(numbered))
 
 
 def evaluate_checkpoint(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from megatron_fspo.config import Config
-from megatron_fspo.data.prompts import load_prompts
+from megatron_fspo.data.cursor import mixture, most_at_once
+from megatron_fspo.data.prompts import LoadedSet, load_sets, notes
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_fspo.errors import InputError, InputErrors
 from megatron_fspo.mcore.backend import Backend, check_dtype, choose_backend
@@ -39,9 +40,13 @@ class Inputs:
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     train: tuple[Prompt, ...]
+    """Of all training sets, numbered through."""
     validation: tuple[Prompt, ...]
+    """Of all evaluation sets, numbered through; ``Prompt.dataset`` tells them apart."""
     noise: Noise | None
     """In S, where ``loss.noise`` says."""
+    notes: tuple[str, ...] = ()
+    """Lines on what of the data was left out."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,10 +82,10 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         attempt(lambda: check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch))
         attempt(lambda: _check_context(config, arch))
         tokenizer = attempt(lambda: _tokenizer(config, arch))
-    train: tuple[Prompt, ...] | None = None if trains else ()
+    train: tuple[LoadedSet, ...] | None = None if trains else ()
     if trains and tokenizer is not None:
-        train = attempt(lambda: _train_prompts(config, tokenizer))
-    validation = attempt(lambda: _validation_prompts(config, tokenizer)) if tokenizer is not None else None
+        train = attempt(lambda: _train_sets(config, tokenizer))
+    validation = attempt(lambda: _validation_sets(config, tokenizer)) if tokenizer is not None else None
     attempt(lambda: check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens))
     noise = attempt(lambda: (noise_of_run(config) if trains else None,))
     if attempt.problems:
@@ -92,9 +97,10 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         arch=arch,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(tokenizer, config.model.checkpoint),
-        train=train,
-        validation=validation,
+        train=_prompts(train),
+        validation=_prompts(validation),
         noise=noise[0],
+        notes=notes([*train, *validation]),
     )
 
 
@@ -140,34 +146,29 @@ def _tokenizer(config: Config, arch: Architecture) -> Any:
     return tokenizer
 
 
-def _train_prompts(config: Config, tokenizer: Any) -> tuple[Prompt, ...]:
-    train = read_prompts(config, config.data.train, tokenizer)
-    if config.rollout.prompts > len(train):
-        raise InputError(
-            f"rollout.prompts = {config.rollout.prompts}, "
-            f"but {config.data.train} has only {len(train)} prompts"
-        )
+def _train_sets(config: Config, tokenizer: Any) -> tuple[LoadedSet, ...]:
+    train = load_sets(config.data, "train", tokenizer)
+    mixed = mixture(_prompts(train), config.data)
+    asked = config.rollout.prompts
+    for one, most in zip(train, most_at_once(mixed, asked), strict=True):
+        if most > len(one.prompts):
+            share = f", up to {most} of them of {one.source.name}" if len(train) > 1 else ""
+            left_out = f" (left out: {one.left_out()})" if one.left_out() else ""
+            raise InputError(
+                f"rollout.prompts = {asked}{share}, but {one.source.file} has only "
+                f"{len(one.prompts)} prompts{left_out}"
+            )
     return train
 
 
-def _validation_prompts(config: Config, tokenizer: Any) -> tuple[Prompt, ...]:
-    if config.data.validation is not None:
-        return read_prompts(config, config.data.validation, tokenizer)
-    if config.evaluation.every:
+def _validation_sets(config: Config, tokenizer: Any) -> tuple[LoadedSet, ...]:
+    if config.data.validation is None and config.evaluation.every:
         raise InputError("evaluation.every > 0 needs data.validation (or set evaluation.every = 0)")
-    return ()
+    return load_sets(config.data, "validation", tokenizer)
 
 
-def read_prompts(config: Config, path: Any, tokenizer: Any) -> tuple[Prompt, ...]:
-    data = config.data
-    return load_prompts(
-        path,
-        tokenizer,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        chat_template=data.chat_template,
-        max_prompt_tokens=data.max_prompt_tokens,
-    )
+def _prompts(sets: Sequence[LoadedSet]) -> tuple[Prompt, ...]:
+    return tuple(prompt for one in sets for prompt in one.prompts)
 
 
 def _check_rollout(config: Config, world_size: int) -> None:

@@ -97,10 +97,9 @@ def _facts(inputs: Inputs) -> dict[str, str]:
     facts = dict(_versions())
     for section, keys in config.model_dump(mode="json").items():
         facts |= {f"{section}.{key}": repr(value) for key, value in keys.items()}
-    for key in ("train", "validation"):
-        path: Path | None = getattr(config.data, key)
-        if path is not None and getattr(inputs, key):  # an evaluation reads no training prompts
-            facts[f"the file of data.{key}, {path},"] = f"SHA-256 {_digest([path])}"
+    for key, sets in (("train", config.data.train_sets), ("validation", config.data.validation_sets)):
+        for one in sets if getattr(inputs, key) else ():  # an evaluation reads no training prompts
+            facts[f"the file of data.{key}, {one.file},"] = f"SHA-256 {_digest([one.file])}"
     small = sorted(path for path in config.model.checkpoint.glob("*") if path.suffix in (".json", ".jinja"))
     facts["the configuration and tokenizer in model.checkpoint"] = f"SHA-256 {_digest(small)}"
     if config.loss.name == "fspo" and config.loss.noise is not None:

@@ -163,9 +163,7 @@ def advantages_of(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
         truncated: [prompts, samples] bool.
     """
     estimate = (
-        leave_one_out_advantages
-        if config.loss.advantage == "leave_one_out"
-        else group_normalized_advantages
+        leave_one_out_advantages if config.loss.advantage == "leave_one_out" else group_normalized_advantages
     )
     if config.reward.truncated == "keep":
         return estimate(rewards)

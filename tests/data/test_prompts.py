@@ -35,11 +35,32 @@ def test_reads_prompts_as_they_stand(tmp_path: Path, tokenizer: PreTrainedTokeni
         '{"answer": 1.50, "prompt": "x"}',
     )
     assert tokenizer("1+1=")["input_ids"][0] == 95, "this tokenizer adds a BOS where it may"
+    first = {"prompt": "1+1=", "answer": "2", "level": 3}
+    second = {"prompt": " 2+3=", "answer": 5}
+    third = {"answer": 1.5, "prompt": "x"}
     assert load_prompts(path, tokenizer, max_prompt_tokens=5) == (
-        Prompt(index=0, token_ids=ids("1+1="), text="1+1=", answer="2"),
-        Prompt(index=1, token_ids=ids(" 2+3="), text=" 2+3=", answer="5"),
-        Prompt(index=2, token_ids=ids("x"), text="x", answer="1.50"),
+        Prompt(index=0, token_ids=ids("1+1="), text="1+1=", answer="2", fields=first, dataset="prompts"),
+        Prompt(index=1, token_ids=ids(" 2+3="), text=" 2+3=", answer="5", fields=second, dataset="prompts"),
+        Prompt(index=2, token_ids=ids("x"), text="x", answer="1.50", fields=third, dataset="prompts"),
     )
+
+
+def test_fields_are_json_types(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    row = '{"prompt": "p", "answer": 1e3, "n": [1, -2.50, {"x": 1E2}], "none": null, "t": true, "nan": NaN}'
+    (prompt,) = load_prompts(write(tmp_path, row), tokenizer, max_prompt_tokens=9)
+    assert prompt.answer == "1e3"
+    fields = {
+        "prompt": "p",
+        "answer": 1000.0,
+        "n": [1, -2.5, {"x": 100.0}],
+        "none": None,
+        "t": True,
+        "nan": None,
+    }
+    assert prompt.fields == fields
+    assert [type(value) for value in prompt.fields["n"]] == [int, float, dict]
+    assert type(prompt.fields["answer"]) is float and prompt.fields["t"] is True
+    json.dumps(prompt.fields, allow_nan=False)
 
 
 def test_keys_can_be_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -51,7 +72,7 @@ def test_keys_can_be_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -
 def test_a_special_token_written_in_the_file_is_one_token(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    path = write(tmp_path, '{"prompt": "<s>hi", "answer": ""}')
+    path = write(tmp_path, '{"prompt": "<s>hi", "answer": "1"}')
     (prompt,) = load_prompts(path, tokenizer, max_prompt_tokens=3)
     assert prompt.token_ids == (95, *ids("hi"))
     assert type(prompt.answer) is str
@@ -69,18 +90,20 @@ def test_chat_template(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> No
 
 def test_a_line_ends_at_a_line_feed_only(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(
-        tmp_path, '{"prompt": "a\u2028b\x85c", "answer": "\u2029"}\n{"prompt": "d", "answer": "1"}\n'
+        tmp_path, '{"prompt": "a\u2028b\x85c", "answer": "x\u2029"}\n{"prompt": "d", "answer": "1"}\n'
     )
     first, second = load_prompts(path, tokenizer, max_prompt_tokens=9)
-    assert (first.text, first.answer, second.text) == ("a\u2028b\x85c", "\u2029", "d")
+    assert (first.text, first.answer, second.text) == ("a\u2028b\x85c", "x\u2029", "d")
 
 
 @given(
     rows=st.lists(
         st.tuples(
-            st.text(st.characters(codec="ascii", min_codepoint=32, max_codepoint=126), min_size=1), st.text()
+            st.text(st.characters(codec="ascii", min_codepoint=32, max_codepoint=126), min_size=1),
+            st.text().filter(str.strip),
         ),
         min_size=1,
+        unique_by=lambda row: row[0],
     ),
     ascii_only=st.booleans(),
 )
@@ -98,6 +121,7 @@ def test_round_trip(
     assert [p.index for p in found] == list(range(len(rows)))
 
 
+DEEP = "('x' is nested too deep|not JSON: maximum recursion)"
 GOOD = '{"prompt": "a", "answer": "1"}\n'
 
 
@@ -113,17 +137,30 @@ GOOD = '{"prompt": "a", "answer": "1"}\n'
         ('{"text": "a", "answer": "1"}', "no key 'prompt'; the keys here are 'text', 'answer'"),
         ('{"prompt": "a"}', "no key 'answer'; the keys here are 'prompt'"),
         ("{}", "no key 'prompt'; the keys here are none"),
-        ('{"prompt": 7, "answer": "1"}', "'prompt' must be a string, found a number"),
-        ('{"prompt": null, "answer": "1"}', "'prompt' must be a string, found null"),
         (
-            '{"prompt": [{"role": "user", "content": "a"}], "answer": "1"}',
-            "'prompt' must be a string, found a list; with chat_template it may be",
+            '{"prompt": 7, "answer": "1"}',
+            "'prompt' must be a string or a list of messages, .* found a number",
         ),
+        ('{"prompt": null, "answer": "1"}', "'prompt' must be a string or a list of messages, .* found null"),
+        (
+            '{"prompt": [{"role": "tool", "content": ""}, {"role": "user", "content": "a"}], "answer": "1"}',
+            "'prompt' must be a string or one message of the user, found messages of tool, user; with",
+        ),
+        ('{"prompt": "a", "answer": ""}', "'answer' is empty"),
+        ('{"prompt": "a", "answer": " \\n"}', "'answer' is empty"),
+        ('{"prompt": "a", "answer": "1", "prompt": "b"}', "not JSON: the key 'prompt' is there twice"),
+        ('{"prompt": "a", "answer": "1", "x": [{"y": 1, "y": 2}]}', "not JSON: the key 'y' is there twice"),
+        (
+            '{"prompt": "a", "answer": "1", "x": ' + "[" * 995 + "]" * 995 + "}",
+            DEEP,
+        ),
+        ('{"prompt": "a", "answer": "1", "x": ' + "9" * 5000 + "}", "'x' has an integer of more than 4,300"),
+        ('\ufeff{"prompt": "a", "answer": "1"}', "not JSON: Unexpected UTF-8 BOM"),
         ('{"prompt": "a", "answer": true}', "'answer' must be a string or a number, found a boolean"),
         ('{"prompt": "a", "answer": null}', "'answer' must be a string or a number, found null"),
         ('{"prompt": "a", "answer": {"x": 1}}', "'answer' must be a string or a number, found an object"),
         ('{"prompt": "a", "answer": NaN}', "'answer' must be a string or a number, found NaN or an infinity"),
-        ('{"prompt": "", "answer": "1"}', "'prompt' is empty: it has no tokens"),
+        ('{"prompt": "", "answer": "1"}', "'prompt' is empty: it has no text"),
         ('{"prompt": "ж", "answer": "1"}', "'prompt' is empty: it has no tokens"),
         ('{"prompt": "123456", "answer": "1"}', "'prompt' has 6 tokens, max_prompt_tokens is 5"),
         ('{"prompt": "\\ud800", "answer": "1"}', "not UTF-8: .*surrogates not allowed"),
@@ -135,7 +172,7 @@ def test_a_bad_line(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, line: str | bytes, message: str
 ) -> None:
     raw = line.encode() if isinstance(line, str) else line
-    path = write(tmp_path, GOOD.encode() + b"\n" + raw + b"\n" + GOOD.encode())
+    path = write(tmp_path, GOOD.encode() + b"\n" + raw + b"\n" + GOOD.encode())  # a duplicate is no fault
     with pytest.raises(InputError, match=f"^.*prompts.jsonl:3: {message}") as caught:
         load_prompts(path, tokenizer, max_prompt_tokens=5)
     assert "\n" not in str(caught.value)
@@ -153,8 +190,8 @@ def test_a_bad_line(
         ([{"role": "user", "content": 3}], "'prompt' must be a string or a list of messages"),
         ([{"role": "user", "content": None}], "'prompt' must be a string or a list of messages"),
         ([{"role": "user", "content": "a"}, {"role": "user"}], "'prompt' must be a string or a list"),
-        ("", "'prompt' is empty: no message has content"),
-        ([{"role": "user", "content": ""}], "'prompt' is empty: no message has content"),
+        ("", "'prompt' is empty: it has no text"),
+        ([{"role": "user", "content": ""}], "'prompt' is empty: it has no text"),
         ([{"role": "tool", "content": "a"}], "the chat template refuses 'prompt': no tools here$"),
         ("x" * 99, "'prompt' has 117 tokens, max_prompt_tokens is 50"),
     ],
@@ -180,8 +217,21 @@ def test_a_chat_template_that_is_not_there(tmp_path: Path, tokenizer: PreTrained
         load_prompts(write(tmp_path, GOOD), tokenizer, chat_template=True, max_prompt_tokens=5)
 
 
-@pytest.mark.parametrize("content", ["", "\n", "  \n\r\n\t"])
-def test_an_empty_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, content: str) -> None:
+def test_a_byte_order_mark_and_carriage_returns_are_read_over(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [b'{"prompt": "a", "answer": "1"}', b'{"prompt": "b", "answer": "2"}']
+    path = write(tmp_path, b"\xef\xbb\xbf" + b"\r\n".join(rows) + b"\r\n")
+    assert [(p.text, p.answer) for p in load_prompts(path, tokenizer, max_prompt_tokens=1)] == [
+        ("a", "1"),
+        ("b", "2"),
+    ]
+    with pytest.raises(InputError, match=r"prompts.jsonl:1: not UTF-8"):
+        load_prompts(write(tmp_path, rows[0].decode().encode("utf-16")), tokenizer, max_prompt_tokens=1)
+
+
+@pytest.mark.parametrize("content", ["", "\n", "  \n\r\n\t", b"\xef\xbb\xbf"])
+def test_an_empty_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, content: str | bytes) -> None:
     with pytest.raises(InputError, match=r"prompts.jsonl: holds no prompts"):
         load_prompts(write(tmp_path, content), tokenizer, max_prompt_tokens=5)
 

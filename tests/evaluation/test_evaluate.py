@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ import pytest
 from launch import REPO, environment, forked, why
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.evaluation.records import Record
-from megatron_fspo.trainer.evaluate import Graded, _in_turns, portions, sets_of
+from megatron_fspo.trainer.evaluate import portions
 from megatron_fspo.trainer.evaluate_checkpoint import hash_of_checkpoint
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.types import Prompt
@@ -196,33 +194,3 @@ def test_portions_fill_a_batch_of_every_rank_and_keep_the_order() -> None:
             ("a" if i < 7 else "b", i, n) for i in range(9) for n in range(4)
         ]
     assert [len(p.prompts) for p in portions(inputs(64, 12, {"a": 3}), 1)] == [1, 1, 1]
-
-
-def test_prompts_that_name_no_set_are_of_their_file() -> None:
-    one = inputs(4, 12, {"": 2})
-    assert list(sets_of(one)) == ["validation"]
-    mixed = replace(one, validation=(*one.validation, *inputs(4, 12, {"b": 1}).validation))
-    assert {name: len(prompts) for name, prompts in sets_of(mixed).items()} == {"validation": 2, "b": 1}
-
-
-@pytest.mark.parametrize(("prompts", "ranks"), [(7, 3), (2, 4), (6, 2)])
-def test_what_ranks_hold_in_turns_comes_back_in_order(prompts: int, ranks: int) -> None:
-    def graded(i: int, n: int) -> Graded:
-        return Graded(
-            Record(
-                dataset="s",
-                index=i,
-                sample=n,
-                response="",
-                answer=None,
-                score=0.0,
-                tokens=1,
-                finish_reason="stop",
-            ),
-            None,
-        )
-
-    parts = [[graded(i, n) for i in range(rank, prompts, ranks) for n in range(3)] for rank in range(ranks)]
-    found = [one.record.key for one in _in_turns(parts)]
-    assert found == [("s", i, n) for i in range(prompts) for n in range(3)]
-    assert _in_turns([[], []]) == []

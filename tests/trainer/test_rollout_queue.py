@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fspo.data.prompts import PromptCursor
+from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.trainer.rollout_queue import RolloutQueue, staleness_metrics

@@ -1,0 +1,193 @@
+"""What a data file holds, before a run: counts, lengths, what is wrong, and what prompts look like."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_fspo.data.presets import Source
+from megatron_fspo.data.prompts import Seen
+from megatron_fspo.data.rows import Row, read_rows
+from megatron_fspo.data.tasks import Task, check_source, conversation, gradable, read_task, render, tokens
+from megatron_fspo.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SHOWN = 3
+"""Prompts, and examples of what is wrong."""
+_BAR = 40
+"""Characters of the longest bar of the histogram."""
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """Of one file. Its prompts are the rows that are prompts, those in conflict or too long among them."""
+
+    source: Source
+    unit: str
+    """Of the lengths: ``tokens``, or ``characters`` where no tokenizer was given."""
+    rows: int = 0
+    lengths: list[int] = field(default_factory=list)
+    """Of the prompts."""
+    duplicates: int = 0
+    """Rows whose prompt and answer came before."""
+    conflicts: list[str] = field(default_factory=list)
+    """Rows whose prompt came before with another answer."""
+    broken: list[str] = field(default_factory=list)
+    """Rows that are no prompts."""
+    too_long: list[str] = field(default_factory=list)
+    """Rows with prompts of more than ``max_prompt_tokens``; counted in tokens only."""
+    ungradable: list[str] = field(default_factory=list)
+    """Rows whose answer no verifier of mathematics can read."""
+    rendered: list[str] = field(default_factory=list)
+    """The first prompts with their answers."""
+
+    @property
+    def fine(self) -> bool:
+        """Whether a run would take the file, and could grade every answer."""
+        refused = self.broken + self.ungradable
+        refused += self.conflicts if self.source.conflicts == "error" else []
+        refused += self.too_long if self.source.too_long == "error" else []
+        return bool(self.lengths) and not refused
+
+    def histogram(self) -> list[tuple[int, int, int]]:
+        """First and last length of a bin, and how many prompts are in it; bins end before powers of two."""
+        bins = Counter(length.bit_length() for length in self.lengths)
+        span = range(min(bins), max(bins) + 1) if bins else ()
+        return [(2 ** (bits - 1), 2**bits - 1, bins[bits]) for bits in span]
+
+
+def examine(source: Source, tokenizer: PreTrainedTokenizerBase | None, max_prompt_tokens: int) -> Findings:
+    """Read the whole file, and go on after rows that are wrong.
+
+    Raises:
+        InputError: it cannot be read at all, or holds no rows; or no prompt could be rendered.
+    """
+    if tokenizer is not None:
+        check_source(source, tokenizer)
+    found = Findings(source=source, unit="characters" if tokenizer is None else "tokens")
+    seen = Seen()
+    for row in read_rows(source.file, (source.prompt_key, source.answer_key)):
+        found.rows += 1
+        try:
+            _examine_row(row, found, seen, tokenizer, max_prompt_tokens)
+        except InputError as error:
+            found.broken.append(str(error))
+    if not found.rows:
+        raise InputError(f"{source.file}: holds no prompts")
+    return found
+
+
+def _examine_row(
+    row: Row,
+    found: Findings,
+    seen: Seen,
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_prompt_tokens: int,
+) -> None:
+    source = found.source
+    task = read_task(row, source)
+    question = task.question
+    verdict = seen.add(question, task)
+    if verdict == "conflict":
+        answer, place = seen.first(question)
+        found.conflicts.append(f"{row.place}: {task.answer[:40]!r}, but {answer[:40]!r} at {place}")
+    if verdict == "duplicate":
+        found.duplicates += 1
+        if source.duplicates == "drop":
+            return
+    text = _shown(task, source) if tokenizer is None else render(task, source, tokenizer)
+    length = len(text) if tokenizer is None else len(tokens(task, text, source, tokenizer))
+    found.lengths.append(length)
+    if not gradable(task.answer):
+        found.ungradable.append(f"{row.place}: {source.answer_key!r} is {task.answer[:40]!r}")
+    if tokenizer is not None and length > max_prompt_tokens:
+        found.too_long.append(f"{row.place}: {length} tokens, max_prompt_tokens is {max_prompt_tokens}")
+    if len(found.rendered) < _SHOWN:
+        found.rendered.append(f"{row.place}, answer {task.answer[:200]!r}\n{text}")
+
+
+def _shown(task: Task, source: Source) -> str:
+    """The prompt without a tokenizer: where its chat template would be, messages with their roles."""
+    messages = conversation(task, source)
+    if not source.chat_template:
+        return str(messages[0]["content"])
+    return "\n".join(f"<{message['role']}> {message['content']}" for message in messages)
+
+
+def as_json(found: Findings) -> dict[str, Any]:
+    """The findings as JSON types; of what is wrong the number and the first examples. ``too_long`` is there
+    only if lengths are in tokens."""
+    wrong = {key: getattr(found, key) for key in ("broken", "conflicts", "too_long", "ungradable")}
+    if found.unit == "characters":
+        wrong.pop("too_long")
+    lengths = found.lengths
+    return {
+        "file": str(found.source.file),
+        "fine": found.fine,
+        "rows": found.rows,
+        "prompts": len(lengths),
+        "duplicates": found.duplicates,
+        **{key: {"count": len(lines), "first": lines[:_SHOWN]} for key, lines in wrong.items()},
+        "length": {
+            "unit": found.unit,
+            "min": min(lengths, default=None),
+            "median": statistics.median(lengths) if lengths else None,
+            "max": max(lengths, default=None),
+            "histogram": found.histogram(),
+        },
+        "rendered": found.rendered,
+    }
+
+
+def describe(found: Findings) -> str:
+    """The findings for a person."""
+    source = found.source
+    after = f" after {source.answer_after!r}" if source.answer_after else ""
+    lines = [
+        f"{source.file}: prompt from {source.prompt_key!r}, answer from {source.answer_key!r}{after}",
+        _count("rows", found.rows),
+        _count("prompts", len(found.lengths)),
+        _count("duplicates", found.duplicates, "left out" if source.duplicates == "drop" else "kept"),
+    ]
+    refused = {"error": "a run refuses the file", "drop": "a run leaves them out", "keep": "kept"}
+    lines += _wrong("conflicting answers", found.conflicts, refused[source.conflicts])
+    lines += _wrong("broken rows", found.broken, refused["error"])
+    if found.unit == "tokens":
+        lines += _wrong("too long", found.too_long, refused[source.too_long])
+    else:
+        lines.append("  too long             not counted: no tokenizer given")
+    lines += _wrong("un-gradable answers", found.ungradable, "no verifier of mathematics reads them")
+    if found.lengths:
+        lengths = found.lengths
+        bare = ", without the chat template" if found.unit == "characters" and source.chat_template else ""
+        lines.append(
+            f"  length in {found.unit}{bare}: {min(lengths)} to {max(lengths)}, "
+            f"median {statistics.median(lengths):g}"
+        )
+        lines += _bars(found.histogram())
+    for text in found.rendered:
+        head, _, prompt = text.partition("\n")
+        lines += [f"  {head}", *(f"  | {line}" for line in prompt.split("\n"))]
+    return "\n".join(lines)
+
+
+def _count(name: str, count: int, note: str = "") -> str:
+    return f"  {name:<20} {count:>9,}" + (f"   {note}" if count and note else "")
+
+
+def _wrong(name: str, examples: Sequence[str], note: str) -> list[str]:
+    return [_count(name, len(examples), note), *(f"    {line}" for line in examples[:_SHOWN])]
+
+
+def _bars(histogram: Sequence[tuple[int, int, int]]) -> list[str]:
+    most = max(count for _, _, count in histogram)
+    width = len(f"{histogram[-1][1]:,}")
+    return [
+        f"    {first:>{width},} – {last:>{width},} {count:>9,}  {'█' * -(-count * _BAR // most)}".rstrip()
+        for first, last, count in histogram
+    ]

@@ -1,0 +1,138 @@
+"""The section ``data``: one file or tables of several, in TOML and on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch import REPO
+from megatron_fspo.config import Config, DataSet
+from megatron_fspo.config.loading import load_config, save_config
+from megatron_fspo.errors import InputError
+
+MAKE_SUM = REPO / "examples/make_sum/run.toml"
+TABLES = """\
+[data]
+chat_template = true
+
+[[data.train]]
+file = "dapo.parquet"
+preset = "dapo"
+weight = 3
+
+[[data.train]]
+file = "own.jsonl"
+name = "own"
+weight = 1.5
+template = "{prompt}\\nAnswer:"
+
+[[data.validation]]
+file = "aime_2024.jsonl"
+preset = "aime"
+"""
+
+
+def load(*words: str) -> Config:
+    return load_config(MAKE_SUM, words)
+
+
+def test_a_path_is_one_set() -> None:
+    data = load().data
+    assert data.train == Path("examples/make_sum/train.jsonl")
+    assert data.train_sets == (DataSet(file=Path("examples/make_sum/train.jsonl")),)
+    assert [one.title for one in data.validation_sets] == ["validation"]
+    assert load("--data.validation", "none").data.validation_sets == ()
+
+
+def test_tables(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    text = MAKE_SUM.read_text()
+    before, _, rest = text.partition("[data]")
+    path.write_text(f"{before}{TABLES}[reward]{rest.partition('[reward]')[2]}")
+    data = load_config(path).data
+    first, second = data.train_sets
+    assert (first.title, first.preset, first.weight, second.title, second.weight) == (
+        "dapo",
+        "dapo",
+        3,
+        "own",
+        1.5,
+    )
+    assert second.template == "{prompt}\nAnswer:" and data.chat_template is True
+    assert [one.title for one in data.validation_sets] == ["aime_2024"]
+    save_config(load_config(path), tmp_path / "again.toml")
+    assert load_config(tmp_path / "again.toml") == load_config(path)
+    one = load_config(path, ["--data.train", "x.jsonl"]).data
+    assert one.train == Path("x.jsonl") and one.validation_sets == data.validation_sets
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        ("--data.train 1.50", "train", Path("1.50")),
+        ("--data.train true", "train", Path("true")),
+        ("--data.train [{file='a b'}]", "train", (DataSet(file=Path("a b")),)),
+        ("--data.chat-template true", "chat_template", True),
+        ("--data.chat-template none", "chat_template", None),
+        ("--data.prompt-key 5", "prompt_key", "5"),
+        ("--data.answer-after ####", "answer_after", "####"),
+        ("--data.template boxed", "template", "boxed"),
+        ("--data.template '{prompt} {x}'", "template", "{prompt} {x}"),
+    ],
+)
+def test_overrides(words: str, key: str, value: object) -> None:
+    assert getattr(load(*words.split(" ", 1)).data, key) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--data.train []", "data.train = []: name at least one set"),
+        (
+            "--data.train ['a.jsonl']",
+            "data.train[0] = 'a.jsonl': input should be a valid dictionary or instance of DataSet",
+        ),
+        ("--data.train [{fil='a'}]", "unknown key data.train[0].fil; did you mean file? (and 1 more)"),
+        ("--data.train [{file='a'},{name='b'}]", "data.train[1].file is missing"),
+        ("--data.validation [{file='a',zzz=1}]", "unknown key data.validation[0].zzz"),
+        (
+            "--data.train [{file='a',weight=0}]",
+            "data.train[0].weight = 0: input should be greater than 0",
+        ),
+        (
+            "--data.train [{file='x/a.jsonl'},{file='y/a.parquet'}]",
+            "data.train = [{'file': 'x/a.jsonl'}, {'file': 'y/a.parquet'}]: several sets are called a: give "
+            "each a name of its own",
+        ),
+        (
+            "--data.train [{file='a',weight=1},{file='b'}]",
+            "data.train = [{'file': 'a', 'weight': 1}, {'file': 'b'}]: give a weight to every set, or "
+            "to none",
+        ),
+        (
+            "--data.validation [{file='a',weight=1}]",
+            "data.validation = [{'file': 'a', 'weight': 1}]: a has a weight: every evaluation set is "
+            "evaluated as a whole",
+        ),
+        (
+            "--data.preset dappo",
+            "data.preset = 'dappo': input should be 'raw', 'dapo', 'math500', 'aime', 'amc', 'gsm8k' or "
+            "'slime'",
+        ),
+        (
+            "--data.template box",
+            "data.template = 'box': must be plain, boxed, dapo, or text with {prompt} where the "
+            "question goes",
+        ),
+        ("--data.too-long cut", "data.too_long = 'cut': input should be 'error' or 'drop'"),
+        (
+            "--data.chat-template maybe",
+            "data.chat_template = 'maybe': input should be a valid boolean, unable to interpret input",
+        ),
+    ],
+)
+def test_a_wrong_section_is_told_in_one_line(words: str, told: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load(*words.split(" ", 1))
+    assert str(caught.value) == f"{MAKE_SUM}: {told}"
