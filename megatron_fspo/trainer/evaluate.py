@@ -57,7 +57,7 @@ class Portion:
 
 
 @dataclass(frozen=True)
-class Graded:
+class Entry:
     """A completion with its verdict, on its way to the first rank."""
 
     record: Record
@@ -109,7 +109,7 @@ def sample_and_grade(
     groups: ParallelGroups,
     progress: Callable[[int], None] | None,
     file: RecordFile | None = None,
-) -> list[Graded]:
+) -> list[Entry]:
     """All portions, or those that ``file`` lacks. Collective.
 
     Args:
@@ -121,11 +121,11 @@ def sample_and_grade(
     done = agreed(file.done if file is not None else 0, groups)
     left = portions(inputs, groups.dp.size())[done:]
     asked = deque((portion, ask(engine, groups, portion.prompts, _sampling(inputs))) for portion in left)
-    found: list[Graded] = []
+    found: list[Entry] = []
     while asked:
         portion, batch = asked.popleft()  # and with it go its tokens
         rollout = collect_and_grade(inputs, groups, batch, progress)
-        graded = _gathered(_graded(inputs, portion, rollout), groups)
+        graded = _gathered(_entries(inputs, portion, rollout), groups)
         if file is not None:
             file.append([one.record for one in graded])
         else:
@@ -145,7 +145,7 @@ def _sampling(inputs: Inputs) -> SamplingParams:
     )
 
 
-def _graded(inputs: Inputs, portion: Portion, rollout: Rollout) -> list[Graded]:
+def _entries(inputs: Inputs, portion: Portion, rollout: Rollout) -> list[Entry]:
     """What this rank holds, in the order of the records."""
     found = []
     for number in sorted(rollout.held):
@@ -167,7 +167,7 @@ def _graded(inputs: Inputs, portion: Portion, rollout: Rollout) -> list[Graded]:
         row = None
         if place < inputs.config.log.responses:
             row = (place, _row(inputs, rollout.prompts[position], completion, score))
-        found.append(Graded(record, row))
+        found.append(Entry(record, row))
     return found
 
 
@@ -193,19 +193,19 @@ def _row(inputs: Inputs, prompt: Prompt, completion: Completion, score: float) -
     }
 
 
-def _gathered(mine: list[Graded], groups: ParallelGroups) -> list[Graded]:
+def _gathered(mine: list[Entry], groups: ParallelGroups) -> list[Entry]:
     """Those of all data-parallel ranks in the order of the records, on the first rank; else none. Collective
     over the ranks that grade."""
     if not is_first_of_copy(groups):
         return []
     if groups.dp.size() == 1:
         return mine
-    parts: list[list[Graded]] | None = [[] for _ in range(groups.dp.size())] if dist.get_rank() == 0 else None
+    parts: list[list[Entry]] | None = [[] for _ in range(groups.dp.size())] if dist.get_rank() == 0 else None
     dist.gather_object(mine, parts, dst=0, group=groups.dp)
     return _in_turns(parts or [])
 
 
-def _in_turns(parts: Sequence[Sequence[Graded]]) -> list[Graded]:
+def _in_turns(parts: Sequence[Sequence[Entry]]) -> list[Entry]:
     """Ranks have prompts in turns, each with all of its samples."""
     if not any(parts):
         return []

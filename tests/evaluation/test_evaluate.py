@@ -19,7 +19,7 @@ from launch import REPO, environment, forked, why
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.evaluation.records import Record
-from megatron_fspo.trainer.evaluate import Graded, _in_turns, portions, sets_of
+from megatron_fspo.trainer.evaluate import Entry, _in_turns, portions, sets_of
 from megatron_fspo.trainer.evaluate_checkpoint import hash_of_checkpoint
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.types import Prompt
@@ -84,10 +84,8 @@ def test_what_is_left(whole: Path) -> None:
         assert not row["score"] or (right and row["finish_reason"] == "stop")
 
 
-@pytest.mark.slow
-def test_killed_and_resumed_it_is_the_same(whole: Path, tmp_path: Path) -> None:
-    """kill -9 in the middle, then a line cut short, as a kill in a write leaves it."""
-    out = tmp_path / "killed"
+def killed(out: Path) -> bytes:
+    """The completions that an evaluation leaves which was killed once it had written some."""
     process = subprocess.Popen(
         [sys.executable, *words(out)], cwd=REPO, env=environment(), stdout=subprocess.DEVNULL
     )
@@ -96,11 +94,21 @@ def test_killed_and_resumed_it_is_the_same(whole: Path, tmp_path: Path) -> None:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    before = samples.read_bytes()
-    assert 32 <= before.count(b"\n") < 144 and not (out / "results.json").exists()
-    assert (whole / "samples.jsonl").read_bytes().startswith(before)
-    samples.write_bytes(before + (whole / "samples.jsonl").read_bytes()[len(before) :][:250])
+    process.wait()
+    return samples.read_bytes()
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_it_is_the_same(whole: Path, tmp_path: Path) -> None:
+    """kill -9 in the middle, then a line cut short, as a kill in a write leaves it."""
+    for attempt in range(5):  # on a busy machine the kill may come after the end
+        out = tmp_path / str(attempt)
+        before = killed(out)
+        if not (out / "results.json").exists() and before.count(b"\n") < 144:
+            break
+    complete = (whole / "samples.jsonl").read_bytes()
+    assert 32 <= before.count(b"\n") < 144 and complete.startswith(before)
+    (out / "samples.jsonl").write_bytes(complete[: len(before) + 250])
     table = run(out)
     assert contents(out) == contents(whole)
     assert table == (whole / "table.md").read_text()
@@ -207,8 +215,8 @@ def test_prompts_that_name_no_set_are_of_their_file() -> None:
 
 @pytest.mark.parametrize(("prompts", "ranks"), [(7, 3), (2, 4), (6, 2)])
 def test_what_ranks_hold_in_turns_comes_back_in_order(prompts: int, ranks: int) -> None:
-    def graded(i: int, n: int) -> Graded:
-        return Graded(
+    def graded(i: int, n: int) -> Entry:
+        return Entry(
             Record(
                 dataset="s",
                 index=i,
