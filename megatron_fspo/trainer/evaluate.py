@@ -58,9 +58,9 @@ class Portion:
 
 
 @dataclass(frozen=True)
-class Done:
-    """A completion on its way to the first rank, where its answer is added: who grades may be another rank than
-    who holds the tokens."""
+class Entry:
+    """A completion on its way to the first rank, where its answer is added: a rank that grades need not hold
+    the tokens."""
 
     number: int
     """Of the portion's completions."""
@@ -117,7 +117,7 @@ def sample_and_grade(
     grader: Grader | None,
     progress: Callable[[int], None] | None,
     file: RecordFile | None = None,
-) -> list[Done]:
+) -> list[Entry]:
     """All portions, or those that ``file`` lacks. Collective.
 
     Args:
@@ -131,11 +131,11 @@ def sample_and_grade(
     asked = deque(
         (portion, ask(inputs, engine, groups, grader, portion.prompts, _sampling(inputs))) for portion in left
     )
-    found: list[Done] = []
+    found: list[Entry] = []
     while asked:
         portion, batch = asked.popleft()  # and with it go its tokens
         rollout = collect_and_grade(inputs, groups, batch, progress)
-        graded = _gathered(_held(inputs, portion, rollout), _answers(rollout), groups)
+        graded = _gathered(_entries(inputs, portion, rollout), _answers(rollout), groups)
         if file is not None:
             file.append([one.record for one in graded])
         else:
@@ -155,7 +155,7 @@ def _sampling(inputs: Inputs) -> SamplingParams:
     )
 
 
-def _held(inputs: Inputs, portion: Portion, rollout: Rollout) -> list[Done]:
+def _entries(inputs: Inputs, portion: Portion, rollout: Rollout) -> list[Entry]:
     """What this rank holds, in the order of the records."""
     found = []
     for number in sorted(rollout.held):
@@ -177,7 +177,7 @@ def _held(inputs: Inputs, portion: Portion, rollout: Rollout) -> list[Done]:
         row = None
         if place < inputs.config.log.responses:
             row = (place, _row(inputs, rollout.prompts[position], completion, score))
-        found.append(Done(number, record, row))
+        found.append(Entry(number, record, row))
     return found
 
 
@@ -200,12 +200,12 @@ def _row(inputs: Inputs, prompt: Prompt, completion: Completion, score: float) -
     }
 
 
-def _gathered(mine: list[Done], answers: dict[int, str | None], groups: ParallelGroups) -> list[Done]:
+def _gathered(mine: list[Entry], answers: dict[int, str | None], groups: ParallelGroups) -> list[Entry]:
     """Those of all data-parallel ranks in the order of the records, with their answers, on the first rank;
     else none. Collective over the first ranks of the model copies."""
     if not is_first_of_copy(groups):
         return []
-    parts: list[tuple[list[Done], dict[int, str | None]]] = [(mine, answers)]
+    parts: list[tuple[list[Entry], dict[int, str | None]]] = [(mine, answers)]
     if groups.dp.size() > 1:
         parts = parts * groups.dp.size() if dist.get_rank() == 0 else []
         dist.gather_object((mine, answers), parts or None, dst=0, group=groups.dp)

@@ -82,10 +82,8 @@ def test_what_is_left(whole: Path) -> None:
         assert not row["score"] or (right and row["finish_reason"] == "stop")
 
 
-@pytest.mark.slow
-def test_killed_and_resumed_it_is_the_same(whole: Path, tmp_path: Path) -> None:
-    """kill -9 in the middle, then a line cut short, as a kill in a write leaves it."""
-    out = tmp_path / "killed"
+def killed(out: Path) -> bytes:
+    """The completions that an evaluation leaves which was killed once it had written some."""
     process = subprocess.Popen(
         [sys.executable, *words(out)], cwd=REPO, env=environment(), stdout=subprocess.DEVNULL
     )
@@ -94,11 +92,21 @@ def test_killed_and_resumed_it_is_the_same(whole: Path, tmp_path: Path) -> None:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    before = samples.read_bytes()
-    assert 32 <= before.count(b"\n") < 144 and not (out / "results.json").exists()
-    assert (whole / "samples.jsonl").read_bytes().startswith(before)
-    samples.write_bytes(before + (whole / "samples.jsonl").read_bytes()[len(before) :][:250])
+    process.wait()
+    return samples.read_bytes()
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_it_is_the_same(whole: Path, tmp_path: Path) -> None:
+    """kill -9 in the middle, then a line cut short, as a kill in a write leaves it."""
+    for attempt in range(5):  # on a busy machine the kill may come after the end
+        out = tmp_path / str(attempt)
+        before = killed(out)
+        if not (out / "results.json").exists() and before.count(b"\n") < 144:
+            break
+    complete = (whole / "samples.jsonl").read_bytes()
+    assert 32 <= before.count(b"\n") < 144 and complete.startswith(before)
+    (out / "samples.jsonl").write_bytes(complete[: len(before) + 250])
     table = run(out)
     assert contents(out) == contents(whole)
     assert table == (whole / "table.md").read_text()

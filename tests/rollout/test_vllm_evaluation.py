@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron_fspo.errors import TrainingError
 from megatron_fspo.evaluation.records import SAMPLES, Manifest, Problem, RecordFile, load
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.rollout.engine import Pending
 from megatron_fspo.rollout.sampling import stream_seed
 from megatron_fspo.trainer.evaluate import _SEED_OFFSET, evaluate, portions, sample_and_grade
 from megatron_fspo.trainer.prepare import Inputs
@@ -59,36 +61,48 @@ def groups() -> ParallelGroups:
     return ParallelGroups(tp=world, pp=world, cp=world, dp=world, dp_cp=world, ep=world)
 
 
-def opened(folder: Path, one: Inputs, *, fails_at: int = -1) -> RecordFile:
+def opened(folder: Path, one: Inputs, before_write: Callable[[int], None] = lambda done: None) -> RecordFile:
+    """Args: before_write: is called with the portions that are written."""
     folder.mkdir(exist_ok=True)
-
-    def check() -> None:
-        if file.done == fails_at:
-            raise TrainingError("the disk is full")
-
     file = RecordFile(
         folder,
         Manifest(model="m", samples=3, facts={}),
         [Problem.of(prompt, prompt.dataset) for prompt in one.validation],
         [portion.keys(3) for portion in portions(one, 1)],
-        check=check,
+        check=lambda: before_write(file.done),
     )
     return file
 
 
-def test_all_is_asked_for_at_once_and_a_stopped_one_goes_on(tmp_path: Path) -> None:
+def test_all_is_asked_for_at_once_and_a_stopped_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = inputs()
     assert [len(portion.prompts) for portion in portions(one, 1)] == [2, 2, 1, 2]
     with running(tmp_path / "weights") as (engine, fakes, _):
         engine.update_weights(0)
-        sample_and_grade(one, engine, groups(), None, opened(tmp_path / "whole", one))
+        submit, asked, written = engine.submit, [], []
+
+        def counted(prompts: Sequence[Prompt], *more: Any) -> Pending:
+            asked.append(len(prompts))
+            return submit(prompts, *more)
+
+        monkeypatch.setattr(engine, "submit", counted)
+        file = opened(tmp_path / "whole", one, lambda done: written.append((done, sum(asked))))
+        sample_and_grade(one, engine, groups(), None, file)
+        assert written == [
+            (done, PROMPTS) for done in range(4)
+        ]  # nothing was waited for before all was asked
         assert sum(len(fake.answered) for fake in fakes) == 3 * PROMPTS
-        # Sixteen places at the servers: more than a portion's six requests were open at once.
-        assert sum(fake.most_open for fake in fakes) > 6
     with running(tmp_path / "weights") as (engine, _, _):
         engine.update_weights(0)
+
+        def full(done: int) -> None:
+            if done == 2:
+                raise TrainingError("the disk is full")
+
         with pytest.raises(TrainingError, match="the disk is full"):
-            sample_and_grade(one, engine, groups(), None, opened(tmp_path / "stopped", one, fails_at=2))
+            sample_and_grade(one, engine, groups(), None, opened(tmp_path / "stopped", one, full))
     with running(tmp_path / "weights") as (engine, fakes, _):
         engine.update_weights(0)
         file = opened(tmp_path / "stopped", one)

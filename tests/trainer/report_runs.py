@@ -109,7 +109,8 @@ def write_run(
                 metrics |= {"fspo/c_low": 0.03, "fspo/c_high": 0.04, "fspo/drift": 0.0}
             metrics |= extra or {}
         if step in (evaluations or {}):
-            metrics |= {"val/held_out/mean@4": (evaluations or {})[step], "val/held_out/pass@4": 0.9}
+            metrics |= {"val/held_out/mean@4/low": 0.1, "val/held_out/mean@4": (evaluations or {})[step]}
+            metrics["val/held_out/pass@4"] = 0.9
         if metrics:
             log.step(step, metrics)
     return config.run_folder

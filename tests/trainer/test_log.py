@@ -74,6 +74,7 @@ def test_the_line_of_a_step() -> None:
         "actor/grad_norm": 0.756,
         "fspo/nonfinite": 2.0,
         "timing_s/step": 12.34,
+        "val/test/mean@4/low": 0.5,
         "val/test/mean@4": 0.625,
         "val/test/pass@4": 0.9,
         "not/shown": 1.0,
