@@ -22,6 +22,7 @@ from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import any_rank
+from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.folder import (
@@ -37,6 +38,7 @@ from megatron_fspo.trainer.made_with import check_made_with, made_with
 from megatron_fspo.trainer.parts import build_engine, build_policy, load_model
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout_queue import RolloutQueue
+from megatron_fspo.trainer.sampling import make_grader
 from megatron_fspo.trainer.step import Step, is_under_way, read_step
 
 

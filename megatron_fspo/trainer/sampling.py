@@ -60,8 +60,8 @@ def ask(
     prompts: Sequence[Prompt],
     params: SamplingParams,
 ) -> Batch:
-    """Ask for responses to all prompts; each data-parallel rank for its share. Each is graded as soon as it is
-    there, while others are sampled and the trainer learns. Collective."""
+    """Ask for responses to all prompts; each data-parallel rank for its share. Each is graded as soon as it
+    is there, while others are sampled and the trainer learns. Collective."""
     mine = range(groups.dp.rank(), len(prompts), groups.dp.size())
     verdicts: dict[int, Future[Graded | Failure]] = {}
 
