@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -78,6 +79,8 @@ def _type(annotation: Any) -> str:
         return " ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is Annotated:
         return _type(get_args(annotation)[0])
+    if get_origin(annotation) is Mapping:
+        return "table of numbers"
     if isinstance(annotation, types.UnionType) or get_origin(annotation) is not None:
         return " or ".join(_type(part) for part in get_args(annotation))
     names = {str: "text", int: "integer", float: "number", bool: "`true` `false`", type(None): "none"}

@@ -51,7 +51,7 @@ THIRD_PARTY = {
     "losses": {"torch", "pydantic"},
     "config": {"pydantic", "tomli_w"},
     "data": {"transformers"},
-    "rewards": set(),
+    "rewards": {"httpx", "math_verify", "pebble", "reasoning_gym", "sympy"},
     "packing": {"torch"},
     "parallel": {"torch"},
     "weights": {"torch", "safetensors"},
