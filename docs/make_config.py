@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -94,6 +95,8 @@ def _type(annotation: Any) -> str:
         return f"list of {_type(get_args(annotation)[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "tables"
+    if get_origin(annotation) is Mapping:
+        return "table of numbers"
     if isinstance(annotation, types.UnionType) or get_origin(annotation) is not None:
         return " or ".join(_type(part) for part in get_args(annotation))
     names = {str: "text", int: "integer", float: "number", bool: "`true` `false`", type(None): "none"}

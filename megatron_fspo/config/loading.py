@@ -165,9 +165,18 @@ def _kinds(annotation: Any) -> set[Any]:
 def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
     section, _, key = dotted.partition(".")
     branch = tree.setdefault(section, {})
+    # --reward.also.my_package.module:f 0.1: the rest is one key of a table.
+    table, inner, entry = key.partition(".")
+    if inner and isinstance(branch, dict) and f"{section}.{table}" in _tables():
+        section, branch, key = f"{section}.{table}", branch.setdefault(table, {}), entry
     if not isinstance(branch, dict):
         raise InputError(f"{section} is a section, not a value")
     branch[key] = value
+
+
+def _tables() -> list[str]:
+    """Keys that are tables of their own, with names that a user gives."""
+    return [key for key, field, _ in legal_keys() if get_origin(field.annotation) is Mapping]
 
 
 def _take_words(tree: dict[str, Any]) -> dict[str, str]:

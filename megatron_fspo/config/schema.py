@@ -276,6 +276,7 @@ class Config(Section):
                 f"parallel.collective_seconds = {self.parallel.collective_seconds:g} is less than 180, which "
                 "rollout.engine = vllm needs: a server may take 130 s to load a part of the weights"
             )
+        self.reward.check(max_response_tokens=self.rollout.max_response_tokens)
         self._check_sampled_log_probs()
         self._check_drift()
         self._check_moving_band()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Awaitable, Callable
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Completion, Prompt
@@ -14,8 +16,12 @@ Reward = Callable[[Prompt, Completion, str], float]
 
 The text is what a model wrote: a reward must return for any of it, and soon, and never run it as code.
 """
+AnyReward = Callable[[Prompt, Completion, str], "float | Awaitable[float]"]
+"""A reward, or an ``async`` one."""
 
 _REWARDS: dict[str, Reward] = {}
+GRADED = ("format", "http", "math", "reasoning_gym")
+"""Rewards that are no plain function: a :class:`~megatron_fspo.rewards.grader.Grader` has them."""
 
 
 def register(name: str) -> Callable[[Reward], Reward]:
@@ -24,6 +30,8 @@ def register(name: str) -> Callable[[Reward], Reward]:
         raise InputError(
             f"a reward's name is not empty and holds no ':' (that is module:function), found {name!r}"
         )
+    if name in GRADED:
+        raise InputError(f"reward {name!r} is built in")
 
     def add(reward: Reward) -> Reward:
         if name in _REWARDS:
@@ -37,16 +45,19 @@ def register(name: str) -> Callable[[Reward], Reward]:
 def get_reward(name: str) -> Reward:
     """The reward registered as ``name``, or the function ``"package.module:function"``.
 
-    Raises ``InputError`` if there is none. A module that fails for any other reason than an import
-    keeps its own traceback, since that is what its author needs.
+    Modules in the working directory are found. Raises ``InputError`` if there is none. A module that fails
+    for any other reason than an import keeps its own traceback, since that is what its author needs.
     """
     if ":" in name:
         return _imported(name)
+    if name in GRADED:
+        raise InputError(f"reward {name!r} is no function of its own: a Grader has it")
     if name not in _REWARDS:
-        nearest = difflib.get_close_matches(name, _REWARDS, n=1)
+        names = sorted([*_REWARDS, *GRADED])
+        nearest = difflib.get_close_matches(name, names, n=1)
         hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
         raise InputError(
-            f"no reward is called {name!r}{hint}: use one of {', '.join(sorted(_REWARDS))},"
+            f"no reward is called {name!r}{hint}: use one of {', '.join(names)},"
             " or module:function for your own"
         )
     return _REWARDS[name]
@@ -56,6 +67,9 @@ def _imported(path: str) -> Reward:
     module_name, _, attribute = path.partition(":")
     if not module_name or module_name.startswith(".") or not attribute.isidentifier():
         raise InputError(f"reward {path!r} does not read as package.module:function")
+    # The console script has its own folder there instead. Last: a file there hides no module of Python's.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

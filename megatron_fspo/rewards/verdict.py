@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import reprlib
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from inspect import isawaitable
 from typing import Any, SupportsFloat
 
-from megatron_fspo.rewards.registry import Reward
+from megatron_fspo.rewards.registry import AnyReward, Reward
 from megatron_fspo.types import Completion, Prompt
 
 
@@ -42,28 +44,72 @@ class Failure:
         }
 
 
-def judge(reward: Reward, prompt: Prompt, completion: Completion, response: str) -> float | Failure:
-    """The verdict of ``reward`` on one response; a :class:`Failure` where it raises, or returns anything but
-    a finite number (or a bool, or an array or tensor of one number)."""
+@dataclass(frozen=True)
+class Request:
+    """What a reward is given."""
 
-    def failure(problem: str, lines: list[str]) -> Failure:
+    prompt: Prompt
+    completion: Completion
+    response: str
+
+    def failure(self, problem: str, error: BaseException | None = None) -> Failure:
+        """No verdict on this."""
+        lines = "".join(traceback.format_exception(error)).splitlines() if error is not None else []
         return Failure(
-            prompt=prompt,
-            completion=completion,
-            response=response,
+            prompt=self.prompt,
+            completion=self.completion,
+            response=self.response,
             problem=problem,
             traceback=tuple(lines),
         )
 
+    def raised(self, error: BaseException) -> Failure:
+        """No verdict, as the reward raised."""
+        return self.failure(f"raised {_described(error)}", error)
+
+    def verdict(self, value: object) -> float | Failure:
+        """The finite number that a reward returned (or a bool, or an array or tensor of one number)."""
+        number = _as_number(value)
+        if not math.isfinite(number):
+            return self.failure(f"returned {one_line(reprlib.repr(value))} instead of a finite number")
+        return number
+
+
+def judge(reward: Reward, prompt: Prompt, completion: Completion, response: str) -> float | Failure:
+    """The verdict of ``reward`` on one response; a :class:`Failure` where it raises, or returns anything but
+    a finite number (or a bool, or an array or tensor of one number)."""
+    request = Request(prompt, completion, response)
+    value = called(reward, request)
+    return value if isinstance(value, Failure) else request.verdict(value)
+
+
+def called(reward: AnyReward, request: Request) -> object:
+    """What the reward returns, be it what it may; a :class:`Failure` where it raises."""
     try:
-        value: object = reward(prompt, completion, response)
+        return reward(request.prompt, request.completion, request.response)
     except (Exception, SystemExit) as error:  # to exit is no verdict either
-        lines = "".join(traceback.format_exception(error)).splitlines()
-        return failure(f"raised {_described(error)}", lines)
-    number = _as_number(value)
-    if not math.isfinite(number):
-        return failure(f"returned {_one_line(reprlib.repr(value))} instead of a finite number", [])
-    return number
+        return request.raised(error)
+
+
+async def awaited(value: object, request: Request) -> object:
+    """What an ``async`` reward returns in the end, of what :func:`called` gave."""
+    if not isawaitable(value):
+        return value
+    try:
+        return await value
+    except (Exception, SystemExit) as error:
+        return request.raised(error)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # not the reward's doing: we are closing
+            raise
+        return request.raised(error)
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """The text without line breaks, cut after ``limit`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[:limit]}…"
 
 
 def _as_number(value: object) -> float:
@@ -78,9 +124,4 @@ def _described(error: BaseException) -> str:
     """The exception's type, message and place, on one line."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is our call
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return _one_line(f"{type(error).__name__}: {error}").removesuffix(":") + place
-
-
-def _one_line(text: str, limit: int = 300) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= limit else f"{line[:limit]}…"
+    return one_line(f"{type(error).__name__}: {error}").removesuffix(":") + place

@@ -95,7 +95,7 @@ def test_rewards_are_quick_on_giant_text(name: str, character: str) -> None:
 def test_unknown_reward_names_the_nearest_and_all() -> None:
     with pytest.raises(
         InputError,
-        match=r"'make_sun' \(did you mean 'make_sum'\?\).*exact_match, make_sum, or module:function",
+        match=r"'make_sun' \(did you mean 'make_sum'\?\).*exact_match, format, .*gym, or module:function",
     ):
         get_reward("make_sun")
     with pytest.raises(InputError, match="no reward is called 'zzz': use one of"):

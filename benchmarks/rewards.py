@@ -1,0 +1,204 @@
+"""How fast verdicts come: without algebra, from the worker processes, and from a reward that sleeps.
+
+    python benchmarks/rewards.py
+
+1. Tier 1 of ``math``: extraction, normalisation and comparison, of one core. The aim is 20,000 a second.
+2. Tier 2: the pool on answers that need algebra, as a share of what so many processes would do if each called
+   math-verify alone and nothing lay between. The aim is .8. Turn by turn; the fastest of each counts.
+3. A function that sleeps, on 1,024 responses: as a multiple of one sleep. The aim is 1.
+
+Rates are printed. What is kept are ratios, since a rate is one machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import sys
+import time
+from concurrent.futures import Future, wait
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from machine import ROOT, machine
+from megatron_fspo.config import Reward
+from megatron_fspo.rewards import Grader
+from megatron_fspo.rewards.extract import extract, reference
+from megatron_fspo.rewards.math import LIBRARIES
+from megatron_fspo.rewards.normalise import Verdict, canonical, compare
+from megatron_fspo.rewards.pool import KillablePool
+from megatron_fspo.rewards.worker import compare as by_math_verify
+from megatron_fspo.rewards.worker import same_mathematics
+from megatron_fspo.types import Completion, Prompt
+
+AIM = 20_000
+STOPPED = Completion(token_ids=(1,), log_probs=(-0.1,), finish_reason="stop", weight_version=0)
+
+
+def sleeper(prompt: Prompt, completion: Completion, response: str) -> float:
+    """The reward of part 3."""
+    time.sleep(float(response))
+    return 1.0
+
+
+def numbers(count: int) -> list[tuple[str, str]]:
+    """(reference, response): what most tasks ask for, in the dress that models give it."""
+    random_ = random.Random(1)
+    dresses = ("{}", "${}$", "\\text{{{}}}", "{}.", "\\boxed{{{}}}")
+    found = []
+    for _ in range(count):
+        n, d = random_.randrange(1, 1000), random_.randrange(2, 20)
+        gold = random_.choice((str(n), f"{n}/{d}", f"{n / 100}"))
+        near = random_.choice((gold, str(n + 1), f"\\frac{{{n}}}{{{d}}}", f"{n / 100}0"))
+        text = "Let us see: $\\frac{a}{b}$ is what we look for. " * 40
+        answer = random_.choice(dresses).format(near)
+        found.append((gold, f"{text}So the answer is \\boxed{{{answer}}}."))
+    return found
+
+
+def algebra(count: int) -> list[tuple[str, str]]:
+    """(reference, answer), all different, that tier 1 is not sure of."""
+    random_ = random.Random(2)
+    found = []
+    while len(found) < count:
+        a, b, c = (random_.randrange(2, 40) for _ in range(3))
+        found += [
+            (f"\\frac{{\\sqrt{{{a}}}}}{{{b}}}", f"\\sqrt{{{a}}}/{b}"),
+            (f"(x+{a})(x-{b})", f"x^2+{a - b}x-{a * b}".replace("+-", "-")),
+            (f"{a}\\pi+{c}", f"{c}+{a}\\pi"),
+            (f"[{a},{a + b}]", f"[{a},{a + c}]"),
+            (f"\\{{{a},{b + 40},{c + 80}\\}}", f"{c + 80},{a},{b + 40}"),
+            (f"{a}^{{{b}}}", f"{a}^{{{b}}}+{c}"),
+        ]
+    return found[:count]
+
+
+def tier1(count: int) -> float:
+    """Verdicts per second, with extraction and the key of a majority vote."""
+    tasks = numbers(count)
+    began = time.perf_counter()
+    for gold, response in tasks:
+        found = extract(response, "auto")
+        assert found is not None
+        canonical(found)
+        if compare(reference(gold), found) is Verdict.UNSURE:
+            raise AssertionError(f"{gold} and {found} are for tier 2")
+    return count / (time.perf_counter() - began)
+
+
+def through_grader(grader: Grader, count: int) -> float:
+    """The same, through all that a run calls."""
+    tasks = [
+        (Prompt(index=0, token_ids=(1,), text="?", answer=gold), response)
+        for gold, response in numbers(count)
+    ]
+    began = time.perf_counter()
+    futures = [grader.submit(prompt, STOPPED, response) for prompt, response in tasks]
+    assert all(future.done() for future in futures)
+    return count / (time.perf_counter() - began)
+
+
+def alone(results: Connection) -> None:
+    """A process that calls math-verify and does nothing else, whenever it is sent tasks."""
+    from megatron_fspo.rewards import warm
+
+    assert warm
+    while (tasks := results.recv()) is not None:
+        began = time.perf_counter()
+        for gold, found in tasks:
+            by_math_verify(gold, found)
+        results.send(len(tasks) / (time.perf_counter() - began))
+
+
+def pool_against_alone(workers: int, count: int, repeats: int) -> tuple[float, float]:
+    """(verdicts per second of the pool, of math-verify alone in one process)."""
+    mine, its = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=alone, args=(its,), daemon=True)
+    process.start()
+    its.close()
+    pool = KillablePool(same_mathematics, workers=workers, seconds=60.0, memory_gb=1.0, libraries=LIBRARIES)
+    tasks = algebra(count * (repeats + 1))
+    rates: list[list[float]] = [[], []]
+    with pool:
+        for turn in range(repeats + 1):  # the first one warms up
+            part = tasks[turn * count : (turn + 1) * count]
+            began = time.perf_counter()
+            futures: list[Future[Any]] = [pool.submit(gold, found, 60.0) for gold, found in part]
+            wait(futures)
+            rates[0].append(count / (time.perf_counter() - began))
+            assert all(future.exception() is None for future in futures)
+            mine.send(part)
+            rates[1].append(mine.recv())
+    mine.send(None)
+    process.join()
+    return max(rates[0][1:]), max(rates[1][1:])
+
+
+def sleeping(responses: int, seconds: float) -> float:
+    """Time for all, as a multiple of one sleep."""
+    prompt = Prompt(index=0, token_ids=(1,), text="?", answer="")
+    with Grader(Reward(name="rewards:sleeper"), max_response_tokens=10) as grader:
+        began = time.perf_counter()
+        futures = [grader.submit(prompt, STOPPED, str(seconds)) for _ in range(responses)]
+        wait(futures)
+        return (time.perf_counter() - began) / seconds
+
+
+def measure(workers: int, count: int, repeats: int, seconds: float) -> dict[str, Any]:
+    rate = max(tier1(count) for _ in range(repeats))
+    with Grader(Reward(name="math", workers=1), max_response_tokens=10) as grader:
+        whole = max(through_grader(grader, count) for _ in range(repeats))
+    pool, single = pool_against_alone(workers, max(6, count // 20), repeats)
+    print(f"tier 1: {rate:,.0f}/s; through the grader: {whole:,.0f}/s")
+    print(f"tier 2: {pool:,.0f}/s from {workers} workers; math-verify alone: {single:,.0f}/s")
+    return {
+        "workers": workers,
+        "tier1_of_aim": rate / AIM,
+        "grader_of_aim": whole / AIM,
+        "pool_of_workers_alone": pool / (workers * single),
+        "responses": 1024,
+        "sleep_of_longest": min(sleeping(1024, seconds) for _ in range(repeats)),
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """As in docs/rewards.md."""
+    rows = [
+        ("tier 1, of 20,000 verdicts a second on one core", report["tier1_of_aim"]),
+        ("the same through `Grader.submit`", report["grader_of_aim"]),
+        (f"tier 2, of {report['workers']} × math-verify alone", report["pool_of_workers_alone"]),
+        (
+            f"{report['responses']:,} responses to a reward that sleeps, of one sleep",
+            report["sleep_of_longest"],
+        ),
+    ]
+    return "\n".join(["| | measured |", "|---|---|", *(f"| {name} | {value:.2f} |" for name, value in rows)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2, help="no more than there are cores")
+    parser.add_argument("--count", type=int, default=20_000, help="verdicts of tier 1; of tier 2 a twentieth")
+    parser.add_argument("--repeats", type=int, default=5, help="of which the fastest counts")
+    parser.add_argument("--seconds", type=float, default=2.0, help="that the reward sleeps")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/rewards.json")
+    options = parser.parse_args()
+    if min(options.count, options.repeats, options.workers) < 1 or options.seconds <= 0:
+        parser.error("--count, --repeats, --workers: 1 or more; --seconds: more than 0")
+    if not options.out.parent.is_dir():
+        parser.error(f"--out {options.out}: no such folder")
+    sys.modules["rewards"] = sys.modules["__main__"]  # whose function the sleeping reward is
+    report = {
+        "command": "python benchmarks/rewards.py",
+        **machine(),
+        **measure(options.workers, options.count, options.repeats, options.seconds),
+    }
+    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(table(report))
+
+
+if __name__ == "__main__":
+    main()

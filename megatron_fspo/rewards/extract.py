@@ -1,0 +1,136 @@
+"""Where the answer stands in a response.
+
+The text is a model's: any length, any nesting. What is looked at is bounded: the last few marks, and an
+answer of at most ``LONGEST`` characters behind each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+LONGEST = 20_000
+"""Characters of an answer; what is longer is none."""
+_MARKS = 16  # so many are tried, from the last one back
+
+BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+"""Braces, among them escaped characters, which are text."""
+_OPEN = re.compile(r"\s*\{")
+_COLON = re.compile(r"nswer[*_\s]{0,8}[:：][*_]*", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)\]])(?<![\d)\]]\s)[-+−])?"  # a sign, and no operator between two numbers
+    r"(?<![\w.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?(?:/\d+)?",
+    re.ASCII,
+)
+
+
+def extract(response: str, rule: str) -> str | None:
+    """The answer as it stands in ``response``, without white space at its ends; None where there is none.
+
+    Args:
+        rule: a value of ``reward.extract``.
+    """
+    found = _RULES[rule](response)
+    return found.strip() or None if found is not None else None
+
+
+def boxed(response: str) -> str | None:
+    r"""What the last ``\boxed{}`` holds whose braces close; of nested ones, the innermost."""
+    for start in _from_the_end(response, "\\boxed"):
+        opening = _OPEN.match(response, start + len("\\boxed"))
+        if opening is None:
+            continue
+        depth, first = 1, opening.end()
+        for brace in BRACES.finditer(response, first, first + LONGEST):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                return response[first : brace.start()]
+    return None
+
+
+def answer_line(response: str) -> str | None:
+    """The rest of the line behind the last ``Answer:``, or the next line where that is empty."""
+    lower, upper = _from_the_end(response, "nswer"), _from_the_end(response, "NSWER")
+    for start in sorted([*lower, *upper], reverse=True):
+        colon = _COLON.match(response, start)
+        before = response[max(0, start - 2) : start]
+        if colon is None or before[-1:] not in ("a", "A") or before[:-1].isalnum():
+            continue
+        rest = response[colon.end() : colon.end() + LONGEST + 1].lstrip()
+        line = _without_marks(rest.partition("\n")[0])
+        return line if len(line) <= LONGEST else None
+    return None
+
+
+def hashes(response: str) -> str | None:
+    """The rest of the line behind the last ``####``."""
+    start = response.rfind("####")
+    if start < 0:
+        return None
+    rest = response[start + 4 : start + 5 + LONGEST].partition("\n")[0]
+    return _without_marks(rest) if len(rest) <= LONGEST else None
+
+
+def last_number(response: str) -> str | None:
+    """The last number in decimal digits: with a sign, commas, a point, an exponent or a denominator."""
+    for window in (256, LONGEST):
+        tail = response[-window:]
+        numbers = list(_NUMBER.finditer(tail))
+        # One at the very start may have begun before.
+        if numbers and (numbers[-1].start() > 0 or len(tail) == len(response)):
+            return numbers[-1][0]
+    return None
+
+
+def auto(response: str) -> str | None:
+    """The last box, else the last answer line, else what follows the last hashes."""
+    for rule in (boxed, answer_line, hashes):
+        found = rule(response)
+        if found is not None and found.strip():
+            return found
+    return None
+
+
+def whole(response: str) -> str:
+    """All of it."""
+    return response
+
+
+_RULES: dict[str, Callable[[str], str | None]] = {
+    "auto": auto,
+    "boxed": boxed,
+    "answer_line": answer_line,
+    "hashes": hashes,
+    "last_number": last_number,
+    "whole": whole,
+}
+
+
+def reference(answer: str) -> str:
+    """The answer of a data set: what its box holds or follows its hashes (GSM8K), else all of it."""
+    for rule in (boxed, hashes):
+        found = rule(answer)
+        if found is not None and found.strip():
+            return found.strip()
+    return answer.strip()
+
+
+def _from_the_end(text: str, mark: str) -> Iterator[int]:
+    """Where ``mark`` stands, the last place first, the last few."""
+    end = len(text)
+    for _ in range(_MARKS):
+        end = text.rfind(mark, 0, end)
+        if end < 0:
+            return
+        yield end
+
+
+def _without_marks(line: str) -> str:
+    """A line without the Markdown around it."""
+    line = line.strip()
+    for mark in ("**", "__", "*", "`"):
+        while line.endswith(mark):
+            line = line[: -len(mark)].rstrip()
+        while line.startswith(mark):
+            line = line[len(mark) :].lstrip()
+    return line

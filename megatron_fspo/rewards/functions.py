@@ -1,0 +1,171 @@
+"""Rewards that are functions, in this process: plain ones in threads, ``async`` ones on an event loop.
+
+Grading does not hold up whoever asks for it, so it goes on while responses are sampled, and a function that
+waits (for a network, a file, a judge) is called for many responses at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from megatron_fspo.rewards.extract import extract
+from megatron_fspo.rewards.normalise import canonical
+from megatron_fspo.rewards.part import Outcome
+from megatron_fspo.rewards.registry import AnyReward
+from megatron_fspo.rewards.verdict import Failure, Request, awaited, called
+
+T = TypeVar("T")
+
+_GRACE_SECONDS = 5.0  # for what was cancelled to clean up
+
+
+class Threads:
+    """At most ``most`` calls at a time, each in a thread. Threads are started as they are needed.
+
+    Those of ``concurrent.futures`` are no daemons: one call that never returns would keep the program from
+    ending.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._unfinished = 0
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """The call's result to come, or its error."""
+        future: Future[T] = Future()
+        self._queue.put((future, call))
+        with self._lock:
+            self._unfinished += 1
+            if self._threads < min(self._unfinished, self._most):
+                self._threads += 1
+                threading.Thread(target=self._work, name="reward", daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """Cancel what has not begun; threads end after the call that they are in. Nobody waits for that."""
+        with suppress(Empty):
+            while (item := self._queue.get_nowait()) is not None:
+                item[0].cancel()
+        for _ in range(self._threads):
+            self._queue.put(None)
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, call = item
+            with suppress(InvalidStateError):  # cancelled meanwhile
+                try:
+                    result = call()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            with self._lock:
+                self._unfinished -= 1
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name="async rewards", daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """The coroutine's result to come, or its error."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Cancel what runs, and end. A second call does nothing."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_GRACE_SECONDS)
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(_cancel_all())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Function:
+    """A reward that is a function of one's own.
+
+    Args:
+        extract: where the answer stands that majority votes count, a value of ``reward.extract``.
+        threads: for a plain function.
+        loop: for an ``async`` one.
+    """
+
+    def __init__(self, name: str, reward: AnyReward, *, extract: str, threads: Threads, loop: Loop) -> None:
+        self.name = name
+        self._reward = reward
+        self._extract = extract
+        self._threads = threads
+        self._loop = loop
+        self._is_async = any(map(inspect.iscoroutinefunction, (reward, type(reward).__call__)))
+
+    def grade(self, request: Request) -> Future[Outcome | Failure]:
+        if self._is_async:
+            return self._loop.submit(self._call_awaited(request))
+        return self._threads.submit(partial(self._call, request))
+
+    def _call(self, request: Request) -> Outcome | Failure:
+        value = called(self._reward, request)
+        if inspect.isawaitable(value):
+            return self._loop.submit(self._await(value, request)).result()
+        return _outcome(value, request, self._extract)
+
+    async def _call_awaited(self, request: Request) -> Outcome | Failure:
+        return await self._await(called(self._reward, request), request)
+
+    async def _await(self, value: object, request: Request) -> Outcome | Failure:
+        return _outcome(await awaited(value, request), request, self._extract)
+
+    def close(self) -> None:
+        """Threads and loop are their owner's."""
+
+
+class Quick:
+    """A built-in function, which is over at once: called in place."""
+
+    def __init__(self, name: str, reward: AnyReward, *, extract: str) -> None:
+        self.name = name
+        self._reward = reward
+        self._extract = extract
+
+    def grade(self, request: Request) -> Outcome | Failure:
+        return _outcome(called(self._reward, request), request, self._extract)
+
+    def close(self) -> None:
+        """It has started nothing."""
+
+
+def _outcome(value: object, request: Request, rule: str) -> Outcome | Failure:
+    """The verdict in what a reward returned, with the answer as votes count it."""
+    verdict = value if isinstance(value, Failure) else request.verdict(value)
+    if isinstance(verdict, Failure):
+        return verdict
+    found = extract(request.response, rule)
+    return Outcome(value=verdict, answer=None if found is None else canonical(found))

@@ -1,0 +1,302 @@
+"""The one way to a verdict, for training, evaluation and ``data check``.
+
+A run has one reward that says what is right (``reward.name``), and may have others that are added with
+weights. All of them grade at the same time, while the caller goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.rewards.functions import Function, Loop, Quick, Threads
+from megatron_fspo.rewards.part import Answer, Outcome, Part
+from megatron_fspo.rewards.registry import GRADED, get_reward
+from megatron_fspo.rewards.shaping import Format, overlong
+from megatron_fspo.rewards.verdict import Failure, Request
+from megatron_fspo.types import Completion, Prompt
+
+if TYPE_CHECKING:
+    from megatron_fspo.config import Reward  # at run time it would bring torch to the worker processes
+
+CALLS = 1024
+"""``reward.concurrency`` of functions, where the configuration says none."""
+REQUESTS = 64
+"""The same of HTTP requests."""
+_BUILT_IN = "megatron_fspo."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graded:
+    """A response with its verdict.
+
+    Example::
+
+        Graded(reward=1.05, score=1.0, answer="1/2", parts={"format": 1.0}, tier=1)
+    """
+
+    reward: float
+    """What is learned from: the weighted sum of all rewards, less the penalty on length."""
+    score: float
+    """The first reward's verdict alone: what accuracy is made of."""
+    answer: str | None
+    """The answer in the form that equal ones share, for majority votes; None where none was found."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The further rewards' verdicts, without their weights; ``overlong``, if there is a penalty on length."""
+    timed_out: bool = False
+    """A verdict in it is 0 because it hit a limit."""
+    parsed: bool = True
+    """There was an answer where it should be, and it could be read."""
+    tier: int = 0
+    """Of ``math``: 1 without algebra, 2 with it."""
+
+
+class Grader:
+    """Verdicts on responses, many at a time.
+
+    Example::
+
+        with Grader(config.reward, max_response_tokens=config.rollout.max_response_tokens) as grader:
+            futures = [grader.submit(prompt, completion, text) for prompt, completion, text in batch]
+            graded = [future.result() for future in futures]
+
+    Args:
+        config: the section ``reward``.
+        max_response_tokens: where the penalty on length is full.
+
+    Raises:
+        InputError: as of :func:`check_reward`.
+    """
+
+    def __init__(self, config: Reward, *, max_response_tokens: int) -> None:
+        check_reward(config, max_response_tokens=max_response_tokens)
+        self._config = config
+        self._names = config.names
+        self._adds = bool(config.also or config.overlong_tokens)
+        self._max_response_tokens = max_response_tokens
+        self._loop = Loop()
+        self._threads = Threads(config.concurrency or CALLS)
+        self._lock = threading.Lock()
+        self._waiting: set[Future[Graded | Failure]] = set()
+        self._closed = False
+        self._parts: list[Part] = []
+        self._sums: dict[str, tuple[float, float]] = {}
+        try:
+            for name in self._names:
+                self._parts.append(self._part(name))
+        except BaseException:
+            self.close()
+            raise
+        self._sums = self._nothing()
+
+    def submit(self, prompt: Prompt, completion: Completion, response: str) -> Future[Graded | Failure]:
+        """The verdict on a response, to come. Never waits for it, and any thread may ask.
+
+        A reward that raises, or returns no number, gives a :class:`Failure`. One that hits its limit in a
+        worker counts as 0, and in ``reward/timeout_rate``.
+
+        Raises:
+            RuntimeError: the grader is closed.
+        """
+        request = Request(prompt, completion, response)
+        result: Future[Graded | Failure] = Future()
+        answers = [part.grade(request) for part in self._parts] if not self._closed else []
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the grader is closed")
+            self._waiting.add(result)
+        _gather(request, answers, lambda outcomes: self._settle(result, request, outcomes))
+        return result
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        """(sum, denominator) of each metric over the responses graded since the last call.
+
+        The names depend on the configuration alone, so that they are the same on every rank.
+        """
+        with self._lock:
+            sums, self._sums = self._sums, self._nothing()
+        return sums
+
+    def close(self) -> None:
+        """Cancel what is not graded, and end all that grades. A second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            waiting, self._waiting = self._waiting, set()
+        for future in waiting:
+            future.cancel()
+        for part in self._parts:
+            part.close()
+        self._threads.close()
+        self._loop.close()
+
+    def __enter__(self) -> Grader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _part(self, name: str) -> Part:
+        config = self._config
+        pool = {"workers": config.workers, "seconds": config.seconds, "memory_gb": config.memory_gb}
+        if name == "math":
+            from megatron_fspo.rewards.math import Mathematics
+
+            return Mathematics(extract=config.extract, **pool)  # type: ignore[arg-type]
+        if name == "reasoning_gym":
+            from megatron_fspo.rewards.gym import ReasoningGym
+
+            return ReasoningGym(extract=config.extract, **pool)  # type: ignore[arg-type]
+        if name == "http":
+            from megatron_fspo.rewards.remote import Remote
+
+            assert config.url is not None
+            return Remote(
+                config.url,
+                seconds=config.seconds,
+                retries=config.retries,
+                concurrency=config.concurrency or REQUESTS,
+                loop=self._loop,
+            )
+        if name == "format":
+            return Format(extract=config.extract)
+        reward = get_reward(name)
+        if ":" not in name and reward.__module__.startswith(_BUILT_IN):
+            return Quick(name, reward, extract="whole" if name == "exact_match" else config.extract)
+        return Function(name, reward, extract=config.extract, threads=self._threads, loop=self._loop)
+
+    def _settle(
+        self, result: Future[Graded | Failure], request: Request, outcomes: Sequence[Outcome | Failure]
+    ) -> None:
+        graded = self._graded(request, outcomes)
+        with self._lock:
+            if result not in self._waiting:  # closed meanwhile
+                return
+            self._waiting.discard(result)
+            if isinstance(graded, Graded):
+                self._count(graded)
+        with suppress(InvalidStateError):  # the caller cancelled it
+            result.set_result(graded)
+
+    def _graded(self, request: Request, outcomes: Sequence[Outcome | Failure]) -> Graded | Failure:
+        config = self._config
+        for name, outcome in zip(self._names, outcomes, strict=True):
+            if isinstance(outcome, Failure):
+                said = outcome.problem if name == config.name else f"with {name!r}: {outcome.problem}"
+                return replace(outcome, problem=said)
+        first, *others = (outcome for outcome in outcomes if isinstance(outcome, Outcome))
+        graded = Graded(
+            reward=config.weight * first.value,
+            score=first.value,
+            answer=first.answer,
+            timed_out=first.timed_out,
+            parsed=first.parsed,
+            tier=first.tier,
+        )
+        return self._with_others(graded, request, others) if self._adds else graded
+
+    def _with_others(self, graded: Graded, request: Request, others: Sequence[Outcome]) -> Graded:
+        config = self._config
+        parts = {part.name: other.value for part, other in zip(self._parts[1:], others, strict=True)}
+        reward = graded.reward + sum(config.also[name] * value for name, value in parts.items())
+        if config.overlong_tokens:
+            parts["overlong"] = overlong(
+                len(request.completion.token_ids),
+                longest=self._max_response_tokens,
+                tokens=config.overlong_tokens,
+                penalty=config.overlong_penalty,
+            )
+            reward += parts["overlong"]
+        return replace(
+            graded,
+            reward=reward,
+            parts=parts,
+            timed_out=graded.timed_out or any(other.timed_out for other in others),
+            parsed=graded.parsed and all(other.parsed for other in others),
+            tier=max(graded.tier, *(other.tier for other in others), 0),
+        )
+
+    def _nothing(self) -> dict[str, tuple[float, float]]:
+        names = self._names
+        metrics = []
+        if {"math", "reasoning_gym"} & set(names):
+            metrics += ["timeout_rate"]
+        if {"math", "reasoning_gym", "format"} & set(names):
+            metrics += ["parse_fail_rate"]
+        if "math" in names:
+            metrics += ["tier1", "tier2"]
+        metrics += [f"{name}/mean" for name in self._config.also]
+        if self._config.overlong_tokens:
+            metrics += ["overlong/mean"]
+        return {f"reward/{name}": (0.0, 0.0) for name in metrics}
+
+    def _count(self, graded: Graded) -> None:
+        values = {
+            "reward/timeout_rate": graded.timed_out,
+            "reward/parse_fail_rate": not graded.parsed,
+            "reward/tier1": graded.tier == 1,
+            "reward/tier2": graded.tier == 2,
+        } | {f"reward/{name}/mean": value for name, value in graded.parts.items()}
+        for name, (total, count) in self._sums.items():
+            self._sums[name] = (total + values[name], count + 1)
+
+
+def check_reward(config: Reward, *, max_response_tokens: int) -> None:
+    """Whether a run can have these rewards, without starting anything.
+
+    Raises:
+        InputError: keys that do not agree, a reward or package that is not there, a bad URL.
+    """
+    try:
+        config.check(max_response_tokens=max_response_tokens)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    for name in config.names:
+        if name not in GRADED:
+            get_reward(name)
+    for name, package in (("math", "math_verify"), ("reasoning_gym", "reasoning_gym")):
+        if name in config.names and importlib.util.find_spec(package) is None:
+            raise InputError(f"reward {name!r} needs the package {package}, which is not installed")
+    if config.url is not None:
+        from megatron_fspo.rewards.remote import check_url
+
+        check_url(config.url)
+
+
+def _gather(
+    request: Request, answers: Sequence[Answer], then: Callable[[list[Outcome | Failure]], None]
+) -> None:
+    """Call ``then`` with all verdicts, in order: at once, or from the thread of the last one."""
+    futures = [answer for answer in answers if isinstance(answer, Future)]
+    left = len(futures)
+    lock = threading.Lock()
+
+    def told() -> None:
+        then([_result(request, each) if isinstance(each, Future) else each for each in answers])
+
+    def one(_: Future[Outcome | Failure]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            told()
+
+    for future in futures:
+        future.add_done_callback(one)
+    if not futures:
+        told()
+
+
+def _result(request: Request, future: Future[Outcome | Failure]) -> Outcome | Failure:
+    try:
+        return future.result()
+    except (Exception, CancelledError) as error:  # ours: a verdict that never comes would be waited for
+        return request.raised(error)

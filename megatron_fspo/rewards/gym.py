@@ -1,0 +1,141 @@
+"""``reasoning_gym``: the tasks of the package of that name, scored by its own scorers.
+
+A scorer runs in a worker with limits, like ``math``: some of them hang on what a model writes. Nine of them
+hand it to Python's ``eval`` or to sympy's ``parse_expr``, which evaluates too; :mod:`.gym_worker` takes
+that from them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.rewards.extract import extract
+from megatron_fspo.rewards.gym_worker import NoVerdict, score
+from megatron_fspo.rewards.part import Answer, Outcome, after
+from megatron_fspo.rewards.pool import KillablePool, Unfinished
+from megatron_fspo.rewards.verdict import Failure, Request
+
+LIBRARIES = ("reasoning_gym",)
+LONGEST = 100_000
+"""Characters of an answer that a scorer is given."""
+_LEFT_OUT = {
+    "composite": "it is made of others: write the rows of each",
+    "game_of_life_halting": "its scorer (reasoning-gym 0.1.25) takes any text for right",
+}
+_FIELDS = ("task", "config", "metadata")
+
+
+class ReasoningGym:
+    """The reward ``reasoning_gym``: a scorer's number, mostly from 0 to 1.
+
+    Args: as of :class:`~megatron_fspo.rewards.math.Mathematics`.
+    """
+
+    name = "reasoning_gym"
+
+    def __init__(self, *, extract: str, workers: int, seconds: float, memory_gb: float) -> None:
+        self._extract = extract
+        self._seconds = seconds
+        self._pool = KillablePool(
+            score, workers=workers, seconds=seconds, memory_gb=memory_gb, libraries=LIBRARIES
+        )
+
+    def grade(self, request: Request) -> Answer:
+        fields = request.prompt.fields
+        if missing := [name for name in _FIELDS if name not in fields]:
+            return request.failure(
+                f"found no field {missing[0]!r} in the prompt's row: make rows with gym_rows"
+            )
+        found = extract(request.response, self._extract)
+        if found is None or len(found) > LONGEST:
+            return Outcome(value=0.0, parsed=False)
+        row = json.dumps({name: fields[name] for name in _FIELDS} | {"answer": request.prompt.answer})
+
+        def told(work: Future[tuple[float, bool]]) -> Outcome | Failure:
+            error = work.exception()
+            if isinstance(error, Unfinished | MemoryError | RecursionError):
+                return Outcome(value=0.0, answer=found, timed_out=True)
+            if isinstance(error, NoVerdict):
+                return request.failure(f"cannot score the row's own answer: {error}")
+            if error is not None:
+                return request.raised(error)
+            value, taken = work.result()
+            verdict = request.verdict(value)
+            if isinstance(verdict, Failure):
+                return verdict
+            return Outcome(value=verdict, answer=found, parsed=taken)
+
+        return after(self._pool.submit(row, found, self._seconds), told)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def gym_rows(task: str, size: int, seed: int, **config: Any) -> Iterator[dict[str, Any]]:
+    """Rows of a data file for ``reward.name = "reasoning_gym"``.
+
+    Example::
+
+        with open("gym.jsonl", "w") as file:
+            for row in gym_rows("countdown", size=1000, seed=1, max_numbers=4):
+                print(json.dumps(row), file=file)
+
+    Args:
+        task: a dataset of reasoning_gym.
+        config: its own settings.
+
+    Yields:
+        ``prompt``, ``answer`` (empty where the task has no single one), ``task``, ``config`` and
+        ``metadata``, all of them JSON types. The last two are text, since their shape differs from row to
+        row.
+
+    Raises:
+        InputError: no such task or setting, or one that cannot be scored.
+    """
+    import reasoning_gym
+
+    if task in _LEFT_OUT:
+        raise InputError(f"reasoning_gym task {task!r} is left out: {_LEFT_OUT[task]}")
+    try:
+        dataset = reasoning_gym.create_dataset(task, size=size, seed=seed, **config)
+        settings = json.dumps(_plain(config))
+    except (ValueError, TypeError, AssertionError) as error:
+        raise InputError(f"reasoning_gym task {task!r} with {config}: {error}") from error
+    return _rows(dataset, task, size, settings)
+
+
+def _rows(dataset: Any, task: str, size: int, settings: str) -> Iterator[dict[str, Any]]:
+    for index in range(size):
+        entry = dataset[index]
+        yield {
+            "prompt": entry["question"],
+            "answer": "" if entry["answer"] is None else str(entry["answer"]),
+            "task": task,
+            "config": settings,
+            "metadata": json.dumps(_plain(entry["metadata"])),
+        }
+
+
+def _plain(value: Any) -> Any:
+    """JSON types from which ``gym_worker.rich`` makes the same again: scorers compare tuples."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, tuple):
+        return {"__tuple__": [_plain(part) for part in value]}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: _plain(part) for key, part in value.items()}
+        return {"__dict__": [[_plain(key), _plain(part)] for key, part in value.items()]}
+    if isinstance(value, set | frozenset):
+        return {"__set__": sorted(map(_plain, value), key=repr)}
+    if hasattr(value, "item"):  # a number of numpy
+        return value.item()
+    if isinstance(value, int | float):
+        return value
+    raise TypeError(f"a {type(value).__name__} is no JSON")

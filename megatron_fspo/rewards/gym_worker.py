@@ -1,0 +1,137 @@
+"""reasoning_gym's scorers, inside a worker process, without their ways to run what a model wrote.
+
+Of its 106 tasks of 0.1.25, these hand the answer to ``eval``: ``binary_matrix``, ``n_queens``,
+``spiral_matrix``, ``string_insertion``; and these to sympy's ``parse_expr``, which evaluates what it has
+parsed: ``countdown``, ``intermediate_integration``, ``polynomial_multiplication``, ``puzzle24``,
+``simple_integration``. The first read literals, which ``ast.literal_eval`` reads too; the others read
+formulas, which have no attributes, no strings and few names.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from megatron_fspo.rewards.worker import begin, end
+
+LITERAL = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
+FORMULA = (
+    *("countdown", "puzzle24"),
+    *("intermediate_integration", "polynomial_multiplication", "simple_integration"),
+)
+_SIGNS = re.compile(r"[\w\s+\-*/^().,!|]*", re.ASCII)
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_NAMES = frozenset(
+    "Abs E I Integer Rational C acos acosh acot acsc asec asin asinh atan atan2 atanh cos cosh cot coth csc"
+    " csch erf exp factorial ln log oo pi sec sech sign sin sinh sqrt tan tanh".split()
+)
+_guarded = False
+
+
+class NoVerdict(Exception):
+    """The scorer does not even take the row's own answer."""
+
+
+def score(row: str, answer: str, seconds: float) -> tuple[float, bool]:
+    """(the scorer's number, whether the scorer took the answer at all).
+
+    Args:
+        row: JSON of ``task``, ``config``, ``metadata`` and ``answer``, as ``gym_rows`` writes them.
+
+    Raises:
+        NoVerdict: the row is no good.
+    """
+    begin(seconds)
+    try:
+        fields = json.loads(row)
+        try:
+            scorer = _scorer(fields["task"], _text(fields["config"]))
+            own = fields["answer"] or None  # several tasks have no single one
+            entry = {"answer": own, "metadata": rich(json.loads(_text(fields["metadata"])))}
+        except Exception as error:
+            raise NoVerdict(f"{type(error).__name__}: {error}") from error
+        try:
+            return scorer(answer, entry), True
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:
+            # Some raise for text that is no answer. What raises for the right one too is no scorer of this
+            # row.
+            try:
+                if own is not None:
+                    scorer(own, entry)
+            except Exception:
+                raise NoVerdict(f"{type(error).__name__}: {error}") from error
+            return 0.0, False
+    finally:
+        end()
+
+
+def rich(value: Any) -> Any:
+    """What ``gym_rows`` made JSON of."""
+    if isinstance(value, list):
+        return [rich(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__tuple__"}:
+        return tuple(rich(part) for part in value["__tuple__"])
+    if value.keys() == {"__set__"}:
+        return {rich(part) for part in value["__set__"]}
+    if value.keys() == {"__dict__"}:
+        return {rich(key): rich(part) for key, part in value["__dict__"]}
+    return {key: rich(part) for key, part in value.items()}
+
+
+def check_formula(text: str) -> None:
+    """``ValueError`` unless this is a formula: numbers, signs, brackets, letters, known functions."""
+    names = [name for name in _NAME.findall(text) if len(name) > 1 and name not in _NAMES]
+    # The e of 1e5 is found as a name too, and as harmless.
+    unknown = [name for name in names if not re.fullmatch(r"[eE]\d+", name)]
+    if not _SIGNS.fullmatch(text) or re.search(r"\.\s*[A-Za-z_]", text) or unknown or "__" in text:
+        raise ValueError("no formula")
+
+
+def _text(field: Any) -> str:
+    """A field that is JSON text, or has been read already."""
+    return field if isinstance(field, str) else json.dumps(field)
+
+
+@lru_cache(maxsize=256)
+def _scorer(task: str, config: str) -> Callable[[str, dict[str, Any]], float]:
+    import reasoning_gym
+
+    _guard()
+    scorer: Callable[[str, dict[str, Any]], float] = reasoning_gym.create_dataset(
+        task, **rich(json.loads(config))
+    ).score_answer
+    return scorer
+
+
+def _guard() -> None:
+    """Take ``eval`` and ``parse_expr`` from the scorers that use them; once in a process."""
+    global _guarded
+    if _guarded:
+        return
+    import sympy
+    from reasoning_gym.factory import DATASETS
+    from sympy.parsing import sympy_parser
+
+    parse = sympy_parser.parse_expr
+
+    def parse_formula(text: str, *args: Any, **kwargs: Any) -> Any:
+        check_formula(text)
+        return parse(text, *args, **kwargs)
+
+    for task in LITERAL:
+        vars(sys.modules[DATASETS[task][0].__module__])["eval"] = ast.literal_eval
+    for task in FORMULA:
+        names = vars(sys.modules[DATASETS[task][0].__module__])
+        if "parse_expr" in names:
+            names["parse_expr"] = parse_formula
+    sympy.parse_expr = parse_formula
+    _guarded = True

@@ -1,0 +1,145 @@
+"""``http``: a verifier behind a URL.
+
+It is sent ``{"prompt", "response", "answer", "fields"}`` as JSON, and answers ``{"reward": number}``, and
+``"answer": text`` if it knows what majority votes should count. What may pass is tried again: a lost
+connection, no answer in time, 429, 5xx. What does not pass is a :class:`Failure`, which ends the run: a
+verifier that is down must not teach that all answers are wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+from concurrent.futures import Future
+from contextlib import suppress
+
+import httpx
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.rewards.functions import Loop
+from megatron_fspo.rewards.part import Outcome
+from megatron_fspo.rewards.verdict import Failure, Request, one_line
+
+_FIRST_WAIT = 0.5  # seconds before the second attempt; it doubles from there
+_LONGEST_WAIT = 30.0
+_GRACE_SECONDS = 5.0
+# A generator of its own: the global one belongs to the run, whose numbers repeat.
+_jitter = random.Random()
+
+
+class _TryAgain(Exception):
+    """An attempt failed in a way that may pass."""
+
+
+class Remote:
+    """The reward ``http``.
+
+    Args:
+        seconds: for one attempt, from the connection to the last byte.
+        retries: further attempts.
+        concurrency: requests at a time.
+
+    Raises:
+        InputError: not a URL.
+    """
+
+    name = "http"
+
+    def __init__(self, url: str, *, seconds: float, retries: int, concurrency: int, loop: Loop) -> None:
+        check_url(url)
+        self._url = url
+        self._seconds = seconds
+        self._retries = retries
+        self._loop = loop
+        self._places = asyncio.Semaphore(concurrency)
+        self._http = httpx.AsyncClient(
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,  # no proxies for the cluster's own machines, and no keys from a ~/.netrc
+        )
+
+    def grade(self, request: Request) -> Future[Outcome | Failure]:
+        return self._loop.submit(self._grade(request))
+
+    def close(self) -> None:
+        with suppress(TimeoutError):
+            self._loop.submit(self._http.aclose()).result(_GRACE_SECONDS)
+
+    async def _grade(self, request: Request) -> Outcome | Failure:
+        try:
+            body = _body(request)
+        except (TypeError, ValueError) as error:
+            return request.failure(
+                f"cannot be asked: the prompt's fields are no JSON: {one_line(str(error))}"
+            )
+        reason = ""
+        for attempt in range(1 + self._retries):
+            if attempt:
+                wait = min(_FIRST_WAIT * 2 ** (attempt - 1), _LONGEST_WAIT)
+                await asyncio.sleep(wait * _jitter.uniform(0.5, 1.5))
+            try:
+                async with self._places:
+                    answer = await self._attempt(body)
+            except _TryAgain as error:
+                reason = str(error)
+            else:
+                return self._read(answer, request)
+        attempts = f"attempt {1 + self._retries} of {1 + self._retries}"
+        return request.failure(f"got no verdict from {self._url}: {reason} ({attempts})")
+
+    async def _attempt(self, body: bytes) -> httpx.Response:
+        try:
+            async with asyncio.timeout(self._seconds):
+                response = await self._http.post(
+                    self._url, content=body, headers={"Content-Type": "application/json"}, timeout=None
+                )
+        except TimeoutError:
+            raise _TryAgain(f"no answer in {self._seconds:g} s (reward.seconds)") from None
+        except httpx.RequestError as error:
+            raise _TryAgain(one_line(f"{type(error).__name__} {error}")) from None
+        if response.status_code >= 500 or response.status_code == 429:
+            raise _TryAgain(f"{response.status_code} {_said(response)}")
+        return response
+
+    def _read(self, response: httpx.Response, request: Request) -> Outcome | Failure:
+        said = _said(response)
+        if response.status_code != 200:
+            return request.failure(f"was refused by {self._url} with {response.status_code}: {said}")
+        try:
+            found = json.loads(response.content)
+            reward, answer = found["reward"], found.get("answer")
+            number = reward if isinstance(reward, int | float) else math.nan
+            sound = math.isfinite(number) and isinstance(answer, str | None)
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError):
+            sound = False
+        if not sound:
+            return request.failure(
+                f'got no {{"reward": number}}, with "answer": text or without, from {self._url}: {said}'
+            )
+        return Outcome(value=float(number), answer=answer)
+
+
+def check_url(url: str) -> None:
+    """``InputError`` unless ``url`` is one of http or https."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise InputError(f"reward.url = {url!r}: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise InputError(f"reward.url = {url!r}: must be http://host:port/path, or https")
+
+
+def _body(request: Request) -> bytes:
+    """ASCII: a response may hold halves of characters, which UTF-8 has no bytes for."""
+    asked = {
+        "prompt": request.prompt.text,
+        "response": request.response,
+        "answer": request.prompt.answer,
+        "fields": dict(request.prompt.fields),
+    }
+    return json.dumps(asked, allow_nan=False).encode("ascii")
+
+
+def _said(response: httpx.Response) -> str:
+    return one_line(response.content[:2000].decode("utf-8", "replace"), 200) or "(nothing)"

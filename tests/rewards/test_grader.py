@@ -1,0 +1,236 @@
+"""The grader: several rewards at a time, functions of one's own, failures, metrics, and an end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import Any
+
+import own_rewards
+import pytest
+from answers import STOPPED, boxed, prompt
+from processes_of import started
+
+from launch import REPO, environment
+from megatron_fspo.config import Reward
+from megatron_fspo.errors import InputError
+from megatron_fspo.rewards import Failure, Graded, Grader, check_reward, get_reward
+from megatron_fspo.types import Completion
+
+
+def make(**keys: Any) -> Grader:
+    return Grader(Reward(**keys), max_response_tokens=100)
+
+
+def ask(grader: Grader, response: str, answer: str = "5", **fields: Any) -> Future[Graded | Failure]:
+    return grader.submit(prompt(answer, index=7, fields=fields), STOPPED, response)
+
+
+def graded(future: Future[Graded | Failure]) -> Graded:
+    found = future.result(timeout=60)
+    assert isinstance(found, Graded), found
+    return found
+
+
+def failed(future: Future[Graded | Failure]) -> Failure:
+    found = future.result(timeout=60)
+    assert isinstance(found, Failure), found
+    return found
+
+
+def test_built_in_functions() -> None:
+    with make(name="exact_match") as grader:
+        found = ask(grader, " 5\n")
+        assert found.done(), "it takes no time, so it takes no detour"
+        assert graded(found) == Graded(reward=1.0, score=1.0, answer="5")
+        assert graded(ask(grader, "6")).score == 0.0
+        assert grader.metrics() == {}
+    with make(name="make_sum") as grader:
+        assert graded(ask(grader, "908503300", "17")) == Graded(reward=1.0, score=1.0, answer=None)
+
+
+def test_several_rewards_are_summed_by_weight() -> None:
+    also = {"format": 0.1, "own_rewards:length": -0.01}
+    with make(name="exact_match", extract="boxed", weight=2.0, also=also) as grader:
+        response = "\\boxed{5}"
+        right = graded(ask(grader, response, response))
+        assert right.parts == {"format": 1.0, "own_rewards:length": 9.0}
+        assert right.score == 1.0 and right.reward == pytest.approx(2 + 0.1 - 0.09)
+        wrong = graded(ask(grader, "5", response))
+        assert (wrong.score, wrong.reward, wrong.parsed) == (0.0, pytest.approx(-0.01), False)
+        assert grader.metrics() == {
+            "reward/parse_fail_rate": (1.0, 2.0),
+            "reward/format/mean": (1.0, 2.0),
+            "reward/own_rewards:length/mean": (10.0, 2.0),
+        }
+        assert grader.metrics()["reward/format/mean"] == (0.0, 0.0), "since the last call"
+
+
+def test_mathematics_with_a_penalty_on_length() -> None:
+    with make(name="math", workers=1, overlong_tokens=20, overlong_penalty=0.5) as grader:
+        for tokens, penalty in ((80, 0.0), (81, -0.025), (90, -0.25), (100, -0.5)):
+            long = Completion(
+                token_ids=[1] * tokens, log_probs=[0.0] * tokens, finish_reason="stop", weight_version=0
+            )
+            found = graded(grader.submit(prompt("\\frac12"), long, boxed("\\sqrt{\\frac14}")))
+            assert (found.score, found.tier, found.answer) == (1.0, 2, "\\sqrt{\\frac14}")
+            assert found.reward == pytest.approx(1 + penalty) and found.parts["overlong"] == pytest.approx(
+                penalty
+            )
+        graded(ask(grader, "no answer"))
+        metrics = grader.metrics()
+        assert metrics.pop("reward/overlong/mean") == (pytest.approx(-0.775), 5.0)
+        assert metrics == {
+            "reward/timeout_rate": (0.0, 5.0),
+            "reward/parse_fail_rate": (1.0, 5.0),
+            "reward/tier1": (1.0, 5.0),
+            "reward/tier2": (4.0, 5.0),
+        }
+
+
+@pytest.mark.parametrize("name", ["field", "field_awaited", "returns_awaitable"])
+def test_a_function_of_ones_own_gets_all_fields(name: str) -> None:
+    with make(name=f"own_rewards:{name}") as grader:
+        found = graded(ask(grader, "so \\boxed{0.50}", level=3, solution="because"))
+        assert found == Graded(reward=3.0, score=3.0, answer="1/2")
+
+
+def test_an_object_with_an_async_call_runs_on_the_loop() -> None:
+    with make(name="own_rewards:instance") as grader:
+        assert graded(ask(grader, "")).score == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("raises", f"raised KeyError: 'x' ({own_rewards.__file__}:"),
+        ("raises_awaited", f"raised KeyError: 'x' ({own_rewards.__file__}:"),
+        ("exits", f"raised SystemExit: x ({own_rewards.__file__}:"),
+        ("exits_awaited", f"raised SystemExit: x ({own_rewards.__file__}:"),
+        ("cancels_itself", f"raised CancelledError ({own_rewards.__file__}:"),
+        ("nan_awaited", "returned nan instead of a finite number"),
+        ("takes_one", "raised TypeError: takes_one() takes 1 positional argument but 3 were given"),
+    ],
+)
+def test_what_a_reward_does_wrong_is_a_failure(name: str, problem: str) -> None:
+    with make(name=f"own_rewards:{name}") as grader:
+        failure = failed(ask(grader, "x"))
+        assert failure.problem.startswith(problem), failure.problem
+        assert failure.evidence()["prompt_index"] == 7 and failure.response == "x"
+        assert failed(ask(grader, "x")).problem == failure.problem, "the grader goes on"
+    with make(name="exact_match", also={f"own_rewards:{name}": 0.1}) as grader:
+        assert failed(ask(grader, "x")).problem == f"with 'own_rewards:{name}': {failure.problem}"
+
+
+@pytest.mark.parametrize("name", ["sleeps", "sleeps_awaited"])
+def test_a_reward_that_sleeps_costs_no_more_than_its_longest(name: str) -> None:
+    """1,024 responses, 2 s each. What is added here is the work of one core on a busy machine."""
+    with make(name=f"own_rewards:{name}") as grader:
+        begun = time.monotonic()
+        futures = [ask(grader, "2") for _ in range(1024)]
+        asked = time.monotonic() - begun
+        assert [graded(future).score for future in futures] == [1.0] * 1024
+        took = time.monotonic() - begun
+    assert asked < 1.5, "nobody waited while asking"
+    assert 2 <= took < 2 * 2, "longest of them, and as much again for a busy machine"
+
+
+def test_concurrency_bounds_the_calls() -> None:
+    own_rewards.places.update(now=0, most=0)
+    with make(name="own_rewards:sleeps", concurrency=3) as grader:
+        for future in [ask(grader, "0.05") for _ in range(12)]:
+            graded(future)
+    assert own_rewards.places == {"now": 0, "most": 3}
+
+
+def test_verdicts_come_to_whoever_asks_from_any_thread() -> None:
+    with make(name="math", workers=2, also={"own_rewards:length": 0.001}) as grader:
+        found: dict[int, list[float]] = {}
+
+        def ask_many(number: int) -> None:
+            futures = [ask(grader, boxed(f"\\sqrt{{{i * i}}}"), str(number)) for i in range(20)]
+            found[number] = [graded(future).score for future in futures]
+
+        threads = [threading.Thread(target=ask_many, args=(number,)) for number in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == {number: [float(i == number) for i in range(20)] for number in range(5)}
+
+
+def test_closing_cancels_and_leaves_nothing() -> None:
+    before = started()
+    keys: dict[str, Any] = {"also": {"own_rewards:sleeps_awaited": 0.1, "own_rewards:sleeps": 0.1}}
+    grader = make(name="math", workers=2, seconds=60.0, **keys)
+    grader.submit(prompt("5"), STOPPED, "1").cancel()  # a caller may give up
+    futures = [ask(grader, "60") for _ in range(20)]
+    begun = time.monotonic()
+    grader.close()
+    grader.close()
+    assert time.monotonic() - begun < 5
+    for future in futures:
+        with pytest.raises(CancelledError):
+            future.result(timeout=1)
+    assert started() == before
+    assert "async rewards" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(RuntimeError, match="closed"):
+        ask(grader, "1")
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"name": "maths"}, r"no reward is called 'maths' \(did you mean 'math'\?\)"),
+        ({"name": "math", "also": {"formt": 0.1}}, "did you mean 'format'"),
+        ({"name": "own_rewards:gone"}, "holds nothing called 'gone'"),
+        ({"name": "exact_match", "also": {"no_such_module:f": 1.0}}, "cannot import 'no_such_module'"),
+        ({"name": "exact_match", "also": {"exact_match": 1.0}}, "reward.also has 'exact_match'"),
+        ({"name": "http"}, "needs reward.url"),
+        ({"name": "http", "url": "localhost:80"}, "must be http"),
+        ({"name": "math", "url": "http://localhost"}, "reward.url = http://localhost is for"),
+        ({"name": "math", "overlong_tokens": 101}, "overlong_tokens = 101 is more than"),
+    ],
+)
+def test_what_a_run_cannot_have_is_told_before_it_begins(keys: dict[str, Any], problem: str) -> None:
+    before = started()
+    for build in (check_reward, Grader):
+        with pytest.raises(InputError, match=problem):
+            build(Reward(**keys), max_response_tokens=100)
+    assert started() == before
+
+
+def test_a_package_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match="'math' needs the package math_verify, which is not installed"):
+        check_reward(Reward(name="math"), max_response_tokens=9)
+
+
+def test_rewards_that_only_a_grader_has() -> None:
+    for name in ("math", "http", "format", "reasoning_gym"):
+        with pytest.raises(InputError, match="a Grader has it"):
+            get_reward(name)
+
+
+@pytest.mark.slow
+def test_a_module_in_the_working_directory_is_found(tmp_path: Path) -> None:
+    """By a console script too, whose path has its own folder instead. It hides no module of Python's."""
+    (tmp_path / "rewards_here.py").write_text("def f(prompt, completion, response):\n    return 0.5\n")
+    (tmp_path / "statistics.py").write_text("1 / 0\n")
+    script = (
+        "import sys; sys.path = [p for p in sys.path if p]\n"
+        "from megatron_fspo.rewards import get_reward\n"
+        "print(get_reward('rewards_here:f')(None, None, '')); import statistics; statistics.mean\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(REPO)),
+        capture_output=True,
+        text=True,
+    )
+    assert (shown.stdout, shown.stderr) == ("0.5\n", "")

@@ -1,0 +1,184 @@
+"""Worker processes: what kills them, what they may not do, and that none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pool_tasks
+import psutil
+import pytest
+from processes_of import gone, started, until, workers
+
+from launch import REPO, environment
+from megatron_fspo.rewards.pool import KillablePool, Unfinished
+
+LIMIT = 3.0  # seconds: enough for what ends by itself, on a machine that does much else
+PROGRAM = Path(__file__).with_name("pool_program.py")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[KillablePool[Any]]:
+    """One pool for the tests that do not end it, with little time for each task."""
+    with KillablePool(pool_tasks.do, workers=2, seconds=LIMIT, memory_gb=0.25, libraries=("json",)) as pool:
+        yield pool
+
+
+def outcome(future: Future[Any]) -> Any:
+    """What came of it within 30 seconds: the result, or the type of the error."""
+    error = future.exception(timeout=30)
+    return future.result() if error is None else type(error)
+
+
+def test_results_come_in_order(pool: KillablePool[Any]) -> None:
+    assert [outcome(future) for future in [pool.submit("echo", i) for i in range(300)]] == list(range(300))
+
+
+@pytest.mark.parametrize("task", ["sleep", "loop_in_c", "ignore_signals"])
+def test_a_task_over_its_time_is_killed_alone(pool: KillablePool[Any], task: str) -> None:
+    """The other worker goes on meanwhile, and a new one comes."""
+    begun = time.monotonic()
+    slow = pool.submit(task)
+    quick = [pool.submit("echo", i) for i in range(100)]
+    assert [outcome(future) for future in quick] == list(range(100))
+    assert not slow.done(), "nobody waited for it"
+    assert outcome(slow) is Unfinished
+    assert LIMIT - 0.1 < time.monotonic() - begun < LIMIT + 5
+    assert until(lambda: len(workers()) == 2)
+
+
+@pytest.mark.parametrize("task", ["crash", "exit", "too_much_memory_in_c"])
+def test_a_worker_that_dies_is_replaced(pool: KillablePool[Any], task: str) -> None:
+    assert outcome(pool.submit(task)) in (Unfinished, MemoryError)
+    assert outcome(pool.submit("echo", 1)) == 1
+
+
+def test_memory_has_a_limit(pool: KillablePool[Any]) -> None:
+    assert outcome(pool.submit("memory", 2**27)) == 2**27
+    assert outcome(pool.submit("memory", 2**29)) is MemoryError
+    assert outcome(pool.submit("memory", 2**27)) == 2**27
+
+
+def test_cpu_time_has_a_limit_that_needs_no_pool() -> None:
+    """The pool would wait for a minute; the worker dies of its own limit."""
+    with KillablePool(pool_tasks.do, workers=1, seconds=60.0, memory_gb=0.25, libraries=()) as pool:
+        begun = time.monotonic()
+        assert outcome(pool.submit("burn", 1.0)) is Unfinished
+        assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("task", pool_tasks.FORBIDDEN)
+def test_what_a_worker_may_not_do(pool: KillablePool[Any], task: str, tmp_path: Path) -> None:
+    assert outcome(pool.submit(task, str(tmp_path / "file"))) in (PermissionError, OSError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_has_what_it_needs_and_nothing_else(
+    pool: KillablePool[Any], capfd: pytest.CaptureFixture
+) -> None:
+    names = outcome(pool.submit("modules"))
+    assert "megatron_fspo.rewards.worker" in names
+    heavy = {"torch", "megatron", "transformers", "pydantic", "httpx", "sympy", "numpy"}
+    assert heavy.intersection(names) == set()
+    assert outcome(pool.submit("shout")) is None
+    assert capfd.readouterr() == ("", ""), "what model text makes a library say is not for the log"
+
+
+def test_an_error_of_the_function_is_told(pool: KillablePool[Any]) -> None:
+    error = pool.submit("fail").exception(timeout=30)
+    assert isinstance(error, ZeroDivisionError)
+
+
+def test_idle_workers_that_die_break_nothing(pool: KillablePool[Any]) -> None:
+    """pebble's pool breaks of that; tasks go on in a new one."""
+    for rounds in range(2):
+        for worker in workers():
+            worker.kill()
+        if rounds:
+            time.sleep(0.3)  # it has seen it
+        assert [outcome(pool.submit("echo", i)) for i in range(5)] == list(range(5))
+    assert until(lambda: len(workers()) == 2)
+
+
+def test_tasks_that_wait_survive_the_death_of_all_workers(pool: KillablePool[Any]) -> None:
+    futures = [pool.submit("nap", 0.01) for _ in range(200)]
+    time.sleep(0.1)
+    for process in started():
+        process.kill()  # the fork server with them
+    lost = [found for found in map(outcome, futures) if found is not None]
+    assert len(lost) <= 2 and set(lost) <= {Unfinished}
+
+
+def test_closing_cancels_and_leaves_nothing() -> None:
+    before = started()
+    pool = KillablePool(pool_tasks.do, workers=2, seconds=60.0, memory_gb=0.25, libraries=("string",))
+    busy = [pool.submit("loop_in_c"), pool.submit("ignore_signals")]
+    waiting = [pool.submit("echo", "x" * 1000) for _ in range(500)]  # more than the pipe holds
+    time.sleep(0.2)
+    begun = time.monotonic()
+    pool.close()
+    pool.close()
+    assert time.monotonic() - begun < 5
+    assert all(future.cancelled() for future in [*busy, *waiting])
+    assert started() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit("echo", 1)
+
+
+def test_a_worker_that_does_not_come_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_fspo.rewards.pool._START_SECONDS", 2.0)
+    before = started()
+    with pytest.raises(RuntimeError, match="no grader process starts"):
+        KillablePool(pool_tasks.do, workers=1, seconds=1.0, memory_gb=0.25, libraries=("no_such_module",))
+    assert started() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["kill -9", "exception", "exit", "sigterm", "close"])
+def test_no_worker_outlives_the_program(end: str) -> None:
+    """One of them is busy, in code that hears no signal."""
+    command = [sys.executable, str(PROGRAM), end]
+    paths = os.pathsep.join([str(REPO), str(PROGRAM.parent)])
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(
+        command, cwd=REPO, env=environment(PYTHONPATH=paths), text=True, **pipes
+    ) as program:
+        assert program.stdout is not None
+        busy = program.stdout.readline()
+        processes = psutil.Process(program.pid).children(recursive=True)
+        if end in ("kill -9", "sigterm"):
+            program.send_signal(signal.SIGKILL if end == "kill -9" else signal.SIGTERM)
+        _, errors = program.communicate("\n", timeout=30)
+    assert busy == "busy\n"
+    assert len(processes) == 4, "the tracker of semaphores, the server, two workers"
+    assert ("ZeroDivisionError" in errors) == (end == "exception"), errors
+    assert gone(processes)
+
+
+@pytest.mark.slow
+def test_the_program_is_not_run_again_in_a_worker(tmp_path: Path) -> None:
+    """As Python's own fork server would: a script without ``if __name__ == "__main__"``."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "print('once', flush=True)\n"
+        "import pool_tasks\n"
+        "from megatron_fspo.rewards.pool import KillablePool\n"
+        "with KillablePool(pool_tasks.do, workers=2, seconds=5.0, memory_gb=.25, libraries=()) as pool:\n"
+        "    print(pool.submit('echo', 'done').result(30))\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=os.pathsep.join([str(REPO), str(PROGRAM.parent)])),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (shown.stdout, shown.stderr, shown.returncode) == ("once\ndone\n", "", 0)

@@ -1,0 +1,44 @@
+"""What length, form and end of a response add to its verdict."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+from answers import STOPPED, prompt
+
+from megatron_fspo.config.reward import Truncated
+from megatron_fspo.rewards.shaping import Format, Treatment, overlong, treatment
+from megatron_fspo.rewards.verdict import Request
+
+
+def test_dapos_soft_overlong_punishment() -> None:
+    """Their setting: 20,480 tokens, the last 4,096 of them punished, up to 1."""
+
+    def penalty(length: int) -> float:
+        return overlong(length, longest=20_480, tokens=4096, penalty=1.0)
+
+    assert [penalty(length) for length in (1, 16_384, 17_408, 18_432, 20_480)] == [0, 0, -0.25, -0.5, -1]
+    assert penalty(30_000) == -1.0, "never more than that"
+
+
+def test_no_penalty_and_one_from_the_first_token_on() -> None:
+    assert overlong(100, longest=100, tokens=0, penalty=1.0) == 0.0
+    assert overlong(1, longest=100, tokens=100, penalty=2.0) == pytest.approx(-0.02)
+
+
+@pytest.mark.parametrize(("response", "value"), [("\\boxed{}", 0.0), ("\\boxed{5}", 1.0), ("5", 0.0)])
+def test_format(response: str, value: float) -> None:
+    found = Format(extract="auto").grade(Request(prompt("6"), STOPPED, response))
+    assert found.value == value and found.parsed == bool(value)
+
+
+@pytest.mark.parametrize("rule", get_args(Truncated))
+def test_what_is_not_truncated_is_treated_alike(rule: str) -> None:
+    assert treatment(rule, truncated=False) == Treatment(in_group=True, in_loss=True, advantage=1.0)
+
+
+def test_what_is() -> None:
+    assert treatment("keep", truncated=True) == Treatment()
+    assert treatment("zero_advantage", truncated=True) == Treatment(advantage=0.0)
+    assert treatment("drop", truncated=True) == Treatment(in_group=False, in_loss=False, advantage=0.0)
