@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -86,14 +86,12 @@ class Grader:
         self._waiting: set[Future[Graded | Failure]] = set()
         self._closed = False
         self._parts: list[Part] = []
-        self._sums: dict[str, tuple[float, float]] = {}
         try:
             for name in self._names:
                 self._parts.append(self._part(name))
         except BaseException:
             self.close()
             raise
-        self._sums = self._nothing()
 
     def submit(self, prompt: Prompt, completion: Completion, response: str) -> Future[Graded | Failure]:
         """The verdict on a response, to come. Never waits for it, and any thread may ask.
@@ -113,15 +111,6 @@ class Grader:
             self._waiting.add(result)
         _gather(request, answers, lambda outcomes: self._settle(result, request, outcomes))
         return result
-
-    def metrics(self) -> dict[str, tuple[float, float]]:
-        """(sum, denominator) of each metric over the responses graded since the last call.
-
-        The names depend on the configuration alone, so that they are the same on every rank.
-        """
-        with self._lock:
-            sums, self._sums = self._sums, self._nothing()
-        return sums
 
     def close(self) -> None:
         """Cancel what is not graded, and end all that grades. A second call does nothing."""
@@ -169,7 +158,7 @@ class Grader:
             return Format(extract=config.extract)
         reward = get_reward(name)
         if ":" not in name and reward.__module__.startswith(_BUILT_IN):
-            return Quick(name, reward, extract="whole" if name == "exact_match" else config.extract)
+            return Quick(name, reward, extract="whole")  # which is what they read
         return Function(name, reward, extract=config.extract, threads=self._threads, loop=self._loop)
 
     def _settle(
@@ -180,8 +169,6 @@ class Grader:
             if result not in self._waiting:  # closed meanwhile
                 return
             self._waiting.discard(result)
-            if isinstance(graded, Graded):
-                self._count(graded)
         with suppress(InvalidStateError):  # the caller cancelled it
             result.set_result(graded)
 
@@ -223,29 +210,24 @@ class Grader:
             tier=max(graded.tier, *(other.tier for other in others), 0),
         )
 
-    def _nothing(self) -> dict[str, tuple[float, float]]:
-        names = self._names
-        metrics = []
-        if {"math", "reasoning_gym"} & set(names):
-            metrics += ["timeout_rate"]
-        if {"math", "reasoning_gym", "format"} & set(names):
-            metrics += ["parse_fail_rate"]
-        if "math" in names:
-            metrics += ["tier1", "tier2"]
-        metrics += [f"{name}/mean" for name in self._config.also]
-        if self._config.overlong_tokens:
-            metrics += ["overlong/mean"]
-        return {f"reward/{name}": (0.0, 0.0) for name in metrics}
 
-    def _count(self, graded: Graded) -> None:
-        values = {
-            "reward/timeout_rate": graded.timed_out,
-            "reward/parse_fail_rate": not graded.parsed,
-            "reward/tier1": graded.tier == 1,
-            "reward/tier2": graded.tier == 2,
-        } | {f"reward/{name}/mean": value for name, value in graded.parts.items()}
-        for name, (total, count) in self._sums.items():
-            self._sums[name] = (total + values[name], count + 1)
+def tally(config: Reward, verdicts: Iterable[Graded]) -> dict[str, tuple[float, float]]:
+    """(sum, denominator) of each metric under ``reward/`` over some verdicts.
+
+    The names depend on the configuration alone, so that they are the same on every rank.
+    """
+    found = list(verdicts)
+    names = set(config.names)
+    values: dict[str, list[float]] = {}
+    if names & {"math", "reasoning_gym"}:
+        values["timeout_rate"] = [one.timed_out for one in found]
+    if names & {"math", "reasoning_gym", "format"}:
+        values["parse_fail_rate"] = [not one.parsed for one in found]
+    if "math" in names:
+        values |= {f"tier{tier}": [one.tier == tier for one in found] for tier in (1, 2)}
+    for name in (*config.also, *(["overlong"] if config.overlong_tokens else [])):
+        values[f"{name}/mean"] = [one.parts[name] for one in found]
+    return {f"reward/{name}": (float(sum(some)), float(len(some))) for name, some in values.items()}
 
 
 def check_reward(config: Reward, *, max_response_tokens: int) -> None:

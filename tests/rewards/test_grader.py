@@ -18,7 +18,7 @@ from processes_of import started
 from launch import REPO, environment
 from megatron_fspo.config import Reward
 from megatron_fspo.errors import InputError
-from megatron_fspo.rewards import Failure, Graded, Grader, check_reward, get_reward
+from megatron_fspo.rewards import Failure, Graded, Grader, check_reward, get_reward, tally
 from megatron_fspo.types import Completion
 
 
@@ -47,10 +47,11 @@ def test_built_in_functions() -> None:
         found = ask(grader, " 5\n")
         assert found.done(), "it takes no time, so it takes no detour"
         assert graded(found) == Graded(reward=1.0, score=1.0, answer="5")
-        assert graded(ask(grader, "6")).score == 0.0
-        assert grader.metrics() == {}
+        wrong = graded(ask(grader, "6"))
+        assert wrong.score == 0.0
+        assert tally(Reward(name="exact_match"), [wrong]) == {}
     with make(name="make_sum") as grader:
-        assert graded(ask(grader, "908503300", "17")) == Graded(reward=1.0, score=1.0, answer=None)
+        assert graded(ask(grader, "908503300", "17")) == Graded(reward=1.0, score=1.0, answer="908503300")
 
 
 def test_several_rewards_are_summed_by_weight() -> None:
@@ -62,15 +63,17 @@ def test_several_rewards_are_summed_by_weight() -> None:
         assert right.score == 1.0 and right.reward == pytest.approx(2 + 0.1 - 0.09)
         wrong = graded(ask(grader, "5", response))
         assert (wrong.score, wrong.reward, wrong.parsed) == (0.0, pytest.approx(-0.01), False)
-        assert grader.metrics() == {
+        config = Reward(name="exact_match", extract="boxed", weight=2.0, also=also)
+        assert tally(config, [right, wrong]) == {
             "reward/parse_fail_rate": (1.0, 2.0),
             "reward/format/mean": (1.0, 2.0),
             "reward/own_rewards:length/mean": (10.0, 2.0),
         }
-        assert grader.metrics()["reward/format/mean"] == (0.0, 0.0), "since the last call"
+        assert tally(config, [])["reward/format/mean"] == (0.0, 0.0)
 
 
 def test_mathematics_with_a_penalty_on_length() -> None:
+    verdicts = []
     with make(name="math", workers=1, overlong_tokens=20, overlong_penalty=0.5) as grader:
         for tokens, penalty in ((80, 0.0), (81, -0.025), (90, -0.25), (100, -0.5)):
             long = Completion(
@@ -81,15 +84,16 @@ def test_mathematics_with_a_penalty_on_length() -> None:
             assert found.reward == pytest.approx(1 + penalty) and found.parts["overlong"] == pytest.approx(
                 penalty
             )
-        graded(ask(grader, "no answer"))
-        metrics = grader.metrics()
-        assert metrics.pop("reward/overlong/mean") == (pytest.approx(-0.775), 5.0)
-        assert metrics == {
-            "reward/timeout_rate": (0.0, 5.0),
-            "reward/parse_fail_rate": (1.0, 5.0),
-            "reward/tier1": (1.0, 5.0),
-            "reward/tier2": (4.0, 5.0),
-        }
+            verdicts.append(found)
+        verdicts.append(graded(ask(grader, "no answer")))
+    metrics = tally(Reward(name="math", overlong_tokens=20), verdicts)
+    assert metrics.pop("reward/overlong/mean") == (pytest.approx(-0.775), 5.0)
+    assert metrics == {
+        "reward/timeout_rate": (0.0, 5.0),
+        "reward/parse_fail_rate": (1.0, 5.0),
+        "reward/tier1": (1.0, 5.0),
+        "reward/tier2": (4.0, 5.0),
+    }
 
 
 @pytest.mark.parametrize("name", ["field", "field_awaited", "returns_awaitable"])

@@ -15,7 +15,7 @@ from processes_of import started
 
 from launch import REPO
 from megatron_fspo.config import Reward
-from megatron_fspo.rewards import Failure, Graded, Grader
+from megatron_fspo.rewards import Failure, Graded, Grader, tally
 
 SECONDS = 1.0
 WORKERS = 2
@@ -43,11 +43,10 @@ def test_the_table_is_as_long_as_promised() -> None:
 
 
 def test_ordinary_answers(grader: Grader) -> None:
-    grader.metrics()
     futures = [(gold, answer, right, ask(grader, gold, answer)) for gold, answer, right in pairs()]
     verdicts = [(gold, answer, right, graded(future)) for gold, answer, right, future in futures]
     assert [one for one in verdicts if one[3].score != float(one[2])] == []
-    metrics = grader.metrics()
+    metrics = tally(Reward(name="math"), [verdict for *_, verdict in verdicts])
     assert metrics["reward/timeout_rate"] == (0, len(verdicts))
     assert metrics["reward/tier1"][0] + metrics["reward/tier2"][0] == len(verdicts)
     assert metrics["reward/tier1"][0] > len(verdicts) / 3
@@ -111,10 +110,9 @@ def test_hostile_answers_among_ordinary_ones(tmp_path: Path) -> None:
         for number, answer in enumerate(bad):
             mixed += [*sound[number * step : (number + 1) * step], ("x^2+5", answer)]
         mixed += sound[len(bad) * step :]
-        grader.metrics()
         verdicts, together = run(mixed)
         assert resident() - memory < 100e6, "of which 1 MB is text"
-        metrics = grader.metrics()
+    metrics = tally(Reward(name="math"), verdicts)
 
     by_pair = {(gold, answer): float(right) for gold, answer, right in ordinary}
     told = dict(zip(mixed, verdicts, strict=True))
