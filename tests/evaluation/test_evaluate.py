@@ -144,7 +144,7 @@ def test_another_evaluation_is_refused(whole: Path, tmp_path: Path) -> None:
     line = refusal(out, "--compare", str(whole), data=(other,))
     assert "were evaluated on different problems: only in the second: validation 8 (" in line
     assert not out.exists()
-    assert "two files have one name" in refusal(out, data=(DATA, other))
+    assert "several sets are called validation" in refusal(out, data=(DATA, other))
     assert contents(whole) == before
 
 
@@ -187,7 +187,7 @@ def inputs(samples: int, max_batch: int, sizes: dict[str, int]) -> Inputs:
     )
     return Inputs(
         config=config, backend=None, arch=None, tokenizer=None, stop_token_ids=(), train=(),  # type: ignore[arg-type]
-        validation=prompts, reward=None, noise=None,  # type: ignore[arg-type]
+        validation=prompts, noise=None,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

@@ -33,7 +33,9 @@ def flags(out: Path, *more: str) -> Config:
 
 def test_flags_are_a_configuration(tmp_path: Path) -> None:
     found = flags(tmp_path / "out of the way/x")
-    assert found.model.checkpoint == Path(MODEL) and found.data.validation == Path(DATA)
+    assert found.model.checkpoint == Path(MODEL) and [one.file for one in found.data.validation_sets] == [
+        Path(DATA)
+    ]
     assert found.reward.name == "make_sum"
     assert (found.evaluation.samples, found.evaluation.temperature, found.evaluation.top_p) == (16, 1, 1)
     assert found.rollout.engine == "embedded"
@@ -51,14 +53,17 @@ def test_every_flag_is_a_key_and_keys_come_last(tmp_path: Path) -> None:
     more = "--samples 3 --evaluation.samples 5 --parallel.tensor 2 --parallel.context 2 --run.seed 7"
     found = flags(tmp_path, *more.split())
     assert (found.evaluation.samples, found.parallel.tensor, found.run.seed) == (5, 2, 7)
-    assert set(KEYS.values()) - {"data.preset"} <= {key for key, _, _ in legal_keys()}
+    assert set(KEYS.values()) <= {key for key, _, _ in legal_keys()}
 
 
 def test_a_run_evaluates_as_it_is_configured_but_for_flags(tmp_path: Path) -> None:
     found = config("--config", RUN)
     assert found.evaluation.samples == 64 and found.parallel.tensor == 2
     found = config("--config", RUN, "--model", "other", "--data", "a.jsonl", "b.jsonl", "--samples", "2")
-    assert found.model.checkpoint == Path("other") and found.data.validation == Path("a.jsonl")
+    assert found.model.checkpoint == Path("other") and [one.file for one in found.data.validation_sets] == [
+        Path("a.jsonl"),
+        Path("b.jsonl"),
+    ]
     assert found.evaluation.samples == 2 and found.run.name == "demo"
 
 
