@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from megatron_fspo.errors import TrainingError
 from megatron_fspo.evaluation.records import SAMPLES, Manifest, Problem, RecordFile, load
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import Pending
 from megatron_fspo.rollout.sampling import stream_seed
 from megatron_fspo.trainer.evaluate import _SEED_OFFSET, evaluate, portions, sample_and_grade
@@ -38,7 +39,8 @@ def decode(ids: Sequence[int], skip_special_tokens: bool = True) -> str:
 
 
 def inputs() -> Inputs:
-    words = f"{WORDS} --rollout.max-response-tokens {MAX_TOKENS}"
+    words = f"{WORDS} --rollout.max-response-tokens {MAX_TOKENS} --reward.extract whole"
+    words += f" --reward.name {__name__}:even"
     return Inputs(
         config=load_config(REPO / "examples/make_sum/run.toml", words.split()),
         backend=choose_backend("cpu", "local"),
@@ -50,9 +52,14 @@ def inputs() -> Inputs:
             Prompt(index=i, token_ids=(1, 2), text=str(i), answer="", dataset="b" if i > 4 else "a")
             for i in range(PROMPTS)
         ),
-        reward=even,
         noise=None,
     )
+
+
+@pytest.fixture
+def grader() -> Iterator[Grader]:
+    with Grader(inputs().config.reward, max_response_tokens=MAX_TOKENS) as grader:
+        yield grader
 
 
 def groups() -> ParallelGroups:
@@ -75,7 +82,7 @@ def opened(folder: Path, one: Inputs, before_write: Callable[[int], None] = lamb
 
 
 def test_all_is_asked_for_at_once_and_a_stopped_one_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grader: Grader
 ) -> None:
     one = inputs()
     assert [len(portion.prompts) for portion in portions(one, 1)] == [2, 2, 1, 2]
@@ -89,7 +96,7 @@ def test_all_is_asked_for_at_once_and_a_stopped_one_goes_on(
 
         monkeypatch.setattr(engine, "submit", counted)
         file = opened(tmp_path / "whole", one, lambda done: written.append((done, sum(asked))))
-        sample_and_grade(one, engine, groups(), None, file)
+        sample_and_grade(one, engine, groups(), grader, None, file)
         assert written == [
             (done, PROMPTS) for done in range(4)
         ]  # nothing was waited for before all was asked
@@ -102,12 +109,12 @@ def test_all_is_asked_for_at_once_and_a_stopped_one_goes_on(
                 raise TrainingError("the disk is full")
 
         with pytest.raises(TrainingError, match="the disk is full"):
-            sample_and_grade(one, engine, groups(), None, opened(tmp_path / "stopped", one, full))
+            sample_and_grade(one, engine, groups(), grader, None, opened(tmp_path / "stopped", one, full))
     with running(tmp_path / "weights") as (engine, fakes, _):
         engine.update_weights(0)
         file = opened(tmp_path / "stopped", one)
         assert (file.done, file.left) == (2, 9)
-        sample_and_grade(one, engine, groups(), None, file)
+        sample_and_grade(one, engine, groups(), grader, None, file)
         assert sum(len(fake.answered) for fake in fakes) == 9
     assert (tmp_path / "stopped" / SAMPLES).read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
     for record in load(tmp_path / "whole").records:
@@ -117,12 +124,12 @@ def test_all_is_asked_for_at_once_and_a_stopped_one_goes_on(
         assert record.dataset == ("b" if record.index > 4 else "a")
 
 
-def test_in_a_run_it_gives_metrics_and_the_first_responses(tmp_path: Path) -> None:
+def test_in_a_run_it_gives_metrics_and_the_first_responses(tmp_path: Path, grader: Grader) -> None:
     one = inputs()
     done: list[int] = []
     with running(tmp_path / "weights") as (engine, _, _):
         engine.update_weights(5)
-        found = evaluate(one, engine, groups(), done.append)
+        found = evaluate(one, engine, groups(), grader, done.append)
     assert sum(done) == 3 * PROMPTS
     # One response of each prompt first: seven prompts, seven responses.
     assert [row["prompt"] for row in found.responses] == [str(i) for i in range(PROMPTS)]

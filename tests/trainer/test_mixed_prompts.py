@@ -35,7 +35,7 @@ class Engine:
     def __init__(self) -> None:
         self.mine: list[list[int]] = []
 
-    def submit(self, prompts: list[Prompt], params: SamplingParams, mine: range) -> object:
+    def submit(self, prompts: list[Prompt], params: SamplingParams, mine: range, arrived: None) -> object:
         self.mine.append([prompts[position].index for position in mine])
         return None
 
@@ -53,7 +53,7 @@ def make(
     if state is not None:
         walk.load_state_dict(json.loads(json.dumps(state)))
     engine: Any = Engine()
-    return RolloutQueue(inputs, engine, groups, walk, step), engine
+    return RolloutQueue(inputs, engine, groups, None, walk, step), engine
 
 
 def walk(queue: RolloutQueue, first: int, last: int) -> None:
