@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
+
+from megatron_fspo.config import Reward
 from megatron_fspo.packing import pack
+from megatron_fspo.rewards import Grader
 from megatron_fspo.trainer import batches, sampling
 from megatron_fspo.trainer.optimize import optimize, score_old, update_metrics
 from megatron_fspo.trainer.rollout import Rollout, without_tokens
 from megatron_fspo.trainer.rollout_queue import staleness_metrics
 from megatron_fspo.trainer.step import Step
+from megatron_fspo.types import Completion, Prompt
 from step_synthetic import Clock
 
 
@@ -17,6 +25,21 @@ def wrap(clock: Clock) -> None:
     """Time what is done inside of other phases."""
     clock.wrap(batches, "_spread", "exchange")
     clock.wrap(pack, "collate", "collate")
+
+
+def alternating(prompt: Prompt, completion: Completion, response: str) -> float:
+    """The reward: no prompt without a spread, whose responses would be left out."""
+    return float(next(_TURNS[prompt.index]) % 2)
+
+
+_TURNS: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+_GRADER = Grader(Reward(name="step_after:alternating"), max_response_tokens=1 << 20)
+
+
+def ask(inputs: Any, engine: Any, groups: Any, prompts: Any, params: Any) -> Any:
+    """Ask for responses; the first rank grades, as with servers."""
+    grader = _GRADER if dist.get_rank() == 0 else None
+    return sampling.ask(inputs, engine, groups, grader, prompts, params)
 
 
 def collect(run: Any, batch: Any, clock: Clock) -> Rollout:

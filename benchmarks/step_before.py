@@ -21,6 +21,11 @@ def wrap(clock: Clock) -> None:
     clock.wrap(batches, "collate", "collate")
 
 
+def ask(inputs: Any, engine: Any, groups: Any, prompts: Any, params: Any) -> Any:
+    """Ask for responses."""
+    return sampling.ask(engine, groups, prompts, params)
+
+
 def collect(run: Any, batch: Any, clock: Clock) -> Sequence[Any]:
     """The responses, graded."""
     with clock("grade"):

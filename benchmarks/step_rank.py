@@ -118,7 +118,6 @@ def _inputs(config: Any, backend: Any, clock: Any) -> Any:
 def _one(inputs: Any, groups: Any, clock: Any, code: Any, options: argparse.Namespace) -> dict[str, Any]:
     """One step."""
     from megatron_fspo.rollout.vllm.engine import Leader, VLLMEngine
-    from megatron_fspo.trainer.sampling import ask
     from megatron_fspo.types import SamplingParams
     from step_synthetic import SAMPLES, STOP, Servers, lengths_of, prompts_of, run_of
 
@@ -133,7 +132,7 @@ def _one(inputs: Any, groups: Any, clock: Any, code: Any, options: argparse.Name
     params = SamplingParams(n=SAMPLES, max_tokens=options.tokens, stop_token_ids=(STOP,))
     clock.clear()
     with clock("share"):
-        batch = ask(engine, groups, prompts, params)
+        batch = code.ask(inputs, engine, groups, prompts, params)
     dist.barrier()
     began, cpu = time.perf_counter(), time.process_time()
     responses = code.collect(run, _timed(batch, clock), clock)
