@@ -14,11 +14,13 @@ from collections.abc import Iterator
 import torch
 
 from launch import REPO
+from megatron_fspo.config import Reward
 from megatron_fspo.evaluation.records import Record
 from megatron_fspo.evaluation.summary import per_problem, summarize
 from megatron_fspo.evaluation.table import metrics_of
 from megatron_fspo.mismatch.correction import correction_metrics
 from megatron_fspo.mismatch.measure import Mismatch
+from megatron_fspo.rewards import tally
 from megatron_fspo.trainer.dynamic import Filled
 from megatron_fspo.trainer.noise import AtLength, Calibration, Check, Interval, NoiseRecord
 from megatron_fspo.trainer.optimize import OFF_POLICY
@@ -29,7 +31,7 @@ from megatron_fspo.types import Prompt
 from metrics_page import PAGE, ROW, names_of_page, patterns, unknown
 
 GROUPS = ("actor", "critic", "fspo", "perf", "prompt_length", "response_length", "rollout", "timing_s")
-GROUPS += ("training", "val")
+GROUPS += ("reward", "training", "val")
 
 
 def sources() -> Iterator[ast.AST]:
@@ -119,6 +121,7 @@ def emitted() -> dict[str, set[str]]:
     columns = set(sampling_metrics(sampled))
     bins = set(clip_metrics([record(length) for length in range(1, 17)], seed=1))
     evaluated = set(evaluation())
+    graded = set(tally(Reward(name="math", also={"format": 0.1}, overlong_tokens=8), []))
     dynamic = set(Filled(batch=sampled, sampled=sampled, rounds=1).metrics())
     return {
         "rollout/correction_{}": corrections(),
@@ -139,6 +142,7 @@ def emitted() -> dict[str, set[str]]:
         "{}/response_length/mean": evaluated,
         "{}/truncated": evaluated,
         "timing_s/{}": set(),  # phases
+        "reward/{}": graded,
         "response_length/{}": set(),  # the report reads them
     }
 
