@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,9 +39,9 @@ def decode(ids: Sequence[int], skip_special_tokens: bool = True) -> str:
     return " ".join(map(str, ids))
 
 
-def inputs() -> Inputs:
+def inputs(reward: str = "even") -> Inputs:
     words = f"{WORDS} --rollout.max-response-tokens {MAX_TOKENS} --reward.extract whole"
-    words += f" --reward.name {__name__}:even"
+    words += f" --reward.name {__name__}:{reward}"
     return Inputs(
         config=load_config(REPO / "examples/make_sum/run.toml", words.split()),
         backend=choose_backend("cpu", "local"),
@@ -144,3 +145,21 @@ def test_in_a_run_it_gives_metrics_and_the_first_responses(tmp_path: Path, grade
     assert found.metrics["val/b/mean@3"] == pytest.approx(first[5:].mean().item())
     assert found.metrics["val/b/pass@3"] == pytest.approx(first[5:].any(1).double().mean().item())
     assert found.metrics["val/a/truncated"] == 1
+
+
+def slow(prompt: Prompt, completion: Completion, response: str) -> float:
+    time.sleep(1.0)
+    return 1.0
+
+
+def test_a_slow_reward_is_waited_for_once(tmp_path: Path) -> None:
+    """Each of the 21 responses takes it 1 s, all of them beside each other, and beside the sampling."""
+    one = inputs("slow")
+    with running(tmp_path / "weights") as (engine, _, _):
+        engine.update_weights(0)
+        with Grader(one.config.reward, max_response_tokens=MAX_TOKENS) as grader:
+            began = time.monotonic()
+            found = evaluate(one, engine, groups(), grader)
+            took = time.monotonic() - began
+    assert found.metrics["val/a/mean@3"] == 1.0
+    assert 1 <= took < 10
