@@ -86,14 +86,14 @@ class Grader:
         self._waiting: set[Future[Graded | Failure]] = set()
         self._closed = False
         self._parts: list[Part] = []
-        self._sums: dict[str, tuple[float, float]] = {}
+        self._sums = dict.fromkeys(self._metrics(), 0.0)
+        self._number = 0
         try:
             for name in self._names:
                 self._parts.append(self._part(name))
         except BaseException:
             self.close()
             raise
-        self._sums = self._nothing()
 
     def submit(self, prompt: Prompt, completion: Completion, response: str) -> Future[Graded | Failure]:
         """The verdict on a response, to come. Never waits for it, and any thread may ask.
@@ -106,12 +106,16 @@ class Grader:
         """
         request = Request(prompt, completion, response)
         result: Future[Graded | Failure] = Future()
-        answers = [part.grade(request) for part in self._parts] if not self._closed else []
         with self._lock:
             if self._closed:
                 raise RuntimeError("the grader is closed")
             self._waiting.add(result)
-        _gather(request, answers, lambda outcomes: self._settle(result, request, outcomes))
+        answers = [part.grade(request) for part in self._parts]
+        futures = [answer for answer in answers if isinstance(answer, Future)]
+        if futures:
+            _when_done(futures, lambda: self._settle(result, request, answers))
+        else:
+            self._settle(result, request, answers)
         return result
 
     def metrics(self) -> dict[str, tuple[float, float]]:
@@ -120,8 +124,9 @@ class Grader:
         The names depend on the configuration alone, so that they are the same on every rank.
         """
         with self._lock:
-            sums, self._sums = self._sums, self._nothing()
-        return sums
+            sums, number = self._sums, float(self._number)
+            self._sums, self._number = dict.fromkeys(sums, 0.0), 0
+        return {name: (total, number) for name, total in sums.items()}
 
     def close(self) -> None:
         """Cancel what is not graded, and end all that grades. A second call does nothing."""
@@ -172,14 +177,13 @@ class Grader:
             return Quick(name, reward, extract="whole" if name == "exact_match" else config.extract)
         return Function(name, reward, extract=config.extract, threads=self._threads, loop=self._loop)
 
-    def _settle(
-        self, result: Future[Graded | Failure], request: Request, outcomes: Sequence[Outcome | Failure]
-    ) -> None:
-        graded = self._graded(request, outcomes)
+    def _settle(self, result: Future[Graded | Failure], request: Request, answers: Sequence[Answer]) -> None:
+        """All answers are there."""
+        graded = self._graded(request, [_outcome(request, answer) for answer in answers])
         with self._lock:
             if result not in self._waiting:  # closed meanwhile
                 return
-            self._waiting.discard(result)
+            self._waiting.remove(result)
             if isinstance(graded, Graded):
                 self._count(graded)
         with suppress(InvalidStateError):  # the caller cancelled it
@@ -223,29 +227,30 @@ class Grader:
             tier=max(graded.tier, *(other.tier for other in others), 0),
         )
 
-    def _nothing(self) -> dict[str, tuple[float, float]]:
-        names = self._names
-        metrics = []
-        if {"math", "reasoning_gym"} & set(names):
-            metrics += ["timeout_rate"]
-        if {"math", "reasoning_gym", "format"} & set(names):
-            metrics += ["parse_fail_rate"]
-        if "math" in names:
-            metrics += ["tier1", "tier2"]
-        metrics += [f"{name}/mean" for name in self._config.also]
-        if self._config.overlong_tokens:
-            metrics += ["overlong/mean"]
-        return {f"reward/{name}": (0.0, 0.0) for name in metrics}
+    def _metrics(self) -> list[str]:
+        """Names of what is counted."""
+        names = set(self._names)
+        return [
+            *(["reward/timeout_rate"] if names & {"math", "reasoning_gym"} else []),
+            *(["reward/parse_fail_rate"] if names & {"math", "reasoning_gym", "format"} else []),
+            *(["reward/tier1", "reward/tier2"] if "math" in names else []),
+            *(f"reward/{name}/mean" for name in self._config.also),
+            *(["reward/overlong/mean"] if self._config.overlong_tokens else []),
+        ]
 
     def _count(self, graded: Graded) -> None:
-        values = {
-            "reward/timeout_rate": graded.timed_out,
-            "reward/parse_fail_rate": not graded.parsed,
-            "reward/tier1": graded.tier == 1,
-            "reward/tier2": graded.tier == 2,
-        } | {f"reward/{name}/mean": value for name, value in graded.parts.items()}
-        for name, (total, count) in self._sums.items():
-            self._sums[name] = (total + values[name], count + 1)
+        self._number += 1
+        sums = self._sums
+        for name, value in (
+            ("reward/timeout_rate", graded.timed_out),
+            ("reward/parse_fail_rate", not graded.parsed),
+            ("reward/tier1", graded.tier == 1),
+            ("reward/tier2", graded.tier == 2),
+        ):
+            if value and name in sums:
+                sums[name] += 1
+        for name, number in graded.parts.items():
+            sums[f"reward/{name}/mean"] += number
 
 
 def check_reward(config: Reward, *, max_response_tokens: int) -> None:
@@ -270,16 +275,10 @@ def check_reward(config: Reward, *, max_response_tokens: int) -> None:
         check_url(config.url)
 
 
-def _gather(
-    request: Request, answers: Sequence[Answer], then: Callable[[list[Outcome | Failure]], None]
-) -> None:
-    """Call ``then`` with all verdicts, in order: at once, or from the thread of the last one."""
-    futures = [answer for answer in answers if isinstance(answer, Future)]
+def _when_done(futures: Sequence[Future[Outcome | Failure]], then: Callable[[], None]) -> None:
+    """Call ``then`` when all are, in the thread of the last one."""
     left = len(futures)
     lock = threading.Lock()
-
-    def told() -> None:
-        then([_result(request, each) if isinstance(each, Future) else each for each in answers])
 
     def one(_: Future[Outcome | Failure]) -> None:
         nonlocal left
@@ -287,16 +286,16 @@ def _gather(
             left -= 1
             last = left == 0
         if last:
-            told()
+            then()
 
     for future in futures:
         future.add_done_callback(one)
-    if not futures:
-        told()
 
 
-def _result(request: Request, future: Future[Outcome | Failure]) -> Outcome | Failure:
+def _outcome(request: Request, answer: Answer) -> Outcome | Failure:
+    if not isinstance(answer, Future):
+        return answer
     try:
-        return future.result()
+        return answer.result()
     except (Exception, CancelledError) as error:  # ours: a verdict that never comes would be waited for
         return request.raised(error)
