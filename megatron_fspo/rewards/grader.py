@@ -104,12 +104,16 @@ class Grader:
         """
         request = Request(prompt, completion, response)
         result: Future[Graded | Failure] = Future()
-        answers = [part.grade(request) for part in self._parts] if not self._closed else []
         with self._lock:
             if self._closed:
                 raise RuntimeError("the grader is closed")
             self._waiting.add(result)
-        _gather(request, answers, lambda outcomes: self._settle(result, request, outcomes))
+        answers = [part.grade(request) for part in self._parts]
+        futures = [answer for answer in answers if isinstance(answer, Future)]
+        if futures:
+            _when_done(futures, lambda: self._settle(result, request, answers))
+        else:
+            self._settle(result, request, answers)
         return result
 
     def close(self) -> None:
@@ -161,14 +165,13 @@ class Grader:
             return Quick(name, reward, extract="whole")  # which is what they read
         return Function(name, reward, extract=config.extract, threads=self._threads, loop=self._loop)
 
-    def _settle(
-        self, result: Future[Graded | Failure], request: Request, outcomes: Sequence[Outcome | Failure]
-    ) -> None:
-        graded = self._graded(request, outcomes)
+    def _settle(self, result: Future[Graded | Failure], request: Request, answers: Sequence[Answer]) -> None:
+        """All answers are there."""
+        graded = self._graded(request, [_outcome(request, answer) for answer in answers])
         with self._lock:
             if result not in self._waiting:  # closed meanwhile
                 return
-            self._waiting.discard(result)
+            self._waiting.remove(result)
         with suppress(InvalidStateError):  # the caller cancelled it
             result.set_result(graded)
 
@@ -252,16 +255,10 @@ def check_reward(config: Reward, *, max_response_tokens: int) -> None:
         check_url(config.url)
 
 
-def _gather(
-    request: Request, answers: Sequence[Answer], then: Callable[[list[Outcome | Failure]], None]
-) -> None:
-    """Call ``then`` with all verdicts, in order: at once, or from the thread of the last one."""
-    futures = [answer for answer in answers if isinstance(answer, Future)]
+def _when_done(futures: Sequence[Future[Outcome | Failure]], then: Callable[[], None]) -> None:
+    """Call ``then`` when all are, in the thread of the last one."""
     left = len(futures)
     lock = threading.Lock()
-
-    def told() -> None:
-        then([_result(request, each) if isinstance(each, Future) else each for each in answers])
 
     def one(_: Future[Outcome | Failure]) -> None:
         nonlocal left
@@ -269,16 +266,16 @@ def _gather(
             left -= 1
             last = left == 0
         if last:
-            told()
+            then()
 
     for future in futures:
         future.add_done_callback(one)
-    if not futures:
-        told()
 
 
-def _result(request: Request, future: Future[Outcome | Failure]) -> Outcome | Failure:
+def _outcome(request: Request, answer: Answer) -> Outcome | Failure:
+    if not isinstance(answer, Future):
+        return answer
     try:
-        return future.result()
+        return answer.result()
     except (Exception, CancelledError) as error:  # ours: a verdict that never comes would be waited for
         return request.raised(error)

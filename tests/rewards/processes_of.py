@@ -1,4 +1,4 @@
-"""What a process has started."""
+"""Which processes graders have started."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from contextlib import suppress
 import psutil
 
 
-def started(pid: int | None = None) -> list[psutil.Process]:
-    """Processes below this one, or the one given; without Python's own tracker of semaphores, which stays."""
+def started() -> list[psutil.Process]:
+    """Fork servers and workers below this process. Other tests have others: those are not ours to end."""
     found = []
-    for child in psutil.Process(pid).children(recursive=True):
+    for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(child.cmdline()):
+            if child.status() != psutil.STATUS_ZOMBIE and "multiprocessing.forkserver" in " ".join(
+                child.cmdline()
+            ):
                 found.append(child)
     return found
 
