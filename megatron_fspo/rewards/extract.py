@@ -41,7 +41,7 @@ def boxed(response: str) -> str | None:
         if opening is None:
             continue
         depth, first = 1, opening.end()
-        for brace in BRACES.finditer(response, first, first + LONGEST):
+        for brace in BRACES.finditer(response, first, first + LONGEST + 1):
             depth += {"{": 1, "}": -1}.get(brace[0], 0)
             if depth == 0:
                 return response[first : brace.start()]

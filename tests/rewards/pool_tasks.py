@@ -73,6 +73,10 @@ def _modules() -> list[str]:
     return sorted(sys.modules)
 
 
+def _hears_sigterm() -> bool:
+    return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def _shout() -> None:
     print("model text")
     print("model text", file=sys.stderr)

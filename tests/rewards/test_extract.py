@@ -90,6 +90,17 @@ def test_a_megabyte_takes_no_time(text: str) -> None:
             assert found is None or rule == "whole" or len(found) <= LONGEST
 
 
+def test_the_longest_answer() -> None:
+    for rule, opening, closing in (
+        ("boxed", "\\boxed{", "}"),
+        ("answer_line", "Answer: ", ""),
+        ("hashes", "####", ""),
+    ):
+        for length, there in ((LONGEST, True), (LONGEST + 1, False)):
+            found = extract(opening + "7" * length + closing, rule)
+            assert found == ("7" * length if there else None), (rule, length)
+
+
 @pytest.mark.parametrize(
     ("answer", "found"),
     [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from answers import STOPPED, code, prompt
 
+from launch import environment
 from megatron_fspo.config import Reward
 from megatron_fspo.errors import InputError
 from megatron_fspo.rewards import Failure, Graded, Grader
@@ -129,6 +132,30 @@ def test_scorers_that_evaluate_get_no_code(grader: Grader, task: str, tmp_path: 
         assert score(ask(grader, row, text)) < 0.1
         assert score(ask(grader, row, f"{row['answer']} + {text}")) < 0.1
     assert not file.exists()
+
+
+@pytest.mark.slow
+def test_scorers_are_harmless_without_the_workers_limits_too(tmp_path: Path) -> None:
+    """In a process where nothing else would stop them."""
+    file = tmp_path / "written"
+    asked = [(row, code(file)) for task in (*LITERAL, *FORMULA) for row in gym_rows(task, size=1, seed=3)]
+    script = (
+        "import json, sys\n"
+        "from megatron_fspo.rewards.gym_worker import score\n"
+        "for row, texts in json.load(sys.stdin):\n"
+        "    for text in texts:\n"
+        "        assert score(json.dumps(row), text, 60.0)[0] < 0.1\n"
+        "print('done')\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        input=json.dumps(asked),
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert shown.stdout.endswith("done\n"), shown.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_literals_are_still_read(grader: Grader) -> None:

@@ -17,7 +17,7 @@ from launch import REPO
 from megatron_fspo.config import Reward
 from megatron_fspo.rewards import Failure, Graded, Grader, tally
 
-SECONDS = 1.0
+SECONDS = 3.0  # ordinary ones take milliseconds, or a second where the machine does much else
 WORKERS = 2
 
 
@@ -63,6 +63,15 @@ def test_the_answer_may_stand_elsewhere_or_not_at_all(grader: Grader) -> None:
     ]:
         found = graded(grader.submit(prompt("\\frac12"), STOPPED, response))
         assert (found.score, found.parsed) == (score, parsed), response
+
+
+@pytest.mark.parametrize("answer", ["10^{10^{10}}", "9" * 20_000, "((9!)!)!", "(" * 99 + ")" * 99, "5\x00"])
+def test_what_nobody_should_do_algebra_with_goes_to_no_worker(grader: Grader, answer: str) -> None:
+    future = ask(grader, "x^2", answer)
+    assert future.done()
+    found = graded(future)
+    assert (found.score, found.parsed, found.timed_out, found.tier) == (0.0, False, False, 1)
+    assert graded(ask(grader, answer, answer)).score == 1.0, "the same text is right all the same"
 
 
 def table_of_quirks() -> list[tuple[str, str, str, str]]:
