@@ -27,7 +27,7 @@ BEFORE = {
     "start": "trainer.loop:build",
     "rollout": "mcore.decode:Decoder.feed",
     "asking": "trainer.begin:roll_out",
-    "grading": "trainer.sampling:grade",
+    "grading": "trainer.sampling:response_text",
     "old pass": "trainer.optimize:score_old",
     "update": "mcore.policy:Policy.step",
     "sending": "rollout.vllm.engine:VLLMEngine.update_weights",

@@ -17,7 +17,7 @@ from megatron_fspo.cli import main
 from megatron_fspo.trainer import loop, optimize, sampling
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "rollout": (sampling, "grade"),
+    "rollout": (sampling, "response_text"),
     "update": (optimize, "_update"),
     "evaluation": (loop, "evaluate"),
 }
