@@ -16,7 +16,7 @@ _MARKS = 16  # so many are tried, from the last one back
 BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 """Braces, among them escaped characters, which are text."""
 _OPEN = re.compile(r"\s*\{")
-_COLON = re.compile(r"nswer[*_\s]{0,8}[:：][*_]*", re.IGNORECASE)
+_COLON = re.compile(r"nswer[*_\s]{0,8}[:：][*_]*\s*", re.IGNORECASE)
 _NUMBER = re.compile(
     r"(?:(?<![\w.)\]])(?<![\d)\]]\s)[-+−])?"  # a sign, and no operator between two numbers
     r"(?<![\w.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?(?:/\d+)?",
@@ -56,9 +56,8 @@ def answer_line(response: str) -> str | None:
         before = response[max(0, start - 2) : start]
         if colon is None or before[-1:] not in ("a", "A") or before[:-1].isalnum():
             continue
-        rest = response[colon.end() : colon.end() + LONGEST + 1].lstrip()
-        line = _without_marks(rest.partition("\n")[0])
-        return line if len(line) <= LONGEST else None
+        line = response[colon.end() : colon.end() + LONGEST + 1].partition("\n")[0]
+        return _without_marks(line) if len(line) <= LONGEST else None
     return None
 
 

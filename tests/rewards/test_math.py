@@ -113,7 +113,7 @@ def test_hostile_answers_among_ordinary_ones(tmp_path: Path) -> None:
         sound = [(gold, answer) for gold, answer, _ in ordinary]
         run(sound)
         memory = resident()
-        _, alone = run(sound)
+        alone = max(run(sound)[1] for _ in range(2))  # the machine may do much else
         mixed: list[tuple[str, str]] = []
         step = len(sound) // len(bad)
         for number, answer in enumerate(bad):
