@@ -60,7 +60,7 @@ class Reward(Section):
     truncated: Truncated = Field(
         "keep",
         description="responses cut at `rollout.max_response_tokens`. keep: as the others; zero_advantage: "
-        "they count in their group's mean and teach nothing; drop: they count nowhere",
+        "they count in their group's mean and teach nothing; drop: not in the mean either",
     )
     max_steps_without_spread: NonNegativeInt = Field(
         10,

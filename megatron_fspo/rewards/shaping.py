@@ -1,8 +1,6 @@
-"""What is added to a verdict for the shape of a response: its format, its length, its end."""
+"""What is added to a verdict for the shape of a response: its format and its length."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from megatron_fspo.rewards.extract import extract
 from megatron_fspo.rewards.normalise import canonical
@@ -39,29 +37,3 @@ def overlong(length: int, *, longest: int, tokens: int, penalty: float) -> float
     """
     over = length - (longest - tokens)
     return -penalty * min(over / tokens, 1.0) if tokens and over > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class Treatment:
-    """What becomes of a response."""
-
-    in_group: bool = True
-    """Its reward counts in the mean (and spread) of its prompt's responses."""
-    in_loss: bool = True
-    """It is one of the N sequences that the loss is a mean over."""
-    advantage: float = 1.0
-    """Its advantage times this."""
-
-
-def treatment(rule: str, *, truncated: bool) -> Treatment:
-    """What ``reward.truncated = rule`` does with a response.
-
-    ``keep`` trusts the verdict on half an answer; ``zero_advantage`` lets it count as the failure that it
-    is for its group's mean and learns nothing from it; ``drop`` takes it out of everything, as if it had
-    not been sampled.
-    """
-    if not truncated or rule == "keep":
-        return Treatment()
-    if rule == "zero_advantage":
-        return Treatment(advantage=0.0)
-    return Treatment(in_group=False, in_loss=False, advantage=0.0)

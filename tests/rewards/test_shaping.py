@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import pytest
 from answers import STOPPED, prompt
 
-from megatron_fspo.config.reward import Truncated
-from megatron_fspo.rewards.shaping import Format, Treatment, overlong, treatment
+from megatron_fspo.rewards.shaping import Format, overlong
 from megatron_fspo.rewards.verdict import Request
 
 
@@ -31,14 +28,3 @@ def test_no_penalty_and_one_from_the_first_token_on() -> None:
 def test_format(response: str, value: float) -> None:
     found = Format(extract="auto").grade(Request(prompt("6"), STOPPED, response))
     assert found.value == value and found.parsed == bool(value)
-
-
-@pytest.mark.parametrize("rule", get_args(Truncated))
-def test_what_is_not_truncated_is_treated_alike(rule: str) -> None:
-    assert treatment(rule, truncated=False) == Treatment(in_group=True, in_loss=True, advantage=1.0)
-
-
-def test_what_is() -> None:
-    assert treatment("keep", truncated=True) == Treatment()
-    assert treatment("zero_advantage", truncated=True) == Treatment(advantage=0.0)
-    assert treatment("drop", truncated=True) == Treatment(in_group=False, in_loss=False, advantage=0.0)
