@@ -28,6 +28,8 @@ GPU_TABLE ?=
 TESTS_TE := tests/te tests/gpu $(addprefix tests/mcore/test_,build.py families.py parity.py)
 # Every room and the small layouts: what a change is tried with first.
 FAST := -m "not slow and not vllm and not gpu"
+# A file of tests stays on one core: its fixtures are runs, servers and jobs of several ranks.
+PYTEST := -m pytest --numprocesses auto --dist loadfile
 TESTS_GPU := tests/gpu tests/parallel/test_head.py
 
 export OMP_NUM_THREADS ?= 1
@@ -64,16 +66,16 @@ vllm:  ## install vLLM for the CPU into .venv-vllm, if $VLLM_BIN names none
 		|| echo "going on without vLLM: tests that need it are skipped"
 
 test: $(VENV)/.ready vllm  ## run the whole suite; PYTEST_ARGS selects
-	$(with_vllm) $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(with_vllm) $(VENV)/bin/python $(PYTEST) $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.ready  ## every room and the small layouts, without vLLM
-	$(VENV)/bin/python -m pytest $(FAST) --numprocesses auto --dist loadfile $(PYTEST_ARGS)
+	$(VENV)/bin/python $(PYTEST) $(FAST) $(PYTEST_ARGS)
 
 test-py312: $(VENV312)/.ready vllm  ## the same suite on Python 3.12 with megatron-core 0.19
-	$(with_vllm) $(VENV312)/bin/python -m pytest $(PYTEST_ARGS)
+	$(with_vllm) $(VENV312)/bin/python $(PYTEST) $(PYTEST_ARGS)
 
 # The stand-ins for GPU, kernels and NCCL are found by every Python process that is started.
-test_te = PYTHONPATH=tests/te/fake TEST_BACKEND=cuda $(1)/bin/python -m pytest $(TESTS_TE) $(PYTEST_ARGS)
+test_te = PYTHONPATH=tests/te/fake TEST_BACKEND=cuda $(1)/bin/python $(PYTEST) $(TESTS_TE) $(PYTEST_ARGS)
 
 test-te: $(VENV_TE)/.ready  ## modules of Transformer Engine, its kernels replaced: needs no GPU
 	$(call test_te,$(VENV_TE))
