@@ -61,6 +61,7 @@ $(DEMO_VLLM)/checkpoint/config.json: | $(VENV)/.ready
 	$(VENV)/bin/python examples/make_sum/make_checkpoint.py --head-dim 32 --steps 340 --out $(DEMO_VLLM)
 
 real: $(VENV)/.ready vllm $(SMOLLM2)/checkpoint/config.json  ## train a really pretrained model, SmolLM2-135M, and evaluate it
+	rm -rf $(SMOLLM2)/before
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(with_vllm) examples/smollm2/run.sh fspo 1 $(DEMO_ARGS)
 
 $(SMOLLM2)/checkpoint/config.json: | $(VENV)/.ready

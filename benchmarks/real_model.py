@@ -20,7 +20,7 @@ import numpy as np
 
 from fairness import EXPONENTS
 from machine import ROOT, cpu
-from megatron_fspo.report.history import Records, read_records, read_rows
+from megatron_fspo.report.history import Records, read_records
 
 RUNS = ROOT / "runs"
 BINS = 4
@@ -65,12 +65,12 @@ def figures(run: str) -> dict[str, Any]:
     folder = RUNS / f"smollm2-{run}"
     before = json.loads((RUNS / "smollm2/before/results.json").read_text(encoding="utf-8"))
     after = json.loads((RUNS / f"smollm2/after-{run}/results.json").read_text(encoding="utf-8"))
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if "critic/score/mean" in row]
+    rows = [row for row in lines_of(folder / "metrics.jsonl") if "critic/score/mean" in row]
     return {
         "config": tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")),
         "before": before["sets"]["held_out"],
         "after": after["sets"]["held_out"],
-        "difference": after["comparison"]["sets"]["held_out"],
+        "difference": after["comparison"]["difference"]["sets"]["held_out"],
         "score": [row["critic/score/mean"] for row in rows],
         "length": [row["response_length/mean"] for row in rows],
         "records": clipping(read_records(folder)),
@@ -88,6 +88,11 @@ def clipping(records: Records) -> dict[str, Any]:
         "edges": edges.tolist(),
         "out_of_band by length": [float(outside[places == b].mean()) for b in range(len(edges) - 1)],
     }
+
+
+def lines_of(path: Path) -> list[Any]:
+    """JSON objects, one a line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def interval(value: dict[str, float], sign: str = "") -> str:
@@ -113,7 +118,7 @@ def table(found: dict[str, Any]) -> str:
 
 def clip_table(found: dict[str, Any]) -> str:
     """Share outside the band by length."""
-    lines = ["| run | out of band | by length, shortest to longest quarter |", "|---|---|---|"]
+    lines = ["| run | out of band | by quantiles of length (tokens) |", "|---|---|---|"]
     for run, one in found.items():
         records = one["records"]
         edges = records["edges"]
@@ -128,9 +133,9 @@ def clip_table(found: dict[str, Any]) -> str:
 def examples(run: str) -> str:
     """Every tenth held-out response before and after."""
     lines = [f"# A tenth of the held-out responses, before and after ({run})", ""]
-    prompts = {row["index"]: row for row in read_rows(RUNS / "smollm2/before/problems.jsonl")}
+    prompts = {row["index"]: row for row in lines_of(RUNS / "smollm2/before/problems.jsonl")}
     before, after = (
-        {(row["index"], row["sample"]): row for row in read_rows(folder / "samples.jsonl")}
+        {(row["index"], row["sample"]): row for row in lines_of(folder / "samples.jsonl")}
         for folder in (RUNS / "smollm2/before", RUNS / f"smollm2/after-{run}")
     )
     for key in sorted(before)[::10]:

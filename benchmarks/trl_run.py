@@ -6,18 +6,16 @@ generation batch beside it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
@@ -37,8 +35,11 @@ class Clock(TrainerCallback):
             self.seconds.append(time.perf_counter() - self._since)
 
 
-def main(path: Path) -> None:
+def train(path: Path) -> None:
     """Train for the job's steps."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
     job = json.loads(path.read_text())
     torch.set_num_threads(job["threads"])
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -89,4 +90,8 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("job", type=Path, help="written by against_trl.py")
+    train(parser.parse_args().job)
