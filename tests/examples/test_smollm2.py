@@ -1,0 +1,48 @@
+"""examples/smollm2: what needs no model. `make real` runs the rest."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fspo.config.loading import load_config
+
+EXAMPLE = Path(__file__).parents[2] / "examples/smollm2"
+sys.path.insert(0, str(EXAMPLE))
+import prepare  # noqa: E402
+
+
+def read(loss: str) -> dict[str, Any]:
+    return tomllib.loads((EXAMPLE / f"{loss}.toml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("loss", ["rloo", "gspo"])
+def test_configurations_differ_in_the_loss_only(loss: str) -> None:
+    ours, other = read("fspo"), read(loss)
+    assert other.pop("loss")["name"] == loss
+    assert ours.pop("loss")["name"] == "fspo"
+    assert ours["run"].pop("name") == "smollm2-fspo" and other["run"].pop("name") == f"smollm2-{loss}"
+    assert ours == other
+
+
+@pytest.mark.parametrize("loss", ["fspo", "rloo", "gspo"])
+def test_configurations_are_legal(loss: str) -> None:
+    assert load_config(EXAMPLE / f"{loss}.toml", []).loss.name == loss
+
+
+def test_no_question_is_trained_on_and_held_out() -> None:
+    held_out = prepare.questions(60, prepare.HELD_OUT_SEED)
+    train = prepare.questions(300, prepare.TRAIN_SEED, without=[row["prompt"] for row in held_out])
+    prompts = [row["prompt"] for row in (*held_out, *train)]
+    assert len(set(prompts)) == len(prompts) == 360
+    assert held_out == prepare.questions(60, prepare.HELD_OUT_SEED)
+
+
+def test_a_task_may_run_out_of_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "SETTINGS", prepare.SETTINGS | {"max_digits": 1})
+    with pytest.raises(SystemExit, match=r"chain_sum has only \d+ different questions"):
+        prepare.questions(500, 1)
