@@ -15,7 +15,7 @@ rm -rf "$folder" "$folder.server" "runs/smollm2/after-$loss-$seed"
 engine=()
 if [ -n "${VLLM_BIN:-}" ]; then
     port=${PORT:-8100}
-    engine=(--rollout.engine vllm --vllm.urls "http://127.0.0.1:$port")
+    engine=(--rollout.engine vllm --vllm.urls "[\"http://127.0.0.1:$port\"]")
     megatron-fspo serve --model $model --port "$port" --dtype float32 > "$folder.server" &
     server=$!
     trap 'kill $server 2>/dev/null; wait $server' EXIT
