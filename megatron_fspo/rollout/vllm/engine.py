@@ -75,7 +75,7 @@ class VLLMEngine:
         leader: Leader | None,
         *,
         canary_sequences: Sequence[Sequence[int]],
-        dtype: torch.dtype,
+        dtype: torch.dtype = torch.float32,
         tolerance: float | None = None,
     ) -> None:
         self._trainer = trainer
