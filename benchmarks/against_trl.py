@@ -104,7 +104,7 @@ def job(config: Config, args: argparse.Namespace, processes: int, seed: int) -> 
         "samples": config.rollout.samples,
         "max_response_tokens": config.rollout.max_response_tokens,
         "mini_batches": config.batch.mini_batches,
-        "accumulate": 1,
+        "epochs": config.batch.epochs,
         "lr": config.optimizer.lr,
         "steps": args.steps,
         "threads": args.nproc // processes,

@@ -20,6 +20,7 @@ import numpy as np
 
 from fairness import EXPONENTS
 from machine import ROOT, cpu
+from megatron_fspo.evaluation.table import AVERAGE
 from megatron_fspo.report.history import Records, read_records
 
 RUNS = ROOT / "runs"
@@ -68,13 +69,18 @@ def figures(run: str) -> dict[str, Any]:
     rows = [row for row in lines_of(folder / "metrics.jsonl") if "critic/score/mean" in row]
     return {
         "config": tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")),
-        "before": before["sets"]["held_out"],
-        "after": after["sets"]["held_out"],
-        "difference": after["comparison"]["difference"]["sets"]["held_out"],
+        "before": scores(before),
+        "after": scores(after),
+        "difference": scores(after["comparison"]["difference"]),
         "score": [row["critic/score/mean"] for row in rows],
         "length": [row["response_length/mean"] for row in rows],
         "records": clipping(read_records(folder)),
     }
+
+
+def scores(results: dict[str, Any]) -> dict[str, Any]:
+    """Of every set, and their average."""
+    return {**results["sets"], AVERAGE: results[AVERAGE]}
 
 
 def clipping(records: Records) -> dict[str, Any]:
@@ -102,17 +108,24 @@ def interval(value: dict[str, float], sign: str = "") -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Before, after and the difference of every run."""
-    lines = ["| run | before | after | paired difference | tokens | truncated |", "|---|---|---|---|---|---|"]
+    """Before, after and the difference of every run: over all sets, and the values of each."""
+    sets = [name for name in next(iter(found.values()))["before"] if name != AVERAGE]
+    heads = ["run", "before", "after", "paired difference", *sets, "tokens", "truncated"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for run, one in found.items():
-        before, after = one["before"], one["after"]
-        lengths = f"{before['length']['value']:.1f} → {after['length']['value']:.1f}"
-        cut = f"{100 * before['truncated']['value']:.0f}% → {100 * after['truncated']['value']:.0f}%"
-        difference = interval(one["difference"]["mean"], "+")
-        lines.append(
-            f"| {run} | {interval(before['mean'])} | {interval(after['mean'])} | **{difference}** "
-            f"| {lengths} | {cut} |"
-        )
+        before, after, difference = (one[key] for key in ("before", "after", "difference"))
+        cells = [
+            interval(before[AVERAGE]["mean"]),
+            interval(after[AVERAGE]["mean"]),
+            f"**{interval(difference[AVERAGE]['mean'], '+')}**",
+            *(
+                f"{100 * before[name]['mean']['value']:.1f} → {100 * after[name]['mean']['value']:.1f}"
+                for name in sets
+            ),
+            f"{before[AVERAGE]['length']['value']:.1f} → {after[AVERAGE]['length']['value']:.1f}",
+            f"{100 * before[AVERAGE]['truncated']['value']:.0f}% → {100 * after[AVERAGE]['truncated']['value']:.0f}%",
+        ]
+        lines.append(f"| {run} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -133,13 +146,13 @@ def clip_table(found: dict[str, Any]) -> str:
 def examples(run: str) -> str:
     """Every tenth held-out response before and after."""
     lines = [f"# A tenth of the held-out responses, before and after ({run})", ""]
-    prompts = {row["index"]: row for row in lines_of(RUNS / "smollm2/before/problems.jsonl")}
+    prompts = {(row["dataset"], row["index"]): row for row in lines_of(RUNS / "smollm2/before/problems.jsonl")}
     before, after = (
-        {(row["index"], row["sample"]): row for row in lines_of(folder / "samples.jsonl")}
+        {(row["dataset"], row["index"], row["sample"]): row for row in lines_of(folder / "samples.jsonl")}
         for folder in (RUNS / "smollm2/before", RUNS / f"smollm2/after-{run}")
     )
     for key in sorted(before)[::10]:
-        prompt = prompts[key[0]]
+        prompt = prompts[key[:2]]
         question = prompt["prompt"].split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
         lines += [f"**{question}** ({prompt['answer']})", ""]
         for name, rows in (("before", before), ("after", after)):

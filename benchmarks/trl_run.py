@@ -19,19 +19,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 
 class Clock(TrainerCallback):
-    """Seconds from one generation batch to the next."""
+    """Seconds of a generation batch and its updates."""
 
-    def __init__(self, mini_batches: int) -> None:
-        self.mini_batches = mini_batches
+    def __init__(self, updates: int) -> None:
+        self.updates = updates
         self.seconds: list[float] = []
         self._since = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.mini_batches == 0:
+        if state.global_step % self.updates == 0:
             self._since = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.mini_batches == 0:
+        if state.global_step % self.updates == 0:
             self.seconds.append(time.perf_counter() - self._since)
 
 
@@ -52,16 +52,17 @@ def train(path: Path) -> None:
         return [float(bool(n) and n[-1] == right) for n, right in zip(numbers, answer, strict=True)]
 
     responses, mini_batches = job["prompts"] * job["samples"], job["mini_batches"]
-    device_batch = responses // mini_batches // world // job["accumulate"]
+    updates = mini_batches * job["epochs"]
     config = GRPOConfig(
         output_dir=str(path.parent / "trl"),
         use_cpu=True,
         bf16=False,
         learning_rate=job["lr"],
-        max_steps=job["steps"] * mini_batches,
-        per_device_train_batch_size=device_batch,
-        gradient_accumulation_steps=job["accumulate"],
-        steps_per_generation=mini_batches * job["accumulate"],
+        max_steps=job["steps"] * updates,
+        per_device_train_batch_size=responses // mini_batches // world,
+        gradient_accumulation_steps=1,
+        steps_per_generation=mini_batches,
+        num_iterations=job["epochs"],
         num_generations=job["samples"],
         max_completion_length=job["max_response_tokens"],
         temperature=1.0,
@@ -74,7 +75,7 @@ def train(path: Path) -> None:
         save_strategy="no",
         seed=job["seed"],
     )
-    clock = Clock(mini_batches)
+    clock = Clock(updates)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(job["model"]),

@@ -20,8 +20,10 @@ from megatron_fspo.rewards.gym import gym_rows
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TASK = "chain_sum"
-SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-"""Sums and differences of two numbers of one or two digits: the model is right about one time in twelve."""
+"""Sums and differences, here of two numbers."""
+SETS = {"one_digit": 1, "two_digits": 2}
+"""Digits of the numbers, by the name of the set. The first has 200 questions in all."""
+TRAIN, HELD_OUT = {"one_digit": 125, "two_digits": 1000}, 75
 TRAIN_SEED, HELD_OUT_SEED = 1, 2
 
 
@@ -45,23 +47,25 @@ def write_checkpoint(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def questions(size: int, seed: int, without: Iterable[str] = ()) -> list[dict[str, Any]]:
+def questions(digits: int, size: int, seed: int, without: Iterable[str] = ()) -> list[dict[str, Any]]:
     """Different questions, none of them among ``without``.
 
     Args:
-        size: how many.
+        digits: of both numbers.
+        size: how many questions.
         seed: of the task's generator.
         without: prompts.
     """
     taken = set(without)
     rows: list[dict[str, Any]] = []
-    for row in gym_rows(TASK, 50 * size, seed, **SETTINGS):
+    settings = {"min_terms": 2, "max_terms": 2, "min_digits": digits, "max_digits": digits}
+    for row in gym_rows(TASK, 50 * size, seed, **settings):
         if row["prompt"] not in taken:
             taken.add(row["prompt"])
             rows.append(row)
         if len(rows) == size:
             return rows
-    raise SystemExit(f"{TASK} has only {len(rows)} different questions with {SETTINGS}")
+    raise SystemExit(f"{TASK} has only {len(rows)} different questions with {settings}")
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -76,14 +80,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("runs/smollm2"))
-    parser.add_argument("--train", type=int, default=1500, help="questions")
-    parser.add_argument("--held-out", type=int, default=150, help="questions")
     args = parser.parse_args()
-    held_out = questions(args.held_out, HELD_OUT_SEED)
-    train = questions(args.train, TRAIN_SEED, without=[row["prompt"] for row in held_out])
-    write_rows(args.out / "held_out.jsonl", held_out)
-    write_rows(args.out / "train.jsonl", train)
-    print(f"{len(train)} questions to train on, {len(held_out)} held out, no question in both")
+    for name, digits in SETS.items():
+        held_out = questions(digits, HELD_OUT, HELD_OUT_SEED)
+        train = questions(digits, TRAIN[name], TRAIN_SEED, without=[row["prompt"] for row in held_out])
+        write_rows(args.out / f"held_out/{name}.jsonl", held_out)
+        write_rows(args.out / f"train/{name}.jsonl", train)
+        print(f"{name}: {len(train)} questions to train on, {len(held_out)} held out, no question in both")
     write_checkpoint(args.out / "checkpoint")
 
 

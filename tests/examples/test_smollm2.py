@@ -34,15 +34,15 @@ def test_configurations_are_legal(loss: str) -> None:
     assert load_config(EXAMPLE / f"{loss}.toml", []).loss.name == loss
 
 
-def test_no_question_is_trained_on_and_held_out() -> None:
-    held_out = prepare.questions(60, prepare.HELD_OUT_SEED)
-    train = prepare.questions(300, prepare.TRAIN_SEED, without=[row["prompt"] for row in held_out])
+@pytest.mark.parametrize("digits", prepare.SETS.values())
+def test_no_question_is_trained_on_and_held_out(digits: int) -> None:
+    held_out = prepare.questions(digits, 60, prepare.HELD_OUT_SEED)
+    train = prepare.questions(digits, 100, prepare.TRAIN_SEED, without=[row["prompt"] for row in held_out])
     prompts = [row["prompt"] for row in (*held_out, *train)]
-    assert len(set(prompts)) == len(prompts) == 360
-    assert held_out == prepare.questions(60, prepare.HELD_OUT_SEED)
+    assert len(set(prompts)) == len(prompts) == 160
+    assert held_out == prepare.questions(digits, 60, prepare.HELD_OUT_SEED)
 
 
-def test_a_task_may_run_out_of_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "SETTINGS", prepare.SETTINGS | {"max_digits": 1})
+def test_a_task_may_run_out_of_questions() -> None:
     with pytest.raises(SystemExit, match=r"chain_sum has only \d+ different questions"):
-        prepare.questions(500, 1)
+        prepare.questions(1, 500, 1)
