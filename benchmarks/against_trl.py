@@ -4,8 +4,9 @@
     python benchmarks/against_trl.py examples/smollm2/fspo.toml examples/make_sum/run.toml
 
 The two take turns, in float32: prompts × samples responses of at most so many tokens, then the optimizer
-steps. TRL runs with as many processes of one thread as we do, and once as one process with all threads; the
-faster counts. Only ratios mean anything. Lengths are those each samples: tokens per second allow for that.
+steps of all epochs. Both are data parallel, as TRL knows nothing else; TRL also runs as one process with
+all threads, and the faster of its two counts. Only ratios mean anything. The learning rate is next to
+nothing, so that the lengths stay what the model gives: tokens per second depend on them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from megatron_fspo.data.prompts import load_sets
 from megatron_fspo.data.tokenizer import load_tokenizer
 
 WORKER = Path(__file__).with_name("trl_run.py")
+LEARNING_RATE = 1e-12
 SKIPPED = 1
 """Steps at the beginning that are not counted: caches fill, memory is touched for the first time."""
 
@@ -68,6 +70,9 @@ def ours(path: Path, args: argparse.Namespace, seed: int) -> list[float]:
             "--run.steps": args.steps,
             "--evaluation.every": 0,
             "--checkpoint.every": 0,
+            "--parallel.tensor": 1,
+            "--parallel.sequence": "false",
+            "--optimizer.lr": LEARNING_RATE,
         }
         words = [str(word) for pair in options.items() for word in pair]
         command = [sys.executable, "-m", "megatron_fspo", "train", "--config", str(path)]
@@ -105,7 +110,7 @@ def job(config: Config, args: argparse.Namespace, processes: int, seed: int) -> 
         "max_response_tokens": config.rollout.max_response_tokens,
         "mini_batches": config.batch.mini_batches,
         "epochs": config.batch.epochs,
-        "lr": config.optimizer.lr,
+        "lr": LEARNING_RATE,
         "steps": args.steps,
         "threads": args.nproc // processes,
         "seed": seed,

@@ -123,7 +123,7 @@ def table(found: dict[str, Any]) -> str:
                 for name in sets
             ),
             f"{before[AVERAGE]['length']['value']:.1f} → {after[AVERAGE]['length']['value']:.1f}",
-            f"{100 * before[AVERAGE]['truncated']['value']:.0f}% → {100 * after[AVERAGE]['truncated']['value']:.0f}%",
+            " → ".join(f"{100 * one[AVERAGE]['truncated']['value']:.0f}%" for one in (before, after)),
         ]
         lines.append(f"| {run} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -146,7 +146,8 @@ def clip_table(found: dict[str, Any]) -> str:
 def examples(run: str) -> str:
     """Every tenth held-out response before and after."""
     lines = [f"# A tenth of the held-out responses, before and after ({run})", ""]
-    prompts = {(row["dataset"], row["index"]): row for row in lines_of(RUNS / "smollm2/before/problems.jsonl")}
+    problems = lines_of(RUNS / "smollm2/before/problems.jsonl")
+    prompts = {(row["dataset"], row["index"]): row for row in problems}
     before, after = (
         {(row["dataset"], row["index"], row["sample"]): row for row in lines_of(folder / "samples.jsonl")}
         for folder in (RUNS / "smollm2/before", RUNS / f"smollm2/after-{run}")

@@ -6,6 +6,7 @@ this rank holds (1 / cp of them under context parallel).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -85,10 +86,11 @@ class SDPACoreAttention(MegatronModule):
             borders = packed_seq_params.cu_seqlens_q.tolist()
             if self._cp.size() > 1:
                 return self._attend_zigzag(query, key, value, borders)
-            parts = []
-            for first, end in pairwise(borders):
-                q, k, v = (_one_row(x[first:end]) for x in (query, key, value))
-                parts.append(_of_one_row(self._attend(q, k, v, causal=True)))
+            lengths = [end - first for first, end in pairwise(borders)]
+            parts = [
+                _of_one_row(self._attend(_one_row(q), _one_row(k), _one_row(v), causal=True))
+                for q, k, v in _split(lengths, query, key, value)
+            ]
             return torch.cat(parts).flatten(1)
         # A cached decode asks with one token for all keys so far; a prefill has as many queries as keys.
         causal = query.shape[0] > 1
@@ -103,13 +105,13 @@ class SDPACoreAttention(MegatronModule):
         both = gather_from_sequence_parallel_region(torch.stack([key, value], 1), group=self._cp)
         # The gathered rows come rank after rank; put them back into the order of the sequences.
         key, value = both[order].unbind(1)
-        parts, start = [], 0
-        for first, end in pairwise(borders):
-            stop = start + (end - first) // size
-            q, k, v = (_one_row(x) for x in (query[start:stop], key[first:end], value[first:end]))
-            seen = mine[start:stop, None] >= torch.arange(first, end, device=query.device)
-            parts.append(_of_one_row(self._attend(q, k, v, mask=seen)))
-            start = stop
+        lengths = [end - first for first, end in pairwise(borders)]
+        shares = [length // size for length in lengths]
+        parts = []
+        rows = zip(_split(shares, query, mine), _split(lengths, key, value), pairwise(borders), strict=True)
+        for (q, places), (k, v), (first, end) in rows:
+            seen = places[:, None] >= torch.arange(first, end, device=query.device)
+            parts.append(_of_one_row(self._attend(_one_row(q), _one_row(k), _one_row(v), mask=seen)))
         return torch.cat(parts).flatten(1)
 
     def _attend(
@@ -120,6 +122,14 @@ class SDPACoreAttention(MegatronModule):
         )
 
 
+def _split(lengths: list[int], *tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Each sequence's part of every tensor.
+
+    Not by slices: the gradient of a slice is as large as the whole tensor, and there is one per sequence.
+    """
+    return zip(*(x.split(lengths) for x in tokens), strict=True)
+
+
 def _one_row(tokens: Tensor) -> Tensor:
     """[n, h, d] → [1, h, n, d]: with three dimensions torch takes its slowest kernel."""
     return tokens.transpose(0, 1)[None]
@@ -127,7 +137,7 @@ def _one_row(tokens: Tensor) -> Tensor:
 
 def _of_one_row(attended: Tensor) -> Tensor:
     """Back: [1, h, n, d] → [n, h, d]."""
-    return attended[0].transpose(0, 1)
+    return attended.squeeze(0).transpose(0, 1)
 
 
 @lru_cache(maxsize=4)

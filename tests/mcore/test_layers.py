@@ -16,12 +16,29 @@ from torch import Tensor
 from megatron_fspo.mcore.layers import SDPACoreAttention
 
 
+def local_attention() -> SDPACoreAttention:
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2)
+    collection: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    return SDPACoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=collection)
+
+
+def test_gradients_of_a_pack_are_written_once() -> None:
+    """The gradient of a slice is as large as the whole tensor; 128 sequences would have 128 such."""
+    lengths = torch.tensor([3] * 128)
+    borders = F.pad(lengths.cumsum(0), (1, 0)).int()
+    parameters = PackedSeqParams(cu_seqlens_q=borders, cu_seqlens_kv=borders, qkv_format="thd")
+    inputs = [torch.randn(384, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    out = local_attention()(*inputs, None, packed_seq_params=parameters)
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        out.sum().backward()
+    written = sum(event.cpu_memory_usage for event in profile.function_events if event.cpu_memory_usage > 0)
+    assert written < 20 * sum(tensor.nbytes for tensor in inputs)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_torch_is_asked_in_four_dimensions(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
     """With three it takes the kernel that holds all scores."""
-    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2)
-    groups: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-    attention = SDPACoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+    attention = local_attention()
     asked, ask = [], F.scaled_dot_product_attention
 
     def recorded(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
