@@ -29,8 +29,9 @@ GPU_TABLE ?=
 TESTS_TE := tests/te tests/gpu $(addprefix tests/mcore/test_,build.py families.py parity.py)
 # Every room and the small layouts: what a change is tried with first.
 FAST := -m "not slow and not vllm and not gpu"
-# A file of tests stays on one core: its fixtures are runs, servers and jobs of several ranks.
-PYTEST := -m pytest --numprocesses auto --dist loadfile
+# A file of tests stays on one core: its fixtures are runs, servers and jobs of several ranks. Files begin in
+# the order that tests/conftest.py gives them.
+PYTEST := -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 TESTS_GPU := tests/gpu tests/parallel/test_head.py
 
 export OMP_NUM_THREADS ?= 1

@@ -35,7 +35,7 @@ SKIPPED = 1
 
 
 def main() -> None:
-    """Run both on each configuration, and print the ratios."""
+    """Run both on each configuration, and print the ratios; results of other configurations stay."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/against_trl.json")
     args = parser.parse_args()
-    results = {"machine": cpu(), "nproc": args.nproc}
+    results = json.loads(args.out.read_text()) if args.out.exists() else {}
     for path in args.configs:
         rates: dict[str, list[float]] = {"ours": [], "trl": [], "trl, one process": []}
         for turn in range(args.rounds):
@@ -55,7 +55,12 @@ def main() -> None:
             rates["trl, one process"] += theirs(path, args, processes=1, seed=turn + 1)
         best = max(median(rates["trl"]), median(rates["trl, one process"]))
         ratio = median(rates["ours"]) / best
-        results[str(path)] = {"tokens_per_second": rates, "ratio": ratio}
+        results[str(path)] = {
+            "machine": cpu(),
+            "nproc": args.nproc,
+            "tokens_per_second": rates,
+            "ratio": ratio,
+        }
         print(f"{path}: {ratio:.2f} x the response tokens per second of TRL")
     args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

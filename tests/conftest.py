@@ -25,6 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reasons["gpu"] = "needs a CUDA device; torch sees none here"
     if not os.environ.get("VLLM_BIN"):
         reasons["vllm"] = "needs a vLLM that VLLM_BIN names (`make vllm`)"
+    # The longest first: a file that begins last would keep one core while the other has nothing left.
+    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("vllm", "slow")])
     for item in items:
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker):

@@ -171,8 +171,16 @@ class Batch(Section):
 class Optimizer(Section):
     """Megatron's Adam, with decoupled weight decay."""
 
-    lr: PositiveFloat = Field(1e-6, description="peak learning rate, constant after the warm-up")
+    lr: PositiveFloat = Field(1e-6, description="peak learning rate, after the warm-up")
     warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up")
+    lr_decay: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="how the learning rate goes on from there"
+    )
+    lr_decay_steps: PositiveInt | None = Field(
+        None,
+        description="optimizer steps, warm-up included, until it is `lr_min`; default: all of `run.steps`",
+    )
+    lr_min: Annotated[float, Field(ge=0)] = Field(0.0, description="lowest learning rate of a decay")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="not applied to norms")
     beta1: UnitInterval = 0.9
     beta2: UnitInterval = 0.95
@@ -183,6 +191,23 @@ class Optimizer(Section):
         description="stop when the policy is further than this from the one that S starts from, in nats per "
         "token of a mini-batch (actor/ppo_kl, the k1 estimate)",
     )
+
+    @model_validator(mode="after")
+    def _schedule_falls(self) -> Optimizer:
+        if self.lr_min > self.lr:
+            raise ValueError(f"lr_min = {self.lr_min:g} is above lr = {self.lr:g}")
+        if self.lr_decay_steps is not None and self.lr_decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"lr_decay_steps = {self.lr_decay_steps} includes the warm-up, so it must be more than "
+                f"warmup_steps = {self.warmup_steps}"
+            )
+        return self
+
+    def over(self, steps: int) -> Optimizer:
+        """This, with ``lr_decay_steps`` as it is in a run of so many optimizer steps."""
+        # A run that ends within the warm-up comes to no decay.
+        decay_steps = self.lr_decay_steps or max(steps, self.warmup_steps + 1)
+        return self.model_copy(update={"lr_decay_steps": decay_steps})
 
 
 class Checkpoint(Section):
@@ -235,6 +260,11 @@ class Config(Section):
     def run_folder(self) -> Path:
         """Where this run writes."""
         return self.run.folder / self.run.name
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run."""
+        return self.run.steps * self.batch.mini_batches * self.batch.epochs
 
     @property
     def off_policy_updates(self) -> int:

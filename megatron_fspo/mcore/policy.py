@@ -116,12 +116,12 @@ class Policy(Model):
         self._ddp = wrap_for_training(self.modules, self.config, parallel)
         self.modules = [*self._ddp]
         self._optimizer_config = _optimizer_config(optimizer, parallel, dtype)
-        self._warmup_steps = optimizer.warmup_steps
+        self._schedule = optimizer
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(
             self._optimizer_config, self._ddp, use_gloo_process_groups=False
         )
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self._scheduler = _constant_after_warmup(self.optimizer, self._optimizer_config, self._warmup_steps)
+        self._scheduler = _learning_rates(self.optimizer, self._schedule)
         self.optimizer_steps = 0
 
     def weights_loaded(self) -> None:
@@ -130,7 +130,7 @@ class Policy(Model):
 
     def restore_schedule(self, optimizer_steps: int) -> None:
         """Continue the learning-rate schedule after ``optimizer_steps``."""
-        self._scheduler = _constant_after_warmup(self.optimizer, self._optimizer_config, self._warmup_steps)
+        self._scheduler = _learning_rates(self.optimizer, self._schedule)
         self._scheduler.step(increment=optimizer_steps)
         self.optimizer_steps = optimizer_steps
 
@@ -250,7 +250,7 @@ def _optimizer_config(
     return OptimizerConfig(
         optimizer="adam",
         lr=optimizer.lr,
-        min_lr=optimizer.lr,
+        min_lr=optimizer.lr_min,
         weight_decay=optimizer.weight_decay,
         adam_beta1=optimizer.beta1,
         adam_beta2=optimizer.beta2,
@@ -262,19 +262,18 @@ def _optimizer_config(
     )
 
 
-def _constant_after_warmup(
-    optimizer: MegatronOptimizer, config: OptimizerConfig, warmup_steps: int
-) -> OptimizerParamScheduler:
+def _learning_rates(optimizer: MegatronOptimizer, schedule: options.Optimizer) -> OptimizerParamScheduler:
+    """Before the first optimizer step of a run."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=config.lr,
-        min_lr=config.lr,
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=warmup_steps + 1,
-        lr_decay_style="constant",
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
+        max_lr=schedule.lr,
+        min_lr=schedule.lr_min,
+        lr_warmup_steps=schedule.warmup_steps,
+        lr_decay_steps=schedule.lr_decay_steps or schedule.warmup_steps + 1,
+        lr_decay_style=schedule.lr_decay,
+        start_wd=schedule.weight_decay,
+        end_wd=schedule.weight_decay,
         wd_incr_steps=1,
         wd_incr_style="constant",
     )

@@ -32,7 +32,7 @@ def build_policy(inputs: Inputs, groups: ParallelGroups) -> Policy:
         groups,
         parallel=config.parallel,
         dtype=inputs.dtype,
-        optimizer=config.optimizer,
+        optimizer=config.optimizer.over(config.optimizer_steps),
         recompute=config.model.recompute == "full",
         fp8=config.fp8,
     )
