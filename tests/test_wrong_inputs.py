@@ -43,6 +43,7 @@ CASES = [
     (f"{TRAIN} --optimizer.lr fast", ["optimizer.lr = 'fast'"]),
     (f"{TRAIN} --batch.mini-batches 3", ["rollout.prompts = 64", "batch.mini_batches = 3"]),
     (f"{TRAIN} --rollout.engine trt", ["rollout.engine = 'trt'", "'embedded' or 'vllm'"]),
+    (f"{TRAIN} --rollout.stop_token_ids [12,14]", ["rollout.stop_token_ids has [14]", "end at 13"]),
     (f"{TRAIN} --log.wandb yes", ["log.wandb = 'yes'", "'off', 'offline' or 'online'"]),
     (f"{TRAIN} --log.wandb online", ["log.wandb = online", "no API key", "wandb login"]),
     (f"{TRAIN} --data.validation none", ["evaluation.every > 0 needs data.validation"]),

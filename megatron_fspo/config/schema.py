@@ -103,6 +103,9 @@ class Rollout(Section):
         1.0, description="below 1 the sampler is not the policy: the old pass of the trainer ignores the cut"
     )
     max_response_tokens: PositiveInt = Field(description="longest response, stop token included")
+    stop_token_ids: tuple[NonNegativeInt, ...] = Field(
+        (), description="further tokens that end a response, besides the checkpoint's ends of text"
+    )
     max_batch: PositiveInt = Field(256, description="responses decoded side by side (KV-cache rows)")
     max_staleness: NonNegativeInt = Field(
         0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,16 +45,30 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
         )
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, checkpoint_dir: str | Path) -> tuple[int, ...]:
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, checkpoint_dir: str | Path, further: Iterable[int] = ()
+) -> tuple[int, ...]:
     """The ids that end a response: the tokenizer's eos, then those of ``generation_config.json``, each once.
 
-    Chat models list more than one there (Qwen3: ``<|im_end|>`` and ``<|endoftext|>``). Raises ``InputError``
-    if there is none at all, or if the file holds something else than token ids.
+    Chat models list more than one there (Qwen3: ``<|im_end|>`` and ``<|endoftext|>``).
+
+    Args:
+        further: ids that the user adds.
+
+    Raises:
+        InputError: there is none at all, the file holds something else than token ids, or ``further`` has
+            some that the tokenizer does not know.
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    unknown = [token for token in further if token >= len(tokenizer)]
+    if unknown:
+        raise InputError(
+            f"rollout.stop_token_ids has {unknown}; the tokenizer's ids end at {len(tokenizer) - 1}"
+        )
     path = Path(checkpoint_dir) / "generation_config.json"
     if path.is_file():
         ids += _generation_eos(path)
+    ids += further
     if not ids:
         raise InputError(
             f"{checkpoint_dir}: no stop token, neither an eos_token in tokenizer_config.json nor an"

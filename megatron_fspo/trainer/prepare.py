@@ -96,7 +96,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         backend=backend,
         arch=arch,
         tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids(tokenizer, config.model.checkpoint),
+        stop_token_ids=stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids),
         train=_prompts(train),
         validation=_prompts(validation),
         noise=noise[0],
@@ -142,7 +142,7 @@ def _check_vllm(config: Config, backend: Backend) -> None:
 def _tokenizer(config: Config, arch: Architecture) -> Any:
     tokenizer = load_tokenizer(config.model.checkpoint)
     check_vocabulary(tokenizer, arch.vocab_size)
-    stop_token_ids(tokenizer, config.model.checkpoint)
+    stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids)
     return tokenizer
 
 

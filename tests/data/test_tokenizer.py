@@ -83,6 +83,14 @@ def test_stop_token_ids(
     assert stop_token_ids(tokenizer, tmp_path) == expected
 
 
+def test_stop_token_ids_of_the_user(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert stop_token_ids(tokenizer, tmp_path, (7, 5)) == (EOS, 5, 7)
+    last = len(tokenizer) - 1
+    with pytest.raises(InputError, match=rf"stop_token_ids has \[{last + 1}\]; .* end at {last}"):
+        stop_token_ids(tokenizer, tmp_path, (last, last + 1))
+
+
 def test_stop_token_ids_of_a_tokenizer_without_eos(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
