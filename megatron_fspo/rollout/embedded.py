@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_fspo.rollout.engine import Arrived, Pending, Progress
@@ -41,7 +39,8 @@ class _Row:
     number: int
     """See :data:`~megatron_fspo.rollout.engine.Arrived`."""
     prompt: Prompt
-    draws: NDArray[np.float64]
+    draws: Sequence[float]
+    """Of its random stream, one a token."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
@@ -104,7 +103,7 @@ class EmbeddedEngine:
             _Row(
                 number=position * params.n + number,
                 prompt=prompts[position],
-                draws=uniforms(params.seed, prompts[position].index, number, params.max_tokens).numpy(),
+                draws=uniforms(params.seed, prompts[position].index, number, params.max_tokens).tolist(),
             )
             for position in mine
             for number in range(params.n)
@@ -153,7 +152,8 @@ class EmbeddedEngine:
     ) -> list[int]:
         """The token of every lane at ``position``: the prompt's, where it goes on, else a sampled one."""
         first = [lane[0] for lane in lanes]
-        draws = torch.tensor([row.draws[min(len(row.token_ids), params.max_tokens - 1)] for row in first])
+        drawn = [row.draws[min(len(row.token_ids), params.max_tokens - 1)] for row in first]
+        draws = torch.tensor(drawn, dtype=torch.float64)
         sampled, log_probs = sample(logits, draws, temperature=params.temperature, top_p=params.top_p)
         # Another token on one rank of a model, and it would stop while the others go on: one of them draws.
         sampled, log_probs = self._model.settle(torch.stack([sampled.double(), log_probs.double()]))
