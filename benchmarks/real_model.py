@@ -147,9 +147,9 @@ def examples(run: str) -> str:
     """Every tenth held-out response before and after."""
     lines = [f"# A tenth of the held-out responses, before and after ({run})", ""]
     problems = lines_of(RUNS / "smollm2/before/problems.jsonl")
-    prompts = {(row["dataset"], row["index"]): row for row in problems}
+    prompts = {(row["set"], row["index"]): row for row in problems}
     before, after = (
-        {(row["dataset"], row["index"], row["sample"]): row for row in lines_of(folder / "samples.jsonl")}
+        {(row["set"], row["index"], row["sample"]): row for row in lines_of(folder / "samples.jsonl")}
         for folder in (RUNS / "smollm2/before", RUNS / f"smollm2/after-{run}")
     )
     for key in sorted(before)[::10]:
