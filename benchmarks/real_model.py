@@ -21,7 +21,7 @@ import numpy as np
 from fairness import EXPONENTS
 from machine import ROOT, cpu
 from megatron_fspo.evaluation.table import AVERAGE
-from megatron_fspo.report.history import Records, read_records
+from megatron_fspo.report.history import Records, clip_rates, overall_rates, pooled_lre, read_records
 
 RUNS = ROOT / "runs"
 BINS = 4
@@ -85,14 +85,17 @@ def scores(results: dict[str, Any]) -> dict[str, Any]:
 
 def clipping(records: Records) -> dict[str, Any]:
     """Shares outside the band over length, of all off-policy records of a run."""
-    lengths, outside = records.length, records.out_of_band
-    edges = np.unique(np.quantile(lengths, np.linspace(0, 1, BINS + 1)))
-    places = np.clip(np.searchsorted(edges, lengths, side="right") - 1, 0, len(edges) - 2)
+    lre = pooled_lre(records)
+    bins = [
+        {"low": one.low, "high": one.high, "out_of_band": one.out_of_band}
+        for one in clip_rates(records, BINS)
+    ]
     return {
         "count": len(records),
-        "out_of_band": float(outside.mean()),
-        "edges": edges.tolist(),
-        "out_of_band by length": [float(outside[places == b].mean()) for b in range(len(edges) - 1)],
+        "out_of_band": overall_rates(records).out_of_band,
+        "lre": {"value": lre.mean, "low": lre.mean_interval[0], "high": lre.mean_interval[1]},
+        "lre by chance": lre.null_mean,
+        "by length": bins,
     }
 
 
@@ -130,16 +133,17 @@ def table(found: dict[str, Any]) -> str:
 
 
 def clip_table(found: dict[str, Any]) -> str:
-    """Share outside the band by length."""
-    lines = ["| run | out of band | by quantiles of length (tokens) |", "|---|---|---|"]
+    """Share outside the band by length, and how far acceptance depends on it."""
+    lines = ["| run | out of band | by length (tokens) | LRE | by chance |", "|---|---|---|---|---|"]
     for run, one in found.items():
         records = one["records"]
-        edges = records["edges"]
         bins = ", ".join(
-            f"{100 * rate:.0f}% ({low:.0f}–{high:.0f})"
-            for rate, low, high in zip(records["out_of_band by length"], edges[:-1], edges[1:], strict=True)
+            f"{100 * part['out_of_band']:.0f}% ({part['low']}–{part['high']})"
+            for part in records["by length"]
         )
-        lines.append(f"| {run} | {100 * records['out_of_band']:.1f}% | {bins} |")
+        lre = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**records["lre"])
+        cells = [f"{100 * records['out_of_band']:.1f}%", bins, lre, f"{records['lre by chance']:.2f}"]
+        lines.append(f"| {run} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
