@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", help="loss-seed")
+    parser.add_argument("runs", nargs="+", help="loss-seed; the first is FSPO's")
     parser.add_argument("--match", action="store_true", help="print widths only")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/real_model.json")
     args = parser.parse_args()
@@ -40,7 +40,12 @@ def main() -> None:
         print(json.dumps(matched(RUNS / f"smollm2-{args.runs[0]}"), indent=1))
         return
     found = {run: figures(run) for run in args.runs}
-    args.out.write_text(json.dumps({"machine": cpu(), "runs": found}, indent=1) + "\n", encoding="utf-8")
+    content = {
+        "machine": cpu(),
+        "matched": matched(RUNS / f"smollm2-{args.runs[0]}"),
+        "runs": found,
+    }
+    args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(table(found))
     print(clip_table(found))
     responses = args.out.with_name("real_model_responses.md")

@@ -1,7 +1,8 @@
-"""examples/smollm2: what needs no model. `make real` runs the rest."""
+"""examples/smollm2 and its page: what needs no model. `make real` runs the rest."""
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks import real_model
 from megatron_fspo.config.loading import load_config
 
-EXAMPLE = Path(__file__).parents[2] / "examples/smollm2"
+REPO = Path(__file__).parents[2]
+EXAMPLE = REPO / "examples/smollm2"
 sys.path.insert(0, str(EXAMPLE))
 import prepare  # noqa: E402
 
@@ -46,3 +49,18 @@ def test_no_question_is_trained_on_and_held_out(digits: int) -> None:
 def test_a_task_may_run_out_of_questions() -> None:
     with pytest.raises(SystemExit, match=r"chain_sum has only \d+ different questions"):
         prepare.questions(1, 500, 1)
+
+
+def test_the_page_has_the_figures_of_the_results() -> None:
+    results = json.loads((REPO / "benchmarks/results/real_model.json").read_text(encoding="utf-8"))
+    page = (REPO / "docs/real_model.md").read_text(encoding="utf-8")
+    assert real_model.table(results["runs"]) in page
+    assert real_model.clip_table(results["runs"]) in page
+
+
+@pytest.mark.parametrize("loss", ["rloo", "gspo"])
+def test_widths_are_those_that_match_the_first_run(loss: str) -> None:
+    results = json.loads((REPO / "benchmarks/results/real_model.json").read_text(encoding="utf-8"))
+    section = read(loss)["loss"]
+    for key, width in results["matched"][loss].items():
+        assert section[key] == pytest.approx(width, rel=5e-3)
