@@ -5,8 +5,8 @@
 
 The two take turns, in float32: prompts × samples responses of at most so many tokens, then the optimizer
 steps of all epochs. Both are data parallel, as TRL knows nothing else; TRL also runs as one process with
-all threads, and the faster of its two counts. Only ratios mean anything. The learning rate is next to
-nothing, so that the lengths stay what the model gives: tokens per second depend on them.
+all threads, and the faster of the two is what counts. Only ratios mean anything. The learning rate is next
+to nothing, so that the lengths stay what the model gives: tokens per second depend on them.
 """
 
 from __future__ import annotations
@@ -53,16 +53,24 @@ def main() -> None:
             rates["ours"] += ours(path, args, seed=turn + 1)
             rates["trl"] += theirs(path, args, processes=args.nproc, seed=turn + 1)
             rates["trl, one process"] += theirs(path, args, processes=1, seed=turn + 1)
-        best = max(median(rates["trl"]), median(rates["trl, one process"]))
-        ratio = median(rates["ours"]) / best
         results[str(path)] = {
             "machine": cpu(),
             "nproc": args.nproc,
             "tokens_per_second": rates,
-            "ratio": ratio,
         }
-        print(f"{path}: {ratio:.2f} x the response tokens per second of TRL")
-    args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(table(results))
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Response tokens per second as multiples of TRL's better count."""
+    lines = ["| configuration | ours | TRL, a process a core | TRL, one process |", "|---|---|---|---|"]
+    for path, found in results.items():
+        rates = {name: median(steps) for name, steps in found["tokens_per_second"].items()}
+        best = max(rates["trl"], rates["trl, one process"])
+        cells = [f"{rates[name] / best:.2f}" for name in ("ours", "trl", "trl, one process")]
+        lines.append(f"| `{path}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def ours(path: Path, args: argparse.Namespace, seed: int) -> list[float]:
