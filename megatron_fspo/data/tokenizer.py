@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 
 
 def stop_token_ids(
-    tokenizer: PreTrainedTokenizerBase, checkpoint_dir: str | Path, further: Iterable[int] = ()
+    tokenizer: PreTrainedTokenizerBase, checkpoint_dir: str | Path, further: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """The ids that end a response: the tokenizer's eos, then those of ``generation_config.json``, each once.
 
