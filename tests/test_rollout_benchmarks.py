@@ -1,11 +1,11 @@
-"""What docs/performance.md says of rollouts."""
+"""What docs/performance.md says of rollouts, and of steps beside TRL's."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from benchmarks import async_rollouts, rollout_client
+from benchmarks import against_trl, async_rollouts, rollout_client
 from launch import REPO
 from megatron_fspo.rollout.vllm.answers import read_completion
 from megatron_fspo.types import SamplingParams
@@ -24,6 +24,11 @@ def test_sampling_ahead() -> None:
     assert f"It finishes {report['steps_ratio']:.2f} times the steps" in page
     assert f"means of two runs of {report['steps']} steps" in page
     assert len(report["runs"]["sync"]) == len(report["runs"]["async"]) == 2
+
+
+def test_beside_trl() -> None:
+    report, page = measured("against_trl")
+    assert against_trl.table(report) in page
 
 
 def test_reading_responses() -> None:
