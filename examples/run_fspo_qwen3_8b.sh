@@ -10,18 +10,43 @@
 # TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds. With torchrun itself it is torchrun's 30 s, and then a kill: add
 # --shutdown-timeout 1800 before the file's name, since nothing in the file can.
 #
-# NPROC (default 8) is the number of processes the shell form starts; PYTHON the interpreter it uses.
+# The shell form reads from the environment:
+#   NPROC           processes per node (8; with --smoke 2)
+#   PYTHON          the interpreter (python3)
+#   NNODES          nodes (1), or MIN:MAX: after a failure the job goes on with what is left
+#   NODE_RANK       which of the nodes this is, from 0; the same line runs on every node
+#   MASTER_ADDR, MASTER_PORT   node 0 as the others see it, and a free port there (29500)
+#   MAX_RESTARTS    how often torchrun starts all ranks anew after one has failed (0)
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-python=${PYTHON:-python3}
+python=${PYTHON:-python3} nnodes=${NNODES:-1} node=${NODE_RANK:-0} restarts=${MAX_RESTARTS:-0}
 nproc=${NPROC:-8}
 for word in "$@"; do
-  if [ "$word" = --smoke ]; then nproc=2; fi
+  if [ "$word" = --smoke ]; then nproc=${NPROC:-2}; fi
 done
 export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Check the arguments once, here, where every error is one line, and exit status 2.
-WORLD_SIZE=$nproc "$python" "$0" --check "$@"
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" \
+
+if [ "$nnodes" = 1 ]; then
+  meet="--standalone"
+else
+  : "${NODE_RANK:?NNODES needs NODE_RANK, the number of this node}" "${MASTER_ADDR:?NNODES needs MASTER_ADDR}"
+  host=$([ "$node" = 0 ] && echo true || echo false)
+  meet="--nnodes $nnodes --rdzv-backend c10d --rdzv-endpoint $MASTER_ADDR:${MASTER_PORT:-29500}
+    --rdzv-conf is_host=$host"
+fi
+if [ "$restarts" != 0 ] || [ "$nnodes" != "${nnodes#*:}" ]; then
+  case " $* " in
+    *" --resume auto "*) ;;
+    *) echo "MAX_RESTARTS and NNODES=MIN:MAX need --resume auto: ranks that are started anew go on" >&2; exit 2 ;;
+  esac
+fi
+# Check the arguments once, here, where every error is one line, and exit status 2. Later nodes may come when
+# the first has begun to write.
+if [ "$node" = 0 ]; then
+  WORLD_SIZE=$((nproc * ${nnodes#*:})) "$python" "$0" --check "$@"
+fi
+# shellcheck disable=SC2086  # words
+exec "$python" -m torch.distributed.run $meet --nproc-per-node "$nproc" --max-restarts "$restarts" \
   --shutdown-timeout "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-1800}" "$0" "$@"
 ":"""
 

@@ -117,7 +117,10 @@ def test_training_with_evaluation_needs_validation_prompts(
         ("--vllm.urls ['http://h:1/','http://h:1']", "vllm.urls names http://h:1 twice"),
         ("--vllm.urls ['h:1']", "'h:1'"),
         ("--vllm.urls []", "vllm.urls"),
-        ("--vllm.urls ['http://10.0.0.7:1']", "vllm.address = 127.0.0.1 is this machine to itself only"),
+        (
+            "--vllm.urls ['http://10.0.0.7:1'] --vllm.address localhost",
+            "vllm.address = localhost is this machine to itself only",
+        ),
         ("--rollout.temperature 2.1", "rollout.temperature = 2.1: vLLM takes at most 2"),
         ("--evaluation.temperature 3", "evaluation.temperature = 3.0: vLLM takes at most 2"),
     ],
@@ -330,7 +333,7 @@ def test_report_of_a_folder_without_a_run(tmp_path: Path, capsys: pytest.Capture
     ("overrides", "said"),
     [
         (
-            "--loss.name gspo --config {no_c}",
+            "--config {gspo}",
             "calibrate measures the noise in FSPO's band; loss.name is gspo",
         ),
         (
@@ -345,11 +348,8 @@ def test_report_of_a_folder_without_a_run(tmp_path: Path, capsys: pytest.Capture
 def test_what_calibrate_refuses(
     overrides: str, said: str, refusal: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    config = tmp_path_factory.mktemp("config") / "run.toml"
-    lines = (REPO / CONFIG).read_text(encoding="utf-8").splitlines(keepends=True)
-    config.write_text(
-        "".join(x for x in lines if not x.startswith(("c_low", "c_high", "calibrate", 'name = "fspo')))
-    )
-    one = config.with_name("one.jsonl")
+    gspo = tmp_path_factory.mktemp("config") / "gspo.toml"
+    gspo.write_text('[loss]\nname = "gspo"')
+    one = gspo.with_name("one.jsonl")
     one.write_text('{"prompt_token_ids": [1], "token_ids": [2]}')
-    assert said in refusal(*overrides.format(no_c=config, one=one).split(), command="calibrate")
+    assert said in refusal(*overrides.format(gspo=gspo, one=one).split(), command="calibrate")

@@ -41,18 +41,55 @@ def test_nproc(given: str | None, seconds: int, monkeypatch: pytest.MonkeyPatch,
     assert launched.training_script == "megatron_fspo" and launched.training_script_args == ["train", *config]
 
 
-@pytest.mark.parametrize(("given", "seconds"), [(None, 1800), ("90", 90)])
-def test_the_script(given: str | None, seconds: int, tmp_path: Path) -> None:
-    python, log = tmp_path / "python", tmp_path / "log"
-    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {log}\n')
+def start_script(folder: Path, *words: str, **given: str) -> subprocess.CompletedProcess[str]:
+    """Run the script with an interpreter that writes its arguments to ``log``, a line per call."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {folder / "log"}\n')
     python.chmod(0o755)
-    env = environment(PYTHON=str(python), NPROC="4")
-    env.pop(NAME, None)
-    if given is not None:
-        env[NAME] = given
-    subprocess.run(["bash", SCRIPT, "--run.steps", "3"], cwd=REPO, env=env, check=True)
-    words = log.read_text().splitlines()
+    env = environment(PYTHON=str(python), **given)
+    for name in {NAME, "NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} - set(given):
+        env.pop(name, None)
+    return subprocess.run(["bash", SCRIPT, *words], cwd=REPO, env=env, capture_output=True, text=True)
+
+
+def calls(folder: Path) -> list[list[str]]:
+    return [line.split() for line in (folder / "log").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("given", "seconds"), [({}, 1800), ({NAME: "90"}, 90)])
+def test_the_script(given: dict[str, str], seconds: int, tmp_path: Path) -> None:
+    start_script(tmp_path, "--run.steps", "3", NPROC="4", **given).check_returncode()
+    check, words = calls(tmp_path)
+    assert check == [SCRIPT, "--check", "--run.steps", "3"]
     assert words[:2] == ["-m", "torch.distributed.run"]
     launched = parse_args(words[2:])
+    assert launched.standalone and launched.max_restarts == 0
     assert launched.shutdown_timeout == seconds and launched.nproc_per_node == "4"
     assert launched.training_script == SCRIPT and launched.training_script_args == ["--run.steps", "3"]
+
+
+@pytest.mark.parametrize(("node", "host"), [("0", "true"), ("1", "false")])
+def test_the_script_on_one_of_two_nodes(node: str, host: str, tmp_path: Path) -> None:
+    given = {"NNODES": "1:2", "NODE_RANK": node, "MASTER_ADDR": "node-a", "MAX_RESTARTS": "3"}
+    start_script(tmp_path, "--resume", "auto", **given).check_returncode()
+    *checks, words = calls(tmp_path)
+    assert len(checks) == (node == "0"), "the first has begun to write, perhaps, when another comes"
+    launched = parse_args(words[2:])
+    assert (launched.nnodes, launched.nproc_per_node, launched.max_restarts) == ("1:2", "8", 3)
+    assert (launched.rdzv_backend, launched.rdzv_endpoint) == ("c10d", "node-a:29500")
+    assert launched.rdzv_conf == f"is_host={host}"
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"NNODES": "2", "MASTER_ADDR": "node-a"}, "NODE_RANK"),
+        ({"NNODES": "2", "NODE_RANK": "1"}, "MASTER_ADDR"),
+        ({"MAX_RESTARTS": "1"}, "--resume auto"),
+        ({"NNODES": "1:2", "NODE_RANK": "1", "MASTER_ADDR": "node-a"}, "--resume auto"),
+    ],
+)
+def test_what_the_script_lacks_is_named(given: dict[str, str], name: str, tmp_path: Path) -> None:
+    done = start_script(tmp_path, **given)
+    assert done.returncode != 0 and not (tmp_path / "log").exists()
+    assert name in done.stderr and len(done.stderr.splitlines()) == 1

@@ -139,7 +139,11 @@ class VLLM(Section):
     transfer: Literal["gloo", "nccl", "disk"] = Field(
         "gloo", description="how new weights get there: broadcast through the CPU, or by NCCL; or as files"
     )
-    address: str = Field("127.0.0.1", description="this machine as the servers see it, for gloo and nccl")
+    address: str | None = Field(
+        None,
+        description="name or IP address of the first rank's machine as the servers see it, for gloo and nccl; "
+        "default: its address on the way to the first server of another machine, or 127.0.0.1",
+    )
     folder: Path | None = Field(
         None, description="for disk: a folder that trainer and servers see under the same name"
     )

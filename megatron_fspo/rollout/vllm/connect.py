@@ -11,7 +11,7 @@ import httpx
 from megatron_fspo.api_key import api_key
 from megatron_fspo.config import VLLM
 from megatron_fspo.errors import InputError
-from megatron_fspo.parallel.links import listen
+from megatron_fspo.parallel.links import address_towards, listen
 from megatron_fspo.rollout.vllm.engine import Leader
 from megatron_fspo.rollout.vllm.loop import Loop
 from megatron_fspo.rollout.vllm.pool import Pool
@@ -40,7 +40,7 @@ def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: boo
     if options.transfer == "nccl" and not cuda:
         raise InputError("vllm.transfer = nccl needs a trainer on GPUs; gloo and disk work everywhere")
     far = _far(urls)
-    if options.transfer != "disk" and far is not None and _is_loopback(options.address):
+    if options.transfer != "disk" and far and options.address and _is_loopback(options.address):
         raise InputError(
             f"vllm.address = {options.address} is this machine to itself only: name it as {far} sees it"
         )
@@ -95,16 +95,19 @@ def _sender(options: VLLM) -> Sender:
     if options.transfer == "disk":
         assert options.folder is not None
         return DiskSender(options.folder)
-    _check_address(options)
-    return BroadcastSender(options.transfer, address=options.address)
+    return BroadcastSender(options.transfer, address=_address(options))
 
 
-def _check_address(options: VLLM) -> None:
-    """Whether servers elsewhere can reach what listens on the address; asked on the machine that will listen.
+def _address(options: VLLM) -> str:
+    """What the group of the weights listens on; asked on the machine that will listen.
 
     Raises:
-        InputError: this machine does not have the address, or is all that it reaches.
+        InputError: this machine does not have the address given, or is all that it reaches; or there is no
+            way to the servers.
     """
+    far = _far(options.urls)
+    if options.address is None:
+        return "127.0.0.1" if far is None else _address_towards(far)
     try:
         with listen(options.address) as listener:
             found = listener.getsockname()[0]
@@ -113,12 +116,20 @@ def _check_address(options: VLLM) -> None:
             f"vllm.address = {options.address}: {error.strerror or error}; it has to be a name or address of "
             "this machine"
         ) from None
-    far = _far(options.urls)
     if far is not None and _is_loopback(found):
         raise InputError(
             f"vllm.address = {options.address} is {found} here, this machine to itself only: give the "
             f"address that {far} sees"
         )
+    return options.address
+
+
+def _address_towards(url: str) -> str:
+    server = httpx.URL(url)
+    try:
+        return address_towards(server.host, server.port or 80)
+    except OSError as error:
+        raise InputError(f"vllm.urls: there is no way to {url}: {error.strerror or error}") from None
 
 
 def _far(urls: Sequence[str]) -> str | None:
