@@ -18,6 +18,17 @@ HEAD = """\
 
 A run is one TOML file; `--section.key value` on the command line changes a key of it. A key that is not
 here is refused. Made by `make docs` from `megatron_fspo/config/`.
+
+`--config` may be given several times, for what differs from run to run in small files of its own:
+
+```
+megatron-fspo train --config examples/qwen3_8b/run.toml --config examples/qwen3_8b/rloo.toml
+```
+
+A later file changes the keys that it has, and the command line changes both. A key with a list or a table
+is replaced as a whole, so `[[data.validation]]` tables replace all of those before. A file that names another
+loss or correction (`[loss] name = ...`) replaces that section. `config.toml` in the run's folder has the
+result.
 """
 LIMITS = {"Gt": ("gt", ">"), "Ge": ("ge", "≥"), "Lt": ("lt", "<"), "Le": ("le", "≤")}
 

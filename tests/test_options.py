@@ -66,7 +66,7 @@ def values(field: FieldInfo) -> st.SearchStrategy[Any]:
             check.validate_python(value)
         except ValidationError:
             return False
-        return True
+        return value != "none"  # in a file the word for None
 
     return st.from_type(annotation).filter(legal)
 
@@ -181,6 +181,65 @@ def test_an_override_may_ask_for_a_correction(path: Path) -> None:
     words = ["--correction.name", "sequence_mask", "--correction.low", "0.25"]
     assert load_config(path, words).correction == SequenceMask(low=0.25)
     assert load_config(path, ["--correction.name=length_fair_gate"]).correction == LengthFairGate()
+
+
+def layers(folder: Path, *texts: str) -> list[Path]:
+    """Files over that of the required keys."""
+    paths = [folder / "run.toml", *(folder / f"layer{number}.toml" for number in range(len(texts)))]
+    for path, text in zip(paths[1:], texts, strict=True):
+        path.write_text(text, encoding="utf-8")
+    return paths
+
+
+def test_a_later_file_changes_the_keys_it_has(path: Path) -> None:
+    files = layers(path.parent, "[run]\nname = 'one'\nsteps = 4", "[run]\nsteps = 5\n[parallel]\ntensor = 2")
+    config = load_config(files, ["--parallel.tensor", "4"])
+    assert (config.run.name, config.run.steps, config.parallel.tensor) == ("one", 5, 4)
+    assert config.rollout == load_config(path).rollout
+    assert load_config(files[:1]) == load_config(path)
+
+
+def test_a_later_file_replaces_lists_and_tables_as_a_whole(path: Path) -> None:
+    two = "[[data.validation]]\nfile = 'a.jsonl'\n[[data.validation]]\nfile = 'b.jsonl'\n"
+    two += "[reward.also]\nformat = 1"
+    one = "[[data.validation]]\nfile = 'c.jsonl'\n[reward]\nalso = {make_sum = 0.5}"
+    config = load_config(layers(path.parent, two, one))
+    assert [found.title for found in config.data.validation_sets] == ["c"]
+    assert config.reward.also == {"make_sum": 0.5} and config.reward.name == "exact_match"
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "loss"),
+    [
+        ("c_low = 0.05", "name = 'rloo'\neps_low = 0.1", RLOOLoss(eps_low=0.1)),
+        ("c_low = 0.05", "c_high = 0.06", FSPOLoss(c_low=0.05, c_high=0.06)),
+        ("c_low = 0.05", "name = 'fspo'\nc_high = 0.06", FSPOLoss(c_low=0.05, c_high=0.06)),
+        ("name = 'rloo'\neps_low = 0.1", "eps_high = 0.3", RLOOLoss(eps_low=0.1, eps_high=0.3)),
+        ("name = 'rloo'\neps_low = 0.1", "name = 'fspo'", FSPOLoss()),
+    ],
+)
+def test_a_later_file_with_another_loss_replaces_it(path: Path, first: str, then: str, loss: Any) -> None:
+    assert load_config(layers(path.parent, f"[loss]\n{first}", f"[loss]\n{then}")).loss == loss
+
+
+@pytest.mark.parametrize(
+    ("texts", "words", "told"),
+    [
+        (["[run]\nsteps = 0", "[run]\nname = 'x'"], "", "{folder}/layer0.toml: run.steps = 0"),
+        (["[run]\nsteps = 0", "[run]\nsteps = -1"], "", "{folder}/layer1.toml: run.steps = -1"),
+        (["[run]\nstep = 1"], "", "{folder}/layer0.toml: unknown key run.step; did you mean run.steps?"),
+        (["[rnu]\nstep = 1"], "", "{folder}/layer0.toml: unknown key rnu; did you mean run?"),
+        (["run = 1"], "", "{folder}/layer0.toml: run = 1"),
+        (["[[data.train]]\nfile = 3"], "", "{folder}/layer0.toml: data.train[0].file = 3"),
+        (["[parallel]\nsequence = true"], "", "{folder}/run.toml + {folder}/layer0.toml: parallel.sequence"),
+        (["[run]\nsteps = 9"], "--run.steps 0", "{folder}/run.toml + {folder}/layer0.toml: run.steps = 0"),
+        (["[run"], "", "{folder}/layer0.toml: not TOML"),
+    ],
+)
+def test_what_is_wrong_is_told_of_its_file(path: Path, texts: list[str], words: str, told: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_config(layers(path.parent, *texts), words.split())
+    assert str(caught.value).startswith(told.format(folder=path.parent))
 
 
 def test_numbers_in_the_file_may_name_a_run(path: Path) -> None:

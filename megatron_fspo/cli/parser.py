@@ -18,6 +18,7 @@ Train a policy with FSPO (or RLOO, GSPO, GRPO, DAPO, CISPO) from a Hugging Face 
 One node, 2 processes:    megatron-fspo train --config examples/make_sum/run.toml --nproc 2
 Under torchrun:           torchrun --nproc-per-node 8 -m megatron_fspo train --config run.toml
 Change a key:             ... --loss.c-high 0.04 --run.name wider
+Change some for good:     ... --config run.toml --config wider.toml
 Check without training:   megatron-fspo train --config run.toml --check
 Continue a stopped run:   megatron-fspo train --config run.toml --resume
 Continue or start:        megatron-fspo train --config run.toml --resume auto
@@ -128,7 +129,7 @@ def make_parser() -> argparse.ArgumentParser:
     report.set_defaults(run=run.report)
 
     doctor = commands.add_parser("doctor", help="what is installed, what will be used, what is missing")
-    doctor.add_argument("--config", type=Path, metavar="FILE", help="a run: which attention its shapes get")
+    _add_files(doctor, "a run: which attention its shapes get")
     doctor.add_argument("--json", action="store_true", help="print one JSON line")
     doctor.set_defaults(run=run.doctor)
     return parser
@@ -145,7 +146,7 @@ def _add_verify(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     which = verify.add_mutually_exclusive_group()
     which.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="such as tp2.pp2.cp2; dp is the rest")
     which.add_argument("--all", action="store_true", help="every layout that fits the ranks (the default)")
-    verify.add_argument("--config", type=Path, metavar="FILE", help="a run: its layout, loss and small model")
+    _add_files(verify, "a run: its layout, loss and small model")
     verify.add_argument(
         "--dtype",
         nargs="+",
@@ -191,7 +192,7 @@ def _add_evaluate(commands: argparse._SubParsersAction[OneLineParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    evaluate.add_argument("--config", type=Path, metavar="FILE", help="a run, as TOML, in place of the flags")
+    _add_files(evaluate, "a run, as TOML, in place of the flags")
     evaluate.add_argument(
         "--model", type=Path, metavar="DIR", help="checkpoint: Hugging Face, or converted to Megatron"
     )
@@ -230,12 +231,7 @@ def _add_data(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     check.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="a checkpoint: lengths in tokens, its chat template"
     )
-    check.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="a run: its [data] and tokenizer, and its files if no FILE is given",
-    )
+    _add_files(check, "a run: its [data] and tokenizer, and its files if no FILE is given")
     check.add_argument("--json", action="store_true", help="print one JSON line")
     check.set_defaults(run=run.check_data)
 
@@ -271,8 +267,19 @@ def _add_serve(commands: argparse._SubParsersAction[OneLineParser]) -> None:
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the run, as TOML")
+    _add_files(parser, "the run, as TOML", required=True)
     _add_nproc(parser)
+
+
+def _add_files(parser: argparse.ArgumentParser, text: str, *, required: bool = False) -> None:
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        required=required,
+        metavar="FILE",
+        help=f"{text}; again for files that change keys of those before",
+    )
 
 
 def _add_nproc(parser: argparse.ArgumentParser) -> None:

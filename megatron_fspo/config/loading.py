@@ -18,37 +18,50 @@ from megatron_fspo.config.schema import Config
 from megatron_fspo.errors import InputError, InputErrors
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(files: Path | Sequence[Path], overrides: Sequence[str] = ()) -> Config:
     """The checked configuration of a run.
 
     Args:
-        path: a TOML file.
+        files: a TOML file; or several, of which a later one changes keys of those before. It replaces lists
+            and tables of a key as a whole, and all of ``[loss]`` or ``[correction]`` where it names another.
         overrides: command-line words, ``--loss.c-high 0.04`` or ``--loss.c-high=0.04``; values are read
             as TOML, and as plain strings where that fails or the key takes text (``--run.name 2026-10-17``).
             Dashes and underscores are the same.
 
     Raises:
         InputErrors: per wrong key a line that names the file, the key, the value and what is legal.
-        InputError: the file cannot be read.
+        InputError: a file cannot be read.
     """
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not TOML: {error}") from None
-    return make_config(tree, overrides, source=str(path))
+    tree: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    paths = [files] if isinstance(files, Path) else list(files)
+    for path in paths:
+        layer = _read_file(path)
+        _lay_over(tree, layer)
+        origins |= {f"{section}.{key}": str(path) for section, keys in layer.items()
+                    for key in (keys if isinstance(keys, dict) else ())}  # fmt: skip
+        origins |= dict.fromkeys(layer, str(path))
+    return make_config(tree, overrides, source=" + ".join(map(str, paths)), origins=origins)
 
 
-def make_config(tree: dict[str, Any], overrides: Sequence[str] = (), *, source: str) -> Config:
+def make_config(
+    tree: dict[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    source: str,
+    origins: Mapping[str, str] | None = None,
+) -> Config:
     """The same of a configuration that is read already.
 
     Args:
         tree: by section the keys and values; is changed.
         source: where it is from, for messages.
+        origins: by key, where that one is from.
     """
+    places = dict(origins or {})
     for key, value in _parse_overrides(overrides):
         _set(tree, key, value)
+        places.pop(key, None)
     for section in _UNIONS:
         if isinstance(tree.setdefault(section, {}), dict):
             tree[section].setdefault("name", _variants(section)[0])
@@ -58,8 +71,31 @@ def make_config(tree: dict[str, Any], overrides: Sequence[str] = (), *, source: 
     except ValidationError as error:
         wrong |= {key: line for key, line in _lines(error).items() if key not in wrong}
     if wrong:
-        raise InputErrors([f"{source}: {line}" for line in wrong.values()])
+        found = [f"{places.get(key.partition('[')[0], source)}: {line}" for key, line in wrong.items()]
+        raise InputErrors(found)
     return config
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not TOML: {error}") from None
+
+
+def _lay_over(tree: dict[str, Any], layer: dict[str, Any]) -> None:
+    """Change ``tree`` by the sections of a further file."""
+    for section, keys in layer.items():
+        below = tree.get(section)
+        if not (isinstance(keys, dict) and isinstance(below, dict)):
+            tree[section] = keys
+            continue
+        named = below.get("name", _variants(section)[0]) if section in _UNIONS else None
+        # Another loss has other keys. A file that names none changes the one that is there.
+        other = named is not None and keys.get("name", named) != named
+        tree[section] = keys if other else below | keys
 
 
 def save_config(config: Config, path: Path) -> None:
