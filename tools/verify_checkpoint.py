@@ -75,7 +75,7 @@ def _check_logits(first: Path, second: Path | None, layout: str) -> None:
         raise InputError("--logits compares two checkpoints")
     import_megatron()
 
-    from megatron_fspo.mcore.model import check_parallel
+    from megatron_fspo.mcore.sizes import check_parallel
     from megatron_fspo.verify.layouts import count_ranks, parse_layout
 
     check_parallel(read_architecture(first), parse_layout(layout, world_size=count_ranks(layout)).parallel)

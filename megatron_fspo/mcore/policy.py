@@ -22,11 +22,11 @@ from megatron_fspo.mcore.backend import Backend
 from megatron_fspo.mcore.model import (
     build_chunks,
     in_precision,
-    padded_vocab_size,
     transformer_config,
     wrap_for_training,
 )
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
+from megatron_fspo.mcore.sizes import padded_vocab_size
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import Totals, add_metrics, any_rank, means, share, sum_metrics

@@ -157,7 +157,7 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
     of neighbours within a pipeline stage.
 
     Args:
-        parallel: fits the world size (:func:`~megatron_fspo.mcore.model.check_world`).
+        parallel: fits the world size (:func:`~megatron_fspo.mcore.sizes.check_world`).
         seed: for weight initialisation; every rank of a model gets the same stream.
     """
     control = join(backend, parallel=parallel)

@@ -15,7 +15,7 @@ from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_
 from megatron_fspo.errors import InputError, InputErrors
 from megatron_fspo.mcore.backend import Backend, check_dtype, choose_backend
 from megatron_fspo.mcore.fp8 import check_fp8
-from megatron_fspo.mcore.model import check_parallel, check_trainable, check_world
+from megatron_fspo.mcore.sizes import check_parallel, check_trainable, check_world
 from megatron_fspo.objective.noise import Noise
 from megatron_fspo.rewards import check_reward
 from megatron_fspo.rollout.vllm.connect import check_options

@@ -14,7 +14,7 @@ from megatron_fspo.config import Config, Parallel
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import Backend, choose_backend
 from megatron_fspo.mcore.engine import engine_problem
-from megatron_fspo.mcore.model import check_parallel, check_trainable
+from megatron_fspo.mcore.sizes import check_parallel, check_trainable
 from megatron_fspo.verify import table
 from megatron_fspo.verify.cases import SMALL, narrow, with_layers
 from megatron_fspo.verify.layouts import Layout, all_layouts, parse_layout

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
-from megatron_fspo.mcore.model import check_parallel, check_trainable, check_world
+from megatron_fspo.mcore.sizes import check_parallel, check_trainable, check_world
 from megatron_fspo.verify.cases import SMALL as DENSE
 from megatron_fspo.weights import Architecture, Experts
 

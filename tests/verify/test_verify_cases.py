@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_fspo.config import Config, Parallel
 from megatron_fspo.losses import FSPOLoss, PolicyLossConfig
-from megatron_fspo.mcore.model import check_parallel
+from megatron_fspo.mcore.sizes import check_parallel
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.verify.cases import (
     LOSSES,

@@ -1,0 +1,68 @@
+"""Which layouts a model and a job can have; without Megatron, so that a plan needs none."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_fspo.config import Parallel
+from megatron_fspo.errors import InputError
+from megatron_fspo.weights import Architecture, check_tensor_parallel
+
+
+def padded_vocab_size(vocab_size: int, tensor: int) -> int:
+    """The vocabulary padded so that every tensor-parallel rank holds the same number of rows."""
+    return math.ceil(vocab_size / tensor) * tensor
+
+
+def check_parallel(arch: Architecture, parallel: Parallel) -> None:
+    """``InputError`` unless the model can be spread like this."""
+    try:
+        check_tensor_parallel(arch, parallel.tensor)
+    except InputError as error:
+        raise InputError(f"parallel.tensor = {parallel.tensor}: {error}") from None
+    chunks = parallel.pipeline * parallel.virtual_pipeline
+    if arch.num_layers % chunks:
+        raise InputError(
+            f"parallel.pipeline = {parallel.pipeline} x parallel.virtual_pipeline = "
+            f"{parallel.virtual_pipeline} does not divide the model's {arch.num_layers} layers"
+        )
+    if arch.experts is None:
+        if parallel.expert > 1:
+            raise InputError(f"parallel.expert = {parallel.expert}, but the model has no experts")
+        return
+    if arch.num_experts % parallel.expert:
+        raise InputError(
+            f"parallel.expert = {parallel.expert} does not divide the {arch.num_experts} experts of a layer"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        raise InputError(
+            f"parallel.tensor = {parallel.tensor} with a mixture of experts needs parallel.sequence = true"
+        )
+    if arch.experts.per_token == 1 and arch.experts.normalize_top_k:
+        raise InputError("num_experts_per_tok = 1 with norm_topk_prob = true: Megatron has no such router")
+
+
+def check_world(parallel: Parallel, world_size: int) -> None:
+    """``InputError`` unless so many ranks can be laid out like this."""
+    size = parallel.model_size
+    if world_size % size:
+        sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context")}
+        product = " x ".join(f"parallel.{name} = {n}" for name, n in sizes.items() if n > 1)
+        raise InputError(
+            f"{product} does not divide the world size {world_size}: "
+            f"start it with torchrun --nproc-per-node a multiple of {size}"
+        )
+    stage = world_size // parallel.pipeline
+    if stage % parallel.expert:
+        raise InputError(
+            f"parallel.expert = {parallel.expert} does not divide the {stage} ranks of a pipeline stage"
+        )
+
+
+def check_trainable(arch: Architecture) -> None:
+    """``InputError`` for models whose gradients were not verified."""
+    if arch.experts is not None:
+        raise InputError(
+            f"model.checkpoint is a mixture of experts ({arch.model_type}): training these is not verified "
+            "yet, converting and scoring them is"
+        )
