@@ -1,4 +1,4 @@
-"""``megatron-fspo train | verify | calibrate | evaluate | data | serve | report | doctor``.
+"""``megatron-fspo train | verify | calibrate | evaluate | data | serve | status | report | doctor``.
 
 Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, told in one line; 143 stopped
 by SIGTERM with a checkpoint to resume from.

@@ -168,6 +168,14 @@ def report(args: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
+def status(args: argparse.Namespace, _: list[str]) -> int:
+    from megatron_fspo.trainer.status import examine, render
+
+    found = examine(args.folder)
+    print(json.dumps(found.as_json()) if args.json else render(found))
+    return 1 if found.problems else 0
+
+
 def doctor(args: argparse.Namespace, _: list[str]) -> int:
     from megatron_fspo.doctor import examine, render
 

@@ -125,6 +125,16 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
 
     report = commands.add_parser("report", help="draw report/index.html of a run")
+    status = commands.add_parser(
+        "status",
+        help="what a run does, and which of its ranks are silent",
+        description="What the job of a run does, rank by rank, from its folder. Exit status 1: a rank is "
+        "silent, or the job is gone; 2: there is no such run.",
+    )
+    status.add_argument("folder", type=Path, help="the run's folder, such as runs/demo")
+    status.add_argument("--json", action="store_true", help="print one JSON line")
+    status.set_defaults(run=run.status)
+
     report.add_argument("folder", type=Path, help="the run's folder, such as runs/demo")
     report.set_defaults(run=run.report)
 

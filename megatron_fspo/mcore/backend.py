@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +40,14 @@ class Backend:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         else:
             torch.cuda.set_device(self.device)
+
+    def busy_seconds(self) -> float:
+        """A clock of what this process computes, to be compared with itself. On a CPU it stands still while
+        the thread waits; on a GPU it is read when all that was asked of the GPU is done."""
+        if self.device.type == "cpu":
+            return time.thread_time()
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def config_flags(self) -> dict[str, Any]:
         """The fields of ``TransformerConfig`` that depend on the machine."""

@@ -98,6 +98,8 @@ class Policy(Model):
     Attributes:
         optimizer: Megatron's.
         optimizer_steps: optimizer steps taken so far.
+        busy_seconds: what this rank took for its own micro-batches in :meth:`backward`, until it met the
+            other data-parallel ranks to reduce the gradient; whoever reads it sets it to 0.
     """
 
     def __init__(
@@ -123,6 +125,15 @@ class Policy(Model):
         self.config.grad_scale_func = self.optimizer.scale_loss
         self._scheduler = _learning_rates(self.optimizer, self._schedule)
         self.optimizer_steps = 0
+        self.busy_seconds = 0.0
+        self._began = 0.0
+        self._reduce = self.config.finalize_model_grads_func
+        self.config.finalize_model_grads_func = self._meet_and_reduce
+
+    def _meet_and_reduce(self, *args: Any, **kwargs: Any) -> None:
+        """Megatron's reduction of gradients, which the schedule calls at its end."""
+        self.busy_seconds += self.backend.busy_seconds() - self._began
+        self._reduce(*args, **kwargs)
 
     def weights_loaded(self) -> None:
         """Tell the optimizer that the parameters changed under it (bf16 keeps fp32 copies)."""
@@ -141,6 +152,7 @@ class Policy(Model):
         each metric over all ranks.
         """
         self.zero_gradients()
+        self._began = self.backend.busy_seconds()
         parts = run_schedule(self._ddp, micro_batches, loss.forward_step, forward_only=False)
         totals = sum_metrics(add_metrics(parts), group=self.groups.dp_cp) if parts else {}
         return share(totals, group=self.groups.pp, source=-1)

@@ -131,6 +131,11 @@ class Packs(Sequence[MicroBatch]):
         return self._columns
 
     @property
+    def tokens(self) -> int:
+        """Of all of them on this rank, padding included."""
+        return sum(batch.mask.numel() for batch in self._batches)
+
+    @property
     def totals(self) -> StepTotals:
         """Of the optimizer step of the first of them."""
         return self._batches[0].totals

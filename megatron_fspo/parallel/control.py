@@ -67,6 +67,7 @@ class Control:
         self._words = 0
         self._meetings: dict[str, int] = {}
         self._stop_here = False
+        self._waits = ""
         self._turns, self._quiet, self._looked = 0, 0.0, 0.0
 
     def tell(self, word: str) -> None:
@@ -180,7 +181,11 @@ class Control:
         """
         wait = Wait(self, what, seconds=seconds, stops=stops)
         if self._pulse is None:
-            yield wait
+            before, self._waits = self._waits, what
+            try:
+                yield wait
+            finally:
+                self._waits = before
             return
         before, self._pulse.waits = self._pulse.waits, what
         self._turns, self._quiet, self._looked = self._pulse.turns, 0.0, time.monotonic()
@@ -188,6 +193,11 @@ class Control:
             yield wait
         finally:
             self._pulse.waits = before
+
+    @property
+    def waits(self) -> str:
+        """What this rank waits for, outside of collectives; "" while it works."""
+        return self._waits if self._pulse is None else self._pulse.waits
 
     def check(self) -> None:
         """Nothing, while the job is well.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from megatron_fspo.trainer.folder import (
     remove_old_checkpoints,
     write_config,
 )
+from megatron_fspo.trainer.heart import beating
 from megatron_fspo.trainer.log import RunLog
 from megatron_fspo.trainer.losses import LossState, unfinished_calibration
 from megatron_fspo.trainer.made_with import check_made_with, made_with
@@ -68,6 +70,8 @@ class Training:
     """Seconds of the phases of the step under way."""
     under_way: Step | None = None
     """The step whose optimizer steps are being taken."""
+    slow_for: dict[int, int] = field(default_factory=dict)
+    """Rank → steps in a row in which it was slow; the same on all ranks."""
     saving: Saving | None = None
     """The checkpoint whose files are being written."""
 
@@ -100,6 +104,17 @@ class Training:
             )
             if not asynchronous:
                 self.saving.written(wait=True)
+
+    def beating(self, job: str) -> AbstractContextManager[None]:
+        """Signs of life in the folder of the run; ``job`` is the nonce of its lock."""
+        return beating(
+            self.inputs.config.run_folder,
+            job,
+            self.log.activity,
+            lambda: self.groups.control.waits,
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+        )
 
     def stopping(self) -> bool:
         """Whether the job was asked to stop; the same on all ranks. Collective."""

@@ -29,8 +29,13 @@ def checkpoint_folder(config: Config, step: int, updates: int = 0) -> Path:
 
 def checkpoints(config: Config) -> list[Path]:
     """Complete checkpoints, oldest first. (One still being written has another name.)"""
+    return checkpoints_in(config.run_folder)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The same, of the run in ``folder``."""
     found = {}
-    for path in (config.run_folder / "checkpoints").glob("step_*"):
+    for path in (folder / "checkpoints").glob("step_*"):
         if match := _CHECKPOINT.fullmatch(path.name):
             found[int(match[1]), int(match[2] or 0)] = path
     return [found[place] for place in sorted(found)]

@@ -203,14 +203,14 @@ def _wait_until_gone(
         raise _held(path, owner)
     if lives is False:
         return
-    began, first = time.monotonic(), _refreshed(path)
-    age = _now(path.parent) - first
+    began, first = time.monotonic(), refreshed(path)
+    age = now_there(path.parent) - first
     if age < STALE_SECONDS:
         say(f"{path} is held by {_named(owner)}: looking for {STALE_SECONDS - age:.0f} s whether it lives")
     while age + time.monotonic() - began < STALE_SECONDS:
         pause()
         time.sleep(POLL_SECONDS)
-        if _refreshed(path) != first:
+        if refreshed(path) != first:
             raise _held(path, owner)
 
 
@@ -242,7 +242,7 @@ def _named(owner: Owner | None) -> str:
     return str(owner) if owner is not None else "an unknown process"
 
 
-def _refreshed(path: Path) -> float:
+def refreshed(path: Path) -> float:
     """When, on the file system's clock. Opened first: then a network file system asks its server."""
     try:
         with path.open("rb") as file:
@@ -251,7 +251,7 @@ def _refreshed(path: Path) -> float:
         return float("inf")
 
 
-def _now(folder: Path) -> float:
+def now_there(folder: Path) -> float:
     """The file system's clock."""
     probe = folder / f"{LOCK}.{secrets.token_hex(4)}"
     with probe.open("xb") as file:

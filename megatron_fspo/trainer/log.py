@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.trainer.heart import Activity
 from megatron_fspo.trainer.records import SequenceRecord
 
 METRICS = "metrics.jsonl"
@@ -45,6 +46,8 @@ class RunLog:
         self._folder = config.run_folder
         self._wandb: Any = None
         self._told: dict[str, int] = {}
+        self.activity = Activity()
+        """Of this rank; each has its own."""
         if not writer:
             return
         kept = {name: _up_to(self._folder / name, resume_step) for name in (METRICS, SEQUENCES, SAMPLES)}
@@ -107,11 +110,17 @@ class RunLog:
         self, name: str, total: int, unit: str, timings: dict[str, float]
     ) -> Iterator[Callable[[int], None]]:
         """A progress bar on a terminal, and the seconds of the phase as ``timing_s/<name>``."""
+
+        def progress(count: int) -> None:
+            self.activity.progressed()
+            bar.update(count)
+
         began = time.perf_counter()
         # disable=None: no bar where standard error is not a terminal.
         disable = None if self._writer else True
-        with tqdm(total=total, desc=f"{name:>14}", unit=unit, leave=False, disable=disable) as bar:
-            yield bar.update
+        bar = tqdm(total=total, desc=f"{name:>14}", unit=unit, leave=False, disable=disable)
+        with bar, self.activity.during(name):
+            yield progress
         seconds = time.perf_counter() - began
         timings[f"timing_s/{name}"] = timings.get(f"timing_s/{name}", 0.0) + seconds
 

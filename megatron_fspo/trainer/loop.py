@@ -19,6 +19,7 @@ from megatron_fspo.trainer.folder import Resume
 from megatron_fspo.trainer.optimize import optimize, update_metrics
 from megatron_fspo.trainer.place import Place, in_folder
 from megatron_fspo.trainer.prepare import Inputs
+from megatron_fspo.trainer.slow import slow_rank_metrics
 
 
 def train(inputs: Inputs, *, resume: Resume) -> bool:
@@ -32,7 +33,7 @@ def train(inputs: Inputs, *, resume: Resume) -> bool:
     """
     with in_folder(inputs, resume) as place:
         run = build(inputs, place.checkpoints, older=resume == "auto")
-        with run.grader or nullcontext():
+        with run.grader or nullcontext(), run.beating(place.job):
             return _train(run, place)
 
 
@@ -80,6 +81,7 @@ def train_step(run: Training) -> dict[str, float] | None:
         steps before it, if no optimizer step was taken yet, else of all that was done.
     """
     run.timings.clear()
+    run.log.activity.step = run.step + 1
     began = time.perf_counter()
     cursor = run.queue.state_dict()
     if run.under_way is None:
@@ -97,9 +99,10 @@ def train_step(run: Training) -> dict[str, float] | None:
         run.save(wait=True)
         return None
     run.under_way = None
-    metrics = step.metrics | update_metrics(run, step)
+    metrics = step.metrics | update_metrics(run, step) | slow_rank_metrics(run, step)
 
-    run.engine.update_weights(run.step + 1)
+    with run.log.phase("update_weights", 1, "", run.timings):
+        run.engine.update_weights(run.step + 1)
     metrics |= run.engine.metrics()
 
     seconds = time.perf_counter() - began

@@ -28,6 +28,8 @@ class Place:
     """That the run may go on from, oldest first, as the first rank found them."""
     lock: FolderLock | None
     """On the first rank."""
+    job: str
+    """The nonce of the lock."""
 
     def check(self) -> None:
         """Nothing, while the folder is this job's.
@@ -74,7 +76,7 @@ def _agreed(inputs: Inputs, control: Control, lock: FolderLock | None, resume: R
         control.tell(json.dumps([nonce, names]))
     prove_folder_is_shared(inputs, control, nonce)
     parent = checkpoint_folder(inputs.config, 0).parent
-    return Place(checkpoints=tuple(parent / name for name in names), lock=lock)
+    return Place(checkpoints=tuple(parent / name for name in names), lock=lock, job=nonce)
 
 
 def _say(line: str) -> None:

@@ -69,8 +69,8 @@ def prove_folder_is_shared(inputs: Inputs, control: Control, nonce: str) -> None
         host, place, _ = every[blind[0]]
         raise InputError(
             f"run.folder: what rank 0 ({every[0][0]}, started in {every[0][1]}) wrote in {folder} is not "
-            f"seen by {_ranks(blind)} ({host}, started in {place}): all nodes need one shared folder, named "
-            "by its full path"
+            f"seen by {named_ranks(blind)} ({host}, started in {place}): all nodes need one shared folder, "
+            "named by its full path"
         )
 
 
@@ -86,7 +86,9 @@ def difference(every: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
         for rank, (_, facts) in enumerate(every):
             having.setdefault(facts.get(name, _NOTHING), []).append(rank)
         if len(having) > 1:
-            parts = (f"{value} on {_ranks(ranks)} ({every[ranks[0]][0]})" for value, ranks in having.items())
+            parts = (
+                f"{value} on {named_ranks(ranks)} ({every[ranks[0]][0]})" for value, ranks in having.items()
+            )
             return f"{name} differs between ranks: {'; '.join(parts)}"
     return None
 
@@ -145,7 +147,7 @@ def _gather(mine: Any) -> list[Any]:
     return every
 
 
-def _ranks(numbers: Sequence[int]) -> str:
+def named_ranks(numbers: Sequence[int]) -> str:
     """``rank 3`` or ``ranks 0-3, 8``."""
     ranges: list[list[int]] = []
     for number in numbers:

@@ -102,7 +102,8 @@ def collect_and_grade(
     if is_first_of_copy(groups):
         for position, row in zip(batch.mine, completions, strict=True):
             held |= dict(enumerate(row, start=position * batch.samples))
-    verdicts, failures = _awaited(batch.verdicts)
+    with groups.control.waiting("grades"):
+        verdicts, failures = _awaited(batch.verdicts)
     table = torch.zeros(len(batch.prompts) * batch.samples, len(COLUMNS), dtype=torch.float64)
     for number, completion in held.items():
         table[number, :-GRADES] = torch.tensor(describe(completion, groups.dp.rank()), dtype=torch.float64)

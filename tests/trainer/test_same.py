@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch import REPO, forked
-from megatron_fspo.trainer.same import _ranks, difference
+from megatron_fspo.trainer.same import difference, named_ranks
 from runs import CONFIG
 
 MAKE_SUM = REPO / "examples/make_sum"
@@ -33,7 +33,7 @@ def test_what_differs_is_named_with_its_ranks() -> None:
     ],
 )
 def test_ranks_are_named_in_ranges(ranks: list[int], text: str) -> None:
-    assert _ranks(ranks) == text
+    assert named_ranks(ranks) == text
 
 
 def train(nodes: Path, folder: str, validation: str) -> subprocess.CompletedProcess[str]:
