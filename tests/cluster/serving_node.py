@@ -1,0 +1,50 @@
+"""``megatron-fspo serve`` on a node of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from launch import environment
+from nodes import Nodes, environment_of_a_node
+
+PORT = 8000
+KEY = "a-secret-of-32-letters-and-digits"
+
+
+@contextmanager
+def serving_on(nodes: Nodes, node: str, checkpoint: Path, folder: Path) -> Iterator[str]:
+    """A real vLLM of a checkpoint; its URL. :data:`KEY`, its secret, is in the environment meanwhile."""
+    log = folder / "vllm.log"
+    words = [
+        "--model",
+        str(checkpoint),
+        "--host",
+        nodes.address(node),
+        "--port",
+        str(PORT),
+        "--log",
+        str(log),
+    ]
+    words += ["--dtype", "float32", "--", "--max-model-len", "128", "--max-num-seqs", "32"]
+    os.environ["VLLM_API_KEY"] = KEY
+    # By itself every server binds its worker to the first core, where others would be in the way.
+    env = environment_of_a_node(environment(VLLM_CPU_OMP_THREADS_BIND="nobind"))
+    out = log.with_suffix(".out")
+    with out.open("w") as file:
+        program = [sys.executable, "-m", "megatron_fspo", "serve", *words]
+        process = nodes.start(node, program, env=env, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        while "is ready" not in out.read_text():
+            assert process.poll() is None, out.read_text() + log.read_text(errors="replace")[-3000:]
+            time.sleep(0.2)
+        yield f"http://{node}:{PORT}"
+    finally:
+        del os.environ["VLLM_API_KEY"]
+        process.terminate()
+        process.wait(60)

@@ -1,0 +1,330 @@
+"""Take something away from a job on two nodes at random moments, and see that it goes on.
+
+    python tests/cluster/survive.py [--each 20] [--kinds rank agent node server full read-only] [--seed 1]
+
+Two nodes (see ``nodes.py``) with a rank each train the tiny model by the launch script, with
+``MAX_RESTARTS=3`` and ``--resume auto``; for ``server`` with a vLLM on a third. What is taken away comes back
+once the job has said a line about it, and an agent that ended is started again, as Kubernetes and Slurm do.
+At its end every run is compared with an undisturbed one: numbers, responses, checkpoints, export. The result
+is a table.
+
+A job has to go on by itself, or to say within two minutes in one line what it lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "trainer")]
+
+from kill_checks import at_end  # noqa: E402
+from launch import REPO, environment  # noqa: E402
+from nodes import Nodes, environment_of_a_node, why_not  # noqa: E402
+from runs import rows  # noqa: E402
+from serving_node import serving_on  # noqa: E402
+
+TRAINERS, SERVER = ("node-a", "node-b"), "vllm-0"
+KINDS = ("rank", "agent", "node", "server", "full", "read-only")
+WITHIN = 120.0
+"""Seconds until a job goes on or says what it lost."""
+SETTINGS = (
+    "--smoke --parallel.tensor 1 --parallel.sequence false --run.steps 8 --checkpoint.every 2 "
+    "--checkpoint.keep 2 --rollout.prompts 8 --rollout.samples 4 --rollout.max_response_tokens 40 "
+    "--batch.mini_batches 4 --optimizer.warmup_steps 0 --evaluation.every 4 --resume auto"
+).split()
+NAMES = re.compile(r"^megatron-fspo: .*", re.MULTILINE)
+
+
+@dataclass(kw_only=True)
+class Incident:
+    """Something taken away once."""
+
+    kind: str
+    victim: str
+    step: int
+    """Steps done by then."""
+    line: str = ""
+    """The first that the job said of it; a rank that torchrun starts again needs none."""
+    seconds: float = 0.0
+    """Until the line, or the next step where there is none."""
+    went_on: float = 0.0
+    """Seconds until the next step."""
+    started_again: int = 0
+    """Agents that had ended, and that the scheduler of a cluster would start again."""
+
+
+@dataclass
+class Job:
+    """A run on two nodes, and what starts its agents."""
+
+    nodes: Nodes
+    folder: Path
+    name: str
+    extra: tuple[str, ...] = ()
+    agents: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+
+    @property
+    def run(self) -> Path:
+        return self.folder / self.name
+
+    def start(self, node: str) -> None:
+        given = {"NNODES": "2", "NODE_RANK": str(TRAINERS.index(node)), "NPROC": "1", "MAX_RESTARTS": "3"}
+        given |= {"MASTER_ADDR": TRAINERS[0], "PYTHON": sys.executable}
+        words = ["bash", str(REPO / "examples/run_fspo_qwen3_8b.sh"), *SETTINGS]
+        words += ["--run.folder", str(self.folder), "--run.name", self.name, *self.extra]
+        with self.log(node).open("a") as log:
+            self.agents[node] = self.nodes.start(
+                node, words, env=environment_of_a_node(environment()) | given, stdout=log, stderr=log
+            )
+
+    def log(self, node: str) -> Path:
+        """Of all agents of a node, outside the storage that may be taken away."""
+        return self.folder.parent / f"{self.name}.{node}.log"
+
+    def start_ended(self) -> int:
+        """As a scheduler does; returns how many had to be."""
+        ended = [node for node, agent in self.agents.items() if agent.poll() not in (None, 0)]
+        for node in ended:
+            self.start(node)
+        return len(ended)
+
+    @property
+    def done(self) -> bool:
+        return all(agent.poll() == 0 for agent in self.agents.values())
+
+    @property
+    def steps(self) -> int:
+        return max((row["step"] for row in rows(self.folder, self.name)), default=0)
+
+    def said(self) -> dict[Path, int]:
+        """How long the logs are."""
+        return {log: log.stat().st_size for log in map(self.log, TRAINERS)}
+
+    def since(self, before: dict[Path, int]) -> str:
+        """What the logs say since they had these lengths."""
+        return "\n".join(log.read_bytes()[size:].decode(errors="replace") for log, size in before.items())
+
+    def ranks(self, node: str) -> list[psutil.Process]:
+        found = []
+        with suppress(psutil.Error):
+            for child in psutil.Process(self.agents[node].pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    if "RANK" in child.environ():
+                        found.append(child)
+        return found
+
+    def end(self) -> None:
+        for agent in self.agents.values():
+            with suppress(ProcessLookupError):
+                os.killpg(agent.pid, 9)
+            agent.wait()
+
+
+Undo = Callable[[], None]
+
+
+def take_away(kind: str, job: Job, storage: Path, chance: random.Random) -> tuple[str, Undo] | None:
+    """Returns what was taken, and what brings it back; None where there is nothing to take just now."""
+    node = chance.choice(TRAINERS)
+    if kind == "rank":
+        if not (ranks := job.ranks(node)):
+            return None
+        ranks[0].kill()
+        return f"the rank on {node}", lambda: None
+    if kind == "agent":
+        if job.agents[node].poll() is not None:
+            return None
+        job.agents[node].kill()
+        return f"the agent of {node}", lambda: None
+    if kind == "node":
+        job.nodes.cut(node)
+        return node, lambda: job.nodes.mend(node)
+    if kind == "server":
+        cores = [p for p in psutil.process_iter() if "EngineCore" in p.name()]
+        if not cores:
+            return None
+        cores[0].kill()
+        return "vLLM's engine", lambda: None
+    if kind == "full":
+        filler = storage / "filler"
+        with filler.open("wb") as file, suppress(OSError):
+            while True:
+                file.write(b"0" * 2**16)
+                file.flush()
+        return "the space on the disk", filler.unlink
+    _remount(storage, "ro")
+    return "the right to write", lambda: _remount(storage, "rw")
+
+
+def _remount(storage: Path, mode: str) -> None:
+    """Not while a file is open for writing, so it is tried until it works."""
+    while subprocess.run(["mount", "-o", f"remount,{mode}", storage], capture_output=True).returncode:
+        time.sleep(0.01)
+
+
+def watch(job: Job, incident: Incident, before: dict[Path, int], undo: Undo) -> None:
+    """Until the job is at work again: bring back what it missed, and start what has ended.
+
+    Raises:
+        TimeoutError: it is not.
+    """
+    began = time.monotonic()
+    kept = incident.kind in ("node", "full", "read-only")  # what does not come back by itself
+    while True:
+        time.sleep(0.1)
+        seconds = time.monotonic() - began
+        text = job.since(before)
+        if not incident.line and (found := NAMES.search(text)):
+            incident.line, incident.seconds = found.group().removeprefix("megatron-fspo: "), seconds
+        if kept and (incident.line or seconds > WITHIN):
+            kept = False
+            undo()
+        if not kept:
+            incident.started_again += job.start_ended()
+        if job.done or (not kept and re.search(rf"^step +{incident.step + 1}/", text, re.MULTILINE)):
+            incident.went_on = seconds
+            incident.seconds = incident.seconds or seconds
+            return
+        if seconds > 900:
+            raise TimeoutError(f"{incident}: not at work again; the logs are {[*before]}:\n{text[-3000:]}")
+
+
+def strike(kind: str, job: Job, storage: Path, chance: random.Random, longest: float) -> Incident | None:
+    """Take something away at a random moment; None if the run ended before."""
+    wait = time.monotonic() + chance.uniform(0, longest)
+    while time.monotonic() < wait:
+        if job.done:
+            return None
+        time.sleep(0.05)
+    while not job.done:
+        before, step = job.said(), job.steps
+        if (taken := take_away(kind, job, storage, chance)) is None:
+            time.sleep(0.2)
+            continue
+        incident = Incident(kind=kind, victim=taken[0], step=step)
+        watch(job, incident, before, taken[1])
+        return incident
+    return None
+
+
+@contextmanager
+def storage_of(folder: Path, mebibytes: int = 256) -> Iterator[Path]:
+    """A disk of its own, small enough to be filled."""
+    storage = folder / "storage"
+    storage.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "none", storage], check=True)
+    try:
+        yield storage
+    finally:
+        subprocess.run(["umount", "--lazy", storage], check=True)
+
+
+def undisturbed(nodes: Nodes, runs: Path, extra: tuple[str, ...]) -> tuple[Path, float]:
+    """The run to compare with, which keeps its checkpoints, and its seconds."""
+    began = time.monotonic()
+    whole = Job(nodes, runs, "whole", (*extra, "--checkpoint.keep", "100"))
+    for node in TRAINERS:
+        whole.start(node)
+    for agent in whole.agents.values():
+        assert agent.wait(600) == 0, "\n".join(whole.log(node).read_text() for node in TRAINERS)
+    return whole.run, time.monotonic() - began
+
+
+def survive(kind: str, each: int, nodes: Nodes, folder: Path, chance: random.Random) -> list[str]:
+    """So many incidents of a kind, over as many runs as it takes; prints each, and returns what is wrong."""
+    problems: list[str] = []
+    found: list[Incident] = []
+    with ExitStack() as stack:
+        storage = stack.enter_context(storage_of(folder))
+        extra: tuple[str, ...] = ()
+        if kind == "server":
+            checkpoint = _with_wide_heads(folder)
+            url = stack.enter_context(serving_on(nodes, SERVER, checkpoint, folder))
+            extra = ("--rollout.engine", "vllm", "--vllm.urls", json.dumps([url]))
+            extra += ("--model.checkpoint", str(checkpoint), "--loss.entropy_coef", "0.1")
+            extra += ("--parallel.silence_seconds", "300", "--reward.max_steps_without_spread", "0")
+        whole, seconds = undisturbed(nodes, storage, extra)
+        number = 0
+        while len(found) < each:
+            number += 1
+            job = Job(nodes, storage, f"run-{number}", extra)
+            stack.callback(job.end)
+            for node in TRAINERS:
+                job.start(node)
+            while len(found) < each and (incident := strike(kind, job, storage, chance, seconds)):
+                found.append(incident)
+                print(json.dumps(incident.__dict__), flush=True)
+            while not job.done:
+                job.start_ended()
+                time.sleep(0.2)
+            wrong = at_end(job.run, whole, keep=2, exact=kind != "server")
+            print(f"  run {number}: {'; '.join(wrong) or 'as the undisturbed run'}", flush=True)
+            problems += [f"{kind}, run {number}: {one}" for one in wrong]
+    problems += [f"not within {WITHIN:.0f} s: {one}" for one in found if one.seconds > WITHIN]
+    print(row(kind, found, problems), flush=True)
+    return problems
+
+
+def row(kind: str, found: Sequence[Incident], problems: Sequence[str]) -> str:
+    """Of the table in docs/cluster.md."""
+    alone = sum(not one.started_again for one in found)
+    lines = sorted((one.line for one in found if one.line), key=len) or [""]
+    cells = [
+        kind,
+        str(len(found)),
+        str(alone),
+        f"{max(one.seconds for one in found):.0f}",
+        f"{max(one.went_on for one in found):.0f}",
+        "; ".join(problems) or "equal",
+        f"`{lines[len(lines) // 2]}`" if lines[0] else "",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _with_wide_heads(folder: Path) -> Path:
+    """The tiny model, hardly trained, with the head size that vLLM wants on a CPU."""
+    make = [sys.executable, "examples/make_sum/make_checkpoint.py", "--head-dim", "32", "--steps", "2"]
+    subprocess.run(
+        [*make, "--out", folder / "model"], cwd=REPO, env=environment(), check=True, capture_output=True
+    )
+    return folder / "model/checkpoint"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--each", type=int, default=20, help="incidents of a kind")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    if (reason := why_not()) is not None:
+        parser.error(reason)
+    problems = []
+    for kind in args.kinds:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            with Nodes([*TRAINERS, SERVER], folder / "hosts") as nodes:
+                problems += survive(kind, args.each, nodes, folder, random.Random(f"{args.seed} {kind}"))
+    for problem in problems:
+        print(problem)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
