@@ -1,4 +1,5 @@
-"""What a save takes in memory at its peak: 135M parameters in bf16, resident bytes per parameter and rank.
+"""What a save takes in memory at its peak: 135M parameters in bf16, resident bytes per parameter and rank;
+and what a load takes in time.
 
 torchrun --standalone --nproc-per-node 2 benchmarks/checkpoint_memory.py --distributed-optimizer
 """
@@ -94,6 +95,15 @@ def main() -> None:
         f"{free if args.asynchronous else seconds:.1f}",
         flush=True,
     )
+    if args.package == REPO:
+        began = time.perf_counter()
+        checkpoint._check_files(folder / "saved")
+        dist.barrier()
+        hashed = time.perf_counter() - began
+        checkpoint.load_checkpoint(policy, folder / "saved")
+        loaded = time.perf_counter() - began - hashed
+        print(f"rank {dist.get_rank()}: a load takes {loaded:.1f} s, {hashed:.1f} s of them for the hashes")
+    dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
     dist.destroy_process_group()

@@ -4,15 +4,15 @@
 reads TOML and command-line words.
 """
 
+from megatron_fspo.config.checkpoint import Checkpoint
 from megatron_fspo.config.data import Data, DataSet
 from megatron_fspo.config.evaluation import Evaluation
+from megatron_fspo.config.log import Log
 from megatron_fspo.config.reward import Reward
 from megatron_fspo.config.schema import (
     VLLM,
     Batch,
-    Checkpoint,
     Config,
-    Log,
     Model,
     Optimizer,
     Parallel,

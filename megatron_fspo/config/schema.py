@@ -11,10 +11,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from megatron_fspo.config.checkpoint import Checkpoint
 from megatron_fspo.config.correction import CorrectionConfig, NoCorrection
 from megatron_fspo.config.data import Data
 from megatron_fspo.config.evaluation import Evaluation
 from megatron_fspo.config.fp8 import FP8
+from megatron_fspo.config.log import Log
 from megatron_fspo.config.reward import Reward
 from megatron_fspo.losses import FSPOLoss, PolicyLossConfig
 from megatron_fspo.section import Section, UnitInterval
@@ -141,8 +143,8 @@ class VLLM(Section):
     )
     address: str | None = Field(
         None,
-        description="name or IP address of the first rank's machine as the servers see it, for gloo and nccl; "
-        "default: its address on the way to the first server of another machine, or 127.0.0.1",
+        description="name or IP address of the first rank's machine as the servers see it, for gloo and "
+        "nccl; default: its address on the way to the first server of another machine, or 127.0.0.1",
     )
     folder: Path | None = Field(
         None, description="for disk: a folder that trainer and servers see under the same name"
@@ -215,33 +217,6 @@ class Optimizer(Section):
         # A run that ends within the warm-up comes to no decay.
         decay_steps = self.lr_decay_steps or max(steps, self.warmup_steps + 1)
         return self.model_copy(update={"lr_decay_steps": decay_steps})
-
-
-class Checkpoint(Section):
-    """What a run can resume from."""
-
-    every: NonNegativeInt = Field(
-        10, description="steps between checkpoints, also after the last and on SIGTERM; 0: only then"
-    )
-    keep: PositiveInt = Field(2, description="newest checkpoints to keep")
-    asynchronous: bool = Field(
-        False,
-        description="train on while files are written, from a copy in host memory of each rank's part "
-        "(up to 14 bytes per parameter of it); the checkpoint appears after the step that finds them written",
-    )
-
-
-class Log(Section):
-    """Besides the console and metrics.jsonl."""
-
-    wandb: Literal["off", "offline", "online"] = "off"
-    project: str = Field("megatron-fspo", description="wandb project")
-    responses: NonNegativeInt = Field(
-        16, description="per evaluation, so many responses kept in samples.jsonl, with their log-probs"
-    )
-    sequences: NonNegativeInt = Field(
-        1024, description="per step, at most so many (L, S, A, clipped) kept for the report's pictures"
-    )
 
 
 class Config(Section):

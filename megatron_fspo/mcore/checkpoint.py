@@ -11,7 +11,9 @@ dtype. Of Megatron's formats for a distributed optimizer, ``fully_reshardable`` 
 bytes per parameter), ``dp_reshardable`` is tied to the layout, and ``fully_sharded_model_space`` raises, in
 megatron-core 0.16 and 0.19 alike.
 
-A checkpoint folder appears under its name only when it is complete, by a rename of ``<name>.partial``.
+A checkpoint folder appears under its name only when it is complete, by a rename of ``<name>.partial``. Its
+``SHA256SUMS`` has the hash of every file, taken of the bytes on their way to it; before a resume all ranks
+together look whether they are still those, each at its share of the files.
 
 Files are written by a thread of each rank. Megatron's writer processes are forked, which breaks where CUDA or
 gloo has threads, or started afresh, with 400 MB and seconds each, and outlive a rank that dies; a thread
@@ -29,10 +31,10 @@ import shutil
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +47,9 @@ from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.parallel.metrics import any_rank, share
 from megatron_fspo.weights.chunk_reader import Box, ChunkReader, boxes
 from megatron_fspo.weights.chunk_writer import ChunkWriter, merge_indexes, write_index
+from megatron_fspo.weights.sums import SUMS, check_sums, digest, read_sums, write_sums
+
+T = TypeVar("T")
 
 _STATE = "trainer.json"
 _WEIGHTS = "torch_dist"
@@ -65,28 +70,31 @@ class Saving:
         state: dict[str, Any],
         *,
         snapshot: bool,
-        more: Callable[[Path], None] | None,
+        more: Callable[[Path], Sequence[Path]] | None,
     ) -> None:
         self._folder = folder
         self._more = more
         self._partial = _partial(folder)
         self._device = policy.backend.device
-        self._state = json.dumps({**state, "optimizer_steps": policy.optimizer_steps}, indent=1)
+        self._state = json.dumps({**state, "optimizer_steps": policy.optimizer_steps, "sums": SUMS}, indent=1)
         self._random = _random_state()
         entries = _entries(list(places(policy)))
         self._entries = _taken(deque(entry.copy() for entry in entries)) if snapshot else entries
         self._extra_states = list(extra_states(policy))
         self._writer = ChunkWriter(self._partial / _WEIGHTS, rank=dist.get_rank())
         self._error: str | None = None
+        self._sums: dict[str, str] = {}
         # Not a daemon: a run that fails elsewhere ends when its files are written.
         self._thread = threading.Thread(target=self._write, name=f"save {folder.name}")
         self._thread.start()
 
     def _write(self) -> None:
         try:
-            save_file(self._random, str(self._partial / _random_file()))
+            small = [self._partial / _random_file()]
+            save_file(self._random, str(small[0]))
             if self._more is not None:
-                self._more(self._partial)
+                small += self._more(self._partial)
+            self._sums = {str(path.relative_to(self._partial)): digest(path) for path in small}
             with self._writer as writer:
                 for entry in self._entries:
                     if not writer.declared(entry.key):
@@ -95,6 +103,7 @@ class Saving:
                 for key in self._extra_states:
                     writer.add_object(key, [None])
                 writer.close()
+            self._sums |= {f"{_WEIGHTS}/{name}": found for name, found in writer.sums.items()}
         except Exception as error:  # told to all ranks by finish
             self._error = f"rank {dist.get_rank()}: {error}"
 
@@ -122,16 +131,21 @@ class Saving:
         if not self.written(wait=wait):
             return False
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object((self._error, self._writer.index), parts)
+        dist.gather_object((self._error, self._writer.index, self._sums), parts)
         problem = _attempt(lambda: self._complete(parts)) if parts is not None else None
         _raise_alike(problem, self._folder)
         return True
 
     def _complete(self, parts: list[Any]) -> None:
-        if errors := [error for error, _ in parts if error is not None]:
+        if errors := [error for error, _, _ in parts if error is not None]:
             raise OSError("; ".join(errors))
-        write_index(self._partial / _WEIGHTS, merge_indexes(index for _, index in parts))
-        (self._partial / _STATE).write_text(self._state, encoding="utf-8")
+        data, state = self._partial / _WEIGHTS, self._partial / _STATE
+        mine = [*write_index(data, merge_indexes(index for _, index, _ in parts)), state]
+        state.write_text(self._state, encoding="utf-8")
+        sums = {str(path.relative_to(self._partial)): digest(path) for path in mine}
+        write_sums(
+            self._partial, sums | {name: found for _, _, part in parts for name, found in part.items()}
+        )
         self._partial.rename(self._folder)
 
 
@@ -141,7 +155,7 @@ def begin_save(
     state: dict[str, Any],
     *,
     snapshot: bool,
-    more: Callable[[Path], None] | None = None,
+    more: Callable[[Path], Sequence[Path]] | None = None,
 ) -> Saving:
     """Start to write one checkpoint; ``finish`` it before the next. Collective.
 
@@ -151,7 +165,8 @@ def begin_save(
         snapshot: copy this rank's part (in bf16 14 bytes, in fp32 12 bytes, for each parameter that is this
             rank's to write) to host memory first; training may go on at once. Without, nothing may change
             before all is ``written``.
-        more: writes what else this rank has, into the folder that it is given; no collectives.
+        more: writes what else this rank has, into the folder that it is given, and returns its files; no
+            collectives.
 
     Raises:
         TrainingError: on every rank; the folder cannot be made.
@@ -175,22 +190,39 @@ def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
         InputError: on every rank; the folder is not a checkpoint of this trainer and model, is damaged, or
             holds a pickle that could run code.
     """
-    state: dict[str, Any] = {}
-    problem = None
-    try:
-        state = _read_state(folder)
-        _read_parameters(policy, ChunkReader(folder / _WEIGHTS), state["optimizer_steps"])
-    except InputError as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for found in filter(None, problems):
-        raise InputError(found)
+    _alike(lambda: _check_files(folder))
+    state = _alike(lambda: _read_state(folder))
+    _alike(lambda: _read_parameters(policy, ChunkReader(folder / _WEIGHTS), state["optimizer_steps"]))
     policy.restore_schedule(state["optimizer_steps"])
     random_file = folder / _random_file()
     if random_file.exists():  # a resume on more ranks than saved has no state for the new ones
         _restore_random_state(load_file(str(random_file)))
     return state
+
+
+def _alike(read: Callable[[], T]) -> T:
+    """What ``read`` returns, once it has on every rank; all raise the first ``InputError``. Collective."""
+    found, problem = None, None
+    try:
+        found = read()
+    except InputError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for one in filter(None, problems):
+        raise InputError(one)
+    assert problem is None
+    return cast(T, found)
+
+
+def _check_files(folder: Path) -> None:
+    """``InputError`` unless this rank's share of the files is what was written."""
+    if (folder / SUMS).exists():
+        sums = read_sums(folder)
+        mine = sorted(sums)[dist.get_rank() :: dist.get_world_size()]
+        check_sums(folder, {name: sums[name] for name in mine})
+    elif "sums" in _read_state(folder):  # where it is not, the checkpoint is of before there were lists
+        raise InputError(f"{folder / SUMS} not found; it has the hash of every file")
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

@@ -42,14 +42,21 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def remove_old_checkpoints(config: Config) -> None:
-    """Keep the newest ``checkpoint.keep``, and nothing that a killed run left half written or half removed.
+    """Keep the newest ``checkpoint.keep`` and the milestones, and nothing that a killed run left half written
+    or half removed.
 
     Not while a checkpoint is being written.
     """
     half = (config.run_folder / "checkpoints").glob("*.partial")
-    for path in [*half, *checkpoints(config)[: -config.checkpoint.keep]]:
+    old = [path for path in checkpoints(config)[: -config.checkpoint.keep] if not _is_milestone(path, config)]
+    for path in [*half, *old]:
         # What has the name of a checkpoint is a whole one.
         shutil.rmtree(path.rename(path.with_suffix(".partial")))
+
+
+def _is_milestone(path: Path, config: Config) -> bool:
+    place, every = _CHECKPOINT.fullmatch(path.name), config.checkpoint.milestones
+    return bool(every and place and place[2] is None and int(place[1]) % every == 0)
 
 
 def checkpoints_to_resume(config: Config, resume: Resume, *, mine: Owner | None = None) -> list[Path]:

@@ -56,7 +56,7 @@ def _train(run: Training, place: Place) -> bool:
             except RewardError as error:
                 failed = error
         end = last or stopping or failed is not None
-        if _due(run.step, config.checkpoint.every) or end:
+        if end or any(_due(run.step, n) for n in (config.checkpoint.every, config.checkpoint.milestones)):
             with run.log.phase("save_checkpoint", 1, "", run.timings):
                 run.save(wait=end)
         place.check()

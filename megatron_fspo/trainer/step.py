@@ -97,21 +97,25 @@ class Step:
             "dropped": [asdict(record) for record in self.dropped],
         }
 
-    def write(self, checkpoint: Path, groups: ParallelGroups) -> None:
-        """Write this rank's part of the rest into the folder of a checkpoint."""
+    def write(self, checkpoint: Path, groups: ParallelGroups) -> list[Path]:
+        """Write this rank's part of the rest into the folder of a checkpoint; returns its files."""
         folder = checkpoint / _FOLDER
         folder.mkdir(exist_ok=True)
+        written = []
         if dist.get_rank() == 0:
             # Clones: the columns may be views of one table.
             columns = {name: getattr(self.rollout, name).clone() for name in (*COLUMNS, "advantages")}
-            save_file(columns, folder / _ROLLOUT)
+            written.append(folder / _ROLLOUT)
+            save_file(columns, written[0])
         if groups.tp.rank() or groups.pp.rank():
-            return  # they hold what the first of each holds
+            return written  # they hold what the first of each holds
         tensors = _by_place(self.packs)
         if groups.cp.rank() == 0:
             sequences = self.packs.sequences
             tensors |= {f"sequences.{one.name}": getattr(sequences, one.name) for one in fields(sequences)}
-        save_file(tensors, folder / f"tokens_{dist.get_rank():05d}.safetensors")
+        written.append(folder / f"tokens_{dist.get_rank():05d}.safetensors")
+        save_file(tensors, written[-1])
+        return written
 
 
 def is_under_way(state: Mapping[str, Any]) -> bool:

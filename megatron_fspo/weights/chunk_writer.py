@@ -6,6 +6,7 @@ the parts and writes the index last: without it nothing of the folder loads.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -42,13 +43,16 @@ class ChunkWriter:
 
     Attributes:
         index: what was written, and where.
+        sums: name of each file that is closed → its SHA-256, in hexadecimal.
     """
 
     def __init__(self, folder: Path, *, rank: int = 0) -> None:
         self.index = Metadata(state_dict_metadata={}, storage_data={})
         self._folder = folder
         self._rank = rank
+        self.sums: dict[str, str] = {}
         self._stream: BinaryIO | None = None
+        self._hash = hashlib.sha256()
         self._files = 0
 
     def __enter__(self) -> ChunkWriter:
@@ -86,10 +90,10 @@ class ChunkWriter:
         if self._stream is None or self._stream.tell() > _FILE_BYTES:
             self.close()
             name = f"__{self._rank}_{self._files}.distcp"
-            self._stream = open(self._folder / name, "wb")
+            self._stream, self._hash = open(self._folder / name, "wb"), hashlib.sha256()
             self._files += 1
         stream, first = self._stream, self._stream.tell()
-        _save(value, stream)
+        _save(value, stream, self._hash)
         info = _StorageInfo(Path(stream.name).name, first, stream.tell() - first)
         self.index.storage_data[index] = info
 
@@ -99,6 +103,7 @@ class ChunkWriter:
             self._stream.flush()
             os.fsync(self._stream.fileno())
             self._stream.close()
+            self.sums[Path(self._stream.name).name] = self._hash.hexdigest()
 
 
 def merge_indexes(parts: Iterable[Metadata]) -> Metadata:
@@ -116,18 +121,22 @@ def merge_indexes(parts: Iterable[Metadata]) -> Metadata:
     return merged
 
 
-def write_index(folder: Path, index: Metadata) -> None:
-    """Make the folder a checkpoint, for Megatron too."""
-    with open(folder / COMMON, "wb") as common:
-        _save({}, common)
-    (folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
-    (folder / METADATA).write_bytes(pickle.dumps(index))
+def write_index(folder: Path, index: Metadata) -> list[Path]:
+    """Make the folder a checkpoint, for Megatron too; returns the files."""
+    common, kind, metadata = (folder / name for name in (COMMON, "metadata.json", METADATA))
+    with open(common, "wb") as stream:
+        _save({}, stream)
+    kind.write_text(json.dumps(_FORMAT), encoding="utf-8")
+    metadata.write_bytes(pickle.dumps(index))
+    return [common, kind, metadata]
 
 
-def _save(value: Any, stream: BinaryIO) -> None:
+def _save(value: Any, stream: BinaryIO, hashed: hashlib._Hash | None = None) -> None:
     """By way of memory: torch turns a full disk into errors of its own."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     # Released here: Python 3.12.1 crashes when it collects such a view with an error's traceback.
     with buffer.getbuffer() as view:
         stream.write(view)
+        if hashed is not None:
+            hashed.update(view)

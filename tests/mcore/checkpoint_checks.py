@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from random import Random
 from unittest.mock import patch
 
 import torch
@@ -31,6 +32,7 @@ from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.weights import read_architecture
 from megatron_fspo.weights.chunk_writer import ChunkWriter
+from megatron_fspo.weights.sums import SUMS
 from worker import step
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -205,6 +207,51 @@ def check_background(model: Path, out: Path) -> dict[str, bool]:
     return found
 
 
+def check_damage(model: Path, out: Path) -> dict[str, bool]:
+    """A flipped bit anywhere in any file is found before a weight is read, on every rank; or a lost list."""
+    policy, folder = resumed(model, out / "next", "dp4.do", BF16), out / "next"
+    found, random = {}, Random(5)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    chosen = [*files, *random.choices(files, [path.stat().st_size for path in files], k=20)]
+    for path in chosen:
+        place, bit = random.randrange(path.stat().st_size), random.randrange(8)
+        for damaged in (True, False):
+            dist.barrier()
+            if dist.get_rank() == 0:
+                _flip(path, place, bit)
+            dist.barrier()
+            if damaged:
+                name = f"{path.relative_to(folder)}, bit {bit} of byte {place}"
+                found[name] = f"{path} is damaged: " in refusal(policy, folder)
+    load_checkpoint(policy, folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / SUMS).rename(out / SUMS)
+    dist.barrier()
+    found["a lost list"] = f"{folder / SUMS} not found" in refusal(policy, folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (out / SUMS).rename(folder / SUMS)
+    return found
+
+
+def refusal(policy: Policy, folder: Path) -> str:
+    """Why a checkpoint is not loaded; "" where it is."""
+    try:
+        load_checkpoint(policy, folder)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def _flip(path: Path, place: int, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        (value,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([value ^ 1 << bit]))
+
+
 def check_refusals(model: Path, other_model: Path, out: Path) -> dict[str, bool]:
     """One line, on every rank, for what no layout explains."""
     found = {"another model": False, "a damaged file": False}
@@ -219,7 +266,7 @@ def check_refusals(model: Path, other_model: Path, out: Path) -> dict[str, bool]
     try:
         load_checkpoint(build(model, "dp4", BF16), out / "next")
     except InputError as error:
-        found["a damaged file"] = "__1_0.distcp is truncated" in str(error)
+        found["a damaged file"] = "__1_0.distcp is damaged" in str(error)
     return found
 
 
@@ -313,6 +360,7 @@ def run(out: Path, model: Path) -> None:
         "resume": lambda: check_resume(model, out),
         "megatron": lambda: check_megatron(model, out),
         "background": lambda: check_background(model, out),
+        "damage": lambda: check_damage(model, out),
         "refusals": lambda: check_refusals(model, model.with_name("narrow"), out),
         "memory": lambda: check_memory(out),
     }.items():

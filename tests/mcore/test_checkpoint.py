@@ -37,7 +37,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, random_checkpoints: dict[str
     return json.loads((out / "found.json").read_text())
 
 
-@pytest.mark.parametrize("check", ["resume", "megatron", "background", "refusals"])
+@pytest.mark.parametrize("check", ["resume", "megatron", "background", "damage", "refusals"])
 def test_every_rank_finds(found: list[Any], check: str) -> None:
     wrong = {(rank, name) for rank, all_ in enumerate(found) for name, ok in all_[check].items() if not ok}
     assert not wrong

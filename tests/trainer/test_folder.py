@@ -74,6 +74,16 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None
     assert not (folder / "step_000040.partial").exists()
 
 
+def test_milestones_stay(tmp_path: Path) -> None:
+    config = make_config(tmp_path, checkpoint={"keep": 1, "milestones": 20})
+    make_checkpoints(
+        config,
+        *(f"step_{name}" for name in ("000010", "000020", "000020+002", "000040", "000050", "000060+001")),
+    )
+    remove_old_checkpoints(config)
+    assert [path.name for path in checkpoints(config)] == ["step_000020", "step_000040", "step_000060+001"]
+
+
 def test_half_removed_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tmp_path, checkpoint={"keep": 1})
     make_checkpoints(config, "step_000010", "step_000020")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from launch import REPO, environment, why
 from megatron_fspo.weights import read_manifest
 from runs import numbers, rows, run
+from sums import sum_again
 
 pytestmark = pytest.mark.slow
 
@@ -129,3 +130,4 @@ def test_bf16_trains_with_log_probs_of_fp32_logits(tmp_path: Path) -> None:
     assert row["fspo/on_policy_abs_s_max"] == 0
     assert row["rollout/logprob_abs_diff/mean"] < 0.02  # the sampler's activations round in other places
     assert 0 < row["actor/grad_norm"] < math.inf
+    sum_again(data.parent)

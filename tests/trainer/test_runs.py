@@ -19,6 +19,7 @@ from kill_runs import Harness, Kill
 from launch import REPO, environment, forked, torchrun, why
 from metrics_page import unknown
 from runs import PROGRAM, command, numbers, rows, run, train_words
+from sums import sum_again
 
 STEPS = 4
 
@@ -210,6 +211,7 @@ def test_a_step_under_way_that_began_in_another_precision_is_refused(folder: Pat
     before = json.loads(state.read_text())
     before["made_with"]["fp8.recipe"] = "blockwise"
     state.write_text(json.dumps(before))
+    sum_again(state.parent)
     config = (folder / "precision/config.toml").read_bytes()
     refused = run(folder, "precision", "--run.steps", "2", "--resume")
     assert refused.returncode != 0

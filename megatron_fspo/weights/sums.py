@@ -1,0 +1,65 @@
+"""``SHA256SUMS`` of a checkpoint's folder: of each file its hash, as ``sha256sum -c`` reads them.
+
+The last line, a comment to that program, is the hash of those before it: so no byte of the list itself can
+change unseen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_fspo.errors import InputError
+
+SUMS = "SHA256SUMS"
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    """Write the list.
+
+    Args:
+        sums: path of a file from the folder → its SHA-256.
+    """
+    text = "".join(f"{found}  {name}\n" for name, found in sorted(sums.items()))
+    (folder / SUMS).write_text(f"{text}# {_of(text)}\n", encoding="utf-8")
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """Path of a file from the folder → its SHA-256.
+
+    Raises:
+        InputError: the list is missing or damaged.
+    """
+    path = folder / SUMS
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    text, _, last = raw.decode("utf-8", errors="replace").removesuffix("\n").rpartition("\n")
+    if not raw.endswith(b"\n") or last != f"# {_of(text + chr(10))}":
+        raise InputError(f"{path} is damaged: its last line is not the SHA-256 of those before it")
+    pairs = (line.split("  ", 1) for line in text.split("\n"))
+    return {name: found for found, name in pairs}
+
+
+def check_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    """``InputError`` for the first file that is missing, or not what was written."""
+    for name, wanted in sums.items():
+        path = folder / name
+        try:
+            found = digest(path)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        if found != wanted:
+            raise InputError(f"{path} is damaged: its SHA-256 is not that of {SUMS}")
+
+
+def _of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
