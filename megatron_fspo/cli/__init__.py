@@ -1,4 +1,4 @@
-"""``megatron-fspo train | verify | calibrate | evaluate | data | serve | status | report | doctor``.
+"""``megatron-fspo train | plan | verify | calibrate | evaluate | data | serve | status | report | doctor``.
 
 Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, told in one line; 143 stopped
 by SIGTERM with a checkpoint to resume from.
@@ -20,6 +20,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     args, rest = parser.parse_known_args(words)
     args.argv = words
-    if rest and args.command not in ("train", "calibrate", "evaluate"):
+    if rest and args.command not in ("train", "plan", "calibrate", "evaluate"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return exit_status(lambda: int(args.run(args, rest)), "megatron-fspo")

@@ -8,6 +8,7 @@ from typing import get_args
 
 from megatron_fspo import __version__
 from megatron_fspo.cli import commands as run
+from megatron_fspo.cli.plan import add_plan
 from megatron_fspo.config.data import PresetName
 from megatron_fspo.config.loading import describe_keys
 from megatron_fspo.console import OneLineParser
@@ -117,6 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument("--check", action="store_true", help="say all that is wrong, and stop")
     train.set_defaults(run=run.train)
 
+    add_plan(commands)
     _add_verify(commands)
     _add_calibrate(commands)
 

@@ -32,9 +32,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_fspo.parallel.agree import of_first_rank
 
-_CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
+CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
 # Logits of a chunk that are touched at a time; on a CPU they stay in the cache.
-_BLOCK_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 24}
+BLOCK_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 24}
 _BLOCK_COLUMNS = {"cpu": 1 << 10, "cuda": 1 << 30}
 
 
@@ -80,7 +80,7 @@ def linear_log_probs(
     """
     tp, width = group.size(), weight.shape[0]
     tokens = hidden.shape[0] * (tp if sequence_parallel else 1)
-    chunk_tokens = _CHUNK_TOKENS[hidden.device.type] if chunk_tokens is None else chunk_tokens
+    chunk_tokens = CHUNK_TOKENS[hidden.device.type] if chunk_tokens is None else chunk_tokens
     if not tokens == labels.shape[0] == mask.shape[0]:
         raise ValueError(f"{tokens} hidden states, {labels.shape[0]} labels, a mask of {mask.shape[0]}")
     if vocab_size > tp * width:
@@ -135,7 +135,7 @@ class _Head:
 
     def blocks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Slice of the rows of a chunk, their logits, and scratch of the same shape."""
-        size = max(1, min(len(logits), _BLOCK_LOGITS[logits.device.type] // self.width))
+        size = max(1, min(len(logits), BLOCK_LOGITS[logits.device.type] // self.width))
         scratch = torch.empty_like(logits[:size])
         for first in range(0, len(logits), size):
             block = slice(first, first + size)

@@ -101,9 +101,9 @@ def check_problems() -> None:
             gradients_of=choice(["both", "log-probs", "entropies"]),
             sequence_parallel=sequence_parallel,
         )
-        blocks = choice([TINY_BLOCKS, (head._BLOCK_LOGITS, head._BLOCK_COLUMNS)])
+        blocks = choice([TINY_BLOCKS, (head.BLOCK_LOGITS, head._BLOCK_COLUMNS)])
         with (
-            mock.patch.object(head, "_BLOCK_LOGITS", blocks[0]),
+            mock.patch.object(head, "BLOCK_LOGITS", blocks[0]),
             mock.patch.object(head, "_BLOCK_COLUMNS", blocks[1]),
         ):
             try:
@@ -227,7 +227,7 @@ def check_work() -> None:
         hidden, weight = problem.leaves()
         weight.main_grad = torch.zeros_like(weight)
         real = 199 if rank == world - 1 else 200
-        with mock.patch.object(head, "_BLOCK_LOGITS", {"cpu": 2 * real}):
+        with mock.patch.object(head, "BLOCK_LOGITS", {"cpu": 2 * real}):
             with Work() as forward:
                 outputs = problem.run(hidden, weight, chunk)
             with Work() as backward:

@@ -1,0 +1,178 @@
+"""What a plan follows from: a model, a layout, a job; and the parameters of each pipeline stage.
+
+Sizes in bytes unless said otherwise. Shape legend: t tokens of a micro-batch that a rank holds, H hidden
+size, F FFN size, V padded vocabulary, d head size, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megatron_fspo.config import Parallel
+from megatron_fspo.mcore.sizes import padded_vocab_size
+from megatron_fspo.weights import Architecture, shard_shape
+from megatron_fspo.weights.table import Row, rows
+
+Layers = Literal["local", "transformer_engine"]
+
+# In which order Megatron makes the modules of a layer.
+_ORDER = (
+    *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
+    *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm"),
+    *("mlp.router", "mlp.linear_fc1", "mlp.experts", "mlp.linear_fc2"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model spread over ranks.
+
+    Example (Qwen3-8B on one node)::
+
+        Shape(arch=arch, parallel=Parallel(tensor=8, sequence=True), world=8, dtype=torch.bfloat16,
+              layers="transformer_engine", device="cuda")
+    """
+
+    arch: Architecture
+    parallel: Parallel
+    world: int
+    """Ranks of the job; fits the layout (:func:`~megatron_fspo.mcore.sizes.check_world`)."""
+    dtype: torch.dtype
+    """Of parameters and activations."""
+    layers: Layers
+    device: Literal["cpu", "cuda"]
+    recompute: bool = False
+    fp8: bool = False
+
+    @property
+    def width(self) -> int:
+        """Bytes of a parameter, and of an activation."""
+        return self.dtype.itemsize
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks."""
+        return self.world // self.parallel.model_size
+
+    @property
+    def reduced_over(self) -> int:
+        """Ranks over which a gradient is summed, and a distributed optimizer spread: data x context."""
+        return self.data * self.parallel.context
+
+    @property
+    def experts_reduced_over(self) -> int:
+        """The same of an expert: the ranks of a stage that hold it."""
+        return self.world // self.parallel.pipeline // self.parallel.expert
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding over all tensor-parallel ranks."""
+        return padded_vocab_size(self.arch.vocab_size, self.parallel.tensor)
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding, or of the output layer, on one rank."""
+        return self.padded_vocab // self.parallel.tensor
+
+    @property
+    def chunk_layers(self) -> int:
+        """Layers of one model chunk; a stage has as many chunks as virtual stages."""
+        return self.arch.num_layers // (self.parallel.pipeline * self.parallel.virtual_pipeline)
+
+    def is_first(self, stage: int, chunk: int = 0) -> bool:
+        """Whether the chunk begins the model."""
+        return stage == 0 and chunk == 0
+
+    def is_last(self, stage: int, chunk: int | None = None) -> bool:
+        """Whether the chunk ends the model; without ``chunk``: whether one of the stage does."""
+        last = self.parallel.virtual_pipeline - 1
+        return stage == self.parallel.pipeline - 1 and chunk in (None, last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """A micro-batch."""
+
+    lengths: tuple[int, ...]
+    """Of its sequences, padding included, over all context-parallel ranks."""
+    scored: int
+    """Tokens on this rank whose log-probs are wanted."""
+
+    @property
+    def tokens(self) -> int:
+        """Over all context-parallel ranks."""
+        return sum(self.lengths)
+
+
+def between(shape: Shape, pack: Pack) -> float:
+    """Tokens of a rank between the parallel parts of layers: sequence parallel splits them once more."""
+    rank = pack.tokens / shape.parallel.context
+    return rank / shape.parallel.tensor if shape.parallel.sequence else rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One of a rank."""
+
+    name: str
+    """As ``GPTModel.named_parameters()`` has it."""
+    shape: tuple[int, ...]
+    expert: bool = False
+    """Expert parallel spreads it, tensor parallel does not."""
+    shared: bool = False
+    """A tied embedding that lies on the first and on the last of several pipeline stages."""
+
+    @property
+    def count(self) -> int:
+        """Values."""
+        return math.prod(self.shape)
+
+
+def stage_parameters(shape: Shape, stage: int) -> list[list[Parameter]]:
+    """The parameters of a rank of the stage, by model chunk, in Megatron's order."""
+    return [list(_of_chunk(shape, stage, chunk)) for chunk in range(shape.parallel.virtual_pipeline)]
+
+
+def _of_chunk(shape: Shape, stage: int, chunk: int) -> Iterator[Parameter]:
+    arch, apart = shape.arch, shape.parallel.pipeline > 1
+    table = rows(arch)
+    embedding, norm, output = (row for row in table if not row.of_layer)
+    if shape.is_first(stage, chunk):
+        yield _parameter(shape, embedding, shared=arch.tied and apart)
+    layer_rows = sorted((row for row in table if row.of_layer), key=lambda row: _place(row, shape.layers))
+    for layer in range(shape.chunk_layers):
+        for row in layer_rows:
+            for expert in range(arch.num_experts // shape.parallel.expert if row.of_expert else 1):
+                yield _parameter(shape, row, layer=layer, expert=expert)
+    if shape.is_last(stage, chunk):
+        yield _parameter(shape, norm)
+        if apart or not arch.tied:
+            yield _parameter(shape, output, shared=arch.tied)
+
+
+def _parameter(shape: Shape, row: Row, *, layer: int = 0, expert: int = 0, shared: bool = False) -> Parameter:
+    tensor = 1 if row.of_expert else shape.parallel.tensor
+    return Parameter(
+        name=_name(row, shape.layers).format(layer=layer, expert=expert),
+        shape=shard_shape(row, shape.arch, tensor, shape.padded_vocab),
+        expert=row.of_expert,
+        shared=shared,
+    )
+
+
+def _name(row: Row, layers: Layers) -> str:
+    return row.megatron[0 if layers == "local" else -1]
+
+
+def _place(row: Row, layers: Layers) -> tuple[int, str]:
+    """Where a row comes within a layer: by module; in it norms before weights, as Transformer Engine has
+    them, and a bias last."""
+    name = _name(row, layers).partition("{layer}.")[2]
+    module = next(i for i, known in enumerate(_ORDER) if name.startswith(known))
+    kind = "2" if name.endswith("bias") else "0" if "layer_norm_weight" in name else "1"
+    return module, kind
