@@ -2,9 +2,10 @@
 """:"
 # FSPO on Qwen3-8B. A shell script and a Python program in one file, so both of these start the same job:
 #
-#   bash examples/run_fspo_qwen3_8b.sh [--smoke] [--section.key value ...]
-#   torchrun --nproc-per-node 8 examples/run_fspo_qwen3_8b.sh [--smoke] [--section.key value ...]
+#   bash examples/run_fspo_qwen3_8b.sh [--smoke] [--config FILE ...] [--section.key value ...]
+#   torchrun --nproc-per-node 8 examples/run_fspo_qwen3_8b.sh [--smoke] ...
 #
+# The configuration is examples/qwen3_8b/run.toml; FILE changes it: another loss, a layout, FP8.
 # --smoke runs the same configuration small, on two CPU processes: the tiny make-sum model for the 8B one.
 # After SIGTERM a run finishes what it has begun and saves. The shell form gives it half an hour for that, or
 # TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds. With torchrun itself it is torchrun's 30 s, and then a kill: add
@@ -60,16 +61,20 @@ sys.path.insert(0, str(REPO))
 # What --smoke changes in examples/qwen3_8b/run.toml: sizes, paths and the device, nothing of the method.
 SMOKE = {
     "run.name": "smoke",
+    "run.folder": "runs",
     "run.steps": "2",
     "model.checkpoint": str(EXAMPLES / "make_sum/checkpoint"),
     "model.dtype": "float32",
     "model.backend": "cpu",
+    "fp8.recipe": "none",
     "parallel.tensor": "2",
+    "parallel.sequence": "true",
     "data.train": str(EXAMPLES / "make_sum/train.jsonl"),
     "data.validation": str(EXAMPLES / "make_sum/validation.jsonl"),
-    "data.chat_template": "false",
+    "data.template": "plain",
     "data.max_prompt_tokens": "4",
     "reward.name": "make_sum",
+    "rollout.engine": "embedded",
     "rollout.prompts": "16",
     "rollout.max_response_tokens": "100",
     "optimizer.lr": "1e-4",

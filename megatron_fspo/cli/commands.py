@@ -87,8 +87,8 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def verify(args: argparse.Namespace, _: list[str]) -> int:
-    config = load_config(args.config, []) if args.config else None
+def verify(args: argparse.Namespace, overrides: list[str]) -> int:
+    config = load_config(args.config, overrides) if args.config else None
     world_size = _world_size(args)
     import_megatron()
 
