@@ -251,7 +251,8 @@ def survive(kind: str, each: int, nodes: Nodes, folder: Path, chance: random.Ran
     found: list[Incident] = []
     with ExitStack() as stack:
         storage = stack.enter_context(storage_of(folder))
-        extra: tuple[str, ...] = ()
+        # What bounds the wait for a rank that never joined, its node being lost before: 10 min by default.
+        extra: tuple[str, ...] = ("--parallel.collective_seconds", "60")
         if kind == "server":
             checkpoint = _with_wide_heads(folder)
             url = stack.enter_context(serving_on(nodes, SERVER, checkpoint, folder))
