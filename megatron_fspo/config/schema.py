@@ -200,6 +200,17 @@ class Optimizer(Section):
         description="stop when the policy is further than this from the one that S starts from, in nats per "
         "token of a mini-batch (actor/ppo_kl, the k1 estimate)",
     )
+    skip_norm_ratio: Annotated[float, Field(gt=1)] | None = Field(
+        None,
+        description="skip an optimizer step whose gradient norm, before clipping, is more than so many times "
+        "the median of those before it; default: take every step",
+    )
+    skip_window: Annotated[int, Field(ge=8)] = Field(
+        64, description="with skip_norm_ratio: last norms that the median is of; from 8 on steps are judged"
+    )
+    max_skips: NonNegativeInt = Field(
+        3, description="with skip_norm_ratio: skipped steps in a row that do not end the run"
+    )
 
     @model_validator(mode="after")
     def _schedule_falls(self) -> Optimizer:

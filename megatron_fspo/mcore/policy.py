@@ -42,6 +42,8 @@ class Update:
     grad_norm: float
     """Global norm before clipping."""
     learning_rate: float
+    skipped: bool = False
+    """Whether nothing was moved."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -197,6 +199,13 @@ class Policy(Model):
             grad_norm=grad_norm,
             learning_rate=self.optimizer.param_groups[0]["lr"],
         )
+
+    def skip(self, totals: Totals, grad_norm: float) -> Update:
+        """Forget what :meth:`backward` left: weights, optimizer and schedule are as before; arguments as
+        :meth:`step` has them."""
+        self.zero_gradients()
+        rate = self.optimizer.param_groups[0]["lr"]
+        return Update(totals=totals, grad_norm=grad_norm, learning_rate=rate, skipped=True)
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: PolicyLoss) -> Update:
         """One optimizer step: gradients, their norm, and the weights; raises what :meth:`step` does."""

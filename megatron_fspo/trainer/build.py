@@ -41,6 +41,7 @@ from megatron_fspo.trainer.parts import build_engine, build_policy, load_model
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout_queue import RolloutQueue
 from megatron_fspo.trainer.sampling import make_grader
+from megatron_fspo.trainer.spikes import GradientSpikes
 from megatron_fspo.trainer.step import Step, is_under_way, read_step
 
 
@@ -58,6 +59,7 @@ class Training:
     """On ranks that grade."""
     scoring: Scoring
     loss: LossState
+    spikes: GradientSpikes
     queue: RolloutQueue
     log: RunLog
     step: int
@@ -91,6 +93,7 @@ class Training:
                 "step": self.step,
                 "cursor": self.queue.state_dict() if cursor is None else cursor,
                 "loss": self.loss.state_dict(),
+                "spikes": self.spikes.state_dict(),
                 "under_way": step.state_dict() if step else None,
                 "made_with": made_with(config, dist.get_world_size()),
             }
@@ -142,6 +145,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
     policy = build_policy(inputs, groups)
     loss = LossState(config.loss, inputs.noise, longest=config.rollout.max_response_tokens)
+    spikes = GradientSpikes(config.optimizer)
     cursor = make_cursor(inputs.train, config.data, config.run.seed)
     walk = PromptWalk(cursor, config.rollout.prompts)
     step = 0
@@ -154,6 +158,8 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         step = state["step"]
         walk.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
+        if "spikes" in state:  # not in a checkpoint of before they were looked for
+            spikes.load_state_dict(state["spikes"])
         if is_under_way(state):
             under_way = _read_step(inputs, checkpoint, state, groups)
     groups.control.meet("the weights to be loaded")
@@ -177,6 +183,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
             groups=groups, vocab_size=inputs.arch.vocab_size, temperature=config.rollout.temperature
         ),
         loss=loss,
+        spikes=spikes,
         # A step under way has its prompts.
         queue=RolloutQueue(inputs, engine, groups, grader, walk, step + (under_way is not None)),
         log=log,

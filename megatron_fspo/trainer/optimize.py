@@ -16,9 +16,9 @@ from megatron_fspo.mismatch.measure import measure, outlier_share
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import Totals, any_rank, gather_lists, means, pool, share
+from megatron_fspo.parallel.metrics import Totals, gather_lists, means, pool, share
 from megatron_fspo.trainer.build import Training
-from megatron_fspo.trainer.folder import checkpoints
+from megatron_fspo.trainer.limits import check_kl, is_to_be_skipped
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.noise import noise_metrics
 from megatron_fspo.trainer.nonfinite import check_finite, drop_from_old_pass, drop_from_update
@@ -138,13 +138,15 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     """What the optimizer steps of a step report, once all are taken."""
     updates = step.updates
     run.log.sequences(run.step + 1, step.off_policy)
-    sampled = run.inputs.config.rollout.old_log_probs == "sampled"
-    metrics = pooled_metrics([update.totals for update in updates], sampled=sampled) | {
+    on_policy = _on_policy_updates(run, step)
+    metrics = pooled_metrics([update.totals for update in updates], on_policy=on_policy) | {
         "actor/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
         "actor/grad_norm/max": max(update.grad_norm for update in updates),
         "actor/lr": updates[-1].learning_rate,
         "fspo/nonfinite": float(step.nonfinite),
     }
+    if run.spikes.on:
+        metrics["actor/skipped_updates"] = float(sum(update.skipped for update in updates))
     if run.inputs.config.fp8.on:
         metrics["fspo/fp8_modules"] = float(run.fp8_modules)
     clips = clip_metrics(step.off_policy, seed=run.inputs.config.run.seed)
@@ -152,7 +154,7 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     return metrics | step.first | clips | run.loss.metrics()
 
 
-def pooled_metrics(updates: Sequence[Totals], *, sampled: bool) -> dict[str, float]:
+def pooled_metrics(updates: Sequence[Totals], *, on_policy: int) -> dict[str, float]:
     """Metrics of several optimizer steps as one: sums over sums, so that no split into mini-batches shows.
 
     ============================================  ==========  ====================================
@@ -166,9 +168,13 @@ def pooled_metrics(updates: Sequence[Totals], *, sampled: bool) -> dict[str, flo
     The first optimizer step of a rollout is on-policy: old and new log-probs are the same, and what compares
     them is 0. It is left out of the last row, which is NaN where there is no other; :func:`_first_update`
     reports it. Where S starts from the sampler, all are off-policy.
+
+    Args:
+        on_policy: how many are, from the first: one, and one more for each that was skipped before the policy
+            moved.
     """
     found = means(pool(updates))
-    apart = means(pool(updates if sampled else updates[1:]))
+    apart = means(pool(updates[on_policy:]))
     return found | {name: apart.get(name, math.nan) for name in OFF_POLICY}
 
 
@@ -226,7 +232,9 @@ def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
         drop_from_update(run, step, records, _loss(run, step, None))
         totals, records = _gradient(run, step)
     step.nonfinite += check_finite(run, step, records)
-    _check_kl(run, step, totals)
+    check_kl(run, step, totals)
+    if is_to_be_skipped(run, step, totals, grad_norm):
+        return run.policy.skip(totals, grad_norm), records
     return run.policy.step(totals, grad_norm), records
 
 
@@ -244,35 +252,18 @@ def _gradient(run: Training, step: Step) -> tuple[Totals, list[SequenceRecord]]:
     return totals, gather_lists(records, group=run.groups.dp)
 
 
-def _check_kl(run: Training, step: Step, totals: Totals) -> None:
-    """Stop a run whose policy has left the one that S starts from: what follows would be learned from noise.
-    Collective.
-
-    By k1, the mean of log π_old - log π: it is unbiased, and a token moves it by its log-ratio only. In k3
-    one rare token that became likely counts e^15, which is no reason to stop.
-
-    Raises:
-        TrainingError: before the weights move; a row of the step so far is in the log.
-    """
-    metrics = means(totals)
-    kl, limit = metrics["actor/ppo_kl"], run.inputs.config.optimizer.max_kl
-    # Tensor-parallel ranks need not agree on the last bits.
-    if not any_rank(kl > limit, device=run.inputs.backend.device):
-        return
-    run.end_save(wait=True)
-    run.log.step(run.step + 1, step.metrics | metrics | run.timings)
-    written = checkpoints(run.inputs.config)
-    last = f"The last checkpoint is {written[-1]}" if written else "There is no checkpoint yet"
-    raise TrainingError(
-        f"step {run.step + 1}, optimizer step {len(step.updates) + 1} of it: the policy is {kl:.3g} nats per "
-        f"token (actor/ppo_kl) from the one that S starts from; optimizer.max_kl allows {limit:g}. {last}. "
-        "Use a smaller optimizer.lr, or fewer batch.mini_batches or batch.epochs"
-    )
-
-
 def _is_on_policy(run: Training, step: Step) -> bool:
     """Whether the next update is one before which S = 0: nothing has moved the policy since the old pass."""
-    return not step.updates and run.inputs.config.rollout.old_log_probs != "sampled"
+    none_taken = all(update.skipped for update in step.updates)
+    return none_taken and run.inputs.config.rollout.old_log_probs != "sampled"
+
+
+def _on_policy_updates(run: Training, step: Step) -> int:
+    """How many of the updates were such."""
+    if run.inputs.config.rollout.old_log_probs == "sampled":
+        return 0
+    taken = [number for number, update in enumerate(step.updates, 1) if not update.skipped]
+    return taken[0] if taken else len(step.updates)
 
 
 def _loss(run: Training, step: Step, observer: Observer | None) -> PolicyLoss:

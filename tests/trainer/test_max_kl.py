@@ -15,7 +15,7 @@ import torch.distributed as dist
 from launch import forked, why
 from megatron_fspo.config import Optimizer
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.trainer.optimize import _check_kl
+from megatron_fspo.trainer.limits import check_kl
 from runs import PROGRAM, rows, train_words
 
 
@@ -43,7 +43,7 @@ def check(folder: Path, kl: float, **optimizer: float) -> list[Any]:
     count = 0.0 if math.isnan(kl) else 100.0
     totals = {"actor/ppo_kl": (0.0 if math.isnan(kl) else 100 * kl, count), "fspo/kl_k3": (1e9, 100.0)}
     try:
-        _check_kl(run, step, totals)
+        check_kl(run, step, totals)
     except TrainingError as error:
         written.append(str(error))
     return written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,7 @@ NOTHING = {name: (0.0, 0.0) for name in UPDATES[0]}
 
 
 def test_sums_over_sums() -> None:
-    got = pooled_metrics(UPDATES, sampled=False)
+    got = pooled_metrics(UPDATES, on_policy=1)
     assert got == pytest.approx(
         {
             "actor/entropy": 1210 / 1100,  # the mean of the means is 2
@@ -54,14 +55,14 @@ def test_sums_over_sums() -> None:
 
 
 def test_from_the_sampler_all_are_off_policy() -> None:
-    got = pooled_metrics(UPDATES, sampled=True)
+    got = pooled_metrics(UPDATES, on_policy=0)
     assert got["fspo/kl_k3"] == pytest.approx(29 / 1100)
     assert got["actor/ppo_kl"] == pytest.approx(5.9 / 1100)
 
 
 @pytest.mark.parametrize("updates", [UPDATES[:1], [UPDATES[0], NOTHING], [UPDATES[0], NOTHING, NOTHING]])
 def test_without_an_off_policy_one_there_is_no_kl_rather_than_one_of_0(updates: Any) -> None:
-    got = pooled_metrics(updates, sampled=False)
+    got = pooled_metrics(updates, on_policy=1)
     assert math.isnan(got["fspo/kl_k3"]) and math.isnan(got["actor/ppo_kl"])
     assert got["actor/entropy"] == 3.0
 
@@ -70,11 +71,11 @@ def test_without_an_off_policy_one_there_is_no_kl_rather_than_one_of_0(updates: 
 def test_a_mini_batch_with_nothing_in_packs_changes_nothing(place: int) -> None:
     if place == 0:
         # The weights do not move in it, but whether they did is not asked.
-        with_it = pooled_metrics([NOTHING, *UPDATES], sampled=True)
-        assert with_it == pooled_metrics(UPDATES, sampled=True)
+        with_it = pooled_metrics([NOTHING, *UPDATES], on_policy=0)
+        assert with_it == pooled_metrics(UPDATES, on_policy=0)
     else:
-        with_it = pooled_metrics([*UPDATES[:place], NOTHING, *UPDATES[place:]], sampled=False)
-        assert with_it == pooled_metrics(UPDATES, sampled=False)
+        with_it = pooled_metrics([*UPDATES[:place], NOTHING, *UPDATES[place:]], on_policy=1)
+        assert with_it == pooled_metrics(UPDATES, on_policy=1)
 
 
 def test_what_a_step_reports() -> None:
@@ -93,6 +94,7 @@ def test_what_a_step_reports() -> None:
                 run=SimpleNamespace(seed=1),
             ),
         ),
+        spikes=SimpleNamespace(on=True),
         loss=SimpleNamespace(objective=lambda: None, metrics=lambda: {}),
     )
     step: Any = SimpleNamespace(
@@ -101,4 +103,12 @@ def test_what_a_step_reports() -> None:
     got = update_metrics(run, step)
     assert got["fspo/kl_k3"] == pytest.approx(29 / 1090) and got["fspo/kl_k3/on_policy"] == 0
     # Of the optimizer steps, each counted once.
+    assert got["actor/skipped_updates"] == 0
     assert got["actor/grad_norm"] == 3 and got["actor/grad_norm/max"] == 6 and got["fspo/nonfinite"] == 3
+
+    # The policy was moved by the third at last: S of all three was 0.
+    step.updates = [replace(update, skipped=number < 2) for number, update in enumerate(updates)]
+    got = update_metrics(run, step)
+    assert math.isnan(got["fspo/kl_k3"]) and got["actor/skipped_updates"] == 2
+    step.updates = [replace(update, skipped=number == 1) for number, update in enumerate(updates)]
+    assert update_metrics(run, step)["fspo/kl_k3"] == pytest.approx(29 / 1090)

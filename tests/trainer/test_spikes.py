@@ -1,0 +1,86 @@
+"""Gradient spikes move nothing, and too many end the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import forked, why
+from megatron_fspo.config import Optimizer
+from megatron_fspo.trainer.spikes import FEWEST, GradientSpikes
+from runs import rows, train_words
+
+WORDS = (
+    "--parallel.tensor 1 --parallel.sequence false --evaluation.every 0 --checkpoint.every 1 "
+    "--rollout.samples 12 "
+    "--optimizer.skip-norm-ratio 100 --optimizer.skip-window 8 --optimizer.max-skips 2"
+).split()
+
+
+def spikes(**options: Any) -> GradientSpikes:
+    found = GradientSpikes(Optimizer(**{"skip_norm_ratio": 10.0, "skip_window": 9, **options}))
+    for norm in (1.0, 2.0, 0.0, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0):
+        assert not found.is_spike(1e9), "too few are known"
+        found.taken(norm)
+    return found
+
+
+def test_more_than_so_many_times_the_median_is_a_spike() -> None:
+    found = spikes()
+    assert found.median == 2.0 and found.is_spike(20.01) and not found.is_spike(20.0)
+    found.skipped()
+    found.skipped()
+    assert found.in_a_row == 2 and found.median == 2.0
+    for _ in range(5):
+        found.taken(8.0)
+    assert found.in_a_row == 0 and found.median == 8.0, "of the last 9"
+
+
+def test_off_unless_asked_for() -> None:
+    found = spikes(skip_norm_ratio=None)
+    assert not found.on and not found.is_spike(1e9)
+
+
+def test_a_resume_goes_on_with_it() -> None:
+    before = spikes()
+    before.skipped()
+    after = GradientSpikes(Optimizer(skip_norm_ratio=10.0, skip_window=FEWEST))
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert (after.in_a_row, after.median, after.is_spike(20.01)) == (1, 2.0, True)
+
+
+def train(folder: Path, name: str, steps: str, *extra: str) -> tuple[Any, list[Any]]:
+    """The run with spikes in these optimizer steps; and what either rank found."""
+    out = folder / f"{name}.json"
+    worker = str(Path(__file__).with_name("spike_worker.py"))
+    result = forked([worker, str(out), steps, *train_words(folder, name, *WORDS, *extra)], nproc=2)
+    return result, [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.slow
+def test_spikes_on_one_rank_are_skipped_by_all_and_end_the_run_across_a_resume(tmp_path: Path) -> None:
+    result, found = train(tmp_path, "run", "9,11,12", "--run.steps", "3")
+    assert result.returncode == 0, why(result.stderr)
+    assert found[0] == found[1]
+    assert [number for number, one in enumerate(found[0], 1) if one["skipped"]] == [9, 11, 12]
+    assert [number for number, one in enumerate(found[0], 1) if not one["moved"]] == [9, 11, 12]
+    assert [row["actor/skipped_updates"] for row in rows(tmp_path, "run")] == [0, 0, 3]
+    assert "step 3, optimizer step 1 of it: skipped, as the gradient norm is " in result.stdout
+    assert "(in a row: 2)" in result.stdout
+
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    result, found = train(tmp_path, "run", "1", "--run.steps", "4", "--resume")
+    assert result.returncode == 1
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("megatron-fspo: step 4")]
+    assert line.startswith("megatron-fspo: step 4, optimizer step 1 of it: the gradient norm is ")
+    assert "a spike in 3 steps in a row" in line and "optimizer.max_skips allows 2" in line
+    assert f"The last checkpoint is {tmp_path}/run/checkpoints/step_000003" in line
+    assert rows(tmp_path, "run")[-1]["step"] == 4
+
+    result, found = train(tmp_path, "again", "99", "--run.steps", "4", "--resume")
+    assert result.returncode == 0, why(result.stderr)
+    assert all(one["moved"] and not one["skipped"] for one in found[0])
