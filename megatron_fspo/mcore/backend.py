@@ -25,6 +25,14 @@ from megatron_fspo.mcore.engine import engine_problem
 from megatron_fspo.mcore.layers import local_block_spec
 
 
+CUDA_ENVIRONMENT = {
+    # Kernels begin in the order in which they were asked for: a collective before the matrix product that is
+    # to hide it. Megatron's overlap in tensor and context parallel layers counts on that.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+"""What CUDA has to find when it starts, unless the user has set it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """Device, collectives and layers of this process."""
@@ -84,6 +92,9 @@ def choose_backend(
     Raises:
         InputError: what was asked for is not here. Nothing falls back silently.
     """
+    if backend != "cpu":
+        for name, value in CUDA_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     if backend == "auto":
         backend = "cuda" if torch.cuda.is_available() else "cpu"
     if backend == "cpu":

@@ -47,7 +47,8 @@ SETTINGS = (
     "--checkpoint.keep 2 --rollout.prompts 8 --rollout.samples 4 --rollout.max_response_tokens 40 "
     "--batch.mini_batches 4 --optimizer.warmup_steps 0 --evaluation.every 4 --resume auto"
 ).split()
-NAMES = re.compile(r"^megatron-fspo: .*", re.MULTILINE)
+# Before its ranks have met, a job is torchrun's alone.
+NAMES = re.compile(r"^(megatron-fspo: |torch\.distributed\.\S+Error: ).*", re.MULTILINE)
 
 
 @dataclass(kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -94,3 +95,18 @@ def test_our_command_line_does_without_the_compiler_on_a_cpu() -> None:
     verify = "from megatron_fspo.cli import main; assert main('verify --layouts tp3 --nproc 2'.split()) == 2"
     gpu, compiles, loaded = found_in_a_new_process(verify)
     assert (compiles, loaded) == (gpu, gpu)
+
+
+def test_what_cuda_has_to_find_is_there_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_fspo.mcore.backend import choose_backend
+
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    for given, found in ((None, "1"), ("32", "32")):
+        monkeypatch.setenv(name, given or "")
+        if given is None:
+            monkeypatch.delenv(name)
+        choose_backend("auto", "local")
+        assert os.environ[name] == found
+    monkeypatch.delenv(name)
+    choose_backend("cpu")
+    assert name not in os.environ
