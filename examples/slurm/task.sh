@@ -9,8 +9,7 @@ case $1 in
 train)
   shift
   stopped=
-  # Slurm signals the whole process group, torchrun in it, so nothing is passed on: torchrun would take a
-  # second SIGTERM for the wish to end at once.
+  # Slurm signals the whole process group, torchrun in it, so nothing is passed on.
   trap 'stopped=1' TERM
   export NODE_RANK=$SLURM_NODEID
   bash "${SCRIPT:-examples/run_fspo_qwen3_8b.sh}" "$@" &
