@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_fspo.config.data import Data, DataSet
@@ -37,7 +37,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
 
         from megatron_fspo.trainer.loop import train
 
-        finished = train(inputs, resume=args.resume)
+        finished = train(inputs, resume=args.resume, draw=_draw)
     if not finished:
         return 143
     if os.environ.get("RANK", "0") == "0":
@@ -45,6 +45,13 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
 
         print(_where(inputs.config.run_folder, write_report(inputs.config.run_folder)))
     return 0
+
+
+def _draw(folder: Path) -> Mapping[str, str]:
+    """Pictures of a run under way; where they are wanted only, matplotlib is imported."""
+    from megatron_fspo.report.page import fairness_pictures
+
+    return fairness_pictures(folder)
 
 
 def _check(args: argparse.Namespace, overrides: list[str]) -> int:

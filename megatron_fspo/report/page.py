@@ -75,14 +75,7 @@ class Findings:
 
     def band(self) -> ClipBand | None:
         """The band at the end of the run, if there is one on S."""
-        loss = self.config.loss
-        if isinstance(loss, FSPOLoss):
-            names = ("fspo/c_low", "fspo/c_high", "fspo/drift")
-            c_low, c_high, drift = (self.history.series(name).last(1) for name in names)
-            if math.isnan(c_low + c_high + drift):
-                return None
-            loss = loss.moved(c_low=c_low, c_high=c_high, drift=drift)
-        return band_of(loss)
+        return _band(self.config, self.history)
 
 
 def write_report(folder: Path) -> Path:
@@ -101,6 +94,34 @@ def write_report(folder: Path) -> Path:
     page.parent.mkdir(exist_ok=True)
     page.write_text(_render(found, config_text), encoding="utf-8")
     return page
+
+
+def fairness_pictures(folder: Path) -> dict[str, str]:
+    """Name → the text of an ``<svg>``: rates by length, and S against √L, of a run as it is now; none of one
+    without records."""
+    records = read_records(folder)
+    if not len(records):
+        return {}
+    band = _band(load_config(folder / "config.toml"), History(folder))
+    return _by_length(records.tail(_TAIL, _WINDOW), records.tail(0.0, 1), band)
+
+
+def _band(config: Config, history: History) -> ClipBand | None:
+    loss = config.loss
+    if isinstance(loss, FSPOLoss):
+        names = ("fspo/c_low", "fspo/c_high", "fspo/drift")
+        c_low, c_high, drift = (history.series(name).last(1) for name in names)
+        if math.isnan(c_low + c_high + drift):
+            return None
+        loss = loss.moved(c_low=c_low, c_high=c_high, drift=drift)
+    return band_of(loss)
+
+
+def _by_length(tail: Records, last: Records, band: ClipBand | None) -> dict[str, str]:
+    return {
+        "rates_by_length": pictures.rates_by_length(clip_rates(tail), overall_rates(tail)),
+        "scatter": pictures.scatter(last, band),
+    }
 
 
 def _render(found: Findings, config_text: str) -> str:
@@ -239,10 +260,7 @@ def _clipping(found: Findings, tail: Records, last: Records, band: ClipBand | No
     )
     if errors:
         svgs["length_error"] = pictures.length_error(errors, found.lre)
-    if len(last):
-        svgs["rates_by_length"] = pictures.rates_by_length(clip_rates(tail), overall_rates(tail))
-        svgs["scatter"] = pictures.scatter(last, band)
-    return svgs
+    return svgs | (_by_length(tail, last, band) if len(last) else {})
 
 
 def _health(history: History) -> dict[str, str]:

@@ -45,8 +45,7 @@ def make_mini_batches(
         dropped: numbers of the responses that had to leave its packs.
     """
     layout = _layout(config, arch, groups, device)
-    idle = rollout.advantages == 0 if no_term_but_the_policy_gradient(config) else rollout.lengths < 0
-    idle = idle.index_fill(0, torch.tensor(dropped, dtype=torch.long), True)
+    idle = left_out(config, rollout, dropped)
     prompt_lengths, lengths = rollout.prompt_lengths.tolist(), rollout.lengths.tolist()
     per_batch = len(rollout) // config.batch.mini_batches
     plans: list[Plan] = []
@@ -66,6 +65,12 @@ def make_mini_batches(
     else:
         sequences = read(sorted(n for pack in packs for n in pack.numbers))
     return collate_packs(sequences, packs, layout), sizes
+
+
+def left_out(config: Config, rollout: Rollout, dropped: Sequence[int]) -> Tensor:
+    """bool [responses]: which are in no pack; ``dropped`` are numbers of those that had to leave theirs."""
+    idle = rollout.advantages == 0 if no_term_but_the_policy_gradient(config) else rollout.lengths < 0
+    return idle.index_fill(0, torch.tensor(dropped, dtype=torch.long), True)
 
 
 def no_term_but_the_policy_gradient(config: Config) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +44,9 @@ from megatron_fspo.trainer.sampling import make_grader
 from megatron_fspo.trainer.spikes import GradientSpikes
 from megatron_fspo.trainer.step import Step, is_under_way, read_step
 
+Draw = Callable[[Path], Mapping[str, str]]
+"""The folder of a run → name → the text of an ``<svg>``."""
+
 
 @dataclass(kw_only=True)
 class Training:
@@ -72,6 +75,8 @@ class Training:
     """Seconds of the phases of the step under way."""
     under_way: Step | None = None
     """The step whose optimizer steps are being taken."""
+    draw: Draw | None = None
+    """Makes pictures for the trackers, from the folder of the run."""
     slow_for: dict[int, int] = field(default_factory=dict)
     """Rank → steps in a row in which it was slow; the same on all ranks."""
     saving: Saving | None = None

@@ -59,9 +59,10 @@ def is_to_be_skipped(run: Training, step: Step, totals: Totals, grad_norm: float
             f"{found}, a spike in {spikes.in_a_row} steps in a row; optimizer.skip_norm_ratio = "
             f"{options.skip_norm_ratio:g} skips such a step, optimizer.max_skips allows {options.max_skips}",
         )
-    run.log.say(
+    run.log.warn(
+        "gradient spike",
         f"step {run.step + 1}, optimizer step {len(step.updates) + 1} of it: skipped, as {found} "
-        f"(in a row: {spikes.in_a_row})"
+        f"(in a row: {spikes.in_a_row})",
     )
     return True
 

@@ -1,18 +1,16 @@
-"""Where numbers go: a line per step for a person, ``metrics.jsonl`` always, wandb when asked."""
+"""Where numbers go: a line per step for a person, ``metrics.jsonl`` always, wandb and others when asked."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tqdm import tqdm
 
@@ -20,6 +18,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.trainer.heart import Activity
 from megatron_fspo.trainer.records import SequenceRecord
+from megatron_fspo.trainer.trackers import Tracker, start_trackers
 
 METRICS = "metrics.jsonl"
 SEQUENCES = "sequences.jsonl"
@@ -36,7 +35,7 @@ class RunLog:
         resume_step: keep what is logged up to this step and drop the rest; None starts afresh.
 
     Raises:
-        InputError: a row of an earlier step is corrupt, or wandb does not take the run. No file has changed.
+        InputError: a row of an earlier step is corrupt, or a tracker does not take the run. No row changed.
         TrainingError: also of the other methods; a file cannot be written (a full disk, say).
     """
 
@@ -44,25 +43,26 @@ class RunLog:
         self._writer = writer
         self._config = config
         self._folder = config.run_folder
-        self._wandb: Any = None
+        self._trackers: list[Tracker] = []
+        self._speeds: list[dict[str, float]] = []
         self._told: dict[str, int] = {}
         self.activity = Activity()
         """Of this rank; each has its own."""
         if not writer:
             return
         kept = {name: _up_to(self._folder / name, resume_step) for name in (METRICS, SEQUENCES, SAMPLES)}
-        if config.log.wandb != "off":
-            self._wandb = _start_wandb(config, resuming=resume_step is not None)
+        self._trackers = start_trackers(config, resume_step=resume_step)
         for name, rows in kept.items():
             _replace(self._folder / name, rows)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of one step: to the file, to wandb, and as one line on the console."""
+        """The metrics of one step: to the file, to the trackers, and as one line on the console."""
         if not self._writer:
             return
+        self._speeds.append({k: v for k, v in metrics.items() if k.startswith(("timing_s/", "perf/"))})
         _append(self._folder / METRICS, {"step": step, **{k: _json_number(v) for k, v in metrics.items()}})
-        if self._wandb is not None:
-            self._wandb.log(dict(metrics), step=step)
+        for tracker in self._trackers:
+            tracker.step(step, metrics)
         self.say(describe(step, self._config.run.steps, metrics))
 
     def rows(self) -> list[dict[str, Any]]:
@@ -93,17 +93,41 @@ class RunLog:
             for row in rows:
                 _append(self._folder / SAMPLES, {"step": step, **row})
 
+    def pictures(self, step: int, draw: Callable[[Path], Mapping[str, str]] | None) -> None:
+        """For the trackers, before the metrics of the step: what ``draw`` makes of the folder of the run."""
+        if self._trackers and draw is not None:
+            svgs = draw(self._folder)
+            for tracker in self._trackers:
+                tracker.pictures(step, svgs)
+
     def say(self, text: str) -> None:
         """A line on the console, above any progress bar."""
         if self._writer:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
+    def warn(self, title: str, text: str) -> None:
+        """The same, and an alert of the trackers."""
+        self.say(text)
+        for tracker in self._trackers:
+            tracker.alert(title, text)
+
     def remind(self, topic: str, step: int, text: str) -> None:
         """The same, but not again about this topic for :data:`REMIND` steps."""
         if step >= self._told.get(topic, -REMIND) + REMIND:
             self._told[topic] = step
-            self.say(f"step {step}: {text}")
+            self.warn(topic, f"step {step}: {text}")
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Around the run: where it ends itself, the trackers hear why."""
+        try:
+            yield
+        except TrainingError as error:
+            for tracker in self._trackers:
+                tracker.alert("the run ended itself", str(error))
+                tracker.close()
+            raise
 
     @contextmanager
     def phase(
@@ -124,10 +148,12 @@ class RunLog:
         seconds = time.perf_counter() - began
         timings[f"timing_s/{name}"] = timings.get(f"timing_s/{name}", 0.0) + seconds
 
-    def close(self) -> None:
-        """Flush wandb."""
-        if self._wandb is not None:
-            self._wandb.finish()
+    def close(self, table: Callable[[Sequence[Mapping[str, float]]], str] | None = None) -> None:
+        """Say what ``table`` makes of the times of this job's steps, and end the trackers."""
+        if table is not None and self._speeds:
+            self.say(f"\n{table(self._speeds)}")
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:
@@ -210,47 +236,3 @@ def _writing(path: Path) -> Iterator[None]:
 def _json_number(value: float) -> float | None:
     """JSON has no NaN and no infinity."""
     return value if math.isfinite(value) else None
-
-
-def check_wandb(mode: Literal["off", "offline", "online"]) -> None:
-    """``InputError`` unless wandb is there, and online a key for it. Asked on the first rank only."""
-    if mode == "off" or os.environ.get("RANK", "0") != "0":
-        return
-    try:
-        import wandb
-    except ImportError:
-        raise InputError(
-            f"log.wandb = {mode} needs the package wandb, which is not installed: install it, or set "
-            "log.wandb = off"
-        ) from None
-    if mode == "online" and not wandb.login(prompt=False, verify=False):
-        raise InputError(
-            "log.wandb = online, but wandb has no API key here: run `wandb login`, set WANDB_API_KEY, or set "
-            "log.wandb = offline"
-        )
-
-
-def _start_wandb(config: Config, *, resuming: bool) -> Any:
-    import wandb
-
-    files = config.run_folder / "wandb"
-    new = not files.exists()
-    try:
-        return wandb.init(
-            project=config.log.project,
-            name=config.run.name,
-            id=config.run.name,
-            resume="allow" if resuming else None,
-            mode="online" if config.log.wandb == "online" else "offline",
-            dir=str(config.run_folder),
-            config=config.model_dump(mode="json"),
-            settings=wandb.Settings(silent=True),
-        )
-    except wandb.Error as error:
-        if new:  # else the name of the run would be taken by one that never began
-            shutil.rmtree(files, ignore_errors=True)
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"log.wandb = {config.log.wandb}, but wandb does not take the run: {reason[:300]}. Set it to "
-            "off, or to offline and send the run later"
-        ) from None

@@ -8,22 +8,27 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import nullcontext
-from typing import Any, NoReturn
 
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.mcore.hf_weights import export_hf
 from megatron_fspo.trainer.begin import begin_step
-from megatron_fspo.trainer.build import Training, build
+from megatron_fspo.trainer.build import Draw, Training, build
 from megatron_fspo.trainer.evaluate import evaluate
 from megatron_fspo.trainer.folder import Resume
+from megatron_fspo.trainer.leave import fail_after_save, stopped
 from megatron_fspo.trainer.optimize import optimize, update_metrics
 from megatron_fspo.trainer.place import Place, in_folder
 from megatron_fspo.trainer.prepare import Inputs
+from megatron_fspo.trainer.profile import profiled
 from megatron_fspo.trainer.slow import slow_rank_metrics
+from megatron_fspo.trainer.speed import speed_metrics, table
 
 
-def train(inputs: Inputs, *, resume: Resume) -> bool:
+def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
     """Run to the last step, then export, as the only job in its folder. Collective.
+
+    Args:
+        draw: makes the pictures that trackers get after an evaluation, from the folder of the run.
 
     Returns:
         False when SIGTERM stopped the run early; it left a checkpoint to resume from.
@@ -33,7 +38,8 @@ def train(inputs: Inputs, *, resume: Resume) -> bool:
     """
     with in_folder(inputs, resume) as place:
         run = build(inputs, place.checkpoints, older=resume == "auto")
-        with run.grader or nullcontext(), run.beating(place.job):
+        run.draw = draw
+        with run.grader or nullcontext(), run.beating(place.job), run.log.ending():
             return _train(run, place)
 
 
@@ -43,9 +49,10 @@ def _train(run: Training, place: Place) -> bool:
     if config.evaluation.every and not run.resumed:
         run.log.step(0, _evaluate(run))
     while run.step < config.run.steps:
-        metrics = train_step(run)
+        with profiled(run):
+            metrics = train_step(run)
         if metrics is None:
-            return _stopped(run)
+            return stopped(run)
         run.step += 1
         last = run.step == config.run.steps
         stopping = control.meet(f"the end of step {run.step}")
@@ -66,10 +73,10 @@ def _train(run: Training, place: Place) -> bool:
         if failed is not None:
             raise failed
         if stopping and not last:
-            return _stopped(run)
+            return stopped(run)
     export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
     run.engine.close()
-    run.log.close()
+    run.log.close(table)
     return True
 
 
@@ -91,7 +98,7 @@ def train_step(run: Training) -> dict[str, float] | None:
             run.save(wait=True, cursor=cursor)
             return None
         except RewardError as error:
-            _fail_after_save(run, error, cursor)
+            fail_after_save(run, error, cursor)
     else:  # the checkpoint that the run goes on from had it
         run.queue.ask(run.step)
     step = run.under_way
@@ -105,30 +112,8 @@ def train_step(run: Training) -> dict[str, float] | None:
         run.engine.update_weights(run.step + 1)
     metrics |= run.engine.metrics()
 
-    seconds = time.perf_counter() - began
-    run.timings["timing_s/step"] = seconds
-    tokens = int((step.rollout.prompt_lengths + step.rollout.lengths).sum())
-    return metrics | {"perf/throughput": tokens / seconds, "training/weight_version": float(run.step + 1)}
-
-
-def _stopped(run: Training) -> bool:
-    """End a run that SIGTERM stopped and whose checkpoint is written."""
-    run.end_save(wait=True)
-    within = f", {len(run.under_way.updates)} optimizer steps into the next" if run.under_way else ""
-    run.log.say(f"stopped by SIGTERM after step {run.step}{within}; continue with --resume")
-    run.engine.close()
-    run.log.close()
-    return False
-
-
-def _fail_after_save(run: Training, error: RewardError, cursor: dict[str, Any]) -> NoReturn:
-    """End a run in a rollout, with a checkpoint of the steps before; of none there is nothing to keep."""
-    going_on = "--resume starts over"
-    if run.step:
-        run.save(wait=True, cursor=cursor)
-        run.end_save(wait=True)
-        going_on = f"--resume goes on after step {run.step}"
-    raise RewardError(f"step {run.step + 1}: {error}; {going_on}") from error
+    metrics |= speed_metrics(run, step, time.perf_counter() - began)
+    return metrics | {"training/weight_version": float(run.step + 1)}
 
 
 def _evaluate(run: Training) -> dict[str, float]:
@@ -139,6 +124,7 @@ def _evaluate(run: Training) -> dict[str, float]:
         except RewardError as error:
             raise RewardError(f"evaluation after step {run.step}: {error}") from error
     run.log.responses(run.step, result.responses)
+    run.log.pictures(run.step, run.draw)
     return result.metrics
 
 

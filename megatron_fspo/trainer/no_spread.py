@@ -41,7 +41,7 @@ def check_spread(run: Training, sampled: Rollout) -> None:
     else:
         what = f"no two of a prompt's {sampled.samples} rewards differ (they are {lowest:g} to {highest:g})"
     text = f"step {run.step + 1}: {what}: nothing to learn from (steps in a row: {count})"
-    run.log.say("\n  ".join([text, *shown(run.inputs, sampled)]))
+    run.log.warn("rewards without spread", "\n  ".join([text, *shown(run.inputs, sampled)]))
     limit = options.max_steps_without_spread
     if limit and count >= limit:
         raise RewardError(

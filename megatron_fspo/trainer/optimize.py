@@ -71,7 +71,7 @@ def score_old(run: Training, step: Step) -> None:
     mismatch = measure(step.packs, len(step.rollout), group=run.groups.dp_cp, also=fresh.add)
     alarm, text = check_mismatch(step.packs, fresh, setting)
     if text is not None:
-        run.log.say(f"step {run.step + 1}: {text}")
+        run.log.warn("sampler and trainer differ", f"step {run.step + 1}: {text}")
     rule = run.inputs.config.correction
     step.packs, correction = correct(rule, step.packs, mismatch, groups=run.groups)
     metrics = mismatch.metrics | alarm | correction

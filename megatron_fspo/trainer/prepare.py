@@ -19,8 +19,8 @@ from megatron_fspo.mcore.sizes import check_parallel, check_trainable, check_wor
 from megatron_fspo.objective.noise import Noise
 from megatron_fspo.rewards import check_reward
 from megatron_fspo.rollout.vllm.connect import check_options
-from megatron_fspo.trainer.log import check_wandb
 from megatron_fspo.trainer.noise import noise_of_run
+from megatron_fspo.trainer.trackers import check_trackers
 from megatron_fspo.types import Prompt
 from megatron_fspo.weights import Architecture, check_checkpoint, open_checkpoint, read_architecture
 
@@ -72,7 +72,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     attempt(lambda: check_world(config.parallel, world_size))
     if trains:
         attempt(lambda: _check_rollout(config, world_size))
-        attempt(lambda: check_wandb(config.log.wandb))
+        attempt(lambda: check_trackers(config.log))
     arch = attempt(lambda: read_architecture(config.model.checkpoint))
     tokenizer: Any = None
     if arch is not None:

@@ -31,6 +31,7 @@ from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.nonfinite import drop_from_old_pass
 from megatron_fspo.trainer.optimize import _update
 from megatron_fspo.trainer.rollout import with_advantages
+from megatron_fspo.trainer.spikes import GradientSpikes
 from megatron_fspo.trainer.step import Step
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights, with_layers
@@ -114,6 +115,7 @@ class Situation:
             groups=self.groups,
             scoring=scoring(policy),
             loss=LossState(LOSS, longest=100),
+            spikes=GradientSpikes(config.optimizer),
             log=SimpleNamespace(say=said.append),
             said=said,
             step=2,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_fspo.config import Config
+from megatron_fspo.config import Config, Log
 from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.trainer import log as log_module
 from megatron_fspo.trainer.log import RunLog, describe, read_rows
 from megatron_fspo.trainer.records import SequenceRecord
+from megatron_fspo.trainer.trackers import check_trackers
 
 
 def make_config(folder: Path, **log: Any) -> Config:
@@ -203,17 +206,109 @@ def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The real package, offline."""
     wandb = pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    config = make_config(tmp_path, wandb="offline", project="tests")
+    config = make_config(
+        tmp_path, wandb="offline", project="tests", group="sweep", tags=["a", "b"], entity="somebody"
+    )
     log = RunLog(config, writer=True, resume_step=None)
     log.step(1, {"critic/rewards/mean": 0.5})
     log.step(2, {"critic/rewards/mean": 0.75})
     run = wandb.run
-    assert run is not None and (run.project, run.name, run.id) == ("tests", "one", "one")
+    assert run is not None and (run.project, run.name) == ("tests", "one")
+    assert (run.entity, run.group, run.tags) == ("somebody", "sweep", ("a", "b"))
+    name = run.id
     assert run.config["rollout"]["prompts"] == 4
     assert run.summary["critic/rewards/mean"] == 0.5  # a row is complete when the next begins
+    log.pictures(2, lambda folder: {"scatter": f"<svg>{folder.name}</svg>"})
+    (picture,) = (config.run_folder / "wandb").glob(
+        "offline-run-*/files/media/html/pictures/scatter_2_*.html"
+    )
+    assert "<svg>one</svg>" in picture.read_text()
     log.close()
     assert wandb.run is None
-    assert list((config.run_folder / "wandb").glob("offline-run-*/run-one.wandb"))
+    assert list((config.run_folder / "wandb").glob(f"offline-run-*/run-{name}.wandb"))
+
+
+def test_a_run_of_wandb_has_an_id_of_its_own_and_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    def started(folder: Path, resume_step: int | None) -> str:
+        log = RunLog(make_config(folder, wandb="offline"), writer=True, resume_step=resume_step)
+        assert wandb.run is not None
+        found = str(wandb.run.id)
+        log.close()
+        return found
+
+    first = started(tmp_path / "a", None)
+    assert started(tmp_path / "a", 3) == first != "one"
+    assert started(tmp_path / "b", None) != first, "the same name in another folder"
+    (tmp_path / "b/one/wandb/run-id.txt").unlink()
+    assert started(tmp_path / "b", 3) == "one", "as it was called before ids were drawn"
+
+
+class Told:
+    """A tracker that remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def step(self, *words: Any) -> None:
+        self.heard.append(words)
+
+    pictures = alert = step
+
+    def close(self) -> None:
+        self.heard.append("closed")
+
+
+def test_trackers_hear_of_warnings_and_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told()
+    monkeypatch.setattr(log_module, "start_trackers", lambda config, resume_step: [told])
+    log = RunLog(make_config(tmp_path), writer=True, resume_step=None)
+    log.remind("weights", 3, "too small")
+    log.remind("weights", 4, "too small")
+    log.say("hello")
+    with pytest.raises(TrainingError), log.ending():
+        raise TrainingError("the gradient is not finite")
+    assert told.heard == [
+        ("weights", "step 3: too small"),
+        ("the run ended itself", "the gradient is not finite"),
+        "closed",
+    ]
+    assert capsys.readouterr().out == "step 3: too small\nhello\n"
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = make_config(tmp_path, tensorboard=True)
+    log = RunLog(config, writer=True, resume_step=None)
+    for step in (1, 2, 3):
+        log.step(step, {"critic/rewards/mean": step / 4, "fspo/lre_mean": math.nan})
+    log.close()
+    log = RunLog(config, writer=True, resume_step=2)
+    log.step(3, {"critic/rewards/mean": 8.0})
+    log.close()
+    events = EventAccumulator(str(config.run_folder / "tensorboard")).Reload()
+    found = [(event.step, event.value) for event in events.Scalars("critic/rewards/mean")]
+    assert found == [(1, 0.25), (2, 0.5), (3, 8.0)] and events.Tags()["scalars"] == ["critic/rewards/mean"]
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, log in (("tensorboard", Log(tensorboard=True)), ("wandb", Log(wandb="offline"))):
+        with (
+            monkeypatch.context() as patched,
+            pytest.raises(InputError, match=f"needs the package {name}, wh"),
+        ):
+            patched.setitem(sys.modules, name, None)
+            patched.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+            check_trackers(log)
+    check_trackers(Log())
 
 
 def test_what_lasts_is_told_now_and_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

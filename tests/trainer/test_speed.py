@@ -1,0 +1,142 @@
+"""Tokens per second, FLOPs and the table of phases."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launch import forked, why
+from megatron_fspo.config import Log
+from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.peak import peak_of, peak_tflops
+from megatron_fspo.trainer.profile import profiled
+from megatron_fspo.trainer.speed import table
+from megatron_fspo.weights import Architecture
+from megatron_fspo.weights.flops import forward_flops
+from runs import PROGRAM, rows, train_words
+
+ARCH = Architecture(
+    model_type="qwen3", num_layers=3, hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=5, ffn_size=16,
+    vocab_size=100, tied=True, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=64,
+    dtype=torch.float32,
+)  # fmt: skip
+
+
+def test_flops_by_hand() -> None:
+    """One sequence of 3 + 4 tokens."""
+    matrices = 8 * 20 + 2 * 8 * 10 + 20 * 8 + 3 * 8 * 16  # q, k and v, output, MLP
+    attention = 4 * 7 * 7 * 5  # heads, pairs of tokens, head size: half of them, twice
+    want = 3 * (2 * 7 * matrices + 2 * attention) + 2 * 100 * 8 * 4
+    assert forward_flops(ARCH, [3], [4]) == want
+    assert forward_flops(ARCH, [3, 3], [4, 4]) == 2 * want and forward_flops(ARCH, [], []) == 0
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    """Products of the layers and the head, as the profiler of torch sees them in plain matrices."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    length, q, kv = 7, ARCH.q_size, ARCH.kv_size
+    hidden = torch.zeros(length, ARCH.hidden_size)
+    with FlopCounterMode(display=False) as counter:
+        for _ in range(ARCH.num_layers):
+            for rows_, columns in ((8, q), (8, kv), (8, kv), (8, 16), (8, 16)):
+                hidden @ torch.zeros(rows_, columns)
+            torch.zeros(length, q) @ torch.zeros(q, 8)
+            torch.zeros(length, 16) @ torch.zeros(16, 8)
+        hidden @ torch.zeros(8, ARCH.vocab_size)
+    attention = ARCH.num_layers * 2 * q * length**2
+    assert forward_flops(ARCH, [0], [length]) == counter.get_total_flops() + attention
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA T4", None),
+    ],
+)
+def test_what_a_gpu_can_do_is_known_by_its_name(name: str, peak: float | None) -> None:
+    assert peak_of(name) == peak
+    assert peak_tflops(choose_backend("cpu"), torch.bfloat16) is None
+
+
+def test_the_table_of_phases() -> None:
+    step = {
+        "timing_s/gen": 6.0,
+        "timing_s/update_actor": 2.0,
+        "timing_s/step": 8.0,
+        "perf/tokens_per_second_per_gpu": 100.0,
+        "perf/mfu": 0.4,
+    }
+    evaluation = {"timing_s/testing": 9.0}
+    head, *lines = table(
+        [evaluation, step, {**step, "timing_s/gen": 8.0, "timing_s/step": 10.0}]
+    ).splitlines()
+    assert head.split() == "phase, mean of 2 steps s share tokens/s per GPU MFU".split()
+    assert [line.split() for line in lines] == [
+        ["sampling,", "grading", "7.00", "78%", "129"],
+        ["update", "2.00", "22%", "450", "40.0%"],
+        ["step", "9.00", "100%", "100"],
+    ]
+    assert table([evaluation]) == ""
+
+
+@pytest.fixture
+def job() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_run_reports_its_speed_profiles_and_draws(tmp_path: Path) -> None:
+    """One process; wandb gets the pictures of the evaluation."""
+    extra = "--parallel.tensor 1 --parallel.sequence false --run.steps 3 --evaluation.every 3".split()
+    log = ["--log.peak-tflops", "0.001", "--log.wandb", "offline", "--log.profile", "[2, 2]"]
+    words = train_words(tmp_path, "fast", *extra, *log)
+    result = forked([*PROGRAM, *words], nproc=0)
+    assert result.returncode == 0, why(result.stderr)
+    training = [row for row in rows(tmp_path, "fast") if row["step"]]
+    for row in training:
+        assert row["perf/tokens_per_second_per_gpu"] == row["perf/throughput"]
+        assert 0 < row["perf/mfu"] < 1000
+    assert "phase, mean of 3 steps" in result.stdout and "tokens/s per GPU" in result.stdout
+    media = tmp_path / "fast/wandb"
+    pictures = media.glob("offline-run-*/files/media/html/pictures/*.html")
+    assert {path.name.partition("_")[0] for path in pictures} == {"rates", "scatter"}
+    (trace,) = (tmp_path / "fast/profiles").rglob("*.gz")
+    assert str(trace.relative_to(tmp_path)) == "fast/profiles/step_000002/rank_00000.json.gz"
+    names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert "aten::mm" in names or "aten::addmm" in names
+
+
+def test_a_file_asks_for_a_profile_of_the_next_step(tmp_path: Path, job: None) -> None:
+    said: list[str] = []
+    run: Any = SimpleNamespace(
+        step=6,
+        log=SimpleNamespace(say=said.append),
+        inputs=SimpleNamespace(
+            config=SimpleNamespace(log=Log(), run_folder=tmp_path), backend=choose_backend("cpu")
+        ),
+    )
+    (tmp_path / "profile").touch()
+    for run.step in (6, 7):
+        with profiled(run):
+            torch.ones(3) + 1
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.gz")] == [
+        "profiles/step_000007/rank_00000.json.gz"
+    ]
+    assert said == [f"step 7: profiled, see {tmp_path}/profiles/step_000007"]
+    assert not (tmp_path / "profile").exists()
