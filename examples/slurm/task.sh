@@ -29,7 +29,8 @@ servers)
   for (( i = 0; i < SERVERS; i++ )); do
     # shellcheck disable=SC2086  # words
     CUDA_VISIBLE_DEVICES=$(( FIRST_GPU + i )) setsid "$PYTHON" -m megatron_fspo serve --model "$MODEL" \
-      --host "$SLURMD_NODENAME" --port "$(( 8000 + i ))" ${SERVE---backend nccl} &
+      --host "$SLURMD_NODENAME" --port "$(( 8000 + i ))" \
+      --log "runs/vllm-$SLURMD_NODENAME-$(( 8000 + i )).log" ${SERVE---backend nccl} &
   done
   wait -n  # serve starts a vLLM that crashed anew, so one that ends cannot go on
   ;;
