@@ -19,6 +19,7 @@ _PACKAGES = (
     "apex",
     "vllm",
     "wandb",
+    "tensorboard",
     "sympy",
 )
 

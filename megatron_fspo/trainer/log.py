@@ -126,7 +126,7 @@ class RunLog:
         except TrainingError as error:
             for tracker in self._trackers:
                 tracker.alert("the run ended itself", str(error))
-                tracker.close()
+                tracker.close(failed=True)
             raise
 
     @contextmanager

@@ -25,7 +25,7 @@ def profiled(run: Training) -> Iterator[None]:
     """Around a step, which is recorded where somebody asked for that. Collective."""
     config, step = run.inputs.config, run.step + 1
     first, last = config.log.profile or (0, 0)
-    if not (first <= step <= last or _wished(run)):
+    if not (_wished(run) or first <= step <= last):
         yield
         return
     activities = [ProfilerActivity.CPU]
@@ -44,6 +44,8 @@ def profiled(run: Training) -> Iterator[None]:
 
 def _wished(run: Training) -> bool:
     """Whether the file is there, as the first rank sees it; it is gone then. Collective."""
+    # Not in a collective: before this step the first rank writes rows, and removes old checkpoints.
+    run.groups.control.meet("the first rank to write its records")
     wish: Path = run.inputs.config.run_folder / WISH
     found = dist.get_rank() == 0 and wish.exists()
     if found:

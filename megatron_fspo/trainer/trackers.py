@@ -34,7 +34,7 @@ class Tracker(Protocol):
     def alert(self, title: str, text: str) -> None:
         """Something that a person should know of now."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Hand over what is still on its way."""
 
 
@@ -86,8 +86,8 @@ class WandbTracker:
     def alert(self, title: str, text: str) -> None:
         self._run.alert(title=title, text=text[:_ALERT_CHARACTERS], wait_duration=_ALERT_SECONDS)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class TensorBoardTracker:
@@ -117,7 +117,7 @@ class TensorBoardTracker:
     def alert(self, title: str, text: str) -> None:
         self._writer.add_text(title, text, self._last)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._writer.close()
 
 

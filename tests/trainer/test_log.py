@@ -259,8 +259,8 @@ class Told:
 
     pictures = alert = step
 
-    def close(self) -> None:
-        self.heard.append("closed")
+    def close(self, *, failed: bool = False) -> None:
+        self.heard.append(("closed", failed))
 
 
 def test_trackers_hear_of_warnings_and_of_the_end(
@@ -277,7 +277,7 @@ def test_trackers_hear_of_warnings_and_of_the_end(
     assert told.heard == [
         ("weights", "step 3: too small"),
         ("the run ended itself", "the gradient is not finite"),
-        "closed",
+        ("closed", True),
     ]
     assert capsys.readouterr().out == "step 3: too small\nhello\n"
 

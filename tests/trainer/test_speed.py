@@ -17,6 +17,7 @@ from launch import forked, why
 from megatron_fspo.config import Log
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.peak import peak_of, peak_tflops
+from megatron_fspo.parallel.control import Control
 from megatron_fspo.trainer.profile import profiled
 from megatron_fspo.trainer.speed import table
 from megatron_fspo.weights import Architecture
@@ -126,6 +127,7 @@ def test_a_file_asks_for_a_profile_of_the_next_step(tmp_path: Path, job: None) -
     said: list[str] = []
     run: Any = SimpleNamespace(
         step=6,
+        groups=SimpleNamespace(control=Control()),
         log=SimpleNamespace(say=said.append),
         inputs=SimpleNamespace(
             config=SimpleNamespace(log=Log(), run_folder=tmp_path), backend=choose_backend("cpu")
