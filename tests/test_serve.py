@@ -16,8 +16,9 @@ import pytest
 
 from fake_vllm import FakeVLLM, is_running, until
 from launch import environment
+from megatron_fspo.announce import announced
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.serve import ServerOptions, ServerProcess, flags, process
+from megatron_fspo.serve import ServerOptions, ServerProcess, flags, gpu_numbers, place, process
 
 KEY = "a-secret-of-32-letters-and-digits"
 
@@ -454,3 +455,58 @@ def test_another_host_with_a_key(serve: Callable[..., Command], monkeypatch: pyt
     command.until_ready()
     (ready,) = command.said
     assert ready.startswith(f"vLLM is ready at http://127.0.0.1:{command.port}, ")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("0", ["0"]), ("0-3,6", ["0", "1", "2", "3", "6"]), ("5,1", ["5", "1"])]
+)
+def test_gpu_numbers(text: str, found: list[str]) -> None:
+    assert gpu_numbers(text) == tuple(found)
+
+
+@pytest.mark.parametrize("text", ["", "a", "0,", "3-", "-1", "0,0", "1-3,2", "3-1", "0-1-2"])
+def test_what_is_no_list_of_gpus(text: str) -> None:
+    with pytest.raises(InputError, match=f"--gpus {text}: "):
+        gpu_numbers(text)
+
+
+def test_every_server_has_gpus_and_a_port_of_its_own(model: Path) -> None:
+    options = ServerOptions(model, port=8100)
+    placed = place(options, gpu_numbers("0-3"), 2)
+    assert [(one.gpus, one.port, one.log_file.name) for one in placed] == [
+        (("0", "1"), 8100, "vllm-8100.log"),
+        (("2", "3"), 8101, "vllm-8101.log"),
+    ]
+    vllm = flags.Installation(Path("vllm"), "0.32.0")
+    words = flags.command(placed[1], vllm)
+    assert words[words.index("--tensor-parallel-size") + 1] == "2"
+    assert "--tensor-parallel-size" not in flags.command(options, vllm)
+    for count in (0, 3):
+        with pytest.raises(InputError, match=f"--gpus-per-server {count} does not divide the 4"):
+            place(options, gpu_numbers("0-3"), count)
+    with pytest.raises(InputError, match="4 servers cannot share one"):
+        place(ServerOptions(model, log=Path("log")), gpu_numbers("0-3"), 1)
+
+
+@pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())])
+def test_the_url_that_is_announced(host: str, url: str, model: Path) -> None:
+    assert ServerOptions(model, host=host).public_url == f"http://{url}:8000"
+
+
+@pytest.mark.slow
+def test_several_servers_announce_themselves_and_end_together(
+    fake: FakeVLLM, model: Path, tmp_path: Path
+) -> None:
+    port, folder = free_port(), tmp_path / "servers"
+    words = ["--gpus", "4,5", "--port", str(port), "--announce", str(folder)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_fspo", "serve", "--model", str(model), *words],
+        env=environment(),
+        cwd=tmp_path,
+    )
+    urls = sorted(f"http://127.0.0.1:{port + i}" for i in range(2))
+    until(lambda: sorted(announced(folder)) == urls, "both")
+    assert sorted(start["environ"]["CUDA_VISIBLE_DEVICES"] for start in fake.starts) == ["4", "5"]
+    process.terminate()
+    assert process.wait(30) == 0
+    assert announced(folder) == [] and not fake.running

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_fspo.config.data import Data, DataSet
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.console import each_line, import_megatron
-from megatron_fspo.errors import InputError
+from megatron_fspo.errors import InputError, TrainingError
 
 SHUTDOWN_SECONDS = "1800"
 """From SIGTERM to the kill, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise."""
@@ -38,13 +38,21 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
         from megatron_fspo.trainer.loop import train
 
         finished = train(inputs, resume=args.resume, draw=_draw)
-    if not finished:
-        return 143
-    if os.environ.get("RANK", "0") == "0":
-        from megatron_fspo.report.page import write_report
+        if finished and os.environ.get("RANK", "0") == "0":
+            print(_where(inputs.config.run_folder, _report_of(inputs.config.run_folder)))
+    return 0 if finished else 143
 
-        print(_where(inputs.config.run_folder, write_report(inputs.config.run_folder)))
-    return 0
+
+def _report_of(folder: Path) -> Path:
+    from megatron_fspo.report.page import write_report
+
+    try:
+        return write_report(folder)
+    except OSError as error:
+        raise TrainingError(
+            f"{error.filename or folder}: the report cannot be written: {error.strerror}. The run is complete; "
+            f"`megatron-fspo report {folder}` writes it"
+        ) from None
 
 
 def _draw(folder: Path) -> Mapping[str, str]:
@@ -134,7 +142,7 @@ def calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def serve(args: argparse.Namespace, _: list[str]) -> int:
-    from megatron_fspo.serve import ServerOptions, supervise
+    from megatron_fspo.serve import ServerOptions, gpu_numbers, place, supervise_all
 
     options = ServerOptions(
         model=args.model,
@@ -145,9 +153,11 @@ def serve(args: argparse.Namespace, _: list[str]) -> int:
         log=args.log,
         program=args.vllm,
         extra=tuple(args.extra),
+        announce=args.announce,
         anyone_may_run_code=args.anyone_may_run_code,
     )
-    return supervise(options, keep_alive=args.keep_alive)
+    servers = place(options, gpu_numbers(args.gpus), args.gpus_per_server) if args.gpus else [options]
+    return supervise_all(servers, keep_alive=args.keep_alive)
 
 
 def check_data(args: argparse.Namespace, _: list[str]) -> int:

@@ -37,6 +37,7 @@ micro-batches. Run it on your cluster before a long job.
 Here, on the CPU:         megatron-fspo verify --nproc 8 --all
 A few layouts:            megatron-fspo verify --nproc 8 --layouts tp2.pp2.cp2 tp2.sp.cp2.do
 Your run's layout:        torchrun --nproc-per-node 8 -m megatron_fspo verify --config run.toml
+The same without GPUs:    megatron-fspo verify --nproc 8 --config run.toml --model.backend cpu
 
 A layout is words joined by dots: tpN, sp, ppN, vppN (virtual stages), cpN, dpN, do (distributed optimizer),
 overlap, recompute. Exit status 1 if a case fails; the worst parameter is named.
@@ -81,7 +82,8 @@ _SERVE_HELP = """\
 Run vLLM for the rollouts of `megatron-fspo train`, until Ctrl-C, SIGTERM or the end of what started this.
 
 Here:                     megatron-fspo serve --model runs/make-sum-32/checkpoint
-More flags for vLLM:      megatron-fspo serve --model Qwen3-8B -- --tensor-parallel-size 2
+On four GPUs, two each:   megatron-fspo serve --model Qwen3-8B --gpus 4-7 --gpus-per-server 2
+More flags for vLLM:      megatron-fspo serve --model Qwen3-8B -- --max-num-seqs 512
 
 vLLM has an environment of its own (`make .venv-vllm/.ready` makes one for a CPU). A server that crashed is
 started again. Whoever may ask it may run code on it. So it wants a key, the environment variable VLLM_API_KEY
@@ -126,7 +128,6 @@ def make_parser() -> argparse.ArgumentParser:
     _add_data(commands)
     _add_serve(commands)
 
-    report = commands.add_parser("report", help="draw report/index.html of a run")
     status = commands.add_parser(
         "status",
         help="what a run does, and which of its ranks are silent",
@@ -137,6 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="print one JSON line")
     status.set_defaults(run=run.status)
 
+    report = commands.add_parser("report", help="draw report/index.html of a run")
     report.add_argument("folder", type=Path, help="the run's folder, such as runs/demo")
     report.set_defaults(run=run.report)
 
@@ -264,6 +266,17 @@ def _add_serve(commands: argparse._SubParsersAction[OneLineParser]) -> None:
         choices=["gloo", "disk", "nccl"],
         default="gloo",
         help="how weights come (default: %(default)s)",
+    )
+    serve.add_argument("--gpus", metavar="LIST", help="such as 0-7: a server on each, from --port on")
+    serve.add_argument(
+        "--gpus-per-server",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tensor parallel size (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--announce", type=Path, metavar="DIR", help="shared folder where vllm.discovery finds the server"
     )
     serve.add_argument("--dtype", default="auto", help="of weights and activations (default: the model's)")
     serve.add_argument("--log", type=Path, metavar="FILE", help="(default: runs/vllm-PORT.log)")

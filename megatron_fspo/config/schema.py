@@ -138,6 +138,11 @@ class VLLM(Section):
     """Servers that sample, for `rollout.engine = "vllm"`; `megatron-fspo serve` starts one."""
 
     urls: tuple[str, ...] = Field(("http://127.0.0.1:8000",), description="the servers", min_length=1)
+    discovery: Path | None = Field(
+        None,
+        description="in place of urls: the folder of `megatron-fspo serve --announce`, where servers may come "
+        "and go",
+    )
     transfer: Literal["gloo", "nccl", "disk"] = Field(
         "gloo", description="how new weights get there: broadcast through the CPU, or by NCCL; or as files"
     )

@@ -24,7 +24,6 @@ from megatron_fspo.mcore import cpu
 from megatron_fspo.mcore.engine import engine_problem
 from megatron_fspo.mcore.layers import local_block_spec
 
-
 CUDA_ENVIRONMENT = {
     # Kernels begin in the order in which they were asked for: a collective before the matrix product that is
     # to hide it. Megatron's overlap in tensor and context parallel layers counts on that.

@@ -26,9 +26,11 @@ from megatron_fspo.mcore.backend import Backend
 from megatron_fspo.parallel.agent import end_with_agent
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.incarnation import agree_on_name
 from megatron_fspo.parallel.pulse import Patience, Pulse
 
 _jobs = itertools.count()
+_TELL_SECONDS = 60.0  # for the others to start, so that they can be told why there will be no job
 _control: Control | None = None
 _found: tuple[Store, int, int] | None = None
 
@@ -57,7 +59,7 @@ def _tell_others(error: BaseException) -> None:
     if _control is None and "MASTER_ADDR" not in os.environ:
         return
     try:
-        control = _control or _connect(Parallel())
+        control = _control or _connect(Parallel(collective_seconds=_TELL_SECONDS))
     except Exception:  # nobody to tell
         return
     control.fail(error)
@@ -137,10 +139,10 @@ def _of_environment(seconds: float) -> tuple[Store, int, int]:
 
     Raises:
         InputError: a variable is missing or wrong, or the port is in use.
-        TrainingError: nobody answers there.
+        TrainingError: nobody answers there, or not all ranks come.
     """
     try:
-        return next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
     except ValueError as error:
         raise InputError(f"the environment of this rank: {error}") from None
     except dist.DistError as error:
@@ -148,6 +150,7 @@ def _of_environment(seconds: float) -> tuple[Store, int, int]:
         if "EADDRINUSE" in str(error):
             raise InputError(f"{place}: the port is in use, choose another") from None
         raise TrainingError(f"{place}: nobody answers: {str(error).splitlines()[0]}") from None
+    return PrefixStore(agree_on_name(store, rank, size, seconds=seconds), store), rank, size
 
 
 def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:

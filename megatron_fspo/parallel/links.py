@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 import torch.distributed as dist
@@ -41,6 +42,16 @@ def listen(host: str) -> socket.socket:
     """
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means this machine to itself only, as far as its writing tells."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def address_towards(host: str, port: int) -> str:

@@ -2,6 +2,6 @@
 
 from megatron_fspo.serve.flags import ServerOptions
 from megatron_fspo.serve.process import ServerProcess
-from megatron_fspo.serve.supervise import supervise
+from megatron_fspo.serve.several import gpu_numbers, place, supervise_all
 
-__all__ = ["ServerOptions", "ServerProcess", "supervise"]
+__all__ = ["ServerOptions", "ServerProcess", "gpu_numbers", "place", "supervise_all"]

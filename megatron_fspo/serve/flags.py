@@ -7,8 +7,9 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +58,10 @@ class ServerOptions:
     """More flags of ``vllm serve``."""
     start_seconds: float = 1800.0
     """For loading and compiling a large model."""
+    gpus: tuple[str, ...] = ()
+    """The only ones that it sees; of several each has a part of the model (tensor parallel)."""
+    announce: Path | None = None
+    """Folder in which the trainer finds the server (:mod:`megatron_fspo.announce`)."""
     anyone_may_run_code: bool = False
     """Listen beyond this machine without a key: whoever reaches the port runs code here."""
 
@@ -73,6 +78,13 @@ class ServerOptions:
     def url(self) -> str:
         host = f"[{self.connect_host}]" if ":" in self.connect_host else self.connect_host
         return f"http://{host}:{self.port}"
+
+    @property
+    def public_url(self) -> str:
+        """Where other machines reach the server."""
+        if self.host in ("0.0.0.0", "::"):
+            return f"http://{socket.gethostname()}:{self.port}"
+        return self.url
 
     @property
     def loopback_only(self) -> bool:
@@ -206,14 +218,22 @@ def command(options: ServerOptions, vllm: Installation) -> list[str]:
         # A prompt that is read in parts has its random stream set back, which torch cannot do on a CPU: the
         # engine would die, also of responses that are read again because an update met them.
         words += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    if len(options.gpus) > 1:
+        words += ["--tensor-parallel-size", str(len(options.gpus))]
     words += options.extra
     # Last: vLLM puts the middleware that it is told of last before all others.
     return words if api_key() is None else [*words, "--middleware", GUARD]
 
 
-def environment(*, on_cpu: bool) -> dict[str, str]:
-    """vLLM's environment: ours, VLLM_API_KEY included, without torchrun's part and our Python's."""
+def environment(*, on_cpu: bool, gpus: Sequence[str] = ()) -> dict[str, str]:
+    """vLLM's environment: ours, VLLM_API_KEY included, without torchrun's part and our Python's.
+
+    Args:
+        gpus: the only ones that it is to see; default all.
+    """
     kept = {name: value for name, value in os.environ.items() if not _NOT_FOR_VLLM.fullmatch(name)}
     defaults = {"VLLM_NO_USAGE_STATS": "1"} | ({"VLLM_CPU_KVCACHE_SPACE": "1"} if on_cpu else {})  # GiB
+    if gpus:
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     # Its other front end has no middleware.
     return defaults | kept | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_RUST_FRONTEND": "0"}

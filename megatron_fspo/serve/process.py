@@ -80,7 +80,7 @@ class ServerProcess:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=environment(on_cpu=self._vllm.on_cpu),
+                env=environment(on_cpu=self._vllm.on_cpu, gpus=self.options.gpus),
             )
 
     def wait(self, pause: Callable[[], None] = lambda: time.sleep(0.25)) -> None:

@@ -7,9 +7,11 @@ import signal
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from megatron_fspo.announce import announce
 from megatron_fspo.api_key import api_key
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.serve.flags import ServerOptions
@@ -21,7 +23,7 @@ RESTART_WINDOW = 600.0
 _POLL_SECONDS = 0.5
 
 
-class _Stop(BaseException):
+class Stop(BaseException):
     """SIGTERM came, or the parent is gone."""
 
 
@@ -41,22 +43,27 @@ def supervise(options: ServerOptions, *, keep_alive: bool) -> int:
         InputError, TrainingError: as :meth:`ServerProcess.start`; or it crashed too often.
     """
     # Taken first, so that a parent that ends while we start is noticed.
-    parent = None if keep_alive else os.getppid()
+    parent = parent_to_watch(keep_alive)
+    announcement: Path | None = None
     server = ServerProcess(options)
     if api_key() is None and not options.loopback_only:
         _say(f"--host {options.host}: no key, so whoever reaches port {options.port} runs any code here")
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         server.launch()
-        server.wait(lambda: _pause(parent))
+        server.wait(lambda: pause(parent))
         print(f"vLLM is ready at {server.url}, its log is {options.log_file}", flush=True)
+        if options.announce is not None:
+            announcement = announce(options.announce, options.public_url)
         _watch(server, parent)
-    except _Stop:
+    except Stop:
         return 0
     finally:
         # Nothing interrupts the end: what is left over would hold the port and the memory.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if announcement is not None:
+            announcement.unlink(missing_ok=True)
         server.stop()
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, before)
@@ -65,7 +72,7 @@ def supervise(options: ServerOptions, *, keep_alive: bool) -> int:
 def _watch(server: ServerProcess, parent: int | None) -> NoReturn:
     restarts: deque[float] = deque()
     while True:
-        _pause(parent)
+        pause(parent)
         if server.alive:
             continue
         now = time.monotonic()
@@ -79,20 +86,30 @@ def _watch(server: ServerProcess, parent: int | None) -> NoReturn:
         _say(f"vLLM ended; restart {len(restarts)}, of at most {MAX_RESTARTS} in {RESTART_WINDOW / 60:g} min")
         server.launch()
         try:
-            server.wait(lambda: _pause(parent))
+            server.wait(lambda: pause(parent))
             print(f"vLLM is ready again at {server.url}, with the checkpoint's weights", flush=True)
         except TrainingError:
             server.stop()  # one that hangs is one that crashed
 
 
-def _pause(parent: int | None) -> None:
+def parent_to_watch(keep_alive: bool) -> int | None:
+    """The process with which to end, for :func:`pause`."""
+    return None if keep_alive else os.getppid()
+
+
+def pause(parent: int | None) -> None:
+    """Between two looks.
+
+    Raises:
+        Stop: the parent is gone.
+    """
     if parent is not None and os.getppid() != parent:
-        raise _Stop
+        raise Stop
     time.sleep(_POLL_SECONDS)
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise _Stop
+    raise Stop
 
 
 def _say(line: str) -> None:

@@ -18,20 +18,15 @@ KEY = "a-secret-of-32-letters-and-digits"
 
 
 @contextmanager
-def serving_on(nodes: Nodes, node: str, checkpoint: Path, folder: Path) -> Iterator[str]:
-    """A real vLLM of a checkpoint; its URL. :data:`KEY`, its secret, is in the environment meanwhile."""
-    log = folder / "vllm.log"
-    words = [
-        "--model",
-        str(checkpoint),
-        "--host",
-        nodes.address(node),
-        "--port",
-        str(PORT),
-        "--log",
-        str(log),
-    ]
-    words += ["--dtype", "float32", "--", "--max-model-len", "128", "--max-num-seqs", "32"]
+def serving_on(nodes: Nodes, node: str, checkpoint: Path, folder: Path) -> Iterator[Path]:
+    """A real vLLM of a checkpoint; the folder where it announces itself.
+
+    :data:`KEY`, which it asks for, is in the environment meanwhile.
+    """
+    log, servers = folder / "vllm.log", folder / "servers"
+    words = ["--model", str(checkpoint), "--host", nodes.address(node), "--port", str(PORT)]
+    words += ["--log", str(log), "--announce", str(servers), "--dtype", "float32"]
+    words += ["--", "--max-model-len", "128", "--max-num-seqs", "32"]
     os.environ["VLLM_API_KEY"] = KEY
     # By itself every server binds its worker to the first core, where others would be in the way.
     env = environment_of_a_node(environment(VLLM_CPU_OMP_THREADS_BIND="nobind"))
@@ -43,7 +38,7 @@ def serving_on(nodes: Nodes, node: str, checkpoint: Path, folder: Path) -> Itera
         while "is ready" not in out.read_text():
             assert process.poll() is None, out.read_text() + log.read_text(errors="replace")[-3000:]
             time.sleep(0.2)
-        yield f"http://{node}:{PORT}"
+        yield servers
     finally:
         del os.environ["VLLM_API_KEY"]
         process.terminate()

@@ -256,8 +256,8 @@ def survive(kind: str, each: int, nodes: Nodes, folder: Path, chance: random.Ran
         extra: tuple[str, ...] = ("--parallel.collective_seconds", "60")
         if kind == "server":
             checkpoint = _with_wide_heads(folder)
-            url = stack.enter_context(serving_on(nodes, SERVER, checkpoint, folder))
-            extra = ("--rollout.engine", "vllm", "--vllm.urls", json.dumps([url]))
+            servers = stack.enter_context(serving_on(nodes, SERVER, checkpoint, folder))
+            extra = ("--rollout.engine", "vllm", "--vllm.discovery", str(servers))
             extra += ("--model.checkpoint", str(checkpoint), "--loss.entropy_coef", "0.1")
             extra += ("--parallel.silence_seconds", "300", "--reward.max_steps_without_spread", "0")
         whole, seconds = undisturbed(nodes, storage, extra)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -39,20 +38,20 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 @pytest.fixture(scope="module")
-def server(nodes: Nodes, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving_on(nodes, SERVER, checkpoint, tmp_path_factory.mktemp("server")) as url:
-        yield url
+def server(nodes: Nodes, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with serving_on(nodes, SERVER, checkpoint, tmp_path_factory.mktemp("server")) as folder:
+        yield folder
 
 
-def smoke(folder: Path, name: str, checkpoint: Path, server: str) -> list[str]:
+def smoke(folder: Path, name: str, checkpoint: Path, servers: Path) -> list[str]:
     """The script's line; it is the same on every node."""
     place = ["--run.folder", str(folder), "--run.name", name, "--model.checkpoint", str(checkpoint)]
     # vLLM's threads spin: on two cores a rank was seen to get no time for 40 s.
-    servers = ["--rollout.engine", "vllm", "--vllm.urls", json.dumps([server])]
-    servers += ["--parallel.silence_seconds", "300"]
+    rollout = ["--rollout.engine", "vllm", "--vllm.discovery", str(servers)]
+    rollout += ["--parallel.silence_seconds", "300"]
     # Hardly any answer is right: a reward that differs between responses, in a module of the user's.
-    servers += ["--reward.name", "own_rewards:length"]
-    return ["bash", str(REPO / "examples/run_fspo_qwen3_8b.sh"), "--smoke", *place, *servers]
+    rollout += ["--reward.name", "own_rewards:length"]
+    return ["bash", str(REPO / "examples/run_fspo_qwen3_8b.sh"), "--smoke", *place, *rollout]
 
 
 def finish(processes: Sequence[subprocess.Popen[str]]) -> str:
@@ -63,7 +62,7 @@ def finish(processes: Sequence[subprocess.Popen[str]]) -> str:
 
 
 def test_two_nodes_have_the_numbers_of_one(
-    nodes: Nodes, server: str, checkpoint: Path, tmp_path: Path
+    nodes: Nodes, server: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     env = environment_of_a_node(environment(PYTHON=sys.executable))
     env["PYTHONPATH"] += f":{REPO / 'tests/rewards'}"

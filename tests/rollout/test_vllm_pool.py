@@ -350,3 +350,41 @@ def test_any_trouble_that_ends_loses_nothing(trouble: list[list[str | int]], cou
 
     # Five attempts, so that no request is lost MAX_LOSSES times.
     run(work, count=len(trouble), attempts=5, max_in_flight_per_server=3)
+
+
+def test_servers_come_and_go_while_there_is_work() -> None:
+    """Who is found serves once it is admitted; who is lost and found no more is forgotten."""
+    found: list[Server] = []
+    admitted: list[str] = []
+
+    async def admit(server: Server) -> bool:
+        admitted.append(server.url)
+        return True
+
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        first, second = pool.live()
+        await pool.serve([])
+        assert await pool.reachable() == [], "none has announced itself"
+        for fake in fakes:
+            fake.delay = 0.01
+        answers = asyncio.create_task(pool.generate(requests(40)))
+        await asyncio.sleep(0.1)
+        found.append(first)
+        while len(fakes[0].arrived) < 10:
+            await asyncio.sleep(0.01)
+        found[:] = [second]
+        fakes[0].kill()
+        check_all(await answers, 40)
+        assert admitted == [first.url, second.url] and pool.live() == [second]
+        assert await pool.reachable() == [second]
+
+    run(work, find=lambda: [*found], admit=admit)
+
+
+def test_no_server_is_ever_found() -> None:
+    async def work(pool: Pool, fakes: list[FakeServer]) -> None:
+        await pool.serve([])
+        with pytest.raises(TrainingError, match=r"no rollout server for 0\.1 s: none has announced itself"):
+            await pool.generate(requests(1))
+
+    run(work, find=list, recovery_seconds=0.1)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from ipaddress import ip_address
+from pathlib import Path
 
 import httpx
 
+from megatron_fspo.announce import announced
 from megatron_fspo.api_key import api_key
 from megatron_fspo.config import VLLM
 from megatron_fspo.errors import InputError
-from megatron_fspo.parallel.links import address_towards, listen
+from megatron_fspo.parallel.links import is_loopback, listen
 from megatron_fspo.rollout.vllm.engine import Leader
 from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.pool import Pool
+from megatron_fspo.rollout.vllm.pool import Find, Pool
 from megatron_fspo.rollout.vllm.senders import BroadcastSender, DiskSender, Sender
 from megatron_fspo.rollout.vllm.server import Server, http_client
 
@@ -31,7 +32,7 @@ def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: boo
     Raises:
         InputError: the first thing that is wrong.
     """
-    urls = [server.url for server in _servers(options, http_client())]
+    urls = [server.url for server in _servers(options.urls, http_client())]
     twice = next((url for i, url in enumerate(urls) if url in urls[:i]), None)
     if twice is not None:
         raise InputError(f"vllm.urls names {twice} twice")
@@ -40,7 +41,7 @@ def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: boo
     if options.transfer == "nccl" and not cuda:
         raise InputError("vllm.transfer = nccl needs a trainer on GPUs; gloo and disk work everywhere")
     far = _far(urls)
-    if options.transfer != "disk" and far and options.address and _is_loopback(options.address):
+    if options.transfer != "disk" and far and options.address and is_loopback(options.address):
         raise InputError(
             f"vllm.address = {options.address} is this machine to itself only: name it as {far} sees it"
         )
@@ -55,8 +56,9 @@ def absent_servers(options: VLLM) -> list[str]:
 
 
 async def _absent_servers(options: VLLM) -> list[str]:
+    urls = options.urls if options.discovery is None else announced(options.discovery)
     async with http_client() as http:
-        servers = _servers(options, http)
+        servers = _servers(urls, http)
         answered = await asyncio.gather(*(server.healthy() for server in servers))
     return [
         f"vllm.urls: no server answers at {server.url}; `megatron-fspo serve` starts one"
@@ -68,8 +70,10 @@ async def _absent_servers(options: VLLM) -> list[str]:
 def connect(options: VLLM, vocab_size: int) -> Leader:
     """For the first rank. The API key comes from ``VLLM_API_KEY``, and goes nowhere else."""
     http = http_client()
+    find = None if options.discovery is None else _finder(options.discovery, http)
     pool = Pool(
-        _servers(options, http),
+        _servers(options.urls, http) if find is None else find(),
+        find=find,
         vocab_size=vocab_size,
         max_in_flight_per_server=options.in_flight,
         recovery_seconds=options.recovery_seconds,
@@ -77,37 +81,39 @@ def connect(options: VLLM, vocab_size: int) -> Leader:
     return Leader(loop=Loop(), http=http, pool=pool, sender=_sender(options))
 
 
-def _servers(options: VLLM, http: httpx.AsyncClient) -> list[Server]:
+def _servers(urls: Sequence[str], http: httpx.AsyncClient) -> list[Server]:
     key = api_key()
-    return [Server(url, http, api_key=key) for url in options.urls]
+    return [Server(url, http, api_key=key) for url in urls]
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:  # a name
-        return False
+def _finder(folder: Path, http: httpx.AsyncClient) -> Find:
+    known: dict[str, Server] = {}
+
+    def find() -> list[Server]:
+        urls = announced(folder)
+        new = [url for url in urls if url not in known]
+        known.update(zip(new, _servers(new, http), strict=True))
+        return [known[url] for url in urls]
+
+    return find
 
 
 def _sender(options: VLLM) -> Sender:
     if options.transfer == "disk":
         assert options.folder is not None
         return DiskSender(options.folder)
-    return BroadcastSender(options.transfer, address=_address(options))
+    _check_address(options)
+    return BroadcastSender(options.transfer, address=options.address)
 
 
-def _address(options: VLLM) -> str:
-    """What the group of the weights listens on; asked on the machine that will listen.
+def _check_address(options: VLLM) -> None:
+    """Whether servers elsewhere can reach what listens on the address; asked on the machine that will listen.
 
     Raises:
-        InputError: this machine does not have the address given, or is all that it reaches; or there is no
-            way to the servers.
+        InputError: this machine does not have the address, or is all that it reaches.
     """
-    far = _far(options.urls)
     if options.address is None:
-        return "127.0.0.1" if far is None else _address_towards(far)
+        return
     try:
         with listen(options.address) as listener:
             found = listener.getsockname()[0]
@@ -116,22 +122,14 @@ def _address(options: VLLM) -> str:
             f"vllm.address = {options.address}: {error.strerror or error}; it has to be a name or address of "
             "this machine"
         ) from None
-    if far is not None and _is_loopback(found):
+    far = _far(options.urls)
+    if far is not None and is_loopback(found):
         raise InputError(
             f"vllm.address = {options.address} is {found} here, this machine to itself only: give the "
             f"address that {far} sees"
         )
-    return options.address
-
-
-def _address_towards(url: str) -> str:
-    server = httpx.URL(url)
-    try:
-        return address_towards(server.host, server.port or 80)
-    except OSError as error:
-        raise InputError(f"vllm.urls: there is no way to {url}: {error.strerror or error}") from None
 
 
 def _far(urls: Sequence[str]) -> str | None:
     """The first server that is on another machine, if any."""
-    return next((url for url in urls if not _is_loopback(httpx.URL(url).host)), None)
+    return next((url for url in urls if not is_loopback(httpx.URL(url).host)), None)

@@ -15,6 +15,8 @@ from megatron_fspo.rollout.sampling import stream_seed
 from megatron_fspo.rollout.vllm.server import Server, ServerLost
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
+Find = Callable[[], Sequence[Server]]
+"""Where servers are now, the same object for the same server; called in a thread of its own."""
 Admit = Callable[[Server], Awaitable[bool]]
 """Asked before a server that was lost serves again: the place to load the current weights into it. False, or
 :class:`~megatron_fspo.rollout.vllm.server.ServerLost`, keeps it out until the next probe."""
@@ -65,7 +67,7 @@ class Pool:
     event loop: all of its methods are called there.
 
     Args:
-        servers: at least one. All count as up at first.
+        servers: those that are known; at least one, without ``find``. All count as up at first.
         max_in_flight_per_server: requests open at one server at most.
         vocab_size: of the model. A token id outside it would kill a server, so it is refused here.
         admit: see :data:`Admit`; by default every healthy server is admitted.
@@ -73,8 +75,10 @@ class Pool:
         request_seconds: how long one request may take; longer, and its server counts as lost. Requests wait
             while a server is paused.
         attempts: per request and server, see :meth:`Server.post`.
-        probe_seconds: between two looks at a lost server; doubles with every refused admission, up to
-            64 times.
+        find: finds servers that come while there is work, or before a weight update. They are like lost ones
+            that come back; a lost one that is found no more is forgotten.
+        probe_seconds: between two looks at a lost server, or for new ones; at a lost one it doubles with
+            every refused admission, up to 64 times.
     """
 
     def __init__(
@@ -87,11 +91,14 @@ class Pool:
         recovery_seconds: float = 600.0,
         request_seconds: float = 1800.0,
         attempts: int = 3,
+        find: Find | None = None,
         probe_seconds: float = 2.0,
     ) -> None:
-        if not servers:
+        if not servers and find is None:
             raise InputError("no rollout servers are named")
         self._slots = [_Slot(server) for server in servers]
+        self._find = find
+        self._search: asyncio.Task[None] | None = None  # runs while there is work, with ``find``
         self.max_in_flight = max_in_flight_per_server
         self.vocab_size = vocab_size
         self.admit = admit
@@ -110,6 +117,7 @@ class Pool:
 
     async def reachable(self) -> list[Server]:
         """The servers whose ``/health`` answers now, in rotation or not."""
+        await self._look_around()
         healthy = await asyncio.gather(*(slot.server.healthy() for slot in self._slots))
         return [slot.server for slot, well in zip(self._slots, healthy, strict=True) if well]
 
@@ -265,14 +273,20 @@ class Pool:
         return completion
 
     def _reschedule(self) -> list[asyncio.Task[None]]:
-        """While there is work, look after lost servers; called whenever something changed.
+        """While there is work, look after lost servers and for new ones; called whenever something changed.
 
         Returns:
-            probes that were cancelled.
+            looks that were cancelled.
         """
         self._hand_out()
         at_work = bool(self._batches)
         cancelled = []
+        if at_work and self._find is not None and self._search is None:
+            self._search = asyncio.create_task(self._keep_looking())
+        elif not at_work and self._search is not None:
+            self._search.cancel()
+            cancelled.append(self._search)
+            self._search = None
         for slot in self._slots:
             wanted = at_work and not slot.up
             if wanted and (slot.probe is None or slot.probe.done()):
@@ -291,7 +305,7 @@ class Pool:
         return cancelled
 
     def _give_up(self) -> None:
-        reasons = "; ".join(slot.reason for slot in self._slots)
+        reasons = "; ".join(slot.reason for slot in self._slots) or "none has announced itself"
         self._fail(TrainingError(f"no rollout server for {self.recovery_seconds:g} s: {reasons}"))
 
     def _fail(self, error: Exception) -> None:
@@ -299,6 +313,28 @@ class Pool:
         for trouble in self._batches:
             if not trouble.done():
                 trouble.set_exception(error)
+
+    async def _keep_looking(self) -> None:
+        while True:
+            if await self._look_around():
+                self._reschedule()
+            await asyncio.sleep(self.probe_seconds)
+
+    async def _look_around(self) -> bool:
+        """Know the servers that :attr:`_find` finds, out of rotation as yet; whether anything changed."""
+        if self._find is None:
+            return False
+        found = await asyncio.to_thread(self._find)
+        known = [slot.server for slot in self._slots]
+        gone = [slot for slot in self._slots if not slot.up and slot.server not in found]
+        new = [_Slot(server) for server in found if server not in known]
+        for slot in new:
+            _take_out(slot, f"{slot.server.url}: has no weights of the trainer yet")
+        for slot in gone:
+            if slot.probe is not None:
+                slot.probe.cancel()
+        self._slots = [slot for slot in self._slots if slot not in gone] + new
+        return bool(new or gone)
 
     async def _bring_back(self, slot: _Slot) -> None:
         """Put a lost server into rotation again once it is healthy and admitted."""

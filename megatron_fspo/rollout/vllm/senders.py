@@ -15,13 +15,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+import httpx
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from megatron_fspo.parallel.links import Join, join_gloo, join_nccl, listen
+from megatron_fspo.parallel.links import Join, address_towards, is_loopback, join_gloo, join_nccl, listen
 from megatron_fspo.rollout.vllm.server import Server, ServerLost
 
 Bucket = Sequence[tuple[str, Tensor]]
@@ -64,10 +65,11 @@ class BroadcastSender:
     Args:
         kind: ``gloo`` (through the CPU) or ``nccl``.
         address: name or IP of this machine, as the servers see it. The group listens there, and nowhere else.
+            None: the address from which this machine reaches the first server that is elsewhere.
         timeout_seconds: for joining the group and for each broadcast.
     """
 
-    def __init__(self, kind: str, *, address: str, timeout_seconds: float = 120.0) -> None:
+    def __init__(self, kind: str, *, address: str | None, timeout_seconds: float = 120.0) -> None:
         self._link = LINKS[kind]
         self._address = address
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -77,7 +79,8 @@ class BroadcastSender:
     async def connect(self, servers: Sequence[Server]) -> None:
         self.close()
         sizes = await asyncio.gather(*(_workers(server) for server in servers))
-        listener = listen(self._address)
+        address = self._address or _address_towards(servers)
+        listener = listen(address)
         ip, port = listener.getsockname()[:2]
         store = TCPStore(
             ip,
@@ -89,7 +92,7 @@ class BroadcastSender:
         )
         infos = [
             {
-                "master_address": self._address,
+                "master_address": address,
                 "master_port": port,
                 "world_size": 1 + sum(sizes),
                 "rank_offset": offset,
@@ -128,6 +131,16 @@ class BroadcastSender:
         # A gloo group that is still referenced at the interpreter's exit aborts it now and then.
         self._group = None
         self._servers = ()
+
+
+def _address_towards(servers: Sequence[Server]) -> str:
+    elsewhere = (url for url in (httpx.URL(server.url) for server in servers) if not is_loopback(url.host))
+    if (url := next(elsewhere, None)) is None:
+        return "127.0.0.1"
+    try:
+        return address_towards(url.host, url.port or 80)
+    except OSError as error:
+        raise ServerLost(f"{url}: there is no way to it: {error.strerror or error}") from None
 
 
 def _broadcast(group: Any, device: torch.device, bucket: Bucket) -> None:
