@@ -50,7 +50,7 @@ def _report_of(folder: Path) -> Path:
         return write_report(folder)
     except OSError as error:
         raise TrainingError(
-            f"{error.filename or folder}: the report cannot be written: {error.strerror}. The run is complete; "
+            f"{error.filename or folder}: the report cannot be written: {error.strerror}. The run is done; "
             f"`megatron-fspo report {folder}` writes it"
         ) from None
 

@@ -140,8 +140,7 @@ class VLLM(Section):
     urls: tuple[str, ...] = Field(("http://127.0.0.1:8000",), description="the servers", min_length=1)
     discovery: Path | None = Field(
         None,
-        description="in place of urls: the folder of `megatron-fspo serve --announce`, where servers may come "
-        "and go",
+        description="in place of urls: the folder of `megatron-fspo serve --announce`; servers come and go",
     )
     transfer: Literal["gloo", "nccl", "disk"] = Field(
         "gloo", description="how new weights get there: broadcast through the CPU, or by NCCL; or as files"
