@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -93,3 +94,23 @@ def test_what_the_script_lacks_is_named(given: dict[str, str], name: str, tmp_pa
     done = start_script(tmp_path, **given)
     assert done.returncode != 0 and not (tmp_path / "log").exists()
     assert name in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_other_models_script_is_the_first_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python, log = tmp_path / "python", tmp_path / "log"
+    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {log}\n')
+    python.chmod(0o755)
+    other = str(REPO / "examples/run_fspo_qwen3_1_7b.sh")
+    env = environment(PYTHON=str(python), NPROC="4")
+    subprocess.run(["bash", other, "--run.steps", "3"], cwd=tmp_path, env=env, check=True)
+    launched = parse_args(log.read_text().splitlines()[2:])
+    layer = ["--config", str(REPO / "examples/qwen3_1_7b/run.toml")]
+    assert launched.training_script == str(REPO / SCRIPT) and launched.nproc_per_node == "4"
+    assert launched.training_script_args == [*layer, "--run.steps", "3"]
+
+    monkeypatch.setattr("megatron_fspo.cli.main", lambda words: log.write_text(" ".join(words)))
+    monkeypatch.setattr(sys, "argv", [other, "--run.steps", "3"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(other, run_name="__main__")
+    base = ["--config", str(REPO / "examples/qwen3_8b/run.toml")]
+    assert log.read_text().split() == ["train", *base, *layer, "--run.steps", "3"]
