@@ -181,6 +181,10 @@ def activations(shape: Shape, stage: int, pack: Pack, micro_batches: int) -> Act
     chunks = [kept(shape, stage, chunk, pack) for chunk in range(virtual)]
     flying = in_flight(shape, stage, micro_batches)
     held = sum(chunks) * flying / virtual if flying % virtual else sum(chunks) * (flying // virtual)
+    if shape.parallel.pipeline > 1:  # what came and what goes, forward and back
+        held += 2 * layer_input(shape, pack)
+    if shape.parallel.sequence:  # a buffer for gathered hidden states, which Megatron keeps
+        held += pack.tokens / shape.parallel.context * shape.arch.hidden_size * shape.width
     again = 0.0
     if shape.recompute:
         # Its input is there already; locally in fp32 its first norm keeps that one.

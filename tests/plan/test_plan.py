@@ -1,0 +1,222 @@
+"""``megatron-fspo plan``: what it says, what it refuses, and that its parts add up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch import REPO, environment
+from megatron_fspo.cli import main
+from megatron_fspo.config import Parallel
+from megatron_fspo.config.loading import load_config
+from megatron_fspo.plan.activations import in_flight, layer_bytes
+from megatron_fspo.plan.buffers import model_values, sending_bytes
+from megatron_fspo.plan.command import assumed
+from megatron_fspo.plan.presets import PRESETS
+from megatron_fspo.plan.report import GIB, Given, make_report
+from megatron_fspo.plan.shape import Pack, Shape, stage_parameters
+from megatron_fspo.plan.speed import Machine
+from megatron_fspo.plan.state import checkpoint_bytes, export_bytes, state
+
+EXAMPLES = REPO / "examples"
+RUN = EXAMPLES / "qwen3_8b/run.toml"
+MODEL = ("--model", "qwen3-8b")
+
+
+def shape(model: str, world: int = 1, **more: Any) -> Shape:
+    parallel = {name: more.pop(name) for name in list(more) if name in Parallel.model_fields}
+    given = {"dtype": torch.bfloat16, "layers": "transformer_engine", "device": "cuda", **more}
+    return Shape(arch=PRESETS[model], parallel=Parallel(**parallel), world=world, **given)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("smollm2-135m", 0.1345),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-8b", 8.19),
+        ("qwen3-32b", 32.76),
+        ("qwen3-30b-a3b", 30.53),
+        ("qwen3-235b-a22b", 235.09),
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.1-70b", 70.55),
+    ],
+)
+def test_presets_have_the_published_numbers_of_parameters(model: str, billions: float) -> None:
+    assert model_values(PRESETS[model]) / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_a_dense_model_takes_18_bytes_a_parameter_and_its_checkpoint_14() -> None:
+    found, count = shape("qwen3-8b"), model_values(PRESETS["qwen3-8b"])
+    assert state(found, 0).total == 18 * count
+    assert checkpoint_bytes(found) == 14 * count and export_bytes(found) == 2 * count
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_experts_and_stages_add_up_to_the_model(spread: bool) -> None:
+    # Of 2 stages x 4 tensor ranks; 32 of 128 ranks hold each expert once.
+    layout = shape("qwen3-235b-a22b", 128, tensor=4, sequence=True, pipeline=2, expert=32,
+                   distributed_optimizer=spread)  # fmt: skip
+    chunks = [chunk for stage in (0, 1) for chunk in stage_parameters(layout, stage)]
+    experts = sum(p.count for chunk in chunks for p in chunk if p.expert)
+    arch = PRESETS["qwen3-235b-a22b"]
+    assert arch.experts is not None
+    assert 32 * experts == 94 * 128 * 3 * arch.hidden_size * arch.experts.ffn_size
+    held = [state(layout, stage) for stage in (0, 1)]
+    assert all(one.gradients == 2 * one.parameters for one in held)
+    assert all((one.optimizer < 3 * one.gradients) is spread for one in held)
+
+
+def test_micro_batches_under_way() -> None:
+    four = shape("qwen3-8b", 4, pipeline=4)
+    assert [in_flight(four, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert [in_flight(four, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    twice = shape("qwen3-8b", 4, pipeline=4, virtual_pipeline=3)
+    assert [in_flight(twice, stage, 8) for stage in range(4)] == [15, 13, 11, 9]
+
+
+def test_transformer_engine_keeps_less_than_local_layers() -> None:
+    pack = Pack(lengths=(4096, 4096), scored=4096)
+    fused, local = (layer_bytes(shape("qwen3-8b", layers=kind), pack) for kind in
+                    ("transformer_engine", "local"))  # fmt: skip
+    assert 0.3 * local < fused < 0.6 * local
+    # Per token in bf16: 4 H at two norms, q k v, q again before its norm, q, k, out, 3 F, and statistics.
+    a = PRESETS["qwen3-8b"]
+    values = 4 * a.hidden_size + 4 * a.q_size + 3 * a.kv_size + 3 * a.ffn_size
+    assert fused == 8192 * (2 * values + 4 * (2 + 2 * a.num_heads + a.num_kv_heads))
+
+
+def test_sending_takes_a_bucket_or_the_table() -> None:
+    table = 151936 * 4096 * 2
+    assert table <= sending_bytes(shape("qwen3-8b")) <= table + 2**28 + 2 * 3 * 12288 * 4096 * 2
+    assert sending_bytes(shape("qwen3-8b", 2, tensor=2)) >= 2 * table
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(["plan", *words])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_it_needs_no_megatron() -> None:
+    program = (
+        "import sys; from megatron_fspo.cli import main; "
+        f"main(['plan', '--config', {str(RUN)!r}, '--model', 'qwen3-8b', '--nproc', '8']); "
+        "assert not [name for name in sys.modules if name.startswith('megatron.')], 'Megatron'"
+    )
+    found = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "it fits" in found.stdout or "DOES NOT FIT" in found.stdout
+
+
+# Ranks that train of each; the others of its nodes are servers.
+SHIPPED = {
+    ("run.toml",): 8,
+    ("run.toml", "one_node.toml"): 4,
+    ("run.toml", "two_nodes.toml"): 8,
+    ("run.toml", "four_nodes.toml"): 16,
+}
+
+
+@pytest.mark.parametrize("files", SHIPPED, ids="+".join)
+def test_shipped_configurations_of_8b_fit_80_gb(
+    files: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for file in files for word in ("--config", str(EXAMPLES / "qwen3_8b" / file))]
+    status, out, _ = run(capsys, *words, *MODEL, "--nproc", str(SHIPPED[tuple(files)]), "--json")
+    found = json.loads(out)
+    assert status == 0 and found["fits"] and not found["changes"]
+    assert all(stage["total"] < 74 * GIB for stage in found["stages"])
+
+
+def test_text_says_what_is_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "--config", str(RUN), *MODEL, "--nproc", "8")
+    assert status == 0 and err == ""
+    said = ["8.19 billion", "an estimate, nothing of it measured", "assumed: 989 TFLOP/s x 0.4"]
+    said += ["not measured", "limits: memory", "rollout", "old pass", "update", "sync", "it fits"]
+    assert [words for words in said if words not in out] == [], out
+
+
+def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--config", str(RUN), *MODEL, "--nproc", "8", "--gpu-memory", "48")
+    status, out, _ = run(capsys, *words)
+    assert status == 1 and "DOES NOT FIT: stage 0 needs" in out
+    status, out, _ = run(capsys, *words, "--json")
+    found = json.loads(out)
+    fitting = [change for change in found["changes"] if change["fits"]]
+    assert status == 1 and fitting and found["problems"]
+    assert [c["estimate_seconds"] for c in fitting] == sorted(c["estimate_seconds"] for c in fitting)
+    assert all(change["total"] <= found["room"] for change in fitting)
+    # Taken at its word, the first one fits.
+    overrides = [
+        word
+        for part in fitting[0]["change"].split(", ")
+        for key, value in [part.split(" = ")]
+        for word in (f"--{key}", value)
+    ]
+    assert run(capsys, *words, *overrides)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nproc 8 --model gpt-5", "gpt-5: neither a folder with a config.json nor one of smollm2-135m"),
+        ("--nproc 8", "neither a folder with a config.json"),
+        ("--nproc 6 --model qwen3-8b", "does not divide the world size 6"),
+        ("--nproc 0 --model qwen3-8b", "--nproc 0: must be a positive number"),
+        (
+            "--nproc 16 --model qwen3-235b-a22b --parallel.pipeline 4 --parallel.tensor 4",
+            "does not divide the model's 94 layers",
+        ),
+        ("--nproc 8 --model qwen3-8b --assume speed=3", "no such assumption; there are flops"),
+        ("--nproc 8 --model qwen3-8b --assume flops=fast", "not name=number"),
+        ("--nproc 8 --model qwen3-8b --assume flops=-1", "must be a positive number"),
+        ("--nproc 8 --model qwen3-8b --reserve 80", "must be less than --gpu-memory 80"),
+        ("--nproc 8 --model qwen3-8b --parallel.tensr 2", "did you mean parallel.tensor"),
+    ],
+)
+def test_what_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(RUN.read_text(encoding="utf-8"), encoding="utf-8")
+    more = words if "--parallel" in words or "--nproc 6" in words else f"{words} --parallel.tensor 8"
+    more = f"{more} --model.checkpoint {tmp_path / 'none'}"
+    status, out, err = run(capsys, "--config", str(config), *more.split())
+    assert (status, out) == (2, "") and said in err and err.count("\n") == 1, err
+
+
+def test_a_folder_names_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(EXAMPLES / "make_sum/run.toml")
+    here = str(EXAMPLES / "make_sum/checkpoint")
+    both = ("--config", config, "--nproc", "2", "--model.backend", "cpu", "--json")
+    own = run(capsys, *both, "--model.checkpoint", here)
+    assert own == run(capsys, *both, "--model", f"{here}/config.json") and own[0] == 0
+
+
+def test_assumptions_move_the_estimate() -> None:
+    config, arch = load_config(RUN), PRESETS["qwen3-8b"]
+    slow = make_report(config, arch, Given(world=8))
+    fast = make_report(config, arch, Given(world=8, machine=assumed(["flops=1978e12", "memory=6.7e12"])))
+    by_name = {phase.name: phase for phase in fast.phases}
+    for phase in slow.phases[1:3]:
+        assert by_name[phase.name].parts["arithmetic"] == pytest.approx(phase.parts["arithmetic"] / 2)
+    assert fast.seconds < slow.seconds and assumed([]) == Machine()
+    longer = make_report(config, arch, Given(world=8, mean_response=config.rollout.max_response_tokens))
+    assert longer.seconds > slow.seconds and longer.worst.total == slow.worst.total
+
+
+def test_recompute_saves_memory_and_costs_time() -> None:
+    config, arch = load_config(RUN), PRESETS["qwen3-8b"]
+    given = replace(Given(world=8), server_gpus=None)
+    plain = make_report(config, arch, given)
+    again = make_report(load_config(RUN, ["--model.recompute", "full"]), arch, given)
+    held = [sum(report.stages[0].phases["update"].values()) for report in (plain, again)]
+    assert held[1] < held[0] / 2
+    assert again.phases[2].parts["arithmetic"] > 1.2 * plain.phases[2].parts["arithmetic"]
