@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 import tomllib
 from itertools import product
@@ -15,7 +14,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from launch import REPO, environment, forked, why
+from launch import REPO, forked, why
+from megatron_fspo.cli import main
 from megatron_fspo.config import Config
 from megatron_fspo.config.data import TEMPLATES
 from megatron_fspo.config.loading import load_config
@@ -178,17 +178,16 @@ def test_what_is_left_of_the_public_files(tmp_path: Path, capsys: pytest.Capture
     assert "0 of math500, 1 of amc23, 1 of aime24, 0 of aime25" in said
 
 
-def test_a_run_reads_what_was_written(tmp_path: Path) -> None:
+def test_a_run_reads_what_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepare.main([*public(tmp_path), "--any-count"])
-    words = ["--data.train", str(tmp_path / "data/train.jsonl")]
     sets = [f"{{file = '{tmp_path}/data/{name}.jsonl'}}" for name in HELD_OUT]
     path = tmp_path / "sets.toml"
-    path.write_text(f"[data]\ntrain = '{words[1]}'\nvalidation = [{', '.join(sets)}]", encoding="utf-8")
-    program = [sys.executable, "-m", "megatron_fspo", "data", "check", "--config", str(EXAMPLE / "run.toml")]
-    tokenizer = ["--config", str(path), "--tokenizer", str(REPO / "examples/make_sum/checkpoint"), "--json"]
-    done = subprocess.run([*program, *tokenizer], capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stderr + done.stdout
-    first = json.loads(done.stdout)[0]
+    path.write_text(
+        f"[data]\ntrain = '{tmp_path}/data/train.jsonl'\nvalidation = [{', '.join(sets)}]", encoding="utf-8"
+    )
+    words = ["data", "check", "--config", str(EXAMPLE / "run.toml"), "--config", str(path)]
+    assert main([*words, "--tokenizer", str(REPO / "examples/make_sum/checkpoint"), "--json"]) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[-1])[0]
     assert first["prompts"] == 2 and "Solve the following math problem" in first["rendered"][0]
 
 
