@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument(
         "--vllm", metavar="MODEL", help="one node trains, the other has a server of this model"
     )
-    parser.add_argument("--stops", nargs="+", choices=STOPS, default=[*STOPS], help="(default: all)")
+    parser.add_argument("--stops", nargs="*", choices=STOPS, default=[*STOPS], help="(default: all)")
     args = parser.parse_args()
     if reason := why_not():
         raise SystemExit(reason)
