@@ -40,8 +40,8 @@ def _surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
 def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Calls ``train`` on the make-sum configuration for two processes, and returns the one line it says."""
 
-    def call(*overrides: str, command: str = "train") -> str:
-        arguments = [command, "--config", CONFIG, "--nproc", "2", "--run.folder", str(tmp_path / "runs")]
+    def call(*overrides: str, command: str = "train", config: str = CONFIG) -> str:
+        arguments = [command, "--config", config, "--nproc", "2", "--run.folder", str(tmp_path / "runs")]
         before = sorted(tmp_path.rglob("*"))
         assert main([*arguments, *overrides]) == 2
         out, err = capsys.readouterr()
@@ -104,8 +104,8 @@ def test_training_with_evaluation_needs_validation_prompts(
     config = tmp_path / "run.toml"
     lines = Path(CONFIG).read_text().splitlines(keepends=True)
     config.write_text("".join(line for line in lines if not line.startswith("validation")))
-    assert "evaluation.every > 0 needs data.validation" in refusal("--config", str(config))
-    line = refusal("--config", str(config), "--evaluation.every", "0", command="evaluate")
+    assert "evaluation.every > 0 needs data.validation" in refusal(config=str(config))
+    line = refusal("--evaluation.every", "0", command="evaluate", config=str(config))
     assert line == "evaluate needs data.validation"
 
 
