@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +37,8 @@ _PHASES = {
     "save_checkpoint": "saving",
 }
 """The names of phases in the log → words for people; others are their own."""
+_LISTED = 5
+"""Ranges of ranks that a message lists at most."""
 
 
 class Activity:
@@ -178,6 +180,19 @@ def read_sign(path: Path) -> tuple[Sign, float] | None:
             return Sign(**json.loads(file.read())), os.fstat(file.fileno()).st_mtime
     except (OSError, ValueError, TypeError):
         return None
+
+
+def named_ranks(numbers: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0-3, 8``."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    more = [f"{len(texts) - _LISTED} more ranges"] if len(texts) > _LISTED else []
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(texts[:_LISTED] + more)}"
 
 
 def _forget_ranks_beyond(folder: Path, size: int) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.parallel.control import Control
+from megatron_fspo.trainer.heart import named_ranks
 from megatron_fspo.trainer.lock import read_owner
 from megatron_fspo.trainer.prepare import Inputs
 
@@ -29,8 +30,6 @@ _NOTHING = "none"
 VISIBLE_SECONDS = 75.0
 """How long a network file system may hide a new file from another machine: NFS caches names for a minute."""
 _POLL_SECONDS = 0.5
-_LISTED = 5
-"""Ranges of ranks that a message lists at most."""
 
 
 def prove_same(inputs: Inputs, *, resume: str = "no") -> None:
@@ -145,16 +144,3 @@ def _gather(mine: Any) -> list[Any]:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     return every
-
-
-def named_ranks(numbers: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0-3, 8``."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
-    more = [f"{len(texts) - _LISTED} more ranges"] if len(texts) > _LISTED else []
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(texts[:_LISTED] + more)}"

@@ -11,10 +11,9 @@ from typing import Any
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.trainer.folder import checkpoints_in
-from megatron_fspo.trainer.heart import ENDED, FAILED, RANKS, Sign, read_sign, sign_file
+from megatron_fspo.trainer.heart import ENDED, FAILED, RANKS, Sign, named_ranks, read_sign, sign_file
 from megatron_fspo.trainer.lock import LOCK, STALE_SECONDS, Owner, now_there, read_owner, refreshed
 from megatron_fspo.trainer.log import METRICS, describe, read_rows
-from megatron_fspo.trainer.same import named_ranks
 
 SILENT_SECONDS = 60.0
 """Without a new file: six of them were missed."""

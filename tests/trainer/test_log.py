@@ -218,6 +218,7 @@ def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     name = run.id
     assert run.config["rollout"]["prompts"] == 4
     assert run.summary["critic/rewards/mean"] == 0.5  # a row is complete when the next begins
+    log.warn("weights", "too small")
     log.pictures(2, lambda folder: {"scatter": f"<svg>{folder.name}</svg>"})
     (picture,) = (config.run_folder / "wandb").glob(
         "offline-run-*/files/media/html/pictures/scatter_2_*.html"

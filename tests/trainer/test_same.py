@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch import REPO, forked
-from megatron_fspo.trainer.same import difference, named_ranks
+from megatron_fspo.trainer.heart import named_ranks
+from megatron_fspo.trainer.same import difference
 from runs import CONFIG
 
 MAKE_SUM = REPO / "examples/make_sum"
