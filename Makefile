@@ -116,6 +116,7 @@ docs: $(VENV)/.ready  ## rewrite what docs/ has from the code
 	$(VENV)/bin/python docs/make_config.py
 	$(VENV)/bin/python docs/make_parallelism.py
 	$(VENV)/bin/python docs/make_faults.py
+	$(VENV)/bin/python docs/make_plan.py
 
 clean:  ## remove environments, runs and caches
 	rm -rf .venv .venv312 .venv-vllm .venv-te .venv312-te runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -12,7 +12,12 @@ PAGE = REPO / "docs/config.md"
 
 @pytest.mark.parametrize(
     ("script", "page"),
-    [("make_config", "config.md"), ("make_parallelism", "parallelism.svg"), ("make_faults", "faults.md")],
+    [
+        ("make_config", "config.md"),
+        ("make_parallelism", "parallelism.svg"),
+        ("make_faults", "faults.md"),
+        ("make_plan", "plan.md"),
+    ],
 )
 def test_a_page_made_from_code_is_what_the_code_says(script: str, page: str) -> None:
     spec = importlib.util.spec_from_file_location(script, REPO / f"docs/{script}.py")

@@ -210,7 +210,7 @@ def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
     top = max(found.moments, key=lambda name: found.moments[name])
     phases = {
         "update": {
-            f"activations of {found.micro_batches:g} micro-batches": found.held,
+            _activations_of(found.micro_batches): found.held,
             f"on top: {top}": found.moments[top],
         }
     }
@@ -219,6 +219,10 @@ def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
     elif number == 0:
         phases["sync"] = {"weights on their way to the servers": sending_bytes(shape)}
     return Stage(number=number, always=always, phases=phases)
+
+
+def _activations_of(micro_batches: float) -> str:
+    return f"activations of {micro_batches:g} micro-batch{'' if micro_batches == 1 else 'es'}"
 
 
 def _embedded(config: Config, shape: Shape, work: Work) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_fspo.plan.advice import Change
 from megatron_fspo.plan.report import GIB, Report, Stage
+from megatron_fspo.plan.shape import Shape
 
 _SHOWN = 6  # stages side by side
 
@@ -52,17 +53,23 @@ def as_json(report: Report, changes: Sequence[Change]) -> dict[str, Any]:
     }
 
 
-def _head(report: Report) -> str:
-    shape, parallel, work = report.shape, report.shape.parallel, report.work
+def layout_of(shape: Shape) -> str:
+    """In words."""
+    parallel = shape.parallel
     sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context,
              "expert": parallel.expert, "data": shape.data}  # fmt: skip
-    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+
+
+def _head(report: Report) -> str:
+    shape, work = report.shape, report.work
     packs = " + ".join(f"{n}" for n in work.pack.lengths[:3]) + (" …" if work.pack.lengths[3:] else "")
     arch = shape.arch
     return (
         f"{arch.model_type}, {arch.num_layers} layers of {arch.hidden_size}: {_count(report)} parameters\n"
-        f"{report.given.world} ranks ({layout}), {str(shape.dtype).removeprefix('torch.')}, layers of "
-        f"{shape.layers}{', FP8' if shape.fp8 else ''}{', full recompute' if shape.recompute else ''}\n"
+        f"{report.given.world} ranks ({layout_of(shape)}), {str(shape.dtype).removeprefix('torch.')}, "
+        f"layers of {shape.layers}{', FP8' if shape.fp8 else ''}"
+        f"{', full recompute' if shape.recompute else ''}\n"
         f"a step: {work.responses} responses, {work.mini_batches * work.epochs} optimizer steps of about "
         f"{work.micro_batches} micro-batches a rank; a full one: {packs} tokens"
     )
@@ -125,6 +132,7 @@ def _times(report: Report) -> str:
     lines = ["seconds of a step: an estimate, nothing of it measured"]
     for phase in report.phases:
         parts = ", ".join(f"{name} {_time(value)}" for name, value in phase.parts.items() if value)
+        parts = parts or "nothing to do"
         lines.append(f"  {phase.name:<10}{_time(phase.seconds):>8}   {parts}")
     return "\n".join([*lines, f"  {'all':<10}{_time(report.seconds):>8}"])
 

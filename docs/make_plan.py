@@ -1,0 +1,173 @@
+"""Writes docs/plan.md from the plan's own code: ``make docs``."""
+
+# ruff: noqa: E501 (a row of a table is a line)
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_fspo.config.loading import load_config
+from megatron_fspo.plan.activations import layer_tensors
+from megatron_fspo.plan.buffers import server_gpus
+from megatron_fspo.plan.command import plan
+from megatron_fspo.plan.presets import PRESETS
+from megatron_fspo.plan.report import GIB, Given, Report, make_report
+from megatron_fspo.plan.shape import Pack
+from megatron_fspo.plan.table import layout_of
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = Path(__file__).with_name("plan.md")
+FILES = [ROOT / "examples/qwen3_8b" / name for name in ("run.toml", "four_nodes.toml")]
+RESULTS = ROOT / "benchmarks/results/plan_memory.json"
+GPUS = (64, 128, 256, 512, 1024)
+LARGE = {
+    "qwen3-32b": "--parallel.tensor 8",
+    "qwen3-235b-a22b": "--parallel.tensor 4 --parallel.pipeline 2 --parallel.expert {expert} "
+    "--model.recompute full",
+}
+
+HEAD = """\
+# What a run takes, on paper
+
+`megatron-fspo plan` says before a run how much memory each rank needs, how large checkpoints are, and about
+how long a step lasts. It needs no GPU, no job and no checkpoint: `--model` takes a published shape in place of one, or a
+folder with a `config.json`. The shapes are {presets}. Made by `make docs`.
+
+```
+megatron-fspo plan --config examples/qwen3_8b/run.toml --model qwen3-8b --nproc 8
+```
+
+```
+{sample}
+```
+
+Exit status 0: it fits; 1: it does not, and single changes that would are listed; 2: bad input. `--json` prints all
+of it as one line, in bytes and seconds. Any key of the configuration is an argument, as for `train`;
+`--gpu-memory`, `--reserve`, `--mean-prompt`, `--mean-response`, `--server-gpus` and `--assume` change what is
+assumed. `--nproc` counts the ranks that train, not GPUs of vLLM servers.
+
+## What is counted
+
+| what | how | checked |
+|---|---|---|
+| parameters, gradients, optimizer | shapes from [the weights' table](../megatron_fspo/weights/table.py), cut by the layout, laid out as Megatron's buffers with their padding; fp32 gradients and moments, fp32 masters in bf16 | equal to what real ranks hold |
+| checkpoint | the same tensors once, the vocabulary padded | equal to a saved one |
+| activations | tensor by tensor, below; times the micro-batches that a stage has under way | within 10%, local layers |
+| on top | the largest of: a layer's backward, the head's forward and backward, the embedding's backward (a tied table has two gradients and their sum) | within 10%, local layers |
+| KV cache of the embedded engine | `rollout.max_batch` rows, all as long as the longest | equal |
+| weights on their way to servers | a bucket of 256 MiB, and the next parameter in parts and whole | within 10% |
+| vLLM's servers; FP8 copies of weights | from reading | no |
+| `--reserve`: CUDA, NCCL, workspaces, fragments | a guess | no |
+
+The update, sampling by the embedded engine and sending weights do not come together: the total is what is held
+always and the largest of them. A micro-batch is a full one, of the longest sequences. What a kernel or a
+collective allocates for itself is in the reserve.
+
+## Activations of a layer
+
+KiB per token of one layer of Qwen3-8B in bf16 on one rank. The column of local layers is measured on a CPU; that of
+**Transformer Engine, which runs on GPUs, is from reading its modules and was not measured**, nor was a mixture
+of experts in either.
+
+| | local | Transformer Engine |
+|---|---|---|
+{tensors}
+
+Tensor parallel divides heads and F, sequence parallel what lies between, context parallel the tokens. Full
+recompute keeps the input of each layer, and all of one layer at a time.
+
+## Beside measurement
+
+`python benchmarks/plan_memory.py` runs one optimizer step's forward and backward through the trainer's code, on gloo, with
+all layers of SmolLM2-135M and of a random model of the shape of Qwen3-0.6B, and counts the bytes of every
+tensor ([results](../benchmarks/results/plan_memory.json)). *held*: the most between forward and backward.
+`tests/plan` does the same with four layers in every layout, and compares parameters, gradients,
+optimizer, checkpoint and KV cache of small models for equality.
+
+| model | layout | held, MiB | planned | peak, MiB | planned | worst rank, held | peak |
+|---|---|---|---|---|---|---|---|
+{measured}
+
+## Times
+
+Estimates, of which nothing was measured: a phase takes its arithmetic, or its reading of memory, and all its messages, none of
+them hidden. Peaks are those of the H100's datasheet (989 TFLOP/s in bf16, 3.35 TB/s, NVLink 450 GB/s one way) and of a
+400 Gb/s adapter per GPU; how much of them is reached is assumed, and printed. Short kernels, uneven packs and experts,
+rewards, evaluation and checkpoints are not in it. Use them to compare layouts, not to book a cluster.
+
+## Qwen3-32B and Qwen3-235B-A22B
+
+`python docs/make_plan.py`: the configurations [run.toml](../examples/qwen3_8b/run.toml) and
+[four_nodes.toml](../examples/qwen3_8b/four_nodes.toml) with 1,024 prompts a step. Half of the GPUs train, the others
+sample; 80 GiB, 6 of them in reserve. `train` refuses mixtures of experts so far: the second is what one would take.
+
+| model | GPUs | layout of those that train | worst rank, GiB | fits 74 | checkpoint, GiB | rollout, s (estimate) | old pass | update | sync |
+|---|---|---|---|---|---|---|---|---|---|
+{large}
+"""
+
+
+def render() -> str:
+    """The page."""
+    text, _ = plan(load_config(FILES[0]), Given(world=8), model="qwen3-8b", use_json=False)
+    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    return HEAD.format(
+        presets=", ".join(f"`{name}`" for name in PRESETS),
+        sample=text,
+        tensors="\n".join(_tensors()),
+        measured="\n".join(_measured(row) for row in rows),
+        large="\n".join(_large()),
+    )
+
+
+def _tensors() -> Iterator[str]:
+    config = load_config(FILES[0], ["--parallel.tensor", "1", "--parallel.sequence", "false"])
+    shape = make_report(config, PRESETS["qwen3-8b"], Given(world=1)).shape
+    pack = Pack(lengths=(1024,), scored=1024)
+    found = layer_tensors(shape, pack)
+    for tensor in found:
+        yield f"| {tensor.what} | {_kib(tensor.local)} | {_kib(tensor.transformer_engine)} |"
+    local, fused = (sum(getattr(t, name) for t in found) for name in ("local", "transformer_engine"))
+    yield f"| **all** | **{_kib(local)}** | **{_kib(fused)}** |"
+
+
+def _kib(value: float) -> str:
+    """Of 1,024 tokens, for one."""
+    return f"{value / 2**20:.2f}" if value else "–"
+
+
+def _measured(row: dict[str, float]) -> str:
+    sizes = [row[f"{name}_{kind}"] / 2**20 for name in ("held", "peak") for kind in ("measured", "planned")]
+    cells = [f"{size:,.1f}" for size in sizes]
+    ratios = [f"{row[f'{name}_worst_ratio']:.3f}" for name in ("held", "peak")]
+    return "| " + " | ".join([str(row["model"]), str(row["layout"]), *cells, *ratios]) + " |"
+
+
+def _large() -> Iterator[str]:
+    for model, layout in LARGE.items():
+        for gpus in GPUS:
+            yield _row(model, gpus, _report(model, layout, gpus))
+
+
+def _report(model: str, layout: str, gpus: int) -> Report:
+    train = gpus // 2
+    arch = PRESETS[model]
+    servers = train // server_gpus(arch, width=2, memory=80 * GIB)
+    urls = json.dumps([f"http://server{number}:8000" for number in range(servers)])
+    words = layout.format(expert=min(64, train // 2)).split()
+    words += ["--parallel.sequence", "true", "--rollout.prompts", "1024", "--vllm.urls", urls]
+    return make_report(load_config(FILES, words), arch, Given(world=train))
+
+
+def _row(model: str, gpus: int, report: Report) -> str:
+    layout = layout_of(report.shape) + (", recompute" if report.shape.recompute else "")
+    seconds = [f"{phase.seconds:,.0f}" for phase in report.phases]
+    memory, checkpoint = f"{report.worst.total / GIB:.1f}", f"{report.checkpoint / GIB:,.0f}"
+    cells = [model, f"{gpus:,}", layout, memory, "no" if report.problems else "yes", checkpoint, *seconds]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")
