@@ -123,6 +123,12 @@ def test_a_run_reports_its_speed_profiles_and_draws(tmp_path: Path) -> None:
     assert "aten::mm" in names or "aten::addmm" in names
 
 
+def test_steps_to_profile_are_a_range() -> None:
+    assert Log(profile=(2, 2)).profile == (2, 2)
+    with pytest.raises(ValueError, match="the first step comes after the last"):
+        Log(profile=(3, 2))
+
+
 def test_a_file_asks_for_a_profile_of_the_next_step(tmp_path: Path, job: None) -> None:
     said: list[str] = []
     run: Any = SimpleNamespace(
