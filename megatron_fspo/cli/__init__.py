@@ -20,6 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     args, rest = parser.parse_known_args(words)
     args.argv = words
-    if rest and args.command not in ("train", "plan", "calibrate", "evaluate"):
+    of_a_run = args.command in ("train", "plan", "calibrate", "evaluate") or (
+        args.command == "verify" and args.config
+    )
+    if rest and not of_a_run:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return exit_status(lambda: int(args.run(args, rest)), "megatron-fspo")
