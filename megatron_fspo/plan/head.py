@@ -10,16 +10,22 @@ _PER_ROW = 8 + 8 + 3 * _FP32  # index, label, m, Z and H
 
 
 def head_saved(shape: Shape, pack: Pack) -> float:
-    """What it keeps of a micro-batch for backward: hidden states, gathered, and a few values per row."""
-    tokens = pack.tokens / shape.parallel.context
-    return tokens * shape.arch.hidden_size * shape.width + _PER_ROW * pack.scored
+    """What it keeps of a micro-batch for backward: hidden states and a few values per row. What sequence
+    parallel gathers is there only from its forward to its backward."""
+    return between(shape, pack) * shape.arch.hidden_size * shape.width + _PER_ROW * pack.scored
+
+
+def _gathered(shape: Shape, pack: Pack) -> float:
+    if not shape.parallel.sequence:
+        return 0
+    return pack.tokens / shape.parallel.context * shape.arch.hidden_size * shape.width
 
 
 def head_forward(shape: Shape, pack: Pack) -> float:
     """The most beside that, in forward: the logits of one chunk."""
     # Megatron widens the last stage's output to fp32, which the head narrows again.
     widened = between(shape, pack) * shape.arch.hidden_size * _FP32 if shape.width < _FP32 else 0
-    return widened + _chunk(shape, pack)
+    return widened + _gathered(shape, pack) + _chunk(shape, pack)
 
 
 def head_backward(shape: Shape, pack: Pack) -> float:
@@ -35,7 +41,8 @@ def head_backward(shape: Shape, pack: Pack) -> float:
     given = whole * width + (rows * width if width < _FP32 else 0)
     if shape.parallel.sequence:
         given = whole * _FP32 + between(shape, pack) * arch.hidden_size * (_FP32 + width)
-    return max(partial + _chunk(shape, pack) + narrowed, partial + given + zeros)
+    most = max(_chunk(shape, pack) + narrowed, given + zeros)
+    return _gathered(shape, pack) + partial + most
 
 
 def _logits(shape: Shape, pack: Pack) -> float:
