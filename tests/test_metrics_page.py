@@ -77,7 +77,11 @@ def templates_in_code() -> set[str]:
 
 STEMS = {"critic/score", "critic/rewards", "critic/advantages"}
 """Names of columns, of which mean, largest and smallest are emitted."""
-OTHER = {"{}/all", "{}/heard", "{}/left", "{}/{}", "{}/{}/{}"}
+OTHER = {"{}/all", "{}/heard", "{}/left", "{}/{}", "{}/{}/{}"} | {
+    "{}/came/{}/{}",
+    "{}/name/{}",
+    "{}/token/{}",
+}
 """F-strings of the same form that are no metrics."""
 
 
