@@ -42,8 +42,9 @@ TRAINERS, SERVER = ("node-a", "node-b"), "vllm-0"
 KINDS = ("rank", "agent", "node", "server", "full", "read-only")
 WITHIN = 120.0
 """Seconds until a job goes on or says what it lost."""
+STEPS = 8
 SETTINGS = (
-    "--smoke --parallel.tensor 1 --parallel.sequence false --run.steps 8 --checkpoint.every 2 "
+    f"--smoke --parallel.tensor 1 --parallel.sequence false --run.steps {STEPS} --checkpoint.every 2 "
     "--checkpoint.keep 2 --rollout.prompts 8 --rollout.samples 4 --rollout.max_response_tokens 40 "
     "--batch.mini_batches 4 --optimizer.warmup_steps 0 --evaluation.every 4 --resume auto"
 ).split()
@@ -206,8 +207,12 @@ def watch(job: Job, incident: Incident, before: dict[Path, int], undo: Undo) -> 
 
 
 def strike(kind: str, job: Job, storage: Path, chance: random.Random, longest: float) -> Incident | None:
-    """Take something away at a random moment; None if the run ended before."""
-    wait = time.monotonic() + chance.uniform(0, longest)
+    """Take something away at a random moment, after a random step; None if the run ended before."""
+    # Starting takes longer than the steps do: a moment of all of the time would mostly be one of the start.
+    step = chance.randrange(job.steps, STEPS + 1)
+    while job.steps < step and not job.done:
+        time.sleep(0.05)
+    wait = time.monotonic() + chance.uniform(0, longest / (STEPS if step else 2))
     while time.monotonic() < wait:
         if job.done:
             return None
