@@ -16,6 +16,7 @@ from megatron_fspo.trainer import batches, sampling
 from megatron_fspo.trainer.optimize import optimize, score_old, update_metrics
 from megatron_fspo.trainer.rollout import Rollout, without_tokens
 from megatron_fspo.trainer.rollout_queue import staleness_metrics
+from megatron_fspo.trainer.spikes import GradientSpikes
 from megatron_fspo.trainer.step import Step
 from megatron_fspo.types import Completion, Prompt
 from step_synthetic import Clock
@@ -62,5 +63,6 @@ def step(run: Any, responses: Rollout, clock: Clock) -> dict[str, float]:
         work = Step(rollout=responses, packs=packs, sizes=sizes, metrics=metrics, warm=True)
         score_old(run, work)
     with clock("records"):
+        run.spikes = GradientSpikes(run.inputs.config.optimizer)
         optimize(run, work)
         return work.metrics | update_metrics(run, work)

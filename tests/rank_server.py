@@ -15,6 +15,7 @@ import runpy
 import select
 import signal
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ def start(request: dict[str, Any], living: set[int]) -> list[str] | None:
     os.environ.update(request["environment"])
     random.seed()
     numpy.random.seed()
+    # Of the modules here, wandb among them: a rank's exit would remove the temporary folders of all ranks.
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     program: list[str] = request["program"]
     return program
 
