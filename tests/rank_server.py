@@ -15,23 +15,28 @@ import runpy
 import select
 import signal
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-# What a rank imports at its start or on its way.
-import torch._dynamo
-import torch.distributed.checkpoint  # noqa: F401
-from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+# wandb, which Megatron imports where it is installed, makes a temporary folder at its import, and every process
+# forked later removes it at its exit: the ranks that need wandb import it themselves.
+sys.modules["wandb"] = None  # type: ignore[assignment]
 
-from megatron_fspo.mcore import leave_uncompiled
+# What a rank imports at its start or on its way.
+import torch._dynamo  # noqa: E402
+import torch.distributed.checkpoint  # noqa: E402, F401
+from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402, F401
+
+from megatron_fspo.mcore import leave_uncompiled  # noqa: E402
 
 leave_uncompiled()  # as the command line does
 
 import megatron_fspo.report.page  # noqa: E402
 import megatron_fspo.trainer.loop  # noqa: E402, F401
+
+del sys.modules["wandb"]
 
 
 def say(**words: Any) -> None:
@@ -56,8 +61,6 @@ def start(request: dict[str, Any], living: set[int]) -> list[str] | None:
     os.environ.update(request["environment"])
     random.seed()
     numpy.random.seed()
-    # Of the modules here, wandb among them: a rank's exit would remove the temporary folders of all ranks.
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     program: list[str] = request["program"]
     return program
 
