@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy
 
-# wandb, which Megatron imports where it is installed, makes a temporary folder at its import, and every process
-# forked later removes it at its exit: the ranks that need wandb import it themselves.
+# wandb, which Megatron imports where it is installed, makes a temporary folder at its import, and every
+# process forked later removes it at its exit: the ranks that need wandb import it themselves.
 sys.modules["wandb"] = None  # type: ignore[assignment]
 
 # What a rank imports at its start or on its way.
