@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids → their text, special tokens included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +48,17 @@ class SamplingParams:
     """Longest completion, in tokens, the stop token included."""
     stop_token_ids: tuple[int, ...] = ()
     """A completion ends with the first of these, which it includes."""
+    stop: tuple[str, ...] = ()
+    """It also ends with the token that completes the first of these in its text, which it includes
+    (:mod:`megatron_fspo.rollout.stop`)."""
+    decode: Decode | None = None
+    """The text in which ``stop`` is looked for; needed with it."""
     seed: int = 0
     """With (prompt index, sample number) it names the random stream of one completion."""
+
+    def __post_init__(self) -> None:
+        if self.stop and self.decode is None:
+            raise ValueError("stop needs decode")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +81,8 @@ class Completion:
     """
 
     token_ids: Sequence[int]
-    """The stop token is included when ``finish_reason`` is ``"stop"``. Kept as an ``array("i")``."""
+    """When ``finish_reason`` is ``"stop"``, the last is a stop token, or completes a stop string. Kept as an
+    ``array("i")``."""
     log_probs: Sequence[float]
     """Log-prob of each token under the distribution sampled from (after temperature and top-p), nats. Kept as
     an ``array("f")``."""

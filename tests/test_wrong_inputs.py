@@ -44,6 +44,13 @@ CASES = [
     (f"{TRAIN} --batch.mini-batches 3", ["rollout.prompts = 64", "batch.mini_batches = 3"]),
     (f"{TRAIN} --rollout.engine trt", ["rollout.engine = 'trt'", "'embedded' or 'vllm'"]),
     (f"{TRAIN} --rollout.stop_token_ids [12,14]", ["rollout.stop_token_ids has [14]", "end at 13"]),
+    (f"{TRAIN} --rollout.stop [''] ", ["rollout.stop", "at least 1 character"]),
+    (f"{TRAIN} --rollout.stop ['\ufffd']", ["rollout.stop", "stands for a part of a character"]),
+    (f"{TRAIN} --vllm.colocated true --vllm.transfer nccl", ["vllm", "NCCL takes a GPU for one process"]),
+    (
+        f"{TRAIN} --rollout.engine vllm --vllm.colocated true --rollout.max_staleness 1",
+        ["vllm.colocated = true needs rollout.max_staleness = 0"],
+    ),
     (f"{TRAIN} --log.wandb yes", ["log.wandb = 'yes'", "'off', 'offline' or 'online'"]),
     (f"{TRAIN} --log.wandb online", ["log.wandb = online", "no API key", "wandb login"]),
     (f"{TRAIN} --data.validation none", ["evaluation.every > 0 needs data.validation"]),

@@ -153,6 +153,7 @@ def serve(args: argparse.Namespace, _: list[str]) -> int:
         log=args.log,
         program=args.vllm,
         extra=tuple(args.extra),
+        colocated=args.colocated,
         announce=args.announce,
         anyone_may_run_code=args.anyone_may_run_code,
     )

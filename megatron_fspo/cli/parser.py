@@ -276,6 +276,11 @@ def _add_serve(commands: argparse._SubParsersAction[OneLineParser]) -> None:
         help="tensor parallel size (default: %(default)s)",
     )
     serve.add_argument(
+        "--colocated",
+        action="store_true",
+        help="share the GPUs with a trainer that has vllm.colocated = true",
+    )
+    serve.add_argument(
         "--announce", type=Path, metavar="DIR", help="shared folder where vllm.discovery finds the server"
     )
     serve.add_argument("--dtype", default="auto", help="of weights and activations (default: the model's)")

@@ -61,6 +61,13 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     )
     plan.add_argument("--server-gpus", type=int, metavar="N", help="of one vLLM server (default: as needed)")
     plan.add_argument(
+        "--server-share",
+        type=float,
+        default=0.9,
+        metavar="X",
+        help="of a server's GPU that vLLM takes: its --gpu-memory-utilization (default 0.9)",
+    )
+    plan.add_argument(
         "--assume",
         nargs="+",
         default=[],
@@ -78,6 +85,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise InputError(f"--{name.replace('_', '-')} {value:g}: must be a positive number")
+    if not 0 < args.server_share <= 1:
+        raise InputError(f"--server-share {args.server_share:g}: must be above 0 and at most 1")
     if not 0 <= args.reserve < args.gpu_memory:
         raise InputError(f"--reserve {args.reserve:g}: must be less than --gpu-memory {args.gpu_memory:g}")
 
@@ -91,6 +100,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         mean_prompt=args.mean_prompt,
         mean_response=args.mean_response,
         server_gpus=args.server_gpus,
+        server_share=args.server_share,
         machine=assumed(args.assume),
     )
     text, fits = plan(config, given, model=args.model, use_json=args.json)

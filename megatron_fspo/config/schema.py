@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_fspo.config.checkpoint import Checkpoint
 from megatron_fspo.config.correction import CorrectionConfig, NoCorrection
@@ -22,6 +22,15 @@ from megatron_fspo.losses import FSPOLoss, PolicyLossConfig
 from megatron_fspo.section import Section, UnitInterval
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]
+
+
+def _whole(text: str) -> str:
+    if "\N{REPLACEMENT CHARACTER}" in text:
+        raise ValueError("U+FFFD stands for a part of a character, which no stop string can have")
+    return text
+
+
+StopString = Annotated[str, Field(min_length=1), AfterValidator(_whole)]
 
 
 class Run(Section):
@@ -108,6 +117,12 @@ class Rollout(Section):
     stop_token_ids: tuple[NonNegativeInt, ...] = Field(
         (), description="further tokens that end a response, besides the checkpoint's ends of text"
     )
+    stop: tuple[StopString, ...] = Field(
+        (),
+        description="strings that end a response, with the token that completes the first of them in its "
+        "text; that stays part of it. A vLLM server with a tokenizer stops there; what one without goes on "
+        "to sample is cut off",
+    )
     max_batch: PositiveInt = Field(256, description="responses decoded side by side (KV-cache rows)")
     max_staleness: NonNegativeInt = Field(
         0,
@@ -154,6 +169,11 @@ class VLLM(Section):
         None, description="for disk: a folder that trainer and servers see under the same name"
     )
     in_flight: PositiveInt = Field(256, description="responses asked of one server at a time")
+    colocated: bool = Field(
+        False,
+        description="servers are on the trainer's GPUs, of `megatron-fspo serve --colocated`: they sleep "
+        "while the trainer trains, and it moves to the host while they sample",
+    )
     recovery_seconds: PositiveFloat = Field(
         600.0, description="stop the run when no server has answered for so long"
     )
@@ -163,6 +183,12 @@ class VLLM(Section):
         "sequences, in nats; default: 8 times that of the first update, 1e-4 to 1e-2 in float32 and 0.25 to "
         "1 in bfloat16",
     )
+
+    @model_validator(mode="after")
+    def _shares_gpus(self) -> VLLM:
+        if self.colocated and self.transfer == "nccl":
+            raise ValueError("colocated = true needs transfer gloo or disk: NCCL takes a GPU for one process")
+        return self
 
 
 class Batch(Section):
@@ -296,6 +322,11 @@ class Config(Section):
             raise ValueError(
                 f"rollout.max_staleness = {self.rollout.max_staleness} needs rollout.engine = vllm: "
                 f"{self.rollout.engine} samples and trains in turns"
+            )
+        if self.vllm.colocated and self.rollout.max_staleness:
+            raise ValueError(
+                f"vllm.colocated = true needs rollout.max_staleness = 0, not {self.rollout.max_staleness}: "
+                "trainer and servers take turns"
             )
         if self.model.backend == "cpu" and self.model.layers == "transformer_engine":
             raise ValueError("model.layers = transformer_engine needs model.backend = cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -79,6 +80,8 @@ class Report:
     export: int
     phases: list[Phase]
     notes: list[str]
+    turns: dict[str, float]
+    """Bytes of a GPU that trainer and servers share, by turn; empty where they have GPUs of their own."""
 
     @property
     def worst(self) -> Stage:
@@ -93,6 +96,12 @@ class Report:
                 f"stage {self.worst.number} needs {self.worst.total / GIB:.1f} GiB of "
                 f"{self.given.room / GIB:.1f}; most of it: {self.worst.largest}"
             )
+        for turn, held in self.turns.items():
+            if held > self.given.room:
+                found.append(
+                    f"the turn of the {turn} needs {held / GIB:.1f} GiB of {self.given.room / GIB:.1f}: less "
+                    "--server-share, or more --server-gpus or ranks that share the model"
+                )
         longest = self.work.pack.lengths[0]
         if self.server is not None and self.server.cached_tokens < longest:
             found.append(
@@ -123,12 +132,13 @@ def make_report(config: Config, arch: Architecture, given: Given) -> Report:
     vllm = config.rollout.engine == "vllm"
     found = _server(config, shape, given) if vllm else None
     samplers = _samplers(config, shape, found)
+    stages = [_stage(config, shape, work, stage) for stage in range(config.parallel.pipeline)]
     return Report(
         shape=shape,
         given=given,
         work=work,
         samplers=samplers,
-        stages=[_stage(config, shape, work, stage) for stage in range(config.parallel.pipeline)],
+        stages=stages,
         server=found,
         checkpoint=checkpoint_bytes(shape),
         export=export_bytes(shape),
@@ -139,6 +149,7 @@ def make_report(config: Config, arch: Architecture, given: Given) -> Report:
             sending(shape, given.machine, config.vllm.transfer if vllm else None),
         ],
         notes=_notes(shape),
+        turns=_turns(stages, shape, found, given) if found is not None and config.vllm.colocated else {},
     )
 
 
@@ -253,6 +264,15 @@ def _server(config: Config, shape: Shape, given: Given) -> Server:
         in_flight=config.vllm.in_flight,
         tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
+
+
+def _turns(stages: Sequence[Stage], shape: Shape, found: Server, given: Given) -> dict[str, float]:
+    """See :mod:`megatron_fspo.rollout.vllm.turns`; the trainer's own turn is in its stages."""
+    weights = max(stage.always["parameters"] for stage in stages)
+    return {
+        "update": weights + sending_bytes(shape) + found.weights + found.receiving,
+        "servers": given.server_share * given.gpu_gib * GIB,
+    }
 
 
 def _samplers(config: Config, shape: Shape, found: Server | None) -> Samplers:

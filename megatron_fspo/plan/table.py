@@ -36,6 +36,7 @@ def as_json(report: Report, changes: Sequence[Change]) -> dict[str, Any]:
             for stage in report.stages
         ],
         "server": asdict(report.server) if report.server else None,
+        "turns": report.turns,
         "checkpoint": report.checkpoint,
         "export": report.export,
         "estimate_seconds": {phase.name: phase.parts for phase in report.phases},
@@ -117,10 +118,16 @@ def _chosen(report: Report) -> list[Stage]:
 def _server(report: Report) -> str:
     found, count = report.server, report.samplers.count
     assert found is not None
+    turns = ""
+    if report.turns:
+        held = {"trainer": report.worst.total} | report.turns
+        parts = ", ".join(f"of the {turn} {_gib(value)}" for turn, value in held.items())
+        turns = f"\n  on the trainer's GPUs, in turns: {parts} of {_gib(report.given.room)}"
     return (
         f"{count} vLLM servers of {found.gpus} GPUs, GiB of a GPU: weights {_gib(found.weights)}, an update "
         f"{_gib(found.receiving)}, KV cache {_gib(found.cache)}\n"
         f"  the cache holds {found.cached_tokens} tokens; all that may be in flight: {found.wanted_tokens}"
+        f"{turns}"
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_fspo.rollout.engine import Arrived, Pending, Progress
 from megatron_fspo.rollout.sampling import sample, uniforms
+from megatron_fspo.rollout.stop import completes_stop
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 
@@ -62,6 +63,9 @@ class EmbeddedEngine:
     def update_weights(self, version: int) -> None:
         """The weights are the trainer's, so there is nothing to copy."""
         self._version = version
+
+    def rest(self) -> None:
+        """Sampling holds no memory after its end."""
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -164,7 +168,8 @@ class EmbeddedEngine:
                 continue
             row.token_ids.append(tokens[i])
             row.log_probs.append(log_prob)
-            if tokens[i] in params.stop_token_ids:
+            # Every rank of the model has the same tokens, and so the same text.
+            if tokens[i] in params.stop_token_ids or completes_stop(row.token_ids, params):
                 row.finish_reason = "stop"
             elif len(row.token_ids) == params.max_tokens:
                 row.finish_reason = "length"

@@ -33,7 +33,8 @@ class Pending(Protocol):
 class RolloutEngine(Protocol):
     """A sampler whose weights follow the trainer's.
 
-    Order of calls in a step: ``submit`` and collect … train … ``update_weights``.
+    Order of calls in a step: ``submit`` and collect … ``rest`` … train … ``update_weights``. Whatever else
+    needs the trainer's weights, such as a checkpoint, comes after a ``rest`` too.
     """
 
     def submit(
@@ -58,6 +59,11 @@ class RolloutEngine(Protocol):
 
     def update_weights(self, version: int) -> None:
         """Make ``version`` the weights that sample from here on, and the version completions carry."""
+        ...
+
+    def rest(self) -> None:
+        """Say that nothing is asked for until the next ``submit``: servers on the trainer's GPUs give up
+        their memory, so that the trainer has all of its own again. Collective."""
         ...
 
     def metrics(self) -> dict[str, float]:

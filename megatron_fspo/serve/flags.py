@@ -60,6 +60,8 @@ class ServerOptions:
     """For loading and compiling a large model."""
     gpus: tuple[str, ...] = ()
     """The only ones that it sees; of several each has a part of the model (tensor parallel)."""
+    colocated: bool = False
+    """It gives up its GPUs' memory when the trainer on them asks (``vllm.colocated``)."""
     announce: Path | None = None
     """Folder in which the trainer finds the server (:mod:`megatron_fspo.announce`)."""
     anyone_may_run_code: bool = False
@@ -188,6 +190,10 @@ def _model_config(model: Path) -> dict[str, Any]:
     return content
 
 
+def _has_tokenizer(model: Path) -> bool:
+    return any((model / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
 def _head_dim(config: Mapping[str, Any]) -> int | None:
     if config.get("head_dim"):
         return int(config["head_dim"])
@@ -210,7 +216,9 @@ def command(options: ServerOptions, vllm: Installation) -> list[str]:
     """vLLM's command line. Nothing secret: every user of the machine can read it."""
     words = [str(vllm.program), "serve", str(options.model)]
     words += ["--host", options.host, "--port", str(options.port), "--dtype", _dtype(options)]
-    words += ["--served-model-name", SERVED_NAME, "--enable-scale-out", "--skip-tokenizer-init"]
+    words += ["--served-model-name", SERVED_NAME, "--enable-scale-out"]
+    # With a tokenizer it can stop at strings (rollout.stop); else it goes on, and the trainer cuts off.
+    words += [] if _has_tokenizer(options.model) else ["--skip-tokenizer-init"]
     words += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     words += ["--weight-transfer-config", json.dumps({"backend": BACKENDS[options.backend]})]
     words += ["--worker-extension-cls", EXTENSION]
@@ -218,6 +226,8 @@ def command(options: ServerOptions, vllm: Installation) -> list[str]:
         # A prompt that is read in parts has its random stream set back, which torch cannot do on a CPU: the
         # engine would die, also of responses that are read again because an update met them.
         words += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    elif options.colocated:  # on a CPU the routes are there without it, and move nothing
+        words += ["--enable-sleep-mode"]
     if len(options.gpus) > 1:
         words += ["--tensor-parallel-size", str(len(options.gpus))]
     words += options.extra

@@ -30,6 +30,7 @@ def begin_step(run: Training) -> Step:
     responses, metrics = roll_out(run)
     if run.stopping():
         raise StopRequested("a stop was requested during the rollout")
+    run.engine.rest()
     return with_packs(run, responses, metrics)
 
 

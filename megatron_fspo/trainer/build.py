@@ -37,7 +37,7 @@ from megatron_fspo.trainer.heart import beating
 from megatron_fspo.trainer.log import RunLog
 from megatron_fspo.trainer.losses import LossState, unfinished_calibration
 from megatron_fspo.trainer.made_with import check_made_with, made_with
-from megatron_fspo.trainer.parts import build_engine, build_policy, load_model
+from megatron_fspo.trainer.parts import build_engine, build_policy, load_model, open_servers
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout_queue import RolloutQueue
 from megatron_fspo.trainer.sampling import make_grader
@@ -91,6 +91,7 @@ class Training:
             cursor: where the walk over the prompts stood, if not where it stands.
         """
         self.end_save(wait=True)
+        self.engine.rest()
         config, step = self.inputs.config, self.under_way
         folder = checkpoint_folder(config, self.step, len(step.updates) if step else 0)
         if not any_rank(folder.exists(), device=self.inputs.backend.device):
@@ -148,6 +149,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     """
     config = inputs.config
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
+    servers = open_servers(inputs, groups)
     policy = build_policy(inputs, groups)
     loss = LossState(config.loss, inputs.noise, longest=config.rollout.max_response_tokens)
     spikes = GradientSpikes(config.optimizer)
@@ -169,9 +171,9 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
             under_way = _read_step(inputs, checkpoint, state, groups)
     groups.control.meet("the weights to be loaded")
     fp8_modules = probe_fp8(policy)
-    engine = build_engine(inputs, policy)
-    engine.update_weights(step)
     reference = load_model(inputs, groups) if config.loss.kl_coef else None
+    engine = build_engine(inputs, policy, servers, *([reference] if reference else []))
+    engine.update_weights(step)
     grader = make_grader(config, groups)
     log = _open_folder(config, step if checkpoints else None, checkpoints, damaged)
     for note in inputs.notes:

@@ -151,6 +151,8 @@ def _sampling(inputs: Inputs) -> SamplingParams:
         top_p=config.evaluation.top_p,
         max_tokens=config.rollout.max_response_tokens,
         stop_token_ids=inputs.stop_token_ids,
+        stop=config.rollout.stop,
+        decode=inputs.decode,
         seed=config.run.seed + _SEED_OFFSET,
     )
 

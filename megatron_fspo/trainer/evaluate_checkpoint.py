@@ -28,7 +28,7 @@ from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.evaluate import evaluate, portions, sample_and_grade, sets_of, shared
 from megatron_fspo.trainer.lock import FolderLock
-from megatron_fspo.trainer.parts import build_engine, load_model
+from megatron_fspo.trainer.parts import build_engine, load_model, open_servers
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.same import prove_same
 from megatron_fspo.trainer.sampling import make_grader
@@ -77,7 +77,7 @@ def facts(inputs: Inputs, sets: Mapping[str, Sequence[Prompt]], ranks: int) -> d
     found: dict[str, Any] = {"model.checkpoint sha256": hash_of_checkpoint(config.model.checkpoint)}
     found |= {f"{name} sha256": hash_of_prompts(prompts) for name, prompts in sets.items()}
     keys = ["evaluation.samples", "evaluation.temperature", "evaluation.top_p", "run.seed", "model.dtype"]
-    keys += ["rollout.max_response_tokens", "rollout.engine"]
+    keys += ["rollout.max_response_tokens", "rollout.engine"] + ["rollout.stop"] * bool(config.rollout.stop)
     keys += [f"{section}.{key}" for section in ("fp8", "reward") for key in sections[section]]
     if config.rollout.engine == "embedded":
         keys += ["rollout.max_batch", "parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline"]
@@ -148,7 +148,8 @@ def _opened(
 @contextmanager
 def _sampler(inputs: Inputs, groups: ParallelGroups) -> Iterator[tuple[RolloutEngine, Grader | None]]:
     """The engine with the weights of ``model.checkpoint``, and the grader of ranks that grade. Collective."""
-    engine = build_engine(inputs, load_model(inputs, groups))
+    servers = open_servers(inputs, groups)
+    engine = build_engine(inputs, load_model(inputs, groups), servers)
     engine.update_weights(0)
     grader = make_grader(inputs.config, groups)
     try:

@@ -74,6 +74,7 @@ def _train(run: Training, place: Place) -> bool:
             raise failed
         if stopping and not last:
             return stopped(run)
+    run.engine.rest()
     export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
     run.engine.close()
     run.log.close(table)
@@ -101,6 +102,7 @@ def train_step(run: Training) -> dict[str, float] | None:
             fail_after_save(run, error, cursor)
     else:  # the checkpoint that the run goes on from had it
         run.queue.ask(run.step)
+        run.engine.rest()
     step = run.under_way
     if not optimize(run, step):
         run.save(wait=True)

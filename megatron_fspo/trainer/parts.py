@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.fp8 import without_fp8
 from megatron_fspo.mcore.hf_weights import hf_tensors, load_hf
+from megatron_fspo.mcore.offload import Offload
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.score import score_sequences
@@ -18,8 +19,8 @@ from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.rollout.vllm import canary
-from megatron_fspo.rollout.vllm.connect import connect
-from megatron_fspo.rollout.vllm.engine import Trainer, VLLMEngine
+from megatron_fspo.rollout.vllm.connect import connect, settle
+from megatron_fspo.rollout.vllm.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.trainer.prepare import Inputs
 
 
@@ -48,15 +49,39 @@ def load_model(inputs: Inputs, groups: ParallelGroups) -> Model:
     return model
 
 
-def build_engine(inputs: Inputs, model: Model) -> RolloutEngine:
-    """The sampler that ``rollout.engine`` names; ``model`` is what it samples from."""
+def open_servers(inputs: Inputs, groups: ParallelGroups) -> Leader | None:
+    """On the first rank, what talks to the servers. To be called before a model is built: servers on the
+    trainer's GPUs give up their memory. Collective.
+
+    Raises:
+        TrainingError: one did not.
+        InputError: one cannot.
+    """
+    config, leader = inputs.config, None
+    if config.rollout.engine != "vllm":
+        return None
+    if dist.get_rank() == 0:
+        leader = connect(config.vllm, inputs.arch.vocab_size)
+        leader.loop.run(settle(leader, colocated=config.vllm.colocated))
+    groups.control.meet("the servers to give up their memory")
+    return leader
+
+
+def build_engine(inputs: Inputs, model: Model, servers: Leader | None, *others: Model) -> RolloutEngine:
+    """The sampler that ``rollout.engine`` names.
+
+    Args:
+        model: what it samples from.
+        servers: of :func:`open_servers`.
+        others: models that only training needs.
+    """
     if inputs.config.rollout.engine == "vllm":
-        return _build_vllm(inputs, model)
+        return _build_vllm(inputs, model, servers, others)
     decoder = Decoder(model.chunks, model.groups, vocab_size=inputs.arch.vocab_size)
     return EmbeddedEngine(decoder, max_batch=inputs.config.rollout.max_batch)
 
 
-def _build_vllm(inputs: Inputs, model: Model) -> VLLMEngine:
+def _build_vllm(inputs: Inputs, model: Model, leader: Leader | None, others: Sequence[Model]) -> VLLMEngine:
     vocab_size, options = inputs.arch.vocab_size, inputs.config.vllm
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -67,10 +92,11 @@ def _build_vllm(inputs: Inputs, model: Model) -> VLLMEngine:
     return VLLMEngine(
         Trainer(tensors=tensors, score=partial(canary_scores, model)),
         model.groups,
-        connect(options, vocab_size) if dist.get_rank() == 0 else None,
+        leader,
         canary_sequences=canary.canary_sequences(vocab_size, inputs.arch.max_position_embeddings),
         dtype=inputs.dtype,
         tolerance=options.canary_tolerance,
+        memory=Offload(model, *others) if options.colocated else None,
     )
 
 

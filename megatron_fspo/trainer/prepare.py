@@ -48,6 +48,11 @@ class Inputs:
     notes: tuple[str, ...] = ()
     """Lines on what of the data was left out."""
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included: what rewards read, and where stop strings are found."""
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
     @property
     def dtype(self) -> torch.dtype:
         """Of parameters and activations."""

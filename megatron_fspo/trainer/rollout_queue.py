@@ -90,6 +90,8 @@ class RolloutQueue:
             top_p=rollout.top_p,
             max_tokens=rollout.max_response_tokens,
             stop_token_ids=self._inputs.stop_token_ids,
+            stop=rollout.stop,
+            decode=self._inputs.decode,
             # A prompt that comes again in a later step, or in a later round, gets other responses.
             seed=self._inputs.config.run.seed * 1_000_000_007 + step + (number << 64),
         )

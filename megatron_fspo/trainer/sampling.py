@@ -138,12 +138,11 @@ def _summed_over_all(table: Tensor, device: torch.device) -> Tensor:
 
 
 def response_text(inputs: Inputs, completion: Completion) -> str:
-    """What a reward is given to read; the stop token is not part of it."""
+    """What a reward is given to read. A stop token is not part of it, a stop string is."""
     ids = list(completion.token_ids)
-    if completion.finish_reason == "stop":
+    if ids and ids[-1] in inputs.stop_token_ids:
         ids = ids[:-1]
-    text: str = inputs.tokenizer.decode(ids, skip_special_tokens=False)
-    return text
+    return inputs.decode(ids)
 
 
 def add_advantages(inputs: Inputs, groups: ParallelGroups, rollout: Rollout) -> Rollout:

@@ -1,12 +1,14 @@
 """Take something away from a job on two nodes at random moments, and see that it goes on.
 
     python tests/cluster/survive.py [--each 20] [--kinds rank agent node server full read-only] [--seed 1]
+        [--results benchmarks/results/survive.jsonl]
 
 Two nodes (see ``nodes.py``) with a rank each train the tiny model by the launch script, with
 ``MAX_RESTARTS=3`` and ``--resume auto``; for ``server`` with a vLLM on a third. What is taken away comes back
 once the job has said a line about it, and an agent that ended is started again, as Kubernetes and Slurm do.
 At its end every run is compared with an undisturbed one: numbers, responses, checkpoints, export. The result
-is a table.
+is a table, of all that the file of results has: 20 of each kind take hours, in parts if need be, each with a
+seed of its own.
 
 A job has to go on by itself, or to say within two minutes in one line what it lost.
 """
@@ -18,13 +20,14 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -68,6 +71,9 @@ class Incident:
     """Seconds until the next step."""
     started_again: int = 0
     """Agents that had ended, and that the scheduler of a cluster would start again."""
+    wrong: list[str] = field(default_factory=list)
+    """In what its run differs from the undisturbed one."""
+    seed: int = 0
 
 
 @dataclass
@@ -108,6 +114,22 @@ class Job:
     @property
     def done(self) -> bool:
         return all(agent.poll() == 0 for agent in self.agents.values())
+
+    def finish(self) -> None:
+        """Wait for the end of the run, and a minute more for that of its agents: those that lost a rank or an
+        agent in the last second wait for each other up to 10 minutes (torchrun's time-outs)."""
+        while not self.at_its_end:
+            self.start_ended()
+            time.sleep(0.2)
+        end = time.monotonic() + 60
+        while not self.done and time.monotonic() < end:
+            time.sleep(0.2)
+        self.end()
+
+    @property
+    def at_its_end(self) -> bool:
+        """Whether the run is done, and only processes are left to end."""
+        return self.done or "done. The run is in" in self.log(TRAINERS[0]).read_text(errors="replace")
 
     @property
     def steps(self) -> int:
@@ -198,7 +220,7 @@ def watch(job: Job, incident: Incident, before: dict[Path, int], undo: Undo) -> 
             undo()
         if not kept:
             incident.started_again += job.start_ended()
-        if job.done or (not kept and re.search(rf"^step +{incident.step + 1}/", text, re.MULTILINE)):
+        if job.at_its_end or (not kept and re.search(rf"^step +{incident.step + 1}/", text, re.MULTILINE)):
             incident.went_on = seconds
             incident.seconds = incident.seconds or seconds
             return
@@ -214,10 +236,10 @@ def strike(kind: str, job: Job, storage: Path, chance: random.Random, longest: f
         time.sleep(0.05)
     wait = time.monotonic() + chance.uniform(0, longest / (STEPS if step else 2))
     while time.monotonic() < wait:
-        if job.done:
+        if job.at_its_end:
             return None
         time.sleep(0.05)
-    while not job.done:
+    while not job.at_its_end:
         before, step = job.said(), job.steps
         if (taken := take_away(kind, job, storage, chance)) is None:
             time.sleep(0.2)
@@ -251,10 +273,10 @@ def undisturbed(nodes: Nodes, runs: Path, extra: tuple[str, ...]) -> tuple[Path,
     return whole.run, time.monotonic() - began
 
 
-def survive(kind: str, each: int, nodes: Nodes, folder: Path, chance: random.Random) -> list[str]:
-    """So many incidents of a kind, over as many runs as it takes; prints each, and returns what is wrong."""
-    problems: list[str] = []
-    found: list[Incident] = []
+def survive(kind: str, args: argparse.Namespace, nodes: Nodes, folder: Path) -> None:
+    """So many incidents of a kind, over as many runs as it takes; those of a run are written when it is
+    compared."""
+    chance = random.Random(f"{args.seed} {kind}")
     with ExitStack() as stack:
         storage = stack.enter_context(storage_of(folder))
         # What bounds the wait for a rank that never joined, its node being lost before: 10 min by default.
@@ -266,28 +288,33 @@ def survive(kind: str, each: int, nodes: Nodes, folder: Path, chance: random.Ran
             extra += ("--model.checkpoint", str(checkpoint), "--loss.entropy_coef", "0.1")
             extra += ("--parallel.silence_seconds", "300", "--reward.max_steps_without_spread", "0")
         whole, seconds = undisturbed(nodes, storage, extra)
-        number = 0
-        while len(found) < each:
+        total = number = 0
+        while total < args.each:
             number += 1
             job = Job(nodes, storage, f"run-{number}", extra)
             stack.callback(job.end)
             for node in TRAINERS:
                 job.start(node)
-            while len(found) < each and (incident := strike(kind, job, storage, chance, seconds)):
-                found.append(incident)
-                print(json.dumps(incident.__dict__), flush=True)
-            while not job.done:
-                job.start_ended()
-                time.sleep(0.2)
+            found: list[Incident] = []
+            while total < args.each and (incident := strike(kind, job, storage, chance, seconds)):
+                found.append(replace(incident, seed=args.seed))
+                total += 1
+                print(json.dumps(asdict(incident)), flush=True)
+            job.finish()
             wrong = at_end(job.run, whole, keep=2, exact=kind != "server")
             print(f"  run {number}: {'; '.join(wrong) or 'as the undisturbed run'}", flush=True)
-            problems += [f"{kind}, run {number}: {one}" for one in wrong]
-    problems += [f"not within {WITHIN:.0f} s: {one}" for one in found if one.seconds > WITHIN]
-    print(row(kind, found, problems), flush=True)
-    return problems
+            with args.results.open("a") as file:
+                file.writelines(json.dumps(asdict(replace(one, wrong=wrong))) + "\n" for one in found)
+            for path in (job.run, *(job.log(node) for node in TRAINERS)):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def row(kind: str, found: Sequence[Incident], problems: Sequence[str]) -> str:
+def problems_of(found: Sequence[Incident]) -> list[str]:
+    late = [f"not within {WITHIN:.0f} s: {one.victim}" for one in found if one.seconds > WITHIN]
+    return [*(problem for one in found for problem in one.wrong), *late]
+
+
+def row(kind: str, found: Sequence[Incident]) -> str:
     """Of the table in docs/cluster.md."""
     alone = sum(not one.started_again for one in found)
     lines = sorted((one.line for one in found if one.line), key=len) or [""]
@@ -297,7 +324,7 @@ def row(kind: str, found: Sequence[Incident], problems: Sequence[str]) -> str:
         str(alone),
         f"{max(one.seconds for one in found):.0f}",
         f"{max(one.went_on for one in found):.0f}",
-        "; ".join(problems) or "equal",
+        "; ".join(problems_of(found)) or "equal",
         f"`{lines[len(lines) // 2]}`" if lines[0] else "",
     ]
     return f"| {' | '.join(cells)} |"
@@ -319,18 +346,20 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=20, help="incidents of a kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=REPO / "benchmarks/results/survive.jsonl")
     args = parser.parse_args()
     if (reason := why_not()) is not None:
         parser.error(reason)
-    problems = []
     for kind in args.kinds:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             with Nodes([*TRAINERS, SERVER], folder / "hosts") as nodes:
-                problems += survive(kind, args.each, nodes, folder, random.Random(f"{args.seed} {kind}"))
-    for problem in problems:
-        print(problem)
-    return 1 if problems else 0
+                survive(kind, args, nodes, folder)
+    found = [Incident(**json.loads(line)) for line in args.results.read_text().splitlines()]
+    for kind in KINDS:
+        if of_kind := [one for one in found if one.kind == kind]:
+            print(row(kind, of_kind))
+    return 1 if problems_of(found) else 0
 
 
 if __name__ == "__main__":

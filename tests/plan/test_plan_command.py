@@ -145,6 +145,21 @@ def test_text_says_what_is_an_estimate(capsys: pytest.CaptureFixture[str]) -> No
     assert [words for words in said if words not in out] == [], out
 
 
+def test_turns_on_shared_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--config", str(RUN), "--config", str(RUN.with_name("one_node.toml")), *MODEL, "--nproc", "8")
+    words += ("--vllm.colocated", "true", "--vllm.transfer", "gloo")
+    status, out, _ = run(capsys, *words, "--server-share", "0.85", "--json")
+    found = json.loads(out)
+    assert status == 0 and found["turns"]["servers"] == 0.85 * 80 * 2**30
+    server, stage = found["server"], found["stages"][0]
+    weights = stage["always"]["parameters"] + server["weights"] + server["receiving"]
+    sent = stage["phases"]["sync"]["weights on their way to the servers"]
+    assert found["turns"]["update"] == weights + sent
+    status, out, _ = run(capsys, *words, "--server-share", "0.98")
+    assert status == 1 and "DOES NOT FIT: the turn of the servers needs 78.4 GiB of 74.0" in out
+    assert "on the trainer's GPUs, in turns: of the trainer" in out
+
+
 def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--config", str(RUN), *MODEL, "--nproc", "8", "--gpu-memory", "48")
     status, out, _ = run(capsys, *words)
@@ -179,6 +194,7 @@ def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) ->
         ("--nproc 8 --model qwen3-8b --assume speed=3", "no such assumption; there are flops"),
         ("--nproc 8 --model qwen3-8b --assume flops=fast", "not name=number"),
         ("--nproc 8 --model qwen3-8b --assume flops=-1", "must be a positive number"),
+        ("--nproc 8 --model qwen3-8b --server-share 85", "must be above 0 and at most 1"),
         ("--nproc 8 --model qwen3-8b --reserve 80", "must be less than --gpu-memory 80"),
         ("--nproc 8 --model qwen3-8b --parallel.tensr 2", "did you mean parallel.tensor"),
     ],

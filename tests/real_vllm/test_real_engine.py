@@ -26,6 +26,7 @@ from megatron_fspo.rollout.vllm.loop import Loop
 from megatron_fspo.rollout.vllm.pool import Pool
 from megatron_fspo.rollout.vllm.senders import BroadcastSender, in_buckets
 from megatron_fspo.rollout.vllm.server import Server, http_client
+from megatron_fspo.rollout.vllm.turns import Memory
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 from real_server import distance, random_like, weights
 from serving import Served
@@ -70,7 +71,7 @@ def _read(checkpoint: Path) -> Qwen3ForCausalLM:
 class Job:
     """The production engine on one rank."""
 
-    def __init__(self, model: Model, servers: Sequence[Served]) -> None:
+    def __init__(self, model: Model, servers: Sequence[Served], memory: Memory | None = None) -> None:
         http = http_client()
         self.pool = Pool(
             [Server(server.url, http, api_key=api_key()) for server in servers],
@@ -88,6 +89,7 @@ class Job:
             canary_sequences=canary_sequences(VOCAB_SIZE, 128),
             dtype=torch.float32,
             tolerance=TOLERANCE,
+            memory=memory,
         )
 
     def generate(
@@ -282,3 +284,41 @@ def test_one_is_killed_in_the_middle_of_a_batch(
     assert texts(disturbed) == texts(undisturbed), "each request was answered, once, as it would have been"
     assert {completion.weight_version for row in disturbed for completion in row} == {1}
     job.engine.close()
+
+
+class Lender:
+    def hold(self, *, weights: bool, rest: bool) -> None:
+        self.holds = (weights, rest)
+
+
+def test_what_sleeping_servers_were_asked_goes_on_when_they_wake(model: Model, pair: list[Served]) -> None:
+    """No memory moves: vLLM on a CPU has the routes, and its engine obeys, but its workers ignore them."""
+    memory = Lender()
+    job = Job(model, pair, memory)
+    job.engine.update_weights(1)
+    assert memory.holds == (False, False)
+    arrived: list[int] = []
+    params = SamplingParams(n=4, max_tokens=TOKENS, seed=3)
+    pending = job.engine.submit(PROMPTS, params, None, lambda number, _: arrived.append(number))
+    until(lambda: arrived, "the first response")
+    job.engine.rest()
+    assert memory.holds == (True, True)
+    asleep = len(arrived)
+    assert asleep < 48, "nothing was under way"
+    assert all(server.routes.ask("/is_sleeping") == (200, {"is_sleeping": True}) for server in pair)
+    time.sleep(1.0)
+    assert len(arrived) <= asleep + 2, "it sampled in its sleep"  # answers that were on their way
+    assert [len(row) for row in job.engine.submit(PROMPTS[:1], params)()] == [4]
+    assert memory.holds == (False, False)
+    rows = pending()
+    assert sorted(arrived) == list(range(48))
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        for completion in row:
+            assert len(completion.token_ids) == TOKENS
+            assert completion.weight_version == 1
+            want = model.score([prompt.token_ids + tuple(completion.token_ids)])[0][-TOKENS:]
+            assert (torch.tensor(completion.log_probs) - want).abs().max() <= TOLERANCE
+    job.engine.rest()
+    job.engine.update_weights(2)
+    assert {server.version for server in map(lambda one: one.routes, pair)} == {"2"}
+    assert len(job.live) == 2

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from megatron_fspo.api_key import api_key
+from megatron_fspo.data.tokenizer import load_tokenizer
+from megatron_fspo.rollout.stop import kept
 from megatron_fspo.rollout.vllm.pool import Pool, Request
 from megatron_fspo.rollout.vllm.server import Refused, Server, http_client
 from megatron_fspo.types import Completion, Prompt, SamplingParams, VersionSpan
@@ -93,6 +95,22 @@ def test_log_probs_are_those_of_transformers(url: str, reference: Any, temperatu
     assert difference.mean() <= 1e-4
     assert len({tuple(completion.token_ids) for completion in completions}) == 64
     assert {c.version_spans for c in completions} == {(VersionSpan(version=3, start=0, end=24),)}
+
+
+def test_a_server_stops_at_strings_by_itself(url: str, both: list[Served], checkpoint: Path) -> None:
+    """And where ours would: a token later, and the rest would be cut off and missing here."""
+    tokenizer = load_tokenizer(checkpoint)
+    before = both[0].count("generation_tokens")
+    params = SamplingParams(
+        n=8, max_tokens=24, seed=5, stop=("7", "12", "3^"), decode=lambda ids: str(tokenizer.decode(ids))
+    )
+    completions = rollout(url, params)
+    ends = [kept(completion.token_ids, params) for completion in completions]
+    lengths = [len(completion.token_ids) for completion in completions]
+    stopped = [completion.finish_reason == "stop" for completion in completions]
+    assert ends == [length if stop else None for length, stop in zip(lengths, stopped, strict=True)]
+    assert sum(stopped) > 32 and len(set(lengths)) > 8
+    assert both[0].count("generation_tokens") - before == sum(lengths)
 
 
 def test_greedy_takes_the_likeliest(url: str, reference: Any) -> None:

@@ -53,12 +53,20 @@ def test_twenty_updates_of_two_servers_by_gloo(checkpoint: Path, pair: list[Serv
     assert all(server.answered > count + 100 for server, count in zip(pair, before, strict=True))
 
 
-def test_twenty_updates_by_disk(checkpoint: Path, tmp_path: Path) -> None:
-    with serving(checkpoint, tmp_path, *FLOAT32, "--backend", "disk") as servers:
+def test_twenty_updates_by_disk_in_turns(checkpoint: Path, tmp_path: Path) -> None:
+    """Colocated: the ranks lend their memory while the server samples, and it sleeps while they train, save
+    and export. Here only that of the ranks moves."""
+    with serving(checkpoint, tmp_path, *FLOAT32, "--backend", "disk", "--colocated") as servers:
         more = ("--vllm.transfer", "disk", "--vllm.folder", str(tmp_path / "weights"))
+        more += ("--vllm.colocated", "true", "--evaluation.every", "7", "--checkpoint.every", "6")
         done = run(tmp_path, "run", *words(checkpoint, servers, 20, *more, "--rollout.temperature", "0.7"))
         assert done.returncode == 0, why(done.stderr)
+        asleep = servers[0].routes.ask("/is_sleeping")
     check_twenty(steps(tmp_path))
+    assert asleep == (200, {"is_sleeping": True}), "the last to take memory was the export"
+    assert all(0 < row["rollout/turns_seconds"] < 30 for row in steps(tmp_path))
+    evaluated = [row["step"] for row in rows(tmp_path, "run") if any("mean@" in name for name in row)]
+    assert evaluated == [0, 7, 14, 20]
     assert not [path for path in (tmp_path / "weights").glob("*")]
 
 

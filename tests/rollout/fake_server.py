@@ -103,6 +103,8 @@ class FakeServer:
         self.serving = asyncio.Event()  # not while paused
         self.serving.set()
         self.updating = False
+        self.awake = {"weights", "kv_cache"}  # what it has in memory
+        self.memory: Callable[[set[str]], None] = lambda awake: None  # hears of every change
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -142,6 +144,7 @@ class FakeServer:
                 loop.remove_reader(listening)
             loop.call_soon(self._server.close)
             self._server = None
+            self.memory(set())
         for writer in self._writers:
             writer.transport.abort()
         for handler in self._handlers - {asyncio.current_task()}:
@@ -189,6 +192,8 @@ class FakeServer:
         route = head.split()[1]
         if route in self.answers:
             return await self._send(writer, 200, json.dumps(self.answers[route]).encode())
+        if route.split("?")[0] in ("/sleep", "/wake_up", "/is_sleeping"):
+            return await self._turn(writer, route)
         if route in UPDATE:
             return await self._update(writer, route, request)
         self.bodies.append(request)
@@ -199,12 +204,35 @@ class FakeServer:
         try:
             await asyncio.sleep(self.delay)
             started = self.version
-            await self.serving.wait()
+            if route.endswith("generate"):
+                await self.serving.wait()
+                assert len(self.awake) == 2
             if "prompt_logprobs" in request.get("sampling_params", {}):
                 return await self._score(writer, request["token_ids"])
             return await self._act(writer, seed, started)
         finally:
             self.open -= 1
+
+    async def _turn(self, writer: asyncio.StreamWriter, route: str) -> bool:
+        """As vLLM does with ``--enable-sleep-mode``."""
+        if route in self.fatal:
+            self.kill()
+            return False
+        if route in self.broken:
+            return await self._send(writer, 500, b"broken")
+        if route == "/is_sleeping":
+            asleep = not self.serving.is_set() or len(self.awake) < 2
+            return await self._send(writer, 200, json.dumps({"is_sleeping": asleep}).encode())
+        self.updates.append(route)
+        if route.startswith("/sleep"):
+            self.serving.clear()
+            self.awake = set()
+        else:
+            self.awake |= {"weights"} if route == "/wake_up?tags=weights" else {"weights", "kv_cache"}
+            if len(self.awake) == 2:
+                self.serving.set()
+        self.memory(self.awake)
+        return await self._send(writer, 200, b"{}")
 
     async def _update(self, writer: asyncio.StreamWriter, route: str, request: Any) -> bool:
         self.updates.append(route)
@@ -212,6 +240,9 @@ class FakeServer:
             self.kill()
         if route in self.broken:
             return await self._send(writer, 500, b"broken")
+        # Without its memory a GPU's worker dies of such.
+        if "weights" not in self.awake or (route == "/resume" and len(self.awake) < 2):
+            self.kill()
         if route.startswith("/pause"):
             self.serving.clear()
         if route == "/resume":

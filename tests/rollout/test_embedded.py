@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -154,6 +156,26 @@ def test_one_token_and_several_stops() -> None:
         for completion in row:
             (token,) = completion.token_ids
             assert completion.finish_reason == ("stop" if token in (0, 1, 2) else "length")
+
+
+def test_stop_strings_cut_what_would_be_sampled_without_them() -> None:
+    def decode(ids: Sequence[int]) -> str:
+        return "".join("abcde."[token] for token in ids)
+
+    params = replace(PARAMS, max_tokens=30, stop_token_ids=())
+    whole = EmbeddedEngine(Markov(), max_batch=4).generate(PROMPTS, params)
+    asked = replace(params, stop=("ab", "ca"), decode=decode)
+    found = EmbeddedEngine(Markov(), max_batch=4).generate(PROMPTS, asked)
+    ends = set()
+    for long, short in zip(chain(*whole), chain(*found), strict=True):
+        text = decode(long.token_ids)
+        cuts = [text.index(string) + 2 for string in asked.stop if string in text]
+        end = min(cuts, default=len(text))
+        assert list(short.token_ids) == list(long.token_ids[:end])
+        assert list(short.log_probs) == list(long.log_probs[:end])
+        assert short.finish_reason == ("stop" if cuts else "length")
+        ends.add(end)
+    assert len(ends) > 3 and 30 in ends
 
 
 def test_greedy_needs_no_luck() -> None:

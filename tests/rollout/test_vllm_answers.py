@@ -15,7 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.rollout.vllm.answers import BadAnswer, parse, read_completion, read_prompt_log_probs
+from megatron_fspo.rollout.vllm.answers import (
+    BadAnswer,
+    StoppedElsewhere,
+    parse,
+    read_completion,
+    read_prompt_log_probs,
+)
 from megatron_fspo.types import Completion, VersionSpan
 
 WHERE = "http://server:8000"
@@ -56,6 +62,35 @@ def test_the_good_answer() -> None:
 
 def test_a_stop() -> None:
     assert read(answer(finish_reason="stop"), STOPPING).finish_reason == "stop"
+
+
+def decode(ids: Any) -> str:
+    return "".join(f"<{token}>" for token in ids)
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_what_a_server_samples_after_a_stop_string_is_cut_off(reason: str) -> None:
+    """Also what it sampled with later weights, and a stop token there."""
+    params = replace(STOPPING, stop=("3><5",), decode=decode)
+    sent = answer(finish_reason=reason, weight_versions=spans(("12", 0, 2), ("13", 2, 3)))
+    assert read(sent, params) == Completion(
+        token_ids=TOKENS[:2],
+        log_probs=(-0.5, -1.5),
+        finish_reason="stop",
+        weight_version=12,
+        version_spans=(VersionSpan(version=12, start=0, end=2),),
+    )
+    whole = read(answer(finish_reason="stop"), replace(params, stop=("9",)))
+    assert tuple(whole.token_ids) == TOKENS and whole.finish_reason == "stop"
+
+
+def test_a_server_that_reads_another_text_is_told_apart() -> None:
+    params = replace(PARAMS, stop=("x",), decode=decode)
+    with pytest.raises(StoppedElsewhere, match="'stop' without a stop token: the last is 8"):
+        read(answer(finish_reason="stop"), params)
+    with pytest.raises(BadAnswer, match="'stop' without a stop token") as raised:
+        read(answer(finish_reason="stop"))
+    assert not isinstance(raised.value, StoppedElsewhere)
 
 
 def test_versions_that_changed_under_way() -> None:

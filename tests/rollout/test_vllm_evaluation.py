@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from engines import running
 from fake_server import MAX_TOKENS, tokens_of
-from test_vllm_engine import one_rank, running, short_waits  # noqa: F401
 
 from launch import REPO
 from megatron_fspo.config.loading import load_config
@@ -29,6 +29,8 @@ from megatron_fspo.types import Completion, Prompt
 
 WORDS = "--rollout.engine vllm --evaluation.samples 3 --rollout.max-batch 6 --run.seed 4 --log.responses 7"
 PROMPTS = 7
+
+pytestmark = pytest.mark.usefixtures("one_rank", "short_waits")
 
 
 def even(prompt: Prompt, completion: Completion, response: str) -> float:

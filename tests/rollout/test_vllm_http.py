@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import fake_server
 import httpx
 import pytest
 import torch
-from fake_server import KEY, PARAMS, UPDATE, FakeServer, run
+from fake_server import KEY, PARAMS, UPDATE, FakeServer, good_answer, run, tokens_of
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.rollout.vllm import server as server_module
@@ -52,6 +54,27 @@ def test_what_may_pass_is_tried_again(failure: str | int) -> None:
         with pytest.raises(ServerLost, match=r"/x: .*\(attempt 2 of 2\)"):
             await server.post("x", {}, attempts=2)
         assert len(fake.arrived) == 5
+
+    ask(work)
+
+
+def test_a_server_that_stops_at_strings_of_another_text_is_asked_without_them() -> None:
+    async def work(server: Server, fake: FakeServer) -> None:
+        sent = good_answer(7)
+        sent["choices"][0]["finish_reason"] = "stop"
+        whole = fake._send
+
+        async def send(writer: Any, status: int, body: bytes, length: int | None = None) -> bool:
+            stops = fake.bodies[-1]["sampling_params"]["stop"]
+            return await whole(writer, status, json.dumps(sent).encode() if stops else body, length)
+
+        fake._send = send  # type: ignore[method-assign]
+        params = replace(PARAMS, stop=("x",), decode=lambda ids: "")
+        found = await server.generate((1, 2), params, seed=7, timeout=5)
+        assert tuple(found.token_ids) == tokens_of(7) and found.finish_reason == "length"
+        asked = [body["sampling_params"] for body in fake.bodies]
+        told = [(one["stop"], one["detokenize"], one["seed"]) for one in asked]
+        assert told == [(["x"], True, 7), ([], False, 7)]
 
     ask(work)
 

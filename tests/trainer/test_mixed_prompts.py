@@ -45,10 +45,16 @@ def make(
 ) -> tuple[RolloutQueue, Engine]:
     groups: Any = SimpleNamespace(dp=SimpleNamespace(rank=lambda: rank, size=lambda: ranks))
     rollout = dict(
-        prompts=size, samples=2, temperature=1.0, top_p=1.0, max_response_tokens=4, max_staleness=staleness
+        prompts=size,
+        samples=2,
+        temperature=1.0,
+        top_p=1.0,
+        max_response_tokens=4,
+        max_staleness=staleness,
+        stop=(),
     )
     config = SimpleNamespace(rollout=SimpleNamespace(**rollout), run=SimpleNamespace(seed=7, steps=STEPS))
-    inputs: Any = SimpleNamespace(config=config, train=PROMPTS, stop_token_ids=(9,))
+    inputs: Any = SimpleNamespace(config=config, train=PROMPTS, stop_token_ids=(9,), decode=None)
     walk = PromptWalk(make_cursor(PROMPTS, DATA, seed=7), size)
     if state is not None:
         walk.load_state_dict(json.loads(json.dumps(state)))

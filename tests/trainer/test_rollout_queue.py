@@ -36,10 +36,16 @@ def make(
     staleness: int, steps: int = 8, step: int = 0, state: dict | None = None
 ) -> tuple[RolloutQueue, Engine]:
     rollout: dict[str, Any] = dict(
-        prompts=3, samples=2, temperature=1.0, top_p=1.0, max_response_tokens=4, max_staleness=staleness
+        prompts=3,
+        samples=2,
+        temperature=1.0,
+        top_p=1.0,
+        max_response_tokens=4,
+        max_staleness=staleness,
+        stop=(),
     )
     config = SimpleNamespace(rollout=SimpleNamespace(**rollout), run=SimpleNamespace(seed=7, steps=steps))
-    inputs: Any = SimpleNamespace(config=config, train=PROMPTS, stop_token_ids=(9,))
+    inputs: Any = SimpleNamespace(config=config, train=PROMPTS, stop_token_ids=(9,), decode=None)
     prompts = PromptWalk(PromptCursor(len(PROMPTS), seed=1), rollout["prompts"])
     if state is not None:
         prompts.load_state_dict(state)

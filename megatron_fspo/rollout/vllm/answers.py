@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from megatron_fspo.errors import TrainingError
+from megatron_fspo.rollout.stop import kept
 from megatron_fspo.types import Completion, SamplingParams, VersionSpan
 
 MODEL = "policy"
@@ -32,8 +34,16 @@ class BadAnswer(TrainingError):
     """A server answered something that cannot be trained on. The message names the server."""
 
 
+class StoppedElsewhere(BadAnswer):
+    """The response ends where a stop string is in the server's text, and not in ours."""
+
+
 class _Wrong(Exception):
     """What is wrong with an answer; whose it is comes later."""
+
+
+class _Elsewhere(_Wrong):
+    pass
 
 
 # Python's garbage collector need not walk through one object per token.
@@ -96,11 +106,13 @@ def read_completion(body: bytes, *, params: SamplingParams, where: str) -> Compl
     """The one completion of an answer of ``/inference/v1/generate``.
 
     Args:
-        params: what was asked for; ``n`` is not looked at, a request asks for one.
+        params: what was asked for; ``n`` is not looked at, a request asks for one. With stop strings a server
+            may go on where it should stop: what it sampled after them is cut off.
         where: the server, for messages.
 
     Raises:
-        BadAnswer: anything but that completion.
+        StoppedElsewhere: see there.
+        BadAnswer: anything else but that completion.
     """
     with _named(where):
         answer = _checked(_decode(_GENERATED, body))
@@ -108,16 +120,19 @@ def read_completion(body: bytes, *, params: SamplingParams, where: str) -> Compl
             raise _Wrong(f"{len(answer.choices)} choices where 1 was asked for")
         (choice,) = answer.choices
         token_ids = choice.token_ids
-        _check_end(token_ids, choice.finish_reason, params)
+        end = kept(token_ids, params)
+        _check_end(token_ids, choice.finish_reason, params, stopped=end is not None)
         log_probs = _log_probs(choice.logprobs.content, token_ids)
         spans = _spans(choice.weight_versions, len(token_ids))
     if params.temperature == 0:
         # A greedy choice is certain. vLLM reports the log-prob at temperature 1.
         log_probs = [0.0] * len(token_ids)
+    if end is not None:
+        spans = tuple(replace(span, end=min(span.end, end)) for span in spans if span.start < end)
     return Completion(
-        token_ids=token_ids,
-        log_probs=log_probs,
-        finish_reason=choice.finish_reason,
+        token_ids=token_ids[:end],
+        log_probs=log_probs[:end],
+        finish_reason=choice.finish_reason if end is None else "stop",
         weight_version=min(span.version for span in spans),
         version_spans=spans,
     )
@@ -154,7 +169,8 @@ def _named(where: str) -> Iterator[None]:
     try:
         yield
     except _Wrong as wrong:
-        raise BadAnswer(f"{where}: {wrong}") from None
+        kind = StoppedElsewhere if isinstance(wrong, _Elsewhere) else BadAnswer
+        raise kind(f"{where}: {wrong}") from None
 
 
 def _decode(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
@@ -175,7 +191,8 @@ def _checked(answer: _A) -> _A:
     return answer
 
 
-def _check_end(token_ids: list[int], reason: str, params: SamplingParams) -> None:
+def _check_end(token_ids: list[int], reason: str, params: SamplingParams, *, stopped: bool) -> None:
+    """Args: stopped: whether there is a stop string in the response."""
     if not token_ids:
         raise _Wrong("no token in the completion")
     count = len(token_ids)
@@ -184,8 +201,11 @@ def _check_end(token_ids: list[int], reason: str, params: SamplingParams) -> Non
         raise _Wrong(f"{count} tokens where at most {params.max_tokens} were asked for")
     if stops and stops[0] < count - 1:
         raise _Wrong(f"stop token {token_ids[stops[0]]} at position {stops[0]} of {count}, not at the end")
+    if stopped:  # the rest is cut off
+        return
     if reason == "stop" and not stops:
-        raise _Wrong(f"finish_reason 'stop' without a stop token: the last is {token_ids[-1]}")
+        wrong = f"finish_reason 'stop' without a stop token: the last is {token_ids[-1]}"
+        raise _Elsewhere(wrong) if params.stop else _Wrong(wrong)
     if reason == "length" and stops:
         raise _Wrong(f"finish_reason 'length' with stop token {token_ids[-1]} at the end")
     if reason == "length" and count < params.max_tokens:

@@ -18,6 +18,7 @@ from megatron_fspo.rollout.vllm.loop import Loop
 from megatron_fspo.rollout.vllm.pool import Find, Pool
 from megatron_fspo.rollout.vllm.senders import BroadcastSender, DiskSender, Sender
 from megatron_fspo.rollout.vllm.server import Server, http_client
+from megatron_fspo.rollout.vllm.turns import sleep, wake
 
 LARGEST_TEMPERATURE = 2.0  # vLLM refuses more
 
@@ -79,6 +80,18 @@ def connect(options: VLLM, vocab_size: int) -> Leader:
         recovery_seconds=options.recovery_seconds,
     )
     return Leader(loop=Loop(), http=http, pool=pool, sender=_sender(options))
+
+
+async def settle(leader: Leader, *, colocated: bool) -> None:
+    """Before a trainer takes memory: have the servers that are there give up theirs where GPUs are shared;
+    else wake those that a job before this one left asleep.
+
+    Raises:
+        TrainingError: one did not sleep.
+        InputError: one cannot.
+    """
+    servers = await leader.pool.reachable()
+    await sleep(servers) if colocated else await wake(servers)
 
 
 def _servers(urls: Sequence[str], http: httpx.AsyncClient) -> list[Server]:

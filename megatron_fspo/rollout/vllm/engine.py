@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -24,16 +23,20 @@ from megatron_fspo.errors import InputError, StopRequested, TrainingError
 from megatron_fspo.parallel.control import SLICE
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.parallel.tensor_stats import Stats
 from megatron_fspo.rollout.engine import Arrived, Pending, Progress
-from megatron_fspo.rollout.vllm import canary, statistics, update
+from megatron_fspo.rollout.vllm import canary, statistics, turns, update
+from megatron_fspo.rollout.vllm.batch import Batch, Returned
 from megatron_fspo.rollout.vllm.hand_out import hand_out
 from megatron_fspo.rollout.vllm.loop import Loop
 from megatron_fspo.rollout.vllm.pool import Pool, Request
 from megatron_fspo.rollout.vllm.senders import Sender
-from megatron_fspo.rollout.vllm.server import Server
+from megatron_fspo.rollout.vllm.server import Server, ServerLost
+from megatron_fspo.rollout.vllm.turns import Memory, Turn, Turns
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 ATTEMPTS = 3
+_TURN = "turn: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,7 @@ class VLLMEngine:
         dtype: of the trainer's weights.
         tolerance: largest |Δ log-prob| allowed there, in nats; None: taken from the model, at the first
             update.
+        memory: of this rank, where trainer and servers share GPUs; the servers are asleep then.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class VLLMEngine:
         canary_sequences: Sequence[Sequence[int]],
         dtype: torch.dtype = torch.float32,
         tolerance: float | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self._trainer = trainer
         self._groups = groups
@@ -86,8 +91,9 @@ class VLLMEngine:
         self._dtype = dtype
         self._tolerance = tolerance
         self._version = 0
-        self._events: SimpleQueue[_Returned | None] = SimpleQueue()  # None: some batch is done
+        self._events: SimpleQueue[Returned | None] = SimpleQueue()  # None: some batch is done
         self._canary_error = float("nan")
+        self._turns = Turns(memory, groups.control)
         if leader is not None:
             leader.pool.admit = self._admit
 
@@ -104,9 +110,10 @@ class VLLMEngine:
         that dies is done without, and served again when it is back. The first rank hears of every completion
         that arrives, in the thread of the loop.
         """
+        self._turn_to(Turn.SERVERS)
         wanted = range(len(prompts)) if mine is None else mine
         requests = [Request.of(prompt, params, number) for prompt in prompts for number in range(params.n)]
-        batch = _Batch(arrived)
+        batch = Batch(arrived)
         if self._leader is not None:
             pool = self._leader.pool
             work = pool.generate(requests, batch.arrive, oldest_version=self._version)
@@ -120,7 +127,7 @@ class VLLMEngine:
 
         return collect
 
-    def _collect(self, batch: _Batch, progress: Progress | None, stops: bool) -> list[Completion]:
+    def _collect(self, batch: Batch, progress: Progress | None, stops: bool) -> list[Completion]:
         """Wait for the completions; meanwhile give servers that come back the current weights."""
         batch.report_to(progress)
         what = "responses of the servers"
@@ -137,13 +144,14 @@ class VLLMEngine:
                     continue
                 if event is not None and not event.admitted.done():
                     event.answer(self._update([event.server]) is None)
+                    self._enter(Turn.SERVERS)
             completions = batch.work.result()
             self._control.tell("done")
         return completions
 
     async def _admit(self, server: Server) -> bool:
         """Whether a server that came back has the current weights; gives them to it. For the pool."""
-        returned = _Returned(server, asyncio.get_running_loop().create_future())
+        returned = Returned(server, asyncio.get_running_loop().create_future())
         self._events.put(returned)
         return await returned.admitted
 
@@ -171,9 +179,54 @@ class VLLMEngine:
                 raise StopRequested(f"a stop was requested during the wait for {what}")
             if word == "score":
                 self._trainer.score(self._canary)
+            elif word.startswith(_TURN):
+                self._turns.take(Turn(word.removeprefix(_TURN)))
             else:
                 for _ in self._trainer.tensors():
                     pass
+
+    def rest(self) -> None:
+        """Where servers are on the trainer's GPUs: have them give up the memory. Collective.
+
+        Raises:
+            TrainingError: on every rank; one did not.
+        """
+        self._turn_to(Turn.TRAINER)
+
+    def _turn_to(self, turn: Turn) -> None:
+        """Collective."""
+        if self._turns.is_now(turn):
+            return
+        if self._leader is None:
+            self._follow(f"the turn of the {turn.value}")
+            return
+        with self._leading():
+            self._enter(turn)
+            self._control.tell("done")
+
+    def _enter(self, turn: Turn, servers: Sequence[Server] = ()) -> None:
+        """On the first rank, while the others follow. Memory is given before any is taken.
+
+        Args:
+            servers: those that have their weights in the turn ``update``.
+
+        Raises:
+            ServerLost: one of them does not wake.
+        """
+        if not self._turns.shared or (self._turns.is_now(turn) and turn is not Turn.UPDATE):
+            return
+        assert self._leader is not None
+        loop, pool = self._leader.loop, self._leader.pool
+        began = time.perf_counter()
+        if turn is not Turn.SERVERS:
+            loop.run(turns.sleep(loop.run(pool.reachable())))
+        self._control.tell(f"{_TURN}{turn.value}")
+        self._turns.take(turn)
+        if turn is Turn.SERVERS:
+            loop.run(turns.wake(loop.run(pool.reachable())))
+        elif turn is Turn.UPDATE:
+            loop.run(turns.wake_weights(servers))
+        self._turns.seconds += time.perf_counter() - began
 
     def update_weights(self, version: int) -> None:
         """Send the trainer's weights to every server and prove that they arrived. Collective.
@@ -223,17 +276,23 @@ class VLLMEngine:
             WrongWeights: a server took other weights.
         """
         assert self._leader is not None
+        try:
+            self._enter(Turn.UPDATE, servers)
+        except ServerLost as error:
+            return error
         self._control.tell("score")
         loop, sender = self._leader.loop, self._leader.sender
         want = self._trainer.score(self._canary)
         assert want is not None
+        mine = statistics.statistics(self._gather()) if self._tolerance is None else None
         problem = update.send_weights(servers, sender, loop, self._gather(), self._version)
         if problem is not None:
             return problem
+        self._enter(Turn.SERVERS)
         try:
             scores = loop.run(self._ask(servers))
-            if self._tolerance is None:
-                self._tolerance = self._tolerance_of_model(servers, scores, want)
+            if mine is not None:
+                self._tolerance = self._tolerance_of_model(servers, mine, scores, want)
         except Exception as error:
             return error
         for server, got in zip(servers, scores, strict=True):
@@ -242,11 +301,14 @@ class VLLMEngine:
         return None
 
     def _tolerance_of_model(
-        self, servers: Sequence[Server], scores: Sequence[Sequence[Tensor]], want: Sequence[Tensor]
+        self,
+        servers: Sequence[Server],
+        mine: Mapping[str, Stats],
+        scores: Sequence[Sequence[Tensor]],
+        want: Sequence[Tensor],
     ) -> float:
         """From the first scores of servers, if their weights are known to be the trainer's."""
         assert self._leader is not None
-        mine = statistics.statistics(self._gather())
         equal = [self._leader.loop.run(statistics.are_equal(server, mine)) for server in servers]
         rounding = max(canary.largest_difference(got, want) for got in scores) if all(equal) else 0.0
         return canary.tolerance(rounding, self._dtype)
@@ -267,6 +329,7 @@ class VLLMEngine:
         try:
             canary.check(server.url, self._version, got, want, self._tolerance)
         except canary.WrongWeights as error:
+            self._enter(Turn.UPDATE, [server])
             mine = statistics.statistics(self._gather())
             told = self._leader.loop.run(statistics.explain(server, mine))
             raise canary.WrongWeights(f"{error}\n{told}") from None
@@ -285,7 +348,8 @@ class VLLMEngine:
     def metrics(self) -> dict[str, float]:
         if self._leader is None:
             return {}
-        return {
+        turns = {"rollout/turns_seconds": self._turns.spent()} if self._turns.shared else {}
+        return turns | {
             "rollout/canary_abs_diff_max": self._canary_error,
             "rollout/canary_tolerance": math.nan if self._tolerance is None else self._tolerance,
             "rollout/servers": float(len(self._leader.pool.live())),
@@ -297,49 +361,3 @@ class VLLMEngine:
             self._leader.sender.close()
             self._leader.loop.run(self._leader.http.aclose())
             self._leader.loop.close()
-
-
-class _Batch:
-    """Completions under way, and how many are done, on the first rank."""
-
-    work: Future[list[Completion]]
-
-    def __init__(self, arrived: Arrived | None) -> None:
-        self._arrived = arrived
-        self._lock = threading.Lock()
-        self._unreported = 0
-        self._progress: Progress | None = None
-
-    def arrive(self, number: int, completion: Completion) -> None:
-        """One more is done; called in the thread of the loop."""
-        if self._arrived is not None:
-            self._arrived(number, completion)
-        with self._lock:
-            self._unreported += 1
-            self._report()
-
-    def report_to(self, progress: Progress | None) -> None:
-        """From here on tell ``progress``, also of what is done already."""
-        with self._lock:
-            self._progress = progress
-            self._report()
-
-    def _report(self) -> None:
-        if self._progress is not None and self._unreported:
-            self._progress(self._unreported)
-            self._unreported = 0
-
-
-@dataclass(frozen=True)
-class _Returned:
-    """A server that came back, and waits for weights."""
-
-    server: Server
-    admitted: asyncio.Future[bool]
-
-    def answer(self, admitted: bool) -> None:
-        def tell() -> None:
-            if not self.admitted.done():  # else the batch failed meanwhile, and cancelled its probes
-                self.admitted.set_result(admitted)
-
-        self.admitted.get_loop().call_soon_threadsafe(tell)

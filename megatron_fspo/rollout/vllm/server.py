@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 
@@ -15,6 +16,7 @@ from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.rollout.vllm.answers import (
     MODEL,
     BadAnswer,
+    StoppedElsewhere,
     parse,
     read_completion,
     read_prompt_log_probs,
@@ -130,12 +132,22 @@ class Server:
 
         A token id outside the vocabulary kills a vLLM server: the caller has checked them.
 
+        A server with a tokenizer stops at ``params.stop`` by itself, which saves what others go on to sample.
+
         Args:
             seed: in [0, 2³¹); names the random stream, in place of ``params.seed``.
         """
-        answer = await self._generate(token_ids, params, {"seed": seed}, timeout, attempts)
-        with self._reading():
-            return read_completion(answer, params=params, where=self.url)
+        asked = params
+        while True:
+            answer = await self._generate(token_ids, asked, {"seed": seed}, timeout, attempts)
+            try:
+                with self._reading():
+                    return read_completion(answer, params=params, where=self.url)
+            except StoppedElsewhere:
+                if not asked.stop:
+                    raise
+                # Its text is not ours, such as by a space that SentencePiece takes off the front of a text.
+                asked = replace(params, stop=())
 
     async def score(self, token_ids: Sequence[int], *, timeout: float = REQUEST_SECONDS) -> list[float]:
         """Log-probs of all tokens but the first, given those before, at temperature 1, in nats.
@@ -163,7 +175,10 @@ class Server:
             "logprobs": 0,
             "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": True,  # stop_token_ids say it all, whatever the server read in the checkpoint
-            "detokenize": False,
+            "detokenize": bool(params.stop),
+            "stop": list(params.stop),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
             **more,
         }
         body = {"model": MODEL, "token_ids": list(token_ids), "sampling_params": sampling}
@@ -187,7 +202,7 @@ class Server:
         try:
             yield
         except BadAnswer as error:
-            raise BadAnswer(self._one_line(str(error))) from None
+            raise type(error)(self._one_line(str(error))) from None
 
     async def _ask(
         self,
