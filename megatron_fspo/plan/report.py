@@ -148,7 +148,7 @@ def make_report(config: Config, arch: Architecture, given: Given) -> Report:
             updating(shape, work, given.machine),
             sending(shape, given.machine, config.vllm.transfer if vllm else None),
         ],
-        notes=_notes(shape),
+        notes=_notes(shape, colocated=config.vllm.colocated),
         turns=_turns(stages, shape, found, given) if found is not None and config.vllm.colocated else {},
     )
 
@@ -285,8 +285,10 @@ def _samplers(config: Config, shape: Shape, found: Server | None) -> Samplers:
     return Samplers(count=len(config.vllm.urls), gpus=found.gpus, side_by_side=rows)
 
 
-def _notes(shape: Shape) -> list[str]:
+def _notes(shape: Shape, *, colocated: bool) -> list[str]:
     notes = []
+    if colocated:
+        notes.append("what moves between GPU and host from turn to turn is not in the time of a step")
     if shape.arch.experts is not None:
         notes.append("`train` refuses mixtures of experts so far; this is what one would take")
     if shape.layers == "transformer_engine":

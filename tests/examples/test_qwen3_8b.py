@@ -28,7 +28,7 @@ prepare = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = prepare
 SPEC.loader.exec_module(prepare)
 
-LOSSES, LAYOUTS = ("rloo", "gspo"), ("one_node", "two_nodes", "four_nodes")
+LOSSES, LAYOUTS = ("rloo", "gspo"), ("one_node", "colocated", "two_nodes", "four_nodes")
 QWEN3_8B = {
     "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -56,7 +56,7 @@ def test_loss_files_change_the_loss_and_the_name_only(loss: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_files_leave_the_method_as_it_is(layout: str) -> None:
-    method = {"rollout.engine", "batch.max_tokens", "vllm.urls", "vllm.transfer"}
+    method = {"rollout.engine", "batch.max_tokens", "vllm.urls", "vllm.transfer", "vllm.colocated"}
     changed = {f"{section}.{key}" for section, keys in read(layout).items() for key in keys}
     assert {key for key in changed if not key.startswith("parallel.")} <= method
     assert config(layout).rollout.engine == "vllm"

@@ -121,6 +121,7 @@ def test_it_needs_no_megatron() -> None:
 SHIPPED = {
     ("run.toml",): 8,
     ("run.toml", "one_node.toml"): 4,
+    ("run.toml", "colocated.toml"): 8,
     ("run.toml", "two_nodes.toml"): 8,
     ("run.toml", "four_nodes.toml"): 16,
 }

@@ -51,7 +51,8 @@ class Run:
         reward = config.reward.model_copy(update={"max_steps_without_spread": limit})
         self.inputs: Any = SimpleNamespace(
             config=config.model_copy(update={"reward": reward}),
-            tokenizer=SimpleNamespace(decode=lambda ids, skip_special_tokens: TEXTS[ids[0]]),
+            stop_token_ids=(9,),
+            decode=lambda ids: TEXTS[ids[0]],
         )
         self.groups = SimpleNamespace(dp_cp=ALONE, tp=ALONE, pp=ALONE)
         self.log = RunLog(config, writer=True, resume_step=None)
