@@ -19,6 +19,8 @@ from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.engine import attention_backend
 from megatron_fspo.mcore.fp8 import probe_fp8
+from megatron_fspo.mcore.offload import Offload
+from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.rollout.embedded import EmbeddedEngine
@@ -68,6 +70,25 @@ def step(recipe: str) -> dict[str, Any]:
         "peak": torch.cuda.max_memory_allocated(),
         "state": state_bytes(arch, ranks=ranks, fp8=precision.on),
         "free": free,
+        **_lent(policy),
+    }
+
+
+def _lent(policy: Policy) -> dict[str, Any]:
+    """All of the policy's memory, given to servers and taken back."""
+    offload = Offload(policy)
+    weights = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()][:8]
+    held = torch.cuda.memory_allocated()
+    _, lend_seconds = timed(lambda: offload.hold(weights=False, rest=False))
+    left = torch.cuda.memory_allocated()
+    _, back_seconds = timed(lambda: offload.hold(weights=True, rest=True))
+    found = [p for chunk in policy.chunks for p in chunk.parameters()][:8]
+    return {
+        "held": held,
+        "left": left,
+        "lend_seconds": lend_seconds,
+        "back_seconds": back_seconds,
+        "kept": all(torch.equal(a, b) for a, b in zip(weights, found, strict=True)),
     }
 
 
