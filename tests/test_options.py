@@ -79,7 +79,7 @@ def tables(draw: st.DrawFn, *, weighted: bool) -> list[dict[str, Any]]:
         st.lists(st.from_regex("[a-z]{1,5}", fullmatch=True), min_size=1, max_size=3, unique=True)
     ):
         one: dict[str, Any] = {"file": f"{name}.parquet", "name": name}
-        for key in set(DataSet.model_fields) - {"file", "name", "weight"}:
+        for key in set(DataSet.model_fields) - {"file", "name", "weight", *(["samples"] if weighted else [])}:
             if draw(st.booleans()):
                 one[key] = draw(values(DataSet.model_fields[key]))
         found.append(one | ({"weight": draw(st.floats(0.5, 3))} if weighted else {}))

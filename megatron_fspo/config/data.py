@@ -48,6 +48,9 @@ class _File(Section):
         description="share of the training prompts, relative to the other sets; for all sets or for none: "
         "then every prompt comes equally often",
     )
+    samples: PositiveInt | None = Field(
+        None, description="responses per prompt of an evaluation set, in place of `evaluation.samples`"
+    )
 
 
 class Reading(Section):
@@ -155,6 +158,14 @@ class Data(Reading, _Files):
     def validation_sets(self) -> tuple[DataSet, ...]:
         """The evaluation sets; none, if ``validation`` is not given."""
         return () if self.validation is None else _as_sets(self.validation)
+
+    @field_validator("train")
+    @classmethod
+    def _is_sampled_alike(cls, files: Path | tuple[DataSet, ...]) -> Path | tuple[DataSet, ...]:
+        for one in files if isinstance(files, tuple) else ():
+            if one.samples is not None:
+                raise ValueError(f"{one.title} has samples: every training prompt has rollout.samples")
+        return files
 
     @field_validator("validation")
     @classmethod

@@ -15,6 +15,10 @@ class Evaluation(Section):
     every: NonNegativeInt = Field(
         10, description="steps between evaluations, also before the first and after the last; 0: never"
     )
-    samples: PositiveInt = Field(4, description="responses per prompt, k of mean@k, pass@k and maj@k")
+    samples: PositiveInt = Field(
+        4,
+        description="responses per prompt, k of mean@k, pass@k and maj@k; a set may have `samples` of its "
+        "own",
+    )
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -285,6 +285,11 @@ class Config(Section):
         return self.run.folder / self.run.name
 
     @property
+    def evaluation_samples(self) -> dict[str, int]:
+        """Responses per prompt, by evaluation set."""
+        return {one.title: one.samples or self.evaluation.samples for one in self.data.validation_sets}
+
+    @property
     def optimizer_steps(self) -> int:
         """Of the whole run."""
         return self.run.steps * self.batch.mini_batches * self.batch.epochs

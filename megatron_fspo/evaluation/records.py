@@ -104,10 +104,14 @@ class Manifest:
 
     model: str
     """The checkpoint, as it was named: for people."""
-    samples: int
-    """Completions of each problem."""
+    samples: int | Mapping[str, int]
+    """Completions of each problem; by set, where sets differ."""
     facts: Mapping[str, Any]
     """All that decides the results, by name, as JSON types: hashes of what is long."""
+
+    def samples_of(self, dataset: str) -> int:
+        """Completions of each problem of a set."""
+        return self.samples if isinstance(self.samples, int) else self.samples[dataset]
 
     def save(self, folder: Path) -> None:
         """Write it whole or not at all."""
@@ -122,7 +126,8 @@ class Manifest:
         try:
             content = json.loads(path.read_bytes())
             found = cls(**content)
-            if not (isinstance(found.facts, dict) and isinstance(found.samples, int) and found.samples > 0):
+            numbers = found.samples.values() if isinstance(found.samples, dict) else [found.samples]
+            if not (isinstance(found.facts, dict) and all(isinstance(n, int) and n > 0 for n in numbers)):
                 raise ValueError("samples or facts are missing")
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror}): not an evaluation?") from None
@@ -229,7 +234,10 @@ def load(folder: Path) -> Saved:
     manifest = Manifest.load(folder)
     problems = tuple(_problem(folder / PROBLEMS, *line) for line in _lines(folder / PROBLEMS))
     records = tuple(record for _, record in _read(folder / SAMPLES))
-    wanted = {(p.dataset, p.index, n) for p in problems for n in range(manifest.samples)}
+    try:
+        wanted = {(p.dataset, p.index, n) for p in problems for n in range(manifest.samples_of(p.dataset))}
+    except KeyError as error:
+        raise InputError(f"{folder / MANIFEST}: no samples of set {error}: it is damaged") from None
     if {record.key for record in records} != wanted or len(records) != len(wanted):
         raise InputError(
             f"{folder} has {len(records)} of {len(wanted)} completions: go on with the command that began it"

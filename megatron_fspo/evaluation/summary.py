@@ -26,14 +26,14 @@ _SHOWN = 5
 class Summary:
     """Figures of one evaluation, or differences between two."""
 
-    samples: int
-    """Completions of each problem."""
+    samples: Mapping[str, int]
+    """Completions of each problem, by set."""
     problems: Mapping[str, int]
     """By set."""
     sets: Mapping[str, Mapping[str, Estimate]]
     """By set, by quantity."""
     average: Mapping[str, Estimate]
-    """By quantity, the mean over the sets."""
+    """By quantity, the mean over the sets; of those that all sets have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def per_problem(records: Iterable[Record]) -> dict[str, Quantities]:
     """By set, in the order in which they come.
 
     Raises:
-        ValueError: problems have different numbers of completions, or one twice.
+        ValueError: problems of a set have different numbers of completions, or one twice.
     """
     sets: dict[str, dict[int, dict[int, Record]]] = {}
     for record in records:
@@ -62,8 +62,10 @@ def per_problem(records: Iterable[Record]) -> dict[str, Quantities]:
         if record.sample in rows:
             raise ValueError(f"{record.key} is there twice")
         rows[record.sample] = record
-    if len({tuple(sorted(rows)) for problems in sets.values() for rows in problems.values()}) != 1:
-        raise ValueError("no completions, or problems with different numbers of them")
+    if any(len({tuple(sorted(rows)) for rows in problems.values()}) != 1 for problems in sets.values()):
+        raise ValueError("problems of a set with different numbers of completions")
+    if not sets:
+        raise ValueError("no completions")
     return {
         name: _quantities([[rows[n] for n in sorted(rows)] for _, rows in sorted(problems.items())])
         for name, problems in sets.items()
@@ -85,24 +87,25 @@ def _quantities(problems: Sequence[Sequence[Record]]) -> Quantities:
     return {name: np.array(values, dtype=np.float64) for name, values in found.items()}
 
 
-def summarize(sets: Mapping[str, Quantities], samples: int) -> Summary:
+def summarize(sets: Mapping[str, Quantities], samples: int | Mapping[str, int]) -> Summary:
     """Means over problems with their intervals.
 
     Args:
-        sets: of :func:`per_problem`, or differences of two such; at least one, with the same quantities.
-        samples: completions of each problem.
+        sets: of :func:`per_problem`, or differences of two such; at least one.
+        samples: completions of each problem, or by set.
     """
-    names = list(next(iter(sets.values())))
-    tables = {dataset: np.stack([found[name] for name in names], 1) for dataset, found in sets.items()}
 
-    def estimates(some: Mapping[str, Array]) -> dict[str, Estimate]:
-        return dict(zip(names, interval_of_means(some), strict=True))
+    def estimates(some: Mapping[str, Quantities]) -> dict[str, Estimate]:
+        first, *others = some.values()
+        names = [name for name in first if all(name in other for other in others)]
+        tables = {dataset: np.stack([found[name] for name in names], 1) for dataset, found in some.items()}
+        return dict(zip(names, interval_of_means(tables), strict=True))
 
     return Summary(
-        samples=samples,
-        problems={dataset: len(table) for dataset, table in tables.items()},
-        sets={dataset: estimates({dataset: table}) for dataset, table in tables.items()},
-        average=estimates(tables),
+        samples=dict.fromkeys(sets, samples) if isinstance(samples, int) else {n: samples[n] for n in sets},
+        problems={dataset: len(found["mean"]) for dataset, found in sets.items()},
+        sets={dataset: estimates({dataset: found}) for dataset, found in sets.items()},
+        average=estimates(sets),
     )
 
 

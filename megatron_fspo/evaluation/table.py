@@ -21,9 +21,8 @@ AVERAGE = "average"
 def metrics_of(summary: Summary, group: str = "val") -> dict[str, float]:
     """The figures under the names that a run logs them by."""
     metrics: dict[str, float] = {}
-    n = summary.samples
     for dataset, found in summary.sets.items():
-        name = f"{group}/{dataset}"
+        n, name = summary.samples[dataset], f"{group}/{dataset}"
         metrics[f"{name}/mean@{n}"] = found["mean"].value
         metrics[f"{name}/mean@{n}/low"] = found["mean"].low
         metrics[f"{name}/mean@{n}/high"] = found["mean"].high
@@ -69,14 +68,12 @@ def write(folder: Path, manifest: Manifest, summary: Summary, comparison: Compar
 def table(model: str, summary: Summary, comparison: Comparison | None = None) -> str:
     """Markdown: a row per model, per set three columns; below it, what else is known of every set."""
     sets = [*summary.sets, *([AVERAGE] if len(summary.sets) > 1 else [])]
-    n = summary.samples
     rows = [(f"`{model}`", summary, "")]
     if comparison is not None:
         before = (f"`{comparison.model}`", comparison.summary, "")
         rows = [before, *rows, ("difference", comparison.differences, "+")]
-    same = all(found.samples == n for _, found, _ in rows)
-    at = f"@{n}" if same else ""
-    heads = ["model", *(f"{name} {key}" for name in sets for key in (f"mean{at}", f"pass{at}", f"maj{at}"))]
+    ends = {name: _at([found for _, found, _ in rows], name) for name in sets}
+    heads = ["model", *(f"{name} {key}{at}" for name, at in ends.items() for key in ("mean", "pass", "maj"))]
     lines = [[label, *_cells(found, sets, sign)] for label, found, sign in rows]
     parts = [
         "Scores × 100, with 95 % intervals (BCa bootstrap over problems"
@@ -88,6 +85,16 @@ def table(model: str, summary: Summary, comparison: Comparison | None = None) ->
         parts.append(f"Besides the weights these differ: {', '.join(told)}.")
     parts.append(_details(summary))
     return "\n\n".join(parts) + "\n"
+
+
+def _at(summaries: Sequence[Summary], name: str) -> str:
+    """``@k`` of a set or of the average, where one k holds for it in all of them."""
+    ks = {
+        k
+        for found in summaries
+        for k in ([found.samples[name]] if name in found.samples else found.samples.values())
+    }
+    return f"@{ks.pop()}" if len(ks) == 1 else ""
 
 
 def _cells(summary: Summary, sets: Sequence[str], sign: str) -> Iterable[str]:
@@ -104,14 +111,18 @@ def _drawn(found: Iterable[str]) -> list[int]:
 
 
 def _details(summary: Summary) -> str:
-    found = next(iter(summary.sets.values()))
-    shares = [key for key in found if key not in ("mean", "length")]
-    heads = ["set", "problems", "samples", f"mean@{summary.samples}", *shares, "tokens"]
+    most = max(summary.sets, key=lambda name: summary.samples[name])  # which has every pass@k
+    shares = [key for key in summary.sets[most] if key not in ("mean", "length")]
+    shares += [
+        key for found in summary.sets.values() for key in found if key not in (*shares, "mean", "length")
+    ]
+    heads = ["set", "problems", "samples", f"mean{_at([summary], AVERAGE)}", *dict.fromkeys(shares), "tokens"]
     heads = [{"unanswered": "no answer"}.get(head, head) for head in heads]
     lines = []
     for name, figures in summary.sets.items():
-        cells = [name, str(summary.problems[name]), str(summary.samples), _percent(figures["mean"].value)]
-        cells += [_percent(figures[key].value) for key in shares]
+        counts = [str(summary.problems[name]), str(summary.samples[name])]
+        cells = [name, *counts, _percent(figures["mean"].value)]
+        cells += [_percent(figures[key].value) if key in figures else "" for key in dict.fromkeys(shares)]
         lines.append([*cells, f"{figures['length'].value:.1f}"])
     return _markdown(heads, lines)
 

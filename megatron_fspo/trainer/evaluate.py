@@ -51,10 +51,13 @@ class Portion:
     first: int
     """Place of the first of them among the prompts of all sets."""
     prompts: tuple[Prompt, ...]
+    samples: int
+    """Responses to each."""
 
-    def keys(self, samples: int) -> list[Key]:
+    @property
+    def keys(self) -> list[Key]:
         """Its completions, in the order of the records."""
-        return [(self.dataset, prompt.index, n) for prompt in self.prompts for n in range(samples)]
+        return [(self.dataset, prompt.index, n) for prompt in self.prompts for n in range(self.samples)]
 
 
 @dataclass(frozen=True)
@@ -81,14 +84,20 @@ def portions(inputs: Inputs, data_ranks: int) -> list[Portion]:
     """What is asked for together: as many prompts as fill one batch of the embedded engine on every
     data-parallel rank."""
     config = inputs.config
-    size = max(1, config.rollout.max_batch // config.evaluation.samples) * data_ranks
     found, place = [], 0
     for name, prompts in sets_of(inputs).items():
+        samples = config.evaluation_samples[name]
+        size = max(1, config.rollout.max_batch // samples) * data_ranks
         for start in range(0, len(prompts), size):
             some = tuple(prompts[start : start + size])
-            found.append(Portion(dataset=name, first=place + start, prompts=some))
+            found.append(Portion(dataset=name, first=place + start, prompts=some, samples=samples))
         place += len(prompts)
     return found
+
+
+def responses_of(inputs: Inputs) -> int:
+    """How many responses an evaluation asks for, over all ranks."""
+    return sum(inputs.config.evaluation_samples[prompt.dataset] for prompt in inputs.validation)
 
 
 def evaluate(
@@ -98,13 +107,13 @@ def evaluate(
     grader: Grader | None,
     progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
-    """Sample ``evaluation.samples`` responses per validation prompt and grade them. Collective.
+    """Sample as many responses per validation prompt as its set wants, and grade them. Collective.
 
     Args:
         grader: of the ranks that grade (:func:`~megatron_fspo.trainer.sampling.make_grader`).
     """
     graded = sample_and_grade(inputs, engine, groups, grader, progress)
-    samples = inputs.config.evaluation.samples
+    samples = inputs.config.evaluation_samples
     metrics = metrics_of(summarize(per_problem(one.record for one in graded), samples)) if graded else {}
     rows = sorted((one.row for one in graded if one.row), key=lambda row: row[0])
     return Evaluation(metrics=shared(metrics, groups), responses=[row for _, row in rows])
@@ -129,7 +138,8 @@ def sample_and_grade(
     done = agreed(file.done if file is not None else 0, groups)
     left = portions(inputs, groups.dp.size())[done:]
     asked = deque(
-        (portion, ask(inputs, engine, groups, grader, portion.prompts, _sampling(inputs))) for portion in left
+        (portion, ask(inputs, engine, groups, grader, portion.prompts, _sampling(inputs, portion.samples)))
+        for portion in left
     )
     found: list[Entry] = []
     while asked:
@@ -143,10 +153,10 @@ def sample_and_grade(
     return found
 
 
-def _sampling(inputs: Inputs) -> SamplingParams:
+def _sampling(inputs: Inputs, samples: int) -> SamplingParams:
     config = inputs.config
     return SamplingParams(
-        n=config.evaluation.samples,
+        n=samples,
         temperature=config.evaluation.temperature,
         top_p=config.evaluation.top_p,
         max_tokens=config.rollout.max_response_tokens,

@@ -26,7 +26,14 @@ from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
-from megatron_fspo.trainer.evaluate import evaluate, portions, sample_and_grade, sets_of, shared
+from megatron_fspo.trainer.evaluate import (
+    evaluate,
+    portions,
+    responses_of,
+    sample_and_grade,
+    sets_of,
+    shared,
+)
 from megatron_fspo.trainer.lock import FolderLock
 from megatron_fspo.trainer.parts import build_engine, load_model, open_servers
 from megatron_fspo.trainer.prepare import Inputs
@@ -53,10 +60,9 @@ def evaluate_checkpoint(
     groups = start(inputs.backend, parallel=inputs.config.parallel, seed=inputs.config.run.seed)
     prove_same(inputs)
     _prove_same_prompts(inputs, groups)
-    samples = inputs.config.evaluation.samples
     if out is None:
         with _sampler(inputs, groups) as (engine, grader):
-            with _bar(len(inputs.validation) * samples, groups) as bar:
+            with _bar(responses_of(inputs), groups) as bar:
                 return evaluate(inputs, engine, groups, grader, bar.update).metrics
     compared = load(other) if other is not None and dist.get_rank() == 0 else None
     with _opened(inputs, groups, out, compared) as file:
@@ -85,7 +91,14 @@ def facts(inputs: Inputs, sets: Mapping[str, Sequence[Prompt]], ranks: int) -> d
         found |= {"ranks": ranks, "device": inputs.backend.device.type, "layers": inputs.backend.layers}
     for section, _, key in (key.partition(".") for key in keys):
         found[f"{section}.{key}"] = sections[section][key]
+    own = {name: n for name, n in config.evaluation_samples.items() if n != config.evaluation.samples}
+    found |= {f"{name} samples": n for name, n in own.items()}
     return found | {"stop tokens": list(inputs.stop_token_ids)}
+
+
+def _one_if_equal(samples: dict[str, int]) -> int | dict[str, int]:
+    numbers = set(samples.values())
+    return numbers.pop() if len(numbers) == 1 else samples
 
 
 def hash_of_checkpoint(folder: Path) -> str:
@@ -131,10 +144,10 @@ def _opened(
         match(problems, compared.problems, f"{config.model.checkpoint} and {compared.manifest.model}")
     manifest = Manifest(
         model=str(config.model.checkpoint),
-        samples=config.evaluation.samples,
+        samples=_one_if_equal(config.evaluation_samples),
         facts=facts(inputs, sets, dist.get_world_size()),
     )
-    asked = [portion.keys(config.evaluation.samples) for portion in portions(inputs, groups.dp.size())]
+    asked = [portion.keys for portion in portions(inputs, groups.dp.size())]
     with groups.control.waiting("the lock of the folder of the evaluation") as wait:
         lock = FolderLock(out, pause=wait.check, say=_say)
     try:

@@ -13,7 +13,7 @@ from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.mcore.hf_weights import export_hf
 from megatron_fspo.trainer.begin import begin_step
 from megatron_fspo.trainer.build import Draw, Training, build
-from megatron_fspo.trainer.evaluate import evaluate
+from megatron_fspo.trainer.evaluate import evaluate, responses_of
 from megatron_fspo.trainer.folder import Resume
 from megatron_fspo.trainer.leave import fail_after_save, stopped
 from megatron_fspo.trainer.optimize import optimize, update_metrics
@@ -119,7 +119,7 @@ def train_step(run: Training) -> dict[str, float] | None:
 
 
 def _evaluate(run: Training) -> dict[str, float]:
-    total = len(run.inputs.validation) * run.inputs.config.evaluation.samples // run.groups.dp.size()
+    total = responses_of(run.inputs) // run.groups.dp.size()
     with run.log.phase("testing", total, "response", run.timings) as progress:
         try:
             result = evaluate(run.inputs, run.engine, run.groups, run.grader, progress)

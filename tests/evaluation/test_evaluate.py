@@ -17,7 +17,7 @@ import pytest
 from launch import REPO, environment, forked, why
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.trainer.evaluate import portions
+from megatron_fspo.trainer.evaluate import portions, responses_of
 from megatron_fspo.trainer.evaluate_checkpoint import hash_of_checkpoint
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.types import Prompt
@@ -137,6 +137,10 @@ def test_another_evaluation_is_refused(whole: Path, tmp_path: Path) -> None:
         (refusal(whole, "--temperature", "0.5"), "evaluation.temperature: 1.0 -> 0.5"),
         (refusal(whole, "--rollout.max-batch", "64"), "rollout.max_batch: 32 -> 64"),
         (refusal(whole, data=(other,)), "validation sha256: "),
+        (
+            refusal(whole, "--data.validation", f"[{{file = '{DATA}', samples = 4}}]"),
+            "validation samples: None -> 4",
+        ),
         (refusal(whole, "--model.checkpoint", str(copy)), "model.checkpoint sha256: "),
     ):
         assert f"{whole} has the results of another evaluation: {told}" in line
@@ -155,16 +159,17 @@ def test_several_sets_on_two_ranks_compared(whole: Path, tmp_path: Path) -> None
     second.write_text("".join(DATA.read_text().splitlines(keepends=True)[2:5]))
     out = tmp_path / "cool"
     files = (DATA, second)
-    run(out, "--temperature", "0.3", nproc=2, data=files)
+    own = ("--data.validation", f"[{{file = '{DATA}'}}, {{file = '{second}', samples = 6}}]")
+    run(out, "--temperature", "0.3", *own, nproc=2, data=files)
     keys = [(row["set"], row["index"], row["sample"]) for row in rows(out)]
     order = [("validation", i) for i in range(9)] + [("second", i) for i in range(9, 12)]
-    assert keys == [(name, i, n) for name, i in order for n in range(16)]
+    assert keys == [(name, i, n) for name, i in order for n in range(16 if name == "validation" else 6)]
     warm = tmp_path / "warm"
-    run(warm, nproc=2, data=files)
+    run(warm, *own, nproc=2, data=files)
     # What a response is does not hang on ranks or sets, up to the rounding of a float.
     mine, theirs = ([row["response"] for row in rows(folder)[:144]] for folder in (warm, whole))
     assert sum(one == other for one, other in zip(mine, theirs, strict=True)) > 140
-    lines = run(out, "--temperature", "0.3", "--compare", str(warm), nproc=2, data=files).splitlines()
+    lines = run(out, "--temperature", "0.3", "--compare", str(warm), *own, nproc=2, data=files).splitlines()
     assert any(line.startswith("| difference | +") for line in lines)
     assert "Besides the weights these differ: `evaluation.temperature` 1.0 → 0.3." in lines
     found = json.loads((out / "results.json").read_text())["comparison"]["difference"]
@@ -175,11 +180,15 @@ def test_several_sets_on_two_ranks_compared(whole: Path, tmp_path: Path) -> None
     )
 
 
-def inputs(samples: int, max_batch: int, sizes: dict[str, int]) -> Inputs:
-    """With prompts of several sets; what evaluation does not look at is left out."""
+def inputs(samples: int, max_batch: int, sizes: dict[str, int], **own: int) -> Inputs:
+    """With prompts of several sets, some with a k of their own, and nothing else that is not looked at."""
+    sets = [(name, f", samples = {own[name]}" if name in own else "") for name in sizes]
     config: Config = load_config(
         REPO / "examples/make_sum/run.toml",
-        ["--evaluation.samples", str(samples), "--rollout.max-batch", str(max_batch)],
+        [
+            *("--evaluation.samples", str(samples), "--rollout.max-batch", str(max_batch)),
+            *("--data.validation", f"[{', '.join(f'{{file = {name!r}{own}}}' for name, own in sets)}]"),
+        ],
     )
     names = [name for name, size in sizes.items() for _ in range(size)]
     prompts = tuple(
@@ -198,7 +207,17 @@ def test_portions_fill_a_batch_of_every_rank_and_keep_the_order() -> None:
         assert [len(portion.prompts) for portion in found] == sizes
         assert [prompt.index for portion in found for prompt in portion.prompts] == list(range(9))
         assert [portion.first for portion in found] == [sum(sizes[:i]) for i in range(len(sizes))]
-        assert [key for p in found for key in p.keys(4)] == [
+        assert [key for p in found for key in p.keys] == [
             ("a" if i < 7 else "b", i, n) for i in range(9) for n in range(4)
         ]
     assert [len(p.prompts) for p in portions(inputs(64, 12, {"a": 3}), 1)] == [1, 1, 1]
+
+
+def test_portions_of_sets_with_a_k_of_their_own() -> None:
+    one = inputs(4, 12, {"a": 4, "b": 4}, b=6)
+    assert [(p.dataset, len(p.prompts), p.samples) for p in portions(one, 1)] == [
+        *(("a", 3, 4), ("a", 1, 4)),
+        *(("b", 2, 6), ("b", 2, 6)),
+    ]
+    assert [len(p.keys) for p in portions(one, 1)] == [12, 4, 12, 12]
+    assert responses_of(one) == 40

@@ -79,7 +79,7 @@ def test_the_order_of_the_file_is_no_matter() -> None:
 def test_incomplete_problems_are_refused() -> None:
     records = saved(noisy(1, 0.5), {"a": range(3)}).records
     for rows in (records[:-1], (), (*records, records[0])):
-        with pytest.raises(ValueError, match=r"numbers of them|twice"):
+        with pytest.raises(ValueError, match=r"completions|twice"):
             per_problem(rows)
 
 
@@ -118,6 +118,41 @@ def test_a_difference_in_pairs_is_narrower_than_its_sides() -> None:
     assert difference.high - difference.low < 0.4 * (side.high - side.low)
     back = compare(before, after).differences.sets["s"]["mean"]
     assert back.value == -difference.value and back.low < back.value < back.high < 0
+
+
+def test_sets_with_a_k_of_their_own(tmp_path: Path) -> None:
+    """A set's figures are what they are alone; the average has what all sets have."""
+    few = saved(noisy(1, 0.5), {"a": range(6)}, samples=2)
+    many = saved(noisy(2, 0.5), {"b": range(6, 10)}, samples=8)
+    ks = {"a": 2, "b": 8}
+    both = Saved(
+        manifest=Manifest(model="m", samples=ks, facts={}),
+        problems=few.problems + many.problems,
+        records=few.records + many.records,
+    )
+    found = summarize(per_problem(both.records), both.manifest.samples)
+    assert found.samples == ks
+    for one, name in ((few, "a"), (many, "b")):
+        assert found.sets[name] == summarize(per_problem(one.records), ks[name]).sets[name]
+    assert [name for name in found.average if "@" in name] == ["pass@1", "pass@2", "maj@1", "maj@2"]
+    mean = [found.sets[name]["mean"].value for name in "ab"]
+    assert found.average["mean"].value == pytest.approx(sum(mean) / 2)
+    assert {name for name in metrics_of(found) if "mean@" in name and name.count("/") == 2} == {
+        "val/a/mean@2",
+        "val/b/mean@8",
+    }
+    assert {"val/a/maj@2", "val/b/maj@8", "val/b/pass@8"} < metrics_of(found).keys()
+    write(tmp_path, both.manifest, found, compare(both, both))
+    assert json.loads((tmp_path / "results.json").read_text())["samples"] == ks
+    rows = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("|")]
+    assert rows[0] == (
+        "| model | a mean@2 | a pass@2 | a maj@2 | b mean@8 | b pass@8 | b maj@8 "
+        "| average mean | average pass | average maj |"
+    )
+    heads, _, first, second = ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows[-4:])
+    assert heads[:4] == ["set", "problems", "samples", "mean"] and heads.count("pass@8") == 1
+    assert first[:3] == ["a", "6", "2"] and second[:3] == ["b", "4", "8"]
+    assert first[heads.index("pass@8")] == "" and second[heads.index("pass@8")] != ""
 
 
 def test_problems_are_matched_by_what_they_ask() -> None:

@@ -1,4 +1,4 @@
-"""On two ranks: models before and after their weights are loaded, and an evaluation.
+"""On two ranks: models before and after their weights are loaded, a step of decay alone, and an evaluation.
 
 build_worker.py TIED UNTIED
 """
@@ -71,6 +71,28 @@ def check(checkpoint: Path, parallel: options.Parallel, dtype: torch.dtype) -> N
     stop()
 
 
+def check_weight_decay(checkpoint: Path, *, distributed: bool) -> None:
+    """Without a gradient a step is the decay alone: of matrices, tables included, and of no norm or bias."""
+    parallel = options.Parallel(distributed_optimizer=distributed)
+    groups = start(CPU, parallel=parallel, seed=1)
+    optimizer = options.Optimizer(lr=0.01, weight_decay=0.5)
+    arch = read_architecture(checkpoint)
+    policy = Policy(arch, CPU, groups, parallel=parallel, dtype=torch.float32, optimizer=optimizer)
+    load_hf(policy, checkpoint)
+    (chunk,) = policy.chunks
+    before = {name: p.detach().clone() for name, p in chunk.named_parameters()}
+    policy.zero_gradients()
+    policy.step({}, policy.grad_norm())
+    for name, parameter in chunk.named_parameters():
+        left = 1 - 0.01 * 0.5 if parameter.ndim > 1 else 1.0
+        want = before[name] * left
+        assert (
+            torch.allclose(parameter, want, rtol=1e-6, atol=0) if left < 1 else torch.equal(parameter, want)
+        ), name
+    assert {p.ndim for p in before.values()} == {1, 2}
+    stop()
+
+
 def check_evaluation() -> None:
     """The real function; with what would make gradient buffers or an optimizer out of order."""
     config = load_config(
@@ -90,6 +112,8 @@ def main() -> None:
         for parallel in (options.Parallel(tensor=2, sequence=True), options.Parallel(pipeline=2)):
             for dtype in (torch.float32, torch.bfloat16):
                 check(checkpoint, parallel, dtype)
+    for distributed in (False, True):
+        check_weight_decay(Path(sys.argv[1]), distributed=distributed)
     check_evaluation()
     assert not dist.is_initialized()
     print("held", flush=True)
