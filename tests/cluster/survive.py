@@ -221,6 +221,8 @@ def watch(job: Job, incident: Incident, before: dict[Path, int], undo: Undo) -> 
         if not kept:
             incident.started_again += job.start_ended()
         if job.at_its_end or (not kept and re.search(rf"^step +{incident.step + 1}/", text, re.MULTILINE)):
+            if kept:  # the run was at its end
+                undo()
             incident.went_on = seconds
             incident.seconds = incident.seconds or seconds
             return

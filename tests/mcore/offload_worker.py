@@ -79,6 +79,11 @@ def check(checkpoint: Path, parallel: options.Parallel, dtype: torch.dtype) -> N
         assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
         assert equal(weights(keeps), weights(lends))
     assert not equal(weights(lends), weights(reference)), "nothing was learned"
+    before, alone = weights(reference), Offload(reference)  # as an evaluation has it
+    alone.hold(weights=False, rest=False)
+    assert not any(p.untyped_storage().nbytes() for chunk in reference.chunks for p in chunk.parameters())
+    alone.hold(weights=True, rest=True)
+    assert equal(weights(reference), before)
     stop()
 
 

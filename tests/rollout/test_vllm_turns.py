@@ -188,6 +188,7 @@ def test_what_fails_in_an_update_costs_a_server_and_no_memory(tmp_path: Path, fa
         assert gpus.most == CAPACITY
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.sampled_from(["update", "sample", "rest", "die", "come back"]), max_size=12))
 def test_in_any_order_no_gpu_holds_more_than_a_turn(
