@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import sys
 import warnings
@@ -79,6 +80,10 @@ def quiet_megatron() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     # torch's deprecations of what Megatron calls.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecat")
+    # megatron-core 0.19 tells every run that GPTModel, which ours is, gets no new features.
+    logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
+        lambda record: "IS DEPRECATED" not in record.getMessage()
+    )
 
 
 def import_megatron() -> None:

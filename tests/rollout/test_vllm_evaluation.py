@@ -45,7 +45,10 @@ def inputs(reward: str = "even") -> Inputs:
     words = f"{WORDS} --rollout.max-response-tokens {MAX_TOKENS} --reward.extract whole"
     words += f" --reward.name {__name__}:{reward}"
     return Inputs(
-        config=load_config(REPO / "examples/make_sum/run.toml", words.split()),
+        config=load_config(
+            REPO / "examples/make_sum/run.toml",
+            [*words.split(), "--data.validation", "[{file = 'a'}, {file = 'b'}]"],
+        ),
         backend=choose_backend("cpu", "local"),
         arch=None,  # type: ignore[arg-type]
         tokenizer=SimpleNamespace(decode=decode),
@@ -78,7 +81,7 @@ def opened(folder: Path, one: Inputs, before_write: Callable[[int], None] = lamb
         folder,
         Manifest(model="m", samples=3, facts={}),
         [Problem.of(prompt, prompt.dataset) for prompt in one.validation],
-        [portion.keys(3) for portion in portions(one, 1)],
+        [portion.keys for portion in portions(one, 1)],
         check=lambda: before_write(file.done),
     )
     return file
