@@ -186,7 +186,7 @@ def take_away(kind: str, job: Job, storage: Path, chance: random.Random) -> tupl
         return "vLLM's engine", lambda: None
     if kind == "full":
         filler = storage / "filler"
-        with filler.open("wb") as file, suppress(OSError):
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(b"0" * 2**16)
                 file.flush()
@@ -214,7 +214,8 @@ def watch(job: Job, incident: Incident, before: dict[Path, int], undo: Undo) -> 
         seconds = time.monotonic() - began
         text = job.since(before)
         if not incident.line and (found := NAMES.search(text)):
-            incident.line, incident.seconds = found.group().removeprefix("megatron-fspo: "), seconds
+            said = found.group().removeprefix("megatron-fspo: ")
+            incident.line, incident.seconds = said.replace(str(job.folder), "/shared/runs"), seconds
         if kept and (incident.line or seconds > WITHIN):
             kept = False
             undo()
