@@ -96,7 +96,13 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     tied |= {"parallel.collective_seconds", "fp8.recipe", "loss.drift", "loss.c_dual"}
     tied |= {"optimizer.lr", "optimizer.lr_min", "optimizer.lr_decay_steps"}
     tied |= {"reward.also", "reward.url", "reward.overlong_tokens", "log.profile"}
-    tied |= {"correction.name", "rollout.top_p", "rollout.old_log_probs", "rollout.max_staleness"}
+    tied |= {
+        "correction.name",
+        "rollout.top_p",
+        "rollout.old_log_probs",
+        "rollout.max_staleness",
+        "vllm.transfer",
+    }
     tree: dict[str, Any] = {section: dict(keys) for section, keys in REQUIRED.items()}
     tree["loss"], tree["correction"] = {"name": loss}, {"name": correction}
     for key, field, owner in legal_keys():

@@ -70,6 +70,15 @@ def test_the_dtype_is_the_checkpoints_unless_told(model: Path, key: str) -> None
         assert words[words.index("--dtype") + 1] == want
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "vocab.json", None])
+def test_a_server_has_the_tokenizer_of_its_checkpoint(model: Path, name: str | None) -> None:
+    """With one it stops at strings; vLLM does not start with one that is not there."""
+    if name is not None:
+        (model / name).write_text("{}")
+    words = flags.command(ServerOptions(model), flags.Installation(Path("vllm"), "0.32.0+cpu"))
+    assert ("--skip-tokenizer-init" in words) == (name is None)
+
+
 def test_flags_and_environment(
     fake: FakeVLLM, options: Callable[..., ServerOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,6 @@ from megatron_fspo.types import Decode, SamplingParams
 _BLOCK = 64  # tokens that are looked through together
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _REST = 3  # of a character that is cut in two: bytes, and so tokens and U+FFFD, at most
-_SPACE = 1  # character that decoders of SentencePiece take off the front of a text
 
 
 def completes_stop(token_ids: Sequence[int], params: SamplingParams) -> bool:
@@ -68,12 +67,15 @@ def _tail(token_ids: Sequence[int], count: int, decode: Decode, strings: Sequenc
     """The last of ``count`` tokens that have all of a string which the last one completes: from which on, and
     their text."""
     longest = max(map(len, strings))
-    needed = len(decode(token_ids[count - 1 : count])) + longest - 1 + _REST + _SPACE
+    # Some more: at the front may be the rest of a character, or miss a space, which SentencePiece takes off.
+    needed = len(decode(token_ids[count - 1 : count])) + longest - 1 + _REST
     size = longest + _REST
     while True:
         start, text = _from_whole(token_ids, max(count - size, 0), count, decode)
-        # Most tokens have more than one character; some have none, or a part of one.
-        if start == 0 or len(text) >= needed:
+        # Most tokens have more than one character; some have none, or a part of one. Of a character whose end
+        # is still to come, and of what stands before it, each byte may count as one.
+        replaced = text.count(_REPLACEMENT)
+        if start == 0 or len(text) - replaced + replaced // (_REST + 1) >= needed:
             return start, text
         size *= 2
 

@@ -136,6 +136,7 @@ def test_another_evaluation_is_refused(whole: Path, tmp_path: Path) -> None:
     for line, told in (
         (refusal(whole, "--temperature", "0.5"), "evaluation.temperature: 1.0 -> 0.5"),
         (refusal(whole, "--rollout.max-batch", "64"), "rollout.max_batch: 32 -> 64"),
+        (refusal(whole, "--rollout.stop", "['9']"), "rollout.stop: None -> ['9']"),
         (refusal(whole, data=(other,)), "validation sha256: "),
         (
             refusal(whole, "--data.validation", f"[{{file = '{DATA}', samples = 4}}]"),
@@ -178,6 +179,26 @@ def test_several_sets_on_two_ranks_compared(whole: Path, tmp_path: Path) -> None
     assert found["average"]["mean"]["value"] == pytest.approx(
         (mean["value"] + found["sets"]["second"]["mean"]["value"]) / 2
     )
+
+
+@pytest.mark.slow
+def test_stop_strings_on_two_tensor_ranks(whole: Path, tmp_path: Path) -> None:
+    """The responses are those without stop strings, up to the first string, which the reward reads."""
+    strings = ("50", "7", "24", "^=")
+    out = tmp_path / "stopped"
+    run(out, "--rollout.stop", str(list(strings)), "--parallel.tensor", "2", nproc=2)
+    same = stopped = 0
+    for short, long in zip(rows(out), rows(whole), strict=True):
+        text = long["response"]
+        ends = [text.index(string) + len(string) for string in strings if string in text]
+        want = (
+            (text[: min(ends)], min(ends), "stop") if ends else (text, long["tokens"], long["finish_reason"])
+        )
+        found = (short["response"], short["tokens"], short["finish_reason"])
+        same += found == want  # other ranks round otherwise, and may draw another token now and then
+        stopped += found == want and bool(ends)
+        assert not any(string in found[0][:-1] for string in strings)
+    assert same > 135 and 20 < stopped < 140
 
 
 def inputs(samples: int, max_batch: int, sizes: dict[str, int], **own: int) -> Inputs:

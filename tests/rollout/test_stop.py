@@ -130,6 +130,7 @@ def strings_of(draw: st.DrawFn, text: str) -> tuple[str, ...]:
 
 
 @given(byte_level_cases())
+@example((ids_of("x") + [MISSING] * 10 + ids_of("</answer>"), ("x<",)))
 @example(([MISSING] * 70 + ids_of("x</answ") + [MISSING] * 90 + ids_of("er>"), ("x</answer>",)))
 def test_byte_level_tokens(case: tuple[list[int], tuple[str, ...]]) -> None:
     ids, strings = case
@@ -141,12 +142,23 @@ def test_byte_level_tokens(case: tuple[list[int], tuple[str, ...]]) -> None:
 
 @given(sentence_piece_cases())
 @example((list("🎉🎉🎉🎉🎉🎉\n\n".encode()), ("\n\n",)))
+@example(
+    ([*"x:日日日é🎉日🎉x:\n\né🎉é🎉éx".encode(), 258, 257, *"🎉x\n\nx:é🎉🎉日\né".encode()], ("é🎉🎉日\né",))
+)
 def test_pieces_with_bytes_for_the_rest(case: tuple[list[int], tuple[str, ...]]) -> None:
     ids, strings = case
     params = asked(decode_with(sentence_pieces()), *strings)
     want = naive(ids, params)
     assert kept(ids, params) == want
     assert streamed(ids, params) == want
+
+
+@given(st.lists(st.sampled_from([*b"\n\nab", *"🎉é".encode(), 257, 262]), max_size=150), st.data())
+def test_wrong_bytes_are_the_same_to_both_engines(ids: list[int], data: st.DataObject) -> None:
+    """With wrong bytes beside them, whether characters are there depends on where decoding begins."""
+    string = st.text(alphabet="\nab", min_size=1, max_size=3)
+    params = asked(decode_with(sentence_pieces()), *data.draw(st.lists(string, min_size=1, max_size=2)))
+    assert kept(ids, params) == streamed(ids, params)
 
 
 def test_the_cases_are_what_they_should_be() -> None:
@@ -183,14 +195,14 @@ def test_only_ends_are_decoded(text: str) -> None:
         decoded += len(ids)
         return str(core.decode(list(ids), skip_special_tokens=False))
 
-    line = "the answer is naïve: " if text == "plain" else "🎉⅓日👩é⅓"
+    line = "the answer is naïve: ⅓ " if text == "plain" else "🎉⅓日👩é⅓"
     ids = core.encode(line * 1500).ids
     if text == "garbage":
         random.Random(0).shuffle(ids)
     params = asked(decode, "</answer>", "\n\n\n")
     assert kept(ids, params) is None
-    assert decoded < (3 if text == "plain" else 200) * len(ids)
+    assert decoded < (3 if text == "plain" else 300) * len(ids)
     decoded, last = 0, 500
     for count in range(len(ids) - last, len(ids)):
         assert not completes_stop(ids[:count], params)
-    assert decoded < 200 * last
+    assert decoded < 300 * last

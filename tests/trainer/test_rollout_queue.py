@@ -26,9 +26,11 @@ class Engine:
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int]] = []
+        self.params: list[SamplingParams] = []
 
     def submit(self, prompts: list[Prompt], params: SamplingParams, mine: range, arrived: None) -> object:
         self.asked.append(([prompt.index for prompt in prompts], params.seed))
+        self.params.append(params)
         return None
 
 
@@ -60,6 +62,16 @@ def walk(queue: RolloutQueue, steps: range) -> list[list[int]]:
         taken.append([prompt.index for prompt in queue.take(step).prompts])
         queue.ask(step)
     return taken
+
+
+def test_responses_end_where_the_configuration_says() -> None:
+    queue, engine = make(0)
+    queue._inputs.config.rollout.stop = ("\n\n",)
+    queue._inputs.decode = str  # type: ignore[method-assign,assignment]
+    queue.take(0)
+    queue.further(0, 1, 2)
+    found = [(one.stop_token_ids, one.stop, one.decode, one.max_tokens) for one in engine.params]
+    assert found == [((9,), ("\n\n",), str, 4)] * 2
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
