@@ -108,6 +108,7 @@ def _inputs(config: Any, backend: Any, clock: Any) -> Any:
         backend=backend,
         arch=read_architecture(config.model.checkpoint),
         tokenizer=SimpleNamespace(decode=decode),
+        decode=lambda ids: decode(ids, skip_special_tokens=False),
         reward=reward,
         stop_token_ids=(STOP,),
         dtype=torch.bfloat16,
