@@ -60,7 +60,6 @@ Accuracy of a checkpoint: mean@k, pass@k and maj@k with 95% intervals over probl
 
 A checkpoint:             megatron-fspo evaluate --model runs/demo/hf --data math.jsonl aime.jsonl \\
                               --reward exact_match --samples 16 --out evaluations/demo
-More where problems are few: ... --data math.jsonl aime.jsonl --samples 4 32
 Against another:          ... --compare evaluations/before
 From servers of vLLM:     ... --engine vllm --vllm.urls '["http://127.0.0.1:8000"]'
 As a run evaluates:       megatron-fspo evaluate --config runs/demo/config.toml --model runs/demo/hf
@@ -214,13 +213,7 @@ def _add_evaluate(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     evaluate.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="prompts, a set per file")
     evaluate.add_argument("--preset", metavar="NAME", help="how the files name their fields (data.preset)")
     evaluate.add_argument("--reward", metavar="NAME", help="the verdict on a response (reward.name)")
-    evaluate.add_argument(
-        "--samples",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="responses per prompt (default 16); several: one for each file of --data",
-    )
+    evaluate.add_argument("--samples", type=int, metavar="N", help="responses per prompt (default 16)")
     evaluate.add_argument("--temperature", type=float, metavar="T", help="0: greedy (default 1)")
     evaluate.add_argument("--top-p", type=float, metavar="P", help="(default 1)")
     evaluate.add_argument(

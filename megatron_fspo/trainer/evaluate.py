@@ -9,9 +9,8 @@ once; vLLM's servers work through them without a pause, while those that are don
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -49,6 +48,8 @@ class Portion:
     """Prompts of one set that are asked for together."""
 
     dataset: str
+    first: int
+    """Place of the first of them among the prompts of all sets."""
     prompts: tuple[Prompt, ...]
     samples: int
     """Responses to each."""
@@ -83,20 +84,20 @@ def portions(inputs: Inputs, data_ranks: int) -> list[Portion]:
     """What is asked for together: as many prompts as fill one batch of the embedded engine on every
     data-parallel rank."""
     config = inputs.config
-    found = []
+    found, place = [], 0
     for name, prompts in sets_of(inputs).items():
         samples = config.evaluation_samples[name]
         size = max(1, config.rollout.max_batch // samples) * data_ranks
         for start in range(0, len(prompts), size):
             some = tuple(prompts[start : start + size])
-            found.append(Portion(dataset=name, prompts=some, samples=samples))
+            found.append(Portion(dataset=name, first=place + start, prompts=some, samples=samples))
+        place += len(prompts)
     return found
 
 
 def responses_of(inputs: Inputs) -> int:
     """How many responses an evaluation asks for, over all ranks."""
-    samples = inputs.config.evaluation_samples
-    return sum(samples[prompt.dataset] for prompt in inputs.validation)
+    return sum(inputs.config.evaluation_samples[prompt.dataset] for prompt in inputs.validation)
 
 
 def evaluate(
@@ -140,12 +141,11 @@ def sample_and_grade(
         (portion, ask(inputs, engine, groups, grader, portion.prompts, _sampling(inputs, portion.samples)))
         for portion in left
     )
-    places = _places(inputs)
     found: list[Entry] = []
     while asked:
         portion, batch = asked.popleft()  # and with it go its tokens
         rollout = collect_and_grade(inputs, groups, batch, progress)
-        graded = _gathered(_entries(inputs, portion, rollout, places), _answers(rollout), groups)
+        graded = _gathered(_entries(inputs, portion, rollout), _answers(rollout), groups)
         if file is not None:
             file.append([one.record for one in graded])
         else:
@@ -167,22 +167,7 @@ def _sampling(inputs: Inputs, samples: int) -> SamplingParams:
     )
 
 
-def _places(inputs: Inputs) -> dict[tuple[int, int], int]:
-    """Place in ``samples.jsonl`` by prompt and number of the sample, of those that are kept there: the first
-    response to every prompt, then the second where there is one, and so on."""
-    samples = inputs.config.evaluation_samples
-    order = (
-        (prompt.index, number)
-        for number in range(max(samples.values(), default=0))
-        for prompt in inputs.validation
-        if number < samples[prompt.dataset]
-    )
-    return {key: place for place, key in enumerate(islice(order, inputs.config.log.responses))}
-
-
-def _entries(
-    inputs: Inputs, portion: Portion, rollout: Rollout, places: Mapping[tuple[int, int], int]
-) -> list[Entry]:
+def _entries(inputs: Inputs, portion: Portion, rollout: Rollout) -> list[Entry]:
     """What this rank holds, in the order of the records."""
     found = []
     for number in sorted(rollout.held):
@@ -200,9 +185,9 @@ def _entries(
             tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
         )
-        place = places.get((record.index, sample))
+        place = sample * len(inputs.validation) + portion.first + position
         row = None
-        if place is not None:
+        if place < inputs.config.log.responses:
             row = (place, _row(inputs, rollout.prompts[position], completion, score))
         found.append(Entry(number, record, row))
     return found
