@@ -1,5 +1,5 @@
 # `make help` lists the targets. Everything is installed into .venv (and .venv312 for test-py312); .venv-te and
-# .venv312-te add Transformer Engine to these.
+# .venv312-te add Transformer Engine to these. Those of trainers that adapters are for: .venv-trl, .venv-verl, .venv-skyrl.
 
 # The first interpreter of at least Python $(1) among $(2).
 find_python = $(firstword $(foreach p,$(2),$(shell $(p) -c 'import sys; sys.version_info >= ($(1)) and print("$(p)")' 2>/dev/null)))
@@ -16,11 +16,15 @@ VENV := .venv
 VENV312 := .venv312
 VENV_VLLM := .venv-vllm
 VENV_TE := .venv-te
+VENV_TRL := .venv-trl
+VENV_VERL := .venv-verl
+VENV_SKYRL := .venv-skyrl
 # Of test-gpu: any Python that has what requirements.txt lists, and Transformer Engine if there is to be any.
 PYTHON_GPU ?= $(VENV)/bin/python
 REQUIREMENTS := requirements.txt pyproject.toml
 TORCH_VLLM := torch==2.13.0+cpu
 DEMO_ARGS ?=
+EVIDENCE_ARGS ?=
 DEMO_VLLM := runs/make-sum-32
 SMOLLM2 := runs/smollm2
 PYTEST_ARGS ?=
@@ -41,15 +45,18 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The vLLM that tests and runs start: $VLLM_BIN, or the one installed here, if there is one.
 with_vllm = VLLM_BIN="$${VLLM_BIN:-$$(test -e $(VENV_VLLM)/.ready && echo $(CURDIR)/$(VENV_VLLM)/bin/vllm)}"
 
-.PHONY: help demo demo-vllm real vllm test test-fast test-py312 test-te test-te-py312 test-gpu verify lint format bench docs clean
+.PHONY: help demo demo-vllm real vllm test test-fast test-py312 test-te test-te-py312 test-adapters test-adapters-py312 test-gpu verify lint format evidence bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.ready  ## train the tiny model with FSPO on 2 CPU processes; DEMO_ARGS="--run.steps 4" shortens it
-	rm -rf runs/demo
+demo: $(VENV)/.ready  ## train the tiny model on 2 CPU processes, with FSPO and with RLOO; DEMO_ARGS="--run.steps 4" shortens it
+	rm -rf runs/demo runs/demo-rloo
 	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --nproc 2 $(DEMO_ARGS)
 	$(VENV)/bin/python examples/make_sum/check_export.py runs/demo
+	@echo "now RLOO at the same clip rate, to compare"
+	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --config examples/make_sum/rloo.toml --nproc 2 $(DEMO_ARGS)
+	$(VENV)/bin/megatron-fspo report --compare runs/demo runs/demo-rloo
 
 demo-vllm: $(VENV)/.ready vllm $(DEMO_VLLM)/checkpoint/config.json  ## the same with rollouts from vLLM, on the CPU
 	rm -rf runs/demo-vllm runs/demo-vllm.server
@@ -93,6 +100,13 @@ test-te: $(VENV_TE)/.ready  ## modules of Transformer Engine, its kernels replac
 test-te-py312: $(VENV312)-te/.ready  ## the same on Python 3.12 with megatron-core 0.19
 	$(call test_te,$(VENV312)-te)
 
+test-adapters: $(VENV_TRL)/.ready $(VENV_VERL)/.ready  ## FSPO in TRL, verl and tinker, through their own code
+	$(VENV_TRL)/bin/python -m pytest tests/adapters $(PYTEST_ARGS)
+	$(VENV_VERL)/bin/python -m pytest tests/adapters $(PYTEST_ARGS)
+
+test-adapters-py312: $(VENV_SKYRL)/.ready  ## the same of SkyRL, which needs Python 3.12
+	$(VENV_SKYRL)/bin/python -m pytest tests/adapters $(PYTEST_ARGS)
+
 test-gpu: $(if $(filter $(VENV)/bin/python,$(PYTHON_GPU)),$(VENV)/.ready)  ## what only a GPU shows, and a table of it; GPU_TABLE=FILE keeps that
 	GPU_TABLE="$(GPU_TABLE)" $(PYTHON_GPU) -m pytest -m gpu $(TESTS_GPU) $(PYTEST_ARGS)
 
@@ -108,8 +122,11 @@ format: $(VENV)/.ready  ## reformat
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: $(VENV)/.ready  ## length fairness of FSPO, RLOO and GSPO; memory and time of the log-prob head
-	$(VENV)/bin/python benchmarks/fairness.py
+evidence: $(VENV)/.ready  ## every figure of docs/evidence.md again; runs in runs/evidence are not made twice
+	$(VENV)/bin/python benchmarks/evidence.py $(EVIDENCE_ARGS)
+	$(VENV)/bin/python docs/make_evidence.py
+
+bench: $(VENV)/.ready  ## memory and time of the log-prob head
 	$(VENV)/bin/python benchmarks/logprob_head.py
 
 docs: $(VENV)/.ready  ## rewrite what docs/ has from the code
@@ -117,9 +134,11 @@ docs: $(VENV)/.ready  ## rewrite what docs/ has from the code
 	$(VENV)/bin/python docs/make_parallelism.py
 	$(VENV)/bin/python docs/make_faults.py
 	$(VENV)/bin/python docs/make_plan.py
+	$(VENV)/bin/python docs/make_gallery.py
+	$(VENV)/bin/python docs/make_evidence.py
 
 clean:  ## remove environments, runs and caches
-	rm -rf .venv .venv312 .venv-vllm .venv-te .venv312-te runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv312 .venv-vllm .venv-te .venv312-te .venv-trl .venv-verl .venv-skyrl runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.ready: $(REQUIREMENTS)
@@ -133,6 +152,21 @@ $(VENV312)/.ready: $(REQUIREMENTS)
 	$(PYTHON312) -m venv --clear $(VENV312)
 	$(VENV312)/bin/pip install --quiet --requirement requirements.txt
 	touch $@
+
+# $(1): the Python to use; $(2): a trainer.
+define install_trainer
+	@test -n "$(1)" || { echo "no Python for $(2) found; name one: make PYTHON=... (3.11 or newer) PYTHON312=..."; exit 2; }
+	$(1) -m venv --clear .venv-$(2)
+	.venv-$(2)/bin/pip install --quiet --requirement requirements-$(2).txt
+	.venv-$(2)/bin/pip install --quiet --no-deps --editable .
+	touch $@
+endef
+
+$(VENV_TRL)/.ready $(VENV_VERL)/.ready: .venv-%/.ready: requirements-%.txt pyproject.toml
+	$(call install_trainer,$(PYTHON),$*)
+
+$(VENV_SKYRL)/.ready: requirements-skyrl.txt pyproject.toml
+	$(call install_trainer,$(PYTHON312),skyrl)
 
 # What the other environment has is found through it.
 %-te/.ready: %/.ready requirements-te.txt

@@ -1,6 +1,6 @@
 """Response tokens per second of whole steps, beside TRL's GRPOTrainer: same model, prompts, sizes and cores.
 
-    python3 -m venv .venv-trl && .venv-trl/bin/pip install torch trl==1.16.0
+    make .venv-trl/.ready
     python benchmarks/against_trl.py examples/smollm2/fspo.toml examples/make_sum/run.toml
 
 The two take turns, in float32: prompts × samples responses of at most so many tokens, then the optimizer

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from fairness import EXPONENTS
 from machine import ROOT, cpu
 from megatron_fspo.evaluation.table import AVERAGE
 from megatron_fspo.report.history import Records, clip_rates, overall_rates, pooled_lre, read_records
 
 RUNS = ROOT / "runs"
+EXPONENTS = {"fspo": 0.5, "rloo": 0.0, "gspo": 1.0}
 BINS = 4
 
 

@@ -29,6 +29,10 @@ A later file changes the keys that it has, and the command line changes both. A 
 is replaced as a whole, so `[[data.validation]]` tables replace all of those before. A file that names another
 loss or correction (`[loss] name = ...`) replaces that section. `config.toml` in the run's folder has the
 result.
+
+`none` unsets a key that may be none: `--log.group none`. In a file, where TOML has no word for it, `"none"`
+does, but not for a key that takes text: `system_prompt = "none"` is that word, and so is
+`--data.system_prompt '"none"'`.
 """
 LIMITS = {"Gt": ("gt", ">"), "Ge": ("ge", "≥"), "Lt": ("lt", "<"), "Le": ("le", "≤")}
 

@@ -39,7 +39,7 @@ folder with a `config.json`. The shapes are {presets}. Made by `make docs`.
 megatron-fspo plan --config examples/qwen3_8b/run.toml --model qwen3-8b --nproc 8
 ```
 
-```
+```text
 {sample}
 ```
 

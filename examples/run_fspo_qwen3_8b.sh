@@ -18,6 +18,7 @@
 #   NODE_RANK       which of the nodes this is, from 0; the same line runs on every node
 #   MASTER_ADDR, MASTER_PORT   node 0 as the others see it, and a free port there (29500)
 #   MAX_RESTARTS    how often torchrun starts all ranks anew after one has failed (0)
+#   RENDEZVOUS_SECONDS   how long node 0 may be gone while nodes meet (60)
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3} nnodes=${NNODES:-1} node=${NODE_RANK:-0} restarts=${MAX_RESTARTS:-0}
@@ -46,6 +47,21 @@ fi
 if [ "$node" = 0 ]; then
   WORLD_SIZE=$((nproc * ${nnodes#*:})) "$python" "$0" --check "$@"
 fi
+# An agent that has reached node 0 waits without limit for its answer, if that vanishes while nodes meet. Once
+# ranks are there, they watch each other.
+watch_node_0() {
+  last=''
+  while sleep 2 && read -r _ _ _ parent _ < "/proc/$BASHPID/stat" && [ "$parent" = $$ ]; do
+    children=$(cat "/proc/$$/task/$$/children") || return 0
+    if [ "${children% }" != "$BASHPID" ] || timeout 5 bash -c "exec 3<> /dev/tcp/$1/$2" 2> /dev/null; then
+      last=$SECONDS
+    elif [ -n "$last" ] && [ $((SECONDS - last)) -ge "${RENDEZVOUS_SECONDS:-60}" ]; then
+      echo "megatron-fspo: node $node: node 0 at $1:$2 has not answered for $((SECONDS - last)) s" >&2
+      kill -KILL $$
+    fi
+  done
+}
+if [ "$node" != 0 ]; then watch_node_0 "$MASTER_ADDR" "${MASTER_PORT:-29500}" & fi
 # shellcheck disable=SC2086  # words
 exec "$python" -m torch.distributed.run $meet --nproc-per-node "$nproc" --max-restarts "$restarts" \
   --shutdown-timeout "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-1800}" "$0" "$@"

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from tqdm import tqdm
-
 from megatron_fspo.errors import InputError, InputErrors, TrainingError
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -71,6 +69,8 @@ class OneLineParser(argparse.ArgumentParser):
 @contextmanager
 def progress_bar(total_bytes: int, what: str) -> Iterator[Callable[[int], object]]:
     """A bar with bytes, rate and time left on stderr; call what it gives with the bytes done since."""
+    from tqdm import tqdm  # not there in other trainers' environments, where `explain` and `doctor` run
+
     with tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         yield bar.update
 

@@ -22,11 +22,56 @@ _PACKAGES = (
     "tensorboard",
     "sympy",
 )
+_REQUIRED = {
+    "torch": "torch",
+    "megatron-core": "megatron",
+    "einops": "einops",
+    "psutil": "psutil",
+    "numpy": "numpy",
+    "pydantic": "pydantic",
+    "safetensors": "safetensors",
+    "transformers": "transformers",
+    "jinja2": "jinja2",
+    "markupsafe": "markupsafe",
+    "matplotlib": "matplotlib",
+    "tomli-w": "tomli_w",
+    "tqdm": "tqdm",
+    "httpx": "httpx",
+    "msgspec": "msgspec",
+    "pyarrow": "pyarrow",
+    "math-verify": "math_verify",
+    "sympy": "sympy",
+    "pebble": "pebble",
+    "reasoning-gym": "reasoning_gym",
+}
+"""Package → its module: the dependencies of pyproject.toml, all of which a run takes."""
+
+
+def is_required(module: str | None) -> bool:
+    """Whether the module is of a package that has to be installed."""
+    return (module or "").partition(".")[0] in _REQUIRED.values()
+
+
+def what_is_required(module: str | None) -> str:
+    """One line for somebody whose environment lacks the module."""
+    name = next(name for name, own in _REQUIRED.items() if own == (module or "").partition(".")[0])
+    others = len(_absent()) - 1
+    more = f", and {others} more are not" if others > 0 else ""
+    return (
+        f"this needs the Python package {name}, which is not installed here{more}: `pip install -e .` in a "
+        "checkout of megatron_fspo installs all, `megatron-fspo doctor` lists what is missing"
+    )
+
+
+def _absent() -> list[str]:
+    return [name for name, module in _REQUIRED.items() if not _importable(module)]
 
 
 def examine(config: Config | None = None) -> dict[str, Any]:
-    """Findings as JSON types: ``python``, ``packages``, ``gpus``, ``use``, ``missing`` and
-    ``transformer engine``, which is empty where it does not import or torch sees no GPU.
+    """Findings as JSON types: ``python``, ``packages``, ``gpus``, ``use``, ``missing``, ``required`` (of
+    the packages that any run takes, those that are not installed) and ``transformer engine``, which is empty
+    where it does not import or torch sees no GPU. Without torch or megatron-core nothing can be used, and no
+    GPU be seen.
 
     Args:
         config: of a run, for the attention that its shapes get; else Qwen3-8B's.
@@ -34,6 +79,9 @@ def examine(config: Config | None = None) -> dict[str, Any]:
     Raises:
         InputError: the run's model cannot be read.
     """
+    required = _absent()
+    if {"torch", "megatron-core", "pydantic"} & set(required):
+        return _without_torch(required)
     import torch
 
     from megatron_fspo.mcore.backend import choose_backend
@@ -74,6 +122,20 @@ def examine(config: Config | None = None) -> dict[str, Any]:
         },
         "transformer engine": _engine(config) if problem is None and gpus else {},
         "missing": missing,
+        "required": required,
+    }
+
+
+def _without_torch(required: list[str]) -> dict[str, Any]:
+    """What can be said where the package cannot look."""
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "gpus": [],
+        "use": {},
+        "transformer engine": {},
+        "missing": ["whatever `megatron-fspo doctor` finds when the packages above are installed"],
+        "required": required,
     }
 
 
@@ -120,7 +182,12 @@ def render(findings: dict[str, Any]) -> str:
     """The findings for a person."""
     lines = [f"python {findings['python']}", "", "installed"]
     lines += [f"  {name:<20} {version or '-'}" for name, version in findings["packages"].items()]
-    lines += [f"  {'GPUs':<20} {', '.join(findings['gpus']) or '-'}", "", "a run here uses"]
+    lines.append(f"  {'GPUs':<20} {', '.join(findings['gpus']) or '-'}")
+    if findings["required"]:
+        lines += ["", "missing for any run: `pip install -e .` in a checkout of megatron_fspo installs"]
+        lines += [f"  - {name}" for name in findings["required"]]
+    if findings["use"]:
+        lines += ["", "a run here uses"]
     lines += [
         f"  {name:<20} {', '.join(value) or '-' if isinstance(value, list) else value}"
         for name, value in findings["use"].items()

@@ -16,7 +16,7 @@ SCRIPTS = sorted(
 
 
 def test_all_scripts_are_found() -> None:
-    assert {"convert.py", "fairness.py", "logprob_head.py"} <= set(SCRIPTS)
+    assert {"convert.py", "evidence.py", "logprob_head.py"} <= set(SCRIPTS)
 
 
 @pytest.mark.slow

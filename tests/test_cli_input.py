@@ -66,7 +66,7 @@ def checkpoint(tmp_path: Path) -> Path:
         ("--config no.toml", ["no.toml", "cannot be read"]),
         ("--model.checkpoint /no/such", ["/no/such/config.json", "not found"]),
         ("--loss.c-hihg 0.04", ["run.toml", "loss.c_hihg", "did you mean loss.c_high?"]),
-        ("--loss.name ppo", ["loss.name = 'ppo'", "fspo, rloo, gspo, grpo, dapo"]),
+        ("--loss.name ppo", ["loss.name = 'ppo'", "fspo, rloo, gspo, luspo, ctpo"]),
         ("--nproc 3 --parallel.tensor 3", ["3", "num_attention_heads 4"]),
         ("--nproc 3", ["parallel.tensor = 2", "world size 3"]),
         ("--nproc 6 --parallel.pipeline 3", ["parallel.pipeline = 3", "does not divide", "2 layers"]),

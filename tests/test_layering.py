@@ -22,6 +22,7 @@ FLOORS = {
     "base": 0,
     "objective": 1,
     "losses": 2,
+    "adapters": 2,
     "config": 3,
     "data": 4,
     "evaluation": 4,
@@ -40,7 +41,9 @@ FLOORS = {
     "plan": 10,
     "verify": 10,
     "calibrate": 11,
-    "command line": 12,
+    "explain": 11,
+    "sweep": 12,
+    "command line": 13,
 }
 SINGLE_MODULES = {
     **dict.fromkeys(["__init__", "types", "errors", "section", "api_key", "announce"], "base"),
@@ -51,6 +54,7 @@ THIRD_PARTY = {
     "base": {"pydantic"},
     "objective": {"torch"},
     "losses": {"torch", "pydantic"},
+    "adapters": {"torch", "trl", "verl", "skyrl", "prime_rl", "slime", "megatron"},
     "config": {"pydantic", "tomli_w"},
     "data": {"transformers", "pyarrow"},
     "evaluation": {"numpy"},
@@ -69,6 +73,8 @@ THIRD_PARTY = {
     "plan": {"torch", "pydantic"},
     "verify": {"torch"},
     "calibrate": {"torch", "matplotlib", "markupsafe"},
+    "explain": {"torch", "numpy", "pydantic", "matplotlib", "markupsafe", "msgspec"},
+    "sweep": {"torch", "numpy", "pydantic", "tomli_w"},
     "command line": {"torch", "tqdm"},
 }
 MAX_FILE_LINES = 400

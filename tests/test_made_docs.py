@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from xml.etree import ElementTree
 
 import pytest
 
@@ -17,6 +19,8 @@ PAGE = REPO / "docs/config.md"
         ("make_parallelism", "parallelism.svg"),
         ("make_faults", "faults.md"),
         ("make_plan", "plan.md"),
+        ("make_gallery", "gallery.md"),
+        ("make_evidence", "evidence.md"),
     ],
 )
 def test_a_page_made_from_code_is_what_the_code_says(script: str, page: str) -> None:
@@ -35,3 +39,11 @@ def test_the_page_has_every_key_once_per_section_that_has_it() -> None:
         if key not in ("loss.name", "correction.name"):
             assert f"| `{name}` |" in text[text.index(f"## [{section}]") :], key
             assert (field.description or "") in text, key
+
+
+def test_the_gallery_has_its_pictures_and_they_are_small() -> None:
+    named = re.findall(r"\]\((gallery/[\w-]+\.svg)\)", (REPO / "docs/gallery.md").read_text(encoding="utf-8"))
+    assert sorted(named) == sorted(f"gallery/{path.name}" for path in REPO.glob("docs/gallery/*.svg"))
+    for name in named:
+        assert (REPO / "docs" / name).stat().st_size < 100_000
+        assert ElementTree.parse(REPO / "docs" / name).getroot().tag.endswith("svg")

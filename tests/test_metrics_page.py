@@ -181,7 +181,7 @@ def of_calibrate() -> set[str]:
 
 
 def test_figures_of_calibrate_are_in_the_page() -> None:
-    assert len(of_calibrate()) == 8 and unknown(sorted(of_calibrate())) == []
+    assert len(of_calibrate()) == 10 and unknown(sorted(of_calibrate())) == []
 
 
 def test_rows_are_whole_and_there_once() -> None:

@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands; links and commands of all pages name what is there."""
+"""Links of all pages lead somewhere, and the index has every page. What is in fences: test_snippets.py."""
 
 from __future__ import annotations
 
@@ -6,32 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from launch import REPO
-
-TEXT = (REPO / "README.md").read_text(encoding="utf-8")
-
-
-def test_the_library_example_runs() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
-    generator = torch.Generator().manual_seed(1)
-    sums = torch.randn(8, generator=generator) * 0.1
-    log_probs = torch.zeros(8, requires_grad=True)
-    names = {
-        "rewards": torch.rand(2, 4, generator=generator),
-        "log_ratio_sum": sums,
-        "lengths": torch.arange(1, 9),
-        "sequence_log_probs": log_probs,
-        "N": 8,
-    }
-    exec(block, names)
-    names["loss"].backward()
-    assert torch.equal(log_probs.grad, -names["surrogate"].weight / 8)
-
-
-PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted(REPO.glob("docs/*.md"))]
-PAGES += sorted(REPO.glob("examples/*/README.md"))
+from megatron_fspo.config import Config
+from megatron_fspo.config.loading import legal_keys
+from metrics_page import unknown
+from snippets import PAGES
 
 
 def anchors(page: Path) -> set[str]:
@@ -49,7 +29,52 @@ def test_links_and_targets_are_there(page: Path) -> None:
             place = page.parent / target if target else page
             assert place.exists(), link
             assert not anchor or anchor in anchors(place), link
-    makefile = (REPO / "Makefile").read_text(encoding="utf-8")
-    commands = re.findall(r"`make ([a-z0-9-]+)", text) + re.findall(r"^make ([a-z0-9-]+)", text, re.MULTILINE)
-    for target in commands:
-        assert f"\n{target}:" in makefile, target
+
+
+def test_the_index_has_every_page_once() -> None:
+    text = (REPO / "docs/README.md").read_text(encoding="utf-8")
+    pages = {path.name for path in REPO.glob("docs/*.md")} - {"README.md"}
+    listed = re.findall(r"^- \[[^]]+\]\((\w+\.md)\)", text, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(pages)
+    assert "(docs/README.md)" in (REPO / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_files_and_tests_that_are_named_are_there(page: Path) -> None:
+    for path, test in re.findall(
+        r"`((?:tests|benchmarks|docs|examples|megatron_fspo|tools)/[\w./*-]+)(?:::(\w+))?`",
+        page.read_text(encoding="utf-8"),
+    ):
+        files = list(REPO.glob(path.rstrip("/")))
+        assert files, path
+        assert not test or any(f"def {test}(" in file.read_text(encoding="utf-8") for file in files), test
+
+
+def test_tests_of_a_table_are_there() -> None:
+    """docs/transformer_engine.md names its tests without their folder."""
+    text = (REPO / "docs/transformer_engine.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", text)
+    assert len(named) > 5
+    for file, test in named:
+        assert f"def {test}(" in (REPO / "tests/gpu" / file).read_text(encoding="utf-8"), test
+
+
+FILES = (".toml", ".sh", ".safetensors")
+THEIRS = {"docs/coming_from.md", "docs/adapters.md"}
+"""Pages that have keys and metrics of other trainers, too."""
+
+
+def quoted(page: Path, pattern: str) -> list[str]:
+    """What stands between backticks and begins so, of our own."""
+    if str(page.relative_to(REPO)) in THEIRS:
+        return []
+    return re.findall(rf"`({pattern})(?![\w./<{{…*])", page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_keys_and_metrics_that_are_named_are_legal(page: Path) -> None:
+    legal = {key for key, _, _ in legal_keys()}
+    sections = "|".join(Config.model_fields)
+    keys = {key for key in quoted(page, rf"(?:{sections})\.\w+") if not key.endswith(FILES)}
+    assert keys - legal == set()
+    assert unknown(set(quoted(page, r"(?:fspo|actor|critic|perf|timing_s|training)/\w+"))) == []

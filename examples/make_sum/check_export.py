@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 TOLERANCE = 1e-4
+RESPONSES = 16
 
 
 @torch.no_grad()
 def largest_difference(folder: Path) -> tuple[float, int]:
     """Largest |Δ log-prob| in nats, and the number of tokens compared."""
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    last = [row for row in rows if row["step"] == rows[-1]["step"]]
+    last = [row for row in rows if row["step"] == rows[-1]["step"]][:RESPONSES]
     temperature = tomllib.loads((folder / "config.toml").read_text())["evaluation"]["temperature"]
     model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
     worst, tokens = 0.0, 0

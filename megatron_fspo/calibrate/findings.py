@@ -13,7 +13,7 @@ from megatron_fspo.calibrate.passes import Difference, Measured
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.losses import FSPOLoss
-from megatron_fspo.objective import ClipBand
+from megatron_fspo.objective import ClipBand, fit_exponent
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.objective.noise import estimate, noise_of, two_sigma
 from megatron_fspo.report.history import wilson_interval
@@ -63,6 +63,7 @@ def findings(measured: Measured, config: Config, *, device: str) -> Calibration:
     lengths = measured.lengths
     longest = config.rollout.max_response_tokens
     first = measured.first_updates
+    updates = None if first is None else estimate(lambda s, n: [two_sigma(s, n), fit_exponent(s, n)], *first)
     return Calibration(
         version=__version__,
         model=str(config.model.checkpoint),
@@ -78,9 +79,8 @@ def findings(measured: Measured, config: Config, *, device: str) -> Calibration:
         max_response_tokens=longest,
         band=band.words,
         comparisons=tuple(_record(found, measured, band.band, longest) for found in measured.differences),
-        first_updates=None
-        if first is None
-        else interval(estimate(lambda s, n: [two_sigma(s, n)], *first)[0]),
+        first_updates=None if updates is None else interval(updates[0]),
+        first_updates_exponent=None if updates is None else interval(updates[1]),
     )
 
 
@@ -96,6 +96,7 @@ def _record(found: Difference, measured: Measured, band: ClipBand, longest: int)
         return [
             noise.sigma,
             noise.drift,
+            fit_exponent(some - noise.drift * of, of),
             noise.crossover,
             noise.smallest_c(SHARE, longest),
             noise.smallest_c(SHARE, longest, centred=True),
@@ -103,7 +104,7 @@ def _record(found: Difference, measured: Measured, band: ClipBand, longest: int)
         ]
 
     found_by = estimate(statistics, sums, lengths, groups)
-    sigma, drift, crossover, smallest, centred, *rates = map(interval, found_by)
+    sigma, drift, exponent, crossover, smallest, centred, *rates = map(interval, found_by)
     whole = noise_of(sums, lengths)
     return NoiseRecord(
         kind=found.kind,
@@ -111,6 +112,7 @@ def _record(found: Difference, measured: Measured, band: ClipBand, longest: int)
         emulated=found.emulated,
         sigma=sigma,
         drift=drift,
+        exponent=exponent,
         crossover=crossover if _seen(drift) else (None, None, None),
         smallest_c=smallest,
         smallest_c_centred=centred,

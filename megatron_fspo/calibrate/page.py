@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from megatron_fspo.calibrate.table import SAID, interval, name, number
+from megatron_fspo.report.drawing import BLUE, EDGE, GREEN, GREY, ORANGE, PURPLE, legend, picture
 from megatron_fspo.report.page import template
-from megatron_fspo.report.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, legend, picture
 from megatron_fspo.trainer.noise import Calibration, NoiseRecord
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
@@ -46,7 +46,7 @@ def _rates(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
         value, low, high = ([x.clip_rate[i] or 0.0 for x in one.by_length] for i in range(3))
         axes.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
         axes.plot(at, value, color=colour, marker="o", ms=3.5, lw=1.4, label=_label(one))
-    axes.axvline(longest, color="#111827", ls=":", lw=1)
+    axes.axvline(longest, color=EDGE, ls=":", lw=1)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))

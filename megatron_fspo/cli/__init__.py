@@ -1,4 +1,5 @@
-"""``megatron-fspo train | plan | verify | calibrate | evaluate | data | serve | status | report | doctor``.
+"""``megatron-fspo train | plan | verify | calibrate | evaluate | explain | sweep | data | serve | status |
+report | doctor``.
 
 Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, told in one line; 143 stopped
 by SIGTERM with a checkpoint to resume from.
@@ -6,21 +7,38 @@ by SIGTERM with a checkpoint to resume from.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 
-from megatron_fspo.cli.parser import make_parser
-from megatron_fspo.console import exit_status, quiet_megatron
+from megatron_fspo import doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; returns the exit status. A package that is not installed is told in one line."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _main(words)
+    except ModuleNotFoundError as error:
+        if not doctor.is_required(error.name):
+            raise
+        if words[:1] == ["doctor"] and "verl" not in words:
+            findings = doctor.examine()
+            print(json.dumps(findings) if "--json" in words else doctor.render(findings))
+            return 0
+        print(f"megatron-fspo: {doctor.what_is_required(error.name)}", file=sys.stderr)
+        return 2
+
+
+def _main(words: list[str]) -> int:
+    from megatron_fspo.cli.parser import make_parser
+    from megatron_fspo.console import exit_status, quiet_megatron
+
     quiet_megatron()
     parser = make_parser()
-    words = sys.argv[1:] if argv is None else list(argv)
     args, rest = parser.parse_known_args(words)
     args.argv = words
-    of_a_run = args.command in ("train", "plan", "calibrate", "evaluate") or (
+    of_a_run = args.command in ("train", "plan", "calibrate", "evaluate", "explain", "sweep") or (
         args.command == "verify" and args.config
     )
     if rest and not of_a_run:

@@ -175,14 +175,28 @@ def check_data(args: argparse.Namespace, _: list[str]) -> int:
     folder = args.tokenizer or (config.model.checkpoint if config else None)
     tokenizer = load_tokenizer(folder) if folder else None
     found = [examine(source_of(data, one), tokenizer, data.max_prompt_tokens) for one in sets]
+    if config and not args.files:
+        samples = config.evaluation_samples.values()
+        for one, number in zip(found[len(data.train_sets) :], samples, strict=True):
+            one.samples = number
     print(json.dumps([as_json(one) for one in found]) if args.json else "\n\n".join(map(describe, found)))
     return 0 if all(one.fine for one in found) else 1
 
 
 def report(args: argparse.Namespace, _: list[str]) -> int:
-    from megatron_fspo.report.page import write_report
+    runs = [*([args.folder] if args.folder else []), *args.compare]
+    if args.out is not None and not args.compare:
+        raise InputError("report --out: only with --compare; the report of one run is in its folder")
+    if not runs:
+        raise InputError("report: name the folder of a run, such as runs/demo")
+    if args.compare:
+        from megatron_fspo.report.compare import write_comparison
 
-    print(write_report(args.folder))
+        print(write_comparison(runs, args.out))
+    else:
+        from megatron_fspo.report.page import write_report
+
+        print(write_report(args.folder))
     return 0
 
 
@@ -195,11 +209,22 @@ def status(args: argparse.Namespace, _: list[str]) -> int:
 
 
 def doctor(args: argparse.Namespace, _: list[str]) -> int:
+    if args.trainer is not None:
+        return _doctor_verl(args)
     from megatron_fspo.doctor import examine, render
 
     findings = examine(load_config(args.config, []) if args.config else None)
     print(json.dumps(findings) if args.json else render(findings))
     return 0
+
+
+def _doctor_verl(args: argparse.Namespace) -> int:
+    from megatron_fspo.adapters.registered import verl_problem
+
+    why = verl_problem()
+    said = "verl has the policy loss fspo" if why is None else f"verl has no policy loss fspo: {why}"
+    print(json.dumps({"trainer": "verl", "registered": why is None, "problem": why}) if args.json else said)
+    return 0 if why is None else 1
 
 
 def _world_size(args: argparse.Namespace) -> int:

@@ -39,14 +39,16 @@ def config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     Raises:
         InputError: flags are missing, or wrong together.
     """
-    words = [word for flag, key in KEYS.items() if (value := getattr(args, flag)) is not None
+    alike = args.samples[0] if args.samples and len(args.samples) == 1 else None
+    flags = vars(args) | {"samples": alike}
+    words = [word for flag, key in KEYS.items() if (value := flags[flag]) is not None
              for word in (f"--{key}", str(value))]  # fmt: skip
-    if args.data:
-        files = ", ".join(f"{{file = {json.dumps(str(path))}}}" for path in args.data)
-        words += ["--data.validation", f"[{files}]"]
+    words += _sets(args.data or (), args.samples if alike is None else None)
     words += overrides
     if args.config is not None:
         config = load_config(args.config, words)
+        if alike is not None and not any(word.startswith("--data.validation") for word in overrides):
+            config = _without_own_samples(config)
     else:
         missing = [f"--{name}" for name in ("model", "data", "reward", "out") if not getattr(args, name)]
         if missing:
@@ -57,6 +59,26 @@ def config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     if args.out is not None:
         _check_folder(args.out)
     return config
+
+
+def _sets(files: Sequence[Path], samples: Sequence[int] | None) -> list[str]:
+    """The override for the files of ``--data``, each with its number of samples if there are several."""
+    if samples is not None and len(samples) != len(files):
+        raise InputError(
+            f"--samples has {len(samples)} numbers and --data {len(files)} files: give one number for all "
+            "sets, or one for each file"
+        )
+    own = [f", samples = {n}" for n in samples or ()] or [""] * len(files)
+    tables = [f"{{file = {json.dumps(str(path))}{n}}}" for path, n in zip(files, own, strict=True)]
+    return ["--data.validation", f"[{', '.join(tables)}]"] if tables else []
+
+
+def _without_own_samples(config: Config) -> Config:
+    """One number given on the command line holds for sets of the file too that have another."""
+    sets = tuple(one.model_copy(update={"samples": None}) for one in config.data.validation_sets)
+    if sets == config.data.validation_sets:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"validation": sets})})
 
 
 def _of_flags(args: argparse.Namespace) -> dict[str, Any]:

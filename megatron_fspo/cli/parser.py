@@ -8,7 +8,9 @@ from typing import get_args
 
 from megatron_fspo import __version__
 from megatron_fspo.cli import commands as run
+from megatron_fspo.cli.explain import add_explain
 from megatron_fspo.cli.plan import add_plan
+from megatron_fspo.cli.sweep import add_sweep
 from megatron_fspo.config.data import PresetName
 from megatron_fspo.config.loading import describe_keys
 from megatron_fspo.console import OneLineParser
@@ -60,6 +62,7 @@ Accuracy of a checkpoint: mean@k, pass@k and maj@k with 95% intervals over probl
 
 A checkpoint:             megatron-fspo evaluate --model runs/demo/hf --data math.jsonl aime.jsonl \\
                               --reward exact_match --samples 16 --out evaluations/demo
+A number for each file:   ... --samples 4 32
 Against another:          ... --compare evaluations/before
 From servers of vLLM:     ... --engine vllm --vllm.urls '["http://127.0.0.1:8000"]'
 As a run evaluates:       megatron-fspo evaluate --config runs/demo/config.toml --model runs/demo/hf
@@ -76,6 +79,16 @@ Lengths in tokens:         ... --tokenizer Qwen3-8B
 The files of a run:        megatron-fspo data check --config run.toml
 
 Exit status 1 if a run would refuse a file, or if there are answers that no verifier can read.
+"""
+
+_REPORT_HELP = """\
+Draw what runs left in their folders as a page: one file, which loads nothing.
+
+A run:                    megatron-fspo report runs/demo
+Several on one page:      megatron-fspo report --compare runs/fspo runs/rloo
+
+The page of a run is its report/index.html. That of several is <first run>.compare/index.html beside the
+first: the same pictures for all, intervals, and the settings in which they differ.
 """
 
 _SERVE_HELP = """\
@@ -125,6 +138,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
 
     _add_evaluate(commands)
+    add_explain(commands)
+    add_sweep(commands)
     _add_data(commands)
     _add_serve(commands)
 
@@ -138,11 +153,12 @@ def make_parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="print one JSON line")
     status.set_defaults(run=run.status)
 
-    report = commands.add_parser("report", help="draw report/index.html of a run")
-    report.add_argument("folder", type=Path, help="the run's folder, such as runs/demo")
-    report.set_defaults(run=run.report)
+    _add_report(commands)
 
     doctor = commands.add_parser("doctor", help="what is installed, what will be used, what is missing")
+    doctor.add_argument(
+        "trainer", nargs="?", choices=["verl"], help="whether this trainer, as installed here, has found FSPO"
+    )
     _add_files(doctor, "a run: which attention its shapes get")
     doctor.add_argument("--json", action="store_true", help="print one JSON line")
     doctor.set_defaults(run=run.doctor)
@@ -213,7 +229,13 @@ def _add_evaluate(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     evaluate.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="prompts, a set per file")
     evaluate.add_argument("--preset", metavar="NAME", help="how the files name their fields (data.preset)")
     evaluate.add_argument("--reward", metavar="NAME", help="the verdict on a response (reward.name)")
-    evaluate.add_argument("--samples", type=int, metavar="N", help="responses per prompt (default 16)")
+    evaluate.add_argument(
+        "--samples",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="responses per prompt (default 16); several: one for each file of --data",
+    )
     evaluate.add_argument("--temperature", type=float, metavar="T", help="0: greedy (default 1)")
     evaluate.add_argument("--top-p", type=float, metavar="P", help="(default 1)")
     evaluate.add_argument(
@@ -248,6 +270,27 @@ def _add_data(commands: argparse._SubParsersAction[OneLineParser]) -> None:
     _add_files(check, "a run: its [data] and tokenizer, and its files if no FILE is given")
     check.add_argument("--json", action="store_true", help="print one JSON line")
     check.set_defaults(run=run.check_data)
+
+
+def _add_report(commands: argparse._SubParsersAction[OneLineParser]) -> None:
+    report = commands.add_parser(
+        "report",
+        help="draw runs as a page: one, or several compared",
+        description=_REPORT_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    report.add_argument("folder", type=Path, nargs="?", help="the run's folder, such as runs/demo")
+    report.add_argument(
+        "--compare", type=Path, nargs="+", default=[], metavar="RUN", help="runs, on one page"
+    )
+    report.add_argument(
+        "--out",
+        type=Path,
+        metavar="PATH",
+        help="with --compare: a folder for index.html, or a file that ends in .html",
+    )
+    report.set_defaults(run=run.report)
 
 
 def _add_serve(commands: argparse._SubParsersAction[OneLineParser]) -> None:

@@ -25,6 +25,14 @@ class TokenTIS(Section):
     cap: Annotated[float, Field(ge=1)] = Field(2.0, description="largest weight of a token")
 
 
+class IcePop(Section):
+    """IcePop (2510.18855): gradient weight exp(delta_t) of a token; 0 unless low <= exp(delta_t) <= high."""
+
+    name: Literal["icepop"] = "icepop"
+    low: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="smallest weight that is kept")
+    high: Annotated[float, Field(ge=1)] = Field(5.0, description="largest weight that is kept")
+
+
 class SequenceTIS(Section):
     """Truncated importance sampling by sequence: gradient weight min(exp(sum of delta_t), cap)."""
 
@@ -50,5 +58,6 @@ class LengthFairGate(Section):
 
 
 CorrectionConfig = Annotated[
-    NoCorrection | TokenTIS | SequenceTIS | SequenceMask | LengthFairGate, Field(discriminator="name")
+    NoCorrection | TokenTIS | IcePop | SequenceTIS | SequenceMask | LengthFairGate,
+    Field(discriminator="name"),
 ]

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -100,7 +99,13 @@ def _lay_over(tree: dict[str, Any], layer: dict[str, Any]) -> None:
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration as TOML that :func:`load_config` reads back to the same."""
+    import tomli_w  # not there in other trainers' environments, where `explain` and `doctor` run
+
     tree = config.model_dump(mode="json", exclude_none=True)
+    for key, field, _ in legal_keys():
+        section, _, name = key.partition(".")
+        if Path in _kinds(field.annotation) and tree[section].get(name) == "none":
+            tree[section][name] = "./none"  # a file of that name: the word alone says that there is none
     # A program killed half-way leaves the old file.
     partial = path.with_suffix(".partial")
     partial.write_text(tomli_w.dumps(tree), encoding="utf-8")
@@ -178,11 +183,13 @@ def _parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _read_value(key: str, text: str) -> Any:
+    kinds = next((_kinds(field.annotation) for name, field, _ in legal_keys() if name == key), set())
+    if text == "none" and {str, NoneType} <= kinds:
+        return None  # without quotes; with them it is text, as in a file
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-    kinds = next((_kinds(field.annotation) for name, field, _ in legal_keys() if name == key), set())
     if isinstance(value, str) or (isinstance(value, list) and tuple in kinds):
         return value
     # A number, a date or a boolean in a name of a file is text.
@@ -216,19 +223,29 @@ def _tables() -> list[str]:
 
 
 def _take_words(tree: dict[str, Any]) -> dict[str, str]:
-    """``"none"`` becomes None where that is legal, since TOML has no word for it; by key, what is wrong with
-    true and false, which pydantic takes for 1 and 0."""
-    annotations = {key: field.annotation for key, field, _ in legal_keys()}
-    wrong = {}
+    """``"none"`` becomes None where that is legal and text is not, since TOML has no word for it; by key,
+    what is wrong with true and false, which pydantic takes for 1 and 0."""
+    annotations: dict[str, Any] = {key: field.annotation for key, field, _ in legal_keys()}
+    wrong: dict[str, str] = {}
     for section, keys in tree.items():
         for name, value in list(keys.items()) if isinstance(keys, dict) else []:
             key = f"{section}.{name}"
             kinds = _kinds(annotations.get(key, bool))
-            if value == "none" and NoneType in kinds:
+            if value == "none" and NoneType in kinds and str not in kinds:
                 keys[name] = None
-            if isinstance(value, bool) and bool not in kinds:
-                wrong[key] = f"{key} = {str(value).lower()}: this key takes neither true nor false"
+            wrong |= _wrong_bool(key, value, kinds)
+            for number, table in enumerate(value if section == "data" and isinstance(value, list) else []):
+                for inner, found in table.items() if isinstance(table, dict) else ():
+                    if inner in DataSet.model_fields:
+                        kinds = _kinds(DataSet.model_fields[inner].annotation)
+                        wrong |= _wrong_bool(f"{key}[{number}].{inner}", found, kinds)
     return wrong
+
+
+def _wrong_bool(key: str, value: Any, kinds: set[Any]) -> dict[str, str]:
+    if not isinstance(value, bool) or bool in kinds:
+        return {}
+    return {key: f"{key} = {str(value).lower()}: this key takes neither true nor false"}
 
 
 def _lines(error: ValidationError) -> dict[str, str]:

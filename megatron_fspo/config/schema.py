@@ -220,7 +220,9 @@ class Optimizer(Section):
         description="optimizer steps, warm-up included, until it is `lr_min`; default: all of `run.steps`",
     )
     lr_min: Annotated[float, Field(ge=0)] = Field(0.0, description="lowest learning rate of a decay")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="not applied to norms")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="of matrices and embeddings; norms and biases have none"
+    )
     beta1: UnitInterval = 0.9
     beta2: UnitInterval = 0.95
     eps: PositiveFloat = 1e-8

@@ -30,6 +30,8 @@ class Findings:
     source: Source
     unit: str
     """Of the lengths: ``tokens``, or ``characters`` where no tokenizer was given."""
+    samples: int | None = None
+    """Responses to each prompt, of an evaluation set of a run."""
     rows: int = 0
     lengths: list[int] = field(default_factory=list)
     """Of the prompts."""
@@ -128,6 +130,7 @@ def as_json(found: Findings) -> dict[str, Any]:
     lengths = found.lengths
     return {
         "file": str(found.source.file),
+        **({} if found.samples is None else {"samples": found.samples}),
         "fine": found.fine,
         "rows": found.rows,
         "prompts": len(lengths),
@@ -152,6 +155,7 @@ def describe(found: Findings) -> str:
         f"{source.file}: prompt from {source.prompt_key!r}, answer from {source.answer_key!r}{after}",
         _count("rows", found.rows),
         _count("prompts", len(found.lengths)),
+        *([] if found.samples is None else [_count("samples", found.samples, "responses to each prompt")]),
         _count("duplicates", found.duplicates, "left out" if source.duplicates == "drop" else "kept"),
     ]
     refused = {"error": "a run refuses the file", "drop": "a run leaves them out", "keep": "kept"}

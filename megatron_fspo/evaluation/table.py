@@ -72,8 +72,8 @@ def table(model: str, summary: Summary, comparison: Comparison | None = None) ->
     if comparison is not None:
         before = (f"`{comparison.model}`", comparison.summary, "")
         rows = [before, *rows, ("difference", comparison.differences, "+")]
-    ends = {name: _at([found for _, found, _ in rows], name) for name in sets}
-    heads = ["model", *(f"{name} {key}{at}" for name, at in ends.items() for key in ("mean", "pass", "maj"))]
+    summaries = [found for _, found, _ in rows]
+    heads = ["model", *(head for name in sets for head in _heads(summaries, name))]
     lines = [[label, *_cells(found, sets, sign)] for label, found, sign in rows]
     parts = [
         "Scores × 100, with 95 % intervals (BCa bootstrap over problems"
@@ -87,19 +87,32 @@ def table(model: str, summary: Summary, comparison: Comparison | None = None) ->
     return "\n\n".join(parts) + "\n"
 
 
-def _at(summaries: Sequence[Summary], name: str) -> str:
-    """``@k`` of a set or of the average, where one k holds for it in all of them."""
-    ks = {
+def _heads(summaries: Sequence[Summary], name: str) -> list[str]:
+    """Of the columns of a set or of the average: with ``@k`` where one k holds in all rows. The average of
+    sets with different k has a mean without, and the largest pass@k and maj@k that all of them have."""
+    means = _at(
         k
         for found in summaries
         for k in ([found.samples[name]] if name in found.samples else found.samples.values())
-    }
-    return f"@{ks.pop()}" if len(ks) == 1 else ""
+    )
+    drawn = _at(_drawn(_figures_of(found, name))[-1] for found in summaries)
+    return [f"{name} mean{means}", f"{name} pass{drawn}", f"{name} maj{drawn}"]
+
+
+def _at(ks: Iterable[int]) -> str:
+    """``@k``, if that is one."""
+    found = set(ks)
+    return f"@{found.pop()}" if len(found) == 1 else ""
+
+
+def _figures_of(summary: Summary, name: str) -> Mapping[str, Estimate]:
+    """Of a set, or else of the average."""
+    return summary.sets.get(name, summary.average)
 
 
 def _cells(summary: Summary, sets: Sequence[str], sign: str) -> Iterable[str]:
     for name in sets:
-        found = summary.average if name == AVERAGE and name not in summary.sets else summary.sets[name]
+        found = _figures_of(summary, name)
         largest = _drawn(found)[-1]
         for key in ("mean", f"pass@{largest}", f"maj@{largest}"):
             yield _with_interval(found[key], sign)
@@ -111,18 +124,15 @@ def _drawn(found: Iterable[str]) -> list[int]:
 
 
 def _details(summary: Summary) -> str:
-    most = max(summary.sets, key=lambda name: summary.samples[name])  # which has every pass@k
-    shares = [key for key in summary.sets[most] if key not in ("mean", "length")]
-    shares += [
-        key for found in summary.sets.values() for key in found if key not in (*shares, "mean", "length")
-    ]
-    heads = ["set", "problems", "samples", f"mean{_at([summary], AVERAGE)}", *dict.fromkeys(shares), "tokens"]
+    ks = sorted({k for found in summary.sets.values() for k in _drawn(found)})
+    shares = [f"{figure}@{k}" for figure in ("pass", "maj") for k in ks] + ["truncated", "unanswered"]
+    heads = ["set", "problems", "samples", f"mean{_at(summary.samples.values())}", *shares, "tokens"]
     heads = [{"unanswered": "no answer"}.get(head, head) for head in heads]
     lines = []
     for name, figures in summary.sets.items():
         counts = [str(summary.problems[name]), str(summary.samples[name])]
         cells = [name, *counts, _percent(figures["mean"].value)]
-        cells += [_percent(figures[key].value) if key in figures else "" for key in dict.fromkeys(shares)]
+        cells += [_percent(figures[key].value) if key in figures else "" for key in shares]
         lines.append([*cells, f"{figures['length'].value:.1f}"])
     return _markdown(heads, lines)
 

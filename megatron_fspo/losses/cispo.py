@@ -34,8 +34,8 @@ class CISPOLoss(Loss):
         """The gradient weights of the loss."""
         return CISPO(eps_low=self.eps_low, eps_high=self.eps_high)
 
-    def definition(self, log_ratio: Tensor, advantage: float) -> Definition:
-        """The loss of one response with log-ratios [L], L > 0."""
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        """The loss of one response with log-ratios and log-probs [L], L > 0."""
         ratio = log_ratio.exp()
         held = ratio.clamp(None if self.eps_low is None else 1 - self.eps_low, 1 + self.eps_high).detach()
         outside = (held != ratio.detach()).double()

@@ -18,6 +18,9 @@ class Loss(Section):
 
     VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Name → keys of what ``verify`` checks: limits that some of its small batch lies outside of."""
+    DECIDES_BY_RATIOS: ClassVar[bool] = True
+    """Whether clips follow from log-ratios alone. ``verify`` gives those exactly, in every precision; where π
+    itself decides, bf16 may round it to the other side of a limit, and the loss is left out there."""
 
     advantage: Literal["leave_one_out", "group_normalized"] = Field(
         "leave_one_out", description="leave_one_out: RLOO; group_normalized: GRPO's (r - mean) / std"

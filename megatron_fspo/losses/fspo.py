@@ -40,7 +40,10 @@ class FSPOLoss(Loss):
     name: Literal["fspo"] = "fspo"
     c_low: Width = Field(0.03, description="lower edge: -c_low * L^exponent + drift * L, in nats")
     c_high: Width = Field(0.03, description="upper edge: c_high * L^exponent + drift * L, in nats")
-    exponent: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="0.5 in the paper")
+    exponent: Annotated[float, Field(ge=0, le=1)] | Literal["measured"] = Field(
+        0.5,
+        description="0.5 in the paper; measured: by `calibrate`, together with the width, within 0.5 and 1",
+    )
     temper: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0,
         description="b of the importance weight exp(S / L^b): 0 is FSPO's, 1 that of the mean log-ratio; the "
@@ -88,10 +91,27 @@ class FSPOLoss(Loss):
             )
         return self
 
-    def moved(self, *, c_low: float, c_high: float, drift: float | None = None) -> FSPOLoss:
+    @model_validator(mode="after")
+    def _measured_by_calibration(self) -> FSPOLoss:
+        if self.exponent == "measured" and self.calibrate < 3:
+            raise ValueError(
+                f"loss.exponent = measured needs loss.calibrate of 3 or more, not {self.calibrate}: it is "
+                "measured from so many off-policy mini-batches, with an interval"
+            )
+        return self
+
+    @property
+    def _power(self) -> float:
+        return 0.5 if self.exponent == "measured" else self.exponent
+
+    def moved(
+        self, *, c_low: float, c_high: float, drift: float | None = None, exponent: float | None = None
+    ) -> FSPOLoss:
         """The loss with its band where a run has moved it; ``c_dual`` moves as ``c_high`` does."""
         c_dual = None if self.c_dual is None else self.c_dual * c_high / self.c_high
         changes: dict[str, Any] = {"c_low": c_low, "c_high": c_high, "c_dual": c_dual}
+        if exponent is not None:
+            changes["exponent"] = exponent
         if drift is not None:
             changes |= {"drift": "given", "drift_value": drift}
         return self.model_copy(update=changes)
@@ -101,19 +121,20 @@ class FSPOLoss(Loss):
         return self.moved(c_low=self.c_low, c_high=self.c_high, drift=drift)
 
     def band(self) -> FSPOBand:
-        """The band as it stands: without the drift of an estimate or a measurement (see :meth:`moved`)."""
+        """The band as it stands: without the drift of an estimate, and with the exponent ½ where that is
+        still to be measured (see :meth:`moved`)."""
         drift = self.drift_value if self.drift == "given" else 0.0
-        return FSPOBand(c_low=self.c_low, c_high=self.c_high, drift=drift, exponent=self.exponent)
+        return FSPOBand(c_low=self.c_low, c_high=self.c_high, drift=drift, exponent=self._power)
 
     def objective(self) -> SequenceLevel:
         """The gradient weights of the loss."""
         return SequenceLevel(band=self.band(), dual_clip=self._dual_clip(), temper=self.temper)
 
-    def definition(self, log_ratio: Tensor, advantage: float) -> Definition:
-        """The loss of one response with log-ratios [L], L > 0."""
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        """The loss of one response with log-ratios and log-probs [L], L > 0."""
         length = len(log_ratio)
         s = log_ratio.sum()[None]
-        width = length**self.exponent
+        width = length**self._power
         centre = self.drift_value * length if self.drift == "given" else 0.0
         inside = s.clamp(centre - self.c_low * width, centre + self.c_high * width)
         limit = None

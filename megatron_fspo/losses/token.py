@@ -1,15 +1,18 @@
-"""GRPO and DAPO: one importance ratio and one clip decision per token."""
+"""GRPO, DAPO and OPSM: one importance ratio and one clip decision per token."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss, pessimistic_minimum
-from megatron_fspo.objective import TokenLevel
+from megatron_fspo.objective import PolicyObjective, TokenLevel
+from megatron_fspo.objective.losses import LossInputs, LossTerms
 from megatron_fspo.section import UnitInterval
 
 
@@ -38,8 +41,8 @@ class GRPOLoss(TokenLoss):
         """The gradient weights of the loss."""
         return _objective(self, "sequence-mean")
 
-    def definition(self, log_ratio: Tensor, advantage: float) -> Definition:
-        """The loss of one response with log-ratios [L], L > 0."""
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        """The loss of one response with log-ratios and log-probs [L], L > 0."""
         return _definition(self, log_ratio, advantage, "sequence")
 
 
@@ -58,12 +61,57 @@ class DAPOLoss(TokenLoss):
         """The gradient weights of the loss."""
         return _objective(self, "token-mean")
 
-    def definition(self, log_ratio: Tensor, advantage: float) -> Definition:
-        """The loss of one response with log-ratios [L], L > 0."""
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        """The loss of one response with log-ratios and log-probs [L], L > 0."""
         return _definition(self, log_ratio, advantage, "token")
 
 
-def _objective(loss: GRPOLoss | DAPOLoss, aggregation: Literal["sequence-mean", "token-mean"]) -> TokenLevel:
+class OPSMLoss(TokenLoss):
+    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): GRPO, where a response with A < 0 counts only
+    while the mean of -log r over its tokens is at most delta.
+
+    What is dropped is in the clip rates as clipped below. Its log-ratios are those to the old policy: to the
+    sampler's with `rollout.old_log_probs` = sampled. The default of delta is ours.
+    """
+
+    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "opsm": {"eps_low": 0.05, "eps_high": 0.05, "delta": 0.01}
+    }
+
+    name: Literal["opsm"] = "opsm"
+    eps_high: PositiveFloat = Field(0.2, description="token ratio <= 1 + eps_high")
+    delta: PositiveFloat = Field(1e-3, description="drop where A < 0 and -S / L > delta, nats per token")
+
+    def objective(self) -> OffPolicySequenceMask:
+        """The gradient weights of the loss."""
+        return OffPolicySequenceMask(inner=_objective(self, "sequence-mean"), delta=self.delta)
+
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        """The loss of one response with log-ratios and log-probs [L], L > 0."""
+        plain = _definition(self, log_ratio, advantage, "sequence")
+        if not (advantage < 0 and -log_ratio.mean() > self.delta):
+            return plain
+        return replace(plain, objective=0 * log_ratio, clipped=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicySequenceMask:
+    """Another loss, with weight 0 for sequences with A < 0 and −S/L > delta. One more collective."""
+
+    inner: PolicyObjective
+    delta: float
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        (log_ratio_sum,) = inputs.sequence_sums(inputs.log_ratio[None])
+        far = -log_ratio_sum > self.delta * inputs.lengths
+        dropped = (inputs.advantages < 0) & far & log_ratio_sum.isfinite()
+        terms = self.inner(replace(inputs, advantages=torch.where(dropped, 0.0, inputs.advantages)))
+        return replace(terms, clipped_low=torch.where(dropped, 1.0, terms.clipped_low))
+
+
+def _objective(
+    loss: GRPOLoss | DAPOLoss | OPSMLoss, aggregation: Literal["sequence-mean", "token-mean"]
+) -> TokenLevel:
     return TokenLevel(
         eps_low=loss.eps_low,
         eps_high=loss.eps_high,
@@ -73,7 +121,10 @@ def _objective(loss: GRPOLoss | DAPOLoss, aggregation: Literal["sequence-mean", 
 
 
 def _definition(
-    loss: GRPOLoss | DAPOLoss, log_ratio: Tensor, advantage: float, mean: Literal["sequence", "token"]
+    loss: GRPOLoss | DAPOLoss | OPSMLoss,
+    log_ratio: Tensor,
+    advantage: float,
+    mean: Literal["sequence", "token"],
 ) -> Definition:
     ratio = log_ratio.exp()
     held = ratio.clamp(1 - loss.eps_low, 1 + loss.eps_high)

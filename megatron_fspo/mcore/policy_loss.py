@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -30,7 +31,7 @@ from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.head import linear_log_probs
-from megatron_fspo.parallel.segments import sequence_sums
+from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 
 LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 Observer = Callable[[MicroBatch, LossTerms], None]
@@ -138,18 +139,20 @@ class PolicyLoss:
         old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         # The difference first, the sum later: sums of thousands of log-probs would cancel.
         log_ratio = log_probs.detach() - old
+        where: dict[str, Any] = {
+            "mask": batch.mask,
+            "segment": batch.segment,
+            "num_segments": batch.lengths.numel(),
+            "group": self.scoring.groups.cp,
+        }
         terms = self.objective(
             LossInputs(
+                log_probs=log_probs.detach(),
                 log_ratio=log_ratio,
                 mask=batch.mask,
                 segment=batch.segment,
-                sequence_sums=partial(
-                    sequence_sums,
-                    mask=batch.mask,
-                    segment=batch.segment,
-                    num_segments=batch.lengths.numel(),
-                    group=self.scoring.groups.cp,
-                ),
+                sequence_sums=partial(sequence_sums, **where),
+                prefix_sums=lambda values: prefix_sums(values, late=batch.late, **where),
                 # Tensor-parallel ranks need not agree here: the head takes the first one's word in backward.
                 decided=lambda decisions: of_first_rank(decisions, self.scoring.groups.cp),
                 lengths=batch.lengths,

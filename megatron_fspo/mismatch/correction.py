@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_fspo.config.correction import (
     CorrectionConfig,
+    IcePop,
     LengthFairGate,
     NoCorrection,
     SequenceMask,
@@ -25,7 +26,7 @@ from megatron_fspo.config.correction import (
     TokenTIS,
 )
 from megatron_fspo.mismatch.measure import Mismatch, per_sample, token_deltas
-from megatron_fspo.objective import length_fair_gate, truncated_weight, within_ratio
+from megatron_fspo.objective import length_fair_gate, masked_weight, truncated_weight, within_ratio
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.packing.pack import Packs
@@ -58,11 +59,11 @@ def correct(
         return packs, {}
     everyone = (groups.dp_cp, groups.tp, groups.pp)
     mismatch = replace(mismatch, sums=of_first_rank(mismatch.sums, *everyone))
-    if isinstance(correction, TokenTIS):
+    if isinstance(correction, TokenTIS | IcePop):
         columns = _token_columns(correction, packs, mismatch, groups.dp_cp)
 
         def weights(batch: MicroBatch) -> Tensor:
-            return truncated_weight(token_deltas(batch), correction.cap)
+            return token_weights(correction, token_deltas(batch))[0]
 
     else:
         decisions = torch.stack(sequence_weights(correction, mismatch.sums, mismatch.lengths))
@@ -73,12 +74,26 @@ def correct(
             return _per_token(weight[batch.sample_index], batch)
 
     corrected = [_with_weights(batch, weights(batch), mismatch.sums) for batch in packs]
-    name = {"token_tis": "truncated_tokens", "sequence_tis": "truncated_sequences"}.get(
-        correction.name, "dropped"
-    )
+    names = {
+        "token_tis": "truncated_tokens",
+        "sequence_tis": "truncated_sequences",
+        "icepop": "dropped_tokens",
+    }
+    name = names.get(correction.name, "dropped")
     old, weighted = ([pair[i] for pair in corrected] for i in range(2))
     columns_of_packs = {"old_log_probs": old, "rollout_weights": weighted}
     return packs.with_columns(**columns_of_packs), correction_metrics(name, columns, mismatch)
+
+
+def token_weights(correction: TokenTIS | IcePop, deltas: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight [t] of each token; and [t] bool where the rule acted (dropped it, or truncated its weight)."""
+    match correction:
+        case TokenTIS(cap=cap):
+            return truncated_weight(deltas, cap), deltas > math.log(cap)
+        case IcePop(low=low, high=high):
+            return masked_weight(deltas, low, high), ~within_ratio(deltas, low, high)
+        case _:
+            assert_never(correction)
 
 
 def sequence_weights(
@@ -153,7 +168,7 @@ def little_is_left(correction: CorrectionConfig, metrics: Mapping[str, float]) -
     mean, ess = metrics["rollout/correction_weight_mean"], metrics["rollout/correction_ess"]
     if not (mean < LEAST_LEFT or ess < LEAST_LEFT):
         return None
-    unit = "tokens" if isinstance(correction, TokenTIS) else "responses"
+    unit = "tokens" if isinstance(correction, TokenTIS | IcePop) else "responses"
     sigma = metrics["rollout/mismatch_sigma"]
     gate = f"correction.c = {4 * sigma:.2g}, four times that sigma"
     match correction:
@@ -164,7 +179,7 @@ def little_is_left(correction: CorrectionConfig, metrics: Mapping[str, float]) -
             )
         case LengthFairGate():
             remedy = f"Noise alone passes with {gate}"
-        case TokenTIS():
+        case TokenTIS() | IcePop():
             remedy = "No noise does this to single tokens: the weights or log-probs of the sampler are others"
         case _:
             assert_never(correction)
@@ -176,14 +191,13 @@ def little_is_left(correction: CorrectionConfig, metrics: Mapping[str, float]) -
 
 
 def _token_columns(
-    correction: TokenTIS, packs: Packs, mismatch: Mismatch, group: dist.ProcessGroup
+    correction: TokenTIS | IcePop, packs: Packs, mismatch: Mismatch, group: dist.ProcessGroup
 ) -> Tensor:
     """The columns of :func:`correction_metrics` for a rule about tokens. Collective."""
 
     def rows(batch: MicroBatch) -> Tensor:
-        delta = token_deltas(batch)
-        weight = truncated_weight(delta, correction.cap)
-        return torch.stack([(delta > math.log(correction.cap)).double(), weight, weight.square()])
+        weight, acted = token_weights(correction, token_deltas(batch))
+        return torch.stack([acted.double(), weight, weight.square()])
 
     totals = per_sample(packs, rows, 3, len(mismatch.lengths), group=group)
     return torch.cat([totals, mismatch.lengths.double()[None]])

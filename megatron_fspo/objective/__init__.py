@@ -35,18 +35,23 @@ from megatron_fspo.objective.calibration import (
     BandCalibrator,
     drift_from_kl,
     drift_from_sigma,
-    fit_exponent,
     k3_kl,
     sigma_hat,
 )
-from megatron_fspo.objective.correction import length_fair_gate, truncated_weight, within_ratio
+from megatron_fspo.objective.correction import (
+    length_fair_gate,
+    masked_weight,
+    truncated_weight,
+    within_ratio,
+)
+from megatron_fspo.objective.exponent import Exponent, fit_exponent, measure_exponent
 from megatron_fspo.objective.fairness import (
     LengthBin,
     LengthReweightingError,
     effective_sample_size,
     length_reweighting_error,
 )
-from megatron_fspo.objective.losses import PolicyObjective, SequenceLevel, TokenLevel
+from megatron_fspo.objective.losses import PolicyObjective, PrefixLevel, SequenceLevel, TokenLevel
 from megatron_fspo.objective.surrogate import Surrogate, sequence_surrogate
 from megatron_fspo.objective.token_level import TokenSurrogate, aggregation_weight, token_surrogate
 
@@ -55,12 +60,14 @@ __all__ = [
     "ClipBand",
     "ConstantDualClip",
     "DualClip",
+    "Exponent",
     "FSPOBand",
     "GSPOBand",
     "LengthBin",
     "LengthFairDualClip",
     "LengthReweightingError",
     "PolicyObjective",
+    "PrefixLevel",
     "RLOOBand",
     "SequenceLevel",
     "Surrogate",
@@ -76,6 +83,8 @@ __all__ = [
     "leave_one_out_advantages",
     "length_fair_gate",
     "length_reweighting_error",
+    "masked_weight",
+    "measure_exponent",
     "sequence_surrogate",
     "sigma_hat",
     "token_surrogate",

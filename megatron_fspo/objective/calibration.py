@@ -1,4 +1,4 @@
-"""How wide the band should be, measured: the noise of S, its growth with length, and the drift.
+"""How wide the band should be, measured: the noise of S, and the drift. Its growth is in ``exponent``.
 
 Two ways that look natural and do harm:
 
@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron_fspo.objective.fairness import length_bins
+from megatron_fspo.objective.exponent import Exponent, measure_exponent, usable
 
 # Median of |Z| for a standard normal Z.
 _NORMAL_MAD = 0.6744897501960817
@@ -39,31 +40,10 @@ def sigma_hat(log_ratio_sums: Tensor, lengths: Tensor, exponent: float = 0.5) ->
 
     Raises ``ValueError`` if no sequence is left.
     """
-    scaled = _scaled_magnitudes(log_ratio_sums, lengths, exponent)
-    if len(scaled) == 0:
+    sums, kept = usable(log_ratio_sums, lengths)
+    if len(sums) == 0:
         raise ValueError(f"no finite S with L > 0 among {len(log_ratio_sums)} sequences")
-    return _median(scaled) / _NORMAL_MAD
-
-
-def fit_exponent(log_ratio_sums: Tensor, lengths: Tensor, num_bins: int = 8) -> float:
-    """The exponent a in spread(S) ∝ L^a: the slope of log median|S| against log L over length bins.
-
-    Takes S [N] in nats and L [N], and leaves out what ``sigma_hat`` leaves out; least squares, one point per
-    bin. Returns nan if fewer than two bins have a spread above 0. A random walk gives 0.5; log it, to see
-    whether a band on √L fits the run.
-    """
-    magnitudes, kept = _usable(log_ratio_sums, lengths)
-    bins = length_bins(kept, num_bins)
-    points = []
-    for number in range(int(bins.max()) + 1 if len(bins) else 0):
-        spread = _median(magnitudes[bins == number])
-        if spread > 0.0:
-            points.append((kept[bins == number].log().mean().item(), math.log(spread)))
-    if len(points) < 2:
-        return math.nan
-    x, y = torch.tensor(points, dtype=torch.float64).unbind(1)
-    x = x - x.mean()
-    return ((x * y).sum() / (x * x).sum()).item()
+    return _median(sums.abs() / kept**exponent) / _NORMAL_MAD
 
 
 def k3_kl(log_ratio_tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,30 +93,53 @@ class BandCalibrator:
         ...
         calibrator.observe(log_ratio_sums, lengths)      # all of the mini-batch, from all ranks
         if calibrator.c is not None:
-            band = FSPOBand(c_low=calibrator.c, c_high=calibrator.c)
+            band = FSPOBand(c_low=calibrator.c, c_high=calibrator.c, exponent=calibrator.exponent)
 
-    Every rank must observe the same sequences, or each has a c of its own.
+    With ``exponent="measured"`` it first measures a from the same mini-batches, within [½, 1], and c is that
+    of S/L^a. Where a cannot be measured, a = ½ and ``refusal`` says why.
+
+    Every rank must observe the same sequences, or each has a band of its own.
     """
 
-    def __init__(self, mini_batches: int = 4, multiple: float = 2.0, exponent: float = 0.5) -> None:
+    def __init__(
+        self, mini_batches: int = 4, multiple: float = 2.0, exponent: float | Literal["measured"] = 0.5
+    ) -> None:
         if mini_batches < 1:
             raise ValueError(f"mini_batches must be at least 1, got {mini_batches}")
         if not 0.0 < multiple < math.inf:
             raise ValueError(f"multiple must be finite and above 0, got {multiple}")
-        if not 0.0 <= exponent <= 1.0:
+        if exponent != "measured" and not 0.0 <= exponent <= 1.0:
             raise ValueError(f"exponent must be from 0 to 1, got {exponent}")
-        self._settings: dict[str, float] = {
+        self._settings: dict[str, Any] = {
             "mini_batches": mini_batches,
             "multiple": multiple,
             "exponent": exponent,
         }
-        self._seen: list[list[float]] = []  # |S|/L^a of each mini-batch; emptied once c is known
+        self._seen: list[tuple[list[float], list[float]]] = []  # |S| and L; emptied once c is known
         self._c: float | None = None
+        self._exponent = 0.5 if exponent == "measured" else exponent
+        self._measured: Exponent | None = None
+        self._refusal: str | None = None
 
     @property
     def c(self) -> float | None:
         """Nats per token^a; ``None`` until enough mini-batches were seen, then constant."""
         return self._c
+
+    @property
+    def exponent(self) -> float:
+        """a of the band; where it is to be measured, ½ until ``c`` is known."""
+        return self._exponent
+
+    @property
+    def measured(self) -> Exponent | None:
+        """What ``exponent`` was taken from; ``None`` without a measurement."""
+        return self._measured
+
+    @property
+    def refusal(self) -> str | None:
+        """Why a could not be measured."""
+        return self._refusal
 
     def observe(self, log_ratio_sums: Tensor, lengths: Tensor) -> None:
         """Take S [N] in nats and L [N] of one off-policy mini-batch. Does nothing once c is known.
@@ -146,22 +149,44 @@ class BandCalibrator:
         """
         if self._c is not None:
             return
-        scaled = _scaled_magnitudes(log_ratio_sums, lengths, self._settings["exponent"])
-        if len(scaled) == 0:
+        sums, kept = usable(log_ratio_sums, lengths)
+        if len(sums) == 0:
             return
-        if _median(scaled) == 0.0:
+        if _median(sums.abs()) == 0.0:
             raise ValueError(
                 "the median |S| of this mini-batch is 0: it is on policy; observe off-policy ones only"
             )
-        self._seen.append(scaled.tolist())
+        self._seen.append((sums.abs().tolist(), kept.tolist()))
         if len(self._seen) == self._settings["mini_batches"]:
-            pooled = torch.tensor([value for batch in self._seen for value in batch], dtype=torch.float64)
-            self._c = self._settings["multiple"] * _median(pooled) / _NORMAL_MAD
-            self._seen = []
+            self._finish()
+
+    def _finish(self) -> None:
+        sums, lengths = (
+            torch.tensor([value for batch in column for value in batch], dtype=torch.float64)
+            for column in zip(*self._seen, strict=True)
+        )
+        if self._settings["exponent"] == "measured":
+            sizes = torch.tensor([len(batch) for batch, _ in self._seen])
+            try:
+                self._measured = measure_exponent(
+                    sums, lengths, torch.arange(len(sizes)).repeat_interleave(sizes)
+                )
+                self._exponent = self._measured.bounded()
+            except ValueError as error:
+                self._refusal = str(error)
+        self._c = self._settings["multiple"] * sigma_hat(sums, lengths, self._exponent)
+        self._seen = []
 
     def state_dict(self) -> dict[str, Any]:
         """All state and the settings it was measured with, in plain JSON types."""
-        return {"settings": dict(self._settings), "c": self._c, "seen": [list(batch) for batch in self._seen]}
+        return {
+            "settings": dict(self._settings),
+            "c": self._c,
+            "exponent": self._exponent,
+            "measured": None if self._measured is None else asdict(self._measured),
+            "refusal": self._refusal,
+            "seen": [[list(column) for column in batch] for batch in self._seen],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict()``. Raises ``ValueError`` if it was made with other settings."""
@@ -169,20 +194,12 @@ class BandCalibrator:
             raise ValueError(
                 f"this calibrator has {self._settings}, its saved state was measured with {state['settings']}"
             )
-        self._c = state["c"]
-        self._seen = [list(batch) for batch in state["seen"]]
-
-
-def _usable(log_ratio_sums: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """|S| and L in float64 on the CPU, without non-finite S and empty responses."""
-    sums, lengths = log_ratio_sums.detach().cpu().double(), lengths.detach().cpu().double()
-    keep = sums.isfinite() & (lengths > 0)
-    return sums[keep].abs(), lengths[keep]
-
-
-def _scaled_magnitudes(log_ratio_sums: Tensor, lengths: Tensor, exponent: float) -> Tensor:
-    magnitudes, kept = _usable(log_ratio_sums, lengths)
-    return magnitudes / kept**exponent
+        self._c, self._exponent, self._refusal = state["c"], state["exponent"], state["refusal"]
+        measured = state["measured"]
+        self._measured = (
+            None if measured is None else Exponent(**measured | {"interval": tuple(measured["interval"])})
+        )
+        self._seen = [(list(sums), list(lengths)) for sums, lengths in state["seen"]]
 
 
 def _median(values: Tensor) -> float:

@@ -33,6 +33,18 @@ def truncated_weight(log_ratio: Tensor, cap: float) -> Tensor:
     return torch.where(log_ratio.isfinite(), log_ratio.clamp(max=math.log(cap)).exp(), 0.0)
 
 
+def masked_weight(log_ratio: Tensor, low: float, high: float) -> Tensor:
+    """exp(x) [N] of x = Δ_t where low <= exp(x) <= high, else 0 (``icepop``, arXiv 2510.18855).
+
+    Args:
+        log_ratio: x [N] in nats, float32 or float64, also the dtype of the result.
+        low, high: 0 < low <= high.
+
+    Raises ``ValueError`` for other limits.
+    """
+    return torch.where(within_ratio(log_ratio, low, high), log_ratio, -math.inf).exp()
+
+
 def within_ratio(log_ratio_sums: Tensor, low: float, high: float) -> Tensor:
     """bool [N]: low <= exp(Σ_t Δ_t) <= high. False where the sum is not finite.
 

@@ -1,4 +1,4 @@
-"""Sequence-level and token-level losses behind one interface: per-token weights.
+"""Losses by sequence, by prefix and by token behind one interface: per-token weights.
 
 Every loss here has the gradient Σ_t weight_t ∇ log π(y_t) with weights that need no gradient themselves, so
 a trainer minimises ``-Σ_t weight_t · logp_t / N`` and no gradient has to cross the reductions that made S.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_fspo.objective.band import ClipBand, DualClip
-from megatron_fspo.objective.surrogate import sequence_surrogate
+from megatron_fspo.objective.surrogate import Surrogate, min_form, sequence_surrogate
 from megatron_fspo.objective.token_level import (
     Aggregation,
     TokenSurrogate,
@@ -28,6 +28,8 @@ from megatron_fspo.objective.token_level import (
 class LossInputs:
     """n sequences in t tokens of one micro-batch (of this rank, where a sequence lies on several)."""
 
+    log_probs: Tensor
+    """[t] log π_new; anything outside the mask."""
     log_ratio: Tensor
     """[t] log π_new - log π_old; anything outside the mask."""
     mask: Tensor
@@ -39,6 +41,9 @@ class LossInputs:
 
     One collective where sequences lie on several ranks, so a loss calls it once. The same bits on each.
     """
+    prefix_sums: Callable[[Tensor], Tensor]
+    """[k, t] → [k, t]: masked sums over the response up to and with each token, as ``sequence_sums`` over all
+    ranks that share it; anything outside the mask. Also one collective."""
     decided: Callable[[Tensor], Tensor] = lambda values: values
     """[k, n] → [k, n]: one rank's decisions about the sequences, on all ranks that share them.
 
@@ -93,6 +98,8 @@ class SequenceLevel:
     dual_clip: DualClip | None = None
     temper: float = 0.0
     """b of the importance weight exp(S / L^b); 0 leaves it as it is."""
+    times_length: bool = False
+    """Whether J_i counts L times, as LUSPO has it with GSPO's band."""
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         (log_ratio_sum,) = inputs.sequence_sums(inputs.log_ratio[None])
@@ -104,23 +111,33 @@ class SequenceLevel:
             dual_clip=self.dual_clip,
             temper=self.temper,
         )
-        sides = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
-        flags = [flag.to(log_ratio_sum) for flag in (*sides, terms.out_of_band, terms.nonfinite)]
-        columns = torch.stack([log_ratio_sum, terms.weight, terms.ratio, terms.objective, *flags])
-        log_ratio_sum, weight, ratio, objective, low, high, dual, out, broken = inputs.decided(columns)
-        # Context-parallel ranks each hold some tokens of a sequence but all of its S: count J_i by tokens.
-        share = _local_tokens(inputs) / inputs.lengths.clamp(min=1)
-        return LossTerms(
-            log_ratio_sum=log_ratio_sum,
-            weight=torch.where(inputs.mask, per_token(weight, inputs), 0.0),
-            ratio=ratio,
-            objective=(objective * share).sum(),
-            clipped_low=low,
-            clipped_high=high,
-            dual_clipped=dual,
-            out_of_band=out > 0,
-            nonfinite=broken > 0,
-        )
+        if self.times_length:
+            lengths = inputs.lengths.to(log_ratio_sum)
+            terms = replace(terms, objective=terms.objective * lengths, weight=terms.weight * lengths)
+        return weigh_sequences(inputs, log_ratio_sum, terms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixLevel:
+    """CTPO: a ratio and a clip decision for each prefix of a response; mean over tokens.
+
+    J_t is that of a response that ends with token t, whose band is that for t tokens; its gradient goes to
+    token t alone: weight_t = exp(S_t)·A, or 0 where a clip acts, with S_t the sum of the log-ratios up to t.
+    """
+
+    band: ClipBand
+    """Of ratios exp(S_t): one with a ``log_ratio_scale`` of 1."""
+    dual_clip: DualClip | None = None
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        ones = torch.ones_like(inputs.log_ratio)
+        sums = inputs.prefix_sums(torch.stack([inputs.log_ratio, ones]))
+        prefix, place = torch.where(inputs.mask, sums, ones)
+        low, high = self.band.bounds(place)
+        dual = ones * math.inf if self.dual_clip is None else self.dual_clip.log_bound(place, ones)
+        advantages = per_token(inputs.advantages, inputs)
+        rows = min_form(prefix, advantages, low, high, dual, ones, ones, present=inputs.mask)
+        return weigh_tokens(inputs, TokenSurrogate(**vars(rows)), "token-mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +162,30 @@ class TokenLevel:
             dual_clip_ratio=self.dual_clip_ratio,
         )
         return weigh_tokens(inputs, terms, self.aggregation)
+
+
+def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate) -> LossTerms:
+    """From what a sequence-level loss says of each sequence [n] to what the step makes of it.
+
+    Where several ranks share a sequence, they take the word of one of them.
+    """
+    sides = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
+    flags = [flag.to(log_ratio_sum) for flag in (*sides, terms.out_of_band, terms.nonfinite)]
+    columns = torch.stack([log_ratio_sum, terms.weight, terms.ratio, terms.objective, *flags])
+    log_ratio_sum, weight, ratio, objective, low, high, dual, out, broken = inputs.decided(columns)
+    # Context-parallel ranks each hold some tokens of a sequence but all of its S: count J_i by tokens.
+    share = _local_tokens(inputs) / inputs.lengths.clamp(min=1)
+    return LossTerms(
+        log_ratio_sum=log_ratio_sum,
+        weight=torch.where(inputs.mask, per_token(weight, inputs), 0.0),
+        ratio=ratio,
+        objective=(objective * share).sum(),
+        clipped_low=low,
+        clipped_high=high,
+        dual_clipped=dual,
+        out_of_band=out > 0,
+        nonfinite=broken > 0,
+    )
 
 
 def weigh_tokens(inputs: LossInputs, terms: TokenSurrogate, aggregation: Aggregation) -> LossTerms:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_fspo.objective.band import ClipBand
 from megatron_fspo.objective.calibration import sigma_hat
+from megatron_fspo.objective.exponent import usable
 
 _MAX_KEPT = 1024
 """Responses whose Z is kept, of a larger number."""
@@ -103,13 +104,6 @@ def noise_of(log_ratio_sums: Tensor, lengths: Tensor) -> Noise:
     if len(order) > _MAX_KEPT:
         order = order[torch.linspace(0, len(order) - 1, _MAX_KEPT).long()]
     return Noise(drift=drift, lengths=lengths[order], residuals=residuals[order])
-
-
-def usable(log_ratio_sums: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """S and L in float64 on the CPU, without empty responses and what is not finite."""
-    sums, lengths = log_ratio_sums.detach().cpu().double(), lengths.detach().cpu().double()
-    keep = sums.isfinite() & (lengths > 0)
-    return sums[keep], lengths[keep]
 
 
 @dataclass(frozen=True, kw_only=True)

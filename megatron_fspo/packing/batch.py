@@ -55,6 +55,12 @@ class MicroBatch:
     totals: StepTotals
     """Of the optimizer step that it is a part of."""
 
+    @property
+    def late(self) -> Tensor:
+        """[t] bool: in the second half of its padded sequence; False in a tail."""
+        padded = self.borders.diff()[: self.lengths.numel()]
+        return 2 * self.position_ids[0] >= torch.cat([padded, padded.new_tensor([2**31 - 1])])[self.segment]
+
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same with its tensors on a device; no copy of those that are there."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}

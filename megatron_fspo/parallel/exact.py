@@ -39,17 +39,22 @@ class ExactSums:
 
     def add(self, values: Tensor, column: Tensor) -> None:
         """Add values [k, t], floating, to the sums of their columns [t]."""
-        self._digits.index_add_(2, column, _digits(values))
+        self._digits.index_add_(2, column, digits_of(values))
 
     def total(self, group: dist.ProcessGroup) -> Tensor:
         """The sums [k, n] over all ranks of the group, float64, the same bits on each. One all-reduce."""
-        if group.size() > 1:
-            dist.all_reduce(self._digits, group=group)
-        return _rounded(self._digits)
+        return rounded(added_up(self._digits, group))
 
 
-def _digits(values: Tensor) -> Tensor:
-    """Floating [...] → int64 [5, ...]: the digits, and a count of what is not finite."""
+def added_up(digits: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sums of :func:`digits_of` over all ranks of the group, in place."""
+    if group.size() > 1:
+        dist.all_reduce(digits, group=group)
+    return digits
+
+
+def digits_of(values: Tensor) -> Tensor:
+    """Floating [...] → int64 [5, ...]: the digits, and a count of what is not finite. They add up exactly."""
     rest = values.detach().double()
     above, below = ~(rest < _LARGEST), ~(rest > -_LARGEST)  # both for NaN
     rest = torch.where(above | below, 0.0, rest)
@@ -61,8 +66,8 @@ def _digits(values: Tensor) -> Tensor:
     return torch.stack([*digits, above.to(torch.int64) + _MINUS * below.to(torch.int64)])
 
 
-def _rounded(digits: Tensor) -> Tensor:
-    """Sums of :func:`_digits` [5, ...] → float64 [...]."""
+def rounded(digits: Tensor) -> Tensor:
+    """Sums of :func:`digits_of` [5, ...] → float64 [...]."""
     *whole, infinite = digits.unbind()
     for i in range(len(whole) - 1, 0, -1):  # carry, so that every digit but the first is small again
         carry = (whole[i] + (1 << (_BITS - 1))) >> _BITS

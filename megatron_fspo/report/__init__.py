@@ -1,4 +1,6 @@
-"""The report of a run: one HTML page with its numbers, its pictures and what they mean.
+"""The report of a run, or of several: one HTML page with numbers, pictures and what they mean.
 
-:mod:`.history` reads the files that a run left, :mod:`.pictures` draws, :mod:`.page` puts the page together.
+:mod:`.history` reads the files that a run left, :mod:`.findings` has what a page is made of; :mod:`.times`,
+:mod:`.headlines` and :mod:`.samples` say it, :mod:`.pictures` and :mod:`.overlaid` draw it. :mod:`.page` puts
+the page of a run together and :mod:`.compare` that of several.
 """

@@ -30,6 +30,9 @@ class Series:
     values: Array
     """NaN where the run logged null."""
 
+    def __len__(self) -> int:
+        return len(self.steps)
+
     def __bool__(self) -> bool:
         return bool(np.isfinite(self.values).any())
 

@@ -1,93 +1,33 @@
-"""The pictures of the report, each as the text of an ``<svg>`` element.
-
-Text stays text (the page gives it a font); a figure is drawn at the width of a phone and scales up. Colours
-are Okabe and Ito's, which the colour-blind can tell apart. No text of the user's gets into a picture.
-"""
+"""The pictures of the report of one run. No text of the user's gets into a picture."""
 
 from __future__ import annotations
 
-import functools
-import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megatron_fspo.objective import ClipBand, LengthReweightingError
+from megatron_fspo.objective.exponent import Exponent
+from megatron_fspo.report.drawing import (
+    BLUE,
+    EDGE,
+    GREEN,
+    ORANGE,
+    Line,
+    legend,
+    over_steps,
+    picture,
+)
 from megatron_fspo.report.history import Array, BinRates, Records, Series, wilson_interval
-
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#6b7280"
-
-_STYLE: Any = {  # the type of its keys is another one in each matplotlib
-    "svg.fonttype": "none",
-    "svg.hashsalt": "megatron_fspo",  # the same run gives the same file
-    "font.size": 9.5,
-    "axes.titlesize": 9.5,
-    "axes.edgecolor": "#9ca3af",
-    "axes.labelcolor": "#374151",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e5e7eb",
-    "grid.linewidth": 0.7,
-    "xtick.color": "#9ca3af",
-    "ytick.color": "#9ca3af",
-    "xtick.labelcolor": "#374151",
-    "ytick.labelcolor": "#374151",
-    "legend.fontsize": 8.5,
-    "legend.frameon": False,
-    "legend.handlelength": 1.4,
-    "legend.columnspacing": 1.2,
-}
-# Without these there would be a block of metadata, with today's date in it.
-_NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
-
-P = ParamSpec("P")
-
-
-def picture(
-    width: float, height: float
-) -> Callable[[Callable[Concatenate[Figure, P], None]], Callable[P, str]]:
-    """Give the function an empty figure of this size (inches) and turn it into the text of an svg."""
-
-    def wrap(paint: Callable[Concatenate[Figure, P], None]) -> Callable[P, str]:
-        @functools.wraps(paint)
-        def draw(*args: P.args, **kwargs: P.kwargs) -> str:
-            file = io.StringIO()
-            with rc_context(_STYLE):
-                figure = Figure(figsize=(width, height), layout="constrained")
-                paint(figure, *args, **kwargs)
-                figure.savefig(file, format="svg", dpi=200, transparent=True, metadata=_NO_METADATA)
-            text = file.getvalue()
-            return text[text.index("<svg") :]
-
-        return draw
-
-    return wrap
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """A metric in a picture over steps."""
-
-    series: Series
-    label: str
-    colour: str
-    style: str = "-"
-    marker: str = ""
-    """For metrics that only some steps log; they are not smoothed."""
 
 
 @picture(4.6, 2.9)
 def reward(figure: Figure, lines: Sequence[Line]) -> None:
-    _over_steps(figure.subplots(), lines, "reward")
+    over_steps(figure.subplots(), lines, "reward")
 
 
 @picture(4.6, 2.9)
@@ -96,8 +36,8 @@ def response_length(figure: Figure, mean: Series, low: Series, high: Series, cut
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2.6, 1])
     steps, bottom, top = _envelope(low, high)
     upper.fill_between(steps, bottom, top, color=BLUE, alpha=0.12, lw=0, label="shortest to longest")
-    _over_steps(upper, [Line(series=mean, label="mean", colour=BLUE)], "L (tokens)", x_label="")
-    _over_steps(lower, [Line(series=cut, label="", colour=ORANGE)], "cut")
+    over_steps(upper, [Line(series=mean, label="mean", colour=BLUE)], "L (tokens)", x_label="")
+    over_steps(lower, [Line(series=cut, label="", colour=ORANGE)], "cut")
     lower.yaxis.set_major_formatter(PercentFormatter(1.0))
     lower.yaxis.set_major_locator(MaxNLocator(3))
     lower.set_ylim(bottom=0)
@@ -106,7 +46,7 @@ def response_length(figure: Figure, mean: Series, low: Series, high: Series, cut
 @picture(4.6, 2.9)
 def clip_rate(figure: Figure, lines: Sequence[Line]) -> None:
     axes = figure.subplots()
-    _over_steps(axes, lines, "share")
+    over_steps(axes, lines, "share")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
@@ -132,13 +72,29 @@ def rates_by_length(figure: Figure, bins: Sequence[BinRates], overall: BinRates)
 
 @picture(4.6, 2.9)
 def length_error(figure: Figure, lines: Sequence[Line], pooled: LengthReweightingError) -> None:
-    """LRE per step against its null floor, and over all records with its bootstrap interval."""
-    axes = figure.subplots()
-    if np.isfinite(pooled.mean_interval).all():
-        axes.axhspan(*pooled.mean_interval, color=GREEN, alpha=0.25, lw=0)
-        axes.axhline(pooled.mean, color=GREEN, lw=1.4, label="pooled")
-    _over_steps(axes, lines, "LRE")
-    axes.set_ylim(bottom=0)
+    """LRE per step against its null floor; beside it that over all records, with its bootstrap interval and
+    the null floor of so many."""
+    if not np.isfinite(pooled.mean):
+        over_steps(figure.subplots(), lines, "LRE")
+        figure.axes[0].set_ylim(bottom=0)
+        return
+    by_step, whole = figure.subplots(1, 2, sharey=True, width_ratios=[5, 1])
+    over_steps(by_step, lines, "LRE")
+    pooled_error(whole, 0.0, pooled, GREEN)
+    whole.set_xticks([0.0], ["pooled"])
+    whole.set_xlim(-1, 1)
+    whole.grid(visible=False, axis="x")
+    by_step.set_ylim(bottom=0)
+
+
+def pooled_error(axes: Axes, at: float, pooled: LengthReweightingError, colour: str) -> None:
+    """A pooled LRE with its interval at this x, and its own null floor as a dashed line across it."""
+    low, high = pooled.mean_interval
+    reach = [[max(pooled.mean - low, 0.0)], [max(high - pooled.mean, 0.0)]]
+    axes.errorbar(
+        [at], [pooled.mean], yerr=reach if np.isfinite(reach).all() else None, fmt="o", ms=5, color=colour
+    )
+    axes.plot([at - 0.4, at + 0.4], [pooled.null_mean] * 2, "--", color=EDGE, lw=1.2)
 
 
 def beyond(records: Records, band: ClipBand | None) -> Array:
@@ -172,7 +128,7 @@ def scatter(figure: Figure, records: Records, band: ClipBand | None) -> None:
     if band is not None:
         grid = torch.linspace(0.0, 1.05, 200).square() * longest
         for edge in band.bounds(grid):
-            axes.plot(grid.sqrt().numpy(), edge.numpy(), color="#111827", lw=1.2)
+            axes.plot(grid.sqrt().numpy(), edge.numpy(), color=EDGE, lw=1.2)
     ticks = [tick for tick in MaxNLocator(5, integer=True).tick_values(0, longest) if tick <= 1.1 * longest]
     axes.set_xticks(np.sqrt(ticks), [f"{tick:.0f}" for tick in ticks])
     axes.set_xlim(0, 1.05 * longest**0.5)
@@ -220,62 +176,19 @@ def small(figure: Figure, lines: Sequence[Line], y_label: str) -> None:
     values = values[np.isfinite(values)]
     if len(values) and values.min() > 0 and values.max() > 30 * np.median(values):
         axes.set_yscale("log")
-    _over_steps(axes, lines, y_label)
+    over_steps(axes, lines, y_label)
 
 
-def smoothing_window(count: int) -> int:
-    """Steps that the running mean covers; 1 where there are too few to smooth."""
-    return 1 if count <= 10 else max(5, count // 40)
-
-
-def running_mean(values: Array, window: int) -> Array:
-    """Centred mean over ``window`` values without the NaN ones; shorter windows at both ends."""
-    finite, kernel = np.isfinite(values), np.ones(min(window, len(values)))
-    totals = np.convolve(np.where(finite, values, 0.0), kernel, mode="same")
-    counts = np.convolve(finite.astype(np.float64), kernel, mode="same").round()
-    return np.divide(totals, counts, out=np.full(len(values), np.nan), where=counts > 0)
-
-
-def thin(values: Array, most: int = 600) -> Array:
-    """Indices of at most ``most`` values: the smallest and the largest of each stretch, so spikes stay."""
-    everything = np.arange(len(values))
-    if len(values) <= most:
-        return everything
-    low, high = np.where(np.isnan(values), np.inf, values), np.where(np.isnan(values), -np.inf, values)
-    stretches = np.array_split(everything, most // 2)
-    return np.unique([part[pick] for part in stretches for pick in (low[part].argmin(), high[part].argmax())])
-
-
-def _over_steps(axes: Axes, lines: Sequence[Line], y_label: str, x_label: str = "step") -> None:
-    for line in lines:
-        _curve(axes, line)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
-    legend(axes)
-
-
-def _curve(axes: Axes, line: Line) -> None:
-    """Every step pale and the running mean bold."""
-    steps, values = line.series.steps, line.series.values
-    window = 1 if line.marker else smoothing_window(len(values))
-    if window > 1:
-        kept = thin(values)
-        axes.plot(steps[kept], values[kept], line.style, color=line.colour, lw=0.8, alpha=0.35)
-        values = running_mean(values, window)
-    # A single step has no line to draw; hundreds of markers would hide it.
-    marker = "" if window > 1 or len(values) > 60 else line.marker or "o"
-    kept = thin(values)
-    axes.plot(
-        steps[kept],
-        values[kept],
-        line.style,
-        color=line.colour,
-        lw=1.6,
-        marker=marker,
-        ms=4.5,
-        label=line.label or "_",
-    )
+@picture(3.0, 2.1)
+def exponent(figure: Figure, lines: Sequence[Line], measured: Exponent | None) -> None:
+    """The exponent of S: fitted step by step, that of the band, and over all steps with its interval."""
+    axes = figure.subplots()
+    if measured is not None:
+        axes.axhspan(*measured.interval, color=GREEN, alpha=0.25, lw=0)
+        axes.axhline(measured.value, color=GREEN, lw=1.4)
+    over_steps(axes, lines, "a")
+    # A step of few lengths fits anything.
+    axes.set_ylim(-0.25, 1.5)
 
 
 def _envelope(low: Series, high: Series) -> tuple[Array, Array, Array]:
@@ -287,9 +200,3 @@ def _envelope(low: Series, high: Series) -> tuple[Array, Array, Array]:
         np.array([low.values[part].min() for part in stretches]),
         np.array([high.values[part].max() for part in stretches]),
     )
-
-
-def legend(axes: Axes, columns: int = 4) -> None:
-    """Above the axes, if there is anything to name."""
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, borderaxespad=0.2)

@@ -73,7 +73,9 @@ def _imported(path: str) -> Reward:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise InputError(f"reward {path!r}: cannot import {module_name!r}: {error}") from error
+        gone = error.name == module_name.partition(".")[0]
+        where = f" in {os.getcwd()} or among what is installed" if gone else ""
+        raise InputError(f"reward {path!r}: cannot import {module_name!r}: {error}{where}") from error
     reward = vars(module).get(attribute)
     if not callable(reward):
         found = "nothing" if reward is None else f"a {type(reward).__name__}, not a function,"

@@ -9,8 +9,9 @@ once; vLLM's servers work through them without a pause, while those that are don
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -48,8 +49,6 @@ class Portion:
     """Prompts of one set that are asked for together."""
 
     dataset: str
-    first: int
-    """Place of the first of them among the prompts of all sets."""
     prompts: tuple[Prompt, ...]
     samples: int
     """Responses to each."""
@@ -84,20 +83,20 @@ def portions(inputs: Inputs, data_ranks: int) -> list[Portion]:
     """What is asked for together: as many prompts as fill one batch of the embedded engine on every
     data-parallel rank."""
     config = inputs.config
-    found, place = [], 0
+    found = []
     for name, prompts in sets_of(inputs).items():
         samples = config.evaluation_samples[name]
         size = max(1, config.rollout.max_batch // samples) * data_ranks
         for start in range(0, len(prompts), size):
             some = tuple(prompts[start : start + size])
-            found.append(Portion(dataset=name, first=place + start, prompts=some, samples=samples))
-        place += len(prompts)
+            found.append(Portion(dataset=name, prompts=some, samples=samples))
     return found
 
 
 def responses_of(inputs: Inputs) -> int:
     """How many responses an evaluation asks for, over all ranks."""
-    return sum(inputs.config.evaluation_samples[prompt.dataset] for prompt in inputs.validation)
+    samples = inputs.config.evaluation_samples
+    return sum(samples[prompt.dataset] for prompt in inputs.validation)
 
 
 def evaluate(
@@ -141,11 +140,12 @@ def sample_and_grade(
         (portion, ask(inputs, engine, groups, grader, portion.prompts, _sampling(inputs, portion.samples)))
         for portion in left
     )
+    places = _places(inputs)
     found: list[Entry] = []
     while asked:
         portion, batch = asked.popleft()  # and with it go its tokens
         rollout = collect_and_grade(inputs, groups, batch, progress)
-        graded = _gathered(_entries(inputs, portion, rollout), _answers(rollout), groups)
+        graded = _gathered(_entries(inputs, portion, rollout, places), _answers(rollout), groups)
         if file is not None:
             file.append([one.record for one in graded])
         else:
@@ -167,7 +167,22 @@ def _sampling(inputs: Inputs, samples: int) -> SamplingParams:
     )
 
 
-def _entries(inputs: Inputs, portion: Portion, rollout: Rollout) -> list[Entry]:
+def _places(inputs: Inputs) -> dict[tuple[int, int], int]:
+    """Place in ``samples.jsonl`` by prompt and number of the sample, of those that are kept there: the first
+    response to every prompt, then the second where there is one, and so on."""
+    samples = inputs.config.evaluation_samples
+    order = (
+        (prompt.index, number)
+        for number in range(max(samples.values(), default=0))
+        for prompt in inputs.validation
+        if number < samples[prompt.dataset]
+    )
+    return {key: place for place, key in enumerate(islice(order, inputs.config.log.responses))}
+
+
+def _entries(
+    inputs: Inputs, portion: Portion, rollout: Rollout, places: Mapping[tuple[int, int], int]
+) -> list[Entry]:
     """What this rank holds, in the order of the records."""
     found = []
     for number in sorted(rollout.held):
@@ -185,9 +200,9 @@ def _entries(inputs: Inputs, portion: Portion, rollout: Rollout) -> list[Entry]:
             tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
         )
-        place = sample * len(inputs.validation) + portion.first + position
+        place = places.get((record.index, sample))
         row = None
-        if place < inputs.config.log.responses:
+        if place is not None:
             row = (place, _row(inputs, rollout.prompts[position], completion, score))
         found.append(Entry(number, record, row))
     return found

@@ -91,12 +91,13 @@ def facts(inputs: Inputs, sets: Mapping[str, Sequence[Prompt]], ranks: int) -> d
         found |= {"ranks": ranks, "device": inputs.backend.device.type, "layers": inputs.backend.layers}
     for section, _, key in (key.partition(".") for key in keys):
         found[f"{section}.{key}"] = sections[section][key]
-    own = {name: n for name, n in config.evaluation_samples.items() if n != config.evaluation.samples}
-    found |= {f"{name} samples": n for name, n in own.items()}
+    # What holds in the end: a set that says what another has by default is no other evaluation.
+    found["evaluation.samples"] = _one_if_equal(config.evaluation_samples)
     return found | {"stop tokens": list(inputs.stop_token_ids)}
 
 
 def _one_if_equal(samples: dict[str, int]) -> int | dict[str, int]:
+    """By set, unless all sets have one number."""
     numbers = set(samples.values())
     return numbers.pop() if len(numbers) == 1 else samples
 

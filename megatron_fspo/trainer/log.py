@@ -23,6 +23,15 @@ from megatron_fspo.trainer.trackers import Tracker, start_trackers
 METRICS = "metrics.jsonl"
 SEQUENCES = "sequences.jsonl"
 SAMPLES = "samples.jsonl"
+JOBS = "jobs.jsonl"
+PHASES = {
+    "gen": "sampling, grading",
+    "old_log_prob": "old pass",
+    "ref": "reference pass",
+    "update_actor": "update",
+    "update_weights": "weights to the sampler",
+}
+"""Of a step, by their names in the metrics, in their order."""
 REMIND = 20
 """Steps between two lines about a state that lasts."""
 
@@ -50,7 +59,8 @@ class RunLog:
         """Of this rank; each has its own."""
         if not writer:
             return
-        kept = {name: _up_to(self._folder / name, resume_step) for name in (METRICS, SEQUENCES, SAMPLES)}
+        names = (METRICS, SEQUENCES, SAMPLES, *([JOBS] if (self._folder / JOBS).exists() else []))
+        kept = {name: _up_to(self._folder / name, resume_step) for name in names}
         self._trackers = start_trackers(config, resume_step=resume_step)
         for name, rows in kept.items():
             _replace(self._folder / name, rows)
@@ -64,6 +74,11 @@ class RunLog:
         for tracker in self._trackers:
             tracker.step(step, metrics)
         self.say(describe(step, self._config.run.steps, metrics))
+
+    def job(self, step: int, machine: Mapping[str, Any]) -> None:
+        """A job that goes on after this step, and what it computes on."""
+        if self._writer:
+            _append(self._folder / JOBS, {"step": step, **machine})
 
     def rows(self) -> list[dict[str, Any]]:
         """The metrics of the steps so far."""

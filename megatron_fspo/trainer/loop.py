@@ -16,6 +16,7 @@ from megatron_fspo.trainer.build import Draw, Training, build
 from megatron_fspo.trainer.evaluate import evaluate, responses_of
 from megatron_fspo.trainer.folder import Resume
 from megatron_fspo.trainer.leave import fail_after_save, stopped
+from megatron_fspo.trainer.machine import machine
 from megatron_fspo.trainer.optimize import optimize, update_metrics
 from megatron_fspo.trainer.place import Place, in_folder
 from megatron_fspo.trainer.prepare import Inputs
@@ -46,6 +47,7 @@ def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
 def _train(run: Training, place: Place) -> bool:
     config, control = run.inputs.config, run.groups.control
     signal.signal(signal.SIGTERM, lambda number, frame: control.request_stop())
+    run.log.job(run.step, machine(run.inputs.backend))
     if config.evaluation.every and not run.resumed:
         run.log.step(0, _evaluate(run))
     while run.step < config.run.steps:

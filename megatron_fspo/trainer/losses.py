@@ -1,7 +1,7 @@
 """The loss of a run as it stands now: its section of the configuration, with the band where it has moved to.
 
-Only FSPO has moving parts: the scale of its widths (once, by calibration) and, where asked for, an estimate
-of its drift.
+Only FSPO has moving parts: the scale of its widths (once, by calibration), with it the exponent and, where
+asked for, an estimate of its drift.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class LossState:
         loss = self._loss
         if not isinstance(loss, FSPOLoss):
             return loss
-        c = None if self._calibrator is None else self._calibrator.c
         # c stands for both sides of a band that may have two widths.
-        if c is not None:
+        if self._calibrator is not None and (c := self._calibrator.c) is not None:
             scale = 2 * c / (loss.c_low + loss.c_high)
-            loss = loss.moved(c_low=scale * loss.c_low, c_high=scale * loss.c_high)
+            exponent = self._calibrator.exponent
+            loss = loss.moved(c_low=scale * loss.c_low, c_high=scale * loss.c_high, exponent=exponent)
         if loss.drift not in ("k3", "half_variance"):
             return loss
         # A little less than the half width: rounding must not put S = 0 outside.
-        limit = 0.999 * min(loss.c_low, loss.c_high) * self._longest ** (loss.exponent - 1)
+        limit = 0.999 * min(loss.c_low, loss.c_high) * self._longest ** (loss.band().exponent - 1)
         return loss.centred(0.0 if on_policy else max(self._estimate, -limit))
 
     def objective(self, *, on_policy: bool = False) -> PolicyObjective:
@@ -93,7 +93,24 @@ class LossState:
         if not isinstance(loss, FSPOLoss):
             return {}
         band = loss.band()
-        return {"fspo/c_low": band.c_low, "fspo/c_high": band.c_high, "fspo/drift": band.drift}
+        metrics = {"fspo/c_low": band.c_low, "fspo/c_high": band.c_high, "fspo/drift": band.drift}
+        return metrics | {"fspo/exponent": band.exponent}
+
+    def calibrated(self) -> str | None:
+        """What calibration found, in words; None until it has."""
+        found, loss = self._calibrator, self.section()
+        if found is None or found.c is None or not isinstance(loss, FSPOLoss):
+            return None
+        text = f"c_low = {loss.c_low:.4g}, c_high = {loss.c_high:.4g}"
+        if found.measured is not None:
+            low, high = found.measured.interval
+            text += (
+                f", exponent = {found.exponent:.3f} (measured {found.measured.value:.3f}, 95% interval "
+                f"{low:.3f} to {high:.3f})"
+            )
+        elif found.refusal is not None:
+            text += f"; the exponent stays {found.exponent:g}, it cannot be measured: {found.refusal}"
+        return text
 
     def state_dict(self) -> dict[str, Any]:
         """JSON types only."""

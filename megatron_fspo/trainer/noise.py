@@ -56,6 +56,8 @@ class NoiseRecord(_Record):
     emulated: bool
     sigma: Interval
     drift: Interval
+    exponent: Interval = (None, None, None)
+    """a in spread(S - drift L) ∝ L^a, of which noise has ½; null where the lengths do not tell."""
     crossover: Interval
     """L*; null where no drift was seen."""
     smallest_c: Interval
@@ -99,6 +101,8 @@ class Calibration(_Record):
     comparisons: tuple[NoiseRecord, ...]
     first_updates: Interval | None
     """c = 2 sigma-hat of the first off-policy optimizer steps."""
+    first_updates_exponent: Interval | None = None
+    """The exponent of S there: of noise and of what training moves together."""
 
     def of_run(self, config: Config) -> NoiseRecord:
         """The comparison that is the noise in this run's S.

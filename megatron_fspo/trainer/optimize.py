@@ -126,7 +126,10 @@ def optimize(run: Training, step: Step) -> bool:
             else:
                 step.off_policy += records
                 kl_k3 = update.metrics["fspo/kl_k3"]
+                told = run.loss.calibrated()
                 observe(run.loss, records, kl_k3=kl_k3, warm=step.warm, groups=run.groups)
+                if (text := run.loss.calibrated()) != told:
+                    run.log.say(f"step {run.step + 1}: the band from here on: {text}")
             step.updates.append(update)
             progress(1)
             if len(step.updates) < turns and run.stopping():
@@ -149,9 +152,12 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
         metrics["actor/skipped_updates"] = float(sum(update.skipped for update in updates))
     if run.inputs.config.fp8.on:
         metrics["fspo/fp8_modules"] = float(run.fp8_modules)
-    clips = clip_metrics(step.off_policy, seed=run.inputs.config.run.seed)
+    band = run.loss.metrics()
+    clips = clip_metrics(
+        step.off_policy, seed=run.inputs.config.run.seed, exponent=band.get("fspo/exponent", 0.5)
+    )
     clips |= noise_metrics(run.inputs.noise, step.off_policy, run.loss.objective())
-    return metrics | step.first | clips | run.loss.metrics()
+    return metrics | step.first | clips | band
 
 
 def pooled_metrics(updates: Sequence[Totals], *, on_policy: int) -> dict[str, float]:

@@ -98,13 +98,14 @@ def sigma_of(records: Sequence[SequenceRecord], exponent: float = 0.5) -> float 
     return sigma_hat(*as_tensors(records), exponent)
 
 
-def clip_metrics(records: Sequence[SequenceRecord], *, seed: int) -> dict[str, float]:
+def clip_metrics(records: Sequence[SequenceRecord], *, seed: int, exponent: float = 0.5) -> dict[str, float]:
     """Clip rates, length fairness and spread over the off-policy records of one step.
 
     Args:
         records: those of the first optimizer step left out where S = 0 by construction (old log-probs from
             the trainer). What was dropped as not finite, and empty responses, count nowhere.
         seed: for the permutations behind the null floor of LRE.
+        exponent: a of the band, and of σ̂.
     """
     records = [r for r in records if r.counts]
     if not records:
@@ -129,7 +130,7 @@ def clip_metrics(records: Sequence[SequenceRecord], *, seed: int) -> dict[str, f
         "fspo/lre_null": lre.null_mean,
         "fspo/lre_signed_mean": signed.mean,
         "fspo/lre_signed_max": signed.max,
-        "fspo/sigma_hat": sigma_of(records) or float("nan"),
+        "fspo/sigma_hat": sigma_of(records, exponent) or float("nan"),
         "fspo/exponent_fit": fit_exponent(sums, lengths),
     }
     metrics |= weight_metrics(records)

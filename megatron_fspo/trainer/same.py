@@ -14,6 +14,7 @@ import platform
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,15 @@ def difference(every: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
     return None
 
 
+def versions() -> dict[str, str]:
+    """Of the packages that numbers depend on, by name; without those that are not installed."""
+    found = {}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
 def _facts(inputs: Inputs) -> dict[str, str]:
     """By name, as a person reads them; the likelier reason before what follows from it."""
     config = inputs.config
@@ -110,11 +120,9 @@ def _facts(inputs: Inputs) -> dict[str, str]:
 
 def _versions() -> Iterator[tuple[str, str]]:
     yield "the version of Python", platform.python_version()
+    installed = versions()
     for package in _PACKAGES:
-        try:
-            yield f"the version of {package}", importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            yield f"the version of {package}", _NOTHING
+        yield f"the version of {package}", installed.get(package, _NOTHING)
 
 
 def _digest(paths: Sequence[Path]) -> str:

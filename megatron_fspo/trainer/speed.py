@@ -9,17 +9,9 @@ import torch.distributed as dist
 from megatron_fspo.mcore.peak import peak_tflops
 from megatron_fspo.trainer.batches import left_out
 from megatron_fspo.trainer.build import Training
+from megatron_fspo.trainer.log import PHASES
 from megatron_fspo.trainer.step import Step
 from megatron_fspo.weights.flops import BACKWARD, forward_flops
-
-_PHASES = {
-    "gen": "sampling, grading",
-    "old_log_prob": "old pass",
-    "ref": "reference pass",
-    "update_actor": "update",
-    "update_weights": "weights to the sampler",
-}
-"""Of a step, by their names in the log."""
 
 
 def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]:
@@ -59,7 +51,7 @@ def table(steps: Sequence[Mapping[str, float]]) -> str:
     lines = [
         f"{f'phase, mean of {len(steps)} steps':<28}{'s':>9}{'share':>8}{'tokens/s per GPU':>19}{'MFU':>8}"
     ]
-    rows = [(words, f"timing_s/{name}") for name, words in _PHASES.items()] + [("step", "timing_s/step")]
+    rows = [(words, f"timing_s/{name}") for name, words in PHASES.items()] + [("step", "timing_s/step")]
     for words, name in rows:
         seconds = _mean(steps, name)
         if seconds > 0:

@@ -113,7 +113,7 @@ def _clips(outcome: Outcome, want: Reference) -> Iterator[str]:
     if wrong.any():
         yield (
             f"clip decisions differ on sequences {_where(wrong)}: the band (its width, drift or dual clip), "
-            "what it is compared with, or the advantages"
+            "what it is compared with (S, for `ctpo` that of each prefix), or the advantages"
         )
 
 

@@ -4,9 +4,9 @@ Production works the weight of each token out by hand and detaches it; here S ke
 the clip and the mean are differentiated as they stand: J_i is the loss's own ``definition``, which shares no
 code with its gradient weights. Nothing else is imported from the code that is checked. ::
 
-    J    = (1/N) Σ_i J_i                                 FSPO, RLOO, GSPO
-         = (1/N) Σ_i (1/L_i) Σ_t J_it                    GRPO
-         = (1/T) Σ_i Σ_t J_it                            DAPO
+    J    = (1/N) Σ_i J_i                                 FSPO, RLOO, GSPO, LUSPO, GMPO
+         = (1/N) Σ_i (1/L_i) Σ_t J_it                    GRPO, SAPO, OPSM
+         = (1/T) Σ_i Σ_t J_it                            CTPO, VESPO, DAPO, CISPO, DPPO-TV
     loss = −(J + entropy_coef·H − kl_coef·KL)
     H    = (1/T) Σ_i Σ_t entropy of π at y_it
     KL   = (1/T) Σ_i Σ_t ½ (log π(y_it) − log π_ref(y_it))²
@@ -129,8 +129,8 @@ def reference(
         return torch.stack([row.sum() for row in rows]).sum() / num_tokens
 
     terms = [
-        loss.definition(row, a) if len(row) else None
-        for row, a in zip(log_ratios, scores.advantages, strict=True)
+        loss.definition(row, a, log_probs) if len(row) else None
+        for row, a, log_probs in zip(log_ratios, scores.advantages, scores.log_probs, strict=True)
     ]
     present = [term for term in terms if term is not None]
     means = [term.objective.mean() for term in present if term.mean == "sequence"]

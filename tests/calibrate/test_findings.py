@@ -38,10 +38,16 @@ def test_figures_are_those_of_what_was_put_in(many: Calibration) -> None:
             assert value == pytest.approx(true, rel=0.25)
             assert low is not None and high is not None and low < true < high
         assert one.noise().drift == one.drift[0]
+        value, low, high = one.exponent
+        assert value is not None and low is not None and high is not None
+        assert value == pytest.approx(0.5, abs=0.12) and low < 0.5 < high and high - low < 0.4
     assert by_kind["repeat", "bfloat16"].sigma == (0, 0, 0)
+    assert by_kind["repeat", "bfloat16"].exponent == (None, None, None)
     assert by_kind["repeat", "bfloat16"].crossover == (None, None, None)
     assert by_kind["updates", "blockwise"].emulated
     assert found.first_updates is not None and found.first_updates[0] == pytest.approx(0.1, rel=0.1)
+    assert found.first_updates_exponent is not None
+    assert found.first_updates_exponent[0] == pytest.approx(0.5, abs=0.12)
     lengths = [at.length for at in by_kind["updates", "bfloat16"].by_length]
     assert lengths == [16, 32, 64, 100]  # the last is the run's longest
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from launch import environment
@@ -18,10 +19,15 @@ KEY = "a-secret-of-32-letters-and-digits"
 
 
 @contextmanager
-def serving_on(nodes: Nodes, node: str, checkpoint: Path, folder: Path) -> Iterator[Path]:
+def serving_on(
+    nodes: Nodes, node: str, checkpoint: Path, folder: Path, *, again: bool = False
+) -> Iterator[Path]:
     """A real vLLM of a checkpoint; the folder where it announces itself.
 
     :data:`KEY`, which it asks for, is in the environment meanwhile.
+
+    Args:
+        again: start ``serve`` anew where it has given its vLLM up, as the scheduler of a cluster does.
     """
     log, servers = folder / "vllm.log", folder / "servers"
     words = ["--model", str(checkpoint), "--host", nodes.address(node), "--port", str(PORT)]
@@ -33,7 +39,8 @@ def serving_on(nodes: Nodes, node: str, checkpoint: Path, folder: Path) -> Itera
     out = log.with_suffix(".out")
     with out.open("w") as file:
         program = [sys.executable, "-m", "megatron_fspo", "serve", *words]
-        process = nodes.start(node, program, env=env, stdout=file, stderr=subprocess.STDOUT)
+        loop = ["bash", "-c", 'until "$@"; do sleep 1; done', "again"] if again else []
+        process = nodes.start(node, [*loop, *program], env=env, stdout=file, stderr=subprocess.STDOUT)
     try:
         while "is ready" not in out.read_text():
             assert process.poll() is None, out.read_text() + log.read_text(errors="replace")[-3000:]
@@ -41,5 +48,11 @@ def serving_on(nodes: Nodes, node: str, checkpoint: Path, folder: Path) -> Itera
         yield servers
     finally:
         del os.environ["VLLM_API_KEY"]
+        if again:
+            process.kill()  # the loop first, then what it runs
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+                while process.poll() is None or os.killpg(process.pid, 0) is None:
+                    time.sleep(0.1)
         process.terminate()
         process.wait(60)

@@ -179,11 +179,17 @@ def take_away(kind: str, job: Job, storage: Path, chance: random.Random) -> tupl
         job.nodes.cut(node)
         return node, lambda: job.nodes.mend(node)
     if kind == "server":
-        cores = [p for p in psutil.process_iter() if "EngineCore" in p.name()]
-        if not cores:
+        # The parent of vLLM's engine is its HTTP server; a new one of both is started by `serve`.
+        engines = (p for p in psutil.process_iter(["name"]) if "EngineCore" in (p.info["name"] or ""))
+        if (engine := next(engines, None)) is None:
             return None
-        cores[0].kill()
-        return "vLLM's engine", lambda: None
+        with suppress(psutil.NoSuchProcess):
+            if (server := engine.parent()) is not None and chance.random() < 0.5:
+                server.kill()
+                return "vLLM's HTTP server", lambda: None
+            engine.kill()
+            return "vLLM's engine", lambda: None
+        return None
     if kind == "full":
         filler = storage / "filler"
         with filler.open("wb", buffering=0) as file, suppress(OSError):
@@ -236,6 +242,8 @@ def strike(kind: str, job: Job, storage: Path, chance: random.Random, longest: f
     # Starting takes longer than the steps do: a moment of all of the time would mostly be one of the start.
     step = chance.randrange(job.steps, STEPS + 1)
     while job.steps < step and not job.done:
+        if kind == "server":  # still starting after the last strike, it is refused by a job that begins
+            job.start_ended()
         time.sleep(0.05)
     wait = time.monotonic() + chance.uniform(0, longest / (STEPS if step else 2))
     while time.monotonic() < wait:
@@ -286,7 +294,7 @@ def survive(kind: str, args: argparse.Namespace, nodes: Nodes, folder: Path) -> 
         extra: tuple[str, ...] = ("--parallel.collective_seconds", "60")
         if kind == "server":
             checkpoint = _with_wide_heads(folder)
-            servers = stack.enter_context(serving_on(nodes, SERVER, checkpoint, folder))
+            servers = stack.enter_context(serving_on(nodes, SERVER, checkpoint, folder, again=True))
             extra = ("--rollout.engine", "vllm", "--vllm.discovery", str(servers))
             extra += ("--model.checkpoint", str(checkpoint), "--loss.entropy_coef", "0.1")
             extra += ("--parallel.silence_seconds", "300", "--reward.max_steps_without_spread", "0")

@@ -87,6 +87,24 @@ def test_the_files_of_a_run_in_tokens(capsys: pytest.CaptureFixture[str]) -> Non
     assert (train["prompts"], validation["prompts"]) == (68, 9)
     assert train["length"] == {"unit": "tokens", "min": 4, "median": 4, "max": 4, "histogram": [[4, 7, 68]]}
     assert train["rendered"][0].endswith("^03=")
+    assert "samples" not in train and validation["samples"] == 64
+
+
+def test_samples_of_the_evaluation_sets_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Also where a training set has the name of an evaluation set."""
+    layer, folder = tmp_path / "layer.toml", "examples/make_sum"
+    layer.write_text(
+        f"[data]\ntrain = '{folder}/train.jsonl'\nvalidation = [{{file = '{folder}/validation.jsonl', "
+        f"name = 'train', samples = 5}}, {{file = '{folder}/train.jsonl', name = 'more'}}]"
+    )
+    words = ("--config", MAKE_SUM, "--config", layer)
+    found = json.loads(check(capsys, *words, "--json")[1])
+    assert [one.get("samples") for one in found] == [None, 5, 64]
+    text = check(capsys, *words)[1]
+    assert re.findall(r"^  samples +(\d+)   responses to each prompt$", text, flags=re.MULTILINE) == [
+        "5",
+        "64",
+    ]
 
 
 def test_too_long_prompts_are_counted_in_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

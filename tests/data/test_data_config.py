@@ -67,6 +67,16 @@ def test_tables(tmp_path: Path) -> None:
     assert one.train == Path("x.jsonl") and one.validation_sets == data.validation_sets
 
 
+def test_samples_of_a_set(tmp_path: Path) -> None:
+    words = ["--evaluation.samples", "4"]
+    sets = ("--data.validation", "[{file = 'a'}, {file = 'x/b', samples = 32, name = 'c'}]")
+    assert load(*words).evaluation_samples == {"validation": 4}
+    assert load(*words, *sets).evaluation_samples == {"a": 4, "c": 32}
+    assert load(*words, "--data.validation", "none").evaluation_samples == {}
+    save_config(load(*words, *sets), tmp_path / "again.toml")
+    assert load_config(tmp_path / "again.toml").evaluation_samples == {"a": 4, "c": 32}
+
+
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
@@ -114,6 +124,19 @@ def test_overrides(words: str, key: str, value: object) -> None:
             "--data.validation [{file='a',weight=1}]",
             "data.validation = [{'file': 'a', 'weight': 1}]: a has a weight: every evaluation set is "
             "evaluated as a whole",
+        ),
+        (
+            "--data.train [{file='a',samples=4}]",
+            "data.train = [{'file': 'a', 'samples': 4}]: a has samples: every training prompt has "
+            "rollout.samples",
+        ),
+        (
+            "--data.validation [{file='a',samples=0}]",
+            "data.validation[0].samples = 0: input should be greater than 0",
+        ),
+        (
+            "--data.train [{file='a'},{file='b',weight=true}]",
+            "data.train[1].weight = true: this key takes neither true nor false (and 1 more)",
         ),
         (
             "--data.preset dappo",

@@ -11,13 +11,14 @@ from typing import Any
 
 import pyarrow
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 from megatron_fspo.config.data import Data
 from megatron_fspo.data import load_sets
+from megatron_fspo.data.parquet import read_parquet
 from megatron_fspo.data.rows import read_rows
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Prompt
@@ -100,6 +101,25 @@ def test_columns_that_json_has_no_word_for_are_left_out(
     for key, kind in (("picture", "binary"), ("day", "date32"), ("price", "decimal"), ("box.x", "struct<")):
         with pytest.raises(InputError, match=rf"rows.parquet: the column '{key[:3]}\w*' is of type {kind}"):
             load(write(tmp_path, [nested]), tokenizer, answer_key=key)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.lists(st.none() | st.lists(st.none() | st.floats(width=32), max_size=5), max_size=2500),
+    kind=st.sampled_from([pyarrow.list_(pyarrow.float32()), pyarrow.large_list(pyarrow.float64())]),
+    plain=st.booleans(),
+)
+@example(rows=[[float(i)] * (i % 4) for i in range(2500)], kind=pyarrow.list_(pyarrow.float32()), plain=True)
+def test_lists_of_numbers_are_read_as_arrow_reads_them(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], kind: pyarrow.DataType, plain: bool
+) -> None:
+    """Those without a gap take a faster way."""
+    if plain:
+        rows = [[number or 0.0 for number in row or []] for row in rows]
+    path = tmp_path_factory.mktemp("lists") / "lists.parquet"
+    table = pyarrow.table({"n": range(len(rows)), "numbers": pyarrow.array(rows, kind)})
+    parquet.write_table(table, path)
+    assert repr(list(read_parquet(path))) == repr(table.to_pylist())
 
 
 def test_a_file_is_read_in_batches(tmp_path: Path) -> None:

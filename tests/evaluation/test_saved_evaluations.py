@@ -75,6 +75,17 @@ def test_cut_anywhere_it_goes_on_to_the_same_file(tmp_path: Path) -> None:
         assert filled(tmp_path) == whole
 
 
+def test_sets_with_samples_of_their_own_are_read_back(tmp_path: Path) -> None:
+    """A file that holds as many completions in all, but not of each set, is not whole."""
+    (tmp_path / "other").mkdir()
+    for folder, own in ((tmp_path, {"a": 2, "b": 2}), (tmp_path / "other", {"a": 1, "b": 5})):
+        RecordFile(folder, Manifest(model="m", samples=own, facts={}), PROBLEM_OF, PORTIONS)
+        (folder / SAMPLES).write_text("".join(record(key).line() for some in PORTIONS for key in some))
+    assert load(tmp_path).manifest.samples_of("b") == 2
+    with pytest.raises(InputError, match="has 8 of 8 completions"):
+        load(tmp_path / "other")
+
+
 @pytest.mark.parametrize("missing", [MANIFEST, SAMPLES])
 def test_a_kill_between_the_first_files(tmp_path: Path, missing: str) -> None:
     whole = filled(tmp_path)
@@ -136,6 +147,23 @@ def test_a_manifest_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(InputError, match=r"manifest\.json: not the manifest of an evaluation"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("samples", "told"),
+    [
+        ({"a": 2}, r"manifest\.json: no samples of set 'b': it is damaged"),
+        ({}, "no samples of set 'a'"),
+        ({"a": 2, "b": 0}, "not the manifest of an evaluation"),
+        ({"a": 2, "b": "2"}, "not the manifest of an evaluation"),
+        ([2, 2], "not the manifest of an evaluation"),
+    ],
+)
+def test_a_manifest_with_wrong_samples(tmp_path: Path, samples: object, told: str) -> None:
+    filled(tmp_path)
+    (tmp_path / MANIFEST).write_text(json.dumps({"model": "m", "samples": samples, "facts": {}}))
+    with pytest.raises(InputError, match=told):
+        load(tmp_path)
 
 
 def test_what_is_not_finished_is_not_loaded(tmp_path: Path) -> None:

@@ -147,12 +147,53 @@ def test_sets_with_a_k_of_their_own(tmp_path: Path) -> None:
     rows = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("|")]
     assert rows[0] == (
         "| model | a mean@2 | a pass@2 | a maj@2 | b mean@8 | b pass@8 | b maj@8 "
-        "| average mean | average pass | average maj |"
+        "| average mean | average pass@2 | average maj@2 |"
     )
     heads, _, first, second = ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows[-4:])
     assert heads[:4] == ["set", "problems", "samples", "mean"] and heads.count("pass@8") == 1
     assert first[:3] == ["a", "6", "2"] and second[:3] == ["b", "4", "8"]
     assert first[heads.index("pass@8")] == "" and second[heads.index("pass@8")] != ""
+
+
+def test_the_columns_of_every_k_stand_in_order() -> None:
+    """5 is no power of two, and less than the 8 of the other set."""
+    records = [
+        record
+        for name, samples in (("a", 5), ("b", 8), ("c", 3))
+        for record in saved(noisy(1, 0.5), {name: range(4)}, samples=samples).records
+    ]
+    found = summarize(per_problem(records), {"a": 5, "b": 8, "c": 3})
+    assert [name for name in found.average if "@" in name] == ["pass@1", "pass@2", "maj@1", "maj@2"]
+    heads, _, *rows = [line for line in table("m", found).splitlines() if line.startswith("|")][3:]
+    ks = (1, 2, 3, 4, 5, 8)
+    names = [*(f"pass@{k}" for k in ks), *(f"maj@{k}" for k in ks), "truncated", "no answer", "tokens"]
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (heads, *rows)]
+    assert cells[0] == ["set", "problems", "samples", "mean", *names]
+    there = {row[0]: [k for k, cell in zip(ks, row[4:10], strict=True) if cell] for row in cells[1:]}
+    assert there == {"a": [1, 2, 4, 5], "b": [1, 2, 4, 8], "c": [1, 2, 3]}
+
+
+def test_a_comparison_of_one_set_with_another_k() -> None:
+    """The other set is compared as if nothing were; the larger k has no difference."""
+    sets = {"a": range(6), "b": range(6, 10)}
+
+    def with_b(samples: int, seed: int) -> Saved:
+        whole = saved(noisy(seed, 0.5), sets, samples=8)
+        return replace(
+            whole,
+            manifest=Manifest(model="m", samples={"a": 8, "b": samples}, facts={}),
+            records=tuple(r for r in whole.records if r.dataset == "a" or r.sample < samples),
+        )
+
+    this, other = with_b(2, 1), with_b(8, 2)
+    found, alike = compare(this, other), compare(with_b(8, 1), other)
+    assert found.differences.sets["a"] == alike.differences.sets["a"]
+    assert [name for name in found.differences.sets["b"] if "@" in name] == [
+        *("pass@1", "pass@2", "maj@1", "maj@2")
+    ]
+    text = table("m", summarize(per_problem(this.records), {"a": 8, "b": 2}), found)
+    heads = "| model | a mean@8 | a pass@8 | a maj@8 | b mean | b pass | b maj | average mean | average pass "
+    assert heads in text
 
 
 def test_problems_are_matched_by_what_they_ask() -> None:

@@ -67,6 +67,30 @@ def test_a_run_evaluates_as_it_is_configured_but_for_flags(tmp_path: Path) -> No
     assert found.evaluation.samples == 2 and found.run.name == "demo"
 
 
+def asked(found: Config) -> list[int]:
+    return list(found.evaluation_samples.values())
+
+
+def test_samples_of_every_set_or_of_each_file(tmp_path: Path) -> None:
+    assert asked(flags(tmp_path, "--samples", "3")) == [3]
+    two = ["--model", MODEL, "--reward", "make_sum", "--out", str(tmp_path), "--data", "a.jsonl", "b.jsonl"]
+    assert asked(config(*two)) == [16, 16]
+    assert asked(config(*two, "--samples", "4")) == [4, 4]
+    assert asked(config(*two, "--samples", "4", "32")) == [4, 32]
+    assert asked(config("--config", RUN, "--data", "a.jsonl", "b.jsonl", "--samples", "4", "32")) == [4, 32]
+
+
+def test_samples_given_hold_before_those_of_a_file(tmp_path: Path) -> None:
+    layer, sets = tmp_path / "layer.toml", "[{file = 'a.jsonl'}, {file = 'b.jsonl', samples = 32}]"
+    layer.write_text(f"[data]\nvalidation = {sets}")
+    files = ["--config", RUN, "--config", str(layer)]
+    assert asked(config(*files)) == [64, 32]
+    assert asked(config(*files, "--evaluation.samples", "8")) == [8, 32]
+    assert asked(config(*files, "--samples", "2")) == [2, 2]
+    assert asked(config(*files, "--samples", "2", "--data.validation", sets)) == [2, 32]
+    assert config(*files, "--samples", "2").data.train == config(*files).data.train
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -76,6 +100,12 @@ def test_a_run_evaluates_as_it_is_configured_but_for_flags(tmp_path: Path) -> No
         (f"--config {RUN} --out {{tmp}}/file", "--out {tmp}/file: {tmp}/file is a file"),
         (f"--config {RUN} --out {{tmp}}/file/x", "--out {tmp}/file/x: {tmp}/file is a file"),
         (f"--config {RUN} --samples 0", f"{RUN}: evaluation.samples = 0: input should be greater than 0"),
+        (
+            f"--config {RUN} --samples 2 3",
+            "--samples has 2 numbers and --data 0 files: give one number for all sets, or one for each file",
+        ),
+        (f"--config {RUN} --data a b c --samples 2 3", "--samples has 2 numbers and --data 3 files"),
+        (f"--config {RUN} --data a b --samples 2 0", "data.validation[1].samples = 0: input should be"),
         (
             f"--model {MODEL} --data {DATA} --reward make_sum --out {{tmp}} --top-p 2",
             "evaluate: evaluation.top_p = 2.0: input should be less than or equal to 1",

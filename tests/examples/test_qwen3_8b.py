@@ -28,7 +28,7 @@ prepare = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = prepare
 SPEC.loader.exec_module(prepare)
 
-LOSSES, LAYOUTS = ("rloo", "gspo"), ("one_node", "colocated", "two_nodes", "four_nodes")
+LOSSES, LAYOUTS = ("rloo", "gspo", "ctpo"), ("one_node", "colocated", "two_nodes", "four_nodes")
 QWEN3_8B = {
     "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,

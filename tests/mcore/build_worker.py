@@ -1,11 +1,12 @@
 """On two ranks: models before and after their weights are loaded, a step of decay alone, and an evaluation.
 
-build_worker.py TIED UNTIED
+build_worker.py TIED UNTIED BIASED
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -71,8 +72,12 @@ def check(checkpoint: Path, parallel: options.Parallel, dtype: torch.dtype) -> N
     stop()
 
 
-def check_weight_decay(checkpoint: Path, *, distributed: bool) -> None:
-    """Without a gradient a step is the decay alone: of matrices, tables included, and of no norm or bias."""
+def check_weight_decay(checkpoint: Path, kinds: Sequence[str], *, distributed: bool) -> None:
+    """Without a gradient a step is the decay alone: of matrices, tables included, and of no norm or bias.
+
+    Args:
+        kinds: words in the names of what the model has.
+    """
     parallel = options.Parallel(distributed_optimizer=distributed)
     groups = start(CPU, parallel=parallel, seed=1)
     optimizer = options.Optimizer(lr=0.01, weight_decay=0.5)
@@ -84,12 +89,12 @@ def check_weight_decay(checkpoint: Path, *, distributed: bool) -> None:
     policy.zero_gradients()
     policy.step({}, policy.grad_norm())
     for name, parameter in chunk.named_parameters():
-        left = 1 - 0.01 * 0.5 if parameter.ndim > 1 else 1.0
+        left = 1.0 if "norm" in name or "bias" in name else 1 - 0.01 * 0.5
         want = before[name] * left
         assert (
             torch.allclose(parameter, want, rtol=1e-6, atol=0) if left < 1 else torch.equal(parameter, want)
         ), name
-    assert {p.ndim for p in before.values()} == {1, 2}
+    assert all(any(kind in name for name in before) for kind in kinds)
     stop()
 
 
@@ -108,12 +113,14 @@ def check_evaluation() -> None:
 
 
 def main() -> None:
-    for checkpoint in map(Path, sys.argv[1:]):
+    *checkpoints, biased = map(Path, sys.argv[1:])
+    for checkpoint in checkpoints:
         for parallel in (options.Parallel(tensor=2, sequence=True), options.Parallel(pipeline=2)):
             for dtype in (torch.float32, torch.bfloat16):
                 check(checkpoint, parallel, dtype)
     for distributed in (False, True):
-        check_weight_decay(Path(sys.argv[1]), distributed=distributed)
+        check_weight_decay(checkpoints[0], ["norm", "embedding"], distributed=distributed)
+        check_weight_decay(biased, ["norm", "embedding", "bias", "output_layer"], distributed=distributed)
     check_evaluation()
     assert not dist.is_initialized()
     print("held", flush=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from families import write_checkpoint
 from launch import run_worker
 
 
 def test_models_are_built_without_random_numbers_and_evaluated_without_an_optimizer(
-    random_checkpoints: dict[str, Path],
+    random_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     worker = Path(__file__).with_name("build_worker.py")
-    said = run_worker(worker, str(random_checkpoints["tied"]), str(random_checkpoints["untied"]), nproc=2)
+    write_checkpoint("qwen2", tmp_path)
+    folders = [random_checkpoints["tied"], random_checkpoints["untied"], tmp_path]
+    said = run_worker(worker, *map(str, folders), nproc=2)
     assert said.count("held") == 2

@@ -3,24 +3,15 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from random_walks import walks
 
 from megatron_fspo.objective import (
     BandCalibrator,
     drift_from_kl,
     drift_from_sigma,
-    fit_exponent,
     k3_kl,
     sigma_hat,
 )
-
-
-def walks(size: int, sigma: float, exponent: float = 0.5, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """S ~ Normal(0, (σ·L^a)²) for L from 8 to 4,096, evenly in log L."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = (8 * 512 ** torch.rand(size, generator=generator)).long()
-    noise = torch.randn(size, dtype=torch.float64, generator=generator)
-    return sigma * lengths.double() ** exponent * noise, lengths
 
 
 @pytest.mark.parametrize(("sigma", "exponent"), [(0.02, 0.5), (0.3, 0.25), (0.004, 0.75)])
@@ -50,25 +41,8 @@ def test_what_is_not_finite_or_empty_is_left_out() -> None:
     bad = torch.tensor([math.nan, math.inf, -math.inf, 5.0], dtype=torch.float64)
     more, longer = torch.cat([s, bad]), torch.cat([lengths, torch.tensor([9, 9, 9, 0])])
     assert sigma_hat(more, longer) == sigma_hat(s, lengths)
-    assert fit_exponent(more, longer) == fit_exponent(s, lengths)
     with pytest.raises(ValueError, match="no finite S with L > 0 among 4 sequences"):
         sigma_hat(bad, torch.tensor([9, 9, 9, 0]))
-
-
-@pytest.mark.parametrize("exponent", [0.25, 0.5, 1.0])
-def test_fit_exponent_finds_the_exponent(exponent: float) -> None:
-    assert fit_exponent(*walks(20_000, 0.02, exponent)) == pytest.approx(exponent, abs=0.02)
-
-
-def test_fit_exponent_is_exact_on_a_power_law_and_nan_without_two_bins() -> None:
-    lengths = torch.tensor([4, 16, 64, 256]).repeat(3)
-    assert fit_exponent(3 * lengths.double() ** 0.3, lengths, num_bins=4) == pytest.approx(0.3)
-    # A bin without spread says nothing of the slope.
-    s = torch.where(lengths == 4, 0.0, 3 * lengths.double() ** 0.3)
-    assert fit_exponent(s, lengths, num_bins=4) == pytest.approx(0.3)
-    assert math.isnan(fit_exponent(torch.ones(5), torch.full((5,), 7)))
-    assert math.isnan(fit_exponent(torch.zeros(12), lengths))
-    assert math.isnan(fit_exponent(torch.zeros(0), torch.zeros(0)))
 
 
 def test_k3_estimates_the_kl_of_two_distributions() -> None:
@@ -146,10 +120,35 @@ def test_the_calibrator_scales_by_its_exponent() -> None:
     assert calibrator.c == pytest.approx(2 * sigma_hat(s, lengths, 0.75), rel=1e-12)
 
 
+@pytest.mark.parametrize("true", [0.3, 0.7, 1.2])
+def test_the_calibrator_measures_its_exponent_within_bounds(true: float) -> None:
+    calibrator = BandCalibrator(mini_batches=8, exponent="measured")
+    batches = [walks(400, 0.02, true, seed=seed) for seed in range(8)]
+    for s, lengths in batches:
+        assert calibrator.c is None and calibrator.exponent == 0.5
+        calibrator.observe(s, lengths)
+    assert calibrator.measured is not None and calibrator.refusal is None
+    assert calibrator.measured.value == pytest.approx(true, abs=0.06)
+    assert calibrator.exponent == min(max(calibrator.measured.value, 0.5), 1.0)
+    pooled = [torch.cat(column) for column in zip(*batches, strict=True)]
+    assert calibrator.c == pytest.approx(2 * sigma_hat(*pooled, calibrator.exponent), rel=1e-12)
+
+
+def test_a_calibrator_whose_lengths_say_nothing_keeps_the_papers_exponent() -> None:
+    calibrator = BandCalibrator(mini_batches=3, exponent="measured")
+    lengths = torch.arange(100, 200)
+    for seed in range(3):
+        calibrator.observe(walks(100, 0.02, seed=seed)[0], lengths)
+    assert calibrator.exponent == 0.5 and calibrator.measured is None
+    assert calibrator.refusal is not None and "the lengths span too little" in calibrator.refusal
+    assert calibrator.c is not None
+
+
+@pytest.mark.parametrize("exponent", [0.5, "measured"])
 @pytest.mark.parametrize("seen", [0, 1, 2, 3])
-def test_the_calibrator_goes_on_from_json(seen: int) -> None:
+def test_the_calibrator_goes_on_from_json(seen: int, exponent) -> None:
     batches = [walks(50, 0.02, seed=seed) for seed in range(3)]
-    straight, first, resumed = (BandCalibrator(mini_batches=3) for _ in range(3))
+    straight, first, resumed = (BandCalibrator(mini_batches=3, exponent=exponent) for _ in range(3))
     for batch in batches:
         straight.observe(*batch)
     for batch in batches[:seen]:
@@ -160,7 +159,7 @@ def test_the_calibrator_goes_on_from_json(seen: int) -> None:
         first.observe(*batch)
     assert straight.c is not None and resumed.c == first.c == straight.c
     assert resumed.state_dict() == straight.state_dict()
-    assert len(json.dumps(resumed.state_dict())) < 200  # the measurements are gone once c is known
+    assert len(json.dumps(resumed.state_dict())) < 400  # the measurements are gone once c is known
 
 
 def test_the_calibrator_refuses_on_policy_batches_and_foreign_states() -> None:

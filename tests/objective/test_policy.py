@@ -45,6 +45,19 @@ def sums_of(mask: Tensor, segment: Tensor, sequences: int) -> Callable[[Tensor],
     return sums
 
 
+def prefix_sums_of(mask: Tensor, segment: Tensor) -> Callable[[Tensor], Tensor]:
+    """Sums of [k, t] up to each token of its sequence, where every sequence is whole."""
+
+    def sums(values: Tensor) -> Tensor:
+        kept, found = torch.where(mask, values, 0.0), torch.zeros_like(values)
+        for number in segment.unique():
+            own = segment == number
+            found[:, own] = kept[:, own].cumsum(1)
+        return found
+
+    return sums
+
+
 def inputs(lengths: list[int], seed: int = 0) -> LossInputs:
     """A pack with prompts (outside the mask, NaN) before each response, and a tail that is nobody's."""
     generator = torch.Generator().manual_seed(seed)
@@ -60,11 +73,15 @@ def inputs(lengths: list[int], seed: int = 0) -> LossInputs:
     ratio[~where] = float("nan")
     segments = torch.tensor(segment)
     n = len(lengths)
+    log_probs = -torch.rand(len(mask), generator=generator, dtype=torch.float64) * 3
+    log_probs[~where] = float("nan")
     return LossInputs(
+        log_probs=log_probs,
         log_ratio=ratio,
         mask=where,
         segment=segments,
         sequence_sums=sums_of(where, segments, n),
+        prefix_sums=prefix_sums_of(where, segments),
         lengths=torch.tensor(lengths),
         advantages=torch.randn(n, generator=generator, dtype=torch.float64),
         num_sequences=n,
@@ -162,10 +179,12 @@ def part(batch: LossInputs, sequences: range) -> LossInputs:
     mask, segment = batch.mask[own], batch.segment[own] - sequences.start
     return replace(
         batch,
+        log_probs=batch.log_probs[own],
         log_ratio=batch.log_ratio[own],
         mask=mask,
         segment=segment,
         sequence_sums=sums_of(mask, segment, len(sequences)),
+        prefix_sums=prefix_sums_of(mask, segment),
         lengths=batch.lengths[kept],
         advantages=batch.advantages[kept],
     )

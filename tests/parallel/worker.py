@@ -9,10 +9,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron_fspo.packing.zigzag import local_positions
 from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.exchange import exchange
 from megatron_fspo.parallel.metrics import add_metrics, any_rank, gather_lists, reduce_metrics, share
-from megatron_fspo.parallel.segments import sequence_sums
+from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.rollout.vllm.hand_out import hand_out
 from megatron_fspo.types import Completion, VersionSpan
 
@@ -88,6 +89,40 @@ def check_exact_sums() -> None:
         torch.testing.assert_close(
             found[0][row, column].double(), want, rtol=1e-7, atol=1e-12, equal_nan=True
         )
+
+
+def check_prefix_sums() -> None:
+    """Sequences of all sizes in zigzag chunks: the same bits as on one rank, one collective."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(6)
+    lengths = torch.tensor([1, 2, 9, 64, 0, 300, 31])
+    padded = lengths + -lengths % 24  # splits for 1, 2, 3 and 4 ranks
+    borders = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
+    segment = torch.repeat_interleave(padded)
+    position = torch.arange(len(segment)) - borders[segment]
+    size = torch.randint(-6, 4, (len(segment),), generator=generator)
+    values = torch.randn(2, len(segment), generator=generator) * 10.0**size
+    mask = (position < lengths[segment]) & (position >= lengths[segment] // 5)
+    values[0, 60], values[1, ~mask] = float("inf"), float("nan")
+    segment = torch.where(position < lengths[segment], segment, len(lengths))
+    late = 2 * position >= torch.cat([padded, padded.new_zeros(1)])[segment]
+    mine = local_positions(borders, rank, world)
+    counter = _Counter(dist.all_reduce)
+    with mock.patch.object(dist, "all_reduce", counter):
+        got = prefix_sums(
+            values[:, mine], mask[mine], segment[mine], late[mine], len(lengths), group=dist.group.WORLD
+        )
+    assert counter.calls == (1 if world > 1 else 0) and got.dtype == torch.float32
+    for row in range(2):
+        for number in range(len(lengths)):
+            own = (segment == number) & mask
+            want = values[row, own].double().cumsum(0)
+            here = own[mine]
+            places = (own.cumsum(0) - 1)[mine][here]
+            torch.testing.assert_close(got[row, here].double(), want[places], rtol=1e-6, atol=1e-6)
+    alone, _ = dist.new_subgroups(1)
+    whole = prefix_sums(values, mask, segment, late, len(lengths), group=alone)[:, mine[mask[mine]]]
+    assert torch.equal(whole.view(torch.int32), got[:, mask[mine]].view(torch.int32))
 
 
 def check_one_decides() -> None:
@@ -175,6 +210,7 @@ def main() -> None:
     check_collectives()
     check_sequence_sums()
     check_exact_sums()
+    check_prefix_sums()
     check_one_decides()
     check_metrics()
     dist.barrier()

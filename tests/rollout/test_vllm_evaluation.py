@@ -23,7 +23,7 @@ from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import Pending
 from megatron_fspo.rollout.sampling import stream_seed
-from megatron_fspo.trainer.evaluate import _SEED_OFFSET, evaluate, portions, sample_and_grade
+from megatron_fspo.trainer.evaluate import _SEED_OFFSET, evaluate, portions, responses_of, sample_and_grade
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.types import Completion, Prompt
 
@@ -41,13 +41,17 @@ def decode(ids: Sequence[int], skip_special_tokens: bool = True) -> str:
     return " ".join(map(str, ids))
 
 
-def inputs(reward: str = "even") -> Inputs:
+ALIKE = "[{file = 'a'}, {file = 'b'}]"
+OWN = "[{file = 'a', samples = 1}, {file = 'b', samples = 8}]"
+
+
+def inputs(reward: str = "even", *, sets: str = ALIKE, more: str = "") -> Inputs:
     words = f"{WORDS} --rollout.max-response-tokens {MAX_TOKENS} --reward.extract whole"
     words += f" --reward.name {__name__}:{reward}"
     return Inputs(
         config=load_config(
             REPO / "examples/make_sum/run.toml",
-            [*words.split(), "--data.validation", "[{file = 'a'}, {file = 'b'}]"],
+            [*words.split(), *more.split(), "--data.validation", sets],
         ),
         backend=choose_backend("cpu", "local"),
         arch=None,  # type: ignore[arg-type]
@@ -79,7 +83,7 @@ def opened(folder: Path, one: Inputs, before_write: Callable[[int], None] = lamb
     folder.mkdir(exist_ok=True)
     file = RecordFile(
         folder,
-        Manifest(model="m", samples=3, facts={}),
+        Manifest(model="m", samples=one.config.evaluation_samples, facts={}),
         [Problem.of(prompt, prompt.dataset) for prompt in one.validation],
         [portion.keys for portion in portions(one, 1)],
         check=lambda: before_write(file.done),
@@ -150,6 +154,49 @@ def test_in_a_run_it_gives_metrics_and_the_first_responses(tmp_path: Path, grade
     assert found.metrics["val/b/mean@3"] == pytest.approx(first[5:].mean().item())
     assert found.metrics["val/b/pass@3"] == pytest.approx(first[5:].any(1).double().mean().item())
     assert found.metrics["val/a/truncated"] == 1
+
+
+def test_sets_with_samples_of_their_own(tmp_path: Path, grader: Grader) -> None:
+    """The responses are those that any other k gives; the kept ones leave no gap where a set has no more."""
+    one = inputs(sets=OWN, more="--log.responses 10")
+    done: list[int] = []
+    with running(tmp_path / "weights") as (engine, _, _):
+        engine.update_weights(0)
+        found = evaluate(one, engine, groups(), grader, done.append)
+    assert sum(done) == responses_of(one) == 5 * 1 + 2 * 8
+    kept = [*((i, 0) for i in range(PROMPTS)), (5, 1), (6, 1), (5, 2)]
+    assert [(row["prompt"], row["token_ids"]) for row in found.responses] == [
+        (str(i), list(tokens_of(stream_seed(4 + _SEED_OFFSET, i, n)))) for i, n in kept
+    ]
+    assert {"val/a/mean@1", "val/a/maj@1", "val/b/mean@8", "val/b/pass@8", "val/b/maj@8"} < set(found.metrics)
+    assert not {"val/a/pass@8", "val/b/mean@1", "val/b/maj@1"} & set(found.metrics)
+
+
+def test_sets_with_samples_of_their_own_stopped_and_gone_on_with(tmp_path: Path, grader: Grader) -> None:
+    one, out = inputs(sets=OWN), tmp_path / "out"
+
+    def full(done: int) -> None:
+        if done == 2:
+            raise TrainingError("the disk is full")
+
+    assert [len(portion.prompts) for portion in portions(one, 1)] == [5, 1, 1]
+    with running(tmp_path / "weights") as (engine, _, _):
+        engine.update_weights(0)
+        with pytest.raises(TrainingError, match="the disk is full"):
+            sample_and_grade(one, engine, groups(), grader, None, opened(out, one, full))
+        file = opened(out, one)
+        assert (file.done, file.left) == (2, 8)
+        sample_and_grade(one, engine, groups(), grader, None, file)
+    saved = load(out)
+    assert saved.manifest.samples == {"a": 1, "b": 8}
+    assert [record.key for record in saved.records] == [
+        *(("a", i, 0) for i in range(5)),
+        *(("b", i, n) for i in (5, 6) for n in range(8)),
+    ]
+    for record in saved.records:
+        assert record.response == decode(
+            tokens_of(stream_seed(4 + _SEED_OFFSET, record.index, record.sample))
+        )
 
 
 def slow(prompt: Prompt, completion: Completion, response: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_all_dead_waits_for_a_restart() -> None:
     run(work, attempts=1)
 
 
-def test_nobody_comes_back() -> None:
+def test_nobody_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
     async def work(pool: Pool, fakes: list[FakeServer]) -> None:
         for fake in fakes:
             fake.kill()
@@ -97,6 +98,8 @@ def test_nobody_comes_back() -> None:
         check_all(await pool.generate(requests(3)), 3)  # the next batch waits anew
 
     run(work, attempts=1, recovery_seconds=0.2)
+    said = [line for line in capfd.readouterr().err.splitlines() if "waiting up to 0.2 s" in line]
+    assert len(said) == 2 and all(re.search(r"no vLLM server serves: http.*ConnectError", x) for x in said)
 
 
 def test_a_server_is_admitted_before_it_serves_again() -> None:

@@ -20,7 +20,7 @@ from megatron_fspo.trainer.records import SequenceRecord, clip_metrics
 LEARNING = {"Reward", "Response length"}
 RATES = {"Clip rate", "Length Reweighting Error"}
 BY_SEQUENCE = {"Clip rate by length", "S against √L"}
-HEALTH = {"Noise σ̂ and width c", "KL to the rollout policy", "Entropy", "Gradient norm"}
+HEALTH = {"Exponent of S", "Noise σ̂ and width c", "KL to the rollout policy", "Entropy", "Gradient norm"}
 
 
 def make_config(folder: Path, **sections: Mapping[str, Any]) -> Config:

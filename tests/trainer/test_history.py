@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fspo.report import pictures
+from megatron_fspo.report import drawing, pictures
 from megatron_fspo.report.history import (
     History,
     Records,
@@ -92,18 +92,18 @@ def test_wilson_interval_by_hand() -> None:
 def test_running_mean_leaves_out_what_is_missing() -> None:
     values = np.array([1.0, 2.0, 3.0, math.nan, 5.0, 60.0])
     expected = [1.5, 2.0, 2.5, 4.0, 32.5, 32.5]
-    assert pictures.running_mean(values, 3).tolist() == pytest.approx(expected)
-    assert np.isnan(pictures.running_mean(np.array([math.nan] * 4), 3)).all()
+    assert drawing.running_mean(values, 3).tolist() == pytest.approx(expected)
+    assert np.isnan(drawing.running_mean(np.array([math.nan] * 4), 3)).all()
 
 
 def test_thinning_keeps_spikes() -> None:
     values = np.zeros(2000)
     values[1234], values[777] = 100.0, -100.0
     values[1235] = values[778] = math.nan
-    kept = pictures.thin(values, most=100)
+    kept = drawing.thin(values, most=100)
     assert len(kept) <= 100 and {1234, 777} <= set(kept.tolist())
     assert (np.diff(kept) > 0).all()
-    assert pictures.thin(values[:100], most=100).tolist() == [*range(100)]
+    assert drawing.thin(values[:100], most=100).tolist() == [*range(100)]
 
 
 def test_series_of_a_metric_that_only_some_steps_log(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_every_configuration_has_its_objective(name: str, keys: dict[str, Any], 
 
 def test_calibration_waits_for_warm_batches_then_stays() -> None:
     loss = state("fspo", calibrate=2, c_low=0.02, c_high=0.04)
-    given = {"fspo/c_low": 0.02, "fspo/c_high": 0.04, "fspo/drift": 0.0}
+    given = {"fspo/c_low": 0.02, "fspo/c_high": 0.04, "fspo/drift": 0.0, "fspo/exponent": 0.5}
     observe(loss, sums(1, sigma=1e-4), warm=False)
     observe(loss, sums(2, sigma=1e-4), warm=False)
     assert loss.metrics() == given
@@ -115,7 +115,7 @@ def test_calibration_waits_for_warm_batches_then_stays() -> None:
 
     c = 2 * sigma_hat(torch.cat([sums(3), sums(4)]), LENGTHS.repeat(2))
     # The two sides keep their ratio, and c is their mean.
-    moved = {"fspo/c_low": c / 1.5, "fspo/c_high": c / 0.75, "fspo/drift": 0.0}
+    moved = {"fspo/c_low": c / 1.5, "fspo/c_high": c / 0.75, "fspo/drift": 0.0, "fspo/exponent": 0.5}
     assert loss.metrics() == pytest.approx(moved)
     objective = loss.objective()
     assert isinstance(objective, SequenceLevel)
@@ -123,6 +123,37 @@ def test_calibration_waits_for_warm_batches_then_stays() -> None:
     assert objective.dual_clip.c == pytest.approx(2 * c / 0.75)
     observe(loss, sums(5, sigma=3.0))
     assert loss.objective() == objective
+
+
+def test_a_measured_exponent_comes_with_the_width_and_stays() -> None:
+    loss = state("fspo", calibrate=3, exponent="measured", c_low=0.02, c_high=0.04, c_dual=0.1, longest=1000)
+    lengths = torch.arange(1, 400).repeat(3)
+    for seed in range(4):
+        assert (loss.calibrated() is None) == (seed < 3)
+        noise = torch.randn(len(lengths), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        loss.observe(0.02 * noise * lengths**0.8, lengths, kl_k3=0.0, sigma=0.1, warm=True)
+    objective = loss.objective()
+    assert isinstance(objective, SequenceLevel) and isinstance(objective.band, FSPOBand)
+    assert isinstance(objective.dual_clip, LengthFairDualClip)
+    assert objective.band.exponent == objective.dual_clip.exponent == loss.metrics()["fspo/exponent"]
+    assert objective.band.exponent == pytest.approx(0.8, abs=0.1)
+    assert objective.band.c_low == pytest.approx(objective.band.c_high / 2)
+    assert objective.dual_clip.c == pytest.approx(2.5 * objective.band.c_high)
+    assert "95% interval" in str(loss.calibrated())
+    resumed = state("fspo", calibrate=3, exponent="measured", c_low=0.02, c_high=0.04, c_dual=0.1, longest=9)
+    resumed.load_state_dict(json.loads(json.dumps(loss.state_dict())))
+    assert resumed.objective() == objective and resumed.calibrated() == loss.calibrated()
+
+
+def test_an_exponent_that_cannot_be_measured_is_said() -> None:
+    loss = state("fspo", calibrate=3, exponent="measured")
+    assert loss.metrics()["fspo/exponent"] == 0.5
+    for seed in range(3):
+        observe(loss, sums(seed))
+    assert loss.metrics()["fspo/exponent"] == 0.5
+    assert "the exponent stays 0.5, it cannot be measured: 12 sequences" in str(loss.calibrated())
+    with pytest.raises(ValueError, match=r"measured needs loss\.calibrate of 3 or more, not 2"):
+        state("fspo", calibrate=2, exponent="measured")
 
 
 @pytest.mark.parametrize("c_dual", [0.05, 0.5])
@@ -219,7 +250,8 @@ def test_the_configuration_wins_over_a_checkpoint() -> None:
     observe(measured, sums(1), kl=0.005)
     fixed = state("fspo", drift="given", drift_value=-0.002)
     fixed.load_state_dict(measured.state_dict())
-    assert fixed.metrics() == {"fspo/c_low": 0.03, "fspo/c_high": 0.03, "fspo/drift": -0.002}
+    given = {"fspo/c_low": 0.03, "fspo/c_high": 0.03, "fspo/drift": -0.002, "fspo/exponent": 0.5}
+    assert fixed.metrics() == given
     # The other way round, a run that calibrates from now on.
     late = state("fspo", calibrate=1)
     late.load_state_dict(fixed.state_dict())

@@ -136,7 +136,11 @@ def test_an_on_policy_run_has_nothing_to_clip(tmp_path: Path) -> None:
     config = make_config(tmp_path, batch={"mini_batches": 1})
     path = write_report(write_run(config, steps=6, off_policy=False))
     page = read_page(path)
-    assert page.pictures == LEARNING | HEALTH - {"Noise σ̂ and width c", "KL to the rollout policy"}
+    assert page.pictures == LEARNING | HEALTH - {
+        "Exponent of S",
+        "Noise σ̂ and width c",
+        "KL to the rollout policy",
+    }
     assert "one optimizer step per rollout" in page.text
     assert not {"Clip rate", "LRE (mean)", "LRE pooled"} & table(path).keys()
 
@@ -205,7 +209,7 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
                 json.dumps({"step": step, **columns, "clipped": outside, "out_of_band": outside}) + "\n"
             )
     path = write_report(run)
-    assert read_page(path).pictures == LEARNING | RATES | BY_SEQUENCE | HEALTH
+    assert read_page(path).pictures == LEARNING | RATES | BY_SEQUENCE | HEALTH - {"Exponent of S"}
     assert "100,000 records, evenly over all steps" in table(path)["LRE pooled"][2]
     assert path.stat().st_size < 1_000_000
     assert "data:image/png;base64" in path.read_text(encoding="utf-8")  # the scatter is pixels

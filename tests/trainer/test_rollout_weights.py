@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_fspo.config.correction import (
     CorrectionConfig,
+    IcePop,
     LengthFairGate,
     NoCorrection,
     SequenceMask,
@@ -44,6 +45,10 @@ DELTAS = [
 
 WEIGHTS: dict[str, tuple[CorrectionConfig, Callable[[int], Tensor]]] = {
     "token_tis": (TokenTIS(cap=1.25), lambda i: DELTAS[i].exp().clamp(max=1.25)),
+    "icepop": (
+        IcePop(low=0.8, high=1.25),
+        lambda i: torch.where((DELTAS[i].exp() - 1.025).abs() < 0.225, DELTAS[i].exp(), 0.0),
+    ),
     "sequence_tis": (SequenceTIS(cap=2.0), lambda i: torch.tensor(min(math.exp(SUMS[i]), 2.0))),
     "sequence_mask": (SequenceMask(low=0.5, high=2.0), lambda i: torch.tensor(float(abs(SUMS[i]) < 0.69))),
     # Limits .2, .6, 1.095, 0 and .4
@@ -165,6 +170,7 @@ def test_an_effective_share_by_hand() -> None:
 
 WORDS = {
     "token_tis": "tokens a mean weight of 0.3, and .* the weights or log-probs of the sampler are others",
+    "icepop": "tokens a mean weight of 0.3, and .* the weights or log-probs of the sampler are others",
     "sequence_tis": r"responses .* 0.3, .* 80% .* 0.014, .* 1.0%\). .*_gate \(correction.c = 0.055, ",
     "sequence_mask": "name = sequence_mask leaves .* correction.name = length_fair_gate .* token_tis",
     "length_fair_gate": "Noise alone passes with correction.c = 0.055, four times that sigma",
@@ -206,7 +212,7 @@ def test_a_response_whose_difference_is_not_finite_is_dropped_as_such(name: str,
     assert loss.gradient.isfinite().all() and (loss.gradient[batch.segment == 1] == 0).all()
     # It counts in no metric of the correction.
     left = [WEIGHTS[name][1](i).double() for i in (0, 2, 4)]
-    if name == "token_tis":
+    if name in ("token_tis", "icepop"):
         left = [torch.cat(left)]
     want = torch.stack(left).mean().item()
     assert metrics["rollout/correction_weight_mean"] == pytest.approx(want)

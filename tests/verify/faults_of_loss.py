@@ -19,6 +19,7 @@ from megatron_fspo.objective import FSPOBand, surrogate
 from megatron_fspo.objective import losses as objectives
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.parallel import segments
 
 # S.
 
@@ -97,6 +98,31 @@ def collective_per_sequence() -> Patch:
         return torch.stack(parts).sum(0) if parts else real(values, mask=mask, segment=segment, **kwargs)
 
     return wrap(policy_loss, "sequence_sums", one_by_one)
+
+
+# S of prefixes, which CTPO clips.
+
+
+@fault(CP, "that of each prefix", loss="ctpo")
+def prefix_of_this_rank() -> Patch:
+    """S of a prefix is summed over the tokens of this rank only"""
+    return wrap(policy_loss, "prefix_sums", lambda real, x, **kw: real(x, **{**kw, "group": ALONE}))
+
+
+@fault(CP, "that of each prefix", loss="ctpo", split="1 micro-batch")
+def prefix_one_chunk_off() -> Patch:
+    """S of a prefix takes each chunk of a sequence for the next one"""
+
+    def shifted(real: Any, sums: Tensor, group: Any) -> Tensor:
+        return real(sums, group).roll(1, 0) if sums.dim() == 4 and len(sums) == 4 else real(sums, group)
+
+    return wrap(segments, "added_up", shifted)
+
+
+@fault(SP, "that of each prefix", loss="ctpo")
+def prefix_chunks_swapped() -> Patch:
+    """S of a prefix takes the two chunks that a rank has of a sequence for each other"""
+    return wrap(policy_loss, "prefix_sums", lambda real, x, **kw: real(x, **{**kw, "late": ~kw["late"]}))
 
 
 # Normalisers.

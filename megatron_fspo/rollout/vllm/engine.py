@@ -359,5 +359,7 @@ class VLLMEngine:
         """Let go of servers and groups; what is under way is dropped."""
         if self._leader is not None:
             self._leader.sender.close()
+            # Before the client closes: a request that is just connecting would keep its connection.
+            self._leader.loop.cancel()
             self._leader.loop.run(self._leader.http.aclose())
             self._leader.loop.close()

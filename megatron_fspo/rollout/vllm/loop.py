@@ -71,6 +71,10 @@ class Loop:
         self._loop.call_soon_threadsafe(start)
         return result, cancel
 
+    def cancel(self) -> None:
+        """Cancel what is running, and wait until it has cleaned up."""
+        self.run(_cancel_all())
+
     def close(self) -> None:
         """Cancel what is running and end the thread. A second call does nothing."""
         atexit.unregister(self.close)

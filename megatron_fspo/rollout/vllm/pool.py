@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -299,14 +300,19 @@ class Pool:
         if none_up and self._patience is None:
             loop = asyncio.get_running_loop()
             self._patience = loop.call_later(self.recovery_seconds, self._give_up)
+            _say(
+                f"no vLLM server serves: {self._reasons()}; waiting up to {self.recovery_seconds:g} s for one"
+            )
         elif not none_up and self._patience is not None:
             self._patience.cancel()
             self._patience = None
         return cancelled
 
     def _give_up(self) -> None:
-        reasons = "; ".join(slot.reason for slot in self._slots) or "none has announced itself"
-        self._fail(TrainingError(f"no rollout server for {self.recovery_seconds:g} s: {reasons}"))
+        self._fail(TrainingError(f"no rollout server for {self.recovery_seconds:g} s: {self._reasons()}"))
+
+    def _reasons(self) -> str:
+        return "; ".join(slot.reason for slot in self._slots) or "none has announced itself"
 
     def _fail(self, error: Exception) -> None:
         """End every batch."""
@@ -360,3 +366,7 @@ def _take_out(slot: _Slot, reason: str) -> None:
     slot.up = False
     slot.losses += 1
     slot.reason = reason
+
+
+def _say(line: str) -> None:
+    print(f"megatron-fspo: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,134 @@
+"""What docs/evidence.md says, measured again: sweeps of the real trainer (`make evidence`).
+
+    python benchmarks/evidence.py                    # all parts; about two hours on two cores
+    python benchmarks/evidence.py make_sum           # one of them
+    python benchmarks/evidence.py --short            # two runs of five small steps: the machinery only
+
+A part is a sweep of ``benchmarks/evidence/``. Its figures go to ``benchmarks/results/evidence_<part>.json``,
+and the picture of the first to docs/fairness.svg; `make docs` writes the page from these files. A run that is
+there is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from machine import ROOT, cpu
+from megatron_fspo.objective.fairness import length_bins
+from megatron_fspo.report.history import Array, Records
+from megatron_fspo.sweep.file import Sweep, planned, read_sweep
+from megatron_fspo.sweep.processes import make
+from megatron_fspo.sweep.summary import as_json, compared, mean_over_seeds, summarize
+
+PARTS = ("make_sum", "variations")
+LOOKS = {
+    "measured": ("FSPO, exponent measured", "#cc79a7", "D"),
+    "fspo": ("FSPO, ½", "#0072b2", "o"),
+    "rloo": ("RLOO", "#d55e00", "s"),
+    "gspo": ("GSPO", "#009e73", "v"),
+}
+"""Arm → label, colour (Okabe and Ito's) and marker."""
+SHORT = (
+    "--run.steps",
+    "5",
+    "--rollout.prompts",
+    "12",
+    "--evaluation.every",
+    "5",
+    "--evaluation.samples",
+    "4",
+)
+
+
+def shortened(sweep: Sweep, folder: Path) -> Sweep:
+    """Two arms and one seed, as small as the measured exponent allows."""
+    arms = {arm: keys for arm, keys in sweep.arms.items() if arm in ("measured", "rloo")}
+    words = (*SHORT, "--optimizer.warmup-steps", "0")
+    return sweep.model_copy(update={"folder": folder, "seeds": (1,), "arms": arms, "words": words})
+
+
+def measure(sweep: Sweep) -> dict[str, Any]:
+    """Make the runs; their summary, and rates over lengths that all runs have in common."""
+    make(sweep, lambda line: print(line, flush=True))
+    found = summarize(sweep)
+    runs = list(planned(sweep))
+    found["lengths"], rates = rates_by_length([compared(sweep, run) for run in runs])
+    for arm in sweep.arms:
+        mine = [rate for run, rate in zip(runs, rates, strict=True) if run.arm == arm]
+        found["arms"][arm]["rates"] = [vars(mean_over_seeds(one)) for one in np.transpose(mine).tolist()]
+    return found
+
+
+def rates_by_length(runs: Sequence[Records]) -> tuple[list[float], list[list[float]]]:
+    """Mean length of 8 length bins common to all runs, and each run's out-of-band rates in them."""
+    lengths = torch.cat([torch.from_numpy(run.length) for run in runs])
+    bins = length_bins(lengths, 8).numpy()
+
+    def mean(part: Array, values: Any) -> list[float]:
+        return (np.bincount(part, weights=values) / np.bincount(part)).tolist()
+
+    parts = np.split(bins, np.cumsum([len(run) for run in runs])[:-1])
+    return mean(bins, lengths), [mean(p, run.out_of_band) for p, run in zip(parts, runs, strict=True)]
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Out-of-band rate against response length, with its interval over seeds, by arm."""
+    with rc_context({"svg.hashsalt": "evidence", "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(6.8, 3.8), layout="constrained", facecolor="white")
+        axes = figure.subplots()
+        for arm in (arm for arm in LOOKS if arm in found["arms"]):
+            (label, colour, marker), means = LOOKS[arm], found["arms"][arm]
+            rates, reach = (np.array([one[key] for one in means["rates"]]) for key in ("value", "half_width"))
+            axes.fill_between(found["lengths"], rates - reach, rates + reach, color=colour, alpha=0.13, lw=0)
+            label += f": LRE {means['lre_mean']['value']:.3f}"
+            axes.plot(found["lengths"], rates, color=colour, marker=marker, ms=5, lw=2.2, label=label)
+        axes.set(xlabel="response length (tokens)", ylabel="share outside the clip band", ylim=(0, None))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False, fontsize=8.5)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def main() -> None:
+    """Measure the parts that were asked for; write their files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--short", action="store_true", help="check the machinery; nothing is kept")
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    os.chdir(ROOT)
+    facts = {"cpu": cpu()} | {name: version(name) for name in ("torch", "megatron-core")}
+    results = Path(tempfile.mkdtemp()) if args.short else ROOT / "benchmarks/results"
+    for part in args.parts or (PARTS[:1] if args.short else PARTS):
+        sweep = read_sweep(ROOT / f"benchmarks/evidence/{part}.toml")
+        if args.short:
+            sweep = shortened(sweep, results / part)
+        found = measure(sweep)
+        command = f"python benchmarks/evidence.py {part}"
+        content = {"command": command, "machine": facts, "sweep": sweep.model_dump(mode="json"), **found}
+        path = results / f"evidence_{part}.json"
+        path.write_text(as_json(content), encoding="utf-8")
+        if part == "make_sum":
+            draw(found, results / "fairness.svg" if args.short else ROOT / "docs/fairness.svg")
+        print(path)
+    if args.short:
+        shutil.rmtree(results)
+
+
+if __name__ == "__main__":
+    main()

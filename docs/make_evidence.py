@@ -1,0 +1,193 @@
+"""Writes docs/evidence.md from its template and benchmarks/results: ``python docs/make_evidence.py``.
+
+Every figure and every verdict of the page is computed here from what a command wrote there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = Path(__file__).with_name("evidence.md")
+RESULTS = ROOT / "benchmarks/results"
+
+SUPPORTED, NOT, UNTESTED = "**supported**", "**not supported**", "**not testable here**"
+NAMES = {"measured": "FSPO, a measured", "fspo": "FSPO, a = ½", "rloo": "RLOO", "gspo": "GSPO"}
+VARIATIONS = {
+    "half": "c / 2",
+    "base": "c = 0.045, length-fair dual clip, no drift",
+    "double": "2 c",
+    "quadruple": "4 c",
+    "no-dual-clip": "no dual clip",
+    "drift": 'drift = "k3"',
+}
+COLUMNS = {
+    "out_of_band": "outside",
+    "lre_mean": "LRE mean",
+    "lre_max": "LRE max",
+    "lre_null": "by chance (mean)",
+    "ess": "ESS",
+    "reward_last": "reward",
+    "accuracy_change": "held-out accuracy, gained",
+    "length_last": "response length",
+}
+
+TEMPLATE = Path(__file__).with_name("evidence.md.in")
+
+
+def read(name: str) -> dict[str, Any]:
+    """A file of figures."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def render() -> str:
+    """The page."""
+    main, variations, real = (
+        read(name) for name in ("evidence_make_sum", "evidence_variations", "real_model")
+    )
+    sweep, arms = main["sweep"], main["arms"]
+    runs = [run for run in main["runs"] if run["arm"] == "measured"]
+    return TEMPLATE.read_text(encoding="utf-8").format(
+        cpu=main["machine"]["cpu"],
+        torch=main["machine"]["torch"],
+        mcore=main["machine"]["megatron-core"],
+        claims="\n".join(claims(main, variations, real)),
+        seeds=len(sweep["seeds"]),
+        arms=len(arms),
+        steps=30,
+        calibrate=sweep["arms"]["measured"]["loss"]["calibrate"],
+        records=f"{round(runs[0]['records'], -3):,}",
+        make_sum=table(arms, NAMES),
+        exponents=", ".join(f"{run['exponent']:.2f}" for run in runs),
+        differences=differences(main),
+        variation_seeds=len(variations["sweep"]["seeds"]),
+        variation_arms=len(variations["arms"]),
+        variations=table(variations["arms"], VARIATIONS),
+        smollm2=pretrained(real),
+    )
+
+
+def table(arms: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """By arm the means over seeds."""
+    lines = [f"| | {' | '.join(COLUMNS.values())} |", "|---" * (1 + len(COLUMNS)) + "|"]
+    for arm, name in names.items():
+        lines.append(f"| {name} | {' | '.join(mean(arms[arm][key]) for key in COLUMNS)} |")
+    return "\n".join(lines)
+
+
+def mean(found: Mapping[str, float]) -> str:
+    """``0.024 ± 0.003``"""
+    value, half = found["value"], found["half_width"]
+    return f"{value:.1f} ± {half:.1f}" if abs(value) >= 10 else f"{value:.3f} ± {half:.3f}"
+
+
+def by_seed(main: Mapping[str, Any], arm: str, figure: str) -> list[float]:
+    """One value for each seed."""
+    return [run[figure] for run in main["runs"] if run["arm"] == arm]
+
+
+def below(main: Mapping[str, Any], arm: str, others: Sequence[str], figure: str) -> int:
+    """In how many seeds the arm's figure is below those of all the others."""
+    columns = [by_seed(main, other, figure) for other in others]
+    mine = by_seed(main, arm, figure)
+    return sum(value < min(rest) for value, *rest in zip(mine, *columns, strict=True))
+
+
+def differences(main: Mapping[str, Any]) -> str:
+    """Of the other arms, less the measured one."""
+    keys = ("lre_mean", "lre_max", "ess", "reward_last", "accuracy_after", "length_last")
+    heads = ("LRE mean", "LRE max", "ESS", "reward", "held-out accuracy", "response length")
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for arm, found in main["differences"].items():
+        lines.append(f"| {NAMES[arm]} | {' | '.join(mean(found[key]) for key in keys)} |")
+    return "\n".join(lines)
+
+
+def claims(main: Mapping[str, Any], variations: Mapping[str, Any], real: Mapping[str, Any]) -> list[str]:
+    """Rows of the first table."""
+    seeds, arms = len(main["sweep"]["seeds"]), main["arms"]
+    others = ("rloo", "gspo")
+    lines = []
+
+    def add(claim: str, figure: str, verdict: str) -> None:
+        lines.append(f"| {claim} | {figure} | {verdict} |")
+
+    def lre(*names: str) -> str:
+        return ", ".join(f"{NAMES[name]} {mean(arms[name]['lre_mean'])}" for name in names)
+
+    count = below(main, "fspo", others, "lre_mean")
+    add(
+        "At a matched clip rate √L clips more evenly over length than a constant band (RLOO) and one on the "
+        "mean (GSPO); make-sum",
+        f"LRE mean: {lre('fspo', *others)}; below both in {count} of {seeds} seeds",
+        SUPPORTED if count == seeds else NOT,
+    )
+    count = below(main, "measured", ("fspo", *others), "lre_mean")
+    add(
+        "A measured exponent clips more evenly than ½, RLOO and GSPO, in every seed; make-sum",
+        f"{lre('measured')}; below all three in {count} of {seeds} seeds, below RLOO and GSPO in "
+        f"{below(main, 'measured', others, 'lre_mean')}",
+        SUPPORTED if count == seeds else NOT,
+    )
+    gains = {arm: main["differences"][arm]["accuracy_after"] for arm in main["differences"]}
+    apart = [arm for arm, gain in gains.items() if abs(gain["value"]) > gain["half_width"]]
+    add(
+        "More even clipping gives higher held-out accuracy; make-sum",
+        "less FSPO with a measured: "
+        + ", ".join(f"{NAMES[arm]} {mean(gain)}" for arm, gain in gains.items())
+        + f"; intervals that leave out 0: {', '.join(NAMES[arm] for arm in apart) or 'none'}",
+        SUPPORTED
+        if {"rloo", "gspo"} <= set(apart) and all(gains[arm]["value"] < 0 for arm in others)
+        else NOT,
+    )
+    slower, shorter = (main["differences"]["gspo"][key] for key in ("reward_last", "length_last"))
+    add(
+        "At the clip rate of FSPO, GSPO learns more slowly and shortens responses; make-sum",
+        f"less FSPO with a measured: reward {mean(slower)}, response length {mean(shorter)}",
+        SUPPORTED if all(one["value"] + one["half_width"] < 0 for one in (slower, shorter)) else NOT,
+    )
+    pairs = zip(*(by_seed(variations, arm, "lre_mean") for arm in ("base", "no-dual-clip")), strict=True)
+    gaps = ", ".join(f"{with_clip - without:+.3f}" for with_clip, without in pairs)
+    add(
+        "The length-fair dual clip leaves clipping as even as it is",
+        f"LRE mean with it, less without, by seed: {gaps}; too few seeds to say equal",
+        UNTESTED,
+    )
+    one = ", ".join(
+        f"{name.upper()} {real['runs'][f'{name}-1']['records']['lre']['value']:.2f}"
+        for name in ("fspo", "rloo", "gspo")
+    )
+    add(
+        "The same on a really pretrained model, with three seeds of each",
+        f"one seed of RLOO and GSPO so far; LRE mean of seed 1: {one}",
+        UNTESTED,
+    )
+    add(
+        "S of noise grows as √L, and what training moves faster, up to thousands of tokens",
+        "responses here have at most 100 tokens",
+        UNTESTED,
+    )
+    add(
+        "Accuracy on MATH500, AMC23 and AIME with Qwen3-1.7B and 8B; RLOO's responses explode in length",
+        "no GPU has run this code",
+        UNTESTED,
+    )
+    return lines
+
+
+def pretrained(real: Mapping[str, Any]) -> str:
+    """Clipping of the runs of SmolLM2."""
+    lines = ["| run | outside | LRE mean | by chance |", "|---|---|---|---|"]
+    for name, run in real["runs"].items():
+        records = run["records"]
+        lre = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**records["lre"])
+        lines.append(f"| {name} | {records['out_of_band']:.1%} | {lre} | {records['lre by chance']:.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")

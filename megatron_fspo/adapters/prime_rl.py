@@ -1,0 +1,56 @@
+"""FSPO as a custom loss of prime-rl; its configuration names this function::
+
+    [trainer.loss]
+    type = "custom"
+    import_path = "megatron_fspo.adapters.prime_rl.fspo_loss"
+    kwargs = { c_low = 0.03, c_high = 0.03 }
+
+Seen with prime-rl 0.8.
+
+* S starts from the sampler's log-probs, as that trainer's own ratios do, so the band must leave mismatch and
+  staleness alone.
+* prime-rl calls the function once for each response and divides the sum by the *tokens* of the step. So the
+  gradient is FSPO's times one factor for all responses of the step, one over their mean length: lengths are
+  weighed as they should be, but limits of the gradient's norm have another scale.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prime_rl.trainer.rl.loss import LossOutputs
+
+from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, one_advantage
+
+
+def fspo_loss(inputs: Any, c_low: float, c_high: float, c_dual: float | None = None) -> LossOutputs:
+    """−J of one response, and its metrics.
+
+    Args:
+        inputs: prime-rl's ``LossInputs``: log-probs, advantages and mask, all [L].
+        c_low: nats per √token.
+        c_high: nats per √token.
+        c_dual: default 2·c_high.
+
+    Raises:
+        ValueError: a limit that is not legal, advantages that differ within the response, or token weights.
+    """
+    weights, mask = inputs.loss_weights, inputs.loss_mask[None]
+    if weights is not None and bool((weights[inputs.loss_mask] != 1).any()):
+        raise ValueError("FSPO decides on whole responses: weights of single tokens do not go with it")
+    lengths = mask.sum(dim=1)
+    log_ratio_sum = log_ratio_sums(inputs.trainer_logprobs[None], inputs.inference_logprobs[None], mask)
+    advantages = one_advantage(inputs.advantages[None], mask)
+    terms = FSPO(c_low=c_low, c_high=c_high, c_dual=c_dual).surrogate(log_ratio_sum, lengths, advantages)
+    flags = {
+        "fspo/clip_low": terms.clipped_low,
+        "fspo/clip_high": terms.clipped_high,
+        "fspo/dual_clip_frac": terms.dual_clipped,
+        "fspo/out_of_band": terms.out_of_band,
+        "fspo/nonfinite_share": terms.nonfinite,
+    }
+    # prime-rl averages them over responses.
+    return LossOutputs(
+        loss=mean_loss(log_ratio_sum, terms, 1.0),
+        metrics={name: flag[0].float() for name, flag in flags.items()},
+    )

@@ -1,0 +1,79 @@
+"""FSPO as a policy loss of SkyRL; importing this file before the run starts registers it::
+
+    import megatron_fspo.adapters.skyrl                         # in the program that starts the run
+    trainer.algorithm.policy_loss_type=fspo trainer.algorithm.loss_reduction=sequence_mean
+    trainer.algorithm.eps_clip_low=0.03 trainer.algorithm.eps_clip_high=0.03
+
+Seen with SkyRL 0.4.
+
+* ``eps_clip_low`` and ``eps_clip_high`` are c_low and c_high, in nats per √token; c_dual is 2·c_high.
+* A loss of SkyRL returns a sum, and has N in its advantages: they come divided by N·L, of ``sequence_mean``.
+  J is linear in the size of A, so L·A gives back J/N. N counts responses without a token as well.
+* Its ``off_policy_correction`` is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+from torch import Tensor
+
+from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, metrics, one_advantage
+
+_RATIO = 0.2
+"""SkyRL's default of both limits, meant for a ratio."""
+
+
+def fspo_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """−Σ J_i / N of one micro-batch, and metrics.
+
+    Args:
+        log_probs: [n, T] with its graph.
+        old_log_probs: [n, T].
+        advantages: [n, T], A / (N·L) on all tokens of a response.
+        config: SkyRL's section ``trainer.algorithm``.
+        loss_mask: [n, T].
+        rollout_logprobs: of no effect here.
+
+    Raises:
+        ValueError: a limit that is not legal, or SkyRL's default for a ratio; another ``loss_reduction``; an
+            ``off_policy_correction``; advantages that differ within a response.
+    """
+    fspo = _limits(config)
+    mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask > 0
+    lengths = mask.sum(dim=1)
+    log_ratio_sum = log_ratio_sums(log_probs, old_log_probs, mask)
+    shares = lengths * one_advantage(advantages, mask).to(log_ratio_sum)
+    terms = fspo.surrogate(log_ratio_sum, lengths, shares)
+    return mean_loss(log_ratio_sum, terms, 1.0), metrics(log_ratio_sum.detach(), lengths, terms)
+
+
+def _limits(config: Any) -> FSPO:
+    low, high = config.eps_clip_low, config.eps_clip_high
+    if low == _RATIO or high == _RATIO:
+        raise ValueError(
+            f"eps_clip_low = {low} and eps_clip_high = {high} are c_low and c_high of FSPO, in nats per "
+            f"√token, and {_RATIO} is SkyRL's default for a ratio: set both of them, 0.03 say"
+        )
+    if config.loss_reduction != "sequence_mean":
+        raise ValueError(
+            f"loss_reduction = {config.loss_reduction!r} does not go with FSPO, a mean over sequences: "
+            "set it to 'sequence_mean'"
+        )
+    correction = config.off_policy_correction
+    if correction != type(correction)():
+        raise ValueError("off_policy_correction does not go with FSPO here: leave it at its defaults")
+    return FSPO(c_low=low, c_high=high)
+
+
+if "fspo" not in PolicyLossRegistry.list_available():
+    PolicyLossRegistry.register("fspo", fspo_policy_loss)

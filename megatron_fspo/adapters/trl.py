@@ -1,0 +1,167 @@
+"""FSPO in TRL: ``FSPOTrainer`` and ``FSPOConfig`` in the place of ``GRPOTrainer`` and ``GRPOConfig``::
+
+    from megatron_fspo.adapters.trl import FSPOConfig, FSPOTrainer
+
+All but the loss is TRL's: generation, rewards, advantages, data. Seen with TRL 1.16.
+
+* J is averaged over the responses with tokens of the whole optimizer step, over all processes:
+  gradient accumulation and padding change nothing.
+* S starts from the policy as TRL scores it before the first update. Its correction for a sampler that is not
+  the trainer weighs or drops responses by exp ΣΔ, summed over the whole response by default, so it drops long
+  responses first (huggingface/trl#5814): it is off here, and refused.
+* Settings of other losses are refused, not ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, metrics
+
+_BAND = "FSPO's limits are c_low, c_high and c_dual"
+_OTHERS = {
+    "loss_type": "FSPO is the loss",
+    "importance_sampling_level": "FSPO's ratio is of the whole response, and not of its mean",
+    "epsilon": _BAND,
+    "epsilon_high": _BAND,
+    "delta": _BAND,
+    "beta": "there is no KL term here",
+    "entropy_coef": "there is no entropy term here",
+    "use_adaptive_entropy": "there is no entropy term here",
+    "top_entropy_quantile": "S is over all tokens of a response",
+    "off_policy_mask_threshold": "it drops responses by their mean log-ratio",
+    "vllm_importance_sampling_correction": "exp of a summed difference drops long responses first",
+}
+"""What belongs to other losses, and why it is refused."""
+
+PAPER = {
+    "title": "Clip Your Sequences Fairly: Enforcing Length Fairness for Sequence-Level RL",
+    "id": "2509.09177",
+}
+"""What model cards name."""
+
+_MODEL_INPUTS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+
+@dataclass
+class FSPOConfig(GRPOConfig):
+    """``GRPOConfig`` with FSPO's limits, in nats per √token.
+
+    Raises ``ValueError``, one line, for a limit that is not legal or a setting that has no effect here.
+    """
+
+    c_low: float = field(default=0.03, metadata={"help": "lower edge of the band: S >= -c_low * sqrt(L)"})
+    c_high: float = field(default=0.03, metadata={"help": "upper edge of the band: S <= c_high * sqrt(L)"})
+    c_dual: float | None = field(
+        default=None, metadata={"help": "S <= c_dual * sqrt(L) for A < 0; default: 2 * c_high"}
+    )
+    vllm_importance_sampling_correction: bool = field(
+        default=False, metadata={"help": "refused: it drops long responses first"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.fspo()
+        fields = type(self).__dataclass_fields__
+        for name, why in _OTHERS.items():
+            value, default = getattr(self, name), fields[name].default
+            if value != default:
+                raise ValueError(f"{name} = {value!r} does not go with FSPO: {why}; leave it at {default!r}")
+        steps, accumulated = self.steps_per_generation, self.gradient_accumulation_steps
+        if steps % accumulated:
+            raise ValueError(
+                f"steps_per_generation = {steps} must be a multiple of gradient_accumulation_steps = "
+                f"{accumulated}: FSPO's mean is over the responses of an optimizer step, which must be there"
+            )
+
+    def fspo(self) -> FSPO:
+        """The limits."""
+        return FSPO(c_low=self.c_low, c_high=self.c_high, c_dual=self.c_dual)
+
+
+class FSPOTrainer(GRPOTrainer):
+    """``GRPOTrainer`` with FSPO as its loss. ``args`` is a :class:`FSPOConfig`.
+
+    Raises ``TypeError`` for another configuration, ``ValueError`` for a model with an auxiliary loss.
+    """
+
+    _tag_names = ("trl", "fspo")
+    _name = "FSPO"
+    _paper: ClassVar[dict[str, str]] = PAPER
+    args: FSPOConfig
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: FSPOConfig | None = None, **kwargs: Any
+    ) -> None:
+        args = FSPOConfig("fspo") if args is None else args
+        if not isinstance(args, FSPOConfig):
+            raise TypeError(f"FSPOTrainer takes an FSPOConfig, got a {type(args).__name__}")
+        super().__init__(model, reward_funcs, args=args, **kwargs)
+        if self.aux_loss_enabled:
+            raise ValueError("FSPOTrainer has no auxiliary loss for routers: set router_aux_loss_coef=0")
+        self._fspo = args.fspo()
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        """A micro-batch, and of how many responses its optimizer step consists."""
+        inputs = super()._prepare_inputs(generation_batch)
+        together = [inputs]
+        if self.model.training:
+            count = self.args.gradient_accumulation_steps
+            first = self._step % self.args.steps_per_generation // count * count
+            together = self._buffered_inputs[first : first + count]
+        filled = torch.stack([_mask(part).any(dim=1).sum() for part in together]).sum()
+        return inputs | {"num_sequences": self.accelerator.reduce(filled, reduction="sum")}
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        mask = _mask(inputs)
+        log_probs, entropies, _ = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            mask.size(1),
+            compute_entropy=True,
+            **{name: inputs.get(name) for name in _MODEL_INPUTS},
+        )
+        # TRL leaves them out where nothing has moved the policy yet.
+        old_log_probs = inputs.get("old_per_token_logps", log_probs)
+        log_ratio_sum = log_ratio_sums(log_probs, old_log_probs, mask)
+        lengths = mask.sum(dim=1)
+        terms = self._fspo.surrogate(log_ratio_sum, lengths, inputs["advantages"])
+
+        entropy = torch.where(mask, entropies.float(), 0.0).sum(dim=1)
+        self._record(log_ratio_sum.detach(), lengths, inputs["advantages"], entropy)
+        # Gradients are averaged over processes, and added up over micro-batches.
+        per_process = inputs["num_sequences"].clamp(min=1) / self.accelerator.num_processes
+        return mean_loss(log_ratio_sum, terms, per_process)
+
+    def _record(self, *columns: Tensor) -> None:
+        """Metrics of one micro-batch over all processes; S, L, A and the summed entropy, all [n]."""
+        rows = self.accelerator.gather(torch.stack([column.float() for column in columns], dim=1))
+        log_ratio_sum, lengths, advantages, entropy = rows.unbind(dim=1)
+        found = metrics(log_ratio_sum, lengths, self._fspo.surrogate(log_ratio_sum, lengths, advantages))
+        found["entropy"] = (entropy.sum() / lengths.sum().clamp(min=1)).item()
+        mode = "train" if self.model.training else "eval"
+        for name, value in found.items():
+            self._metrics[mode][name].append(value)
+
+
+def _mask(inputs: dict[str, Any]) -> Tensor:
+    """bool [n, T]: tokens of the policy, without those of tools and of responses that are left out."""
+    mask: Tensor = inputs["completion_mask"].bool()
+    return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask

@@ -1,0 +1,125 @@
+"""FSPO in TRL's asynchronous trainer: ``AsyncFSPOTrainer`` in the place of ``AsyncGRPOTrainer``::
+
+    from megatron_fspo.adapters.trl_async import AsyncFSPOConfig, AsyncFSPOTrainer
+
+It is experimental in TRL. Seen with TRL 1.16.
+
+* S starts from the sampler's log-probs, as all of this trainer's ratios do: it includes staleness and the
+  mismatch of sampler and trainer, and the band must leave both alone.
+* J is averaged over the samples of the optimizer step, as many in each. A ``token_budget``, TRL's default, is
+  refused: their number is not known then before the step has ended. A sample without a trained token counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from megatron_fspo.adapters.loss import FSPO, mean_loss, metrics
+from megatron_fspo.adapters.trl import PAPER
+
+_OTHERS = {
+    "epsilon": "FSPO's limits are c_low, c_high and c_dual",
+    "epsilon_high": "FSPO's limits are c_low, c_high and c_dual",
+    "token_budget": "the number of samples of an optimizer step must be known when it begins",
+}
+
+
+@dataclass
+class AsyncFSPOConfig(AsyncGRPOConfig):
+    """``AsyncGRPOConfig`` with FSPO's limits, in nats per √token.
+
+    Raises ``ValueError``, one line, for a limit that is not legal or a setting that has no effect here.
+    """
+
+    c_low: float = field(default=0.03, metadata={"help": "lower edge of the band: S >= -c_low * sqrt(L)"})
+    c_high: float = field(default=0.03, metadata={"help": "upper edge of the band: S <= c_high * sqrt(L)"})
+    c_dual: float | None = field(
+        default=None, metadata={"help": "S <= c_dual * sqrt(L) for A < 0; default: 2 * c_high"}
+    )
+    token_budget: int | None = field(
+        default=0,
+        metadata={"help": "0, a fixed number of samples in each micro-batch; else refused"},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.fspo()
+        fields = type(self).__dataclass_fields__
+        for name, why in _OTHERS.items():
+            value, default = getattr(self, name), fields[name].default
+            if value != default:
+                raise ValueError(f"{name} = {value!r} does not go with FSPO: {why}; leave it at {default!r}")
+
+    def fspo(self) -> FSPO:
+        """The limits."""
+        return FSPO(c_low=self.c_low, c_high=self.c_high, c_dual=self.c_dual)
+
+
+class AsyncFSPOTrainer(AsyncGRPOTrainer):
+    """``AsyncGRPOTrainer`` with FSPO as its loss. ``args`` is an :class:`AsyncFSPOConfig`.
+
+    Raises ``TypeError`` for another configuration, ``ValueError`` for a model with an auxiliary loss.
+    """
+
+    _tag_names = ("trl", "async-fspo")
+    _name = "AsyncFSPO"
+    _paper: ClassVar[dict[str, str]] = PAPER
+    args: AsyncFSPOConfig
+
+    def __init__(
+        self, model: str, reward_funcs: Any = None, args: AsyncFSPOConfig | None = None, **kwargs: Any
+    ) -> None:
+        args = AsyncFSPOConfig("async-fspo") if args is None else args
+        if not isinstance(args, AsyncFSPOConfig):
+            raise TypeError(f"AsyncFSPOTrainer takes an AsyncFSPOConfig, got a {type(args).__name__}")
+        super().__init__(model, reward_funcs, args=args, **kwargs)
+        if self.aux_loss_enabled:
+            raise ValueError("AsyncFSPOTrainer has no auxiliary loss for routers: set router_aux_loss_coef=0")
+        self._fspo = args.fspo()
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """The loss of one packed row; all but the loss, its clip rates included, stays TRL's."""
+        outputs = []
+
+        def watched(**keys: Any) -> Any:
+            outputs.append(model(**keys))
+            return outputs[-1]
+
+        # For its accounting. Its loss is dropped, and so are the clip rates of a loss that does not act.
+        super().compute_loss(watched, inputs)
+        for name in [name for name in self._metrics["train"] if name.startswith("clip_ratio/")]:
+            del self._metrics["train"][name]
+
+        selected = inputs["token_index"] >= 0
+        log_probs = outputs[0].log_probs.flatten()[inputs["token_index"][selected]]
+        segment = inputs["segment_id"][selected]
+        n = int(segment.max()) + 1
+        difference = log_probs.float() - inputs["old_log_probs"][selected].float()
+        log_ratio_sum = difference.new_zeros(n).index_add(0, segment, difference)
+        lengths = difference.new_zeros(n).index_add(0, segment, torch.ones_like(difference))
+        advantages = difference.new_zeros(n)
+        advantages[segment] = inputs["advantages"][selected].float()
+        self._record(log_ratio_sum.detach(), lengths, advantages)
+        # Gradients are averaged over processes, and added up over micro-batches.
+        per_process = self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps
+        terms = self._fspo.surrogate(log_ratio_sum, lengths, advantages)
+        return mean_loss(log_ratio_sum, terms, per_process)
+
+    def _record(self, *columns: Tensor) -> None:
+        """Metrics of one micro-batch over all processes, whose rows have samples in different numbers."""
+        rows = self.accelerator.pad_across_processes(torch.stack(columns, dim=1))
+        log_ratio_sum, lengths, advantages = self.accelerator.gather(rows).unbind(dim=1)
+        terms = self._fspo.surrogate(log_ratio_sum, lengths, advantages)
+        for name, value in metrics(log_ratio_sum, lengths, terms).items():
+            self._metrics["train"][name].append(value)

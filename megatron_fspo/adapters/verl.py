@@ -1,0 +1,97 @@
+"""FSPO as a policy loss of verl; importing this file registers it, and verl imports it by itself::
+
+    actor_rollout_ref.actor.policy_loss.loss_mode=fspo
+    actor_rollout_ref.actor.clip_ratio_low=0.03 actor_rollout_ref.actor.clip_ratio_high=0.03
+
+verl finds it by the entry point in the group ``verl.plugins`` where this package is installed. Seen with
+verl 0.9.1.
+
+* ``clip_ratio_low`` and ``clip_ratio_high`` are c_low and c_high, in nats per √token; c_dual is 2·c_high.
+* J is a mean over sequences, whatever ``loss_agg_mode`` says: that goes on to hold for verl's entropy and KL
+  terms. N is verl's ``global_batch_size``, which counts responses without a token as well.
+* ``algorithm.rollout_correction.bypass_mode`` replaces ``loss_mode`` by its own, so FSPO does not run there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.trainer.ppo.core_algos import register_policy_loss
+
+from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, metrics, one_advantage
+
+_RATIO = 0.2
+_DUAL_RATIO = 3.0
+"""verl's defaults, both meant for a ratio."""
+
+
+@register_policy_loss("fspo")
+def fspo_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """−(1/N) Σ J_i of one micro-batch, times the data-parallel size, and metrics for verl to average.
+
+    Args:
+        old_log_prob: [n, T].
+        log_prob: [n, T] with its graph.
+        advantages: [n, T], the same on all tokens of a response.
+        response_mask: [n, T].
+        loss_agg_mode: of no effect here.
+        config: the actor's, with ``global_batch_info`` as verl sets it before each micro-batch.
+        rollout_is_weights: [n, T], factors of the tokens' gradients; they leave S and the clips alone.
+
+    Raises:
+        ValueError: a limit that is not legal, or verl's default for a ratio; advantages that differ within a
+            response; several data-parallel ranks without ``global_batch_size``.
+    """
+    mask = response_mask > 0
+    lengths = mask.sum(dim=1)
+    log_ratio_sum = log_ratio_sums(log_prob, old_log_prob, mask)
+    terms = _limits(config).surrogate(
+        log_ratio_sum, lengths, one_advantage(advantages, mask).to(log_ratio_sum)
+    )
+    moving = log_ratio_sum
+    if rollout_is_weights is not None:
+        moving = torch.where(mask, rollout_is_weights * (log_prob - log_prob.detach()), 0.0).sum(dim=1)
+    loss = mean_loss(moving, terms, _per_rank(config.global_batch_info, lengths))
+
+    found: dict[str, Any] = metrics(log_ratio_sum.detach(), lengths, terms)
+    tokens = max(int(lengths.sum()), 1)
+    found["actor/pg_clipfrac"] = sum(
+        found[name] for name in ("fspo/clip_low", "fspo/clip_high", "fspo/dual_clip_frac")
+    )
+    found["actor/ppo_kl"] = -log_ratio_sum.detach().nan_to_num().sum().item() / tokens
+    return loss, found
+
+
+def _limits(config: Any) -> FSPO:
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    if low == _RATIO or high == _RATIO:
+        raise ValueError(
+            f"clip_ratio_low = {low} and clip_ratio_high = {high} are c_low and c_high of FSPO, in nats per "
+            f"√token, and {_RATIO} is verl's default for a ratio: set both of them, 0.03 say"
+        )
+    if config.clip_ratio_c != _DUAL_RATIO:
+        raise ValueError(
+            f"clip_ratio_c = {config.clip_ratio_c} is a limit on a ratio, and FSPO's dual clip lies at "
+            f"2 * clip_ratio_high; leave it at {_DUAL_RATIO}"
+        )
+    return FSPO(c_low=low, c_high=high)
+
+
+def _per_rank(info: dict[str, Any], lengths: Tensor) -> float:
+    """N over the data-parallel size: gradients are averaged over ranks, and added up over micro-batches."""
+    ranks, count = info.get("dp_size", 1), info.get("global_batch_size")
+    if count is None:
+        if ranks > 1:
+            raise ValueError(f"global_batch_size is not set, and there are {ranks} data-parallel ranks")
+        count = max(int((lengths > 0).sum()), 1)
+    return float(count) / ranks

@@ -1,0 +1,54 @@
+"""CTPO: FSPO's band for every prefix of a response."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from megatron_fspo.losses.common import Definition, Loss, pessimistic_minimum
+from megatron_fspo.objective import FSPOBand, LengthFairDualClip, PrefixLevel
+
+Width = Annotated[float, Field(gt=0, le=3)]
+
+
+class CTPOLoss(Loss):
+    """CTPO (2605.07331): the ratio of all tokens up to token t, clipped to a band that grows as t^exponent.
+
+    J_it = min(e^S_t A, e^clip(S_t) A), S_t = sum of the log-ratios up to t, with clip to
+    [-c_low t^a, c_high t^a]; the gradient of J_it is that of token t alone; mean over tokens. Widths are
+    those of the authors' code, which also cuts S_t off at 10: here a ratio that overflows drops its response.
+    """
+
+    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {"ctpo": {"c_low": 0.04, "c_high": 0.05}}
+
+    name: Literal["ctpo"] = "ctpo"
+    c_low: Width = Field(0.025, description="lower edge: -c_low * t^exponent, in nats")
+    c_high: Width = Field(0.05, description="upper edge: c_high * t^exponent, in nats")
+    exponent: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="0.5 in the paper")
+    c_dual: Width | None = Field(
+        0.05, description="limit of S_t for A < 0: c_dual * t^exponent; none: no limit"
+    )
+
+    def objective(self) -> PrefixLevel:
+        """The gradient weights of the loss."""
+        c = self.c_dual
+        return PrefixLevel(
+            band=FSPOBand(c_low=self.c_low, c_high=self.c_high, exponent=self.exponent),
+            dual_clip=None if c is None else LengthFairDualClip(c=c, exponent=self.exponent),
+        )
+
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        """The loss of one response with log-ratios and log-probs [L], L > 0."""
+        before = torch.stack([log_ratio[:t].detach().sum() for t in range(len(log_ratio))])
+        s = before + log_ratio
+        width = torch.arange(1, len(s) + 1, dtype=s.dtype) ** self.exponent
+        held = torch.minimum(torch.maximum(s, -self.c_low * width), self.c_high * width)
+        limit = None if self.c_dual is None else (self.c_dual * width).exp()
+        objective, clipped = pessimistic_minimum(log_ratio, advantage, s.exp(), held.exp(), limit)
+        return Definition(
+            objective=objective, mean="token", clipped=clipped, out_of_band=bool((s != held).any())
+        )

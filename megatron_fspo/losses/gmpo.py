@@ -1,0 +1,79 @@
+"""GMPO: the geometric mean of clipped token ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, PositiveFloat
+from torch import Tensor
+
+from megatron_fspo.losses.common import Definition, Loss
+from megatron_fspo.objective.losses import LossInputs, LossTerms, per_token
+
+
+class GMPOLoss(Loss):
+    """GMPO (2507.20673): the geometric mean of the token ratios, each clipped in log space before.
+
+    J_i = e^(mean of held) A; held = min(log r, eps_high) for A > 0, max(log r, -eps_low) for A < 0, r = the
+    token's ratio; mean over sequences.
+    """
+
+    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {"gmpo": {"eps_low": 0.04, "eps_high": 0.05}}
+
+    name: Literal["gmpo"] = "gmpo"
+    eps_low: PositiveFloat = Field(0.4, description="log of the token ratio >= -eps_low for A < 0, in nats")
+    eps_high: PositiveFloat = Field(0.4, description="log of the token ratio <= eps_high for A > 0, in nats")
+
+    def objective(self) -> GMPO:
+        """The gradient weights of the loss."""
+        return GMPO(eps_low=self.eps_low, eps_high=self.eps_high)
+
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        """The loss of one response with log-ratios and log-probs [L], L > 0."""
+        held = log_ratio.clamp(max=self.eps_high) if advantage > 0 else log_ratio.clamp(min=-self.eps_low)
+        inside = log_ratio.clamp(-self.eps_low, self.eps_high)
+        return Definition(
+            objective=held.mean().exp()[None] * advantage,
+            clipped=(held != log_ratio).double().mean().item() if advantage else 0.0,
+            out_of_band=bool((inside != log_ratio).any()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GMPO:
+    """weight_t = exp(mean of the clipped log-ratios)·A / L, or 0 where the token's own is clipped."""
+
+    eps_low: float
+    eps_high: float
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
+        advantage = per_token(inputs.advantages, inputs)
+        below, above = log_ratio < -self.eps_low, log_ratio > self.eps_high
+        low, high = (advantage < 0) & below, (advantage > 0) & above
+        held = torch.where(low, -self.eps_low, torch.where(high, self.eps_high, log_ratio))
+        flags = [flag.to(log_ratio) for flag in (low, high, below | above)]
+        sums = inputs.sequence_sums(torch.stack([log_ratio, held, *flags]))
+        lengths = inputs.lengths.to(log_ratio).clamp(min=1)
+        ratio = (sums[1] / lengths).exp()
+        value = torch.where(inputs.advantages != 0, ratio * inputs.advantages, 0.0)
+        broken = ~(sums[0].isfinite() & value.isfinite())
+        kept = [torch.where(broken, 0.0, row) for row in (ratio, value, *sums[2:] / lengths)]
+        columns = torch.stack([*kept, broken.to(log_ratio)])
+        ratio, value, clipped_low, clipped_high, outside, dropped = inputs.decided(columns)
+        token = per_token(value / lengths, inputs)
+        token = torch.where(inputs.mask, token, 0.0)
+        return LossTerms(
+            log_ratio_sum=sums[0],
+            weight=torch.where(low | high, 0.0, token),
+            ratio=ratio,
+            objective=token.sum(),
+            clipped_low=clipped_low,
+            clipped_high=clipped_high,
+            dual_clipped=torch.zeros_like(clipped_low),
+            out_of_band=outside > 0,
+            nonfinite=dropped > 0,
+        )

@@ -1,0 +1,136 @@
+"""The file of a sweep, and the runs that it stands for."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli_w
+from pydantic import Field, PositiveInt, StringConstraints, ValidationError
+
+from megatron_fspo.config import Config
+from megatron_fspo.config.loading import load_config
+from megatron_fspo.errors import InputError
+from megatron_fspo.section import Section
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+Keys = Mapping[str, Mapping[str, Any]]
+"""Section → key → value, as in the file of a run."""
+
+
+class Sweep(Section):
+    """What the file says.
+
+    Example::
+
+        config = ["examples/make_sum/run.toml"]
+        folder = "runs/sweep"
+        seeds = [1, 2, 3]
+        jobs = 2
+        match = "fspo"
+
+        [keys.run]
+        steps = 20
+
+        [arms.fspo]
+
+        [arms.rloo.loss]
+        name = "rloo"
+    """
+
+    config: Annotated[tuple[Path, ...], Field(min_length=1)]
+    """Files of the run that all arms begin from; a later one changes those before."""
+    folder: Path
+    """Where the runs go."""
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (1,)
+    jobs: PositiveInt = 1
+    """Runs at a time."""
+    nproc: PositiveInt = 1
+    """Processes of each."""
+    keys: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """For every run."""
+    arms: Annotated[dict[Name, dict[str, dict[str, Any]]], Field(min_length=1)]
+    """By name, what a run of the arm has that others do not."""
+    words: tuple[str, ...] = ()
+    """Of the command line of every run, such as ``--run.steps 4``; they win over all other keys."""
+    match: Name | None = None
+    """The arm to whose share outside the band the others' limits are scaled, seed by seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One run of a sweep."""
+
+    name: str
+    arm: str
+    seed: int
+    keys: Keys
+    """What it changes in the sweep's files."""
+
+
+def read_sweep(path: Path) -> Sweep:
+    """The sweep of a file.
+
+    Raises:
+        InputError: it cannot be read, or a line is wrong.
+    """
+    try:
+        sweep = Sweep.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path}: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if len(set(sweep.seeds)) < len(sweep.seeds):
+        raise InputError(f"{path}: seeds: each once")
+    if sweep.match is not None and sweep.match not in sweep.arms:
+        raise InputError(f"{path}: match = {sweep.match}: arms has {', '.join(sweep.arms)}")
+    for where, keys in {"keys": sweep.keys, **sweep.arms}.items():
+        for key in ("name", "folder", "seed"):
+            if key in keys.get("run", {}):
+                raise InputError(f"{path}: {where}: run.{key} is the sweep's to set")
+    return sweep
+
+
+def planned(sweep: Sweep) -> Iterator[Planned]:
+    """Its runs: by seed, the arm that others are matched to first."""
+    arms = sorted(sweep.arms, key=lambda arm: arm != sweep.match)
+    for seed in sweep.seeds:
+        for arm in arms:
+            name = f"{arm}-{seed}"
+            run = {"name": name, "folder": str(sweep.folder), "seed": seed}
+            keys = _laid_over(sweep.keys, sweep.arms[arm])
+            yield Planned(name=name, arm=arm, seed=seed, keys={**keys, "run": {**keys.get("run", {}), **run}})
+
+
+def config_of(sweep: Sweep, run: Planned, loss: Mapping[str, Any] | None = None) -> tuple[Config, list[Path]]:
+    """The configuration of a run, and the files it is read from; its own is written into the sweep's folder.
+
+    Args:
+        loss: the loss section in place of the planned one.
+
+    Raises:
+        InputError: a key is wrong; the line names the file.
+    """
+    keys = dict(run.keys) if loss is None else {**run.keys, "loss": dict(loss)}
+    path = sweep.folder / f"{run.name}.toml"
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(tomli_w.dumps(keys), encoding="utf-8")
+    files = [*sweep.config, path]
+    return load_config(files, sweep.words), files
+
+
+def _laid_over(below: Keys, above: Keys) -> dict[str, dict[str, Any]]:
+    """Sections of both; where both have one, its keys, of which the upper win. A loss of another name is
+    taken whole."""
+    sections = {name: dict(keys) for name, keys in below.items()}
+    for name, keys in above.items():
+        mine = sections.get(name, {})
+        other = "name" in keys and keys["name"] != mine.get("name")
+        sections[name] = dict(keys) if other else {**mine, **keys}
+    return sections

@@ -1,0 +1,150 @@
+"""``megatron-fspo explain`` as a person calls it: what it prints and writes, how fast, without Megatron."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from dumps import LIMITS, RECORDED, token_rows, walks, write
+from launch import REPO
+from megatron_fspo.cli import main
+from megatron_fspo.explain.command import explain
+
+RUN = str(RECORDED / "fspo.sequences.jsonl")
+
+
+def test_words_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", RUN, "--step", "2", *LIMITS["fspo"]]) == 0
+    out = capsys.readouterr().out
+    assert "40 responses of 2 to 64 tokens, 40 of them with an advantage" in out
+    assert "fspo 40.0% (c_low = 0.06, c_high = 0.06)" in out  # the run's own fspo/out_of_band
+    assert "fspo puts as many outside as gspo does" in out
+    assert "responses that change fate" in out and "limits that put the same share outside" in out
+    assert "nan" not in out
+
+
+def test_json_is_one_line_without_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", RUN, "--json", "--rate", "0.2"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line, parse_constant=lambda name: pytest.fail(name))
+    assert [one["name"] for one in found["given"]] == ["fspo", "gspo", "rloo"]
+    assert found["rate"] == 0.2
+    assert [round(one["out_of_band"], 2) for one in found["matched"]] == [0.2] * 3
+    assert found["responses"] == 112 and len(found["words"]) > 5
+
+
+def test_rows_with_tokens_have_ctpo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump = write(tmp_path / "a.jsonl", token_rows(200))
+    assert main(["explain", str(dump), "--ctpo.c-low", "0.03", "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "c_low = 0.03, c_high = 0.05" in out
+    pairs = json.loads((tmp_path / "out/explain.json").read_text(encoding="utf-8"))["disagreements"]
+    assert all(one["in_part"] == 0 for one in pairs if one["clipped_by"] != "ctpo")
+    assert all(0 < one["in_part"] <= one["responses"] for one in pairs if one["clipped_by"] == "ctpo")
+    fates = map(json.loads, (tmp_path / "out/fates.jsonl").read_text(encoding="utf-8").splitlines())
+    assert {one["fate"]["ctpo"] for one in fates} == {"kept", "in part", "no advantage"}
+    assert main(["explain", RUN]) == 0
+    assert "CTPO, which decides for every prefix, is left out" in capsys.readouterr().out
+
+
+class Page(HTMLParser):
+    """Tags and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_the_page_and_the_fate_of_each_response(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = walks(500)
+    dump = write(tmp_path / "<img src=x>.jsonl", rows)
+    assert main(["explain", str(dump), "--out", str(tmp_path / "out")]) == 0
+    assert "out/index.html" in capsys.readouterr().out
+    page = Page((tmp_path / "out/index.html").read_text(encoding="utf-8"))
+    assert not {tag for tag, _ in page.tags} & {"script", "iframe", "img"}
+    assert sum(tag == "svg" for tag, _ in page.tags) == 5
+    for _, attributes in page.tags:
+        assert (attributes.get("href") or attributes.get("xlink:href") or "#").startswith(("#", "data:"))
+    text = " ".join(page.words)
+    figures = json.loads((tmp_path / "out/explain.json").read_text(encoding="utf-8"))
+    assert all(sentence in text for sentence in figures["words"])
+    fates = [json.loads(line) for line in (tmp_path / "out/fates.jsonl").read_text().splitlines()]
+    assert [one["row"] for one in fates] == list(range(1, 501))
+    assert [one["length"] for one in fates] == [row["length"] for row in rows]
+    pairs = {(one["kept_by"], one["clipped_by"]): one["responses"] for one in figures["disagreements"]}
+    kept_by_rloo = [
+        one for one in fates if one["fate"]["rloo"] == "kept" and one["fate"]["fspo"] == "clipped"
+    ]
+    assert len(kept_by_rloo) == pairs["rloo", "fspo"] > 0
+
+
+def test_nothing_outside_leaves_no_rate_to_compare_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump = write(tmp_path / "a.jsonl", walks(200, sigma=1e-6))
+    assert main(["explain", str(dump), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "No response changes its fate" in out and "give one, such as --rate 0.1" in out
+
+
+def test_without_an_advantage_there_is_no_fate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump = write(tmp_path / "a.jsonl", [{**row, "advantage": 0} for row in walks(200)])
+    assert main(["explain", str(dump)]) == 0
+    out = capsys.readouterr().out
+    assert "0 of them with an advantage" in out and "nan" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--fspo.c-high", "wide"], "--fspo.c_high wide: Input should be a valid number"),
+        (["--fspo.c-high"], "--fspo.c-high needs a value"),
+        (["--fspo.c-dual", "0.01"], "--fspo: loss.c_dual = 0.01 is less than loss.c_high"),
+        (["--fspo.calibrate", "4"], "--fspo.calibrate: no such limit; it has c_low, c_high, exponent"),
+        (["--ppo.eps", "1"], "unexpected argument '--ppo.eps'"),
+        (["--rate", "0.0001"], "--rate 0.0001: of 112 responses, it must leave at least one on each side"),
+        (["--fields", "size=n"], "--fields size=n: must be FIELD=NAME"),
+        (["--fields", "length=n"], "fspo.sequences.jsonl:1: no field 'n', which --fields gives for length"),
+        (["--out", RUN], "is there and is no folder"),
+    ],
+)
+def test_wrong_arguments(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", RUN, *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and line in err and err.count("\n") == 1
+
+
+def test_a_hundred_thousand_responses(tmp_path: Path) -> None:
+    """In ten seconds; here seconds of this process, so that a busy machine does not fail it."""
+    dump = write(tmp_path / "a.jsonl", walks(100_000, longest=4000))
+    began = time.process_time()
+    found = explain(dump, [], [], step=None, rate=None)
+    assert time.process_time() - began < 10
+    assert len(found.dump) == 100_000
+
+
+@pytest.mark.slow  # starts a program
+def test_it_needs_no_megatron(tmp_path: Path) -> None:
+    dump = write(tmp_path / "a.jsonl", walks(100))
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(['megatron', 'transformer_engine', 'transformers']));"
+        "from megatron_fspo.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["explain", str(dump), "--out", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", program, *words], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/index.html").exists()

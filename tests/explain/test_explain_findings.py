@@ -1,0 +1,219 @@
+"""The figures: those of the trainer on recorded runs, those of a hand, and those of the slow formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from dumps import LIMITS, RECORDED, token_rows, walks, write
+from megatron_fspo.explain.chance import lre_of
+from megatron_fspo.explain.dump import Dump, read_dump
+from megatron_fspo.explain.findings import factor_for, findings
+from megatron_fspo.explain.losses import BAND_LOSSES, FATES, judge, known_for, reach, scaled, with_limits
+from megatron_fspo.explain.noise import noise_alone
+from megatron_fspo.losses import CTPOLoss
+from megatron_fspo.objective import FSPOBand, length_reweighting_error, sigma_hat
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Dump:
+    return read_dump(write(tmp_path / "walks.jsonl", walks(2000)), {})
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_recorded_run_has_the_figures_of_its_trainer(name: str) -> None:
+    for line in (RECORDED / f"{name}.metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        metrics = json.loads(line)
+        dump = read_dump(RECORDED / f"{name}.sequences.jsonl", {}, step=metrics["step"])
+        found = findings(dump, known_for(dump, with_limits(LIMITS[name])))
+        (mine,) = (one for one in found.given if one.name == name)
+        same = {
+            "fspo/out_of_band": mine.out_of_band,
+            "actor/pg_clipfrac": mine.clip_low + mine.clip_high,
+            "fspo/clip_low": mine.clip_low,
+            "fspo/clip_high": mine.clip_high,
+            "fspo/dual_clip_frac": mine.dual_clip,
+            "fspo/lre_mean": mine.lre.mean,
+            "fspo/lre_max": mine.lre.max,
+            "fspo/lre_signed_mean": mine.lre_signed.mean,
+            "fspo/lre_signed_max": mine.lre_signed.max,
+            "fspo/ess": mine.ess,
+            "fspo/sigma_hat": found.sigma,
+            "fspo/exponent_fit": found.exponent,
+        }
+        same |= {f"fspo/clip_rate/bin_{n}": x.out_of_band for n, x in enumerate(mine.by_length)}
+        assert same == pytest.approx({key: metrics[key] for key in same}, rel=1e-5), name
+        # Another generator and another number of draws.
+        assert mine.lre.null_mean == pytest.approx(metrics["fspo/lre_null"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "metric", "figure"),
+    [
+        ("trl", "clip_ratio/low_mean", "clip_low"),
+        ("trl", "clip_ratio/high_mean", "clip_high"),
+        ("verl", "actor/pg_clipfrac", "clipped_tokens"),  # a mean over tokens
+    ],
+)
+def test_a_dump_of_another_trainer_has_its_figures(trainer: str, metric: str, figure: str) -> None:
+    """GSPO of TRL 1.16.0 and of verl 0.9.1, dumped by examples/explain, log-probs rounded to 1e-6."""
+    dump = read_dump(RECORDED / f"{trainer}.dump.jsonl", {})
+    losses = with_limits(["--gspo.eps-low", "0.003", "--gspo.eps-high", "0.004"])
+    (gspo,) = (one for one in findings(dump, losses).given if one.name == "gspo")
+    metrics = json.loads((RECORDED / f"{trainer}.metrics.jsonl").read_text(encoding="utf-8"))
+    assert getattr(gspo, figure) == pytest.approx(metrics[metric], rel=1e-6)
+    assert metrics[metric] > 0
+
+
+def test_ctpo_is_its_definition(tmp_path: Path) -> None:
+    rows = token_rows(60)
+    dump = read_dump(write(tmp_path / "a.jsonl", rows), {})
+    (loss,) = (loss for loss in BAND_LOSSES if isinstance(loss, CTPOLoss))
+    found = judge(loss, dump)
+    assert torch.equal(reach(loss, dump) > 1, found.outside) and 0 < found.outside.sum() < 60
+    for number, row in enumerate(rows):
+        new, old = (torch.tensor(row[name], dtype=torch.float64) for name in ("log_probs", "old_log_probs"))
+        log_ratio = (new - old).requires_grad_()
+        by_hand = loss.definition(log_ratio, row["advantage"], new)
+        (slope,) = torch.autograd.grad(by_hand.objective.sum(), log_ratio)
+        assert found.outside[number].item() == by_hand.out_of_band
+        assert found.clipped[number].item() == pytest.approx(by_hand.clipped)
+        # J is a mean over the tokens of all responses, and weights are those of N·J.
+        mean = len(dump) / dump.lengths.sum().item()
+        assert found.mass[number].item() == pytest.approx(slope.abs().sum().item() * mean)
+        weights = found.weights[found.owner == number]
+        assert torch.allclose(weights * abs(row["advantage"]), slope.abs() * mean)
+    wide = scaled(loss, 1.5)
+    assert torch.equal(reach(loss, dump) > 1.5, judge(wide, dump).outside)
+
+
+def test_fates_by_hand(tmp_path: Path) -> None:
+    # At L = 4 and 400 c√L with c = .06 is .12 and 1.2, RLOO's edge .18, GSPO's .0016 and .16.
+    rows = [
+        {"length": length, "log_ratio_sum": s, "advantage": a}
+        for length, s, a in [(4, 0.2, 1.0), (4, 0.2, 0.0), (4, 0.2, -1.0), (400, 0.4, 1.0), (400, 0.1, 1.0)]
+    ]
+    dump = read_dump(write(tmp_path / "a.jsonl", rows), {})
+    given = with_limits(["--fspo.c-low", ".06", "--fspo.c-high", ".06", "--fspo.c-dual", ".09"])
+    losses = known_for(dump, given)
+    fates = [[FATES[code] for code in judge(loss, dump).fates(dump.advantages)] for loss in losses]
+    assert fates == [
+        ["clipped", "no advantage", "clipped", "kept", "kept"],  # the third by the dual clip
+        ["clipped", "no advantage", "kept", "clipped", "kept"],
+        ["clipped", "no advantage", "kept", "clipped", "kept"],
+    ]
+    found = findings(dump, losses)
+    pairs = {(one.kept_by, one.clipped_by): one for one in found.disagreements}
+    assert pairs["fspo", "gspo"].responses == 1 and pairs["fspo", "gspo"].examples == (4,)
+    assert pairs["fspo", "gspo"].share == 0.25 and pairs["fspo", "gspo"].lengths == (400, 400, 400)
+    assert pairs["gspo", "fspo"].examples == (3,) and pairs["gspo", "fspo"].rising == 0.0
+    assert pairs["gspo", "rloo"].responses == 0
+    # What is kept: e^.4·1·400 and e^.1·1·400 of FSPO's gradient; each |A|·e^(S/L) of GSPO's.
+    fspo, gspo, _ = found.given
+    assert [x.mass for x in fspo.by_length] == [0.0, 1.0]
+    held = math.exp(0.2 / 4)
+    assert gspo.by_length[0].mass == pytest.approx(held / (held + math.exp(0.1 / 400)))
+    assert fspo.clipped == 0.5 and fspo.clipped_tokens == pytest.approx(8 / 812)
+
+
+@pytest.mark.parametrize("loss", BAND_LOSSES[:3], ids=lambda loss: loss.name)
+@pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.9])
+def test_scaled_limits_give_the_rate_that_was_asked_for(dump: Dump, loss: object, rate: float) -> None:
+    assert isinstance(loss, tuple(map(type, BAND_LOSSES)))
+    far = reach(loss, dump)
+    assert torch.equal(far > 1, judge(loss, dump).outside)
+    same = scaled(loss, factor_for(far, rate))
+    assert judge(same, dump).outside.double().mean().item() == pytest.approx(rate, abs=1e-9)
+
+
+def test_responses_that_leave_the_band_together() -> None:
+    far = torch.tensor([0.5, 2.0, 2.0, 2.0, 3.0], dtype=torch.float64)
+    assert factor_for(far, 0.2) == factor_for(far, 0.4) == 2.5
+    assert factor_for(far, 0.6) == factor_for(far, 0.9) == 1.25
+    assert factor_for(far, 0.05) > 3.0
+
+
+@pytest.mark.parametrize("size", [1, 40, 100, 2000])
+def test_blocks_of_tokens_make_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    dump = read_dump(write(tmp_path / "tokens.jsonl", token_rows(60)), {})
+    (loss,) = (loss for loss in BAND_LOSSES if isinstance(loss, CTPOLoss))
+    whole = judge(loss, dump)
+    monkeypatch.setattr("megatron_fspo.explain.losses._BLOCK_TOKENS", size)
+    parts = judge(loss, dump)
+    for field in dataclasses.fields(whole):
+        one, other = getattr(parts, field.name), getattr(whole, field.name)
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert 0 < whole.outside.sum() < len(dump)
+
+
+def test_a_drift_moves_the_band(dump: Dump) -> None:
+    loss = BAND_LOSSES[0].centred(-0.001)
+    assert torch.equal(reach(loss, dump) > 1, judge(loss, dump).outside)
+    wide = scaled(loss, 1.7)
+    assert wide.band() == FSPOBand(c_low=1.7 * 0.03, c_high=1.7 * 0.03, drift=-0.001)
+    assert torch.equal(reach(loss, dump) > 1.7, judge(wide, dump).outside)
+
+
+def test_losses_are_compared_at_one_rate(dump: Dump) -> None:
+    found = findings(dump, BAND_LOSSES[:3], rate=0.1)
+    assert [one.out_of_band for one in found.matched] == pytest.approx([0.1] * 3)
+    fspo, gspo, rloo = found.matched
+    assert fspo.lre.mean < 2 * fspo.lre.null_mean < min(gspo.lre.mean, rloo.lre.mean)
+    for one in found.limits_for:
+        (target,) = (other for other in found.given if other.name == one.to)
+        assert one.out_of_band == pytest.approx(target.out_of_band)
+    assert sum(x.mass for x in fspo.by_length) == pytest.approx(1)
+
+
+def test_lre_from_counts_is_that_from_responses(dump: Dump) -> None:
+    accepted = dump.log_ratio_sum.abs() < 0.2
+    fast, slow = lre_of(accepted, dump.lengths), length_reweighting_error(accepted, dump.lengths)
+    assert (fast.mean, fast.max, fast.bins) == (slow.mean, slow.max, slow.bins)
+    assert fast.null_mean == pytest.approx(slow.null_mean, rel=0.1)
+    assert fast.null_max == pytest.approx(slow.null_max, rel=0.1)
+    assert fast.mean_interval == pytest.approx(slow.mean_interval, rel=0.1)
+    assert fast.max_interval == pytest.approx(slow.max_interval, rel=0.1)
+    assert math.isnan(lre_of(torch.zeros_like(accepted), dump.lengths).mean)
+
+
+def test_chance_alone_puts_outside_what_a_normal_would(dump: Dump) -> None:
+    noise, source = noise_alone(dump)
+    assert source == "normal" and len(noise) % len(dump) == 0
+    sigma = sigma_hat(dump.log_ratio_sum, dump.lengths)
+    expected = 2 * torch.special.ndtr(torch.tensor(-0.03 / sigma)).item()
+    assert findings(dump, BAND_LOSSES[:3]).given[0].noise == pytest.approx(expected, rel=0.05)
+
+
+def test_noise_from_tokens_and_from_the_sampler(tmp_path: Path) -> None:
+    rows = token_rows(300)
+    measured, source = noise_alone(read_dump(write(tmp_path / "a.jsonl", rows), {}))
+    assert source == "sampler"
+    by_hand = [
+        sum(o - s for o, s in zip(row["old_log_probs"], row["sampled_log_probs"], strict=True))
+        for row in rows
+    ]
+    assert measured.log_ratio_sum.tolist() == pytest.approx(by_hand)
+    for row in rows:
+        del row["sampled_log_probs"]
+    dump = read_dump(write(tmp_path / "b.jsonl", rows), {})
+    flipped, source = noise_alone(dump)
+    assert source == "signs"
+    assert dump.log_ratio is not None and flipped.log_ratio is not None
+    assert torch.equal(flipped.log_ratio[: len(dump.log_ratio)].abs(), dump.log_ratio.abs())
+    spread = sigma_hat(flipped.log_ratio_sum, flipped.lengths)
+    assert spread == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_weight_that_overflows_is_dropped(tmp_path: Path) -> None:
+    rows = [*walks(100), {"length": 9, "log_ratio_sum": 800.0, "advantage": -1.0}]
+    dump = read_dump(write(tmp_path / "a.jsonl", rows), {})
+    found = findings(dump, BAND_LOSSES[:3])
+    assert [one.dropped for one in found.given] == [0, 0, 1]  # FSPO's dual clip takes it; exp(S/L) is finite
+    assert FATES[found.verdicts[2].fates(dump.advantages)[-1]] == "dropped"

@@ -1,0 +1,61 @@
+"""The command line where packages are missing, as they are for a newcomer: a line, and no traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from launch import REPO
+from megatron_fspo import cli, doctor
+
+PACKAGES = tuple(doctor._REQUIRED)
+
+
+def bare(*words: str) -> subprocess.CompletedProcess[str]:
+    """Python without its site-packages."""
+    program = [sys.executable, "-S", "-m", "megatron_fspo", *words]
+    return subprocess.run(program, env={"PYTHONPATH": str(REPO)}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("words", ["--help", "train --config run.toml", "explain dump.jsonl", "doctor verl"])
+def test_a_command_without_its_packages_is_one_line(words: str) -> None:
+    done = bare(*words.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"megatron-fspo: this needs the Python package [^\n]+\n", done.stderr)
+    assert "`pip install -e .`" in done.stderr and "`megatron-fspo doctor`" in done.stderr
+
+
+def test_what_is_missing_is_named() -> None:
+    done = bare("doctor")
+    assert (done.returncode, done.stderr) == (0, "")
+    _, _, listed = done.stdout.partition("missing for any run")
+    assert re.findall(r"^  - ([\w-]+)$", listed, re.MULTILINE) == [*PACKAGES]
+    assert json.loads(bare("doctor", "--json").stdout)["required"] == [*PACKAGES]
+
+
+def test_the_list_is_that_of_the_package() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}  # type: ignore[index]
+    assert set(PACKAGES) == needed
+    assert doctor._absent() == []
+
+
+@pytest.mark.parametrize(("name", "told"), [("torch", True), ("megatron.core", True), ("mine", False)])
+def test_only_a_package_of_ours_is_told_so(
+    name: str, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(words: list[str]) -> int:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(cli, "_main", main)
+    if told:
+        assert cli.main(["train"]) == 2
+        assert name.partition(".")[0] in capsys.readouterr().err
+    else:
+        with pytest.raises(ModuleNotFoundError, match="mine"):
+            cli.main(["train"])

@@ -1,0 +1,331 @@
+"""Every fenced block and every command of the pages is run, or it is said here which test does, or why none.
+
+Python and TOML are run and read as they stand. A command's program, options, files and keys are checked
+(tests/command_check.py); then it is in one of three tables: ``HERE``, ``RUN_BY`` and ``NOT_RUN``. A block or
+command that is in none fails. Blocks of ``text`` are what is printed or drawn.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import command_check
+from launch import REPO
+from megatron_fspo.cli import main
+from megatron_fspo.config import Reward
+from megatron_fspo.config.loading import load_config
+from megatron_fspo.rewards import Graded, Grader
+from megatron_fspo.sweep.file import config_of, planned, read_sweep
+from megatron_fspo.types import Completion, Prompt
+from snippets import PAGES, Block, Command, blocks_of, commands_of
+
+HERE = (
+    r"megatron-fspo plan .*--model qwen3-8b --nproc 8$",
+    r"megatron-fspo data check tests/data/samples/faulty.jsonl",
+    r"megatron-fspo train --help$",
+    r"python benchmarks/noise_check.py",
+)
+"""Run by this file, in less than a second each."""
+
+RUN_BY = {
+    r"make demo( DEMO_ARGS=.*)?$": ".ci/run",
+    r"make (test|test-te|test-adapters|lint)( PYTEST_ARGS=-m 'not slow')?$": ".ci/run",
+    r"make test-fast$": "tests/test_fast_lane.py::test_the_makefile_leaves_out_what_is_left_out_here",
+    r"make docs$|python docs/make_": (
+        "tests/test_made_docs.py::test_a_page_made_from_code_is_what_the_code_says"
+    ),
+    r"(make test PYTEST_ARGS=|pytest )": ".ci/run",
+    r"megatron-fspo train .*--check$": "tests/test_cli_input.py::test_check_says_that_all_is_fine",
+    r"(megatron-fspo|(python|torchrun .*) -m megatron_fspo) train|(python|torchrun .*) -m megatron_fspo$": (
+        "tests/trainer/test_runs.py::test_a_run_leaves_what_the_readme_says"
+    ),
+    r".*bash examples/run_fspo_qwen3_8b.sh --smoke|torchrun .*run_fspo_qwen3_8b.sh": (
+        "tests/trainer/test_runs.py::test_the_launch_script_smokes"
+    ),
+    r".*bash examples/run_fspo_qwen3_8b.sh": "tests/test_launchers.py::test_the_script",
+    r"bash examples/run_fspo_qwen3_1_7b.sh": (
+        "tests/test_launchers.py::test_the_other_models_script_is_the_first_ones"
+    ),
+    r".*sbatch ": "tests/examples/test_slurm.py::test_where_the_servers_are",
+    r"(megatron-fspo|torchrun .*) verify .*run.toml": (
+        "tests/verify/test_command.py::test_a_runs_own_layout_and_loss"
+    ),
+    r"(megatron-fspo|torchrun .*) calibrate": (
+        "tests/calibrate/test_calibrate_runs.py::test_the_passes_of_a_run_are_compared"
+    ),
+    r"(megatron-fspo|torchrun .*) evaluate": (
+        "tests/evaluation/test_evaluate.py::test_killed_and_resumed_it_is_the_same"
+    ),
+    r"megatron-fspo explain": "tests/explain/test_explain_command.py::test_words_and_tables",
+    r"megatron-fspo sweep": (
+        "tests/sweep/test_sweep_runs.py::test_runs_are_matched_made_once_and_one_that_fails_stops_no_other"
+    ),
+    r"megatron-fspo status": "tests/trainer/test_status.py::test_a_run_under_way_and_at_its_end",
+    r"megatron-fspo report": "tests/trainer/test_report.py::test_the_same_run_gives_the_same_page",
+    r"megatron-fspo plan": "tests/plan/test_plan_command.py::test_shipped_configurations_of_8b_fit_80_gb",
+    r"megatron-fspo data check": "tests/data/test_check.py::test_the_files_of_a_run_in_tokens",
+    r"(\w+=\S+ )?megatron-fspo serve": "tests/test_serve.py::test_flags_and_environment",
+    r"megatron-fspo doctor verl": (
+        "tests/adapters/test_verl_adapter.py::test_the_entry_point_is_what_registers_it"
+    ),
+    r"megatron-fspo doctor": "tests/test_doctor.py::test_what_is_missing_is_named",
+    r"python tools/convert": "tests/tools/test_tools.py::test_there_and_back_again",
+    r"python tools/verify_checkpoint": (
+        "tests/tools/test_tools.py::test_log_probs_of_transformers_and_of_a_layout_are_compared"
+    ),
+    r"python examples/qwen3_8b/prepare.py": (
+        "tests/examples/test_qwen3_8b.py::test_what_is_left_of_the_public_files"
+    ),
+    r"python examples/make_sum/make_checkpoint.py": (
+        "tests/examples/test_make_sum.py::test_shipped_files_are_what_the_script_writes"
+    ),
+    r"torchrun .*examples/plugin_only": (
+        "tests/examples/test_plugin_only.py::test_it_learns_under_model_parallelism"
+    ),
+    r"python examples/in_tinker": "tests/adapters/test_adapters_loss.py::test_the_example_of_tinker_learns",
+    r".*python examples/in_trl": "tests/adapters/test_trl_adapter.py::test_a_real_run_learns",
+    r"python examples/explain/dump_trl": (
+        "tests/adapters/test_trl_explain.py::test_figures_of_the_dump_are_those_logged"
+    ),
+    r"actor_rollout_ref": "tests/adapters/test_verl_keys.py::test_keys_are_in_the_configuration",
+    r"python examples/in_skyrl": (
+        "tests/adapters/test_skyrl_adapter.py::test_the_gradient_is_that_of_the_definition"
+    ),
+    r"--[a-z-]+ \S+$": (
+        "tests/adapters/test_slimes_loss.py::test_every_layout_has_the_gradient_of_the_definition"
+    ),
+    r"(\w+=\S+ )*(python|torchrun .*) ?benchmarks/": (
+        "tests/test_benchmarks_start.py::test_it_starts_from_the_root"
+    ),
+    r".*python tests/trainer/kill_runs.py": (
+        "tests/trainer/test_runs.py::test_killed_and_resumed_is_the_uninterrupted_run"
+    ),
+}
+"""The test that runs such a command, perhaps smaller or with other words; ``.ci/run`` is what CI runs."""
+
+NOT_RUN = {
+    r"git clone|cd |\. \.venv|export |pip install|make help$|touch |sha256sum ": (
+        "the shell's, git's and pip's"
+    ),
+    r"make (real|demo-vllm|bench|evidence|verify|vllm .*|\.venv-trl/.ready)$|make real ": (
+        "minutes, or downloads: by hand"
+    ),
+    r"make test-(gpu|py312|adapters-py312)": "a GPU, or another Python: by hand",
+    r"megatron-fspo verify": "eight ranks and 38 layouts: by hand; the suite has those of two and four",
+    r"torchrun --(max-restarts|shutdown-timeout)": "options of torchrun's, named in passing",
+    r"examples/smollm2/run.sh|python examples/smollm2/check_greedy.py": (
+        "half an hour: by hand, as `make real`"
+    ),
+    r".*python tests/cluster/survive.py": "hours, as root",
+    r"kubectl ": "no cluster: tests/examples/test_kubernetes.py checks the file",
+}
+"""Why no test runs it."""
+
+
+@cache
+def commands() -> list[Command]:
+    return [command for page in PAGES for command in commands_of(page)]
+
+
+def blocks(*languages: str) -> list[Block]:
+    return [block for page in PAGES for block in blocks_of(page) if block.language in languages]
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPO)
+
+
+def test_every_block_has_a_class() -> None:
+    known = set(blocks("", "sh", "console", "python", "toml", "json", "text"))
+    assert [block.where for page in PAGES for block in blocks_of(page) if block not in known] == []
+    assert len(commands()) > 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_programs_options_files_and_keys_are_there(
+    page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in commands_of(page):
+        command_check.check(command)
+
+
+def table_of(command: Command) -> list[str]:
+    """The first pattern that holds for it, if there is one."""
+    return [pattern for pattern in (*HERE, *RUN_BY, *NOT_RUN) if re.match(pattern, command.text)][:1]
+
+
+def test_every_command_is_run_or_it_is_said_why_not() -> None:
+    found = {command: table_of(command) for command in commands()}
+    assert [f"{command.where}: {command.text}" for command, pattern in found.items() if not pattern] == []
+    used = {pattern for patterns in found.values() for pattern in patterns}
+    assert {*HERE, *RUN_BY, *NOT_RUN} - used == set(), "patterns that no command needs"
+
+
+@pytest.mark.parametrize("test", sorted(set(RUN_BY.values())))
+def test_the_tests_of_the_table_are_there(test: str) -> None:
+    path, _, name = test.partition("::")
+    assert (REPO / path).is_file()
+    tree = (
+        ast.parse((REPO / path).read_text(encoding="utf-8")) if path.endswith(".py") else ast.Module([], [])
+    )
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert path == ".ci/run" or name in names
+
+
+def test_text_hides_no_command() -> None:
+    for block in blocks("text"):
+        for line in block.text.splitlines():
+            assert not re.match(r"(\$ |make |python |torchrun |megatron-fspo [a-z]+ )", line), block.where
+
+
+@pytest.mark.parametrize("pattern", HERE)
+def test_cheap_commands_run(
+    pattern: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in {command.words: command for command in commands()}.values():
+        if table_of(command) != [pattern]:
+            continue
+        if command.words[0] == "python":
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "argv", list(command.words[1:]))
+                runpy.run_path(command.words[1], run_name="__main__")
+            assert len(capsys.readouterr().out) > 100
+        elif "--help" in command.words:
+            with pytest.raises(SystemExit, match="0"):
+                main(command.words[1:])
+        else:
+            assert main(command.words[1:]) == ("faulty" in command.text), command.text
+        assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=lambda block: block.where)
+def test_a_piece_of_a_configuration_is_legal(block: Block, tmp_path: Path) -> None:
+    """Over one that has the keys a run must have, and long responses."""
+    layer = tmp_path / "layer.toml"
+    layer.write_text(block.text.replace("runs/sweep", str(tmp_path)), encoding="utf-8")
+    if "[arms." in block.text:
+        sweep = read_sweep(layer)
+        assert [config_of(sweep, run)[0].run.steps for run in planned(sweep)] == [20] * 6
+        return
+    words = ["--rollout.max-response-tokens", "8192", "--batch.max-tokens", "16384"]
+    load_config([REPO / "examples/make_sum/run.toml", layer], words)
+
+
+def library(block: Block, _: Path) -> None:
+    """The gradient of the surrogate is that of its mean, by autograd, and 0 where it clips."""
+    names: dict[str, Any] = {}
+    torch.manual_seed(1)
+    exec(block.text, names)
+    new, surrogate, mask = names["new"], names["surrogate"], names["mask"]
+    assert torch.equal(new.grad, torch.where(mask, -surrogate.weight[:, None] / 8, 0.0))
+    assert 0 < surrogate.clipped.sum() < 8 and not surrogate.weight[surrogate.clipped].any()
+
+
+def calibrated(block: Block, _: Path) -> None:
+    names: dict[str, Any] = {}
+    torch.manual_seed(1)
+    exec(block.text, names)
+    assert 0.035 < names["band"].c_low < 0.045
+
+
+def own_rewards(block: Block, folder: Path) -> None:
+    (folder / "my_rewards.py").write_text(block.text, encoding="utf-8")
+    prompt = Prompt(index=0, token_ids=(1,), text="2 + 3?", answer="5", fields={"budget": 4})
+    completion = Completion(token_ids=[1, 2], log_probs=[0.0, 0.0], finish_reason="stop", weight_version=0)
+    config = Reward(name="my_rewards:brevity", also={"my_rewards:judge": 0.5})
+    with Grader(config, max_response_tokens=9) as grader:
+        found = grader.submit(prompt, completion, "It is 5.").result(timeout=60)
+    assert isinstance(found, Graded) and (found.score, found.reward) == (1.0, 1.5)
+
+
+def gym(block: Block, folder: Path) -> None:
+    exec(block.text.replace("size=1000", "size=3"), {})
+    rows = [json.loads(line) for line in Path("countdown.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 and {"prompt", "answer", "task", "config", "metadata"} <= set(rows[0])
+
+
+def part_of_the_table(block: Block, _: Path) -> None:
+    table = ast.parse((REPO / "megatron_fspo/weights/table.py").read_text(encoding="utf-8"))
+    (shown,) = ast.parse(block.text).body
+    assert ast.dump(shown) in map(ast.dump, table.body)
+
+
+def names_of_the_adapter(block: Block, _: Path) -> None:
+    """Where the trainer is, its own tests import and run it (tests/adapters)."""
+    for module, names in re.findall(r"from (megatron_fspo[\w.]+) import ([\w, ]+)", block.text):
+        path = REPO / f"{module.replace('.', '/')}.py"
+        for name in names.split(","):
+            assert re.search(rf"^(class|def) {name.strip()}\b", path.read_text(encoding="utf-8"), re.M)
+
+
+PYTHON: dict[tuple[str, int], Callable[[Block, Path], None]] = {
+    ("README.md", 0): library,
+    ("docs/adding_a_model.md", 0): part_of_the_table,
+    ("docs/choosing_c.md", 0): calibrated,
+    ("docs/rewards.md", 0): own_rewards,
+    ("docs/rewards.md", 1): gym,
+    ("examples/in_tinker/README.md", 0): names_of_the_adapter,
+    ("examples/in_trl/README.md", 0): names_of_the_adapter,
+}
+"""Page and number of the block → what runs it, in an empty folder."""
+
+
+def test_every_python_block_is_run() -> None:
+    found = [(block.page, blocks_on(block).index(block)) for block in blocks("python")]
+    assert sorted(found) == sorted(PYTHON)
+
+
+def blocks_on(block: Block) -> list[Block]:
+    return [other for other in blocks("python") if other.page == block.page]
+
+
+@pytest.mark.parametrize(
+    ("place", "run"), PYTHON.items(), ids=lambda part: getattr(part, "__name__", None) or str(part)
+)
+def test_python_runs(
+    place: tuple[str, int],
+    run: Callable[[Block, Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page, number = place
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run([block for block in blocks("python") if block.page == page][number], tmp_path)
+
+
+def test_json_is_what_the_verifier_over_http_is_sent() -> None:
+    (block,) = blocks("json")
+    remote = (REPO / "megatron_fspo/rewards/remote.py").read_text(encoding="utf-8")
+    assert [key for key in json.loads(block.text) if f'"{key}"' not in remote] == []
+
+
+def test_what_is_wrong_is_found() -> None:
+    def complaint(text: str) -> str:
+        with pytest.raises(AssertionError) as caught:
+            command_check.check(Command("page", tuple(shlex.split(text)), {}))
+        return str(caught.value)
+
+    assert "no_such" in complaint("megatron-fspo train --config run.toml --loss.no_such 1")
+    assert "--layout" in complaint("megatron-fspo verify --layout tp2")
+    assert "is not there" in complaint("python benchmarks/no_such.py")
+    assert "--no-such" in complaint("python benchmarks/fairness.py --no-such 1")
+    assert "no target" in complaint("make no-such")
+    assert "no_test_of_that" in complaint("pytest tests/objective -k no_test_of_that")
+    assert "cannot be read" in complaint(
+        "torchrun --nproc-per-node 8 -m megatron_fspo train --config no.toml"
+    )
+    assert "--no-such" in complaint("torchrun --no-such 8 -m megatron_fspo train --config run.toml")

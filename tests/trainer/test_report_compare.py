@@ -1,0 +1,116 @@
+"""Several runs on one page."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_fspo.cli import main
+from megatron_fspo.report.compare import differences, names, write_comparison
+from report_runs import make_config, read_page, write_run
+
+EVERY = {
+    "Reward",
+    "Evaluation",
+    "Clip rate by length",
+    "Clip rate by length, over the run’s own",
+    "Length Reweighting Error",
+    "Outside the band",
+    "Effective sample size",
+    "Response length",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    one = make_config(folder, run={"name": "one"})
+    other = make_config(folder, run={"name": "other", "seed": 7}, loss={"name": "rloo"})
+    high = {"val/held_out/mean@4/high": 0.9}
+    return (
+        write_run(one, steps=6, evaluations={0: 0.25, 6: 0.5}, extra=high),
+        write_run(other, steps=4, evaluations={0: 0.5}),
+    )
+
+
+def test_the_page_has_both_runs(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--compare", *map(str, runs)]) == 0
+    path = runs[0].parent / "one.compare" / "index.html"
+    assert capsys.readouterr().out == f"{path}\n"
+    page = read_page(path)
+    assert page.pictures == EVERY
+    assert not {tag for tag, _ in page.tags} & {"script", "img", "iframe"}
+    text = path.read_text(encoding="utf-8")
+    rows = dict(re.findall(r'<th scope="row">(.*?)</th>(.*?)</tr>', text))
+    cells = {name: re.findall(r"<td>(.*?)</td>", row) for name, row in rows.items()}
+    assert cells["Evaluation, last"] == ["0.500 (0.100 to 0.900)", "0.500"]
+    assert cells["Reward"] == ["0.040", "0.025"]
+    assert all(re.fullmatch(r"\d\.\d+ \(.* to .*\), by chance \d\.\d+", cell) for cell in cells["LRE pooled"])
+    assert cells["… of FSPO’s band"] == ["0.5", "–"]
+    assert cells["loss.name"] == ["fspo", "rloo"]
+    assert cells["run.seed"][1] == "7"
+    assert "run.name" not in cells and "optimizer.lr" not in cells
+
+
+def test_the_page_goes_where_it_is_wanted(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "pages" / "both.html"
+    assert write_comparison(runs, path) == path
+    assert [one.name for one in path.parent.iterdir()] == ["both.html"]
+
+
+def test_equal_names_are_told_apart() -> None:
+    paths = [Path("/a/x/demo"), Path("/b/x/demo"), Path("/b/x/other")]
+    assert names(paths) == ["a/x/demo", "b/x/demo", "b/x/other"]
+    assert names([Path("/a/one"), Path("/a/two")]) == ["one", "two"]
+
+
+def test_settings_that_differ(tmp_path: Path) -> None:
+    one = make_config(tmp_path, loss={"name": "fspo", "c_low": 0.1})
+    two = make_config(tmp_path, run={"name": "two"}, loss={"name": "fspo", "c_low": 0.2})
+    gspo = make_config(tmp_path, loss={"name": "gspo"})
+    assert differences([one, two]) == [("loss.c_low", ["0.1", "0.2"])]
+    assert differences([one, one]) == []
+    found = dict(differences([one, gspo]))
+    assert found["loss.name"] == ["fspo", "gspo"] and found["loss.c_low"] == ["0.1", "–"]
+
+
+def test_what_cannot_be_compared(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    begun = write_run(make_config(tmp_path, run={"name": "begun"}), steps=0, evaluations={0: 0.5})
+    capsys.readouterr()
+    one, other = map(str, runs)
+    for words, said in (
+        (["--compare", one], "name two runs or more"),
+        (["--compare", one, other, f"{one}/../one"], f"{one} is there twice"),
+        (["--compare", one, str(tmp_path / "empty")], f"{tmp_path / 'empty'}: holds no metrics.jsonl"),
+        (["--compare", one, str(begun)], f"{begun}: has made no step"),
+        ([one, "--out", "x"], "--out: only with --compare"),
+        ([], "name the folder of a run"),
+    ):
+        assert main(["report", *words]) != 0
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and said in lines[0], lines
+
+
+def test_a_hostile_folder_name_is_escaped(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "<img src=x onerror=alert(1)>$_{"
+    folder.mkdir()
+    for name in ("config.toml", "metrics.jsonl"):
+        (folder / name).write_bytes((runs[0] / name).read_bytes())
+    (folder / "jobs.jsonl").write_text(json.dumps({"step": 0, **MACHINE}) + "\n")
+    page = read_page(write_comparison([runs[1], folder], tmp_path / "page.html"))
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert folder.name in page.text and "2 processes × <b>GPU" in page.text
+
+
+MACHINE = {
+    "processes": 2,
+    "device": "<b>GPU",
+    "cpu": "some CPU",
+    "cores": 8,
+    "layers": "local",
+    "versions": {"Python": "3.12", "torch": "2.9"},
+}
