@@ -122,7 +122,7 @@ format: $(VENV)/.ready  ## reformat
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-evidence: $(VENV)/.ready  ## every figure of docs/evidence.md again; runs in runs/evidence are not made twice
+evidence: $(VENV)/.ready $(SMOLLM2)/checkpoint/config.json  ## every figure of docs/evidence.md again; runs in runs/evidence are not made twice
 	$(VENV)/bin/python benchmarks/evidence.py $(EVIDENCE_ARGS)
 	$(VENV)/bin/python docs/make_evidence.py
 

@@ -1,6 +1,6 @@
 """What docs/evidence.md says, measured again: sweeps of the real trainer (`make evidence`).
 
-    python benchmarks/evidence.py                    # all parts; about two hours on two cores
+    python benchmarks/evidence.py                    # all parts; about four hours on two cores
     python benchmarks/evidence.py make_sum           # one of them
     python benchmarks/evidence.py --short            # two runs of five small steps: the machinery only
 
@@ -28,12 +28,12 @@ from matplotlib.ticker import PercentFormatter
 
 from machine import ROOT, cpu
 from megatron_fspo.objective.fairness import length_bins
-from megatron_fspo.report.history import Array, Records
+from megatron_fspo.report.history import Records
 from megatron_fspo.sweep.file import Sweep, planned, read_sweep
 from megatron_fspo.sweep.processes import make
 from megatron_fspo.sweep.summary import as_json, compared, mean_over_seeds, summarize
 
-PARTS = ("make_sum", "variations")
+PARTS = ("make_sum", "variations", "smollm2")
 LOOKS = {
     "measured": ("FSPO, exponent measured", "#cc79a7", "D"),
     "fspo": ("FSPO, ½", "#0072b2", "o"),
@@ -73,15 +73,18 @@ def measure(sweep: Sweep) -> dict[str, Any]:
 
 
 def rates_by_length(runs: Sequence[Records]) -> tuple[list[float], list[list[float]]]:
-    """Mean length of 8 length bins common to all runs, and each run's out-of-band rates in them."""
+    """Mean length of each of 8 length bins of all records in which every run has some, and each run's
+    out-of-band rates there."""
     lengths = torch.cat([torch.from_numpy(run.length) for run in runs])
     bins = length_bins(lengths, 8).numpy()
-
-    def mean(part: Array, values: Any) -> list[float]:
-        return (np.bincount(part, weights=values) / np.bincount(part)).tolist()
-
     parts = np.split(bins, np.cumsum([len(run) for run in runs])[:-1])
-    return mean(bins, lengths), [mean(p, run.out_of_band) for p, run in zip(parts, runs, strict=True)]
+    common = [number for number in np.unique(bins) if all((part == number).any() for part in parts)]
+    means = [float(lengths.numpy()[bins == number].mean()) for number in common]
+    rates = [
+        [float(run.out_of_band[part == number].mean()) for number in common]
+        for part, run in zip(parts, runs, strict=True)
+    ]
+    return means, rates
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:

@@ -16,10 +16,10 @@ from megatron_fspo.report.history import Records
 from megatron_fspo.sweep.file import planned, read_sweep
 
 
-def walks(count: int, seed: int) -> Records:
-    """Responses of 4 to 100 tokens, of which those above 50 are outside."""
+def walks(count: int, seed: int, longest: int = 100) -> Records:
+    """Responses of 4 to ``longest`` tokens, of which those above 50 are outside."""
     random = np.random.default_rng(seed)
-    lengths = random.integers(4, 101, count)
+    lengths = random.integers(4, longest + 1, count)
     return Records(
         step=np.ones(count, dtype=np.int64),
         length=lengths,
@@ -37,6 +37,12 @@ def test_rates_are_over_bins_that_all_runs_share() -> None:
     for mine in rates:
         assert [rate for length, rate in zip(lengths, mine, strict=True) if length < 40] == [0] * 3
         assert mine[-3:] == [1] * 3
+
+
+def test_bins_that_a_run_has_nothing_in_are_left_out() -> None:
+    lengths, rates = evidence.rates_by_length([walks(500, 1), walks(500, 2, longest=40)])
+    assert 3 <= len(lengths) <= 6 and max(lengths) < 45
+    assert rates[1] == [0] * len(lengths)
 
 
 def test_the_picture_is_a_small_svg_and_the_same_every_time(tmp_path: Path) -> None:
