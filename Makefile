@@ -124,6 +124,7 @@ format: $(VENV)/.ready  ## reformat
 
 evidence: $(VENV)/.ready $(SMOLLM2)/checkpoint/config.json  ## every figure of docs/evidence.md again; runs in runs/evidence are not made twice
 	$(VENV)/bin/python benchmarks/evidence.py $(EVIDENCE_ARGS)
+	$(VENV)/bin/python benchmarks/long_responses.py
 	$(VENV)/bin/python docs/make_evidence.py
 
 bench: $(VENV)/.ready  ## memory and time of the log-prob head

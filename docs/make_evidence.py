@@ -16,6 +16,7 @@ RESULTS = ROOT / "benchmarks/results"
 
 SUPPORTED, NOT, UNTESTED = "**supported**", "**not supported**", "**not testable here**"
 NAMES = {"measured": "FSPO, a measured", "fspo": "FSPO, a = ½", "rloo": "RLOO", "gspo": "GSPO"}
+DIFFERENCES = {"noise": "precision", "one": "1 update", "three": "3 updates"}
 VARIATIONS = {
     "half": "c / 2",
     "base": "c = 0.045, length-fair dual clip, no drift",
@@ -47,6 +48,7 @@ def read(name: str) -> dict[str, Any]:
 def render() -> str:
     """The page."""
     main, variations, real = (read(f"evidence_{part}") for part in ("make_sum", "variations", "smollm2"))
+    long = read("long_responses")
     sweep, arms = main["sweep"], main["arms"]
     pretrained, pretrained_runs = real["sweep"], of_arm(real, "measured")
     runs = of_arm(main, "measured")
@@ -54,7 +56,7 @@ def render() -> str:
         cpu=main["machine"]["cpu"],
         torch=main["machine"]["torch"],
         mcore=main["machine"]["megatron-core"],
-        claims="\n".join(claims(main, variations, real)),
+        claims="\n".join(claims(main, variations, real, long)),
         seeds=len(sweep["seeds"]),
         arms=len(arms),
         steps=30,
@@ -63,6 +65,7 @@ def render() -> str:
         make_sum=table(arms, NAMES),
         exponents=", ".join(f"{run['exponent']:.2f}" for run in runs),
         differences=differences(main),
+        **long_responses(long),
         variation_seeds=len(variations["sweep"]["seeds"]),
         variation_arms=len(variations["arms"]),
         variations=table(variations["arms"], VARIATIONS),
@@ -125,7 +128,64 @@ def differences(main: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def claims(main: Mapping[str, Any], variations: Mapping[str, Any], real: Mapping[str, Any]) -> list[str]:
+def long_responses(long: Mapping[str, Any]) -> dict[str, str]:
+    """What the section of that name has."""
+    low, _, median, _, high = long["lengths"]
+    found = {DIFFERENCES[name]: one for name, one in long["differences"].items()}
+    first = next(iter(found.values()))
+    places = [at["length"] for at in first["exponents_at"]]
+    return {
+        "long_responses": str(long["responses"]),
+        "long_prompts": str(long["prompts"]),
+        "long_low": f"{low:,}",
+        "long_high": f"{high:,}",
+        "long_median": f"{median:,}",
+        "long_outside": f"{long['outside']:.0%}",
+        "long_parts": rows(
+            ["S of", "exponent", "noise, nats/√token", "signal, nats/token", "L*"]
+            + [f"exponent at {at:,}" for at in places],
+            [
+                [name, ranged(one["exponent"], ".2f")]
+                + [ranged(one[part], ".2g") for part in ("noise", "signal")]
+                + ["none" if one["crossover"] is None else f"{one['crossover']:,.0f}"]
+                + [ranged(at, ".2f") for at in one["exponents_at"]]
+                for name, one in found.items()
+            ],
+        ),
+        "long_correlation": rows(
+            ["S of", *first["autocorrelation"]],
+            [[name, *(f"{x:.3f}" for x in one["autocorrelation"].values())] for name, one in found.items()],
+        ),
+        "long_checks": rows(
+            ["tokens", "responses", *(f"{name}: outside | predicted" for name in found)],
+            [
+                [f"{bins[0]['low']:,}–{bins[0]['high']:,}", str(bins[0]["responses"])]
+                + [
+                    f"{one['measured']:.0%} [{one['interval'][0]:.0%}, {one['interval'][1]:.0%}] | "
+                    f"{one['predicted']:.0%}"
+                    for one in bins
+                ]
+                for bins in zip(*(one["checks"] for one in found.values()), strict=True)
+            ],
+        ),
+    }
+
+
+def rows(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * " | ".join(head).count(" | ") + ["---"], *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def ranged(found: Mapping[str, Any], form: str) -> str:
+    """A figure and its interval."""
+    low, high = found["interval"]
+    return f"{found['value']:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def claims(
+    main: Mapping[str, Any], variations: Mapping[str, Any], real: Mapping[str, Any], long: Mapping[str, Any]
+) -> list[str]:
     """Rows of the first table."""
     seeds, arms = len(main["sweep"]["seeds"]), main["arms"]
     others = ("rloo", "gspo")
@@ -185,10 +245,23 @@ def claims(main: Mapping[str, Any], variations: Mapping[str, Any], real: Mapping
         f"below all three in {count} of {seeds} seeds",
         SUPPORTED if count == seeds else NOT,
     )
+    found = long["differences"]
+    noise, *moved = (found[name]["exponent"] for name in DIFFERENCES)
+    root = noise["interval"][0] <= 0.5 <= noise["interval"][1]
+    faster = all(one["interval"][0] > 0.5 for one in moved)
     add(
-        "S of noise grows as √L, and what training moves faster, up to thousands of tokens",
-        "responses here have at most 100 tokens",
-        UNTESTED,
+        "S of noise grows as √L, and what training moves faster; SmolLM2, up to "
+        f"{long['lengths'][-1]:,} tokens",
+        "exponents: "
+        + ", ".join(f"{DIFFERENCES[name]} {ranged(found[name]['exponent'], '.2f')}" for name in DIFFERENCES),
+        SUPPORTED if root and faster else NOT,
+    )
+    checks = [one for name in DIFFERENCES for one in found[name]["checks"]]
+    inside = sum(one["interval"][0] <= one["predicted"] <= one["interval"][1] for one in checks)
+    add(
+        "Noise and signal, taken apart by halves of the responses, predict the clip rate by length; the same",
+        f"predicted within the interval of what was measured in {inside} of {len(checks)} bins",
+        SUPPORTED if inside == len(checks) else NOT,
     )
     add(
         "Accuracy on MATH500, AMC23 and AIME with Qwen3-1.7B and 8B; RLOO's responses explode in length",

@@ -15,6 +15,7 @@ from megatron_fspo.explain.chance import lre_of
 from megatron_fspo.explain.dump import Dump
 from megatron_fspo.explain.losses import BandLoss, Verdict, judge, limits, reach, scaled
 from megatron_fspo.explain.noise import Source, noise_alone
+from megatron_fspo.explain.parts import Parts, take_apart
 from megatron_fspo.objective import LengthReweightingError, fit_exponent, sigma_hat
 from megatron_fspo.objective.fairness import length_bins
 
@@ -118,6 +119,8 @@ class Findings:
     """Robust spread of S/√L, in nats per √token."""
     exponent: float
     """a in spread(S) ∝ L^a; 0.5 for a random walk."""
+    parts: Parts | None
+    """S taken apart; None without tokens."""
     noise_source: Source
     given: tuple[OfLoss, ...]
     """With the limits that were asked for."""
@@ -160,6 +163,7 @@ def findings(dump: Dump, losses: Sequence[BandLoss], rate: float | None = None) 
         bins=_describe(dump, bins),
         sigma=sigma_hat(dump.log_ratio_sum, dump.lengths),
         exponent=fit_exponent(dump.log_ratio_sum, dump.lengths),
+        parts=take_apart(dump),
         noise_source=source,
         given=given,
         verdicts=verdicts,

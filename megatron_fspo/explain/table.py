@@ -32,6 +32,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         "nonfinite": dump.nonfinite,
         "sigma": found.sigma,
         "exponent": found.exponent,
+        "parts": None if found.parts is None else asdict(found.parts),
         "noise": found.noise_source,
         "bins": [asdict(one) for one in found.bins],
         "given": [asdict(one) for one in found.given],

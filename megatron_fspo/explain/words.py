@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_fspo.explain.findings import Disagreement, Findings, OfLoss
+from megatron_fspo.explain.parts import Figure, Parts
 
 NOISE = {
     "sampler": "the measured difference between trainer and sampler",
@@ -19,6 +20,8 @@ _SEVERAL = 3
 def sentences(found: Findings) -> Iterator[str]:
     """In the order of the tables."""
     yield _dump(found)
+    if found.parts is not None:
+        yield _parts(found.parts)
     yield (
         "Outside their bands: "
         + ", ".join(f"{one.name} {one.out_of_band:.1%} ({limits_of(one.limits)})" for one in found.given)
@@ -49,6 +52,22 @@ def _dump(found: Findings) -> str:
         text += ". Without token log-probs CTPO, which decides for every prefix, is left out"
     left_out = [f"{n:,} {what}" for n, what in ((dump.empty, "empty"), (dump.nonfinite, "not finite")) if n]
     return text + (f". Left out: {', '.join(left_out)}." if left_out else ".")
+
+
+def _parts(parts: Parts) -> str:
+    text = (
+        f"Taken apart by the halves of each response, S has noise of {_figure(parts.noise)} nats per √token "
+        f"and, in all tokens of a response alike, {_figure(parts.signal)} nats per token"
+    )
+    if parts.signal.low > 0:
+        text += f"; the two are equal at {parts.crossover:,.0f} tokens"
+    else:
+        text += ", which is not told from 0"
+    return f"{text}. At the median of {parts.median:,} tokens it grows as L^{_figure(parts.exponent, '.2f')}."
+
+
+def _figure(found: Figure, form: str = ".3g") -> str:
+    return f"{found.value:{form}} [{found.low:{form}}, {found.high:{form}}]"
 
 
 def _fates(found: Findings) -> Iterator[str]:

@@ -96,7 +96,7 @@ def measure_exponent(log_ratio_sums: Tensor, lengths: Tensor, blocks: Tensor, nu
         )
     # The bins stay: edges that jump to another length would count as noise.
     left = [_slope(_points(*(part[steps != number] for part in (sums, kept, bins)))) for number in numbers]
-    half = student_t(len(numbers) - 1) * _jackknife_error(left)
+    half = student_t(len(numbers) - 1) * jackknife(left)
     value = _slope(points)
     return Exponent(value=value, interval=(value - half, value + half), span=span)
 
@@ -118,7 +118,8 @@ def _slope(points: list[tuple[float, float]]) -> float:
     return ((x * y).sum() / (x * x).sum()).item()
 
 
-def _jackknife_error(left: list[float]) -> float:
+def jackknife(left: list[float]) -> float:
+    """Standard error of a figure, from its values with one block after the other left out."""
     values = torch.tensor(left, dtype=torch.float64)
     return ((len(left) - 1) * values.var(correction=0)).sqrt().item()
 

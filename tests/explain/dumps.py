@@ -41,14 +41,17 @@ def walks(count: int, *, seed: int = 0, sigma: float = 0.02, longest: int = 200)
     ]
 
 
-def token_rows(count: int, *, seed: int = 0, longest: int = 40) -> list[dict[str, Any]]:
-    """Rows with token log-probs of both policies and the sampler, whose S are those of walks."""
+def token_rows(count: int, *, seed: int = 0, longest: int = 40, signal: float = 0.0) -> list[dict[str, Any]]:
+    """Rows with token log-probs of both policies and the sampler, whose S are those of walks, and with
+    ``signal`` of something that all tokens of a response share."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for number in range(count):
         length = int(torch.randint(2, longest, (1,), generator=generator))
         old = -torch.rand(length, generator=generator, dtype=torch.float64) - 1.0
         step, gap = torch.randn(2, length, generator=generator, dtype=torch.float64)
+        if signal:
+            step = step + signal / 0.02 * torch.randn((), generator=generator, dtype=torch.float64)
         rows.append(
             {
                 "old_log_probs": old.tolist(),

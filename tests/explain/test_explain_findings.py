@@ -16,6 +16,9 @@ from megatron_fspo.explain.dump import Dump, read_dump
 from megatron_fspo.explain.findings import factor_for, findings
 from megatron_fspo.explain.losses import BAND_LOSSES, FATES, judge, known_for, reach, scaled, with_limits
 from megatron_fspo.explain.noise import noise_alone
+from megatron_fspo.explain.parts import take_apart
+from megatron_fspo.explain.table import as_json
+from megatron_fspo.explain.words import sentences
 from megatron_fspo.losses import CTPOLoss
 from megatron_fspo.objective import FSPOBand, length_reweighting_error, sigma_hat
 
@@ -68,6 +71,25 @@ def test_a_dump_of_another_trainer_has_its_figures(trainer: str, metric: str, fi
     metrics = json.loads((RECORDED / f"{trainer}.metrics.jsonl").read_text(encoding="utf-8"))
     assert getattr(gspo, figure) == pytest.approx(metrics[metric], rel=1e-6)
     assert metrics[metric] > 0
+
+
+@pytest.mark.parametrize("signal", [0.0, 0.01])
+def test_s_is_taken_apart_where_tokens_are_known(tmp_path: Path, signal: float) -> None:
+    dump = read_dump(write(tmp_path / "a.jsonl", token_rows(600, longest=200, signal=signal)), {})
+    found = findings(dump, known_for(dump, with_limits([])))
+    parts = found.parts
+    assert parts is not None
+    for figure, true in ((parts.noise, 0.02), (parts.signal, signal), (parts.drift, 0.0)):
+        assert figure.low - 0.001 <= true <= figure.high + 0.001
+    assert (parts.crossover < 10) == (parts.exponent.low > 0.9) == bool(signal)
+    (said,) = (line for line in sentences(found) if "Taken apart" in line)
+    assert f"At the median of {parts.median} tokens" in said and ("equal at" in said) == bool(signal)
+    assert as_json(found)["parts"]["median"] == parts.median
+
+
+def test_s_alone_or_a_few_responses_are_not_taken_apart(dump: Dump, tmp_path: Path) -> None:
+    few = read_dump(write(tmp_path / "b.jsonl", token_rows(60)), {})
+    assert take_apart(dump) is None and take_apart(few) is None
 
 
 def test_ctpo_is_its_definition(tmp_path: Path) -> None:

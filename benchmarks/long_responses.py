@@ -1,0 +1,279 @@
+"""How S grows with length in a really pretrained model, up to 2,000 tokens: noise, and what updates move.
+
+    make runs/smollm2/checkpoint/config.json
+    python benchmarks/long_responses.py             # about half an hour on two cores
+    python benchmarks/long_responses.py --short     # make-sum's little model: the machinery only
+
+SmolLM2-135M answers short and long questions. Its responses are scored with the sampler's weights in float32
+and in bfloat16, and again after one and after three optimizer steps of the trainer on parts of them. Three
+differences are S of each response: of precision alone, and of the updates. Token by token they go to
+runs/evidence/long_responses/tokens.npz, which is not made twice; what comes of it to
+benchmarks/results/long_responses.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from machine import ROOT, cpu
+from megatron_fspo.config import Config
+from megatron_fspo.config.loading import load_config
+from megatron_fspo.objective import FSPOBand, measure_exponent
+from megatron_fspo.objective.decomposition import Decomposition, Halves, decompose, halves_of
+from megatron_fspo.objective.exponent import jackknife, student_t
+from megatron_fspo.objective.fairness import length_bins
+from megatron_fspo.report.history import wilson_interval
+from megatron_fspo.sweep.summary import as_json
+from megatron_fspo.types import Completion, Prompt
+
+CONFIG = ROOT / "benchmarks/long_responses.toml"
+TOPICS = ("the sea", "a railway", "bread", "the moon", "a garden", "an old library")
+FORMS = (
+    "Say something about {} in one or two sentences.",
+    "Describe {} in three paragraphs.",
+    "Write an essay about {}, with many sections.",
+    "Write a very long and detailed story about {}, chapter by chapter.",
+)
+DIFFERENCES = {"noise": "bfloat16 less float32", "one": "one update", "three": "three updates"}
+OUTSIDE = 0.2
+"""Share outside of the band that is predicted for."""
+BINS = 4
+LAGS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+SHORT = (
+    "--model.checkpoint examples/make_sum/checkpoint --data.train examples/make_sum/train.jsonl "
+    "--data.max-prompt-tokens 4 --data.chat-template false --reward.name make_sum --rollout.samples 8 "
+    "--rollout.max-response-tokens 100 --optimizer.lr 1e-4"
+).split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What is kept in tokens.npz."""
+
+    lengths: Tensor
+    """[N] int64."""
+    prompts: Tensor
+    """[N] int64, the prompt of each."""
+    tokens: Mapping[str, Tensor]
+    """Of :data:`DIFFERENCES`, [T] response by response."""
+
+    def save(self, path: Path) -> None:
+        columns = {name: values.float().numpy() for name, values in self.tokens.items()}
+        np.savez_compressed(path, lengths=self.lengths.numpy(), prompts=self.prompts.numpy(), **columns)
+
+
+def load(path: Path) -> Recorded:
+    """What :meth:`Recorded.save` wrote."""
+    with np.load(path) as file:
+        return Recorded(
+            lengths=torch.from_numpy(file["lengths"]),
+            prompts=torch.from_numpy(file["prompts"]),
+            tokens={name: torch.from_numpy(file[name]).double() for name in DIFFERENCES},
+        )
+
+
+def variety(prompt: Prompt, completion: Completion, response: str) -> float:
+    """Share of different words: what it rewards matters little here, but groups have a spread."""
+    words = response.lower().split()
+    return len(set(words)) / len(words) if words else 0.0
+
+
+def record(config: Config) -> Recorded:
+    """Sample, score, update, and score again; one process of the trainer."""
+    from megatron_fspo.mcore.hf_weights import export_hf, load_hf
+    from megatron_fspo.mcore.policy import Model
+    from megatron_fspo.trainer.batches import make_mini_batches
+    from megatron_fspo.trainer.begin import roll_out, with_packs
+    from megatron_fspo.trainer.build import build
+    from megatron_fspo.trainer.optimize import optimize
+    from megatron_fspo.trainer.prepare import prepare
+    from megatron_fspo.trainer.rollout import with_advantages
+
+    inputs = prepare(config, world_size=1)
+    run = build(inputs)
+    rollout = roll_out(run)[0]
+    whole = config.model_copy(update={"batch": config.batch.model_copy(update={"mini_batches": 1})})
+    # Any advantage but 0: packs leave out what teaches nothing.
+    everything = with_advantages(rollout, torch.ones(len(rollout)))
+    packs = make_mini_batches(whole, inputs.arch, everything, run.groups, inputs.backend.device)[0]
+    lengths = rollout.lengths
+
+    def scored(model: Model) -> Tensor:
+        return in_order(packs, model.score(packs, run.scoring), lengths)
+
+    before = scored(run.policy)
+    weights = config.run_folder / "weights"
+    export_hf(run.policy, weights, source=config.model.checkpoint)
+    coarse = Model(
+        inputs.arch,
+        inputs.backend,
+        run.groups,
+        parallel=config.parallel,
+        dtype=torch.bfloat16,
+        fp8=config.fp8,
+    )
+    load_hf(coarse, weights)
+    found = {"noise": scored(coarse) - before}
+    del coarse
+    step = with_packs(run, rollout, {})
+    for turn in range(3):
+        part = replace(step, packs=step.packs_of(turn), sizes=[step.sizes[turn]], updates=[])
+        optimize(run, part)
+        print(f"update {turn + 1}: gradient norm {part.updates[0].grad_norm:.3g}", flush=True)
+        if turn != 1:
+            found["one" if turn == 0 else "three"] = scored(run.policy) - before
+    run.engine.close()
+    run.log.close()
+    prompts = torch.arange(len(rollout.prompts)).repeat_interleave(rollout.samples)
+    return Recorded(lengths=lengths.long(), prompts=prompts, tokens=found)
+
+
+def in_order(packs: Sequence[Any], columns: Sequence[Tensor], lengths: Tensor) -> Tensor:
+    """[T] a column of the response tokens of all packs, response by response."""
+    starts = (lengths.cumsum(0) - lengths).long()
+    found = torch.full((int(lengths.sum()),), math.nan, dtype=torch.float64)
+    for batch, column in zip(packs, columns, strict=True):
+        for number, sample in enumerate(batch.sample_index.tolist()):
+            mine = batch.mask & (batch.segment == number)
+            start = int(starts[sample])
+            found[start : start + int(mine.sum())] = column[mine].double()
+    assert found.isfinite().all()
+    return found
+
+
+def figures(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Any]:
+    """Of one difference: exponent, parts with intervals from prompts left out, and what the parts predict."""
+    halves = halves_of(tokens, lengths)
+    prompts = prompts[lengths > 1]
+    sums = halves.log_ratio_sums
+    exponent = measure_exponent(sums, halves.lengths, prompts)
+    parts = decompose(halves)
+    places = (50, int(halves.lengths.median()), int(halves.lengths.max()))
+
+    def with_interval(of: Callable[[Decomposition], float]) -> dict[str, Any]:
+        numbers = prompts.unique().tolist()
+        left = [of(decompose(halves[prompts != number])) for number in numbers]
+        value, half = of(parts), student_t(len(numbers) - 1) * jackknife(left)
+        return {"value": value, "interval": [value - half, value + half]}
+
+    c = (sums.abs() / halves.lengths.sqrt()).quantile(1 - OUTSIDE).item()
+    checks = predictions(halves, prompts, FSPOBand(c_low=c, c_high=c))
+    return {
+        "exponent": {"value": exponent.value, "interval": list(exponent.interval)},
+        "noise": with_interval(lambda one: one.noise),
+        "signal": with_interval(lambda one: one.signal),
+        "drift": with_interval(lambda one: one.drift),
+        "crossover": parts.crossover,
+        "exponents_at": [
+            {"length": at, **with_interval(lambda one, at=at: one.exponent(at))} for at in places
+        ],
+        "autocorrelation": autocorrelation(tokens, lengths),
+        "c": c,
+        "checks": checks,
+    }
+
+
+def predictions(halves: Halves, prompts: Tensor, band: FSPOBand) -> list[dict[str, Any]]:
+    """By length: share outside, and what the parts of the other half of the prompts predict for it."""
+    low, high = band.bounds(halves.lengths.double())
+    outside = (halves.log_ratio_sums < low) | (halves.log_ratio_sums > high)
+    predicted = torch.zeros(len(outside), dtype=torch.float64)
+    # Neighbours ask for the same form of different topics.
+    even = prompts // len(FORMS) % 2 == 0
+    for mine, other in ((even, ~even), (~even, even)):
+        predicted[mine] = decompose(halves[other]).clip_rates(halves.lengths[mine], band)
+    found = []
+    bins = length_bins(halves.lengths, BINS)
+    for number in bins.unique().tolist():
+        here = bins == number
+        count, rate = int(here.sum()), outside[here].double().mean().item()
+        interval = wilson_interval(rate, count)
+        found.append(
+            {
+                "low": int(halves.lengths[here].min()),
+                "high": int(halves.lengths[here].max()),
+                "responses": count,
+                "measured": rate,
+                "interval": list(interval),
+                "predicted": predicted[here].mean().item(),
+            }
+        )
+    return found
+
+
+def autocorrelation(tokens: Tensor, lengths: Tensor) -> Mapping[str, float]:
+    """Lag → correlation of tokens of one response so far apart, all responses together."""
+    rows = [row - tokens.mean() for row in tokens.split(lengths.tolist())]
+    variance = torch.cat(rows).square().mean()
+    found = {}
+    for lag in (lag for lag in LAGS if lag < lengths.max()):
+        products = torch.cat([row[lag:] * row[:-lag] for row in rows if len(row) > lag])
+        found[str(lag)] = (products.mean() / variance).item()
+    return found
+
+
+def write_prompts(path: Path) -> None:
+    """Every form of question for every topic."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"prompt": form.format(topic), "answer": topic} for topic in TOPICS for form in FORMS]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def report(recorded: Recorded) -> dict[str, Any]:
+    """All figures."""
+    lengths = recorded.lengths
+    edges = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64)
+    return {
+        "command": "python benchmarks/long_responses.py",
+        "machine": {"cpu": cpu(), "torch": torch.__version__},
+        "responses": len(lengths),
+        "prompts": len(recorded.prompts.unique()),
+        "tokens": int(lengths.sum()),
+        "outside": OUTSIDE,
+        "lengths": lengths.double().quantile(edges).int().tolist(),
+        "differences": {
+            name: figures(values, lengths, recorded.prompts) for name, values in recorded.tokens.items()
+        },
+    }
+
+
+def main() -> None:
+    """Record what is not there yet; write the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--short", action="store_true", help="check the machinery; nothing is kept")
+    short = parser.parse_args().short
+    os.chdir(ROOT)
+    sys.path.append(str(Path(__file__).parent))  # for the reward
+    if short:
+        with tempfile.TemporaryDirectory() as folder:
+            found = report(record(load_config([CONFIG], [*SHORT, "--run.folder", folder])))
+        print(json.dumps(found))
+        return
+    path = ROOT / "runs/evidence/long_responses/tokens.npz"
+    if not path.exists():
+        write_prompts(ROOT / "runs/evidence/long_prompts.jsonl")
+        record(load_config([CONFIG], [])).save(path)
+    out = ROOT / "benchmarks/results/long_responses.json"
+    out.write_text(as_json(report(load(path))), encoding="utf-8")
+    print(out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""S taken apart: what adds up along a response like noise, and what all its tokens share.
+
+The log-ratio of token t of response i is taken as
+
+    log_ratio_it = drift + u_i + e_it
+
+with u_i common to the response (its advantage pushed all of it) and e_it independent beyond near neighbours.
+Their sum over L tokens has
+
+    Var(S | L) = noise² · L + signal² · L²
+
+so it grows as √L while L is small against L* = (noise / signal)², and as L far above. The halves of a
+response tell the two apart: what they share is u_i alone, and by what their means differ is e_it alone.
+
+Shapes: N responses of at least 2 tokens. Units: S in nats, L in tokens, noise in nats per √token, signal and
+drift in nats per token.
+Source: all of this file is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.objective.band import ClipBand
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Halves:
+    """Sums over the first and the second half of each response."""
+
+    first: Tensor
+    """[N] float64, of the first L // 2 tokens."""
+    second: Tensor
+    """[N] float64, of the others."""
+    lengths: Tensor
+    """[N] int64, L, at least 2."""
+
+    @property
+    def log_ratio_sums(self) -> Tensor:
+        """[N] S."""
+        return self.first + self.second
+
+    def __getitem__(self, rows: Tensor) -> Halves:
+        return Halves(first=self.first[rows], second=self.second[rows], lengths=self.lengths[rows])
+
+
+def halves_of(log_ratios: Tensor, lengths: Tensor) -> Halves:
+    """The halves of responses from their tokens; responses of one token are left out.
+
+    Args:
+        log_ratios: [T] of the tokens, response by response, nats.
+        lengths: [N] of all responses, which add up to T.
+    """
+    ends = lengths.cumsum(0)
+    middles = ends - lengths + lengths // 2
+    sums = torch.cat([log_ratios.new_zeros(1, dtype=torch.float64), log_ratios.double().cumsum(0)])
+    first, second = sums[middles] - sums[ends - lengths], sums[ends] - sums[middles]
+    keep = lengths > 1
+    return Halves(first=first[keep], second=second[keep], lengths=lengths[keep])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decomposition:
+    """The parts of S."""
+
+    drift: float
+    """Common to all responses."""
+    noise: float
+    signal: float
+    """0 where the halves of a response do not go together."""
+    shape: Tensor
+    """[N] (S − drift·L) / spread(L), ascending: what is left when length is taken out."""
+
+    @property
+    def crossover(self) -> float:
+        """L* in tokens, at which both parts are equal; infinite without a signal."""
+        return (self.noise / self.signal) ** 2 if self.signal else math.inf
+
+    def spread(self, lengths: Tensor) -> Tensor:
+        """[N] standard deviation of S at each of ``lengths`` [N]."""
+        tokens = lengths.double()
+        return (self.noise**2 * tokens + (self.signal * tokens) ** 2).sqrt()
+
+    def exponent(self, length: float) -> float:
+        """a of spread ∝ L^a near this length: ½ far below L*, 1 far above; NaN if nothing spreads."""
+        noise, signal = self.noise**2, self.signal**2 * length
+        return 0.5 + 0.5 * signal / (noise + signal) if noise + signal else math.nan
+
+    def clip_rates(self, lengths: Tensor, band: ClipBand) -> Tensor:
+        """Share [N] of responses of ``lengths`` [N] outside of ``band``, if one shape holds for all."""
+        low, high = (edge.double() for edge in band.bounds(lengths.double()))
+        spread, centre = self.spread(lengths), self.drift * lengths.double()
+        below = torch.searchsorted(self.shape, (low - centre) / spread)
+        above = len(self.shape) - torch.searchsorted(self.shape, (high - centre) / spread, right=True)
+        return (below + above).double() / len(self.shape)
+
+
+def decompose(halves: Halves) -> Decomposition:
+    """Take S apart.
+
+    Raises:
+        ValueError: no response, or all tokens have the same log-ratio.
+    """
+    if not len(halves.lengths):
+        raise ValueError("no response of at least 2 tokens")
+    lengths = halves.lengths.double()
+    early = (halves.lengths // 2).double()
+    late = lengths - early
+    sums = halves.log_ratio_sums
+    drift = (sums.sum() / lengths.sum()).item()
+    first, second = halves.first - drift * early, halves.second - drift * late
+    # Each response says as much of the noise as any other, whatever its length.
+    noise = ((first / early - second / late).square() * early * late / lengths).mean().item()
+    signal = ((first * second).sum() / (early * late).sum()).item()
+    parts = Decomposition(
+        drift=drift, noise=math.sqrt(noise), signal=math.sqrt(max(signal, 0.0)), shape=torch.empty(0)
+    )
+    spread = parts.spread(lengths)
+    if not (spread > 0).all():
+        raise ValueError("all tokens have the same log-ratio: nothing spreads")
+    shape = ((sums - drift * lengths) / spread).sort().values
+    return Decomposition(drift=drift, noise=parts.noise, signal=parts.signal, shape=shape)

@@ -1,0 +1,76 @@
+"""``benchmarks/long_responses.py``: its own functions, and its short form for real."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import long_responses
+from launch import REPO, environment
+from megatron_fspo.types import Completion, Prompt, Sample
+from packs import packs_of
+
+
+def sample(number: int, length: int) -> Sample:
+    tokens = tuple(range(length))
+    return Sample(
+        number=number,
+        prompt=Prompt(index=0, token_ids=(1, 2, 3), text="", answer=""),
+        completion=Completion(
+            token_ids=tokens, log_probs=[-1.0] * length, finish_reason="stop", weight_version=0
+        ),
+        reward=0.0,
+        advantage=1.0,
+    )
+
+
+def test_columns_of_packs_come_back_response_by_response() -> None:
+    lengths = [4, 1, 3, 2]
+    packs = packs_of([sample(i, n) for i, n in enumerate(lengths)], [(2, 0), (3, 1)])
+    columns = [batch.sample_index[batch.segment.clamp(max=1)] * 10.0 + batch.labels for batch in packs]
+    found = long_responses.in_order(packs, columns, torch.tensor(lengths))
+    assert found.tolist() == [0, 1, 2, 3, 10, 20, 21, 22, 30, 31]
+
+
+def walks(signal: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, lengths of 20 to 2,000, prompts: 240 responses."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (20 * 100 ** torch.rand(240, generator=generator)).long()
+    tokens = 0.02 * torch.randn(int(lengths.sum()), generator=generator, dtype=torch.float64)
+    shared = signal * torch.randn(240, generator=generator, dtype=torch.float64)
+    return tokens + shared.repeat_interleave(lengths), lengths, torch.arange(240) // 4
+
+
+def test_a_signal_is_told_from_noise() -> None:
+    noise, both = (long_responses.figures(*walks(signal)) for signal in (0.0, 0.002))
+    low, high = noise["exponent"]["interval"]
+    assert low < 0.5 < high < both["exponent"]["interval"][0] + 0.3
+    assert both["exponent"]["value"] > 0.65
+    assert both["signal"]["interval"][0] > 0.001 > noise["signal"]["value"]
+    assert both["signal"]["interval"][0] < 0.002 < both["signal"]["interval"][1]
+    short, _, long = both["exponents_at"]
+    assert short["value"] < 0.8 < 0.9 < long["value"]
+    assert all(abs(value) < 0.02 for value in noise["autocorrelation"].values())
+    assert both["autocorrelation"]["256"] == pytest.approx(0.01, abs=0.008)
+    for found in (noise, both):
+        assert sum(one["responses"] for one in found["checks"]) == 240
+        inside = [one["interval"][0] <= one["predicted"] <= one["interval"][1] for one in found["checks"]]
+        assert sum(inside) >= 3
+
+
+@pytest.mark.slow
+def test_the_short_form_runs_and_keeps_nothing() -> None:
+    results = {path: path.stat().st_mtime_ns for path in (REPO / "benchmarks/results").iterdir()}
+    command = [sys.executable, "-W", "ignore", "benchmarks/long_responses.py", "--short"]
+    done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["responses"] == 192 and found["prompts"] == 24
+    noise, one, three = (found["differences"][name] for name in long_responses.DIFFERENCES)
+    assert 0 < noise["noise"]["value"] < one["noise"]["value"] < three["noise"]["value"]
+    assert results == {path: path.stat().st_mtime_ns for path in (REPO / "benchmarks/results").iterdir()}
