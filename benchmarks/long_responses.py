@@ -1,7 +1,7 @@
-"""How S grows with length in a really pretrained model, up to 2,000 tokens: noise, and what updates move.
+"""How S grows with length in a really pretrained model, up to 512 tokens: noise, and what updates move.
 
     make runs/smollm2/checkpoint/config.json
-    python benchmarks/long_responses.py             # about half an hour on two cores
+    python benchmarks/long_responses.py             # a quarter of an hour on two cores
     python benchmarks/long_responses.py --short     # make-sum's little model: the machinery only
 
 SmolLM2-135M answers short and long questions. Its responses are scored with the sampler's weights in float32

@@ -44,6 +44,7 @@ from megatron_fspo.objective.correction import (
     truncated_weight,
     within_ratio,
 )
+from megatron_fspo.objective.decomposition import Decomposition, Halves, decompose, halves_of
 from megatron_fspo.objective.exponent import Exponent, fit_exponent, measure_exponent
 from megatron_fspo.objective.fairness import (
     LengthBin,
@@ -59,10 +60,12 @@ __all__ = [
     "BandCalibrator",
     "ClipBand",
     "ConstantDualClip",
+    "Decomposition",
     "DualClip",
     "Exponent",
     "FSPOBand",
     "GSPOBand",
+    "Halves",
     "LengthBin",
     "LengthFairDualClip",
     "LengthReweightingError",
@@ -74,11 +77,13 @@ __all__ = [
     "TokenLevel",
     "TokenSurrogate",
     "aggregation_weight",
+    "decompose",
     "drift_from_kl",
     "drift_from_sigma",
     "effective_sample_size",
     "fit_exponent",
     "group_normalized_advantages",
+    "halves_of",
     "k3_kl",
     "leave_one_out_advantages",
     "length_fair_gate",
