@@ -51,6 +51,8 @@ DIFFERENCES = {"noise": "bfloat16 less float32", "one": "one update", "three": "
 OUTSIDE = 0.2
 """Share outside of the band that is predicted for."""
 BINS = 4
+LEAST = 8
+"""Responses of a bin that is looked at."""
 LAGS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -159,7 +161,7 @@ def in_order(packs: Sequence[Any], columns: Sequence[Tensor], lengths: Tensor) -
 def figures(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Any]:
     """Of one difference: exponent, parts with intervals from prompts left out, and what the parts predict."""
     halves = halves_of(tokens, lengths)
-    prompts = prompts[lengths > 1]
+    all_prompts, prompts = prompts, prompts[lengths > 1]
     sums = halves.log_ratio_sums
     exponent = measure_exponent(sums, halves.lengths, prompts)
     parts = decompose(halves)
@@ -185,35 +187,92 @@ def figures(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Any]:
         "autocorrelation": autocorrelation(tokens, lengths),
         "c": c,
         "checks": checks,
+        "within": within_responses(tokens, lengths, all_prompts),
     }
 
 
 def predictions(halves: Halves, prompts: Tensor, band: FSPOBand) -> list[dict[str, Any]]:
-    """By length: share outside, and what the parts of the other half of the prompts predict for it."""
+    """By length: share outside, what the parts of the other half of the prompts predict for it, and the
+    difference of the two with its interval."""
     low, high = band.bounds(halves.lengths.double())
-    outside = (halves.log_ratio_sums < low) | (halves.log_ratio_sums > high)
-    predicted = torch.zeros(len(outside), dtype=torch.float64)
-    # Neighbours ask for the same form of different topics.
-    even = prompts // len(FORMS) % 2 == 0
-    for mine, other in ((even, ~even), (~even, even)):
-        predicted[mine] = decompose(halves[other]).clip_rates(halves.lengths[mine], band)
+    outside = ((halves.log_ratio_sums < low) | (halves.log_ratio_sums > high)).double()
+    predicted = predicted_rates(halves, prompts, band)
+    numbers = prompts.unique()
+    without = [predicted_rates(halves, prompts, band, leave_out=number) for number in numbers.tolist()]
+    quantile = student_t(len(numbers) - 1)
     found = []
     bins = length_bins(halves.lengths, BINS)
     for number in bins.unique().tolist():
         here = bins == number
-        count, rate = int(here.sum()), outside[here].double().mean().item()
-        interval = wilson_interval(rate, count)
+        count, rate, told = int(here.sum()), outside[here].mean().item(), predicted[here].mean().item()
+        if count < LEAST:
+            continue
+        half = quantile * jackknife([rates[here].mean().item() for rates in without])
+        measured, expected = wilson_interval(rate, count), (max(told - half, 0.0), min(told + half, 1.0))
         found.append(
             {
                 "low": int(halves.lengths[here].min()),
                 "high": int(halves.lengths[here].max()),
                 "responses": count,
-                "measured": rate,
-                "interval": list(interval),
-                "predicted": predicted[here].mean().item(),
+                "measured": {"value": rate, "interval": list(measured)},
+                "predicted": {"value": told, "interval": list(expected)},
+                "difference": list(difference_interval(rate, measured, told, expected)),
             }
         )
     return found
+
+
+def predicted_rates(halves: Halves, prompts: Tensor, band: FSPOBand, leave_out: int | None = None) -> Tensor:
+    """[N] of every response, from the parts of the half of the prompts that it is not in."""
+    # Neighbours ask for the same form of different topics.
+    even = prompts // len(FORMS) % 2 == 0
+    kept = torch.ones_like(even) if leave_out is None else prompts != leave_out
+    predicted = torch.zeros(len(prompts), dtype=torch.float64)
+    for mine in (even, ~even):
+        predicted[mine] = decompose(halves[~mine & kept]).clip_rates(halves.lengths[mine], band)
+    return predicted
+
+
+def difference_interval(
+    first: float, first_interval: Sequence[float], second: float, second_interval: Sequence[float]
+) -> tuple[float, float]:
+    """Of the difference of two independent figures (Newcombe 1998, Statistics in Medicine 17, method 10)."""
+    (low, high), (least, most) = first_interval, second_interval
+    difference = first - second
+    return (
+        difference - math.hypot(first - low, most - second),
+        difference + math.hypot(high - first, second - least),
+    )
+
+
+def within_responses(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Any]:
+    """Exponent of the sums over the first tokens of the longest quarter: the same texts at every length.
+
+    A line through log RMS of the sums against log of their length, at lengths a factor of 2 apart up to the
+    upper quartile; its interval from prompts left out.
+    """
+    reach = int(lengths.double().quantile(0.75, interpolation="lower"))
+    places = [reach >> shift for shift in range(5, -1, -1) if reach >> shift]
+    long = lengths >= reach
+    rows = [row for row, keep in zip(tokens.split(lengths.tolist()), long, strict=True) if keep]
+    sums = torch.stack([row.cumsum(0)[torch.tensor(places) - 1] for row in rows])
+    prompts = prompts[long]
+    logs = torch.tensor(places, dtype=torch.float64).log()
+    logs = logs - logs.mean()
+
+    def slope(chosen: Tensor) -> float:
+        return ((chosen.square().mean(0).log() / 2 * logs).sum() / logs.square().sum()).item()
+
+    numbers = prompts.unique().tolist()
+    value = slope(sums)
+    half = student_t(len(numbers) - 1) * jackknife([slope(sums[prompts != number]) for number in numbers])
+    return {
+        "value": value,
+        "interval": [value - half, value + half],
+        "responses": len(rows),
+        "from": places[0],
+        "to": places[-1],
+    }
 
 
 def autocorrelation(tokens: Tensor, lengths: Tensor) -> Mapping[str, float]:

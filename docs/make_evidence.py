@@ -141,11 +141,14 @@ def long_responses(long: Mapping[str, Any]) -> dict[str, str]:
         "long_high": f"{high:,}",
         "long_median": f"{median:,}",
         "long_outside": f"{long['outside']:.0%}",
+        "within_from": f"{first['within']['from']:,}",
+        "within_to": f"{first['within']['to']:,}",
+        "within_responses": str(first["within"]["responses"]),
         "long_parts": rows(
-            ["S of", "exponent", "noise, nats/√token", "signal, nats/token", "L*"]
+            ["S of", "along a response", "over responses", "noise, nats/√token", "signal, nats/token", "L*"]
             + [f"exponent at {at:,}" for at in places],
             [
-                [name, ranged(one["exponent"], ".2f")]
+                [name, ranged(one["within"], ".2f"), ranged(one["exponent"], ".2f")]
                 + [ranged(one[part], ".2g") for part in ("noise", "signal")]
                 + ["none" if one["crossover"] is None else f"{one['crossover']:,.0f}"]
                 + [ranged(at, ".2f") for at in one["exponents_at"]]
@@ -157,12 +160,12 @@ def long_responses(long: Mapping[str, Any]) -> dict[str, str]:
             [[name, *(f"{x:.3f}" for x in one["autocorrelation"].values())] for name, one in found.items()],
         ),
         "long_checks": rows(
-            ["tokens", "responses", *(f"{name}: outside | predicted" for name in found)],
+            ["tokens", "responses", *(f"{name}: outside | predicted | difference" for name in found)],
             [
-                [f"{bins[0]['low']:,}–{bins[0]['high']:,}", str(bins[0]["responses"])]
+                [span(bins[0]["low"], bins[0]["high"]), str(bins[0]["responses"])]
                 + [
-                    f"{one['measured']:.0%} [{one['interval'][0]:.0%}, {one['interval'][1]:.0%}] | "
-                    f"{one['predicted']:.0%}"
+                    f"{ranged(one['measured'], '.0%')} | {ranged(one['predicted'], '.0%')} | "
+                    "[{:+.0%}, {:+.0%}]".format(*one["difference"])
                     for one in bins
                 ]
                 for bins in zip(*(one["checks"] for one in found.values()), strict=True)
@@ -175,6 +178,11 @@ def rows(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = [head, ["---"] * " | ".join(head).count(" | ") + ["---"], *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def span(low: int, high: int) -> str:
+    """Lengths from the one to the other."""
+    return f"{low:,}–{high:,}" if high > low else f"{low:,}"
 
 
 def ranged(found: Mapping[str, Any], form: str) -> str:
@@ -246,21 +254,21 @@ def claims(
         SUPPORTED if count == seeds else NOT,
     )
     found = long["differences"]
-    noise, *moved = (found[name]["exponent"] for name in DIFFERENCES)
+    noise, *moved = (found[name]["within"] for name in DIFFERENCES)
     root = noise["interval"][0] <= 0.5 <= noise["interval"][1]
     faster = all(one["interval"][0] > 0.5 for one in moved)
     add(
-        "S of noise grows as √L, and what training moves faster; SmolLM2, up to "
-        f"{long['lengths'][-1]:,} tokens",
+        "Along a response S of noise grows as √L, and what training moves faster; SmolLM2, up to "
+        f"{noise['to']:,} tokens",
         "exponents: "
-        + ", ".join(f"{DIFFERENCES[name]} {ranged(found[name]['exponent'], '.2f')}" for name in DIFFERENCES),
+        + ", ".join(f"{DIFFERENCES[name]} {ranged(found[name]['within'], '.2f')}" for name in DIFFERENCES),
         SUPPORTED if root and faster else NOT,
     )
     checks = [one for name in DIFFERENCES for one in found[name]["checks"]]
-    inside = sum(one["interval"][0] <= one["predicted"] <= one["interval"][1] for one in checks)
+    inside = sum(one["difference"][0] <= 0 <= one["difference"][1] for one in checks)
     add(
         "Noise and signal, taken apart by halves of the responses, predict the clip rate by length; the same",
-        f"predicted within the interval of what was measured in {inside} of {len(checks)} bins",
+        f"measured less predicted: the interval holds 0 in {inside} of {len(checks)} bins",
         SUPPORTED if inside == len(checks) else NOT,
     )
     add(

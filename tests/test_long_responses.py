@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks import long_responses
 from launch import REPO, environment
+from megatron_fspo.report.history import wilson_interval
 from megatron_fspo.types import Completion, Prompt, Sample
 from packs import packs_of
 
@@ -59,8 +60,32 @@ def test_a_signal_is_told_from_noise() -> None:
     assert both["autocorrelation"]["256"] == pytest.approx(0.01, abs=0.008)
     for found in (noise, both):
         assert sum(one["responses"] for one in found["checks"]) == 240
-        inside = [one["interval"][0] <= one["predicted"] <= one["interval"][1] for one in found["checks"]]
+        inside = [one["difference"][0] <= 0 <= one["difference"][1] for one in found["checks"]]
         assert sum(inside) >= 3
+    for part in ("predicted", "measured"):
+        assert all(0 < width(one[part]["interval"]) < 0.4 for one in both["checks"])
+    low, high = noise["within"]["interval"]
+    assert low < 0.5 < high < 0.65 < both["within"]["interval"][0]
+    assert 60 <= noise["within"]["responses"] < 70 and noise["within"]["to"] >= 32 * noise["within"]["from"]
+
+
+def test_parts_that_are_not_there_are_told_from_what_is_measured() -> None:
+    """Short responses that move more than the parts, which know no such thing, predict."""
+    tokens, lengths, prompts = walks(0.002)
+    scale = torch.where(lengths < 70, 8.0, 1.0).double()
+    found = long_responses.figures(tokens * scale.repeat_interleave(lengths), lengths, prompts)
+    assert found["checks"][0]["difference"][0] > 0 > found["checks"][2]["difference"][1]
+
+
+def width(interval: list[float]) -> float:
+    return interval[1] - interval[0]
+
+
+def test_an_interval_of_a_difference_of_two_shares() -> None:
+    """Example (a) of Newcombe's table II, method 10: 56/70 less 48/80."""
+    intervals = [wilson_interval(56 / 70, 70), wilson_interval(48 / 80, 80)]
+    low, high = long_responses.difference_interval(56 / 70, intervals[0], 48 / 80, intervals[1])
+    assert (low, high) == pytest.approx((0.0524, 0.3339), abs=1e-4)
 
 
 @pytest.mark.slow
