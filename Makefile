@@ -122,9 +122,9 @@ format: $(VENV)/.ready  ## reformat
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-evidence: $(VENV)/.ready $(SMOLLM2)/checkpoint/config.json  ## every figure of docs/evidence.md again; runs in runs/evidence are not made twice
+evidence: $(VENV)/.ready vllm $(SMOLLM2)/checkpoint/config.json  ## every figure of docs/evidence.md again; runs in runs/evidence are not made twice
 	$(VENV)/bin/python benchmarks/evidence.py $(EVIDENCE_ARGS)
-	$(VENV)/bin/python benchmarks/long_responses.py
+	$(with_vllm) $(VENV)/bin/python benchmarks/long_responses.py
 	$(VENV)/bin/python docs/make_evidence.py
 
 bench: $(VENV)/.ready  ## memory and time of the log-prob head

@@ -16,12 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from machine import ROOT, environment, machine
+from machine import ROOT, environment, machine, vllm_server
 
 CHECKPOINT = "runs/make-sum-32/checkpoint"
 TRAINING = (
@@ -50,22 +50,9 @@ def train(folder: Path, name: str, url: str, staleness: int, steps: int, core: i
     }
 
 
-def on_core(core: int) -> Any:
+def on_core(core: int) -> Callable[[], None]:
     """Runs in the child before it starts."""
     return lambda: os.sched_setaffinity(0, {core})
-
-
-def start_server(folder: Path, port: int, core: int) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "megatron_fspo", "serve", "--model", CHECKPOINT, "--port", str(port)]
-    words += ["--dtype", "float32", "--log", str(folder / "vllm.log")]
-    env = environment(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1")
-    server = subprocess.Popen(
-        words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, preexec_fn=on_core(core)
-    )
-    assert server.stdout is not None
-    if "is ready" not in server.stdout.readline():
-        sys.exit(f"the server did not start ({server.wait()}); `serve` says why above")
-    return server
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -95,17 +82,15 @@ def main() -> None:
     runs: dict[str, list[dict[str, float]]] = {"sync": [], "async": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        server = start_server(folder, options.port, cores[0])
-        try:
+        one_core = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        with vllm_server(
+            CHECKPOINT, options.port, folder / "vllm.log", in_child=on_core(cores[0]), **one_core
+        ) as url:
             for turn in range(options.turns):
                 for staleness, kind in enumerate(runs):
-                    url = f"http://127.0.0.1:{options.port}"
                     run = train(folder, f"{kind}-{turn}", url, staleness, options.steps, cores[1])
                     runs[kind].append(run)
                     print(f"{kind:6} {run['seconds']:.2f} s a step, {run['waiting']:.2f} s of it waiting")
-        finally:
-            server.terminate()
-            server.wait()
     means = {kind: {key: fmean(run[key] for run in some) for key in some[0]} for kind, some in runs.items()}
     ratio = means["sync"]["seconds"] / means["async"]["seconds"]
     report = {

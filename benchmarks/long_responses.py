@@ -1,13 +1,13 @@
-"""How S grows with length in a really pretrained model, up to 512 tokens: noise, and what updates move.
+"""How S grows with length in a really pretrained model, up to 2,000 tokens: noise, and what updates move.
 
-    make runs/smollm2/checkpoint/config.json
-    python benchmarks/long_responses.py             # a quarter of an hour on two cores
-    python benchmarks/long_responses.py --short     # make-sum's little model: the machinery only
+    make runs/smollm2/checkpoint/config.json vllm
+    VLLM_BIN=.venv-vllm/bin/vllm python benchmarks/long_responses.py     # an hour or two on two cores
+    python benchmarks/long_responses.py --short                          # the machinery, on make-sum's model
 
-SmolLM2-135M answers short and long questions. Its responses are scored with the sampler's weights in float32
-and in bfloat16, and again after one and after three optimizer steps of the trainer on parts of them. Three
-differences are S of each response: of precision alone, and of the updates. Token by token they go to
-runs/evidence/long_responses/tokens.npz, which is not made twice; what comes of it to
+SmolLM2-135M answers short and long questions, in a vLLM server. Its responses are scored with the sampler's
+weights in float32 and in bfloat16, and again after one and after three optimizer steps of the trainer on
+parts of them. Three differences are S of each response: of precision alone, and of the updates. Token by
+token they go to runs/evidence/long_responses/tokens.npz, which is not made twice; what comes of it to
 benchmarks/results/long_responses.json.
 """
 
@@ -19,6 +19,7 @@ import math
 import os
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,19 +29,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from machine import ROOT, cpu
+from machine import ROOT, cpu, vllm_server
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.objective import FSPOBand, measure_exponent
+from megatron_fspo.explain.findings import factor_for
+from megatron_fspo.objective import FSPOBand, fit_exponent, length_reweighting_error, measure_exponent
 from megatron_fspo.objective.decomposition import Decomposition, Halves, decompose, halves_of
 from megatron_fspo.objective.exponent import jackknife, student_t
-from megatron_fspo.objective.fairness import length_bins
+from megatron_fspo.objective.fairness import LengthReweightingError, length_bins
 from megatron_fspo.report.history import wilson_interval
 from megatron_fspo.sweep.summary import as_json
 from megatron_fspo.types import Completion, Prompt
 
 CONFIG = ROOT / "benchmarks/long_responses.toml"
-TOPICS = ("the sea", "a railway", "bread", "the moon", "a garden", "an old library")
+TOPICS = ("the sea", "a railway", "bread", "the moon", "a garden", "an old library", "winter", "a clock")
 FORMS = (
     "Say something about {} in one or two sentences.",
     "Describe {} in three paragraphs.",
@@ -48,18 +50,19 @@ FORMS = (
     "Write a very long and detailed story about {}, chapter by chapter.",
 )
 DIFFERENCES = {"noise": "bfloat16 less float32", "one": "one update", "three": "three updates"}
+PORT = 8191
 OUTSIDE = 0.2
 """Share outside of the band that is predicted for."""
 BINS = 4
 LEAST = 8
 """Responses of a bin that is looked at."""
-LAGS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LAGS = (1, 4, 16, 64, 128, 256, 512, 1024)
 
 
 SHORT = (
     "--model.checkpoint examples/make_sum/checkpoint --data.train examples/make_sum/train.jsonl "
     "--data.max-prompt-tokens 4 --data.chat-template false --reward.name make_sum --rollout.samples 8 "
-    "--rollout.max-response-tokens 100 --optimizer.lr 1e-4"
+    "--rollout.max-response-tokens 100 --rollout.engine embedded --optimizer.lr 1e-4"
 ).split()
 
 
@@ -145,6 +148,15 @@ def record(config: Config) -> Recorded:
     return Recorded(lengths=lengths.long(), prompts=prompts, tokens=found)
 
 
+def record_with_server() -> Recorded:
+    """The run of long_responses.toml, and the server that it samples from."""
+    os.environ["OMP_NUM_THREADS"] = str(os.cpu_count())  # one process has all of them
+    config = load_config([CONFIG], [])
+    log = ROOT / "runs/evidence/long_responses.vllm.log"
+    with vllm_server(str(config.model.checkpoint), PORT, log, VLLM_CPU_KVCACHE_SPACE="6") as url:
+        return record(load_config([CONFIG], ["--vllm.urls", f"['{url}']"]))
+
+
 def in_order(packs: Sequence[Any], columns: Sequence[Tensor], lengths: Tensor) -> Tensor:
     """[T] a column of the response tokens of all packs, response by response."""
     starts = (lengths.cumsum(0) - lengths).long()
@@ -167,28 +179,83 @@ def figures(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Any]:
     parts = decompose(halves)
     places = (50, int(halves.lengths.median()), int(halves.lengths.max()))
 
-    def with_interval(of: Callable[[Decomposition], float]) -> dict[str, Any]:
-        numbers = prompts.unique().tolist()
-        left = [of(decompose(halves[prompts != number])) for number in numbers]
-        value, half = of(parts), student_t(len(numbers) - 1) * jackknife(left)
-        return {"value": value, "interval": [value - half, value + half]}
+    left = [decompose(halves[prompts != number]) for number in prompts.unique().tolist()]
+
+    def part(of: Callable[[Decomposition], float]) -> dict[str, Any]:
+        return with_interval(of(parts), [of(one) for one in left])
 
     c = (sums.abs() / halves.lengths.sqrt()).quantile(1 - OUTSIDE).item()
     checks = predictions(halves, prompts, FSPOBand(c_low=c, c_high=c))
     return {
         "exponent": {"value": exponent.value, "interval": list(exponent.interval)},
-        "noise": with_interval(lambda one: one.noise),
-        "signal": with_interval(lambda one: one.signal),
-        "drift": with_interval(lambda one: one.drift),
+        "noise": part(lambda one: one.noise),
+        "signal": part(lambda one: one.signal),
+        "drift": part(lambda one: one.drift),
         "crossover": parts.crossover,
-        "exponents_at": [
-            {"length": at, **with_interval(lambda one, at=at: one.exponent(at))} for at in places
-        ],
+        "exponents_at": [{"length": at, **part(lambda one, at=at: one.exponent(at))} for at in places],
         "autocorrelation": autocorrelation(tokens, lengths),
         "c": c,
         "checks": checks,
         "within": within_responses(tokens, lengths, all_prompts),
+        "losses": evenness(tokens, lengths, all_prompts),
     }
+
+
+def with_interval(value: float, left: Sequence[float]) -> dict[str, Any]:
+    """A figure and its 95% interval, from its values with one prompt after the other left out."""
+    half = student_t(len(left) - 1) * jackknife(list(left))
+    return {"value": value, "interval": [value - half, value + half]}
+
+
+def evenness(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Any]:
+    """Of each loss with the width that leaves the same share outside: length reweighting error, and by how
+    much it is above that of FSPO with a measured exponent; intervals from prompts left out."""
+    found = {
+        loss: spread / spread.new_tensor(factor_for(spread, OUTSIDE))
+        for loss, spread in reaches(tokens, lengths, prompts).items()
+    }
+
+    def means(kept: Tensor) -> dict[str, float]:
+        # The width of all: without a prompt another share is outside, and LRE goes with the share.
+        return {loss: of(far[kept], lengths[kept]).mean for loss, far in found.items()}
+
+    def of(far: Tensor, these: Tensor) -> LengthReweightingError:
+        return length_reweighting_error(far <= 1, these, BINS, permutations=0, bootstrap=0)
+
+    whole = means(torch.ones_like(prompts, dtype=torch.bool))
+    left = [means(prompts != number) for number in prompts.unique().tolist()]
+    return {
+        loss: {
+            "outside": (far > 1).double().mean().item(),
+            "lre_mean": with_interval(whole[loss], [one[loss] for one in left]),
+            "lre_max": of(far, lengths).max,
+            "lre_null": length_reweighting_error(far <= 1, lengths, BINS, bootstrap=0).null_mean,
+            "above_measured": with_interval(
+                whole[loss] - whole["measured"], [one[loss] - one["measured"] for one in left]
+            ),
+            "rates": [1 - one.accepted_rate for one in of(far, lengths).bins],
+        }
+        for loss, far in found.items()
+    }
+
+
+def reaches(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Tensor]:
+    """[N] by loss, |S| in units of L^a: how wide a band would have to be; CTPO's holds for all prefixes."""
+    rows = tokens.split(lengths.tolist())
+    sums = torch.stack([row.sum() for row in rows])
+    even = half_of(prompts)
+    measured = torch.zeros_like(sums)
+    for mine in (even, ~even):
+        measured[mine] = min(max(fit_exponent(sums[~mine], lengths[~mine], BINS), 0.5), 1.0)
+    exponents = {"measured": measured, "fspo": 0.5, "rloo": 0.0, "gspo": 1.0}
+    found = {loss: sums.abs() / lengths.double() ** a for loss, a in exponents.items()}
+    prefixes = [row.cumsum(0).abs() / torch.arange(1, len(row) + 1).sqrt() for row in rows]
+    return {**found, "ctpo": torch.stack([prefix.max() for prefix in prefixes])}
+
+
+def half_of(prompts: Tensor) -> Tensor:
+    """[N] bool, half of the prompts: neighbours ask for the same forms of different topics."""
+    return prompts // len(FORMS) % 2 == 0
 
 
 def predictions(halves: Halves, prompts: Tensor, band: FSPOBand) -> list[dict[str, Any]]:
@@ -224,8 +291,7 @@ def predictions(halves: Halves, prompts: Tensor, band: FSPOBand) -> list[dict[st
 
 def predicted_rates(halves: Halves, prompts: Tensor, band: FSPOBand, leave_out: int | None = None) -> Tensor:
     """[N] of every response, from the parts of the half of the prompts that it is not in."""
-    # Neighbours ask for the same form of different topics.
-    even = prompts // len(FORMS) % 2 == 0
+    even = half_of(prompts)
     kept = torch.ones_like(even) if leave_out is None else prompts != leave_out
     predicted = torch.zeros(len(prompts), dtype=torch.float64)
     for mine in (even, ~even):
@@ -263,12 +329,9 @@ def within_responses(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[s
     def slope(chosen: Tensor) -> float:
         return ((chosen.square().mean(0).log() / 2 * logs).sum() / logs.square().sum()).item()
 
-    numbers = prompts.unique().tolist()
-    value = slope(sums)
-    half = student_t(len(numbers) - 1) * jackknife([slope(sums[prompts != number]) for number in numbers])
+    left = [slope(sums[prompts != number]) for number in prompts.unique().tolist()]
     return {
-        "value": value,
-        "interval": [value - half, value + half],
+        **with_interval(slope(sums), left),
         "responses": len(rows),
         "from": places[0],
         "to": places[-1],
@@ -298,8 +361,9 @@ def report(recorded: Recorded) -> dict[str, Any]:
     lengths = recorded.lengths
     edges = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64)
     return {
-        "command": "python benchmarks/long_responses.py",
+        "command": "VLLM_BIN=.venv-vllm/bin/vllm python benchmarks/long_responses.py",
         "machine": {"cpu": cpu(), "torch": torch.__version__},
+        "run": tomllib.loads(CONFIG.read_text(encoding="utf-8")),
         "responses": len(lengths),
         "prompts": len(recorded.prompts.unique()),
         "tokens": int(lengths.sum()),
@@ -328,7 +392,7 @@ def main() -> None:
     path = ROOT / "runs/evidence/long_responses/tokens.npz"
     if not path.exists():
         write_prompts(ROOT / "runs/evidence/long_prompts.jsonl")
-        record(load_config([CONFIG], [])).save(path)
+        record_with_server().save(path)
     out = ROOT / "benchmarks/results/long_responses.json"
     out.write_text(as_json(report(load(path))), encoding="utf-8")
     print(out)

@@ -6,6 +6,10 @@ import os
 import platform
 import re
 import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +41,35 @@ def environment(**more: str) -> dict[str, str]:
     """Of a process that measures: the package of this checkout, whichever one is installed."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": paths, **more}
+
+
+@contextmanager
+def vllm_server(
+    model: str, port: int, log: Path, *, in_child: Callable[[], None] | None = None, **variables: str
+) -> Iterator[str]:
+    """A real server in float32 while the block lasts; gives its address.
+
+    Args:
+        in_child: called in the new process before it starts.
+        variables: of its environment.
+
+    Raises:
+        RuntimeError: it did not start; `serve` has said why.
+    """
+    words = [sys.executable, "-m", "megatron_fspo", "serve", "--model", model, "--port", str(port)]
+    server = subprocess.Popen(
+        [*words, "--dtype", "float32", "--log", str(log)],
+        cwd=ROOT,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=in_child,
+    )
+    try:
+        assert server.stdout is not None
+        if "is ready" not in server.stdout.readline():
+            raise RuntimeError(f"the server did not start (exit status {server.wait()})")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()

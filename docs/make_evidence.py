@@ -16,6 +16,7 @@ RESULTS = ROOT / "benchmarks/results"
 
 SUPPORTED, NOT, UNTESTED = "**supported**", "**not supported**", "**not testable here**"
 NAMES = {"measured": "FSPO, a measured", "fspo": "FSPO, a = ½", "rloo": "RLOO", "gspo": "GSPO"}
+LOSSES = {**NAMES, "ctpo": "CTPO, all prefixes, a = ½"}
 DIFFERENCES = {"noise": "precision", "one": "1 update", "three": "3 updates"}
 VARIATIONS = {
     "half": "c / 2",
@@ -134,6 +135,7 @@ def long_responses(long: Mapping[str, Any]) -> dict[str, str]:
     found = {DIFFERENCES[name]: one for name, one in long["differences"].items()}
     first = next(iter(found.values()))
     places = [at["length"] for at in first["exponents_at"]]
+    moved = DIFFERENCES["three"]
     return {
         "long_responses": str(long["responses"]),
         "long_prompts": str(long["prompts"]),
@@ -171,6 +173,27 @@ def long_responses(long: Mapping[str, Any]) -> dict[str, str]:
                 for bins in zip(*(one["checks"] for one in found.values()), strict=True)
             ],
         ),
+        "long_losses": rows(
+            ["", *(f"{name}: LRE mean | above FSPO, a measured" for name in found)],
+            [
+                [label]
+                + [
+                    f"{one['losses'][loss]['lre_mean']['value']:.3f} | "
+                    + ("" if loss == "measured" else ranged(one["losses"][loss]["above_measured"], ".3f"))
+                    for one in found.values()
+                ]
+                for loss, label in LOSSES.items()
+            ],
+        ),
+        "long_rates": rows(
+            [f"{moved}, by length", *(span(one["low"], one["high"]) for one in found[moved]["checks"])],
+            [
+                [label, *(f"{rate:.0%}" for rate in found[moved]["losses"][loss]["rates"])]
+                for loss, label in LOSSES.items()
+            ],
+        ),
+        "long_bins": str(len(first["losses"]["measured"]["rates"])),
+        "long_chance": ", ".join(f"{one['losses']['measured']['lre_null']:.3f}" for one in found.values()),
     }
 
 
@@ -271,6 +294,18 @@ def claims(
         f"measured less predicted: the interval holds 0 in {inside} of {len(checks)} bins",
         SUPPORTED if inside == len(checks) else NOT,
     )
+    for what, names in (("rounding", ("noise",)), ("updates", ("one", "three"))):
+        above = {loss: [found[name]["losses"][loss]["above_measured"] for name in names] for loss in others}
+        add(
+            f"At the same share outside, FSPO with a measured exponent clips what {what} moved more evenly "
+            "than RLOO and GSPO; the same",
+            f"LRE mean above it, {', '.join(DIFFERENCES[name] for name in names)}: "
+            + "; ".join(
+                f"{NAMES[loss]} {', '.join(ranged(one, '.3f') for one in some)}"
+                for loss, some in above.items()
+            ),
+            SUPPORTED if all(one["interval"][0] > 0 for some in above.values() for one in some) else NOT,
+        )
     add(
         "Accuracy on MATH500, AMC23 and AIME with Qwen3-1.7B and 8B; RLOO's responses explode in length",
         "no GPU has run this code",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import torch
@@ -77,6 +78,41 @@ def test_parts_that_are_not_there_are_told_from_what_is_measured() -> None:
     assert found["checks"][0]["difference"][0] > 0 > found["checks"][2]["difference"][1]
 
 
+def test_losses_are_compared_at_the_same_share_outside() -> None:
+    """Noise alone: √L is even, a constant band and one on the mean are not, and neither are all prefixes."""
+    noise, both = (long_responses.evenness(*walks(signal)) for signal in (0.0, 0.002))
+    for found in (noise, both):
+        assert all(one["outside"] == pytest.approx(long_responses.OUTSIDE) for one in found.values())
+        assert found["measured"]["above_measured"] == {"value": 0, "interval": [0, 0]}
+        assert all(0.03 < one["lre_null"] < 0.06 for one in found.values())
+        assert all(one["lre_mean"]["value"] < one["lre_max"] for one in found.values())
+    assert noise["fspo"]["lre_mean"]["value"] < noise["fspo"]["lre_null"]
+    for loss in ("rloo", "gspo"):
+        assert noise[loss]["above_measured"]["interval"][0] > 0
+    rates = {loss: one["rates"] for loss, one in noise.items()}
+    assert rates["rloo"] == sorted(rates["rloo"]) and rates["gspo"][::-1] == sorted(rates["gspo"])
+    assert rates["ctpo"] == sorted(rates["ctpo"])
+    # With a signal √L is not, and a measured exponent is.
+    for loss in ("fspo", "rloo", "ctpo"):
+        assert both[loss]["above_measured"]["interval"][0] > 0
+
+
+def test_how_far_out_a_response_lies() -> None:
+    """S = 3, −4 in 4 tokens each; the first is farthest out as a prefix of 1 token."""
+    tokens = torch.tensor([5.0, -1, -1, 0, -1, -1, -1, -1], dtype=torch.float64)
+    found = long_responses.reaches(tokens, torch.tensor([4, 4]), torch.tensor([0, 4]))
+    assert found["fspo"].tolist() == [1.5, 2.0] and found["rloo"].tolist() == [3, 4]
+    assert found["gspo"].tolist() == [0.75, 1.0] and found["ctpo"].tolist() == [5, 2]
+
+
+def test_the_figures_are_of_the_run_that_is_there() -> None:
+    """Changed settings need the command again."""
+    found = json.loads((REPO / "benchmarks/results/long_responses.json").read_text(encoding="utf-8"))
+    assert found["run"] == tomllib.loads(long_responses.CONFIG.read_text(encoding="utf-8"))
+    assert found["prompts"] == found["run"]["rollout"]["prompts"]
+    assert found["responses"] == found["prompts"] * found["run"]["rollout"]["samples"]
+
+
 def width(interval: list[float]) -> float:
     return interval[1] - interval[0]
 
@@ -95,7 +131,7 @@ def test_the_short_form_runs_and_keeps_nothing() -> None:
     done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["responses"] == 192 and found["prompts"] == 24
+    assert found["responses"] == 256 and found["prompts"] == 32
     noise, one, three = (found["differences"][name] for name in long_responses.DIFFERENCES)
     assert 0 < noise["noise"]["value"] < one["noise"]["value"] < three["noise"]["value"]
     assert results == {path: path.stat().st_mtime_ns for path in (REPO / "benchmarks/results").iterdir()}
