@@ -133,8 +133,10 @@ def test_ahead_of_training_no_token_is_older_than_allowed(
     assert done.returncode == 0, why(done.stderr)
     found = steps(tmp_path)
     assert [row["training/weight_version"] for row in found] == [*range(1, count + 1)]
-    # The first is fresh; from then on the batches were asked for while an earlier step trained.
-    assert [row["rollout/staleness/max"] for row in found] == [min(i, bound) for i in range(count)]
+    # Batches are asked for while earlier steps train. On a loaded machine an update may overtake one of them.
+    ages = [row["rollout/staleness/max"] for row in found]
+    assert all(age <= min(i, bound) for i, age in enumerate(ages)), ages
+    assert max(ages) == bound, "nothing was sampled as far ahead as allowed"
     assert all(0 <= row["rollout/staleness/mean"] <= bound for row in found)
     assert not slow or any(row["rollout/partial"] > 0 for row in found), "no update met a response half-way"
     assert all(row["rollout/canary_abs_diff_max"] <= 1e-4 for row in found)
