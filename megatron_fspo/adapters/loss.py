@@ -105,7 +105,9 @@ def mean_loss(log_ratio_sum: Tensor, surrogate: Surrogate, num_sequences: Tensor
 
 
 def metrics(log_ratio_sum: Tensor, lengths: Tensor, surrogate: Surrogate) -> dict[str, float]:
-    """Shares of the n responses with tokens, and ``fspo/sigma_hat`` (0 on policy); see docs/metrics.md.
+    """Shares of the n responses with tokens, and ``fspo/sigma_hat``; see docs/metrics.md.
+
+    On policy, where S = 0, there is no ``fspo/sigma_hat``: a mean over micro-batches leaves them out.
 
     Args:
         log_ratio_sum: S [n].
@@ -122,5 +124,6 @@ def metrics(log_ratio_sum: Tensor, lengths: Tensor, surrogate: Surrogate) -> dic
     }
     found = {name: flag.sum().item() / max(filled, 1) for name, flag in counted.items()}
     finite = log_ratio_sum.isfinite() & (lengths > 0)
-    spread = sigma_hat(log_ratio_sum[finite], lengths[finite]) if finite.any() else 0.0
-    return found | {"fspo/sigma_hat": spread}
+    if bool((log_ratio_sum[finite] != 0).any()):
+        found["fspo/sigma_hat"] = sigma_hat(log_ratio_sum[finite], lengths[finite])
+    return found

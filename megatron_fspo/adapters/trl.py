@@ -10,10 +10,12 @@ All but the loss is TRL's: generation, rewards, advantages, data. Seen with TRL 
   the trainer weighs or drops responses by exp ΣΔ, summed over the whole response by default, so it drops long
   responses first (huggingface/trl#5814): it is off here, and refused.
 * Settings of other losses are refused, not ignored.
+* TRL's defaults make one optimizer step of each rollout: S = 0, and nothing is ever clipped. It warns then.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -88,6 +90,13 @@ class FSPOConfig(GRPOConfig):
             raise ValueError(
                 f"steps_per_generation = {steps} must be a multiple of gradient_accumulation_steps = "
                 f"{accumulated}: FSPO's mean is over the responses of an optimizer step, which must be there"
+            )
+        if steps * self.num_iterations == accumulated:
+            warnings.warn(
+                f"steps_per_generation = {steps}, gradient_accumulation_steps = {accumulated} and "
+                "num_iterations = 1 make one optimizer step of each rollout: it is on policy, S = 0, and "
+                f"FSPO clips nothing. Set steps_per_generation={4 * accumulated}, say, or num_iterations=2",
+                stacklevel=3,
             )
 
     def fspo(self) -> FSPO:

@@ -51,8 +51,8 @@ class FSPOLoss(Loss):
     )
     calibrate: NonNegativeInt = Field(
         0,
-        description="scale the band to 2 sigma of S / L^exponent after so many off-policy mini-batches past "
-        "the warm-up; the ratio of c_low, c_high and c_dual stays",
+        description="scale the band to 2 sigma of S / L^exponent, past the warm-up, until two windows of so "
+        "many off-policy mini-batches agree; the ratio of c_low, c_high and c_dual stays",
     )
     drift: Literal["none", "given", "measured", "k3", "half_variance"] = Field(
         "none",

@@ -3,7 +3,7 @@
 Two ways that look natural and do harm:
 
 * **A controller that holds a clip rate** is a positive feedback loop: larger updates, larger S, wider band.
-  So ``BandCalibrator`` measures once, in the first off-policy mini-batches, and c is fixed from then on.
+  So ``BandCalibrator`` measures until σ̂ is steady, c only falls meanwhile, and is fixed from then on.
 * **The batch mean of S/L as drift** is mostly the learning signal: the band follows the policy down. Use
   ``drift_from_kl`` or ``drift_from_sigma``, which are capped, and leave drift at 0 unless there is a reason.
 
@@ -14,7 +14,7 @@ Source: all of this file is ours.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -22,6 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.objective.exponent import Exponent, measure_exponent, usable
+
+STEADY = 1.5
+"""Ratio of σ̂ in two windows up to which it counts as steady. c = 2σ̂ is then between 1.3 and 3 σ̂ of either."""
 
 # Median of |Z| for a standard normal Z.
 _NORMAL_MAD = 0.6744897501960817
@@ -83,22 +86,28 @@ def drift_from_sigma(sigma: float, cap: float) -> float:
 
 
 class BandCalibrator:
-    """Measures c = multiple·σ̂ over the first off-policy mini-batches and never changes it again.
+    """Measures c = multiple·σ̂ over windows of off-policy mini-batches until two in a row agree.
 
-    ``multiple`` = 2 is ours: of a normal S, about one sequence in twenty lies outside.
+    The first updates of a run are no measure of the later ones: Adam's are up to ten times as large as those
+    that follow. So c is the smallest of the windows until σ̂ is steady, within a factor of :data:`STEADY`,
+    and from then on that of the two steady windows, fixed. ``multiple`` = 2 is ours: of a normal S, about
+    one sequence in twenty lies outside.
 
     Example::
 
-        calibrator = BandCalibrator(mini_batches=4)
+        calibrator = BandCalibrator(mini_batches=6)          # of two rollouts with three each
         ...
         calibrator.observe(log_ratio_sums, lengths)      # all of the mini-batch, from all ranks
         if calibrator.c is not None:
             band = FSPOBand(c_low=calibrator.c, c_high=calibrator.c, exponent=calibrator.exponent)
 
-    With ``exponent="measured"`` it first measures a from the same mini-batches, within [½, 1], and c is that
-    of S/L^a. Where a cannot be measured, a = ½ and ``refusal`` says why.
+    With ``exponent="measured"`` a is measured too, in the steady windows and within [½, 1], and c is that of
+    S/L^a. Where a cannot be measured, a = ½ and ``refusal`` says why.
 
     Every rank must observe the same sequences, or each has a band of its own.
+
+    Args:
+        mini_batches: of one window; the off-policy ones of whole rollouts, as S grows within a rollout.
     """
 
     def __init__(
@@ -115,20 +124,33 @@ class BandCalibrator:
             "multiple": multiple,
             "exponent": exponent,
         }
-        self._seen: list[tuple[list[float], list[float]]] = []  # |S| and L; emptied once c is known
+        # |S| and L of the last full window and of the one under way; emptied once σ̂ is steady.
+        self._seen: list[tuple[list[float], list[float]]] = []
         self._c: float | None = None
+        self._steady = False
         self._exponent = 0.5 if exponent == "measured" else exponent
         self._measured: Exponent | None = None
         self._refusal: str | None = None
 
     @property
     def c(self) -> float | None:
-        """Nats per token^a; ``None`` until enough mini-batches were seen, then constant."""
+        """Nats per token^a; ``None`` until the first window is full, constant once ``steady``."""
         return self._c
 
     @property
+    def mini_batches(self) -> int:
+        """Of one window."""
+        size: int = self._settings["mini_batches"]
+        return size
+
+    @property
+    def steady(self) -> bool:
+        """Whether two windows agreed: the measurement is over."""
+        return self._steady
+
+    @property
     def exponent(self) -> float:
-        """a of the band; where it is to be measured, ½ until ``c`` is known."""
+        """a of the band; where it is to be measured, ½ until ``steady``."""
         return self._exponent
 
     @property
@@ -142,12 +164,12 @@ class BandCalibrator:
         return self._refusal
 
     def observe(self, log_ratio_sums: Tensor, lengths: Tensor) -> None:
-        """Take S [N] in nats and L [N] of one off-policy mini-batch. Does nothing once c is known.
+        """Take S [N] in nats and L [N] of one off-policy mini-batch. Does nothing once ``steady``.
 
         A mini-batch without any finite S does not count as one. Raises ``ValueError`` if most S are 0: that
         is the first mini-batch after a rollout, on policy, which has no noise to measure.
         """
-        if self._c is not None:
+        if self._steady:
             return
         sums, kept = usable(log_ratio_sums, lengths)
         if len(sums) == 0:
@@ -157,24 +179,33 @@ class BandCalibrator:
                 "the median |S| of this mini-batch is 0: it is on policy; observe off-policy ones only"
             )
         self._seen.append((sums.abs().tolist(), kept.tolist()))
-        if len(self._seen) == self._settings["mini_batches"]:
-            self._finish()
+        size = self.mini_batches
+        if len(self._seen) % size:
+            return
+        now = self._width(self._seen[-size:])
+        if len(self._seen) == 2 * size:
+            before = self._width(self._seen[:size])
+            if before / STEADY <= now <= before * STEADY:
+                self._finish()
+                return
+            self._seen = self._seen[size:]
+        self._c = now if self._c is None else min(self._c, now)
+
+    def _width(self, batches: Sequence[tuple[list[float], list[float]]]) -> float:
+        return self._settings["multiple"] * sigma_hat(*_pooled(batches), self._exponent)
 
     def _finish(self) -> None:
-        sums, lengths = (
-            torch.tensor([value for batch in column for value in batch], dtype=torch.float64)
-            for column in zip(*self._seen, strict=True)
-        )
         if self._settings["exponent"] == "measured":
             sizes = torch.tensor([len(batch) for batch, _ in self._seen])
             try:
                 self._measured = measure_exponent(
-                    sums, lengths, torch.arange(len(sizes)).repeat_interleave(sizes)
+                    *_pooled(self._seen), torch.arange(len(sizes)).repeat_interleave(sizes)
                 )
                 self._exponent = self._measured.bounded()
             except ValueError as error:
                 self._refusal = str(error)
-        self._c = self._settings["multiple"] * sigma_hat(sums, lengths, self._exponent)
+        self._c = self._width(self._seen)
+        self._steady = True
         self._seen = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -182,6 +213,7 @@ class BandCalibrator:
         return {
             "settings": dict(self._settings),
             "c": self._c,
+            "steady": self._steady,
             "exponent": self._exponent,
             "measured": None if self._measured is None else asdict(self._measured),
             "refusal": self._refusal,
@@ -194,12 +226,22 @@ class BandCalibrator:
             raise ValueError(
                 f"this calibrator has {self._settings}, its saved state was measured with {state['settings']}"
             )
-        self._c, self._exponent, self._refusal = state["c"], state["exponent"], state["refusal"]
+        self._c, self._steady = state["c"], state["steady"]
+        self._exponent, self._refusal = state["exponent"], state["refusal"]
         measured = state["measured"]
         self._measured = (
             None if measured is None else Exponent(**measured | {"interval": tuple(measured["interval"])})
         )
         self._seen = [(list(sums), list(lengths)) for sums, lengths in state["seen"]]
+
+
+def _pooled(batches: Sequence[tuple[list[float], list[float]]]) -> tuple[Tensor, Tensor]:
+    """|S| and L of several mini-batches together."""
+    sums, lengths = (
+        torch.tensor([value for batch in column for value in batch], dtype=torch.float64)
+        for column in zip(*batches, strict=True)
+    )
+    return sums, lengths
 
 
 def _median(values: Tensor) -> float:

@@ -17,7 +17,7 @@ from megatron_fspo.objective import ClipBand, LengthReweightingError
 from megatron_fspo.objective.exponent import Exponent, measure_exponent
 from megatron_fspo.report.change import Change, accuracy_change
 from megatron_fspo.report.history import History, Records, pooled_lre, read_records
-from megatron_fspo.trainer.log import JOBS, SAMPLES, read_rows
+from megatron_fspo.trainer.log import JOBS, SAMPLES, WARNINGS, read_rows
 
 WINDOW = 5
 """Steps behind each number of the table."""
@@ -46,6 +46,8 @@ class Findings:
     """Of held-out accuracy."""
     jobs: list[dict[str, Any]]
     """What each job of the run computed on; empty for a run of an earlier version."""
+    warnings: list[dict[str, Any]]
+    """The last one of each title."""
     samples: list[dict[str, Any]]
     """Responses that its evaluations kept."""
 
@@ -84,6 +86,7 @@ def read_findings(folder: Path) -> Findings:
         exponent=exponent_of(pool),
         change=accuracy_change(folder),
         jobs=read_rows(folder / JOBS),
+        warnings=list({row["title"]: row for row in read_rows(folder / WARNINGS)}.values()),
         samples=read_rows(folder / SAMPLES),
     )
 

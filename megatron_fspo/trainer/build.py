@@ -35,7 +35,7 @@ from megatron_fspo.trainer.folder import (
 )
 from megatron_fspo.trainer.heart import beating
 from megatron_fspo.trainer.log import RunLog
-from megatron_fspo.trainer.losses import LossState, unfinished_calibration
+from megatron_fspo.trainer.losses import LossState, band_notes
 from megatron_fspo.trainer.made_with import check_made_with, made_with
 from megatron_fspo.trainer.parts import build_engine, build_policy, load_model, open_servers
 from megatron_fspo.trainer.prepare import Inputs
@@ -151,7 +151,12 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
     servers = open_servers(inputs, groups)
     policy = build_policy(inputs, groups)
-    loss = LossState(config.loss, inputs.noise, longest=config.rollout.max_response_tokens)
+    loss = LossState(
+        config.loss,
+        inputs.noise,
+        longest=config.rollout.max_response_tokens,
+        updates=config.off_policy_updates,
+    )
     spikes = GradientSpikes(config.optimizer)
     cursor = make_cursor(inputs.train, config.data, config.run.seed)
     walk = PromptWalk(cursor, config.rollout.prompts)
@@ -251,8 +256,8 @@ def _open_folder(
     write_config(config)
     for checkpoint, problem in zip(reversed(checkpoints), damaged, strict=False):
         log.say(f"{problem}. It is now {put_aside(checkpoint).name}, and the run goes on from the one before")
-    if warning := unfinished_calibration(config):
-        log.say(warning)
+    for note in band_notes(config):
+        log.warn_once(note, note)
     remove_old_checkpoints(config)  # a killed run may not have come to its end
     for change in changes:
         log.say(f"config changed since the run began: {change}")

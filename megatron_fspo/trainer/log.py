@@ -24,6 +24,7 @@ METRICS = "metrics.jsonl"
 SEQUENCES = "sequences.jsonl"
 SAMPLES = "samples.jsonl"
 JOBS = "jobs.jsonl"
+WARNINGS = "warnings.jsonl"
 PHASES = {
     "gen": "sampling, grading",
     "old_log_prob": "old pass",
@@ -55,15 +56,18 @@ class RunLog:
         self._trackers: list[Tracker] = []
         self._speeds: list[dict[str, float]] = []
         self._told: dict[str, int] = {}
+        self._warned: set[str] = set()
         self.activity = Activity()
         """Of this rank; each has its own."""
         if not writer:
             return
-        names = (METRICS, SEQUENCES, SAMPLES, *([JOBS] if (self._folder / JOBS).exists() else []))
+        more = [name for name in (JOBS, WARNINGS) if (self._folder / name).exists()]
+        names = (METRICS, SEQUENCES, SAMPLES, *more)
         kept = {name: _up_to(self._folder / name, resume_step) for name in names}
         self._trackers = start_trackers(config, resume_step=resume_step)
         for name, rows in kept.items():
             _replace(self._folder / name, rows)
+        self._warned = {row["title"] for row in kept.get(WARNINGS, [])}
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of one step: to the file, to the trackers, and as one line on the console."""
@@ -122,10 +126,19 @@ class RunLog:
             sys.stdout.flush()
 
     def warn(self, title: str, text: str) -> None:
-        """The same, and an alert of the trackers."""
+        """The same, an alert of the trackers, and a line of the report."""
         self.say(text)
+        if not self._writer:
+            return
+        self._warned.add(title)
+        _append(self._folder / WARNINGS, {"step": self.activity.step, "title": title, "text": text})
         for tracker in self._trackers:
             tracker.alert(title, text)
+
+    def warn_once(self, title: str, text: str) -> None:
+        """The same, unless the run has warned under this title before."""
+        if title not in self._warned:
+            self.warn(title, text)
 
     def remind(self, topic: str, step: int, text: str) -> None:
         """The same, but not again about this topic for :data:`REMIND` steps."""

@@ -1,12 +1,15 @@
 """The loss of a run as it stands now: its section of the configuration, with the band where it has moved to.
 
-Only FSPO has moving parts: the scale of its widths (once, by calibration), with it the exponent and, where
+Only FSPO has moving parts: the scale of its widths (until it is calibrated), with it the exponent and, where
 asked for, an estimate of its drift.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -18,26 +21,37 @@ from megatron_fspo.objective import BandCalibrator, drift_from_kl, drift_from_si
 from megatron_fspo.objective.losses import PolicyObjective
 from megatron_fspo.objective.noise import Noise
 
+WATCHED = 5
+"""Steps in a row, with one width of the band and after the warm-up, whose medians judge that width."""
+C_OVER_SIGMA = (1.5, 3.0)
+CLIP_RATE = (0.01, 0.4)
+"""Within these limits a band is neither too wide nor too narrow; ours."""
+
 
 class LossState:
     """The loss of a run.
 
     Args:
+        updates: off-policy optimizer steps of one rollout. Calibration looks at whole rollouts.
         noise: in S, where it was measured.
         longest: response of the run, in tokens. An estimated drift moves the band nowhere up to this length
             by more than its half width: S = 0 is always inside.
     """
 
-    def __init__(self, loss: PolicyLossConfig, noise: Noise | None = None, *, longest: int) -> None:
+    def __init__(
+        self, loss: PolicyLossConfig, noise: Noise | None = None, *, longest: int, updates: int = 1
+    ) -> None:
         self._loss = loss
         self._longest = longest
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=WATCHED)  # c, σ̂, clip rate
         self._calibrator: BandCalibrator | None = None
         self._estimate = 0.0
         if isinstance(loss, FSPOLoss):
             if loss.drift == "measured" and noise is not None:
                 self._loss = loss.centred(noise.drift)
             if loss.calibrate:
-                self._calibrator = BandCalibrator(mini_batches=loss.calibrate, exponent=loss.exponent)
+                window = math.ceil(loss.calibrate / updates) * updates
+                self._calibrator = BandCalibrator(mini_batches=window, exponent=loss.exponent)
 
     def section(self, *, on_policy: bool = False) -> PolicyLossConfig:
         """The section as it stands.
@@ -80,7 +94,7 @@ class LossState:
         if not isinstance(loss, FSPOLoss):
             return
         # σ̂ = 0: no update has moved the policy yet (every advantage was 0, say).
-        if warm and sigma and self._calibrator is not None and self._calibrator.c is None:
+        if warm and sigma and self._calibrator is not None:
             self._calibrator.observe(log_ratio_sums, lengths)
         if loss.drift == "k3" and math.isfinite(kl_k3):
             self._estimate = drift_from_kl(max(kl_k3, 0.0), loss.drift_cap)
@@ -96,12 +110,44 @@ class LossState:
         metrics = {"fspo/c_low": band.c_low, "fspo/c_high": band.c_high, "fspo/drift": band.drift}
         return metrics | {"fspo/exponent": band.exponent}
 
+    def doubts(self, metrics: Mapping[str, float], *, warm: bool) -> dict[str, str]:
+        """What is wrong with the width of FSPO's band, by topic, after one more step.
+
+        Args:
+            metrics: of the step, those of this loss among them.
+            warm: as :meth:`observe` has it; the small S of a warm-up say nothing.
+        """
+        names = ("fspo/c_low", "fspo/c_high", "fspo/sigma_hat", "actor/pg_clipfrac")
+        if not warm or not all(name in metrics for name in names) or not metrics["fspo/sigma_hat"] > 0:
+            return {}
+        c_low, c_high, sigma, clipped = (metrics[name] for name in names)
+        c = (c_low + c_high) / 2
+        if self._recent and self._recent[-1][0] != c:
+            self._recent.clear()
+        self._recent.append((c, sigma, clipped))
+        if len(self._recent) < WATCHED:
+            return {}
+        _, sigma, clipped = (median(column) for column in zip(*self._recent, strict=True))
+        ratio, (low, high), (least, most) = c / sigma, C_OVER_SIGMA, CLIP_RATE
+        text = (
+            f"c = {c:.3g} is {ratio:.2g} sigma-hat ({sigma:.3g}) and {clipped:.1%} of the responses are "
+            f"clipped, by the medians of the last {WATCHED} steps; in order are {low:g} to {high:g} and "
+            f"{least:.0%} to {most:.0%}. c = 2 sigma-hat is {2 * sigma:.2g} now; see docs/choosing_c.md"
+        )
+        if ratio < low or clipped > most:
+            return {"narrow band": text}
+        if ratio > high or clipped < least:
+            return {"wide band": text}
+        return {}
+
     def calibrated(self) -> str | None:
-        """What calibration found, in words; None until it has."""
+        """What calibration measured, in words; None until it has."""
         found, loss = self._calibrator, self.section()
         if found is None or found.c is None or not isinstance(loss, FSPOLoss):
             return None
         text = f"c_low = {loss.c_low:.4g}, c_high = {loss.c_high:.4g}"
+        if not found.steady:
+            return f"{text}, until two windows of {found.mini_batches} mini-batches agree on sigma-hat"
         if found.measured is not None:
             low, high = found.measured.interval
             text += (
@@ -128,17 +174,28 @@ class LossState:
                 raise InputError(f"loss.calibrate or loss.exponent is not what it was: {error}") from None
 
 
-def unfinished_calibration(config: Config) -> str | None:
-    """What to tell the user where the run will end before its band is calibrated; None where it will not."""
+def band_notes(config: Config) -> list[str]:
+    """What to tell the user of the band before the run begins."""
     loss, updates = config.loss, config.batch.mini_batches * config.batch.epochs
     if not isinstance(loss, FSPOLoss):
-        return None
+        return []
+    if not config.off_policy_updates:
+        return [
+            "every optimizer step is on policy, where S = 0: FSPO clips nothing. It acts with "
+            "batch.mini_batches * batch.epochs > 1, or rollout.old_log_probs = sampled"
+        ]
+    notes = []
+    if not loss.calibrate and max(loss.c_low, loss.c_high) >= 0.2:
+        notes.append(
+            f"loss.c_low = {loss.c_low:g} and loss.c_high = {loss.c_high:g} are nats per √token of S. 0.2, a "
+            "usual limit of ratios, is e^6.3 for 1000 tokens; loss.calibrate measures c (docs/choosing_c.md)"
+        )
     # The first rollout that begins after the warm-up.
     warm = max(config.run.steps - math.ceil(config.optimizer.warmup_steps / updates), 0)
-    if loss.calibrate <= warm * config.off_policy_updates:
-        return None
-    return (
-        f"loss.calibrate = {loss.calibrate} will not be done within run.steps = {config.run.steps}: they "
-        f"have {warm * config.off_policy_updates} off-policy optimizer steps after the warm-up. The band "
-        f"keeps c_low = {loss.c_low:g}, c_high = {loss.c_high:g}"
-    )
+    rollouts = math.ceil(loss.calibrate / config.off_policy_updates)
+    if 2 * rollouts > warm:
+        notes.append(
+            f"loss.calibrate = {loss.calibrate} will not be done within run.steps = {config.run.steps}: it "
+            f"needs two windows of {rollouts} steps, and {warm} begin after the warm-up"
+        )
+    return notes

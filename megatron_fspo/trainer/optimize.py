@@ -156,6 +156,8 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     clips = clip_metrics(
         step.off_policy, seed=run.inputs.config.run.seed, exponent=band.get("fspo/exponent", 0.5)
     )
+    for topic, text in run.loss.doubts(clips | band, warm=step.warm).items():
+        run.log.warn_once(topic, f"step {run.step + 1}: {text}")
     clips |= noise_metrics(run.inputs.noise, step.off_policy, run.loss.objective())
     return metrics | step.first | clips | band
 

@@ -45,6 +45,16 @@ def test_what_is_outside_the_mask_or_not_finite_reaches_nothing() -> None:
     assert metrics(s.detach(), mask.sum(dim=1), terms)["fspo/nonfinite_share"] == pytest.approx(0.2)
 
 
+def test_sigma_hat_is_of_off_policy_responses_only() -> None:
+    """A trainer averages it over micro-batches: zeros of on-policy ones would halve it."""
+    lengths, one = torch.tensor([4, 9]), torch.ones(2)
+    logged = []
+    for s in (torch.zeros(2), torch.tensor([0.2, -0.3]), torch.tensor([math.nan, math.inf])):
+        terms = FSPO(c_low=0.1, c_high=0.1).surrogate(s, lengths, one)
+        logged.append(metrics(s, lengths, terms).get("fspo/sigma_hat"))
+    assert logged == [None, pytest.approx(0.1 / 0.6745, rel=1e-3), None]
+
+
 def test_sums_are_at_least_float32() -> None:
     new, old, mask, _ = padded()
     assert log_ratio_sums(new.bfloat16(), old, mask).dtype == torch.float32

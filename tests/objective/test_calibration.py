@@ -96,21 +96,41 @@ def test_a_value_out_of_range_is_named(call, name) -> None:
         call()
 
 
-def test_the_calibrator_measures_once_and_freezes() -> None:
-    calibrator = BandCalibrator(mini_batches=3, multiple=2.5)
-    batches = [walks(200, 0.02 * (1 + seed), seed=seed) for seed in range(4)]
-    for s, lengths in batches[:2]:
+def test_the_calibrator_measures_until_two_windows_agree_and_freezes() -> None:
+    """Adam's first updates: S is ten times as wide as later, and so would be a band of one window."""
+    calibrator = BandCalibrator(mini_batches=2, multiple=2.5)
+    sigmas = (0.2, 0.1, 0.03, 0.02, 0.02, 0.022, 0.021, 0.02)
+    batches = [walks(200, sigma, seed=seed) for seed, sigma in enumerate(sigmas)]
+
+    def width(first: int, last: int) -> float:
+        pooled = [torch.cat(column) for column in zip(*batches[first:last], strict=True)]
+        return 2.5 * sigma_hat(*pooled)
+
+    # c after each mini-batch: unknown, then that of the last window while σ̂ falls.
+    expected = [None, width(0, 2), width(0, 2), width(2, 4), width(2, 4), width(2, 6), width(2, 6)]
+    for number, (s, lengths) in enumerate(batches[:7]):
         calibrator.observe(s, lengths)
         calibrator.observe(torch.full_like(s, math.nan), lengths)  # nothing to measure: not a mini-batch
-        assert calibrator.c is None
-    calibrator.observe(*batches[2])
-    pooled = [torch.cat(column) for column in zip(*batches[:3], strict=True)]
-    assert calibrator.c == pytest.approx(2.5 * sigma_hat(*pooled), rel=1e-12)
-
+        assert calibrator.c == (expected[number] and pytest.approx(expected[number], rel=1e-12))
+        assert calibrator.steady == (number >= 5)
     frozen = calibrator.c
-    calibrator.observe(*batches[3])
+    assert 1.5 < frozen / 0.021 < 3
+    calibrator.observe(*walks(200, 1.0, seed=9))
     calibrator.observe(torch.zeros(5), torch.ones(5))
     assert calibrator.c == frozen
+
+
+def test_until_it_is_steady_the_width_only_falls() -> None:
+    """A width that followed σ̂ upwards would be a controller that feeds back on itself."""
+    calibrator = BandCalibrator(mini_batches=1)
+    widths = []
+    for seed, sigma in enumerate((0.02, 0.01, 0.04, 0.01, 0.04)):
+        calibrator.observe(*walks(400, sigma, seed=seed))
+        assert calibrator.c is not None and not calibrator.steady
+        widths.append(calibrator.c)
+    assert widths == sorted(widths, reverse=True)
+    calibrator.observe(*walks(400, 0.04, seed=5))
+    assert calibrator.steady and calibrator.c == pytest.approx(0.08, rel=0.1)
 
 
 def test_the_calibrator_scales_by_its_exponent() -> None:
@@ -122,10 +142,10 @@ def test_the_calibrator_scales_by_its_exponent() -> None:
 
 @pytest.mark.parametrize("true", [0.3, 0.7, 1.2])
 def test_the_calibrator_measures_its_exponent_within_bounds(true: float) -> None:
-    calibrator = BandCalibrator(mini_batches=8, exponent="measured")
+    calibrator = BandCalibrator(mini_batches=4, exponent="measured")
     batches = [walks(400, 0.02, true, seed=seed) for seed in range(8)]
     for s, lengths in batches:
-        assert calibrator.c is None and calibrator.exponent == 0.5
+        assert not calibrator.steady and calibrator.exponent == 0.5
         calibrator.observe(s, lengths)
     assert calibrator.measured is not None and calibrator.refusal is None
     assert calibrator.measured.value == pytest.approx(true, abs=0.06)
@@ -137,17 +157,16 @@ def test_the_calibrator_measures_its_exponent_within_bounds(true: float) -> None
 def test_a_calibrator_whose_lengths_say_nothing_keeps_the_papers_exponent() -> None:
     calibrator = BandCalibrator(mini_batches=3, exponent="measured")
     lengths = torch.arange(100, 200)
-    for seed in range(3):
+    for seed in range(6):
         calibrator.observe(walks(100, 0.02, seed=seed)[0], lengths)
-    assert calibrator.exponent == 0.5 and calibrator.measured is None
+    assert calibrator.steady and calibrator.exponent == 0.5 and calibrator.measured is None
     assert calibrator.refusal is not None and "the lengths span too little" in calibrator.refusal
-    assert calibrator.c is not None
 
 
 @pytest.mark.parametrize("exponent", [0.5, "measured"])
-@pytest.mark.parametrize("seen", [0, 1, 2, 3])
+@pytest.mark.parametrize("seen", range(7))
 def test_the_calibrator_goes_on_from_json(seen: int, exponent) -> None:
-    batches = [walks(50, 0.02, seed=seed) for seed in range(3)]
+    batches = [walks(50, 0.02, seed=seed) for seed in range(6)]
     straight, first, resumed = (BandCalibrator(mini_batches=3, exponent=exponent) for _ in range(3))
     for batch in batches:
         straight.observe(*batch)
@@ -157,9 +176,9 @@ def test_the_calibrator_goes_on_from_json(seen: int, exponent) -> None:
     for batch in batches[seen:]:
         resumed.observe(*batch)
         first.observe(*batch)
-    assert straight.c is not None and resumed.c == first.c == straight.c
+    assert straight.steady and resumed.c == first.c == straight.c
     assert resumed.state_dict() == straight.state_dict()
-    assert len(json.dumps(resumed.state_dict())) < 400  # the measurements are gone once c is known
+    assert len(json.dumps(resumed.state_dict())) < 400  # the measurements are gone once σ̂ is steady
 
 
 def test_the_calibrator_refuses_on_policy_batches_and_foreign_states() -> None:

@@ -283,6 +283,20 @@ def test_trackers_hear_of_warnings_and_of_the_end(
     assert capsys.readouterr().out == "step 3: too small\nhello\n"
 
 
+def test_a_warning_is_kept_and_given_once_per_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(make_config(tmp_path), writer=True, resume_step=None)
+    for step in (4, 5):
+        log.activity.step = step
+        log.warn_once("wide band", f"seen at {step}")
+    kept = [{"step": 4, "title": "wide band", "text": "seen at 4"}]
+    assert strict_rows(tmp_path / "one" / "warnings.jsonl") == kept
+    # A job that goes on before that step warns again, one that goes on behind it does not.
+    for resume_step, lines in ((4, ""), (3, "again\n")):
+        capsys.readouterr()
+        RunLog(make_config(tmp_path), writer=True, resume_step=resume_step).warn_once("wide band", "again")
+        assert capsys.readouterr().out == lines
+
+
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -26,14 +26,14 @@ from megatron_fspo.objective import (
     sigma_hat,
 )
 from megatron_fspo.objective.losses import SequenceLevel, TokenLevel
-from megatron_fspo.trainer.losses import LossState, unfinished_calibration
+from megatron_fspo.trainer.losses import WATCHED, LossState, band_notes
 
 LENGTHS = torch.tensor([1, 10, 100, 1000])
 
 
-def state(name: str, *, longest: int = 9, **keys: Any) -> LossState:
+def state(name: str, *, longest: int = 9, updates: int = 1, **keys: Any) -> LossState:
     adapter: TypeAdapter[PolicyLossConfig] = TypeAdapter(PolicyLossConfig)
-    return LossState(adapter.validate_python({"name": name, **keys}), longest=longest)
+    return LossState(adapter.validate_python({"name": name, **keys}), longest=longest, updates=updates)
 
 
 def small_config(words: str) -> Config:
@@ -102,18 +102,22 @@ def test_every_configuration_has_its_objective(name: str, keys: dict[str, Any], 
 
 
 def test_calibration_waits_for_warm_batches_then_stays() -> None:
-    loss = state("fspo", calibrate=2, c_low=0.02, c_high=0.04)
+    # Windows are of whole rollouts: 2 mini-batches are rounded up to 3.
+    loss = state("fspo", calibrate=2, updates=3, c_low=0.02, c_high=0.04)
     given = {"fspo/c_low": 0.02, "fspo/c_high": 0.04, "fspo/drift": 0.0, "fspo/exponent": 0.5}
-    observe(loss, sums(1, sigma=1e-4), warm=False)
-    observe(loss, sums(2, sigma=1e-4), warm=False)
-    assert loss.metrics() == given
-    observe(loss, sums(3))
+    for seed in range(3):
+        observe(loss, sums(seed, sigma=1e-4), warm=False)
     loss.observe(torch.zeros(4), LENGTHS, kl_k3=0.0, sigma=0.0, warm=True)  # nothing has moved: says nothing
     loss.observe(sums(4) * math.nan, LENGTHS, kl_k3=math.nan, sigma=None, warm=True)
-    assert loss.metrics() == given
-    observe(loss, sums(4))
+    assert loss.metrics() == given and loss.calibrated() is None
+    batch = torch.cat([sums(seed) for seed in range(50)])
+    lengths = LENGTHS.repeat(50)
+    for number in range(6):
+        assert (loss.metrics() == given) == (number < 3)
+        assert (loss.calibrated() is None) == (number < 3)
+        loss.observe(batch, lengths, kl_k3=0.0, sigma=0.05, warm=True)
 
-    c = 2 * sigma_hat(torch.cat([sums(3), sums(4)]), LENGTHS.repeat(2))
+    c = 2 * sigma_hat(batch, lengths)
     # The two sides keep their ratio, and c is their mean.
     moved = {"fspo/c_low": c / 1.5, "fspo/c_high": c / 0.75, "fspo/drift": 0.0, "fspo/exponent": 0.5}
     assert loss.metrics() == pytest.approx(moved)
@@ -125,10 +129,42 @@ def test_calibration_waits_for_warm_batches_then_stays() -> None:
     assert loss.objective() == objective
 
 
+@pytest.mark.parametrize(
+    ("sigma", "clipped", "topic"),
+    [
+        (0.009, 0.10, "wide band"),
+        (0.015, 0.009, "wide band"),
+        (0.0101, 0.10, None),
+        (0.0199, 0.39, None),
+        (0.0201, 0.10, "narrow band"),
+        (0.015, 0.41, "narrow band"),
+    ],
+)
+def test_a_band_that_does_not_fit_is_doubted(sigma: float, clipped: float, topic: str | None) -> None:
+    """c = 0.03: 1.5 to 3 σ̂ and a clip rate of 1% to 40% are in order; one step says nothing."""
+    loss = state("fspo", c_low=0.02, c_high=0.04)
+    row = loss.metrics() | {"fspo/sigma_hat": sigma, "actor/pg_clipfrac": clipped}
+    for _ in range(WATCHED - 1):
+        assert loss.doubts(row, warm=True) == {}
+    assert loss.doubts(row | {"fspo/sigma_hat": 7.0, "actor/pg_clipfrac": 1.0}, warm=False) == {}
+    assert loss.doubts(loss.metrics(), warm=True) == {}  # a step without off-policy sequences
+    doubts = loss.doubts(row | {"fspo/sigma_hat": 7.0}, warm=True)  # an outlier moves no median
+    assert list(doubts) == [topic] * (topic is not None)
+    assert all(f"c = 2 sigma-hat is {2 * sigma:.2g}" in text for text in doubts.values())
+    # A band that has moved is judged anew.
+    assert loss.doubts(row | {"fspo/c_low": 0.021}, warm=True) == {}
+
+
+def test_only_the_band_of_fspo_is_doubted() -> None:
+    loss = state("gspo")
+    row = loss.metrics() | {"fspo/sigma_hat": 1e-6, "actor/pg_clipfrac": 0.0}
+    assert all(loss.doubts(row, warm=True) == {} for _ in range(WATCHED + 1))
+
+
 def test_a_measured_exponent_comes_with_the_width_and_stays() -> None:
     loss = state("fspo", calibrate=3, exponent="measured", c_low=0.02, c_high=0.04, c_dual=0.1, longest=1000)
     lengths = torch.arange(1, 400).repeat(3)
-    for seed in range(4):
+    for seed in range(7):
         assert (loss.calibrated() is None) == (seed < 3)
         noise = torch.randn(len(lengths), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         loss.observe(0.02 * noise * lengths**0.8, lengths, kl_k3=0.0, sigma=0.1, warm=True)
@@ -148,10 +184,10 @@ def test_a_measured_exponent_comes_with_the_width_and_stays() -> None:
 def test_an_exponent_that_cannot_be_measured_is_said() -> None:
     loss = state("fspo", calibrate=3, exponent="measured")
     assert loss.metrics()["fspo/exponent"] == 0.5
-    for seed in range(3):
-        observe(loss, sums(seed))
+    for _ in range(6):
+        observe(loss, sums(1))
     assert loss.metrics()["fspo/exponent"] == 0.5
-    assert "the exponent stays 0.5, it cannot be measured: 12 sequences" in str(loss.calibrated())
+    assert "the exponent stays 0.5, it cannot be measured: 24 sequences" in str(loss.calibrated())
     with pytest.raises(ValueError, match=r"measured needs loss\.calibrate of 3 or more, not 2"):
         state("fspo", calibrate=2, exponent="measured")
 
@@ -186,12 +222,24 @@ def test_an_estimated_drift_waits_for_an_update_before_which_the_policy_has_move
     assert loss.metrics()["fspo/drift"] == pytest.approx(-0.03 / math.sqrt(32_000), rel=2e-3)
 
 
-def test_a_calibration_that_the_run_is_too_short_for_is_told() -> None:
-    words = "--batch.mini-batches 4 --batch.epochs 1 --optimizer.warmup-steps 5"
-    # The warm-up lasts for two rollouts: one is left.
-    short = small_config(f"{words} --loss.calibrate 4 --run.steps 3")
-    assert "they have 3 off-policy optimizer steps" in str(unfinished_calibration(short))
-    assert unfinished_calibration(small_config(f"{words} --loss.calibrate 6 --run.steps 4")) is None
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [
+        # The warm-up of 5 lasts for two rollouts: so many less are left for two windows of whole rollouts.
+        (
+            "--batch.mini-batches 4 --optimizer.warmup-steps 5 --loss.calibrate 4 --run.steps 5",
+            "loss.calibrate",
+        ),
+        ("--batch.mini-batches 4 --optimizer.warmup-steps 5 --loss.calibrate 4 --run.steps 6", None),
+        ("--batch.mini-batches 1 --loss.calibrate 0", "on policy"),
+        ("--loss.calibrate 0 --loss.c-high 0.2", "loss.c_high"),
+        ("--loss.calibrate 14 --loss.c-high 0.2 --optimizer.warmup-steps 0", None),
+    ],
+)
+def test_a_band_that_will_not_act_is_noted_before_the_run(words: str, word: str | None) -> None:
+    notes = band_notes(small_config(f"--batch.epochs 1 {words}"))
+    assert len(notes) == (word is not None)
+    assert all(word in note for note in notes)
 
 
 def test_calibration_measures_with_the_exponent_of_the_band() -> None:

@@ -12,6 +12,7 @@ from megatron_fspo.report.history import (
     read_records,
 )
 from megatron_fspo.report.page import write_report
+from megatron_fspo.trainer.log import RunLog
 from report_runs import (
     BY_SEQUENCE,
     HEALTH,
@@ -87,8 +88,12 @@ def test_what_the_user_named_is_escaped(tmp_path: Path) -> None:
     row = {"step": 2, f"val/{attack.replace('/', '')}/mean@4": 0.5}
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+    log = RunLog(config, writer=True, resume_step=2)
+    log.warn("wide band", f"an earlier one {attack}")
+    log.warn("wide band", f"c is too wide {attack}")
     page = read_page(write_report(run))
     assert not {tag for tag, _ in page.tags} & {"script", "img"}
+    assert f"c is too wide {attack}" in page.text and "an earlier one" not in page.text
     assert f"{attack}, float32" in page.text
     assert table(run / "report" / "index.html")["Evaluation"][1] == "0.500"
 
