@@ -129,10 +129,12 @@ class LossState:
             return {}
         _, sigma, clipped = (median(column) for column in zip(*self._recent, strict=True))
         ratio, (low, high), (least, most) = c / sigma, C_OVER_SIGMA, CLIP_RATE
+        measured = self._calibrator is not None and self._calibrator.c is not None
+        origin = f"c was measured when sigma-hat was {c / 2:.2g}" if measured else "c is the one given"
         text = (
             f"c = {c:.3g} is {ratio:.2g} sigma-hat ({sigma:.3g}) and {clipped:.1%} of the responses are "
             f"clipped, by the medians of the last {WATCHED} steps; in order are {low:g} to {high:g} and "
-            f"{least:.0%} to {most:.0%}. c = 2 sigma-hat is {2 * sigma:.2g} now; see docs/choosing_c.md"
+            f"{least:.0%} to {most:.0%}. {origin}; c = 2 sigma-hat is {2 * sigma:.2g} now: docs/choosing_c.md"
         )
         if ratio < low or clipped > most:
             return {"narrow band": text}
