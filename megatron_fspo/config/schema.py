@@ -92,7 +92,7 @@ class Parallel(Section):
     )
     silence_seconds: Annotated[float, Field(ge=1, le=86400)] = Field(
         40.0,
-        description="a rank that gives no sign of life for so long, while another waits, ends the run",
+        description="a rank that gives no sign of life for so long ends the run",
     )
 
     @property

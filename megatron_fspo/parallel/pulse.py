@@ -7,8 +7,8 @@ a warning whenever it times out.
 
 Every rank looks at the next one, whatever either is doing, so a look costs the store two requests per rank
 and beat. What counts as silence is what was *seen*: a rank that was stopped or starved for a minute itself
-has not seen anybody be silent. And a silent rank is reported only while another one waits: one that is in
-a long C call, and keeps Python to itself, harms nobody until then.
+has not seen anybody be silent. A silent rank ends the job whatever the others do: most of them are in a
+collective with it, which says nothing until its own, longer time-out, and then not who was missing.
 
 Keys, under a prefix per job: ``beat/<rank>``, ``failed`` and ``stop`` ("-" until there is something to say),
 ``left``; and those of :mod:`~megatron_fspo.parallel.control`. The last rank to leave deletes them.
@@ -46,7 +46,7 @@ class Patience:
     wait: float = 4 * 3600.0
     """For servers, grades, disks and the ranks that are busy with them."""
     silence: float = 40.0
-    """For a sign of life of a rank, while another waits."""
+    """For a sign of life of a rank."""
     grace: float = 15.0
     """Between the news that the job has failed, and the end of a process that did not end by itself."""
 
@@ -61,13 +61,16 @@ class Beat(NamedTuple):
 
     number: int
     host: str
+    local_rank: str
+    """On its host, as the launcher says; "" without one."""
     process: int
     waits: str
     """What for; "" while it works."""
 
     @property
     def who(self) -> str:
-        return f"{self.host}, process {self.process}"
+        local = f"local rank {self.local_rank}, " if self.local_rank else ""
+        return f"{self.host}, {local}process {self.process}"
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class Pulse:
         self._hosts, self._speaks, self._end = hosts, speaks, end
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
         self._count = 0
-        self._me = (socket.gethostname(), os.getpid())
+        self._me = (socket.gethostname(), os.environ.get("LOCAL_RANK", ""), os.getpid())
         self._neighbour = (rank + 1) % size
         self._seen: Beat | None = None
         self._silent = 0.0
@@ -128,7 +131,7 @@ class Pulse:
 
     @property
     def who(self) -> str:
-        return f"rank {self.rank} ({self._me[0]}, process {self._me[1]})"
+        return _name(self.rank, self._sign())
 
     def until(self, ask: Callable[[Store], T | None]) -> Future[T]:
         """What ``ask`` returns in this thread, once that is not None."""
@@ -235,8 +238,10 @@ class Pulse:
 
     def _say(self, waits: str) -> None:
         self._count += 1
-        beat = Beat(self._count, *self._me, waits)
-        self._store.set(f"beat/{self.rank}", json.dumps(beat))
+        self._store.set(f"beat/{self.rank}", json.dumps(self._sign(waits)))
+
+    def _sign(self, waits: str = "") -> Beat:
+        return Beat(self._count, *self._me, waits)
 
     def _look(self) -> None:
         key = f"beat/{self._neighbour}"
@@ -255,21 +260,20 @@ class Pulse:
             self._report(beat)
 
     def _report(self, silent: Beat) -> None:
-        """The neighbour is silent: end the job, if anybody waits."""
+        """The neighbour is silent: end the job."""
         waiting = [
-            f"{_name(rank, beat)} waited for {beat.waits}"
+            f", while {_name(rank, beat)} waited for {beat.waits}"
             for rank, beat in _beats(self._store, range(self.size)).items()
             if rank != self._neighbour and beat.waits not in ("", _LEFT)
         ]
-        if not waiting:
-            return
-        doing = f" (the last thing it did was to wait for {silent.waits})" if silent.waits else ""
+        doing = f", last seen waiting for {silent.waits}" if silent.waits else ""
         problem = (
-            f"{_name(self._neighbour, silent)} was not heard of for {self._silent:.0f} s{doing}, "
-            f"while {waiting[0]}"
+            f"{_name(self._neighbour, silent)} was not heard of for {self._silent:.0f} s "
+            f"(parallel.silence_seconds){doing}{waiting[0] if waiting else ''}"
         )
-        if self._post(self._store, problem) and self.rank != 0:
-            self._tell()  # the first rank tells its error itself, but may be the one that is gone
+        # The first rank says it in its own error, unless it is in a collective: then nobody else would.
+        if self._post(self._store, problem) and (self.rank != 0 or not self.waits):
+            self._tell()
 
     def _post(self, store: Store, problem: str) -> bool:
         """Whether this was the first problem."""

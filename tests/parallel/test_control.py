@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -182,25 +183,37 @@ def test_an_error_of_one_ends_the_waits_of_all(error: Exception, text: str) -> N
         assert sorted(ranks.ended) == [0, 1, 2]
 
 
-def test_a_silent_rank_is_reported_once_another_waits() -> None:
-    with job() as ranks:
-        ranks.run(lambda control, _: control.meet("the start"))
-        time.sleep(2 * QUICK.beat)  # until it has said that it waits no more
-        ranks.pulses[1]._requests.put(None)  # its thread ends, as with its process
-        ranks.pulses[1]._leave = lambda: None  # type: ignore[method-assign]
-        time.sleep(3)
-        assert [pulse.problem for pulse in ranks.pulses] == [None] * 3  # nobody waits
+def stand_still(pulse: Pulse) -> None:
+    """The thread ends, as with its process."""
+    pulse._leave = lambda: None  # type: ignore[method-assign]
+    pulse._requests.put(None)
 
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_silent_rank_is_named_whether_or_not_another_waits(
+    waits: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Who is in a collective cannot say that it waits. The first rank says it for itself then."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    patience = Patience(silence=1.0, grace=0.2)
+    with job(patience=patience) as ranks:
+        ranks.run(lambda control, _: control.meet("the start"))
+        time.sleep(2 * patience.beat)  # until all have said that they wait no more
         began = time.monotonic()
-        with pytest.raises(
-            TrainingError, match=r"rank 1 \(.*, process \d+\) was not heard of for [23] s, whi"
-        ):
-            ranks.ranks[2].meet("the grades")
-        assert time.monotonic() - began < 2
-        time.sleep(0.5)
-        assert "rank 2 (" in str(ranks.pulses[0].problem) and "waited for the grades" in str(
-            ranks.pulses[0].problem
-        )
+        stand_still(ranks.pulses[1])
+        if waits:
+            with pytest.raises(TrainingError, match="rank 1 "):
+                ranks.ranks[2].meet("the grades")
+        while len(ranks.ended) < 2 and time.monotonic() < began + 10:
+            time.sleep(0.05)
+        assert sorted(ranks.ended) == [0, 2]
+        assert time.monotonic() - began < 1.2 + 2 * patience.beat + 2
+        problems = {ranks.pulses[rank].problem for rank in (0, 2)}
+        assert len(problems) == 1
+        problem = str(problems.pop())
+        assert re.match(r"rank 1 \(\S+, local rank 3, process \d+\) was not heard of for 1 s", problem)
+        assert ("rank 2 (" in problem and "waited for the grades" in problem) == waits
+        assert capfd.readouterr().err.count("rank 0: rank 1 (") == 1
 
 
 def test_who_was_stopped_itself_has_not_seen_silence() -> None:

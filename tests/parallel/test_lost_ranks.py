@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from launch import REPO, environment
 
 pytestmark = pytest.mark.slow
 
+HOST = socket.gethostname()
 ENOUGH = SILENCE + 20.0  # seconds, on a busy machine
 Found = dict[str, list[dict[str, Any]]]
 
@@ -67,6 +69,12 @@ def test_a_rank_that_fails_ends_the_others_at_once_with_its_words(found: Found) 
     assert "ValueError: no such answer" in deaf["error"]
 
 
-@pytest.mark.parametrize("case", ["stopped_for_short", "stopped_while_nobody_waits"])
-def test_a_rank_that_stands_still_is_waited_for(found: Found, case: str) -> None:
-    assert [(rank["status"], rank["said"], rank["error"]) for rank in found[case]] == [(0, "done", "")] * 3
+def test_a_rank_that_stands_still_for_short_is_waited_for(found: Found) -> None:
+    ranks = found["stopped_for_short"]
+    assert [(rank["status"], rank["said"], rank["error"]) for rank in ranks] == [(0, "done", "")] * 3
+
+
+def test_a_rank_that_stands_still_in_a_collective_ends_the_others_with_its_name(found: Found) -> None:
+    first, still, last = found["stopped_in_a_collective"]
+    for rank in (first, still, last):  # it too, once it goes on
+        assert rank["status"] == 1 and f": rank 1 ({HOST}, process {still['pid']})" in rank["error"]

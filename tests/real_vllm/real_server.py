@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_fspo.api_key import api_key
+from megatron_fspo.parallel.tensor_stats import Stats
 from megatron_fspo.rollout.vllm.loop import Loop
 from megatron_fspo.rollout.vllm.senders import BroadcastSender
 from megatron_fspo.rollout.vllm.server import Server, http_client
-from megatron_fspo.rollout.vllm.statistics import explain, statistics
+from megatron_fspo.rollout.vllm.statistics import counted, prove
 from megatron_fspo.rollout.vllm.update import resume, send_weights
 
 FLAGS = ("--max-model-len", "128", "--max-num-seqs", "4")
@@ -113,7 +114,9 @@ def statistics_say(routes: Routes, tensors: dict[str, Tensor]) -> str:
 
     async def main() -> str:
         async with http_client() as http:
-            return await explain(Server(routes.url, http, api_key=api_key()), statistics(tensors.items()))
+            mine: dict[str, Stats] = {}
+            list(counted(tensors.items(), mine))
+            return (await prove(Server(routes.url, http, api_key=api_key()), mine))[1]
 
     return asyncio.run(main())
 

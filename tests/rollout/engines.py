@@ -33,10 +33,11 @@ class Weights:
 
     def __init__(self) -> None:
         self.gathered = 0
+        self.w = torch.ones(2)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         self.gathered += 1
-        yield "w", torch.ones(2)
+        yield "w", self.w
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         return [torch.full((len(ids) - 1,), -1.0) for ids in sequences]
@@ -48,6 +49,7 @@ def running(
     count: int = 2,
     control: Control | None = None,
     tolerance: float | None = 1e-4,
+    dtype: torch.dtype = torch.float32,
     memory: Memory | None = None,
 ) -> Iterator[tuple[VLLMEngine, list[FakeServer], Weights]]:
     """An engine, its servers, and the weights that it sends."""
@@ -79,7 +81,7 @@ def running(
             ),
             leader,
             canary_sequences=CANARY,
-            dtype=torch.float32,
+            dtype=dtype,
             tolerance=tolerance,
             memory=memory,
         )

@@ -11,6 +11,10 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_fspo.parallel.tensor_stats import tensor_stats
 from megatron_fspo.rollout.vllm.pool import Pool, Request
 from megatron_fspo.rollout.vllm.server import Server, http_client
 from megatron_fspo.types import Completion, SamplingParams
@@ -98,6 +102,8 @@ class FakeServer:
         self.fatal: set[str] = set()  # those that it does not survive
         self.updates: list[str] = []  # routes of updates, in order
         self.answers: dict[str, object] = {}  # route → what it answers instead
+        self.weights: dict[str, Tensor] = {}  # as they came through files
+        self.keeps: set[str] = set()  # tensors that it does not take
         self.key = ""  # that it asks for, on every route but health
         self.score = -1.0  # log-prob of every prompt token
         self.serving = asyncio.Event()  # not while paused
@@ -192,6 +198,9 @@ class FakeServer:
         route = head.split()[1]
         if route in self.answers:
             return await self._send(writer, 200, json.dumps(self.answers[route]).encode())
+        if route == "/collective_rpc":
+            told = {name: tensor_stats(tensor).to_words() for name, tensor in self.weights.items()}
+            return await self._send(writer, 200, json.dumps({"results": [told]}).encode())
         if route.split("?")[0] in ("/sleep", "/wake_up", "/is_sleeping"):
             return await self._turn(writer, route)
         if route in UPDATE:
@@ -251,6 +260,10 @@ class FakeServer:
             if self.updating:
                 return await self._send(writer, 500, b"in the middle of an update")
             self.updating = True
+        if route == "/update_weights":
+            for path in request["update_info"]["paths"]:
+                new = load_file(path)
+                self.weights |= {name: new[name] for name in new.keys() - self.keeps}
         if route == "/finish_weight_update":
             self.updating = False
             self.version = request.get("weight_version", self.version)

@@ -185,9 +185,8 @@ def test_the_odd_answer_of_a_control_route_is_shown_without_the_key(answer: obje
 
 def test_what_a_server_calls_its_tensors_is_shown_without_the_key() -> None:
     async def work(server: Server, fake: FakeServer) -> None:
-        tensors = statistics.statistics([(f"weight.{KEY}", torch.ones(2))])
-        fake.answers = {"/collective_rpc": {"results": [{n: s.to_words() for n, s in tensors.items()}]}}
-        said = await statistics.explain(server, {})
+        fake.weights = {f"weight.{KEY}": torch.ones(2)}
+        _, said = await statistics.prove(server, {})
         assert "on one side only: 1, such as weight.***" in said
 
     ask(work)

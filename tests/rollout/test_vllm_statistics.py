@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fspo.parallel.tensor_stats import Stats, tensor_stats
-from megatron_fspo.rollout.vllm.server import Server, http_client
-from megatron_fspo.rollout.vllm.statistics import METHOD, compare, difference, explain, statistics
+from megatron_fspo.rollout.vllm.server import Server, ServerLost, http_client
+from megatron_fspo.rollout.vllm.statistics import METHOD, compare, counted, difference, prove
 from megatron_fspo.serve import flags
 from megatron_fspo.vllm_plugin import statistics as plugin
 
+Proof = tuple[bool | None, str]
 CHUNK = "megatron_fspo.parallel.tensor_stats._CHUNK"
+
+
+def statistics(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Stats]:
+    found: dict[str, Stats] = {}
+    assert all(tensor is not None for _, tensor in counted(tensors, found))
+    return found
 
 
 @pytest.fixture
@@ -190,8 +197,8 @@ def test_the_trainer_asks_for_what_serve_starts() -> None:
     assert hasattr(plugin.WorkerExtension, METHOD)
 
 
-def explained(answer: Any, status: int = 200) -> str:
-    """What is said when ``/collective_rpc`` answers so."""
+def proof(answer: Any, status: int = 200) -> Proof:
+    """Of one tensor of ones, when ``/collective_rpc`` answers so."""
     import json
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -201,10 +208,10 @@ def explained(answer: Any, status: int = 200) -> str:
         await writer.drain()
         writer.close()
 
-    async def main() -> str:
+    async def main() -> Proof:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, http_client() as http:
             port = server.sockets[0].getsockname()[1]
-            return await explain(
+            return await prove(
                 Server(f"http://127.0.0.1:{port}", http), statistics({"a": torch.ones(3)}.items())
             )
 
@@ -217,16 +224,31 @@ def answers() -> Iterator[Any]:
 
 
 def test_what_the_server_answers() -> None:
-    good = tensor_stats(torch.ones(3)).to_words()
-    assert explained({"results": [{"a": good}, {"a": good}]}).startswith(
-        "The loaded weights agree (1 tensors)"
-    )
+    good, bad = (tensor_stats(tensor).to_words() for tensor in (torch.ones(3), torch.zeros(3)))
+    same, text = proof({"results": [{"a": good}, {"a": good}]})
+    assert same is True and text.startswith("The loaded weights agree (1 tensors)")
+    same, text = proof({"results": [{"a": good, "a (packed)": bad}]})
+    assert same is False and "stale packed copies (1)" in text
+    for other in ({"b": good}, {"a": ["float8_e4m3fn", *good[1:]]}):
+        assert proof({"results": [other]})[0] is None
     for answer in answers():
-        assert "the answer has no statistics in it" in explained(answer)
+        same, text = proof(answer)
+        assert same is None and "the answer has no statistics in it" in text
     without = {"error": {"message": "'CPUWorker' object has no attribute 'weight_statistics'"}}
-    assert explained(without, 500) == (
-        "No statistics of its tensors: `megatron-fspo serve` starts vLLM so that it can tell them."
-    )
-    failed = explained({"error": {"message": "out of memory"}}, 500)
-    assert failed.startswith("No statistics of its tensors: http://127.0.0.1:")
-    assert "out of memory" in failed
+    same, text = proof(without, 500)
+    assert same is None and "megatron-fspo serve" in text
+    assert proof({"error": {"message": "no"}}, 400)[0] is None
+    with pytest.raises(ServerLost, match="out of memory"):
+        proof({"error": {"message": "out of memory"}}, 500)
+
+
+@pytest.mark.parametrize("at", [0.02, 1.0])
+def test_one_bf16_step_of_one_element_shows(at: float) -> None:
+    """Also in another order, which rounds the sums otherwise: copies and shards come in any."""
+    old = torch.randn(2**22, generator=torch.Generator().manual_seed(1)).bfloat16()
+    old[5] = at
+    new = old.clone()
+    new[5] = torch.nextafter(old[5], torch.tensor(9.0).bfloat16())
+    shuffled = tensor_stats(old[: 2**20].flip(0)) + tensor_stats(old[2**20 :].flip(0))
+    assert difference(tensor_stats(old), shuffled) == 0
+    assert difference(tensor_stats(new), shuffled) > 0

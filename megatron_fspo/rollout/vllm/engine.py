@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -93,6 +93,7 @@ class VLLMEngine:
         self._version = 0
         self._events: SimpleQueue[Returned | None] = SimpleQueue()  # None: some batch is done
         self._canary_error = float("nan")
+        self._proven = False
         self._turns = Turns(memory, groups.control)
         if leader is not None:
             leader.pool.admit = self._admit
@@ -284,34 +285,32 @@ class VLLMEngine:
         loop, sender = self._leader.loop, self._leader.sender
         want = self._trainer.score(self._canary)
         assert want is not None
-        mine = statistics.statistics(self._gather()) if self._tolerance is None else None
-        problem = update.send_weights(servers, sender, loop, self._gather(), self._version)
+        mine: dict[str, Stats] = {}
+        tensors = statistics.counted(self._gather(), mine)
+        problem = update.send_weights(servers, sender, loop, tensors, self._version)
         if problem is not None:
             return problem
+        try:  # before they serve again
+            proofs = loop.run(statistics.prove_all(servers, mine))
+        except Exception as error:
+            return error
+        for server, (same, text) in zip(servers, proofs, strict=True):
+            if same is False:
+                raise canary.WrongWeights(server.url, self._version, text)
         self._enter(Turn.SERVERS)
         try:
             scores = loop.run(self._ask(servers))
-            if mine is not None:
-                self._tolerance = self._tolerance_of_model(servers, mine, scores, want)
         except Exception as error:
             return error
-        for server, got in zip(servers, scores, strict=True):
-            self._check(server, got, want)
-        self._canary_error = max(canary.largest_difference(got, want) for got in scores)
+        self._proven = all(same for same, _ in proofs)
+        largest = [canary.largest_difference(got, want) for got in scores]
+        if self._tolerance is None:
+            self._tolerance = canary.tolerance(max(largest) if self._proven else 0.0, self._dtype)
+        for server, got, (_, text) in zip(servers, scores, proofs, strict=True):
+            if problem := canary.problem(got, want, self._tolerance):
+                raise canary.WrongWeights(server.url, self._version, f"{problem}\n{text}")
+        self._canary_error = max(largest)
         return None
-
-    def _tolerance_of_model(
-        self,
-        servers: Sequence[Server],
-        mine: Mapping[str, Stats],
-        scores: Sequence[Sequence[Tensor]],
-        want: Sequence[Tensor],
-    ) -> float:
-        """From the first scores of servers, if their weights are known to be the trainer's."""
-        assert self._leader is not None
-        equal = [self._leader.loop.run(statistics.are_equal(server, mine)) for server in servers]
-        rounding = max(canary.largest_difference(got, want) for got in scores) if all(equal) else 0.0
-        return canary.tolerance(rounding, self._dtype)
 
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, from all ranks; the others begin when the first tensor is asked for."""
@@ -322,17 +321,6 @@ class VLLMEngine:
         """Let the servers go on, and score the canary."""
         await update.resume(servers)
         return await asyncio.gather(*(canary.ask(server, self._canary) for server in servers))
-
-    def _check(self, server: Server, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
-        """WrongWeights, with the statistics of both sides' tensors, where the difference is too large."""
-        assert self._leader is not None and self._tolerance is not None
-        try:
-            canary.check(server.url, self._version, got, want, self._tolerance)
-        except canary.WrongWeights as error:
-            self._enter(Turn.UPDATE, [server])
-            mine = statistics.statistics(self._gather())
-            told = self._leader.loop.run(statistics.explain(server, mine))
-            raise canary.WrongWeights(f"{error}\n{told}") from None
 
     @contextmanager
     def _leading(self) -> Iterator[None]:
@@ -351,6 +339,7 @@ class VLLMEngine:
         turns = {"rollout/turns_seconds": self._turns.spent()} if self._turns.shared else {}
         return turns | {
             "rollout/canary_abs_diff_max": self._canary_error,
+            "rollout/weights_proven": float(self._proven),
             "rollout/canary_tolerance": math.nan if self._tolerance is None else self._tolerance,
             "rollout/servers": float(len(self._leader.pool.live())),
         }

@@ -1,66 +1,69 @@
-"""Why a server failed the canary: statistics of the trainer's tensors beside those of the server's.
+"""Proof that a server has the version of the weights that was sent: statistics of the tensors on both sides.
 
-The server's side is ``megatron_fspo.vllm_plugin.statistics``. Statistics cannot see elements that changed
-places.
+One bf16 step of one element shows, where log-probs of the canary move by less than they round. The server's
+side is ``megatron_fspo.vllm_plugin.statistics``. Statistics cannot see elements that changed places, nor what
+the server computes with its weights.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.parallel.tensor_stats import PACKED, Stats, tensor_stats
 from megatron_fspo.rollout.vllm.answers import BadAnswer
 from megatron_fspo.rollout.vllm.server import Refused, Server, ServerLost
 
 METHOD = "weight_statistics"
+NONE = "No statistics of its tensors"
 SHOWN = 5
-_SAME = 1e-9
-"""Of sums in float64, over the tensor's size: the order of the sum alone stays far below."""
+_SAME = 1e-13
+"""Of sums in float64, over the tensor's size: hundreds of roundings, as the order of a sum makes some. One
+bf16 step of an element as large as most shows among 4e10."""
 _EPSILON = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
 """Of the types that hold values; those of quantised tensors need scales."""
 
 
-def statistics(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Stats]:
-    """Per tensor, one at a time in memory; {} where a rank gets none."""
-    return {name: tensor_stats(tensor) for name, tensor in tensors}
+def counted(tensors: Iterable[tuple[str, Tensor]], into: dict[str, Stats]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, one at a time in memory; leaves their statistics in ``into``."""
+    for name, tensor in tensors:
+        into[name] = tensor_stats(tensor)
+        yield name, tensor
 
 
-async def explain(server: Server, mine: Mapping[str, Stats]) -> str:
-    """Some lines on how the server's tensors differ from ours, or on why it cannot be said. Never raises."""
-    try:
-        theirs = await ask(server)
-    except (TrainingError, InputError) as error:
-        if METHOD in str(error):  # the one that its worker does not have
-            return "No statistics of its tensors: `megatron-fspo serve` starts vLLM so that it can tell them."
-        return f"No statistics of its tensors: {error}"
-    return server.without_key(compare(mine, theirs))
+async def prove_all(servers: Sequence[Server], mine: Mapping[str, Stats]) -> list[tuple[bool | None, str]]:
+    """:func:`prove` for each, at once."""
+    return await asyncio.gather(*(prove(server, mine) for server in servers))
 
 
-async def are_equal(server: Server, mine: Mapping[str, Stats]) -> bool:
-    """Whether the server's tensors are known to be ours: it tells statistics of all of them, and they agree.
+async def prove(server: Server, mine: Mapping[str, Stats]) -> tuple[bool | None, str]:
+    """Whether the server's tensors are the trainer's, and some lines about that.
+
+    Returns:
+        None where no tensor is known to differ, but not all are known to agree: the server was not started by
+        ``megatron-fspo serve``, or has them under other names or quantised.
 
     Raises:
         ServerLost: it did not answer.
     """
     try:
         theirs = await ask(server)
-    except (Refused, BadAnswer):
-        return False
-    except ServerLost as error:
+    except (ServerLost, Refused, BadAnswer) as error:
         if METHOD in str(error):  # the one that its worker does not have
-            return False
-        raise
-    told = {name.removesuffix(PACKED) for name in theirs}
-    return mine.keys() <= told and not any(
-        stats.dtype not in _EPSILON or difference(mine[name.removesuffix(PACKED)], stats)
-        for name, stats in theirs.items()
-        if name.removesuffix(PACKED) in mine
-    )
+            return None, f"{NONE}: `megatron-fspo serve` starts vLLM so that it can tell them."
+        if isinstance(error, ServerLost):
+            raise
+        return None, f"{NONE}: {error}"
+    text = server.without_key(compare(mine, theirs))
+    shared = {name: name.removesuffix(PACKED) for name in theirs if name.removesuffix(PACKED) in mine}
+    known = {name: ours for name, ours in shared.items() if theirs[name].dtype in _EPSILON}
+    if any(difference(mine[ours], theirs[name]) for name, ours in known.items()):
+        return False, text
+    return (True if mine.keys() <= set(shared.values()) and known == shared else None), text
 
 
 async def ask(server: Server) -> dict[str, Stats]:
