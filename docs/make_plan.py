@@ -46,7 +46,8 @@ megatron-fspo plan --config examples/qwen3_8b/run.toml --model qwen3-8b --nproc 
 Exit status 0: it fits; 1: it does not, and single changes that would are listed; 2: bad input. `--json` prints all
 of it as one line, in bytes and seconds. Any key of the configuration is an argument, as for `train`;
 `--gpu-memory`, `--reserve`, `--mean-prompt`, `--mean-response`, `--server-gpus` and `--assume` change what is
-assumed. `--nproc` counts the ranks that train, not GPUs of vLLM servers.
+assumed. `--nproc` counts the ranks that train, `--servers` the vLLM servers: without it as many as `vllm.urls`
+names, or one with `vllm.discovery`.
 
 ## What is counted
 
@@ -155,10 +156,9 @@ def _report(model: str, layout: str, gpus: int) -> Report:
     train = gpus // 2
     arch = PRESETS[model]
     servers = train // server_gpus(arch, width=2, memory=80 * GIB)
-    urls = json.dumps([f"http://server{number}:8000" for number in range(servers)])
     words = layout.format(expert=min(64, train // 2)).split()
-    words += ["--parallel.sequence", "true", "--rollout.prompts", "1024", "--vllm.urls", urls]
-    return make_report(load_config(FILES, words), arch, Given(world=train))
+    words += ["--parallel.sequence", "true", "--rollout.prompts", "1024"]
+    return make_report(load_config(FILES, words), arch, Given(world=train, servers=servers))
 
 
 def _row(model: str, gpus: int, report: Report) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class InputError(ValueError):
@@ -20,6 +23,35 @@ class InputErrors(InputError):
         self.problems = tuple(problems)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         super().__init__(self.problems[0] + more)
+
+
+class Attempts:
+    """Checks, made one after the other, and what they found to be wrong.
+
+    Example::
+
+        attempt = Attempts()
+        model = attempt(lambda: read_model(path))  # None where it raises InputError
+        attempt(lambda: check_folder(folder))
+        attempt.end()  # raises what was wrong, all together
+    """
+
+    def __init__(self) -> None:
+        self._problems: list[str] = []
+
+    def __call__(self, check: Callable[[], T]) -> T | None:
+        try:
+            return check()
+        except InputErrors as errors:
+            self._problems += errors.problems
+        except InputError as error:
+            self._problems.append(str(error))
+        return None
+
+    def end(self) -> None:
+        """``InputErrors`` if anything was wrong."""
+        if self._problems:
+            raise InputErrors(self._problems)
 
 
 class TrainingError(RuntimeError):

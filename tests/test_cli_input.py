@@ -250,7 +250,64 @@ def test_check_lists_all_that_is_wrong(tmp_path: Path, capsys: pytest.CaptureFix
     assert main([*arguments, "--run.steps", "0", "--loss.c-hihg", "1"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert "unknown key loss.c_hihg" in first and "run.steps = 0" in second
-    assert list(tmp_path.iterdir()) == []
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(CHECKPOINT, checkpoint, ignore=lambda *_: ["tokenizer_config.json"])
+    more = f"--model.checkpoint {checkpoint} --data.train no.jsonl --data.validation no_other.jsonl "
+    more += "--reward.name no --reward.also.neither 1 --parallel.expert 2 --rollout.engine vllm "
+    more += "--vllm.transfer disk --vllm.urls ['http://127.0.0.1:9','http://127.0.0.1:9']"
+    assert main([*arguments, *more.split()]) == 2
+    told = ["vllm.urls", "vllm.folder", "parallel.tensor", "parallel.expert", "holds no tokenizer"]
+    told += ["no.jsonl", "no_other.jsonl", "'no'", "'neither'"]
+    lines = capsys.readouterr().err.splitlines()
+    assert all(word in line for word, line in zip(told, lines, strict=True)), lines
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_check_notes_an_absent_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["train", "--config", CONFIG, "--nproc", "2", "--run.folder", str(tmp_path), "--check"]
+    arguments += ["--rollout.engine", "vllm", "--vllm.urls", "['http://127.0.0.1:9']"]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    fine, note = out.splitlines()
+    assert "fine" in fine and note.startswith("note: ") and "127.0.0.1:9" in note and err == ""
+    monkeypatch.setenv("WORLD_SIZE", "2")  # the run will begin now
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "127.0.0.1:9" in err
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong"),
+    [
+        ("def grade(prompt, response): return 1.0", "too many positional"),
+        ("def grade(prompt, completion, response, gold): return 1.0", "'gold'"),
+        ("def grade(*, prompt, completion, response): return 1.0", "too many positional"),
+        ("class Grade:\n    def __call__(self, prompt): return 1.0\ngrade = Grade()", "too many positional"),
+        ("def grade(prompt, completion, response, gold=None): return 1.0", None),
+        ("def grade(*arguments): return 1.0", None),
+        ("grade = max", None),  # without a signature
+    ],
+)
+def test_check_calls_no_reward_but_knows_its_arguments(
+    function: str,
+    wrong: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "own_reward.py").write_text(function)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_reward", raising=False)
+    arguments = ["train", "--config", CONFIG, "--nproc", "2", "--run.folder", str(tmp_path), "--check"]
+    status = main([*arguments, "--reward.name", "own_reward:grade"])
+    err = capsys.readouterr().err
+    if wrong is None:
+        assert (status, err) == (0, "")
+    else:
+        assert status == 2 and err.count("\n") == 1
+        assert all(word in err for word in ("own_reward:grade", "(prompt, completion, response)", wrong)), err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is a check on a machine without GPUs")
@@ -260,7 +317,7 @@ def test_check_without_a_gpu(
     arguments = ["train", "--config", CONFIG, "--nproc", "2", "--run.folder", str(tmp_path), "--check"]
     arguments += ["--model.backend", "cuda", "--model.dtype", "bfloat16"]
     assert main(arguments) == 0
-    assert "as far as can be seen without a GPU" in capsys.readouterr().out
+    assert "note: no GPU here" in capsys.readouterr().out
     monkeypatch.setenv("WORLD_SIZE", "2")  # the run will be here
     assert main(arguments) == 2
     assert "torch sees no GPU" in capsys.readouterr().err

@@ -32,7 +32,7 @@ from megatron_fspo.types import Completion, Prompt
 from snippets import PAGES, Block, Command, blocks_of, commands_of
 
 HERE = (
-    r"megatron-fspo plan .*--model qwen3-8b --nproc 8$",
+    r"megatron-fspo plan .*--model qwen3-8b --nproc 8( --servers 8)?$",
     r"megatron-fspo data check tests/data/samples/faulty.jsonl",
     r"megatron-fspo train --help$",
     r"python benchmarks/noise_check.py",

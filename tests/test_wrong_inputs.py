@@ -63,7 +63,7 @@ CASES = [
     (f"{TRAIN} --loss.noise {{tmp}}/none.json", ["none.json"]),
     (f"{TRAIN} --loss.noise {{tmp}}/latin.txt", ["latin.txt"]),
     (f"{TRAIN} --vllm.urls http://h:1", ["vllm.urls = 'http://h:1'"]),
-    (f"{TRAIN} --rollout.engine vllm --vllm.urls ['http://127.0.0.1:9'] --check", ["127.0.0.1:9", "serve"]),
+    (f"{TRAIN} --run.folder /proc/nope --check", ["run.folder", "/proc/nope", "cannot be written"]),
     (f"{TRAIN} --resume auto --run.folder {{tmp}}/file --check", ["{tmp}/file"]),
     (f"{EVALUATE} --resume", ["unexpected argument '--resume'"]),
     (f"{EVALUATE} --data.validation {{tmp}}/empty", ["{tmp}/empty", "no prompts"]),

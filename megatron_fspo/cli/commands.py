@@ -70,8 +70,10 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> int:
 
     # Under torchrun, and in the launch script, the run will be on this machine.
     here = "WORLD_SIZE" in os.environ
-    found = check_run(config, world_size=_world_size(args), resume=args.resume, here=here)
-    print(f"{' + '.join(map(str, args.config))}: {found}; the run would be in {config.run_folder}")
+    notes = check_run(config, world_size=_world_size(args), resume=args.resume, here=here)
+    print(f"{' + '.join(map(str, args.config))}: fine; the run would be in {config.run_folder}")
+    for note in notes:
+        print(f"note: {note}")
     return 0
 
 

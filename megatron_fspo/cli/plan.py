@@ -59,6 +59,9 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument(
         "--mean-response", type=float, metavar="N", help="tokens (default: half of the longest response)"
     )
+    plan.add_argument(
+        "--servers", type=int, metavar="N", help="vLLM servers (default: as many as vllm.urls names)"
+    )
     plan.add_argument("--server-gpus", type=int, metavar="N", help="of one vLLM server (default: as needed)")
     plan.add_argument(
         "--server-share",
@@ -81,7 +84,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     """0: it fits; 1: it does not."""
     config = load_config(args.config, overrides)
-    for name in ("nproc", "gpu_memory", "mean_prompt", "mean_response", "server_gpus"):
+    for name in ("nproc", "gpu_memory", "mean_prompt", "mean_response", "servers", "server_gpus"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise InputError(f"--{name.replace('_', '-')} {value:g}: must be a positive number")
@@ -99,6 +102,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         reserve_gib=args.reserve,
         mean_prompt=args.mean_prompt,
         mean_response=args.mean_response,
+        servers=args.servers,
         server_gpus=args.server_gpus,
         server_share=args.server_share,
         machine=assumed(args.assume),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -12,7 +13,7 @@ from megatron_fspo.config.data import Data
 from megatron_fspo.data.presets import Source, Which, sources_of
 from megatron_fspo.data.rows import read_rows
 from megatron_fspo.data.tasks import Task, check_source, read_task, render, tokens
-from megatron_fspo.errors import InputError
+from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.types import Prompt
 
 if TYPE_CHECKING:
@@ -49,13 +50,16 @@ def load_sets(
 ) -> tuple[LoadedSet, ...]:
     """The training or the evaluation sets of a run. Their prompts have one numbering, from ``start``.
 
-    Raises ``InputError`` with the file, the line and what is wrong with it.
+    Raises ``InputErrors``: for each file that is wrong, its line and what is wrong with it.
     """
+    attempt = Attempts()
     found: list[LoadedSet] = []
     for source in sources_of(data, which):
-        one = load_set(source, tokenizer, max_prompt_tokens=data.max_prompt_tokens, start=start)
-        start += len(one.prompts)
-        found.append(one)
+        load = partial(load_set, source, tokenizer, max_prompt_tokens=data.max_prompt_tokens, start=start)
+        if one := attempt(load):
+            start += len(one.prompts)
+            found.append(one)
+    attempt.end()
     return tuple(found)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_fspo.config import Parallel
-from megatron_fspo.errors import InputError
+from megatron_fspo.errors import InputError, InputErrors
 from megatron_fspo.weights import Architecture, check_tensor_parallel
 
 
@@ -15,31 +15,32 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
 
 
 def check_parallel(arch: Architecture, parallel: Parallel) -> None:
-    """``InputError`` unless the model can be spread like this."""
+    """``InputErrors`` unless the model can be spread like this."""
+    problems = []
     try:
         check_tensor_parallel(arch, parallel.tensor)
     except InputError as error:
-        raise InputError(f"parallel.tensor = {parallel.tensor}: {error}") from None
+        problems.append(f"parallel.tensor = {parallel.tensor}: {error}")
     chunks = parallel.pipeline * parallel.virtual_pipeline
     if arch.num_layers % chunks:
-        raise InputError(
+        problems.append(
             f"parallel.pipeline = {parallel.pipeline} x parallel.virtual_pipeline = "
             f"{parallel.virtual_pipeline} does not divide the model's {arch.num_layers} layers"
         )
-    if arch.experts is None:
-        if parallel.expert > 1:
-            raise InputError(f"parallel.expert = {parallel.expert}, but the model has no experts")
-        return
-    if arch.num_experts % parallel.expert:
-        raise InputError(
+    if arch.experts is None and parallel.expert > 1:
+        problems.append(f"parallel.expert = {parallel.expert}, but the model has no experts")
+    if arch.experts is not None and arch.num_experts % parallel.expert:
+        problems.append(
             f"parallel.expert = {parallel.expert} does not divide the {arch.num_experts} experts of a layer"
         )
-    if parallel.tensor > 1 and not parallel.sequence:
-        raise InputError(
+    if arch.experts is not None and parallel.tensor > 1 and not parallel.sequence:
+        problems.append(
             f"parallel.tensor = {parallel.tensor} with a mixture of experts needs parallel.sequence = true"
         )
-    if arch.experts.per_token == 1 and arch.experts.normalize_top_k:
-        raise InputError("num_experts_per_tok = 1 with norm_topk_prob = true: Megatron has no such router")
+    if arch.experts is not None and arch.experts.per_token == 1 and arch.experts.normalize_top_k:
+        problems.append("num_experts_per_tok = 1 with norm_topk_prob = true: Megatron has no such router")
+    if problems:
+        raise InputErrors(problems)
 
 
 def check_world(parallel: Parallel, world_size: int) -> None:

@@ -34,6 +34,8 @@ class Given:
     mean_prompt: float | None = None
     """Tokens; half of the longest where nobody says."""
     mean_response: float | None = None
+    servers: int | None = None
+    """vLLM servers; by default as many as ``vllm.urls`` names, one where they are found by discovery."""
     server_gpus: int | None = None
     """Of one vLLM server, tensor parallel; by default as many as hold the weights in half of their memory."""
     server_share: float = 0.9
@@ -119,7 +121,8 @@ def make_report(config: Config, arch: Architecture, given: Given) -> Report:
     """The plan of a run.
 
     Raises:
-        InputError: the model cannot be spread like this, or not over so many ranks.
+        InputError: the model cannot be spread like this, or not over so many ranks; or servers are counted
+            in a run that has none.
     """
     check_world(config.parallel, given.world)
     check_parallel(arch, config.parallel)
@@ -130,8 +133,10 @@ def make_report(config: Config, arch: Architecture, given: Given) -> Report:
         )
     work = work_of(config, shape, given)
     vllm = config.rollout.engine == "vllm"
+    if given.servers is not None and not vllm:
+        raise InputError(f"--servers {given.servers}: rollout.engine = embedded has none")
     found = _server(config, shape, given) if vllm else None
-    samplers = _samplers(config, shape, found)
+    samplers = _samplers(config, shape, found, given)
     stages = [_stage(config, shape, work, stage) for stage in range(config.parallel.pipeline)]
     return Report(
         shape=shape,
@@ -148,7 +153,7 @@ def make_report(config: Config, arch: Architecture, given: Given) -> Report:
             updating(shape, work, given.machine),
             sending(shape, given.machine, config.vllm.transfer if vllm else None),
         ],
-        notes=_notes(shape, colocated=config.vllm.colocated),
+        notes=_notes(config, shape, given),
         turns=_turns(stages, shape, found, given) if found is not None and config.vllm.colocated else {},
     )
 
@@ -275,19 +280,27 @@ def _turns(stages: Sequence[Stage], shape: Shape, found: Server, given: Given) -
     }
 
 
-def _samplers(config: Config, shape: Shape, found: Server | None) -> Samplers:
+def _samplers(config: Config, shape: Shape, found: Server | None, given: Given) -> Samplers:
     if found is None:
         # Stages decode one after the other, and context-parallel ranks the same rows.
         rows = config.rollout.max_batch
         return Samplers(count=shape.data, gpus=shape.parallel.tensor, side_by_side=rows)
     longest = found.wanted_tokens // config.vllm.in_flight
     rows = max(1, min(config.vllm.in_flight, found.cached_tokens // longest))
-    return Samplers(count=len(config.vllm.urls), gpus=found.gpus, side_by_side=rows)
+    named = 1 if config.vllm.discovery else len(config.vllm.urls)
+    return Samplers(count=given.servers or named, gpus=found.gpus, side_by_side=rows)
 
 
-def _notes(shape: Shape, *, colocated: bool) -> list[str]:
+def _notes(config: Config, shape: Shape, given: Given) -> list[str]:
     notes = []
-    if colocated:
+    if config.rollout.engine == "vllm" and given.servers is None:
+        counted = (
+            "1 vLLM server is assumed, since vllm.discovery names none before the run"
+            if config.vllm.discovery
+            else f"as many vLLM servers as vllm.urls names: {len(config.vllm.urls)}"
+        )
+        notes.append(f"{counted}; --servers N counts others")
+    if config.vllm.colocated:
         notes.append("what moves between GPU and host from turn to turn is not in the time of a step")
     if shape.arch.experts is not None:
         notes.append("`train` refuses mixtures of experts so far; this is what one would take")

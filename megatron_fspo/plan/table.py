@@ -35,6 +35,7 @@ def as_json(report: Report, changes: Sequence[Change]) -> dict[str, Any]:
             {"stage": stage.number, "always": stage.always, "phases": stage.phases, "total": stage.total}
             for stage in report.stages
         ],
+        "servers": report.samplers.count if report.server else 0,
         "server": asdict(report.server) if report.server else None,
         "turns": report.turns,
         "checkpoint": report.checkpoint,
@@ -124,8 +125,8 @@ def _server(report: Report) -> str:
         parts = ", ".join(f"of the {turn} {_gib(value)}" for turn, value in held.items())
         turns = f"\n  on the trainer's GPUs, in turns: {parts} of {_gib(report.given.room)}"
     return (
-        f"{count} vLLM servers of {found.gpus} GPUs, GiB of a GPU: weights {_gib(found.weights)}, an update "
-        f"{_gib(found.receiving)}, KV cache {_gib(found.cache)}\n"
+        f"vLLM servers: {count}, GPUs of each: {found.gpus}; GiB of a GPU: weights {_gib(found.weights)}, "
+        f"an update {_gib(found.receiving)}, KV cache {_gib(found.cache)}\n"
         f"  the cache holds {found.cached_tokens} tokens; all that may be in flight: {found.wanted_tokens}"
         f"{turns}"
     )

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_fspo.errors import InputError
+from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.rewards.functions import Function, Loop, Quick, Threads
 from megatron_fspo.rewards.part import Answer, Outcome, Part
 from megatron_fspo.rewards.registry import GRADED, get_reward
@@ -243,9 +244,11 @@ def check_reward(config: Reward, *, max_response_tokens: int) -> None:
         config.check(max_response_tokens=max_response_tokens)
     except ValueError as error:
         raise InputError(str(error)) from None
+    attempt = Attempts()
     for name in config.names:
         if name not in GRADED:
-            get_reward(name)
+            attempt(partial(get_reward, name))
+    attempt.end()
     for name, package in (("math", "math_verify"), ("reasoning_gym", "reasoning_gym")):
         if name in config.names and importlib.util.find_spec(package) is None:
             raise InputError(f"reward {name!r} needs the package {package}, which is not installed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Awaitable, Callable
@@ -80,4 +81,13 @@ def _imported(path: str) -> Reward:
     if not callable(reward):
         found = "nothing" if reward is None else f"a {type(reward).__name__}, not a function,"
         raise InputError(f"reward {path!r}: module {module_name!r} holds {found} called {attribute!r}")
+    try:
+        inspect.signature(reward).bind("prompt", "completion", "response")
+    except TypeError as error:
+        raise InputError(
+            f"reward {path!r} cannot be called with three positional arguments, (prompt, completion, "
+            f"response): {error}"
+        ) from None
+    except ValueError:  # written in C, without a signature
+        pass
     return reward

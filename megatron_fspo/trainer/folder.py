@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -92,13 +93,26 @@ def _entries(folder: Path) -> list[Path]:
         raise InputError(f"run.folder: {folder} cannot be read: {error.strerror}") from None
 
 
-def check_writable(folder: Path) -> None:
-    """``InputError`` if the folder of a run could not be made or written; nothing is written to find out."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+def check_writable(folder: Path, *, probe: bool = False) -> None:
+    """``InputError`` if the folder of a run could not be made or written.
+
+    Args:
+        probe: write a file to find out, and remove it. A rank must not: the others may look at the folder.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not there.is_dir():
         raise InputError(f"run.folder: {folder} cannot be made: {there} is a file")
     if not os.access(there, os.W_OK | os.X_OK):
         raise InputError(f"run.folder: {folder} cannot be written: {there} is read-only for this user")
+    if not probe:
+        return
+    try:
+        with tempfile.TemporaryFile(dir=there, buffering=0) as file:
+            file.write(b"\0")
+    except OSError as error:
+        raise InputError(
+            f"run.folder: {folder} cannot be written: no file can be made in {there}: {error.strerror}"
+        ) from None
 
 
 def put_aside(damaged: Path) -> Path:

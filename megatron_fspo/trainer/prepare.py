@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 
 from megatron_fspo.config import Config
+from megatron_fspo.data.check import examine
 from megatron_fspo.data.cursor import mixture, most_at_once
+from megatron_fspo.data.presets import Source, sources_of
 from megatron_fspo.data.prompts import LoadedSet, load_sets, notes
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
-from megatron_fspo.errors import InputError, InputErrors
+from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.mcore.backend import Backend, check_dtype, choose_backend
 from megatron_fspo.mcore.fp8 import check_fp8
 from megatron_fspo.mcore.sizes import check_parallel, check_trainable, check_world
@@ -23,8 +26,6 @@ from megatron_fspo.trainer.noise import noise_of_run
 from megatron_fspo.trainer.trackers import check_trackers
 from megatron_fspo.types import Prompt
 from megatron_fspo.weights import Architecture, check_checkpoint, open_checkpoint, read_architecture
-
-T = TypeVar("T")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """By ``model.dtype``."""
@@ -69,7 +70,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     Raises:
         InputErrors: what is wrong.
     """
-    attempt = _Attempts()
+    attempt = Attempts()
     backend = attempt(lambda: _backend(config, elsewhere=elsewhere))
     if backend is not None:
         attempt(lambda: check_dtype(backend, DTYPES[config.model.dtype]))
@@ -80,6 +81,8 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         attempt(lambda: check_trackers(config.log))
     arch = attempt(lambda: read_architecture(config.model.checkpoint))
     tokenizer: Any = None
+    train: tuple[LoadedSet, ...] | None = ()
+    validation: tuple[LoadedSet, ...] | None = ()
     if arch is not None:
         attempt(lambda: _check_model(config, arch))
         if backend is not None:
@@ -87,14 +90,18 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         attempt(lambda: check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch))
         attempt(lambda: _check_context(config, arch))
         tokenizer = attempt(lambda: _tokenizer(config, arch))
-    train: tuple[LoadedSet, ...] | None = None if trains else ()
-    if trains and tokenizer is not None:
-        train = attempt(lambda: _train_sets(config, tokenizer))
-    validation = attempt(lambda: _validation_sets(config, tokenizer)) if tokenizer is not None else None
+    if config.data.validation is None and config.evaluation.every:
+        attempt(_no_validation)
+    if tokenizer is not None:
+        train = attempt(lambda: _train_sets(config, tokenizer)) if trains else ()
+        validation = attempt(lambda: load_sets(config.data, "validation", tokenizer))
+    else:
+        for which in ("train", "validation") if trains else ("validation",):
+            for source in sources_of(config.data, which):
+                attempt(partial(_check_rows, source))
     attempt(lambda: check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens))
     noise = attempt(lambda: (noise_of_run(config) if trains else None,))
-    if attempt.problems:
-        raise InputErrors(attempt.problems)
+    attempt.end()
     assert backend and arch and train is not None and validation is not None and noise
     return Inputs(
         config=config,
@@ -107,20 +114,6 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         noise=noise[0],
         notes=notes([*train, *validation]),
     )
-
-
-class _Attempts:
-    """Checks, one after the other, and what they found to be wrong."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-
-    def __call__(self, check: Callable[[], T]) -> T | None:
-        try:
-            return check()
-        except InputError as error:
-            self.problems.append(str(error))
-            return None
 
 
 def _backend(config: Config, *, elsewhere: bool) -> Backend:
@@ -166,10 +159,15 @@ def _train_sets(config: Config, tokenizer: Any) -> tuple[LoadedSet, ...]:
     return train
 
 
-def _validation_sets(config: Config, tokenizer: Any) -> tuple[LoadedSet, ...]:
-    if config.data.validation is None and config.evaluation.every:
-        raise InputError("evaluation.every > 0 needs data.validation (or set evaluation.every = 0)")
-    return load_sets(config.data, "validation", tokenizer)
+def _no_validation() -> None:
+    raise InputError("evaluation.every > 0 needs data.validation (or set evaluation.every = 0)")
+
+
+def _check_rows(source: Source) -> None:
+    """What can be seen of a file without a tokenizer."""
+    found = examine(source, None, 0)
+    if found.broken:
+        raise InputError(found.broken[0])
 
 
 def _prompts(sets: Sequence[LoadedSet]) -> tuple[Prompt, ...]:

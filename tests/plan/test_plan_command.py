@@ -146,6 +146,33 @@ def test_text_says_what_is_an_estimate(capsys: pytest.CaptureFixture[str]) -> No
     assert [words for words in said if words not in out] == [], out
 
 
+TWO_NODES = ("--config", str(RUN), "--config", str(RUN.with_name("two_nodes.toml")), *MODEL, "--nproc", "8")
+
+
+@pytest.mark.parametrize(
+    ("words", "servers", "seconds", "noted"),
+    [
+        ("", 1, 3035, "vllm.urls"),
+        ("--servers 8", 8, 496, None),
+        ("--vllm.discovery /shared/servers", 1, 3035, "vllm.discovery"),
+        ("--vllm.discovery /shared/servers --servers 8", 8, 496, None),
+        ("--vllm.urls ['http://a:1','http://b:1']", 2, 1584, "vllm.urls"),
+    ],
+)
+def test_servers_are_counted(
+    words: str, servers: int, seconds: float, noted: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = run(capsys, *TWO_NODES, *words.split(), "--json")
+    found = json.loads(out)
+    assert found["servers"] == servers
+    every = sum(part for parts in found["estimate_seconds"].values() for part in parts.values())
+    assert every == pytest.approx(seconds, rel=0.01)
+    notes = [note for note in found["notes"] if "--servers" in note]
+    assert [noted in note for note in notes] == [True] * (noted is not None)  # type: ignore[operator]
+    _, out, _ = run(capsys, *TWO_NODES, *words.split())
+    assert f"vLLM servers: {servers}," in out and all(note in out for note in notes)
+
+
 def test_turns_on_shared_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--config", str(RUN), "--config", str(RUN.with_name("one_node.toml")), *MODEL, "--nproc", "8")
     words += ("--vllm.colocated", "true", "--vllm.transfer", "gloo")
@@ -196,6 +223,8 @@ def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) ->
         ("--nproc 8 --model qwen3-8b --assume flops=fast", "not name=number"),
         ("--nproc 8 --model qwen3-8b --assume flops=-1", "must be a positive number"),
         ("--nproc 8 --model qwen3-8b --server-share 85", "must be above 0 and at most 1"),
+        ("--nproc 8 --model qwen3-8b --servers 0", "--servers 0: must be a positive number"),
+        ("--nproc 8 --model qwen3-8b --servers 8", "rollout.engine = embedded has none"),
         ("--nproc 8 --model qwen3-8b --reserve 80", "must be less than --gpu-memory 80"),
         ("--nproc 8 --model qwen3-8b --parallel.tensr 2", "did you mean parallel.tensor"),
     ],

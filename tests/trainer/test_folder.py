@@ -149,7 +149,9 @@ def test_a_damaged_checkpoint_gives_its_name_to_the_next(tmp_path: Path) -> None
 
 
 def test_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_writable(tmp_path / "runs/one")
+    check_writable(tmp_path / "runs/one", probe=True)
+    with pytest.raises(InputError, match=r"run\.folder: /proc/none/one cannot be written"):
+        check_writable(Path("/proc/none/one"), probe=True)  # root may write there, says os.access
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"run\.folder: .*/file/one cannot be made: .*/file is a file"):
         check_writable(tmp_path / "file/one")

@@ -11,7 +11,7 @@ import httpx
 from megatron_fspo.announce import announced
 from megatron_fspo.api_key import api_key
 from megatron_fspo.config import VLLM
-from megatron_fspo.errors import InputError
+from megatron_fspo.errors import InputError, InputErrors
 from megatron_fspo.parallel.links import is_loopback, listen
 from megatron_fspo.rollout.vllm.engine import Leader
 from megatron_fspo.rollout.vllm.loop import Loop
@@ -31,24 +31,27 @@ def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: boo
         cuda: whether the trainer's tensors are on a GPU.
 
     Raises:
-        InputError: the first thing that is wrong.
+        InputErrors: what is wrong.
     """
+    problems = []
     urls = [server.url for server in _servers(options.urls, http_client())]
     twice = next((url for i, url in enumerate(urls) if url in urls[:i]), None)
     if twice is not None:
-        raise InputError(f"vllm.urls names {twice} twice")
+        problems.append(f"vllm.urls names {twice} twice")
     if options.transfer == "disk" and options.folder is None:
-        raise InputError("vllm.transfer = disk needs vllm.folder, which trainer and servers share")
+        problems.append("vllm.transfer = disk needs vllm.folder, which trainer and servers share")
     if options.transfer == "nccl" and not cuda:
-        raise InputError("vllm.transfer = nccl needs a trainer on GPUs; gloo and disk work everywhere")
+        problems.append("vllm.transfer = nccl needs a trainer on GPUs; gloo and disk work everywhere")
     far = _far(urls)
     if options.transfer != "disk" and far and options.address and is_loopback(options.address):
-        raise InputError(
+        problems.append(
             f"vllm.address = {options.address} is this machine to itself only: name it as {far} sees it"
         )
     for key, temperature in temperatures.items():
         if temperature > LARGEST_TEMPERATURE:
-            raise InputError(f"{key} = {temperature}: vLLM takes at most {LARGEST_TEMPERATURE:g}")
+            problems.append(f"{key} = {temperature}: vLLM takes at most {LARGEST_TEMPERATURE:g}")
+    if problems:
+        raise InputErrors(problems)
 
 
 def absent_servers(options: VLLM) -> list[str]:
