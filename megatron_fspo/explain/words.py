@@ -127,8 +127,8 @@ def _matched(found: Findings) -> Iterator[str]:
     for loss in found.matched:
         if loss.out_of_band > found.rate + 0.005:
             yield (
-                f"{loss.name} has {loss.out_of_band:.1%} outside even at the widest limits that float64 holds: "
-                "compare it with none of the others."
+                f"{loss.name} has {loss.out_of_band:.1%} outside even at the widest limits of float64: "
+                "it does not compare with the others."
             )
 
 
