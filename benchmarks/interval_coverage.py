@@ -4,7 +4,8 @@
 
 Populations of problems are known: a problem's chance is drawn from a Beta distribution, its responses from
 that chance. Compared are the plain percentile bootstrap over problems, the interval that is used, and the
-normal interval that takes all responses to be independent.
+normal interval that takes all responses to be independent; paired is the used one, of the gain of a second
+evaluation in which a problem was learned by a share that is drawn from Beta(0.3, 2).
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from megatron_fspo.evaluation.intervals import interval_of_means
 
 POPULATIONS = [(9, (2.0, 1.0)), (30, (2.0, 2.0)), (30, (0.3, 2.0)), (30, (0.1, 1.0)), (100, (0.3, 3.0))]
 SAMPLES = 16
+GAIN = (0.3, 2.0)
 
 
 def coverage(problems: int, shape: tuple[float, float], trials: int, resamples: int) -> dict[str, float]:
     """By interval, the share of trials in which it held the mean of the population."""
     random = np.random.default_rng(problems)
     truth = shape[0] / sum(shape)
-    held = dict.fromkeys(("by response", "percentile", "BCa, widened"), 0)
+    held = dict.fromkeys(("by response", "percentile", "BCa, widened", "paired"), 0)
     for trial in range(trials):
-        values = random.binomial(SAMPLES, random.beta(*shape, size=problems)) / SAMPLES
+        chances = random.beta(*shape, size=problems)
+        values = random.binomial(SAMPLES, chances) / SAMPLES
         mean = values.mean()
         half = 1.96 * math.sqrt(mean * (1 - mean) / (problems * SAMPLES))
         held["by response"] += abs(mean - truth) <= half
@@ -36,6 +39,10 @@ def coverage(problems: int, shape: tuple[float, float], trials: int, resamples: 
         held["percentile"] += low <= truth <= high
         (ours,) = interval_of_means({"s": values[:, None]}, seed=trial, resamples=resamples)
         held["BCa, widened"] += ours.low <= truth <= ours.high
+        learned = chances + (1 - chances) * random.beta(*GAIN, size=problems)
+        gained = random.binomial(SAMPLES, learned) / SAMPLES - values
+        (ours,) = interval_of_means({"s": gained[:, None]}, seed=trial, resamples=resamples)
+        held["paired"] += ours.low <= (1 - truth) * GAIN[0] / sum(GAIN) <= ours.high
     return {name: float(count) / trials for name, count in held.items()}
 
 

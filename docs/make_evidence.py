@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(__file__).with_name("evidence.md")
@@ -37,6 +40,16 @@ COLUMNS = {
     "length_last": "response length",
 }
 
+PAIRED = {
+    "lre_mean": "LRE mean",
+    "lre_max": "LRE max",
+    "ess": "ESS",
+    "reward_last": "reward",
+    "accuracy_after": "held-out accuracy",
+    "length_last": "response length",
+}
+"""Figures whose differences from the measured arm are printed, and corrected together."""
+
 TEMPLATE = Path(__file__).with_name("evidence.md.in")
 
 
@@ -61,6 +74,7 @@ def render() -> str:
         seeds=len(sweep["seeds"]),
         arms=len(arms),
         steps=30,
+        corrected=len(p_values(main)),
         calibrate=sweep["arms"]["measured"]["loss"]["calibrate"],
         records=f"{round(runs[0]['records'], -3):,}",
         make_sum=table(arms, NAMES),
@@ -120,13 +134,39 @@ def below(main: Mapping[str, Any], arm: str, others: Sequence[str], figure: str)
 
 
 def differences(main: Mapping[str, Any]) -> str:
-    """Of the other arms, less the measured one."""
-    keys = ("lre_mean", "lre_max", "ess", "reward_last", "accuracy_after", "length_last")
-    heads = ("LRE mean", "LRE max", "ESS", "reward", "held-out accuracy", "response length")
-    lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    """Of the other arms, less the measured one; a star where Holm's correction leaves the difference."""
+    clear = holm(p_values(main))
+    lines = [f"| | {' | '.join(PAIRED.values())} |", "|---" * (1 + len(PAIRED)) + "|"]
     for arm, found in main["differences"].items():
-        lines.append(f"| {NAMES[arm]} | {' | '.join(mean(found[key]) for key in keys)} |")
+        cells = (mean(found[key]) + " *" * ((key, arm, "measured") in clear) for key in PAIRED)
+        lines.append(f"| {NAMES[arm]} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def p_values(main: Mapping[str, Any]) -> dict[tuple[str, str, str], float]:
+    """Of paired two-sided t tests, by figure and two arms: all differences that are printed or claimed."""
+    found = {}
+    compared = [(key, arm, "measured") for arm, key in product(main["differences"], PAIRED)]
+    for key, arm, other in [*compared, ("lre_mean", "rloo", "fspo"), ("lre_mean", "gspo", "fspo")]:
+        gaps = np.subtract(by_seed(main, arm, key), by_seed(main, other, key))
+        t = abs(gaps.mean()) / (gaps.std(ddof=1) / len(gaps) ** 0.5)
+        # With t = √df·tan θ the density of Student's t is that of cos^(df−1) θ.
+        theta = (np.arange(1_000_000) + 0.5) * np.pi / 2e6
+        density = np.cos(theta) ** (len(gaps) - 2)
+        found[key, arm, other] = float(
+            density[theta > np.arctan(t / (len(gaps) - 1) ** 0.5)].sum() / density.sum()
+        )
+    return found
+
+
+def holm(p: Mapping[tuple[str, str, str], float]) -> set[tuple[str, str, str]]:
+    """Those that differ, at 5% for all of them together (Holm 1979)."""
+    clear = set()
+    for rank, name in enumerate(sorted(p, key=lambda name: p[name])):
+        if p[name] > 0.05 / (len(p) - rank):
+            break
+        clear.add(name)
+    return clear
 
 
 def long_responses(long: Mapping[str, Any]) -> dict[str, str]:
@@ -220,6 +260,7 @@ def claims(
     """Rows of the first table."""
     seeds, arms = len(main["sweep"]["seeds"]), main["arms"]
     others = ("rloo", "gspo")
+    clear = holm(p_values(main))
     lines = []
 
     def add(claim: str, figure: str, verdict: str) -> None:
@@ -228,36 +269,46 @@ def claims(
     def lre(*names: str) -> str:
         return ", ".join(f"{NAMES[name]} {mean(arms[name]['lre_mean'])}" for name in names)
 
+    def against(mine: str, *than: str) -> str:
+        words = ((SUPPORTED if ("lre_mean", arm, mine) in clear else NOT, NAMES[arm]) for arm in than)
+        return ", ".join(f"{verdict} against {name}" for verdict, name in words)
+
     count = below(main, "fspo", others, "lre_mean")
     add(
-        "At a matched clip rate √L clips more evenly over length than a constant band (RLOO) and one on the "
-        "mean (GSPO); make-sum",
+        "At a matched share outside, who is outside depends less on length for √L than for a constant band "
+        "(RLOO) and one on the mean (GSPO); make-sum",
         f"LRE mean: {lre('fspo', *others)}; below both in {count} of {seeds} seeds",
-        SUPPORTED if count == seeds else NOT,
+        against("fspo", *others),
     )
     count = below(main, "measured", ("fspo", *others), "lre_mean")
     add(
-        "A measured exponent clips more evenly than ½, RLOO and GSPO, in every seed; make-sum",
+        "With a measured exponent it depends less on length than with ½, RLOO and GSPO; make-sum",
         f"{lre('measured')}; below all three in {count} of {seeds} seeds, below RLOO and GSPO in "
         f"{below(main, 'measured', others, 'lre_mean')}",
-        SUPPORTED if count == seeds else NOT,
+        against("measured", "fspo", *others),
     )
-    gains = {arm: main["differences"][arm]["accuracy_after"] for arm in main["differences"]}
-    apart = [arm for arm, gain in gains.items() if abs(gain["value"]) > gain["half_width"]]
-    add(
-        "More even clipping gives higher held-out accuracy; make-sum",
-        "less FSPO with a measured: "
-        + ", ".join(f"{NAMES[arm]} {mean(gain)}" for arm, gain in gains.items())
-        + f"; intervals that leave out 0: {', '.join(NAMES[arm] for arm in apart) or 'none'}",
-        SUPPORTED
-        if {"rloo", "gspo"} <= set(apart) and all(gains[arm]["value"] < 0 for arm in others)
-        else NOT,
-    )
+    for what, key in (
+        ("held-out accuracy", "accuracy_after"),
+        ("reward on the training prompts", "reward_last"),
+    ):
+        gains = {arm: main["differences"][arm][key] for arm in main["differences"]}
+        add(
+            f"A band that depends less on length gives higher {what}; make-sum",
+            "less FSPO with a measured: "
+            + ", ".join(
+                f"{NAMES[arm]} {mean(gain)} (above in {gain['above']} of {seeds} seeds)"
+                for arm, gain in gains.items()
+            ),
+            SUPPORTED
+            if all((key, arm, "measured") in clear and gains[arm]["value"] < 0 for arm in others)
+            else NOT,
+        )
     slower, shorter = (main["differences"]["gspo"][key] for key in ("reward_last", "length_last"))
     add(
-        "At the clip rate of FSPO, GSPO learns more slowly and shortens responses; make-sum",
+        "At the share outside of FSPO, GSPO learns more slowly and shortens responses; make-sum. It also "
+        "weighs a response by 1/L: what that does and what its clipping does are not separated here",
         f"less FSPO with a measured: reward {mean(slower)}, response length {mean(shorter)}",
-        SUPPORTED if all(one["value"] + one["half_width"] < 0 for one in (slower, shorter)) else NOT,
+        SUPPORTED if {(key, "gspo", "measured") for key in ("reward_last", "length_last")} <= clear else NOT,
     )
     pairs = zip(*(by_seed(variations, arm, "lre_mean") for arm in ("base", "no-dual-clip")), strict=True)
     gaps = ", ".join(f"{with_clip - without:+.3f}" for with_clip, without in pairs)
@@ -287,18 +338,30 @@ def claims(
         + ", ".join(f"{DIFFERENCES[name]} {ranged(found[name]['within'], '.2f')}" for name in DIFFERENCES),
         SUPPORTED if root and faster else NOT,
     )
+    add(
+        "From short responses to long ones S of noise grows as √L; the same",
+        f"exponent of precision over responses {ranged(found['noise']['exponent'], '.2f')}",
+        SUPPORTED
+        if found["noise"]["exponent"]["interval"][0] <= 0.5 <= found["noise"]["exponent"]["interval"][1]
+        else NOT,
+    )
     checks = [one for name in DIFFERENCES for one in found[name]["checks"]]
     inside = sum(one["difference"][0] <= 0 <= one["difference"][1] for one in checks)
+    halves = sorted((one["difference"][1] - one["difference"][0]) / 2 for one in checks)
+    flat = sum(
+        low <= long["outside"] <= high for low, high in (one["measured"]["interval"] for one in checks)
+    )
     add(
-        "Noise and signal, taken apart by halves of the responses, predict the clip rate by length; the same",
-        f"measured less predicted: the interval holds 0 in {inside} of {len(checks)} bins",
-        SUPPORTED if inside == len(checks) else NOT,
+        "Noise and signal, by the halves of the responses, predict the share outside by length; the same",
+        f"measured less predicted: the interval holds 0 in {inside} of {len(checks)} bins, half its width is "
+        f"{halves[0]:.0%} to {halves[-1]:.0%}; {long['outside']:.0%} in every bin would fit {flat} of them",
+        UNTESTED,
     )
     for what, names in (("rounding", ("noise",)), ("updates", ("one", "three"))):
         above = {loss: [found[name]["losses"][loss]["above_measured"] for name in names] for loss in others}
         add(
-            f"At the same share outside, FSPO with a measured exponent clips what {what} moved more evenly "
-            "than RLOO and GSPO; the same",
+            f"At the same share outside, of S that {what} moved, who is outside depends less on length for "
+            "FSPO with a measured exponent than for RLOO and GSPO; the same",
             f"LRE mean above it, {', '.join(DIFFERENCES[name] for name in names)}: "
             + "; ".join(
                 f"{NAMES[loss]} {', '.join(ranged(one, '.3f') for one in some)}"

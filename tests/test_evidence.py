@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -64,6 +65,23 @@ def test_the_figures_are_of_the_sweep_that_is_there(part: str) -> None:
     assert found["command"] == f"python benchmarks/evidence.py {part}"
     runs = [f"{run['arm']}-{run['seed']}" for run in found["runs"]]
     assert runs == [run.name for run in planned(sweep)]
+
+
+def test_claims_of_differences_are_corrected_for_their_number() -> None:
+    spec = importlib.util.spec_from_file_location("make_evidence", REPO / "docs/make_evidence.py")
+    assert spec is not None and spec.loader is not None
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    main = page.read("evidence_make_sum")
+    p = page.p_values(main)
+    assert len(p) == 20
+    for (key, arm, other), value in p.items():
+        if other == "measured":  # the same test as of the printed interval
+            gap = main["differences"][arm][key]
+            assert (value < 0.05) == (abs(gap["value"]) > gap["half_width"])
+    p = {("x", "", ""): 0.03, ("y", "", ""): 0.02, ("z", "", ""): 0.01}
+    assert page.holm(p) == set(p)
+    assert page.holm({**p, ("z", "", ""): 0.02}) == set()
 
 
 @pytest.mark.slow

@@ -8,11 +8,12 @@ Shapes: N responses with L > 0 and finite figures, T response tokens of all of t
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from megatron_fspo.explain.rows import place, read_rows
 _MAX_NONFINITE = 0.05
 """Share of responses that are not finite; as ``loss.max_nonfinite_share`` is by default."""
 _SEQUENCES = "sequences.jsonl"
+_IN_ALL_ROWS = {"log_probs", "old_log_probs", "sampled_log_probs", "prompt", "response"}
+"""Fields that no row may lack if one has them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,6 +49,10 @@ class Dump:
     """[T] log π_new − log π_old of the tokens, response by response, float64; None where rows have S only."""
     sampler_gap: Tensor | None
     """[T] log π_old − log π_sampler; None where rows do not have the sampler's log-probs."""
+    clusters: Tensor
+    """[N] int64; rows of different clusters are independent."""
+    clustered_by: Literal["prompt", "response", "row"]
+    """What a cluster is: the best of these that the dump names, unless all rows have the same."""
     empty: int
     """Responses with L = 0, which are left out."""
     nonfinite: int
@@ -64,6 +71,9 @@ class _Response:
     log_ratio_sum: float
     advantage: float
     reward: float
+    prompt: Hashable = None
+    response: Hashable = None
+    """What tells it from others: the field, or the old log-probs, which are the same in all its updates."""
     log_ratio: np.ndarray[Any, Any] | None = None
     sampler_gap: np.ndarray[Any, Any] | None = None
 
@@ -107,6 +117,14 @@ def _as_tensors(path: Path, kept: list[_Response], *, empty: int, nonfinite: int
         return None if parts[0] is None else torch.from_numpy(np.concatenate(parts))
 
     rewards = torch.tensor([one.reward for one in kept], dtype=torch.float64)
+    clustered_by: Literal["prompt", "response", "row"] = "row"
+    clusters: list[int] = list(range(len(kept)))
+    for field in ("prompt", "response"):
+        keys = [getattr(one, field) for one in kept]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        if len(numbers) > 1:
+            clustered_by, clusters = field, [numbers[key] for key in keys]
+            break
     return Dump(
         path=path,
         rows=torch.tensor([one.row for one in kept]),
@@ -116,6 +134,8 @@ def _as_tensors(path: Path, kept: list[_Response], *, empty: int, nonfinite: int
         rewards=None if rewards.isnan().all() else rewards,
         log_ratio=tokens("log_ratio"),
         sampler_gap=tokens("sampler_gap"),
+        clusters=torch.tensor(clusters),
+        clustered_by=clustered_by,
         empty=empty,
         nonfinite=nonfinite,
     )
@@ -124,19 +144,19 @@ def _as_tensors(path: Path, kept: list[_Response], *, empty: int, nonfinite: int
 def _responses(path: Path, given: Mapping[str, str], step: int | None) -> Iterator[_Response]:
     names: dict[str, str] = {}
     keys: list[str] = []
-    tokens: frozenset[str] | None = None
+    same: frozenset[str] | None = None
     for number, row in read_rows(path):
         try:
             if list(row) != keys:
                 keys = list(row)
                 names = names_in(keys, given)
-                here = names.keys() & {"log_probs", "old_log_probs", "sampled_log_probs"}
-                if tokens is not None and here != tokens:
-                    field = min(here ^ tokens)
+                here = names.keys() & _IN_ALL_ROWS
+                if same is not None and here != same:
+                    field = min(here ^ same)
                     raise InputError(
                         f"{field} is in some rows and not in others: all rows need the same fields"
                     )
-                tokens = frozenset(here)
+                same = frozenset(here)
             fields = {field: row[name] for field, name in names.items()}
             if step is not None and fields.get("step") != step:
                 continue
@@ -151,11 +171,15 @@ def _responses(path: Path, given: Mapping[str, str], step: int | None) -> Iterat
 def _of_step(number: int, fields: Mapping[str, Any]) -> Iterator[_Response]:
     """The responses of a row that holds an optimizer step."""
     columns = {field: fields[field] for field in ("length", "log_ratio_sum", "advantage")}
+    if "prompt" in fields:
+        columns["prompt"] = fields["prompt"]
     for field, column in columns.items():
         if not isinstance(column, list) or len(column) != len(columns["length"]):
             raise InputError(f"{field} must be a list as long as length, {len(columns['length'])} responses")
     for values in zip(*columns.values(), strict=True):
-        yield _response(number, dict(zip(columns, values, strict=True)))
+        found = _response(number, dict(zip(columns, values, strict=True)))
+        found.prompt = found.prompt and (number, found.prompt)  # a place in the step's own rollout
+        yield found
 
 
 def _response(number: int, fields: Mapping[str, Any]) -> _Response:
@@ -172,6 +196,8 @@ def _response(number: int, fields: Mapping[str, Any]) -> _Response:
         log_ratio_sum=math.nan,
         advantage=_advantage(fields["advantage"], mask),
         reward=math.nan if reward is None else _number("reward", reward),
+        prompt=json.dumps(fields["prompt"]) if "prompt" in fields else None,
+        response=json.dumps(fields["response"]) if "response" in fields else None,
     )
     if "log_ratio_sum" in fields:
         found.log_ratio_sum = _number("log_ratio_sum", fields["log_ratio_sum"])
@@ -202,6 +228,8 @@ def _add_tokens(
             "is the sum over the response tokens, and not their mean"
         )
     found.length = len(new)
+    if found.response is None:
+        found.response = hash(old.tobytes())
     if "log_ratio_sum" not in fields or not math.isfinite(total):
         found.log_ratio_sum = total
     if "sampled_log_probs" in fields:

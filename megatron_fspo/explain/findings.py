@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.explain.chance import lre_of
+from megatron_fspo.explain.chance import NUM_BINS, lre_of
 from megatron_fspo.explain.dump import Dump
-from megatron_fspo.explain.losses import BandLoss, Verdict, judge, limits, reach, scaled
+from megatron_fspo.explain.losses import BandLoss, Verdict, judge, limits, reach, scaled, widest
 from megatron_fspo.explain.noise import Source, noise_alone
-from megatron_fspo.explain.parts import Parts, take_apart
-from megatron_fspo.objective import LengthReweightingError, fit_exponent, sigma_hat
+from megatron_fspo.explain.parts import Parts, blocks_of, take_apart
+from megatron_fspo.objective import Exponent, LengthReweightingError, measure_exponent, sigma_hat
 from megatron_fspo.objective.fairness import length_bins
 
-_BINS = 8
 _EXAMPLES = 3
 
 
@@ -117,8 +116,8 @@ class Findings:
     bins: tuple[Bin, ...]
     sigma: float
     """Robust spread of S/√L, in nats per √token."""
-    exponent: float
-    """a in spread(S) ∝ L^a; 0.5 for a random walk."""
+    exponent: Exponent | str
+    """a in spread(S) ∝ L^a, 0.5 for a random walk; or why it cannot be told."""
     parts: Parts | None
     """S taken apart; None without tokens."""
     noise_source: Source
@@ -139,7 +138,7 @@ def findings(dump: Dump, losses: Sequence[BandLoss], rate: float | None = None) 
     Args:
         rate: out-of-band share at which losses are compared; by default that of the first with its limits.
     """
-    bins = length_bins(dump.lengths, _BINS)
+    bins = length_bins(dump.lengths, NUM_BINS)
     noise, source = noise_alone(dump)
     reaches, noisy = ([reach(loss, some) for loss in losses] for some in (dump, noise))
     verdicts = tuple(judge(loss, dump) for loss in losses)
@@ -155,14 +154,14 @@ def findings(dump: Dump, losses: Sequence[BandLoss], rate: float | None = None) 
     matched: list[OfLoss] = []
     if 0 < wanted < 1:
         for loss, far, by_noise in zip(losses, reaches, noisy, strict=True):
-            factor = factor_for(far, wanted)
+            factor = min(factor_for(far, wanted), widest(loss))
             same = scaled(loss, factor)
             matched.append(_of_loss(same, dump, judge(same, dump), by_noise > factor, bins))
     return Findings(
         dump=dump,
         bins=_describe(dump, bins),
         sigma=sigma_hat(dump.log_ratio_sum, dump.lengths),
-        exponent=fit_exponent(dump.log_ratio_sum, dump.lengths),
+        exponent=_exponent(dump),
         parts=take_apart(dump),
         noise_source=source,
         given=given,
@@ -189,13 +188,20 @@ def factor_for(far: Tensor, rate: float) -> float:
     return ((edges[at] + above) / 2).item()
 
 
+def _exponent(dump: Dump) -> Exponent | str:
+    try:
+        return measure_exponent(dump.log_ratio_sum, dump.lengths, blocks_of(dump.clusters))
+    except ValueError as error:
+        return str(error)
+
+
 def _limits_for(
     losses: Sequence[BandLoss], reaches: Sequence[Tensor], given: Sequence[OfLoss]
 ) -> list[Matched]:
     found = []
     for (loss, far), target in itertools.product(zip(losses, reaches, strict=True), given):
         if loss.name != target.name and target.out_of_band < 1:
-            factor = factor_for(far, target.out_of_band)
+            factor = min(factor_for(far, target.out_of_band), widest(loss))
             found.append(
                 Matched(
                     name=loss.name,
@@ -224,8 +230,8 @@ def _of_loss(loss: BandLoss, dump: Dump, verdict: Verdict, by_noise: Tensor, bin
         clipped_tokens=((verdict.clipped * lengths)[counts].sum() / lengths[counts].sum()).item(),
         dropped=int(verdict.dropped.sum()),
         noise=noisy.mean().item(),
-        lre=lre_of(~verdict.outside[counts], lengths[counts]),
-        lre_signed=lre_of(~clipped[judged], lengths[judged]),
+        lre=lre_of(~verdict.outside[counts], lengths[counts], dump.clusters[counts]),
+        lre_signed=lre_of(~clipped[judged], lengths[judged], dump.clusters[judged]),
         ess=verdict.effective_sample_size(judged),
         by_length=tuple(
             AtLength(

@@ -41,6 +41,7 @@ _LEGAL = (
 """Keys of a loss that say what is clipped in a batch; the others are about a run."""
 
 _BLOCK_TOKENS = 1 << 16
+_MOST_NATS = 36.0
 
 KEPT, CLIPPED, IN_PART, DROPPED, NO_ADVANTAGE = "kept", "clipped", "in part", "dropped", "no advantage"
 FATES = (KEPT, CLIPPED, IN_PART, DROPPED, NO_ADVANTAGE)
@@ -131,6 +132,13 @@ def _limits(loss: BandLoss) -> tuple[str, ...]:
 def limits(loss: BandLoss) -> dict[str, float]:
     """The two limits of its band, by name."""
     return {name: getattr(loss, name) for name in _limits(loss)}
+
+
+def widest(loss: BandLoss) -> float:
+    """The largest factor for ``scaled``: a ratio's limit 1 − eps_low is 0 in float64 beyond 37 nats."""
+    if isinstance(loss, FSPOLoss | CTPOLoss):
+        return math.inf
+    return _MOST_NATS / max(-math.log1p(-loss.eps_low), math.log1p(loss.eps_high))
 
 
 def scaled(loss: BandLoss, factor: float) -> BandLoss:

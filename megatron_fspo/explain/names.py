@@ -21,6 +21,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "advantage": ("advantage", "A", "advantages"),
     "reward": ("reward", "score"),
     "step": ("step",),
+    "prompt": ("prompt", "uid"),
+    "response": ("response",),
 }
 """Field → names that it is known by, the first of which is ours."""
 

@@ -13,6 +13,12 @@ NOISE = {
     "normal": "a random walk with the spread of S, as if all of S were chance",
 }
 """Where noise comes from."""
+INDEPENDENT = {
+    "prompt": "the {:,} prompts as independent, and all rows of a prompt as going together",
+    "response": "the {:,} responses as independent, and all rows of a response as going together",
+    "row": "all {:,} rows as independent: the dump names neither prompts nor responses",
+}
+"""By what a dump is clustered."""
 _SEVERAL = 3
 """Disagreements that are told of, the largest."""
 
@@ -46,8 +52,13 @@ def _dump(found: Findings) -> str:
         f"{int((dump.advantages != 0).sum()):,} of them with an advantage. S/√L has the spread "
         f"{found.sigma:.3g}, so a √L band of 2 sigma has c = {2 * found.sigma:.3g}"
     )
-    if found.exponent == found.exponent:
-        text += f"; |S| grows as L^{found.exponent:.2f}, where a random walk has 0.5"
+    grown = found.exponent
+    if isinstance(grown, str):
+        text += f"; how |S| grows with L is not measured: {grown}"
+    else:
+        low, high = grown.interval
+        text += f"; |S| grows as L^{grown.value:.2f} [{low:.2f}, {high:.2f}], where a random walk has 0.5"
+    text += f". Intervals take {INDEPENDENT[dump.clustered_by].format(len(dump.clusters.unique()))}"
     if dump.log_ratio is None:
         text += ". Without token log-probs CTPO, which decides for every prefix, is left out"
     left_out = [f"{n:,} {what}" for n, what in ((dump.empty, "empty"), (dump.nonfinite, "not finite")) if n]
@@ -113,6 +124,12 @@ def _matched(found: Findings) -> Iterator[str]:
         + ", ".join(f"{_lre(one)} for {one.name}" for one in fairest)
         + "; LRE whose interval reaches the floor of chance shows no dependence on length."
     )
+    for loss in found.matched:
+        if loss.out_of_band > found.rate + 0.005:
+            yield (
+                f"{loss.name} has {loss.out_of_band:.1%} outside even at the widest limits of float64: "
+                "it does not compare with the others."
+            )
 
 
 def _lre(one: OfLoss) -> str:

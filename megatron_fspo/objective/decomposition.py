@@ -20,7 +20,7 @@ Source: all of this file is ours.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,10 +70,15 @@ class Decomposition:
     drift: float
     """Common to all responses."""
     noise: float
-    signal: float
-    """0 where the halves of a response do not go together."""
+    signal_squared: float
+    """Below 0 where the halves of a response go against each other: by chance half of the time, of noise."""
     shape: Tensor
     """[N] (S − drift·L) / spread(L), ascending: what is left when length is taken out."""
+
+    @property
+    def signal(self) -> float:
+        """0 where ``signal_squared`` is below."""
+        return math.sqrt(max(self.signal_squared, 0.0))
 
     @property
     def crossover(self) -> float:
@@ -86,9 +91,12 @@ class Decomposition:
         return (self.noise**2 * tokens + (self.signal * tokens) ** 2).sqrt()
 
     def exponent(self, length: float) -> float:
-        """a of spread ∝ L^a near this length: ½ far below L*, 1 far above; NaN if nothing spreads."""
-        noise, signal = self.noise**2, self.signal**2 * length
-        return 0.5 + 0.5 * signal / (noise + signal) if noise + signal else math.nan
+        """a of spread ∝ L^a near this length: ½ far below L*, 1 far above; NaN if nothing spreads.
+
+        Below ½ where ``signal_squared`` is below 0, so that its mean over draws is not too high.
+        """
+        noise, signal = self.noise**2, self.signal_squared * length
+        return 0.5 + 0.5 * signal / (noise + signal) if noise + signal > 0 else math.nan
 
     def clip_rates(self, lengths: Tensor, band: ClipBand) -> Tensor:
         """Share [N] of responses of ``lengths`` [N] outside of ``band``, if one shape holds for all."""
@@ -116,11 +124,9 @@ def decompose(halves: Halves) -> Decomposition:
     # Each response says as much of the noise as any other, whatever its length.
     noise = ((first / early - second / late).square() * early * late / lengths).mean().item()
     signal = ((first * second).sum() / (early * late).sum()).item()
-    parts = Decomposition(
-        drift=drift, noise=math.sqrt(noise), signal=math.sqrt(max(signal, 0.0)), shape=torch.empty(0)
-    )
+    parts = Decomposition(drift=drift, noise=math.sqrt(noise), signal_squared=signal, shape=torch.empty(0))
     spread = parts.spread(lengths)
     if not (spread > 0).all():
         raise ValueError("all tokens have the same log-ratio: nothing spreads")
     shape = ((sums - drift * lengths) / spread).sort().values
-    return Decomposition(drift=drift, noise=parts.noise, signal=parts.signal, shape=shape)
+    return replace(parts, shape=shape)

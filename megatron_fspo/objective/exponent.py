@@ -74,7 +74,7 @@ def measure_exponent(log_ratio_sums: Tensor, lengths: Tensor, blocks: Tensor, nu
     Args:
         log_ratio_sums: S [N] in nats.
         lengths: L [N].
-        blocks: int64 [N], the optimizer step of each; at least 3 different ones.
+        blocks: int64 [N], the optimizer step of each, or another group that goes together; at least 3.
 
     Raises:
         ValueError: fewer than 3 blocks; too few sequences with S ≠ 0; or lengths that span too little to say
@@ -82,7 +82,7 @@ def measure_exponent(log_ratio_sums: Tensor, lengths: Tensor, blocks: Tensor, nu
     """
     numbers = blocks.unique().tolist()
     if len(numbers) < 3:
-        raise ValueError(f"the sequences of {len(numbers)} optimizer steps; an interval needs 3")
+        raise ValueError(f"{len(numbers)} independent groups of sequences; an interval needs 3")
     sums, kept, steps = usable(log_ratio_sums, lengths, blocks)
     if (count := int((sums != 0).sum())) < _LEAST_BINS * _LEAST_IN_BIN:
         raise ValueError(f"{count} sequences with S other than 0; {_LEAST_BINS * _LEAST_IN_BIN} are needed")

@@ -11,7 +11,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
 from megatron_fspo.explain.dump import Dump
 from megatron_fspo.explain.findings import factor_for
-from megatron_fspo.explain.losses import BandLoss, reach, scaled
+from megatron_fspo.explain.losses import BandLoss, reach, scaled, widest
 from megatron_fspo.losses import FSPOLoss, band_of
 from megatron_fspo.report.history import History, Records
 
@@ -42,10 +42,15 @@ def matched_loss(config: Config, records: Records) -> dict[str, Any]:
         rewards=None,
         log_ratio=None,
         sampler_gap=None,
+        clusters=torch.arange(len(records)),
+        clustered_by="row",
         empty=0,
         nonfinite=0,
     )
-    factor = factor_for(reach(loss, dump), float(records.out_of_band.mean()))
+    rate = float(records.out_of_band.mean())
+    factor = factor_for(reach(loss, dump), rate)
+    if factor > widest(loss):
+        raise InputError(f"loss.name = {loss.name}: no limits leave {rate:.1%} outside; S is beyond e^±36")
     keys = scaled(loss, factor).model_dump(mode="json", exclude_none=True)
     # What it would calibrate itself to is another share.
     return keys | {"calibrate": 0} if isinstance(loss, FSPOLoss) else keys

@@ -97,6 +97,7 @@ class RunLog:
         kept = counted[:: math.ceil(len(counted) / limit)]
         row = {
             "step": step,
+            "prompt": [r.sample // self._config.rollout.samples for r in kept],
             "length": [r.length for r in kept],
             "log_ratio_sum": [r.log_ratio_sum for r in kept],
             "advantage": [r.advantage for r in kept],

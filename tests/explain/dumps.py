@@ -41,6 +41,39 @@ def walks(count: int, *, seed: int = 0, sigma: float = 0.02, longest: int = 200)
     ]
 
 
+def fair_rows(
+    prompts: int, samples: int, times: int, *, seed: int, in_tokens: float = 0.0
+) -> list[dict[str, Any]]:
+    """Rows of responses to several prompts in several updates, |S|/√L of which has one distribution.
+
+    Args:
+        times: rows of each response, in each of which most of S is the same.
+        in_tokens: the signal that all responses to a prompt share, in rows with token log-probs; 0 for
+            rows with S alone.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    prompt = torch.arange(prompts).repeat_interleave(samples)
+    lengths = (10 * 15 ** torch.rand(len(prompt), generator=generator)).long()
+    shared = normal(prompts)[prompt] if samples > 1 else normal(len(prompt))
+    own = 0.7 * shared + 0.7 * normal(len(prompt))
+    rows = []
+    for time in range(times):
+        z = 0.95 * own + 0.3 * normal(len(prompt))
+        for number, length in enumerate(lengths.tolist()):
+            row = {"prompt": int(prompt[number]), "advantage": 1.0, "step": time}
+            if in_tokens:
+                tokens = 0.02 * normal(length) + in_tokens * float(shared[number])
+                row |= {"log_probs": (tokens - 9).tolist(), "old_log_probs": [-9.0] * length}
+            else:
+                row |= {"length": length, "log_ratio_sum": 0.02 * math.sqrt(length) * float(z[number])}
+            rows.append(row)
+    return rows
+
+
 def token_rows(count: int, *, seed: int = 0, longest: int = 40, signal: float = 0.0) -> list[dict[str, Any]]:
     """Rows with token log-probs of both policies and the sampler, whose S are those of walks, and with
     ``signal`` of something that all tokens of a response share."""

@@ -6,11 +6,13 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from dumps import LIMITS, RECORDED, token_rows, walks, write
+from dumps import LIMITS, RECORDED, fair_rows, token_rows, walks, write
+from megatron_fspo.errors import InputError
 from megatron_fspo.explain.chance import lre_of
 from megatron_fspo.explain.dump import Dump, read_dump
 from megatron_fspo.explain.findings import factor_for, findings
@@ -20,7 +22,7 @@ from megatron_fspo.explain.parts import take_apart
 from megatron_fspo.explain.table import as_json
 from megatron_fspo.explain.words import sentences
 from megatron_fspo.losses import CTPOLoss
-from megatron_fspo.objective import FSPOBand, length_reweighting_error, sigma_hat
+from megatron_fspo.objective import Exponent, FSPOBand, length_reweighting_error, sigma_hat
 
 
 @pytest.fixture
@@ -47,7 +49,6 @@ def test_a_recorded_run_has_the_figures_of_its_trainer(name: str) -> None:
             "fspo/lre_signed_max": mine.lre_signed.max,
             "fspo/ess": mine.ess,
             "fspo/sigma_hat": found.sigma,
-            "fspo/exponent_fit": found.exponent,
         }
         same |= {f"fspo/clip_rate/bin_{n}": x.out_of_band for n, x in enumerate(mine.by_length)}
         assert same == pytest.approx({key: metrics[key] for key in same}, rel=1e-5), name
@@ -85,6 +86,82 @@ def test_s_is_taken_apart_where_tokens_are_known(tmp_path: Path, signal: float) 
     (said,) = (line for line in sentences(found) if "Taken apart" in line)
     assert f"At the median of {parts.median} tokens" in said and ("equal at" in said) == bool(signal)
     assert as_json(found)["parts"]["median"] == parts.median
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "times", "named"),
+    [(240, 1, 1, "prompt"), (120, 1, 4, "prompt"), (120, 1, 4, "response"), (30, 8, 2, "prompt")],
+)
+def test_a_fair_fspo_is_seldom_said_to_depend_on_length(
+    tmp_path: Path, prompts: int, samples: int, times: int, named: str
+) -> None:
+    """5% of dumps by the rule; 12 of 12 with rows as independent for (120, 1, 4)."""
+    wrong = 0
+    for seed in range(12):
+        rows = fair_rows(prompts, samples, times, seed=seed)
+        rows = [{named if key == "prompt" else key: value for key, value in row.items()} for row in rows]
+        found = findings(read_dump(write(tmp_path / "a.jsonl", rows), {}), BAND_LOSSES[:1], rate=0.2)
+        assert found.dump.clustered_by == named and len(found.dump.clusters.unique()) == prompts
+        wrong += found.matched[0].lre.mean_interval[0] > found.matched[0].lre.null_mean
+    assert wrong <= 2
+
+
+def test_a_signal_of_prompts_is_found_and_one_of_chance_is_not(tmp_path: Path) -> None:
+    """Nominal: 2.5% and 95%. With responses as independent 9 to 19% and 40%."""
+    told = covered = 0
+    for seed in range(16):
+        noise = read_dump(write(tmp_path / "a.jsonl", fair_rows(30, 4, 1, seed=seed, in_tokens=1e-9)), {})
+        shared = read_dump(write(tmp_path / "b.jsonl", fair_rows(30, 8, 1, seed=seed, in_tokens=0.01)), {})
+        one, other = take_apart(noise), take_apart(shared)
+        assert one is not None and other is not None
+        told += one.signal.low > 0
+        covered += other.signal.low < 0.01 < other.signal.high
+    assert told <= 2 and covered >= 12
+
+
+def test_clusters_are_prompts_or_responses_or_rows(tmp_path: Path) -> None:
+    def clusters(rows: list[dict[str, Any]]) -> tuple[str, list[int]]:
+        dump = read_dump(write(tmp_path / "a.jsonl", rows), {})
+        return dump.clustered_by, dump.clusters.tolist()
+
+    row = {"length": 3, "log_ratio_sum": 0.1, "advantage": 1.0}
+    assert clusters([row, row]) == ("row", [0, 1])
+    assert clusters([{**row, "response": x} for x in ("a", "b", "a")]) == ("response", [0, 1, 0])
+    named = [{**row, "response": x, "uid": y} for x, y in (("a", 1), ("b", 1), ("c", 2))]
+    assert clusters(named) == ("prompt", [0, 0, 1])
+    assert clusters([{**one, "uid": 1} for one in named]) == ("response", [0, 1, 2])
+    # The sampler's log-probs of a response are the same in every update.
+    tokens = [
+        {"log_probs": [-1.0 - x], "old_log_probs": [-1.0 - y], "advantage": 1}
+        for x, y in ((1, 0), (2, 0), (1, 1))
+    ]
+    assert clusters(tokens)[1] == [0, 0, 1]
+    steps = {"length": [3, 4, 5], "log_ratio_sum": [0.1] * 3, "advantage": [1.0] * 3, "prompt": [0, 0, 1]}
+    assert clusters([steps, steps]) == ("prompt", [0, 0, 1, 2, 2, 3])  # places in the rollout of a step
+    with pytest.raises(InputError, match="prompt is in some rows"):
+        clusters([{**row, "prompt": "x"}, row])
+
+
+def test_an_exponent_has_an_interval_or_a_reason(dump: Dump, tmp_path: Path) -> None:
+    found = findings(dump, BAND_LOSSES[:1])
+    assert isinstance(found.exponent, Exponent)
+    assert found.exponent.interval[0] < 0.5 < found.exponent.interval[1]
+    for count in (2, 60):
+        few = findings(read_dump(write(tmp_path / "b.jsonl", walks(count)), {}), BAND_LOSSES[:1])
+        assert isinstance(few.exponent, str) and as_json(few)["exponent"] == few.exponent
+        assert not any("grows as" in line for line in sentences(few))
+
+
+@pytest.mark.parametrize("rate", [None, 0.05])
+def test_limits_of_a_ratio_beyond_what_float64_holds(tmp_path: Path, rate: float | None) -> None:
+    rows = walks(400, sigma=1.0, longest=4000)
+    dump = read_dump(write(tmp_path / "a.jsonl", rows), {})
+    found = findings(
+        dump, with_limits(["--fspo.c-low", "2", "--fspo.c-high", "2", "--fspo.c-dual", "3"])[:3], rate
+    )
+    rloo = found.matched[2]
+    assert rloo.limits["eps_low"] < 1 and rloo.out_of_band > 0.08
+    assert any("rloo" in line and "float64" in line for line in sentences(found))
 
 
 def test_s_alone_or_a_few_responses_are_not_taken_apart(dump: Dump, tmp_path: Path) -> None:
@@ -196,13 +273,16 @@ def test_losses_are_compared_at_one_rate(dump: Dump) -> None:
 
 def test_lre_from_counts_is_that_from_responses(dump: Dump) -> None:
     accepted = dump.log_ratio_sum.abs() < 0.2
-    fast, slow = lre_of(accepted, dump.lengths), length_reweighting_error(accepted, dump.lengths)
+    fast, slow = (
+        lre_of(accepted, dump.lengths, dump.clusters),
+        length_reweighting_error(accepted, dump.lengths),
+    )
     assert (fast.mean, fast.max, fast.bins) == (slow.mean, slow.max, slow.bins)
     assert fast.null_mean == pytest.approx(slow.null_mean, rel=0.1)
     assert fast.null_max == pytest.approx(slow.null_max, rel=0.1)
     assert fast.mean_interval == pytest.approx(slow.mean_interval, rel=0.1)
     assert fast.max_interval == pytest.approx(slow.max_interval, rel=0.1)
-    assert math.isnan(lre_of(torch.zeros_like(accepted), dump.lengths).mean)
+    assert math.isnan(lre_of(torch.zeros_like(accepted), dump.lengths, dump.clusters).mean)
 
 
 def test_chance_alone_puts_outside_what_a_normal_would(dump: Dump) -> None:

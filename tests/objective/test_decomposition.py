@@ -49,7 +49,7 @@ def test_the_parts_are_found(noise: float, signal: float, drift: float, neighbou
 
 def test_noise_alone_grows_as_the_root_and_a_signal_faster() -> None:
     def one(signal: float) -> Decomposition:
-        return Decomposition(drift=0.0, noise=0.02, signal=signal, shape=torch.zeros(1))
+        return Decomposition(drift=0.0, noise=0.02, signal_squared=signal**2, shape=torch.zeros(1))
 
     assert one(0.0).exponent(1000) == 0.5 and one(0.0).crossover == math.inf
     both = one(0.001)
@@ -82,7 +82,7 @@ def test_one_half_of_the_responses_predicts_what_the_other_has_outside(signal: f
 
 def test_rates_are_those_of_the_shape() -> None:
     parts = Decomposition(
-        drift=0.0, noise=1.0, signal=0.0, shape=torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0]).double()
+        drift=0.0, noise=1.0, signal_squared=0.0, shape=torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0]).double()
     )
     rates = parts.clip_rates(torch.tensor([4, 9]), FSPOBand(c_low=1.5, c_high=0.5))
     assert rates.tolist() == [0.6, 0.6]  # one below −1.5, two above 0.5

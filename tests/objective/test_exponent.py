@@ -70,7 +70,7 @@ def test_the_interval_holds_the_exponent_about_as_often_as_it_says(shared: float
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda s, n, b: (s, n, b.clamp(max=1)), "of 2 optimizer steps; an interval needs 3"),
+        (lambda s, n, b: (s, n, b.clamp(max=1)), "2 independent groups of sequences"),
         (lambda s, n, b: (s * 0, n, b), "0 sequences with S other than 0; 64 are needed"),
         (lambda s, n, b: (s, n * 0 + 50, b), "span too little: 1 bins"),
         (lambda s, n, b: (s, n % 100 + 100, b), r"the longest 1\.\d+ times the shortest"),

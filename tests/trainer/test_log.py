@@ -155,13 +155,14 @@ def test_the_columns_of_sequences(tmp_path: Path) -> None:
             record(2, advantage=math.nan, nonfinite=True),
             record(3, length=0),
             record(4, dual_clipped=0.25, ratio=2.0),
-            record(5, advantage=0.0, out_of_band=True),
+            record(5, sample=9, advantage=0.0, out_of_band=True),
         ],
     )
     # What is in no rate is not kept: two that were dropped, and one without a response.
     assert strict_rows(config.run_folder / "sequences.jsonl") == [
         {
             "step": 3,
+            "prompt": [0, 0, 1],
             "length": [1, 5, 6],
             "log_ratio_sum": [0.0, 0.5, 0.625],
             "advantage": [-1.0, -1.0, 0.0],

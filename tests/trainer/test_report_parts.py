@@ -129,7 +129,7 @@ def test_the_exponent_has_an_interval_or_a_reason(tmp_path: Path) -> None:
     assert low < float(value) < high and low < 0.5 < high, "S is a random walk there"
     assert "Green: over all steps" in read_page(path).text
     alike = records_from([5] * 8, [False] * 8, [False] * 8, [1.0] * 8, sums=[0.1] * 8)
-    assert exponent_of(alike) == "the sequences of 1 optimizer steps; an interval needs 3"
+    assert exponent_of(alike) == "1 independent groups of sequences; an interval needs 3"
 
 
 def test_settings_are_drawn_in_steps() -> None:
