@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from markupsafe import Markup
 
 from megatron_fspo import __version__
@@ -17,12 +18,14 @@ from megatron_fspo.report import overlaid
 from megatron_fspo.report.drawing import smoothing_window
 from megatron_fspo.report.findings import TAIL, WINDOW, Findings, read_findings
 from megatron_fspo.report.headlines import number
-from megatron_fspo.report.history import Series, clip_rates, overall_rates
+from megatron_fspo.report.history import Records, Series, clip_rates, overall_rates
 from megatron_fspo.report.overlaid import Curve, LengthCurve, PooledError, style_of
 from megatron_fspo.report.page import template
 from megatron_fspo.report.times import machines
 
 _ABSENT = "–"
+_MATCHED = 0.02
+"""Shares outside further apart than this are not matched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,22 +135,57 @@ def figures(found: Findings) -> dict[str, str]:
     }
 
 
+def sentences(runs: Sequence[Run], curves: Sequence[LengthCurve]) -> Iterator[str]:
+    """What the first picture says, and how much of it the growth of S explains."""
+    told = [curve for curve in curves if len(curve.bins) > 1 and curve.bins[0].out_of_band > 0]
+    ratios = [
+        f"{curve.label} {curve.bins[-1].out_of_band / curve.bins[0].out_of_band:.1f} ×" for curve in told
+    ]
+    if told:
+        yield f"Outside the band, the longest responses against the shortest: {', '.join(ratios)} as often."
+    shares = [curve.overall for curve in curves if math.isfinite(curve.overall)]
+    if shares and max(shares) - min(shares) > _MATCHED:
+        listed = ", ".join(f"{curve.label} {number(curve.overall, '.1%')}" for curve in curves)
+        yield f"The shares outside over all lengths are not matched: {listed}."
+    for run, curve in zip(runs, curves, strict=True):
+        measured, band = run.found.exponent, run.found.band()
+        if isinstance(measured, str) or not isinstance(band, FSPOBand) or len(curve.bins) < 2:
+            continue
+        short, long = ((one.low + one.high) / 2 for one in (curve.bins[0], curve.bins[-1]))
+        wider = (long / short) ** (measured.value - band.exponent)
+        rates = [_expected(run.found.pool, measured.value, band, length) for length in (short, long)]
+        yield (
+            f"{run.label}: S spreads as L^{measured.value:.2f}, its band as L^{band.exponent:.2g}. From "
+            f"{short:.0f} to {long:.0f} tokens S grows {wider:.1f} × as much as the band, which alone would "
+            f"leave {rates[0]:.0%} of the short and {rates[1]:.0%} of the long outside."
+        )
+
+
+def _expected(records: Records, exponent: float, band: FSPOBand, length: float) -> float:
+    """Share outside of responses of one length, were S/L^a alike at all lengths."""
+    sums = torch.from_numpy(records.log_ratio_sum) * (length / torch.from_numpy(records.length)) ** exponent
+    low, high = band.bounds(torch.tensor([length], dtype=torch.float64))
+    return ((sums < low) | (sums > high)).double().mean().item()
+
+
 def _render(runs: Sequence[Run]) -> str:
     every = [figures(run.found) for run in runs]
+    curves = [_by_length(run) for run in runs]
     rows = [(name, [one[name] for one in every]) for name in every[0]]
     return template(Path(__file__).with_name("compare.html")).render(
         runs=runs,
+        sentences=list(sentences(runs, curves)),
         colours=[style_of(position)[0] for position in range(len(runs))],
         rows=[(name, values) for name, values in rows if set(values) != {_ABSENT}],
         differences=differences([run.found.config for run in runs]),
         # Ours, and without any text of the user's.
-        svgs={name: Markup(svg) for name, svg in _pictures(runs)},
+        svgs={name: Markup(svg) for name, svg in _pictures(runs, curves)},
         smoothing=max(smoothing_window(len(run.found.steps)) for run in runs),
         version=__version__,
     )
 
 
-def _pictures(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+def _pictures(runs: Sequence[Run], lengths: Sequence[LengthCurve]) -> Iterator[tuple[str, str]]:
     for name, metric, unit in (
         ("reward", "critic/rewards/mean", "reward"),
         ("response_length", "response_length/mean", "L (tokens), mean"),
@@ -160,7 +198,6 @@ def _pictures(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
     evaluated = [(position, run) for position, run in enumerate(runs) if run.found.history.evaluation()]
     if evaluations := [(position, _evaluation(run)) for position, run in evaluated]:
         yield "evaluation", overlaid.evaluations(evaluations)
-    lengths = [_by_length(run) for run in runs]
     if any(curve.bins for curve in lengths):
         yield "by_length", overlaid.by_length(lengths)
         yield "relative", overlaid.relative_by_length(lengths)

@@ -49,7 +49,7 @@ def table(steps: Sequence[Mapping[str, float]]) -> str:
     # Per rank: tokens of a step over the ranks that share them.
     tokens = sum(one["perf/tokens_per_second_per_gpu"] * one["timing_s/step"] for one in steps) / len(steps)
     lines = [
-        f"{f'phase, mean of {len(steps)} steps':<28}{'s':>9}{'share':>8}{'tokens/s per GPU':>19}{'MFU':>8}"
+        f"{f'phase, mean of {len(steps)} steps':<28}{'s':>9}{'share':>8}{'tokens/s per rank':>19}{'MFU':>8}"
     ]
     rows = [(words, f"timing_s/{name}") for name, words in PHASES.items()] + [("step", "timing_s/step")]
     for words, name in rows:

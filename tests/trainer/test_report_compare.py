@@ -8,13 +8,15 @@ import pytest
 
 from megatron_fspo.cli import main
 from megatron_fspo.report.compare import differences, names, write_comparison
+from megatron_fspo.report.findings import TAIL, WINDOW
+from megatron_fspo.report.history import clip_rates, read_records
 from report_runs import make_config, read_page, write_run
 
 EVERY = {
     "Reward",
     "Evaluation",
-    "Clip rate by length",
-    "Clip rate by length, over the run’s own",
+    "Outside the band by length",
+    "Outside the band by length, over the run’s own",
     "Length Reweighting Error",
     "Outside the band",
     "Effective sample size",
@@ -51,6 +53,46 @@ def test_the_page_has_both_runs(runs: tuple[Path, Path], capsys: pytest.CaptureF
     assert cells["loss.name"] == ["fspo", "rloo"]
     assert cells["run.seed"][1] == "7"
     assert "run.name" not in cells and "optimizer.lr" not in cells
+
+
+def test_the_page_begins_with_what_the_first_picture_says(runs: tuple[Path, Path]) -> None:
+    text = write_comparison(runs).read_text(encoding="utf-8")
+    lead, *rest = re.findall(r'<p class="(?:lead|hint)">(.*?)</p>', text.partition("<h2>")[0])
+    assert text.index(lead) < text.index("<svg") < text.index("<table")
+    ratios = []
+    for run in runs:
+        bins = clip_rates(read_records(run).tail(TAIL, WINDOW))
+        ratios.append(f"{bins[-1].out_of_band / bins[0].out_of_band:.1f} ×")
+    assert re.findall(r"\d+\.\d ×", lead) == ratios
+    # S of these runs spreads as the band does.
+    (growth,) = (float(line.split(" ×")[0].split()[-1]) for line in rest if "S spreads" in line)
+    assert growth == pytest.approx(1, abs=0.2)
+    assert not any("not matched" in line for line in rest)
+
+
+def test_a_steeper_s_and_shares_that_differ_are_said(tmp_path: Path) -> None:
+    """S ∝ L in a band of ½: 64 tokens against 4 are 4 × as far out."""
+    folders = []
+    for name, scale in (("a", 0.5), ("b", 0.1)):
+        folder = write_run(make_config(tmp_path, run={"name": name}), steps=6)
+        rows = [json.loads(line) for line in (folder / "sequences.jsonl").read_text().splitlines()]
+        for row in rows:
+            z = [s / length**0.5 for s, length in zip(row["log_ratio_sum"], row["length"], strict=True)]
+            row["log_ratio_sum"] = [scale * x * n for x, n in zip(z, row["length"], strict=True)]
+            row["out_of_band"] = [
+                abs(s) > 0.03 * n**0.5 for s, n in zip(row["log_ratio_sum"], row["length"], strict=True)
+            ]
+        (folder / "sequences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        folders.append(folder)
+    text = write_comparison(folders).read_text(encoding="utf-8").partition("<h2>")[0]
+    assert "not matched" in text
+    growths = [float(x) for x in re.findall(r"S grows (\d+\.\d) ×", text)]
+    shares = [
+        tuple(map(int, pair))
+        for pair in re.findall(r"leave (\d+)% of the short and (\d+)% of the long", text)
+    ]
+    assert all(2 < growth < 4 for growth in growths) and all(long > 2 * short for short, long in shares)
+    assert len(growths) == len(shares) == 2
 
 
 def test_the_page_goes_where_it_is_wanted(runs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_the_table_of_phases() -> None:
     head, *lines = table(
         [evaluation, step, {**step, "timing_s/gen": 8.0, "timing_s/step": 10.0}]
     ).splitlines()
-    assert head.split() == "phase, mean of 2 steps s share tokens/s per GPU MFU".split()
+    assert head.split() == "phase, mean of 2 steps s share tokens/s per rank MFU".split()
     assert [line.split() for line in lines] == [
         ["sampling,", "grading", "7.00", "78%", "129"],
         ["update", "2.00", "22%", "450", "40.0%"],
@@ -113,7 +113,7 @@ def test_a_run_reports_its_speed_profiles_and_draws(tmp_path: Path) -> None:
     for row in training:
         assert row["perf/tokens_per_second_per_gpu"] == row["perf/throughput"]
         assert 0 < row["perf/mfu"] < 1000
-    assert "phase, mean of 3 steps" in result.stdout and "tokens/s per GPU" in result.stdout
+    assert "phase, mean of 3 steps" in result.stdout and "tokens/s per rank" in result.stdout
     media = tmp_path / "fast/wandb"
     pictures = media.glob("offline-run-*/files/media/html/pictures/*.html")
     assert {path.name.partition("_")[0] for path in pictures} == {"rates", "scatter"}
