@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from megatron_fspo.config import Optimizer, Reward
+from megatron_fspo.errors import TrainingError
 from megatron_fspo.packing.zigzag import local_positions
 from megatron_fspo.parallel.agree import of_first_rank
+from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.exchange import exchange
+from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import add_metrics, any_rank, gather_lists, reduce_metrics, share
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.rollout.vllm.hand_out import hand_out
-from megatron_fspo.types import Completion, VersionSpan
+from megatron_fspo.trainer.limits import check_kl
+from megatron_fspo.trainer.rollout import COLUMNS, rollout_of
+from megatron_fspo.trainer.sampling import add_advantages
+from megatron_fspo.types import Completion, Prompt, VersionSpan
 
 
 class _Counter:
@@ -203,6 +213,44 @@ def check_hand_out() -> None:
     assert got == [c for source in range(world) for c in completions(source, rank)]
 
 
+def check_first_rank_decides_on_advantages() -> None:
+    """A reward of another rank that differs in its last bit gives a group no spread there."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
+    options = SimpleNamespace(advantage="leave_one_out")
+    config = SimpleNamespace(loss=options, reward=Reward(name="math"))
+    inputs: Any = SimpleNamespace(config=config, backend=SimpleNamespace(device=torch.device("cpu")))
+    groups = ParallelGroups(tp=world, pp=world, cp=world, dp=world, dp_cp=world, ep=world, control=Control())
+    table = torch.zeros(4, len(COLUMNS), dtype=torch.float64)
+    table[:, COLUMNS.index("rewards")] = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    table[0, COLUMNS.index("rewards")] += 2**-52 * rank
+    prompts = [Prompt(index=i, token_ids=(1,), text="", answer="") for i in range(2)]
+    got = add_advantages(inputs, groups, rollout_of(prompts, 2, table, {}))
+    assert got.spread.tolist() == [False, True] and got.advantages.tolist() == [0.0, 0.0, -1.0, 1.0]
+
+
+def check_any_rank_ends_a_run_beyond_max_kl() -> None:
+    """All end with the one that finds it: else the others wait in a collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = SimpleNamespace(optimizer=Optimizer(max_kl=0.25), run_folder=Path("/nowhere"))
+    run: Any = SimpleNamespace(
+        step=4,
+        timings={},
+        end_save=lambda *, wait: None,
+        log=SimpleNamespace(step=lambda *row: None),
+        inputs=SimpleNamespace(backend=SimpleNamespace(device=torch.device("cpu")), config=config),
+    )
+    step: Any = SimpleNamespace(metrics={}, updates=[])
+    beyond = 1e-9 if rank == world - 1 else 0.0
+    check_kl(run, step, {"actor/ppo_kl": (0.25, 1.0)})
+    try:
+        check_kl(run, step, {"actor/ppo_kl": (0.25 + beyond, 1.0)})
+    except TrainingError as error:
+        assert "optimizer.max_kl allows 0.25" in str(error)
+    else:
+        raise AssertionError(f"rank {rank} goes on alone")
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     check_exchange()
@@ -213,6 +261,8 @@ def main() -> None:
     check_prefix_sums()
     check_one_decides()
     check_metrics()
+    check_first_rank_decides_on_advantages()
+    check_any_rank_ends_a_run_beyond_max_kl()
     dist.barrier()
     if dist.get_rank() == 0:
         sys.stdout.write(f"all held on {dist.get_world_size()} ranks\n")
