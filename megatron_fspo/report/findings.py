@@ -15,9 +15,9 @@ from megatron_fspo.config.loading import load_config
 from megatron_fspo.losses import FSPOLoss, band_of
 from megatron_fspo.objective import ClipBand, LengthReweightingError
 from megatron_fspo.objective.exponent import Exponent, measure_exponent
-from megatron_fspo.report.change import Change, accuracy_change
+from megatron_fspo.report.change import Change, accuracy_change, first_and_last_samples
 from megatron_fspo.report.history import History, Records, pooled_lre, read_records
-from megatron_fspo.trainer.log import JOBS, SAMPLES, read_rows
+from megatron_fspo.trainer.log import JOBS, read_rows
 
 WINDOW = 5
 """Steps behind each number of the table."""
@@ -47,7 +47,7 @@ class Findings:
     jobs: list[dict[str, Any]]
     """What each job of the run computed on; empty for a run of an earlier version."""
     samples: list[dict[str, Any]]
-    """Responses that its evaluations kept."""
+    """Responses that its first and its last evaluation kept."""
 
     @property
     def token_level(self) -> bool:
@@ -75,6 +75,7 @@ def read_findings(folder: Path) -> Findings:
     config = load_config(folder / "config.toml")
     records = read_records(folder)
     pool = records.thinned(_POOL)
+    samples = first_and_last_samples(folder, history)
     return Findings(
         config=config,
         history=history,
@@ -82,9 +83,9 @@ def read_findings(folder: Path) -> Findings:
         pool=pool,
         lre=pooled_lre(pool),
         exponent=exponent_of(pool),
-        change=accuracy_change(folder),
-        jobs=read_rows(folder / JOBS),
-        samples=read_rows(folder / SAMPLES),
+        change=accuracy_change(history, samples),
+        jobs=list(read_rows(folder / JOBS)),
+        samples=samples,
     )
 
 

@@ -6,7 +6,7 @@ everything, for days.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from typing import Any
 
@@ -33,7 +33,7 @@ def check_spread(run: Training, sampled: Rollout) -> None:
     """
     if sampled.spread.any():
         return
-    count = 1 + agreed(steps_without_spread(run.log.rows()), run.groups)
+    count = 1 + agreed(steps_without_spread(run.log.newest_rows()), run.groups)
     options = run.inputs.config.reward
     lowest, highest = sampled.rewards.min().item(), sampled.rewards.max().item()
     if lowest == highest:
@@ -50,9 +50,9 @@ def check_spread(run: Training, sampled: Rollout) -> None:
         )
 
 
-def steps_without_spread(rows: Sequence[Mapping[str, Any]]) -> int:
-    """How many of the last steps in a row had none, by the rows of ``metrics.jsonl``."""
-    return sum(1 for _ in takewhile(lambda row: row.get("critic/no_spread") == 1, reversed(rows)))
+def steps_without_spread(rows: Iterable[Mapping[str, Any]]) -> int:
+    """How many of the last steps in a row had none, by the rows of ``metrics.jsonl``, newest first."""
+    return sum(1 for _ in takewhile(lambda row: row.get("critic/no_spread") == 1, rows))
 
 
 def shown(inputs: Inputs, rollout: Rollout) -> list[str]:

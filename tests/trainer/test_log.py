@@ -105,7 +105,7 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     filled(config, 5)
     log = RunLog(config, writer=True, resume_step=3)
     log.step(4, {"x": 44.0})
-    metrics, sequences, samples = (read_rows(config.run_folder / name) for name in FILES)
+    metrics, sequences, samples = (list(read_rows(config.run_folder / name)) for name in FILES)
     assert [(row["step"], row["x"]) for row in metrics] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 44.0)]
     assert [row["step"] for row in sequences] == [0, 1, 2, 3]
     assert [row["response"] for row in samples[-2:]] == ["3\u2028a", "3b"]
@@ -130,7 +130,7 @@ def test_a_line_that_a_crash_cut_short_is_gone_after_a_resume(tmp_path: Path) ->
         RunLog(config, writer=True, resume_step=2).step(3, {"x": 33.0})
         assert [row["x"] for row in strict_rows(path)] == [0.0, 1.0, 2.0, 33.0]
         RunLog(config, writer=True, resume_step=2)
-    assert read_rows(tmp_path / "none.jsonl") == []
+    assert list(read_rows(tmp_path / "none.jsonl")) == []
 
 
 def test_sequences_are_thinned_evenly(tmp_path: Path) -> None:
@@ -343,4 +343,4 @@ def test_a_corrupt_row_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(InputError, match=r"metrics\.jsonl:2: not a row of this trainer"):
-        read_rows(path)
+        list(read_rows(path))

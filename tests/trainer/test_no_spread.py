@@ -114,9 +114,9 @@ def test_the_count_is_of_the_log(tmp_path: Path) -> None:
     run = Run(tmp_path, limit=3)
     run.learn(FLAT)
     run.learn(FLAT)
-    assert steps_without_spread(run.log.rows()) == 2
+    assert steps_without_spread(run.log.newest_rows()) == 2
     run.log = RunLog(run.inputs.config, writer=True, resume_step=1)
-    assert steps_without_spread(run.log.rows()) == 1
-    assert RunLog(run.inputs.config, writer=False, resume_step=1).rows() == []
+    assert steps_without_spread(run.log.newest_rows()) == 1
+    assert list(RunLog(run.inputs.config, writer=False, resume_step=1).newest_rows()) == []
     # The evaluation before the first step has no rewards of a rollout.
-    assert steps_without_spread([{"step": 0, "val/x": 1.0}, {"step": 1, "critic/no_spread": 1.0}]) == 1
+    assert steps_without_spread([{"step": 1, "critic/no_spread": 1.0}, {"step": 0, "val/x": 1.0}]) == 1
