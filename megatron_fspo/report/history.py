@@ -24,8 +24,8 @@ from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.trainer.log import METRICS, SEQUENCES, is_accuracy, parse_row, read_rows, rows_from_end
 
 Array = npt.NDArray[Any]
-_RECORD_BYTES = 64 * 2**20
-"""Of a run's ``sequences.jsonl`` that are read: some 500,000 records, in a second."""
+_RECORD_BYTES = 32 * 2**20
+"""Of a run's ``sequences.jsonl`` that are read: some 250,000 records, in half a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class Records:
 def read_records(folder: Path) -> Records:
     """The sequences that a run kept; none for a run that made only on-policy optimizer steps.
 
-    Of a file above 64 MiB (1,000 steps with 1,024 sequences each), those of that many bytes of steps: evenly
+    Of a file above 32 MiB (500 steps with 1,024 sequences each), those of that many bytes of steps: evenly
     over the run, the last step among them.
     """
     types = {

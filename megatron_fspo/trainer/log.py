@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,10 @@ class RunLog:
         if self._writer:
             _append(self._folder / JOBS, {"step": step, **machine})
 
-    def newest_rows(self) -> Iterator[dict[str, Any]]:
-        """The metrics of the steps so far, newest first."""
-        return rows_from_end(self._folder / METRICS) if self._writer else iter(())
+    def steps_without_spread(self) -> int:
+        """How many of the last steps in a row had rewards without spread."""
+        rows = rows_from_end(self._folder / METRICS) if self._writer else iter(())
+        return sum(1 for _ in takewhile(lambda row: row.get("critic/no_spread") == 1, rows))
 
     def sequences(self, step: int, records: Sequence[SequenceRecord]) -> None:
         """Keep an even sample of the off-policy records that are in a rate, for the report's pictures."""
@@ -142,6 +144,12 @@ class RunLog:
         if step >= self._told.get(topic, -REMIND) + REMIND:
             self._told[topic] = step
             self.warn(topic, f"step {step}: {text}")
+
+    def warn_once(self, title: str, text: str) -> None:
+        """The same, but each text only once."""
+        if text not in self._told:
+            self._told[text] = 0
+            self.warn(title, text)
 
     @contextmanager
     def ending(self) -> Iterator[None]:

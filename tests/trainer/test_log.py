@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from megatron_fspo.config import Config, Log
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.trainer import log as log_module
-from megatron_fspo.trainer.log import RunLog, describe, read_rows
+from megatron_fspo.trainer.log import RunLog, describe, read_rows, rows_from_end
 from megatron_fspo.trainer.records import SequenceRecord
 from megatron_fspo.trainer.trackers import check_trackers
 
@@ -344,3 +345,47 @@ def test_a_corrupt_row_is_named(tmp_path: Path, line: str) -> None:
     path.write_bytes(b'{"step": 0}\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(InputError, match=r"metrics\.jsonl:2: not a row of this trainer"):
         list(read_rows(path))
+
+
+def test_a_resume_reads_and_writes_no_more_for_a_long_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    filled(config, 2)
+    path = config.run_folder / "sequences.jsonl"
+    line = json.dumps({"step": 1, "length": [7] * 100_000}) + "\n"
+    path.write_text(line * 50 + line.replace('"step": 1', '"step": 3'))
+    file, whole = path.stat().st_ino, path.stat().st_size
+    tracemalloc.start()
+    try:
+        RunLog(config, writer=True, resume_step=2)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8e6 < whole
+    assert path.stat().st_ino == file and path.stat().st_size == whole - len(line)
+
+
+@pytest.mark.parametrize("block", [1, 7, 40, 1000])
+def test_rows_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(log_module, "_BLOCK", block)
+    path = tmp_path / "metrics.jsonl"
+    for text in ("", '{"step": 1', '{"step": 1}\n', '{"step": 1}\n{"step": 2, "x": 0.5}\n{"step": 3}\n{"st'):
+        path.write_text(text)
+        assert list(rows_from_end(path)) == list(read_rows(path))[::-1]
+
+
+def test_steps_without_a_row_are_named_at_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path)
+    filled(config, 8)
+    path = config.run_folder / "metrics.jsonl"
+    rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(rows[:3] + rows[4:6]))
+    capsys.readouterr()
+    RunLog(config, writer=True, resume_step=8)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert str(path) in line and "4 steps: 3, 6-8" in line
+    filled(config, 3)
+    capsys.readouterr()
+    RunLog(config, writer=True, resume_step=3)
+    assert capsys.readouterr().out == ""
