@@ -27,9 +27,11 @@ What else a run must remember (step, prompt cursor, …) is JSON, and the traine
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -329,10 +331,13 @@ def _partial(folder: Path) -> Path:
 
 
 def _make_room(folder: Path) -> None:
-    """Make the folder to write in; what killed runs left beside it goes."""
+    """Make the folder to write in; what killed runs left beside it goes, if it can."""
     for left in folder.parent.glob("*.partial"):
-        shutil.rmtree(left)
-    (_partial(folder) / _WEIGHTS).mkdir(parents=True)
+        shutil.rmtree(left, ignore_errors=True)
+    partial = _partial(folder)
+    if os.path.lexists(partial):
+        partial.rename(folder.with_name(f"{folder.name}.{time.time_ns()}.partial"))
+    (partial / _WEIGHTS).mkdir(parents=True)
 
 
 def _attempt(action: Any) -> str | None:

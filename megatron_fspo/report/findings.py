@@ -15,9 +15,9 @@ from megatron_fspo.config.loading import load_config
 from megatron_fspo.losses import FSPOLoss, band_of
 from megatron_fspo.objective import ClipBand, LengthReweightingError
 from megatron_fspo.objective.exponent import Exponent, measure_exponent
-from megatron_fspo.report.change import Change, accuracy_change
+from megatron_fspo.report.change import Change, accuracy_change, first_and_last_samples
 from megatron_fspo.report.history import History, Records, pooled_lre, read_records
-from megatron_fspo.trainer.log import JOBS, SAMPLES, WARNINGS, read_rows
+from megatron_fspo.trainer.log import JOBS, WARNINGS, read_rows
 
 WINDOW = 5
 """Steps behind each number of the table."""
@@ -49,7 +49,7 @@ class Findings:
     warnings: list[dict[str, Any]]
     """The last one of each title."""
     samples: list[dict[str, Any]]
-    """Responses that its evaluations kept."""
+    """Responses that its first and its last evaluation kept."""
 
     @property
     def token_level(self) -> bool:
@@ -77,6 +77,7 @@ def read_findings(folder: Path) -> Findings:
     config = load_config(folder / "config.toml")
     records = read_records(folder)
     pool = records.thinned(_POOL)
+    samples = first_and_last_samples(folder, history)
     return Findings(
         config=config,
         history=history,
@@ -84,10 +85,10 @@ def read_findings(folder: Path) -> Findings:
         pool=pool,
         lre=pooled_lre(pool),
         exponent=exponent_of(pool),
-        change=accuracy_change(folder),
-        jobs=read_rows(folder / JOBS),
+        change=accuracy_change(history, samples),
+        jobs=list(read_rows(folder / JOBS)),
         warnings=list({row["title"]: row for row in read_rows(folder / WARNINGS)}.values()),
-        samples=read_rows(folder / SAMPLES),
+        samples=samples,
     )
 
 

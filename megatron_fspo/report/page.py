@@ -24,6 +24,9 @@ from megatron_fspo.report.history import History, Records, clip_rates, overall_r
 from megatron_fspo.report.samples import before_after
 from megatron_fspo.report.times import phases
 
+_NEWEST = 100
+"""Rows of metrics in which the band that trackers draw is looked for."""
+
 
 def write_report(folder: Path) -> Path:
     """Draw ``report/index.html`` from what a run left in its folder, and return its path.
@@ -45,7 +48,7 @@ def fairness_pictures(folder: Path) -> dict[str, str]:
     records = read_records(folder)
     if not len(records):
         return {}
-    band = band_at_end(load_config(folder / "config.toml"), History(folder))
+    band = band_at_end(load_config(folder / "config.toml"), History(folder, newest=_NEWEST))
     return _by_length(records.tail(TAIL, WINDOW), records.tail(0.0, 1), band)
 
 

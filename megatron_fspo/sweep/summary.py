@@ -15,7 +15,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from megatron_fspo.objective.exponent import student_t
-from megatron_fspo.report.change import accuracy_change
+from megatron_fspo.report.change import accuracy_change, first_and_last_samples
 from megatron_fspo.report.history import History, Records, overall_rates, pooled_lre, read_records
 from megatron_fspo.sweep.file import Planned, Sweep, planned
 from megatron_fspo.sweep.match import steady
@@ -77,7 +77,8 @@ def summarize(sweep: Sweep) -> dict[str, Any]:
 
 def _accuracy(folder: Path) -> dict[str, Any]:
     """Of the first and the last evaluation; nothing of a run with fewer than two."""
-    if (change := accuracy_change(folder)) is None:
+    history = History(folder)
+    if (change := accuracy_change(history, first_and_last_samples(folder, history))) is None:
         return {}
     found: dict[str, Any] = {
         "accuracy_before": change.before,

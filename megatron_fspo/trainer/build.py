@@ -129,13 +129,17 @@ class Training:
         """Whether the job was asked to stop; the same on all ranks. Collective."""
         return any_rank(self.groups.control.stop_requested, device=self.inputs.backend.device)
 
-    def end_save(self, *, wait: bool) -> None:
+    def end_save(self, *, wait: bool, prune: bool = True) -> None:
         """Give the checkpoint being written, if there is one, its name; without ``wait`` only if all ranks
-        have written their files. To be called when the row of its step is in the log. Collective."""
+        have written their files. To be called when the row of its step is in the log. Collective.
+
+        Args:
+            prune: remove old checkpoints then. Not where the run fails: they may be from before the trouble.
+        """
         if self.saving is not None and self.saving.finish(wait=wait):
             self.saving = None
-            if dist.get_rank() == 0:
-                remove_old_checkpoints(self.inputs.config)
+            if prune and dist.get_rank() == 0:
+                _prune(self.inputs.config, self.log, self.step)
 
 
 def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = False) -> Training:
@@ -258,7 +262,14 @@ def _open_folder(
         log.say(f"{problem}. It is now {put_aside(checkpoint).name}, and the run goes on from the one before")
     for note in band_notes(config):
         log.warn_once(note, note)
-    remove_old_checkpoints(config)  # a killed run may not have come to its end
+    _prune(config, log, step or 0)  # a killed run may not have come to its end
     for change in changes:
         log.say(f"config changed since the run began: {change}")
     return log
+
+
+def _prune(config: Config, log: RunLog, step: int) -> None:
+    """Remove old checkpoints, but not the last one from before steps that had nothing to learn from."""
+    stays = remove_old_checkpoints(config, good_step=step - log.steps_without_spread())
+    for path, problem in stays.items():
+        log.warn_once(f"{path.name} stays", f"{path} cannot be removed ({problem}): remove it by hand")

@@ -35,29 +35,56 @@ def checkpoints(config: Config) -> list[Path]:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The same, of the run in ``folder``."""
-    found = {}
-    for path in (folder / "checkpoints").glob("step_*"):
-        if match := _CHECKPOINT.fullmatch(path.name):
-            found[int(match[1]), int(match[2] or 0)] = path
-    return [found[place] for place in sorted(found)]
+    found = (folder / "checkpoints").glob("step_*")
+    return sorted((path for path in found if _CHECKPOINT.fullmatch(path.name)), key=_steps_of)
 
 
-def remove_old_checkpoints(config: Config) -> None:
-    """Keep the newest ``checkpoint.keep`` and the milestones, and nothing that a killed run left half written
-    or half removed.
+def newest_checkpoint(config: Config, *, step: int) -> Path | None:
+    """The newest of at most so many steps."""
+    return max(
+        (path for path in checkpoints(config) if _steps_of(path) <= (step, 0)), key=_steps_of, default=None
+    )
+
+
+def remove_old_checkpoints(config: Config, *, good_step: int) -> dict[Path, str]:
+    """Keep the newest ``checkpoint.keep``, the milestones and the newest of at most ``good_step`` steps, and
+    nothing that a killed run left half written or half removed.
 
     Not while a checkpoint is being written.
+
+    Returns:
+        what could not be removed, and why.
     """
     half = (config.run_folder / "checkpoints").glob("*.partial")
-    old = [path for path in checkpoints(config)[: -config.checkpoint.keep] if not _is_milestone(path, config)]
+    good = newest_checkpoint(config, step=good_step)
+    old = [
+        path
+        for path in checkpoints(config)[: -config.checkpoint.keep]
+        if path != good and not _is_milestone(path, config)
+    ]
+    stays = {}
     for path in [*half, *old]:
-        # What has the name of a checkpoint is a whole one.
-        shutil.rmtree(path.rename(path.with_suffix(".partial")))
+        partial = path.with_suffix(".partial")
+        try:
+            if path.is_symlink():
+                raise OSError("it is a link")
+            # What has the name of a checkpoint is a whole one.
+            shutil.rmtree(path.rename(partial))
+        except OSError as error:
+            stays[path if os.path.lexists(path) else partial] = str(error)
+    return stays
+
+
+def _steps_of(path: Path) -> tuple[int, int]:
+    """Steps, and optimizer steps of the next."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)
 
 
 def _is_milestone(path: Path, config: Config) -> bool:
-    place, every = _CHECKPOINT.fullmatch(path.name), config.checkpoint.milestones
-    return bool(every and place and place[2] is None and int(place[1]) % every == 0)
+    (step, updates), every = _steps_of(path), config.checkpoint.milestones
+    return bool(every) and updates == 0 and step % every == 0
 
 
 def checkpoints_to_resume(config: Config, resume: Resume, *, mine: Owner | None = None) -> list[Path]:

@@ -38,7 +38,7 @@ _PHASES = {
 }
 """The names of phases in the log → words for people; others are their own."""
 _LISTED = 5
-"""Ranges of ranks that a message lists at most."""
+"""Ranges that a message lists at most."""
 
 
 class Activity:
@@ -184,15 +184,20 @@ def read_sign(path: Path) -> tuple[Sign, float] | None:
 
 def named_ranks(numbers: Sequence[int]) -> str:
     """``rank 3`` or ``ranks 0-3, 8``."""
-    ranges: list[list[int]] = []
+    return f"rank{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """``0-3, 8`` of ascending numbers."""
+    found: list[list[int]] = []
     for number in numbers:
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
         else:
-            ranges.append([number, number])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+            found.append([number, number])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in found]
     more = [f"{len(texts) - _LISTED} more ranges"] if len(texts) > _LISTED else []
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(texts[:_LISTED] + more)}"
+    return ", ".join(texts[:_LISTED] + more)
 
 
 def _forget_ranks_beyond(folder: Path, size: int) -> None:

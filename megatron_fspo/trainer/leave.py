@@ -24,6 +24,6 @@ def fail_after_save(run: Training, error: RewardError, cursor: dict[str, Any]) -
     going_on = "--resume starts over"
     if run.step:
         run.save(wait=True, cursor=cursor)
-        run.end_save(wait=True)
+        run.end_save(wait=True, prune=False)
         going_on = f"--resume goes on after step {run.step}"
     raise RewardError(f"step {run.step + 1}: {error}; {going_on}") from error

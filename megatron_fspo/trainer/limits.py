@@ -69,7 +69,7 @@ def is_to_be_skipped(run: Training, step: Step, totals: Totals, grad_norm: float
 
 def _end(run: Training, step: Step, metrics: Mapping[str, float], reason: str) -> NoReturn:
     """End the run before the optimizer step, with a row of the step so far. Collective."""
-    run.end_save(wait=True)
+    run.end_save(wait=True, prune=False)
     run.log.step(run.step + 1, {**step.metrics, **metrics, **run.timings})
     written = checkpoints(run.inputs.config)
     last = f"The last checkpoint is {written[-1]}" if written else "There is no checkpoint yet"

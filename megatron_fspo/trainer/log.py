@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from tqdm import tqdm
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.trainer.heart import Activity
+from megatron_fspo.trainer.heart import Activity, ranges
 from megatron_fspo.trainer.records import SequenceRecord
 from megatron_fspo.trainer.trackers import Tracker, start_trackers
 
@@ -35,6 +37,8 @@ PHASES = {
 """Of a step, by their names in the metrics, in their order."""
 REMIND = 20
 """Steps between two lines about a state that lasts."""
+_STEP = re.compile(rb'\{"step": (\d+)[,}]')
+_BLOCK = 2**20
 
 
 class RunLog:
@@ -45,7 +49,7 @@ class RunLog:
         resume_step: keep what is logged up to this step and drop the rest; None starts afresh.
 
     Raises:
-        InputError: a row of an earlier step is corrupt, or a tracker does not take the run. No row changed.
+        InputError: a row of an earlier step is corrupt, or a tracker does not take the run. No file changed.
         TrainingError: also of the other methods; a file cannot be written (a full disk, say).
     """
 
@@ -57,24 +61,32 @@ class RunLog:
         self._speeds: list[dict[str, float]] = []
         self._told: dict[str, int] = {}
         self._warned: set[str] = set()
+        self._began = resume_step or 0
         self.activity = Activity()
         """Of this rank; each has its own."""
         if not writer:
             return
         more = [name for name in (JOBS, WARNINGS) if (self._folder / name).exists()]
         names = (METRICS, SEQUENCES, SAMPLES, *more)
-        kept = {name: _up_to(self._folder / name, resume_step) for name in names}
+        sizes = {self._folder / name: _size_up_to(self._folder / name, resume_step) for name in names}
+        missing = _missing_steps(self._folder / METRICS, resume_step)
         self._trackers = start_trackers(config, resume_step=resume_step)
-        for name, rows in kept.items():
-            _replace(self._folder / name, rows)
-        self._warned = {row["title"] for row in kept.get(WARNINGS, [])}
+        for path, size in sizes.items():
+            with _writing(path), path.open("ab") as file:
+                file.truncate(size)
+        self._warned = {row["title"] for row in read_rows(self._folder / WARNINGS)}
+        if missing:
+            text = f"{self._folder / METRICS} has no row of {len(missing)} steps: {ranges(missing)}"
+            self.warn("missing rows", f"{text}. They are missing from the report; training is not affected")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of one step: to the file, to the trackers, and as one line on the console."""
         if not self._writer:
             return
         self._speeds.append({k: v for k, v in metrics.items() if k.startswith(("timing_s/", "perf/"))})
-        _append(self._folder / METRICS, {"step": step, **{k: _json_number(v) for k, v in metrics.items()}})
+        row = {"step": step, **{k: _json_number(v) for k, v in metrics.items()}}
+        # On the disk before the checkpoint of the step has its name.
+        _append(self._folder / METRICS, row, sync=True)
         for tracker in self._trackers:
             tracker.step(step, metrics)
         self.say(describe(step, self._config.run.steps, metrics))
@@ -84,9 +96,10 @@ class RunLog:
         if self._writer:
             _append(self._folder / JOBS, {"step": step, **machine})
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The metrics of the steps so far."""
-        return read_rows(self._folder / METRICS) if self._writer else []
+    def steps_without_spread(self) -> int:
+        """How many of the last steps in a row had rewards without spread."""
+        rows = rows_from_end(self._folder / METRICS) if self._writer else iter(())
+        return sum(1 for _ in takewhile(lambda row: row.get("critic/no_spread") == 1, rows))
 
     def sequences(self, step: int, records: Sequence[SequenceRecord]) -> None:
         """Keep an even sample of the off-policy records that are in a rate, for the report's pictures."""
@@ -132,7 +145,8 @@ class RunLog:
         if not self._writer:
             return
         self._warned.add(title)
-        _append(self._folder / WARNINGS, {"step": self.activity.step, "title": title, "text": text})
+        step = max(self.activity.step, self._began)
+        _append(self._folder / WARNINGS, {"step": step, "title": title, "text": text})
         for tracker in self._trackers:
             tracker.alert(title, text)
 
@@ -212,43 +226,86 @@ def is_accuracy(name: str) -> bool:
     return re.fullmatch(r"val/.+/mean@\d+", name) is not None
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a jsonl file of this module; a last line cut short by a crash is left out.
 
     Raises:
         InputError: another line is not a row; names file and line.
     """
     if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                yield parse_row(line, f"{path}:{number}")
+
+
+def rows_from_end(path: Path) -> Iterator[dict[str, Any]]:
+    """The same rows, last first; no more of the file is read than the caller asks for."""
+    return (row for _, row in _rows_from_end(path))
+
+
+def _rows_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Where each row ends in the file, in bytes, and the row."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        begin, rest = file.seek(0, os.SEEK_END), b""
+        while begin:
+            size = min(begin, _BLOCK)
+            begin -= size
+            file.seek(begin)
+            rest = file.read(size) + rest
+            # Before the first line feed is the end of a line that begins in the block before.
+            whole = rest.find(b"\n") + 1 if begin else 0
+            end = begin + len(rest)
+            for line in reversed(rest[whole:].splitlines(keepends=True)):
+                if line.endswith(b"\n"):
+                    yield end, parse_row(line, f"{path}, the line that ends at byte {end}")
+                end -= len(line)
+            rest = rest[:whole] if whole else rest if begin else b""
+
+
+def parse_row(line: bytes, place: object) -> dict[str, Any]:
+    """One line of such a file; ``InputError`` with its place if it is no row."""
+    try:
+        row: dict[str, Any] = json.loads(line)
+        known = isinstance(row["step"], int)
+    except (ValueError, TypeError, KeyError):
+        known = False
+    if not known:
+        raise InputError(f"{place}: not a row of this trainer: mend the line, or remove it")
+    return row
+
+
+def _size_up_to(path: Path, step: int | None) -> int:
+    """Bytes of the file without the rows after this step; they are the last ones."""
+    if step is None:
+        return 0
+    return next((end for end, row in _rows_from_end(path) if row["step"] <= step), 0)
+
+
+def _missing_steps(path: Path, step: int | None) -> list[int]:
+    """Those up to ``step`` without a row."""
+    if not step:
         return []
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            continue
-        try:
-            row = json.loads(line)
-            known = isinstance(row["step"], int)
-        except (ValueError, TypeError, KeyError):
-            known = False
-        if not known:
-            raise InputError(f"{path}:{number}: not a row of this trainer: mend the line, or remove it")
-        rows.append(row)
-    return rows
+    there = set()
+    if path.exists():
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                # Parsed, the rows of a long run would take many seconds.
+                found = _STEP.match(line) if line.endswith(b"}\n") else None
+                if found or line.endswith(b"\n"):
+                    there.add(int(found[1]) if found else parse_row(line, f"{path}:{number}")["step"])
+    return [one for one in range(1, step + 1) if one not in there]
 
 
-def _up_to(path: Path, step: int | None) -> list[dict[str, Any]]:
-    return [] if step is None else [row for row in read_rows(path) if row["step"] <= step]
-
-
-def _replace(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    partial = path.with_suffix(".partial")
-    with _writing(path):
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        partial.rename(path)
-
-
-def _append(path: Path, row: Mapping[str, Any]) -> None:
+def _append(path: Path, row: Mapping[str, Any], *, sync: bool = False) -> None:
     with _writing(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 @contextmanager

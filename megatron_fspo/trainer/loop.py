@@ -71,7 +71,7 @@ def _train(run: Training, place: Place) -> bool:
         place.check()
         # First the row, then the name of the checkpoint: a run that resumes from it has the row.
         run.log.step(run.step, metrics | run.timings)
-        run.end_save(wait=failed is not None)
+        run.end_save(wait=failed is not None, prune=failed is None)
         if failed is not None:
             raise failed
         if stopping and not last:

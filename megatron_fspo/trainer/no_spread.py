@@ -6,13 +6,10 @@ everything, for days.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import takewhile
-from typing import Any
-
 from megatron_fspo.errors import RewardError
 from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.trainer.build import Training
+from megatron_fspo.trainer.folder import newest_checkpoint
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.sampling import response_text
@@ -33,7 +30,7 @@ def check_spread(run: Training, sampled: Rollout) -> None:
     """
     if sampled.spread.any():
         return
-    count = 1 + agreed(steps_without_spread(run.log.rows()), run.groups)
+    count = 1 + agreed(run.log.steps_without_spread(), run.groups)
     options = run.inputs.config.reward
     lowest, highest = sampled.rewards.min().item(), sampled.rewards.max().item()
     if lowest == highest:
@@ -44,15 +41,13 @@ def check_spread(run: Training, sampled: Rollout) -> None:
     run.log.warn("rewards without spread", "\n  ".join([text, *shown(run.inputs, sampled)]))
     limit = options.max_steps_without_spread
     if limit and count >= limit:
+        good = newest_checkpoint(run.inputs.config, step=run.step + 1 - count)
+        before = f"{good} is from before them: to go on from it, remove those after it" if good else ""
         raise RewardError(
             f"reward {options.name!r}: {what}, and {count} steps in a row had nothing to learn from "
-            f"(reward.max_steps_without_spread = {limit}; 0: never an error)"
+            f"(reward.max_steps_without_spread = {limit}; 0: never an error). "
+            f"{before or 'No checkpoint is from before them'}"
         )
-
-
-def steps_without_spread(rows: Sequence[Mapping[str, Any]]) -> int:
-    """How many of the last steps in a row had none, by the rows of ``metrics.jsonl``."""
-    return sum(1 for _ in takewhile(lambda row: row.get("critic/no_spread") == 1, reversed(rows)))
 
 
 def shown(inputs: Inputs, rollout: Rollout) -> list[str]:

@@ -13,7 +13,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.trainer.folder import checkpoints_in
 from megatron_fspo.trainer.heart import ENDED, FAILED, RANKS, Sign, named_ranks, read_sign, sign_file
 from megatron_fspo.trainer.lock import LOCK, STALE_SECONDS, Owner, now_there, read_owner, refreshed
-from megatron_fspo.trainer.log import METRICS, describe, read_rows
+from megatron_fspo.trainer.log import METRICS, describe, rows_from_end
 
 SILENT_SECONDS = 60.0
 """Without a new file: six of them were missed."""
@@ -117,15 +117,15 @@ def examine(folder: Path) -> Status:
     if not there and not (folder / "config.toml").exists():
         raise InputError(f"there is no run in {folder}")
     now = _now(folder)
-    rows = read_rows(folder / METRICS)
+    row = next(rows_from_end(folder / METRICS), {})
     newest = checkpoints_in(folder)
     return Status(
         folder=folder,
         owner=owner,
         alive=_lives(folder, owner, now) if there else None,
-        step=rows[-1]["step"] if rows else 0,
+        step=row.get("step", 0),
         steps=_steps(folder),
-        metrics=rows[-1] if rows else {},
+        metrics=row,
         checkpoint=newest[-1].name if newest else None,
         ranks=_ranks(folder, owner, now),
     )

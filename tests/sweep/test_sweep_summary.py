@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from launch import REPO
-from megatron_fspo.report.change import Change, accuracy_change
+from megatron_fspo.report.change import Change, accuracy_change, first_and_last_samples
+from megatron_fspo.report.history import History
 from megatron_fspo.sweep.file import Sweep
 from megatron_fspo.sweep.summary import mean_over_seeds, summarize, table
 
@@ -19,6 +20,11 @@ from megatron_fspo.sweep.summary import mean_over_seeds, summarize, table
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def change_of(folder: Path) -> Change | None:
+    history = History(folder)
+    return accuracy_change(history, first_and_last_samples(folder, history))
 
 
 def write_run(folder: Path, *, outside: Sequence[bool], reward: float) -> None:
@@ -80,11 +86,11 @@ def test_arms_are_compared_seed_by_seed(tmp_path: Path) -> None:
 
 def test_the_change_of_accuracy_has_its_interval_where_all_responses_are_kept(tmp_path: Path) -> None:
     write_run(tmp_path, outside=[False] * 8, reward=0.1)
-    found = accuracy_change(tmp_path)
+    found = change_of(tmp_path)
     assert found is not None and (found.before, found.after) == (0.5, 0.75)
     assert found.interval is not None
     low, high = found.interval
     assert low <= 0.25 <= high and low < high
     rows = (tmp_path / "samples.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "samples.jsonl").write_text("".join(rows[:-1]))
-    assert accuracy_change(tmp_path) == Change(before=0.5, after=0.75, interval=None)
+    assert change_of(tmp_path) == Change(before=0.5, after=0.75, interval=None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from megatron_fspo.trainer.folder import (
     checkpoints,
     checkpoints_to_resume,
     config_changes,
+    newest_checkpoint,
     put_aside,
     remove_old_checkpoints,
     write_config,
@@ -69,7 +72,7 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None
     folder = make_checkpoints(
         config, *(f"step_{step:06d}" for step in (1, 10, 20, 30)), "step_000040.partial"
     )
-    remove_old_checkpoints(config)
+    remove_old_checkpoints(config, good_step=2_000_000)
     assert checkpoints(config) == [checkpoint_folder(config, step) for step in left]
     assert not (folder / "step_000040.partial").exists()
 
@@ -80,8 +83,52 @@ def test_milestones_stay(tmp_path: Path) -> None:
         config,
         *(f"step_{name}" for name in ("000010", "000020", "000020+002", "000040", "000050", "000060+001")),
     )
-    remove_old_checkpoints(config)
+    remove_old_checkpoints(config, good_step=2_000_000)
     assert [path.name for path in checkpoints(config)] == ["step_000020", "step_000040", "step_000060+001"]
+
+
+def test_the_last_from_before_the_trouble_stays(tmp_path: Path) -> None:
+    config = make_config(tmp_path, checkpoint={"keep": 2})
+    make_checkpoints(config, *(f"step_{step:06d}" for step in (5, 10, 20, 23)), "step_000010+001")
+    remove_old_checkpoints(config, good_step=10)
+    assert checkpoints(config) == [checkpoint_folder(config, step) for step in (10, 20, 23)]
+    assert newest_checkpoint(config, step=19) == checkpoint_folder(config, 10)
+    assert newest_checkpoint(config, step=9) is None
+
+
+def test_what_cannot_be_removed_is_returned_and_the_rest_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(Path(), checkpoint={"keep": 1})
+    folder = make_checkpoints(config, *(f"step_{step:06d}" for step in (10, 20, 30, 40)), "elsewhere")
+    (folder / "step_000005").symlink_to("elsewhere")
+    (folder / "stray.partial").symlink_to("elsewhere")
+    (folder / "step_000010").chmod(0o555)
+    for path in (Path(), config.run_folder, folder, folder / "step_000020", folder / "step_000030"):
+        path.chmod(0o777)
+    links = {folder / "step_000005", folder / "stray.partial"}
+    with nobody():
+        for _ in range(2):
+            stays = remove_old_checkpoints(config, good_step=40)
+            assert stays.keys() == {*links, folder / "step_000010.partial"}
+    assert checkpoints(config) == [folder / "step_000005", checkpoint_folder(config, 40)]
+    assert (folder / "elsewhere/metadata.json").exists()
+    if os.geteuid():
+        (folder / "step_000010.partial").chmod(0o777)
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    """As a user who is stopped by modes; the superuser is not."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
 
 
 def test_half_removed_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +140,9 @@ def test_half_removed_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(shutil, "rmtree", killed)
-        remove_old_checkpoints(config)
+        remove_old_checkpoints(config, good_step=2_000_000)
     assert checkpoints(config) == [checkpoint_folder(config, 20)]
-    remove_old_checkpoints(config)
+    remove_old_checkpoints(config, good_step=2_000_000)
     assert list((config.run_folder / "checkpoints").iterdir()) == [checkpoint_folder(config, 20)]
 
 
@@ -144,7 +191,7 @@ def test_a_damaged_checkpoint_gives_its_name_to_the_next(tmp_path: Path) -> None
     assert put_aside(folder / "step_000002") == folder / "step_000002.damaged"
     assert put_aside(folder / "step_000001+002") == folder / "step_000001+002.damaged"
     assert checkpoints(config) == []
-    remove_old_checkpoints(config)
+    remove_old_checkpoints(config, good_step=2_000_000)
     assert len(list(folder.iterdir())) == 2
 
 

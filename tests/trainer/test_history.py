@@ -114,3 +114,18 @@ def test_series_of_a_metric_that_only_some_steps_log(tmp_path: Path) -> None:
     assert scores.steps.tolist() == [0, 4] and scores.values.tolist() == [0.25, 0.75]
     assert not history.series("no/such/metric")
     assert math.isnan(history.series("no/such/metric").last())
+
+
+def test_of_a_long_run_an_even_part_of_the_records_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(make_config(tmp_path), steps=200)
+    everything = read_records(run)
+    assert np.unique(everything.step).tolist() == [*range(1, 201)]
+    size = (run / "sequences.jsonl").stat().st_size
+    monkeypatch.setattr("megatron_fspo.report.history._RECORD_BYTES", size // 10)
+    part = read_records(run)
+    steps = np.unique(part.step)
+    assert 18 <= len(steps) <= 22 and steps[-1] == 200 and steps[0] <= 1
+    assert np.diff(steps).max() <= 13
+    assert len(part) == np.isin(everything.step, steps).sum(), "steps are read whole"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from megatron_fspo.config import Config, Log
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.trainer import log as log_module
-from megatron_fspo.trainer.log import RunLog, describe, read_rows
+from megatron_fspo.trainer.log import RunLog, describe, read_rows, rows_from_end
 from megatron_fspo.trainer.records import SequenceRecord
 from megatron_fspo.trainer.trackers import check_trackers
 
@@ -105,7 +106,7 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     filled(config, 5)
     log = RunLog(config, writer=True, resume_step=3)
     log.step(4, {"x": 44.0})
-    metrics, sequences, samples = (read_rows(config.run_folder / name) for name in FILES)
+    metrics, sequences, samples = (list(read_rows(config.run_folder / name)) for name in FILES)
     assert [(row["step"], row["x"]) for row in metrics] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 44.0)]
     assert [row["step"] for row in sequences] == [0, 1, 2, 3]
     assert [row["response"] for row in samples[-2:]] == ["3\u2028a", "3b"]
@@ -130,7 +131,7 @@ def test_a_line_that_a_crash_cut_short_is_gone_after_a_resume(tmp_path: Path) ->
         RunLog(config, writer=True, resume_step=2).step(3, {"x": 33.0})
         assert [row["x"] for row in strict_rows(path)] == [0.0, 1.0, 2.0, 33.0]
         RunLog(config, writer=True, resume_step=2)
-    assert read_rows(tmp_path / "none.jsonl") == []
+    assert list(read_rows(tmp_path / "none.jsonl")) == []
 
 
 def test_sequences_are_thinned_evenly(tmp_path: Path) -> None:
@@ -358,4 +359,48 @@ def test_a_corrupt_row_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(InputError, match=r"metrics\.jsonl:2: not a row of this trainer"):
-        read_rows(path)
+        list(read_rows(path))
+
+
+def test_a_resume_reads_and_writes_no_more_for_a_long_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    filled(config, 2)
+    path = config.run_folder / "sequences.jsonl"
+    line = json.dumps({"step": 1, "length": [7] * 100_000}) + "\n"
+    path.write_text(line * 50 + line.replace('"step": 1', '"step": 3'))
+    file, whole = path.stat().st_ino, path.stat().st_size
+    tracemalloc.start()
+    try:
+        RunLog(config, writer=True, resume_step=2)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8e6 < whole
+    assert path.stat().st_ino == file and path.stat().st_size == whole - len(line)
+
+
+@pytest.mark.parametrize("block", [1, 7, 40, 1000])
+def test_rows_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(log_module, "_BLOCK", block)
+    path = tmp_path / "metrics.jsonl"
+    for text in ("", '{"step": 1', '{"step": 1}\n', '{"step": 1}\n{"step": 2, "x": 0.5}\n{"step": 3}\n{"st'):
+        path.write_text(text)
+        assert list(rows_from_end(path)) == list(read_rows(path))[::-1]
+
+
+def test_steps_without_a_row_are_named_at_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path)
+    filled(config, 8)
+    path = config.run_folder / "metrics.jsonl"
+    rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(rows[:3] + rows[4:6]))
+    capsys.readouterr()
+    RunLog(config, writer=True, resume_step=8)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert str(path) in line and "4 steps: 3, 6-8" in line
+    filled(config, 3)
+    capsys.readouterr()
+    RunLog(config, writer=True, resume_step=3)
+    assert capsys.readouterr().out == ""

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_fspo.errors import RewardError
 from megatron_fspo.trainer.log import RunLog
-from megatron_fspo.trainer.no_spread import check_spread, steps_without_spread
+from megatron_fspo.trainer.no_spread import check_spread
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.types import Completion, Prompt, Sample
 from mismatch_cases import ALONE
@@ -114,9 +114,24 @@ def test_the_count_is_of_the_log(tmp_path: Path) -> None:
     run = Run(tmp_path, limit=3)
     run.learn(FLAT)
     run.learn(FLAT)
-    assert steps_without_spread(run.log.rows()) == 2
+    assert run.log.steps_without_spread() == 2
     run.log = RunLog(run.inputs.config, writer=True, resume_step=1)
-    assert steps_without_spread(run.log.rows()) == 1
-    assert RunLog(run.inputs.config, writer=False, resume_step=1).rows() == []
-    # The evaluation before the first step has no rewards of a rollout.
-    assert steps_without_spread([{"step": 0, "val/x": 1.0}, {"step": 1, "critic/no_spread": 1.0}]) == 1
+    assert run.log.steps_without_spread() == 1
+    assert RunLog(run.inputs.config, writer=False, resume_step=1).steps_without_spread() == 0
+
+
+def test_an_evaluation_before_the_first_step_is_no_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, limit=3)
+    run.log.step(0, {"val/x": 1.0})
+    run.learn(FLAT)
+    assert run.log.steps_without_spread() == 1
+
+
+def test_the_error_names_the_checkpoint_from_before(tmp_path: Path) -> None:
+    run = Run(tmp_path, limit=2)
+    run.learn(SPREAD)
+    for step in (1, 2):
+        (run.inputs.config.run_folder / f"checkpoints/step_{step:06d}").mkdir(parents=True)
+    run.learn(FLAT)
+    with pytest.raises(RewardError, match="checkpoints/step_000001 is from before"):
+        run.learn(FLAT)

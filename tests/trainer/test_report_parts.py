@@ -71,7 +71,7 @@ def test_a_job_records_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config.run_folder.mkdir(parents=True)
     for step in (None, 3, 1):
         RunLog(config, writer=True, resume_step=step).job(step or 0, found)
-    rows = read_rows(config.run_folder / "jobs.jsonl")
+    rows = list(read_rows(config.run_folder / "jobs.jsonl"))
     assert [row["step"] for row in rows] == [0, 1], "those after the step that the job goes on from are gone"
     assert machines(rows)["Versions"].startswith("Python 3.")
 
