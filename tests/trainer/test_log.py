@@ -293,10 +293,10 @@ def test_a_warning_is_kept_and_given_once_per_run(tmp_path: Path, capsys: pytest
     kept = [{"step": 4, "title": "wide band", "text": "seen at 4"}]
     assert strict_rows(tmp_path / "one" / "warnings.jsonl") == kept
     # A job that goes on before that step warns again, one that goes on behind it does not.
-    for resume_step, lines in ((4, ""), (3, "again\n")):
+    for resume_step, again in ((4, False), (3, True)):
         capsys.readouterr()
         RunLog(make_config(tmp_path), writer=True, resume_step=resume_step).warn_once("wide band", "again")
-        assert capsys.readouterr().out == lines
+        assert ("again" in capsys.readouterr().out) == again
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
