@@ -7,9 +7,10 @@ runs check theirs too: ``unknown`` of tests/metrics_page.py is asked in tests of
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 
 import torch
 
@@ -34,10 +35,16 @@ GROUPS = ("actor", "critic", "fspo", "perf", "prompt_length", "response_length",
 GROUPS += ("reward", "training", "val")
 
 
-def sources() -> Iterator[ast.AST]:
+@cache
+def sources() -> list[ast.AST]:
     """Every node of the package."""
-    for path in sorted((REPO / "megatron_fspo").rglob("*.py")):
-        yield from ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    texts = [path.read_text(encoding="utf-8") for path in sorted((REPO / "megatron_fspo").rglob("*.py"))]
+    # Python 3.11 counts the recursion of finalizers that run meanwhile as the parser's, and fails.
+    gc.disable()
+    try:
+        return [node for text in texts for node in ast.walk(ast.parse(text))]
+    finally:
+        gc.enable()
 
 
 def is_metric(text: str) -> bool:
@@ -47,7 +54,7 @@ def is_metric(text: str) -> bool:
 
 def names_in_code() -> set[str]:
     """Literal names of metrics; and phases, which are timed under their names."""
-    nodes = list(sources())
+    nodes = sources()
     inside = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
     names = {
         node.value

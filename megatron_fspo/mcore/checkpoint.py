@@ -1,4 +1,4 @@
-"""Save and resume: weights and optimizer as a distributed checkpoint, random states beside it.
+"""Save and resume: weights and optimizer as a distributed checkpoint.
 
 One format for every layout, optimizer and dtype: that of Megatron's plain optimizer. Each weight is a global
 tensor under Megatron's name, and beside it ``optimizer.state.<what>.<name>`` are tensors of the same shape:
@@ -21,7 +21,8 @@ shares the memory, hands over its error, and leaves Python's lock alone while it
 the main thread, which asks now and then whether all are done: nobody waits in a collective for a disk. Saving
 in the foreground is the same with the asking done at once, and without a copy of the values first.
 
-What else a run must remember (step, prompt cursor, …) is JSON, and the trainer's business.
+What else a run must remember (step, prompt cursor, …) is JSON, and the trainer's business. No random state is
+kept: once a model is built nothing draws from torch's own generators, as there is no dropout.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_fspo.errors import InputError, TrainingError
@@ -79,7 +79,6 @@ class Saving:
         self._partial = _partial(folder)
         self._device = policy.backend.device
         self._state = json.dumps({**state, "optimizer_steps": policy.optimizer_steps, "sums": SUMS}, indent=1)
-        self._random = _random_state()
         entries = _entries(list(places(policy)))
         self._entries = _taken(deque(entry.copy() for entry in entries)) if snapshot else entries
         self._extra_states = list(extra_states(policy))
@@ -92,10 +91,7 @@ class Saving:
 
     def _write(self) -> None:
         try:
-            small = [self._partial / _random_file()]
-            save_file(self._random, str(small[0]))
-            if self._more is not None:
-                small += self._more(self._partial)
+            small = self._more(self._partial) if self._more is not None else ()
             self._sums = {str(path.relative_to(self._partial)): digest(path) for path in small}
             with self._writer as writer:
                 for entry in self._entries:
@@ -184,7 +180,7 @@ def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None
 
 
 def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
-    """Restore the policy, its optimizer and random states; returns the trainer's state. Collective.
+    """Restore the policy and its optimizer; returns the trainer's state. Collective.
 
     The learning rate and the other settings of the optimizer are the run's, not the checkpoint's.
 
@@ -196,9 +192,6 @@ def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
     state = _alike(lambda: _read_state(folder))
     _alike(lambda: _read_parameters(policy, ChunkReader(folder / _WEIGHTS), state["optimizer_steps"]))
     policy.restore_schedule(state["optimizer_steps"])
-    random_file = folder / _random_file()
-    if random_file.exists():  # a resume on more ranks than saved has no state for the new ones
-        _restore_random_state(load_file(str(random_file)))
     return state
 
 
@@ -358,20 +351,3 @@ def _raise_alike(problem: str | None, folder: Path) -> None:
             f"{folder}: the checkpoint could not be written: {problem}. Those before it are complete: make "
             "room, then continue with --resume."
         )
-
-
-def _random_file() -> str:
-    return f"random_{dist.get_rank():05d}.safetensors"
-
-
-def _random_state() -> dict[str, Tensor]:
-    state = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _restore_random_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

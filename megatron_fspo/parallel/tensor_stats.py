@@ -12,7 +12,8 @@ from torch import Tensor
 PACKED = " (packed)"
 """After the name of a tensor: the copy of it that vLLM computes with on a CPU."""
 
-_CHUNK = 2**22  # elements in float64 at a time: 32 MiB beside a model that fills its device
+# Elements in float64 at a time: what fits a core's cache, and on a GPU 32 MiB beside a model that fills it.
+_CHUNK, _GPU_CHUNK = 2**16, 2**22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,21 +68,14 @@ class Stats:
 def tensor_stats(tensor: Tensor) -> Stats:
     """Of a tensor of any shape; an empty one has low = ∞ and high = −∞."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    found = Stats(dtype=dtype, count=0, total=0.0, squares=0.0, low=math.inf, high=-math.inf)
-    for chunk in tensor.detach().reshape(-1).split(_CHUNK):
-        if not chunk.numel():
-            continue
-        values = chunk.to(torch.float64)
-        low, high = values.aminmax()
-        found += Stats(
-            dtype=dtype,
-            count=values.numel(),
-            total=values.sum().item(),
-            squares=values.square().sum().item(),
-            low=low.item(),
-            high=high.item(),
-        )
-    return found
+    if not tensor.numel():
+        return Stats(dtype=dtype, count=0, total=0.0, squares=0.0, low=math.inf, high=-math.inf)
+    chunks = tensor.detach().reshape(-1).split(_GPU_CHUNK if tensor.is_cuda else _CHUNK)
+    rows = (values.to(torch.float64) for values in chunks)
+    table = torch.stack([torch.stack([row.sum(), row.dot(row), *row.aminmax()]) for row in rows]).cpu()
+    total, squares = table[:, :2].sum(0).tolist()
+    low, high = table[:, 2].min().item(), table[:, 3].max().item()
+    return Stats(dtype=dtype, count=tensor.numel(), total=total, squares=squares, low=low, high=high)
 
 
 def _unless_nan(value: float, *of: float) -> float:

@@ -119,7 +119,7 @@ def _optimizer_width(shape: Shape) -> int:
 def checkpoint_bytes(shape: Shape) -> int:
     """Tensors of a checkpoint to resume from: weights, moments and, in bf16, masters, without copies.
 
-    Beside them lie random states (about 5 kB of each rank) and an index.
+    Beside them lies an index.
     """
     return _values(shape, padded=True) * (shape.width + _optimizer_width(shape))
 
