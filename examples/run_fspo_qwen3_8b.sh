@@ -46,9 +46,9 @@ fi
 # the first has begun to write.
 if [ "$node" = 0 ]; then
   # torchrun would take whoever listens there for node 0.
-  if [ "$nnodes" != 1 ] && ! "$python" -c 'import socket, sys; socket.create_server(("", int(sys.argv[1])))' \
-      "${MASTER_PORT:-29500}" 2> /dev/null; then
-    echo "megatron-fspo: MASTER_PORT=${MASTER_PORT:-29500}: in use on this machine; choose another for all nodes" >&2
+  port=${MASTER_PORT:-29500}
+  if [ "$nnodes" != 1 ] && timeout 5 bash -c "exec 3<> /dev/tcp/127.0.0.1/$port" 2> /dev/null; then
+    echo "megatron-fspo: MASTER_PORT=$port: in use on node 0; set another on all nodes" >&2
     exit 2
   fi
   WORLD_SIZE=$((nproc * ${nnodes#*:})) "$python" "$0" --check "$@"

@@ -1,4 +1,4 @@
-"""torchrun, as ``--nproc`` starts it: after Ctrl-C it adds nothing to the line of the first rank. Status 130."""
+"""torchrun, as ``--nproc`` starts it: after Ctrl-C the first rank has the only line."""
 
 from __future__ import annotations
 
