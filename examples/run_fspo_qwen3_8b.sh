@@ -45,6 +45,12 @@ fi
 # Check the arguments once, here, where every error is one line, and exit status 2. Later nodes may come when
 # the first has begun to write.
 if [ "$node" = 0 ]; then
+  # torchrun would take whoever listens there for node 0.
+  port=${MASTER_PORT:-29500}
+  if [ "$nnodes" != 1 ] && timeout 5 bash -c "exec 3<> /dev/tcp/127.0.0.1/$port" 2> /dev/null; then
+    echo "megatron-fspo: MASTER_PORT=$port: in use on node 0; set another on all nodes" >&2
+    exit 2
+  fi
   WORLD_SIZE=$((nproc * ${nnodes#*:})) "$python" "$0" --check "$@"
 fi
 # An agent that has reached node 0 waits without limit for its answer, if that vanishes while nodes meet. Once

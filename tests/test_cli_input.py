@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def checkpoint(tmp_path: Path) -> Path:
     [
         ("--config no.toml", ["no.toml", "cannot be read"]),
         ("--model.checkpoint /no/such", ["/no/such/config.json", "not found"]),
-        ("--loss.c-hihg 0.04", ["run.toml", "loss.c_hihg", "did you mean loss.c_high?"]),
+        ("--loss.c-hihg 0.04", ["--loss.c_hihg: ", "did you mean loss.c_high?"]),
         ("--loss.name ppo", ["loss.name = 'ppo'", "fspo, rloo, gspo, luspo, ctpo"]),
         ("--nproc 3 --parallel.tensor 3", ["3", "num_attention_heads 4"]),
         ("--nproc 3", ["parallel.tensor = 2", "world size 3"]),
@@ -339,7 +340,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ("--loss.c-hihg 1", f"{CONFIG}: unknown key loss.c_hihg; did you mean loss.c_high?"),
+        ("--loss.c-hihg 1", "--loss.c_hihg: unknown key loss.c_hihg; did you mean loss.c_high?"),
         (
             "--nproc 2 --model.checkpoint no",
             "no/config.json not found; a Hugging Face checkpoint folder has one",
@@ -378,6 +379,51 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert all(name in text for name in findings["packages"])
     assert all(item in text for item in findings["missing"])
+
+
+def test_output_that_nobody_reads(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (["data", "check", "examples/make_sum/train.jsonl"], ["report", "--help"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w") as stdout:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            assert main(words) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_another_pipe_that_broke_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("megatron_fspo.cli._main", broken)
+    with (tmp_path / "out").open("w") as stdout, pytest.raises(BrokenPipeError):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        main([])
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_nproc(tmp_path: Path) -> None:
+    words = ["train", "--config", CONFIG, "--nproc", "2", "--run.folder", str(tmp_path), "--run.steps", "200"]
+    with (tmp_path / "err").open("w+") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_fspo", *words],
+            cwd=REPO,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=err,
+            text=True,
+            start_new_session=True,  # a terminal sends Ctrl-C to all of its foreground group
+        )
+        try:
+            assert process.stdout is not None
+            next(line for line in process.stdout if "reward" in line)
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(60) == 130
+            err.seek(0)
+            assert err.read() == "megatron-fspo: interrupted\n"
+        finally:
+            process.kill()
+            process.communicate()
 
 
 def test_report_of_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

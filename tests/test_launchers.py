@@ -25,7 +25,7 @@ class Started(BaseException):
 @pytest.mark.parametrize(("given", "seconds"), [(None, 1800), ("90", 90)])
 def test_nproc(given: str | None, seconds: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def execv(program: str, words: list[str]) -> None:
-        assert program == words[0] == sys.executable and words[1:3] == ["-m", "torch.distributed.run"]
+        assert program == words[0] == sys.executable and words[1:3] == ["-m", "megatron_fspo.cli.launch"]
         raise Started(words[3:])
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", NAME):

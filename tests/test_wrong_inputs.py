@@ -26,6 +26,18 @@ MODEL = "examples/make_sum/checkpoint"
 # The words of a command line, and what its one line has to name. {tmp} holds what `make_files` makes.
 CASES = [
     ("train", ["required: --config", "train --help"]),
+    ("train --confg run.toml", ["'--confg'", "did you mean --config?"]),
+    (f"{TRAIN} --confg run.toml", ["'--confg'", "did you mean --config?"]),
+    ("sweep sweep.toml --jbs=3", ["'--jbs'", "did you mean --jobs?"]),
+    ("sweep {tmp}/no_arms.toml", ["no_arms.toml", "arms is missing", "[arms.NAME]"]),
+    ("sweep {tmp}/empty", ["{tmp}/empty", "config is missing"]),
+    ("sweep {tmp}/jbos.toml", ["jbos.toml", "unknown key jbos", "did you mean jobs?"]),
+    (f"{TRAIN} --loss.c-low abc", ["fspo: --loss.c_low = 'abc'", "number"]),
+    (
+        f"{TRAIN} --optimizer.learning-rate 1",
+        ["fspo: --optimizer.learning_rate", "did you mean optimizer.lr?"],
+    ),
+    (f"{TRAIN} --data.train {{tmp}}/data.csv", ["data.csv:1: not JSON", "JSON lines", "parquet"]),
     ("train --config {tmp}", ["{tmp}: cannot be read: Is a directory"]),
     ("train --config {tmp}/latin.txt", ["latin.txt: not TOML"]),
     ("train --config {tmp}/list.toml", ["list.toml", "run"]),
@@ -136,6 +148,9 @@ def tmp(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
 def make_files(tmp: Path) -> None:
     (tmp / "file").touch()
     (tmp / "empty").touch()
+    (tmp / "data.csv").write_text('prompt,answer\n"^37=",37\n')
+    (tmp / "no_arms.toml").write_text('config = ["run.toml"]\nfolder = "runs"\n')
+    (tmp / "jbos.toml").write_text('config = ["run.toml"]\nfolder = "runs"\njbos = 3\n[arms.a]\n')
     (tmp / "latin.txt").write_bytes("naïf".encode("latin-1"))
     (tmp / "list.toml").write_text("run = []\n")
     (tmp / "corrupt").mkdir()

@@ -2,12 +2,14 @@
 report | doctor``.
 
 Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, told in one line; 143 stopped
-by SIGTERM with a checkpoint to resume from.
+by SIGTERM with a checkpoint to resume from; 130 by Ctrl-C; 141 where nobody reads its output any more.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -18,7 +20,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. A package that is not installed is told in one line."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
+        try:
+            return _checked(words)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        readers = select.poll()
+        readers.register(sys.stdout, 0)
+        if not readers.poll(0):  # the pipe is another: a worker's, say
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there at exit
+        return 141
+
+
+def _checked(words: list[str]) -> int:
+    try:
         return _main(words)
+    except KeyboardInterrupt:  # before a command began
+        print("megatron-fspo: interrupted", file=sys.stderr)
+        return 130
     except ModuleNotFoundError as error:
         if not doctor.is_required(error.name):
             raise

@@ -247,7 +247,7 @@ def _start_ranks(args: argparse.Namespace, argv: Sequence[str]) -> None:
     # torchrun would set the same and warn about it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.nproc)]
+    launcher = ["-m", "megatron_fspo.cli.launch", "--standalone", "--nproc-per-node", str(args.nproc)]
     # After SIGTERM torchrun kills ranks that are still there; by its own default after 30 s, in mid-step.
     launcher += ["--shutdown-timeout", os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)]
     os.execv(sys.executable, [sys.executable, *launcher, "-m", "megatron_fspo", *_without_nproc(argv)])

@@ -60,7 +60,7 @@ def make_config(
     places = dict(origins or {})
     for key, value in _parse_overrides(overrides):
         _set(tree, key, value)
-        places.pop(key, None)
+        places[key] = f"--{key}"
     for section in _UNIONS:
         if isinstance(tree.setdefault(section, {}), dict):
             tree[section].setdefault("name", _variants(section)[0])
@@ -70,9 +70,16 @@ def make_config(
     except ValidationError as error:
         wrong |= {key: line for key, line in _lines(error).items() if key not in wrong}
     if wrong:
-        found = [f"{places.get(key.partition('[')[0], source)}: {line}" for key, line in wrong.items()]
-        raise InputErrors(found)
+        both = f"{source} + command line" if overrides else source
+        raise InputErrors([_placed(key, line, places, source if "." in key else both)
+                           for key, line in wrong.items()])  # fmt: skip
     return config
+
+
+def _placed(key: str, line: str, places: Mapping[str, str], source: str) -> str:
+    """The complaint with its file, or with the flag in place of the key."""
+    place = places.get(key.partition("[")[0], source)
+    return f"--{line}" if place.startswith("--") and line.startswith(key) else f"{place}: {line}"
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -301,5 +308,7 @@ def _nearest(key: str, variant: str) -> str:
         return f": with {section}.name = {variant} there is none, it belongs to {', '.join(owners)}"
     legal = [name for name, _, owner in legal_keys() if owner in ("", variant)]
     legal += list(Config.model_fields) if "." not in key else []
-    close = difflib.get_close_matches(key, legal, n=1, cutoff=0.5)
+    section, _, name = key.rpartition(".")
+    short = f"{section}.{''.join(word[:1] for word in name.split('_'))}"  # learning_rate: lr
+    close = [short] if short in legal else difflib.get_close_matches(key, legal, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -84,8 +85,7 @@ def read_sweep(path: Path) -> Sweep:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"{path}: {error}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise InputError(f"{path}: {_complaint(error)}") from None
     if len(set(sweep.seeds)) < len(sweep.seeds):
         raise InputError(f"{path}: seeds: each once")
     if sweep.match is not None and sweep.match not in sweep.arms:
@@ -95,6 +95,19 @@ def read_sweep(path: Path) -> Sweep:
             if key in keys.get("run", {}):
                 raise InputError(f"{path}: {where}: run.{key} is the sweep's to set")
     return sweep
+
+
+def _complaint(error: ValidationError) -> str:
+    """The first thing that is wrong, in the words of the file."""
+    first = min(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
+    key, kind = ".".join(map(str, first["loc"])), first["type"]
+    if kind == "missing" or (key, kind) == ("arms", "too_short"):
+        return f"{key} is missing: a sweep needs config, folder, and a table [arms.NAME] for each arm"
+    if kind == "extra_forbidden":
+        close = difflib.get_close_matches(key, Sweep.model_fields, n=1)
+        hint = f"; did you mean {close[0]}?" if close else f": there are {', '.join(Sweep.model_fields)}"
+        return f"unknown key {key}{hint}"
+    return f"{key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
 
 
 def planned(sweep: Sweep) -> Iterator[Planned]:
