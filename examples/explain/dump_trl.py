@@ -40,6 +40,7 @@ class DumpingTrainer(GRPOTrainer):
             "old_per_token_logps": self._new if old is None else old,  # TRL leaves it out on policy
             "completion_mask": inputs["completion_mask"] * inputs.get("tool_mask", 1),
             "advantages": inputs["advantages"],
+            "prompt": inputs["prompt_ids"],  # its tokens name it
         }
         with (Path(self.args.output_dir) / "dump.jsonl").open("a", encoding="utf-8") as file:
             for values in zip(*(column.tolist() for column in columns.values()), strict=True):

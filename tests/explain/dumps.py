@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron_fspo.explain.dump import Dump
+
 RECORDED = Path(__file__).with_name("recorded")
 """The first steps of runs of examples/smollm2, as the trainer wrote them: sequences and metrics."""
 LIMITS: Mapping[str, Sequence[str]] = {
@@ -41,37 +43,47 @@ def walks(count: int, *, seed: int = 0, sigma: float = 0.02, longest: int = 200)
     ]
 
 
-def fair_rows(
-    prompts: int, samples: int, times: int, *, seed: int, in_tokens: float = 0.0
-) -> list[dict[str, Any]]:
-    """Rows of responses to several prompts in several updates, |S|/√L of which has one distribution.
-
-    Args:
-        times: rows of each response, in each of which most of S is the same.
-        in_tokens: the signal that all responses to a prompt share, in rows with token log-probs; 0 for
-            rows with S alone.
-    """
+def fair_rows(prompts: int, samples: int, times: int, *, seed: int) -> list[dict[str, Any]]:
+    """Rows of responses to several prompts in several updates, |S|/√L of which has one distribution; most of
+    it is the same in the ``times`` rows of a response, and half of it in the responses to a prompt."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=generator, dtype=torch.float64)
+    def normal(size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
 
     prompt = torch.arange(prompts).repeat_interleave(samples)
-    lengths = (10 * 15 ** torch.rand(len(prompt), generator=generator)).long()
-    shared = normal(prompts)[prompt] if samples > 1 else normal(len(prompt))
-    own = 0.7 * shared + 0.7 * normal(len(prompt))
-    rows = []
-    for time in range(times):
-        z = 0.95 * own + 0.3 * normal(len(prompt))
-        for number, length in enumerate(lengths.tolist()):
-            row = {"prompt": int(prompt[number]), "advantage": 1.0, "step": time}
-            if in_tokens:
-                tokens = 0.02 * normal(length) + in_tokens * float(shared[number])
-                row |= {"log_probs": (tokens - 9).tolist(), "old_log_probs": [-9.0] * length}
-            else:
-                row |= {"length": length, "log_ratio_sum": 0.02 * math.sqrt(length) * float(z[number])}
-            rows.append(row)
-    return rows
+    lengths = (10 * 15 ** torch.rand(len(prompt), generator=generator)).long().tolist()
+    own = 0.7 * (normal(prompts)[prompt] if samples > 1 else normal(len(prompt))) + 0.7 * normal(len(prompt))
+    return [
+        {"prompt": number, "length": length, "log_ratio_sum": 0.02 * math.sqrt(length) * z, "advantage": 1.0}
+        for _ in range(times)
+        for number, length, z in zip(
+            prompt.tolist(), lengths, (0.95 * own + 0.3 * normal(len(prompt))).tolist(), strict=True
+        )
+    ]
+
+
+def prompts_with_tokens(prompts: int, samples: int, *, signal: float, seed: int) -> Dump:
+    """Responses of 20 to 400 tokens, of noise .02, and of a signal that all responses to a prompt share."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.arange(prompts).repeat_interleave(samples)
+    lengths = (20 * 20 ** torch.rand(len(prompt), generator=generator)).long()
+    shared = signal * torch.randn(prompts, generator=generator, dtype=torch.float64)[prompt]
+    tokens = 0.02 * torch.randn(int(lengths.sum()), generator=generator, dtype=torch.float64)
+    return Dump(
+        path=Path("dump.jsonl"),
+        rows=torch.arange(len(prompt)),
+        lengths=lengths,
+        log_ratio_sum=torch.zeros(len(prompt)),
+        advantages=torch.ones(len(prompt)),
+        rewards=None,
+        log_ratio=tokens + shared.repeat_interleave(lengths),
+        sampler_gap=None,
+        clusters=prompt,
+        clustered_by="prompt",
+        empty=0,
+        nonfinite=0,
+    )
 
 
 def token_rows(count: int, *, seed: int = 0, longest: int = 40, signal: float = 0.0) -> list[dict[str, Any]]:
