@@ -62,11 +62,13 @@ def each_line(work: Callable[[], int], program: str) -> int:
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong with the arguments in one line, without the usage; once per job.
 
-    A flag that it does not have is told before one that is missing, which it may be, misspelt. Flags with dots
-    are keys of a configuration, which are looked at later.
+    An unknown flag is reported before a missing one: it may be that one, misspelt. Flags with dots are keys of a
+    configuration, which are read later.
     """
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         flags = [word.partition("=")[0] for word in words[: words.index("--") if "--" in words else None]]
         for flag in flags if self._subparsers is None else ():

@@ -27,6 +27,7 @@ kept: once a model is built nothing draws from torch's own generators, as there 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -49,7 +50,7 @@ from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.parallel.metrics import any_rank, share
 from megatron_fspo.weights.chunk_reader import Box, ChunkReader, boxes
 from megatron_fspo.weights.chunk_writer import ChunkWriter, merge_indexes, write_index
-from megatron_fspo.weights.sums import SUMS, check_sums, digest, read_sums, write_sums
+from megatron_fspo.weights.sums import SUMS, check_sums, digest, read_sums, sync, write_sums
 
 T = TypeVar("T")
 
@@ -57,6 +58,9 @@ _STATE = "trainer.json"
 _WEIGHTS = "torch_dist"
 _BOX_BYTES = 16 * 2**20
 _POLL_SECONDS = 0.1
+_TRANSIENT = {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EREMOTEIO}
+_PAUSES = (0.5, 1.0, 2.0, 4.0)
+"""Seconds before each further attempt to read."""
 # Megatron's name for the fp32 copy with the plain optimizer; checkpoints written by Megatron's distributed
 # optimizer, ours until 0.1, have the other.
 _MAIN = ("fp32_param", "param")
@@ -102,6 +106,7 @@ class Saving:
                     writer.add_object(key, [None])
                 writer.close()
             self._sums |= {f"{_WEIGHTS}/{name}": found for name, found in writer.sums.items()}
+            sync(*small, *{path.parent for path in small}, self._partial / _WEIGHTS)
         except Exception as error:  # told to all ranks by finish
             self._error = f"rank {dist.get_rank()}: {error}"
 
@@ -144,7 +149,10 @@ class Saving:
         write_sums(
             self._partial, sums | {name: found for _, _, part in parts for name, found in part.items()}
         )
+        # The name comes when all else is on the disk, and older checkpoints go when the name is.
+        sync(*mine, self._partial / SUMS, data, self._partial)
         self._partial.rename(self._folder)
+        sync(self._folder.parent, self._folder.parent.parent)
 
 
 def begin_save(
@@ -187,6 +195,7 @@ def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
     Raises:
         InputError: on every rank; the folder is not a checkpoint of this trainer and model, is damaged, or
             holds a pickle that could run code.
+        TrainingError: on every rank; a file cannot be read, again and again, or this user may not.
     """
     _alike(lambda: _check_files(folder))
     state = _alike(lambda: _read_state(folder))
@@ -196,18 +205,52 @@ def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
 
 
 def _alike(read: Callable[[], T]) -> T:
-    """What ``read`` returns, once it has on every rank; all raise the first ``InputError``. Collective."""
-    found, problem = None, None
+    """What ``read`` returns, once it has on every rank; all raise the first ``InputError``. Collective.
+
+    Raises:
+        TrainingError: on every rank; one cannot read a file, which may be whole.
+    """
+    found: T | None = None
+    damage, unreadable = None, None
     try:
-        found = read()
-    except InputError as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for one in filter(None, problems):
-        raise InputError(one)
-    assert problem is None
+        found = patiently(read)
+    except (InputError, OSError) as error:
+        if _failed_read(error):
+            unreadable = f"rank {dist.get_rank()}: {error}"
+        else:
+            damage = str(error)
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, (damage, unreadable))
+    for _, one in problems:
+        if one is not None:
+            raise TrainingError(
+                f"the checkpoint cannot be read: {one}. Nothing was changed: it may be whole. Mend the "
+                "file system or the rights, then continue with --resume"
+            )
+    for one, _ in problems:
+        if one is not None:
+            raise InputError(one)
     return cast(T, found)
+
+
+def patiently(read: Callable[[], T]) -> T:
+    """What ``read`` returns; it is asked again after an error of the file system that may pass."""
+    for seconds in _PAUSES:
+        try:
+            return read()
+        except (InputError, OSError) as error:
+            failed = _failed_read(error)
+            if failed is None or failed.errno not in _TRANSIENT:
+                raise
+            time.sleep(seconds)
+    return read()
+
+
+def _failed_read(error: Exception) -> OSError | None:
+    """Why the file system gave nothing; None if it gave what is damaged, or a file is missing."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    return cause if isinstance(cause, OSError) and not isinstance(cause, missing) else None
 
 
 def _check_files(folder: Path) -> None:
@@ -225,7 +268,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         state["optimizer_steps"]
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{folder / _STATE}: not a checkpoint of this trainer: {error}") from None
+        raise InputError(f"{folder / _STATE}: not a checkpoint of this trainer: {error}") from error
     return state
 
 

@@ -72,8 +72,7 @@ class RunLog:
         missing = _missing_steps(self._folder / METRICS, resume_step)
         self._trackers = start_trackers(config, resume_step=resume_step)
         for path, size in sizes.items():
-            with _writing(path), path.open("ab") as file:
-                file.truncate(size)
+            _truncate(path, size)
         self._warned = {row["title"] for row in read_rows(self._folder / WARNINGS)}
         if missing:
             text = f"{self._folder / METRICS} has no row of {len(missing)} steps: {ranges(missing)}"
@@ -298,6 +297,11 @@ def _missing_steps(path: Path, step: int | None) -> list[int]:
                 if found or line.endswith(b"\n"):
                     there.add(int(found[1]) if found else parse_row(line, f"{path}:{number}")["step"])
     return [one for one in range(1, step + 1) if one not in there]
+
+
+def _truncate(path: Path, size: int) -> None:
+    with _writing(path), path.open("ab") as file:
+        file.truncate(size)
 
 
 def _append(path: Path, row: Mapping[str, Any], *, sync: bool = False) -> None:

@@ -6,7 +6,9 @@ change unseen.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +21,20 @@ def digest(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(*paths: Path) -> None:
+    """Return when files are on the disk, and the names in folders."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some network file systems cannot do it with folders.
+            if error.errno != errno.EINVAL or not path.is_dir():
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
@@ -35,13 +51,13 @@ def read_sums(folder: Path) -> dict[str, str]:
     """Path of a file from the folder → its SHA-256.
 
     Raises:
-        InputError: the list is missing or damaged.
+        InputError: the list is missing or damaged; from an ``OSError`` if it cannot be read.
     """
     path = folder / SUMS
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
     text, _, last = raw.decode("utf-8", errors="replace").removesuffix("\n").rpartition("\n")
     if not raw.endswith(b"\n") or last != f"# {_of(text + chr(10))}":
         raise InputError(f"{path} is damaged: its last line is not the SHA-256 of those before it")
@@ -50,13 +66,14 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def check_sums(folder: Path, sums: Mapping[str, str]) -> None:
-    """``InputError`` for the first file that is missing, or not what was written."""
+    """``InputError`` for the first file that is missing, or not what was written; from an ``OSError`` for one
+    that cannot be read."""
     for name, wanted in sums.items():
         path = folder / name
         try:
             found = digest(path)
         except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+            raise InputError(f"{path} cannot be read: {error.strerror}") from error
         if found != wanted:
             raise InputError(f"{path} is damaged: its SHA-256 is not that of {SUMS}")
 

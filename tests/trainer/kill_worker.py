@@ -123,13 +123,13 @@ def _around(where: str, point: str, place: Place, *, before: bool) -> Any:
 
 
 def _half_a_row(append: Any, point: str, place: Place) -> Any:
-    def wrapper(path: Path, row: Any) -> None:
+    def wrapper(path: Path, row: Any, **options: Any) -> None:
         if path.name != HALF[point]:
-            append(path, row)
+            append(path, row, **options)
             return
         # What a kill between two writes of one long row leaves.
         begin = path.stat().st_size if path.exists() else 0
-        append(path, row)
+        append(path, row, **options)
         whole = path.read_bytes()
         os.truncate(path, (begin + len(whole)) // 2)
         place.reached(point)
