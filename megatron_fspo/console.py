@@ -62,8 +62,8 @@ def each_line(work: Callable[[], int], program: str) -> int:
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong with the arguments in one line, without the usage; once per job.
 
-    An unknown flag is reported before a missing one: it may be that one, misspelt. Flags with dots are keys of
-    a configuration, which are read later.
+    An unknown flag is reported before a missing one: it may be that one, misspelt. Flags with dots are keys
+    of a configuration, which are read later.
     """
 
     def parse_known_args(  # type: ignore[override]
