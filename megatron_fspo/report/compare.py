@@ -138,11 +138,11 @@ def figures(found: Findings) -> dict[str, str]:
 def sentences(runs: Sequence[Run], curves: Sequence[LengthCurve]) -> Iterator[str]:
     """What the first picture says, and how much of it the growth of S explains."""
     told = [curve for curve in curves if len(curve.bins) > 1 and curve.bins[0].out_of_band > 0]
-    ratios = [
-        f"{curve.label} {curve.bins[-1].out_of_band / curve.bins[0].out_of_band:.1f} ×" for curve in told
-    ]
+    ratios = [(curve.bins[-1].out_of_band / curve.bins[0].out_of_band, curve.label) for curve in told]
     if told:
-        yield f"Outside the band, the longest responses against the shortest: {', '.join(ratios)} as often."
+        often = [f"{ratio:.1f} × as often as the shortest in {label}" for ratio, label in ratios[:1]]
+        often += [f"{ratio:.1f} × in {label}" for ratio, label in ratios[1:]]
+        yield f"The longest responses are outside the band {', '.join(often)}."
     shares = [curve.overall for curve in curves if math.isfinite(curve.overall)]
     if shares and max(shares) - min(shares) > _MATCHED:
         listed = ", ".join(f"{curve.label} {number(curve.overall, '.1%')}" for curve in curves)

@@ -50,7 +50,7 @@ def matched_loss(config: Config, records: Records) -> dict[str, Any]:
     rate = float(records.out_of_band.mean())
     factor = factor_for(reach(loss, dump), rate)
     if factor > widest(loss):
-        raise InputError(f"loss.name = {loss.name}: no limits leave {rate:.1%} outside; S is beyond e^±36")
+        raise InputError(f"loss.name = {loss.name}: no limits leave {rate:.1%} outside; S is beyond ±36 nats")
     keys = scaled(loss, factor).model_dump(mode="json", exclude_none=True)
     # What it would calibrate itself to is another share.
     return keys | {"calibrate": 0} if isinstance(loss, FSPOLoss) else keys

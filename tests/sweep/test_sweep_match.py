@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,13 @@ def test_as_large_a_share_lies_outside(tmp_path: Path, keys: dict[str, Any]) -> 
     assert outside.mean() == pytest.approx(records.out_of_band.mean(), abs=3e-4)
     if keys.get("c_high") == 0.06:
         assert found["c_high"] == pytest.approx(2 * found["c_low"])
+
+
+def test_a_share_that_no_limits_leave_outside_is_refused(tmp_path: Path) -> None:
+    records = walks()
+    far = replace(records, log_ratio_sum=3000 * records.log_ratio_sum)
+    with pytest.raises(InputError, match="rloo: no limits"):
+        matched_loss(config_with(tmp_path, name="rloo"), far)
 
 
 @pytest.mark.parametrize("name", ["ctpo", "grpo"])
