@@ -7,8 +7,10 @@ waits (for a network, a file, a judge) is called for many responses at a time.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -20,11 +22,11 @@ from megatron_fspo.rewards.extract import extract
 from megatron_fspo.rewards.normalise import canonical
 from megatron_fspo.rewards.part import Outcome
 from megatron_fspo.rewards.registry import AnyReward
-from megatron_fspo.rewards.verdict import Failure, Request, awaited, called
+from megatron_fspo.rewards.verdict import Failure, Interrupted, Request, awaited, called
 
 T = TypeVar("T")
 
-_GRACE_SECONDS = 5.0  # for what was cancelled to clean up
+_GRACE_SECONDS = 2.0  # for what was cancelled to clean up
 
 
 class Threads:
@@ -39,6 +41,8 @@ class Threads:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0
+        self._running: dict[int, float] = {}  # thread → when its call began
+        self._interrupted = False
         self._unfinished = 0
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
@@ -52,26 +56,53 @@ class Threads:
                 threading.Thread(target=self._work, name="reward", daemon=True).start()
         return future
 
+    def interrupt(self, seconds: float) -> None:
+        """Raise :class:`Interrupted` in calls that have run for longer; after that no other call begins.
+
+        A call that computes without end takes Python's lock for 5 ms at a time, from the thread that trains
+        too. One that waits in C hears of it at the end of its wait.
+        """
+        with self._lock:  # so that none of them ends meanwhile
+            for thread, began in self._running.items():
+                if time.monotonic() - began > seconds:
+                    self._interrupted = True
+                    self._running[thread] = time.monotonic()
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(thread), ctypes.py_object(Interrupted)
+                    )
+
     def close(self) -> None:
-        """Cancel what has not begun; threads end after the call that they are in. Nobody waits for that."""
+        """Cancel what has not begun, interrupt what runs. Nobody waits for that."""
         with suppress(Empty):
             while (item := self._queue.get_nowait()) is not None:
                 item[0].cancel()
         for _ in range(self._threads):
             self._queue.put(None)
+        self.interrupt(-1)
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
+            if self._interrupted:
+                return
             future, call = item
             with suppress(InvalidStateError):  # cancelled meanwhile
                 try:
-                    result = call()
+                    result = self._called(call)
                 except BaseException as error:
                     future.set_exception(error)
                 else:
                     future.set_result(result)
             with self._lock:
                 self._unfinished -= 1
+
+    def _called(self, call: Callable[[], Any]) -> Any:
+        thread = threading.get_ident()
+        try:
+            self._running[thread] = time.monotonic()
+            return call()
+        finally:
+            with self._lock:
+                self._running.pop(thread, None)
 
 
 class Loop:

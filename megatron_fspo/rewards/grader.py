@@ -20,7 +20,7 @@ from megatron_fspo.rewards.functions import Function, Loop, Quick, Threads
 from megatron_fspo.rewards.part import Answer, Outcome, Part
 from megatron_fspo.rewards.registry import GRADED, get_reward
 from megatron_fspo.rewards.shaping import Format, overlong
-from megatron_fspo.rewards.verdict import Failure, Request
+from megatron_fspo.rewards.verdict import LARGEST, Failure, Interrupted, Request
 from megatron_fspo.types import Completion, Prompt
 
 if TYPE_CHECKING:
@@ -58,6 +58,22 @@ class Graded:
     """Of ``math``: 1 without algebra, 2 with it."""
 
 
+class Verdict(Future["Graded | Failure"]):
+    """The verdict on a response, to come."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self._request = request
+        self.answers: Mapping[str, Answer] = {}
+        """Of each reward by its name, the first one first."""
+
+    def missing(self, problem: str) -> Failure:
+        """That of the first reward that has not answered, as a failure."""
+        names = list(self.answers)
+        late = [name for name, one in self.answers.items() if isinstance(one, Future) and not one.done()]
+        return _of_reward(self._request.failure(problem), (late or names)[0], names[0])
+
+
 class Grader:
     """Verdicts on responses, many at a time.
 
@@ -84,8 +100,8 @@ class Grader:
         self._loop = Loop()
         self._threads = Threads(config.concurrency or CALLS)
         self._lock = threading.Lock()
-        self._waiting: set[Future[Graded | Failure]] = set()
-        self._closed = False
+        self._waiting: set[Verdict] = set()
+        self.closed = threading.Event()
         self._parts: list[Part] = []
         try:
             for name in self._names:
@@ -94,7 +110,7 @@ class Grader:
             self.close()
             raise
 
-    def submit(self, prompt: Prompt, completion: Completion, response: str) -> Future[Graded | Failure]:
+    def submit(self, prompt: Prompt, completion: Completion, response: str) -> Verdict:
         """The verdict on a response, to come. Never waits for it, and any thread may ask.
 
         A reward that raises, or returns no number, gives a :class:`Failure`. One that hits its limit in a
@@ -104,12 +120,13 @@ class Grader:
             RuntimeError: the grader is closed.
         """
         request = Request(prompt, completion, response)
-        result: Future[Graded | Failure] = Future()
+        result = Verdict(request)
         with self._lock:
-            if self._closed:
+            if self.closed.is_set():
                 raise RuntimeError("the grader is closed")
             self._waiting.add(result)
         answers = [part.grade(request) for part in self._parts]
+        result.answers = dict(zip(self._names, answers, strict=True))
         futures = [answer for answer in answers if isinstance(answer, Future)]
         if futures:
             _when_done(futures, lambda: self._settle(result, request, answers))
@@ -117,12 +134,17 @@ class Grader:
             self._settle(result, request, answers)
         return result
 
+    def interrupt(self, seconds: float) -> None:
+        """End calls of plain functions that have run for longer; their verdicts are failures, and no other
+        call begins."""
+        self._threads.interrupt(seconds)
+
     def close(self) -> None:
         """Cancel what is not graded, and end all that grades. A second call does nothing."""
         with self._lock:
-            if self._closed:
+            if self.closed.is_set():
                 return
-            self._closed = True
+            self.closed.set()
             waiting, self._waiting = self._waiting, set()
         for future in waiting:
             future.cancel()
@@ -166,7 +188,7 @@ class Grader:
             return Quick(name, reward, extract="whole")  # which is what they read
         return Function(name, reward, extract=config.extract, threads=self._threads, loop=self._loop)
 
-    def _settle(self, result: Future[Graded | Failure], request: Request, answers: Sequence[Answer]) -> None:
+    def _settle(self, result: Verdict, request: Request, answers: Sequence[Answer]) -> None:
         """All answers are there."""
         graded = self._graded(request, [_outcome(request, answer) for answer in answers])
         with self._lock:
@@ -180,8 +202,7 @@ class Grader:
         config = self._config
         for name, outcome in zip(self._names, outcomes, strict=True):
             if isinstance(outcome, Failure):
-                said = outcome.problem if name == config.name else f"with {name!r}: {outcome.problem}"
-                return replace(outcome, problem=said)
+                return _of_reward(outcome, name, config.name)
         first, *others = (outcome for outcome in outcomes if isinstance(outcome, Outcome))
         graded = Graded(
             reward=config.weight * first.value,
@@ -191,7 +212,11 @@ class Grader:
             parsed=first.parsed,
             tier=first.tier,
         )
-        return self._with_others(graded, request, others) if self._adds else graded
+        if self._adds:
+            graded = self._with_others(graded, request, others)
+        if not abs(graded.reward) <= LARGEST:
+            return request.failure(f"with its weights: is {graded.reward:g}, more than ±{LARGEST:g}")
+        return graded
 
     def _with_others(self, graded: Graded, request: Request, others: Sequence[Outcome]) -> Graded:
         config = self._config
@@ -258,6 +283,11 @@ def check_reward(config: Reward, *, max_response_tokens: int) -> None:
         check_url(config.url)
 
 
+def _of_reward(failure: Failure, name: str, first: str) -> Failure:
+    """The same, of a further reward with its name."""
+    return failure if name == first else replace(failure, problem=f"with {name!r}: {failure.problem}")
+
+
 def _when_done(futures: Sequence[Future[Outcome | Failure]], then: Callable[[], None]) -> None:
     """Call ``then`` when all are, in the thread of the last one."""
     left = len(futures)
@@ -280,5 +310,7 @@ def _outcome(request: Request, answer: Answer) -> Outcome | Failure:
         return answer
     try:
         return answer.result()
+    except Interrupted as error:
+        return request.interrupted(error)
     except (Exception, CancelledError) as error:  # ours: a verdict that never comes would be waited for
         return request.raised(error)

@@ -29,7 +29,7 @@ _ATTEMPTS = 3  # of a task whose pool broke around it
 
 
 class Unfinished(Exception):
-    """A task was killed: it was over its time, its CPU time, or what else a worker dies of."""
+    """A task was killed: it was over its time, or twice over its CPU time, or what else a worker dies of."""
 
 
 class KillablePool(Generic[T]):
@@ -136,9 +136,18 @@ class KillablePool(Generic[T]):
             self._renew(pool)
             return
         with self._lock:
-            if self._waiting.pop(result, None) is None:  # another pool has done it, or this one is closed
+            call = self._waiting.get(result)
+            if call is None:  # another pool has done it, or this one is closed
                 return
-        if error is None:
+            # Perhaps not the task's doing: the system was out of memory, or somebody killed the worker.
+            again = isinstance(error, ProcessExpired) and not call.died
+            if again:
+                call.died, pool = True, self._pool
+            else:
+                del self._waiting[result]
+        if again:
+            self._schedule(pool, result, call.args)
+        elif error is None:
             result.set_result(task.result())
         elif isinstance(error, TimeoutError | ProcessExpired):
             result.set_exception(Unfinished(f"{type(error).__name__}: {error}"))
@@ -178,6 +187,8 @@ class KillablePool(Generic[T]):
 class _Call:
     args: tuple[Any, ...]
     attempts: int = 1
+    died: bool = False
+    """A worker did, with it."""
 
 
 def _ready() -> None:

@@ -81,8 +81,12 @@ class _Popen(Popen):
             set_spawning_popen(None)
         server = _servers[process.preload]
         self.sentinel, write = server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
-        parents = os.dup(write)  # by which the child sees whether we live self.finalizer =
-        util.Finalize(self, util.close_fds, (parents, self.sentinel))  # type: ignore[attr-defined]
+        parents = os.dup(write)  # by which the child sees whether we live
+        self.finalizer = util.Finalize(self, util.close_fds, (parents, self.sentinel))  # type: ignore[attr-defined]
         with open(write, "wb", closefd=True) as file:
             file.write(buffer.getbuffer())
         self.pid = read_signed(self.sentinel)
+
+    def terminate(self) -> None:
+        """At once: a stopped process (SIGSTOP) does not hear SIGTERM, and pebble would wait 3 s for each."""
+        self.kill()

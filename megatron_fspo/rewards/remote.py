@@ -24,7 +24,8 @@ from megatron_fspo.rewards.verdict import Failure, Request, one_line
 
 _FIRST_WAIT = 0.5  # seconds before the second attempt; it doubles from there
 _LONGEST_WAIT = 30.0
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 2.0
+_LARGEST = 2**20  # bytes of an answer
 # A generator of its own: the global one belongs to the run, whose numbers repeat.
 _jitter = random.Random()
 
@@ -80,34 +81,44 @@ class Remote:
                 await asyncio.sleep(wait * _jitter.uniform(0.5, 1.5))
             try:
                 async with self._places:
-                    answer = await self._attempt(body)
+                    status, answer = await self._attempt(body)
             except _TryAgain as error:
                 reason = str(error)
             else:
-                return self._read(answer, request)
+                return self._read(status, answer, request)
         attempts = f"attempt {1 + self._retries} of {1 + self._retries}"
         return request.failure(f"got no verdict from {self._url}: {reason} ({attempts})")
 
-    async def _attempt(self, body: bytes) -> httpx.Response:
+    async def _attempt(self, body: bytes) -> tuple[int, bytes]:
+        """Status, and no more of the answer than tells that it is too large."""
+        # Uncompressed, since what is little on the way may be much afterwards.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        answer = bytearray()
         try:
-            async with asyncio.timeout(self._seconds):
-                response = await self._http.post(
-                    self._url, content=body, headers={"Content-Type": "application/json"}, timeout=None
-                )
+            async with (
+                asyncio.timeout(self._seconds),
+                self._http.stream("POST", self._url, content=body, headers=headers, timeout=None) as response,
+            ):
+                async for chunk in response.aiter_raw():
+                    answer += chunk
+                    if len(answer) > _LARGEST:
+                        break
         except TimeoutError:
             raise _TryAgain(f"no answer in {self._seconds:g} s (reward.seconds)") from None
         except httpx.RequestError as error:
             raise _TryAgain(one_line(f"{type(error).__name__} {error}")) from None
         if response.status_code >= 500 or response.status_code == 429:
-            raise _TryAgain(f"{response.status_code} {_said(response)}")
-        return response
+            raise _TryAgain(f"{response.status_code} {_said(bytes(answer))}")
+        return response.status_code, bytes(answer)
 
-    def _read(self, response: httpx.Response, request: Request) -> Outcome | Failure:
-        said = _said(response)
-        if response.status_code != 200:
-            return request.failure(f"was refused by {self._url} with {response.status_code}: {said}")
+    def _read(self, status: int, content: bytes, request: Request) -> Outcome | Failure:
+        said = _said(content)
+        if status != 200:
+            return request.failure(f"was refused by {self._url} with {status}: {said}")
+        if len(content) > _LARGEST:
+            return request.failure(f"got more than {_LARGEST} bytes from {self._url}: {said}")
         try:
-            found = json.loads(response.content)
+            found = json.loads(content)
             reward, answer = found["reward"], found.get("answer")
             number = reward if isinstance(reward, int | float) else math.nan
             sound = math.isfinite(number) and isinstance(answer, str | None)
@@ -117,7 +128,8 @@ class Remote:
             return request.failure(
                 f'got no {{"reward": number}}, with "answer": text or without, from {self._url}: {said}'
             )
-        return Outcome(value=float(number), answer=answer)
+        verdict = request.verdict(number)
+        return verdict if isinstance(verdict, Failure) else Outcome(value=verdict, answer=answer)
 
 
 def check_url(url: str) -> None:
@@ -141,5 +153,5 @@ def _body(request: Request) -> bytes:
     return json.dumps(asked, allow_nan=False).encode("ascii")
 
 
-def _said(response: httpx.Response) -> str:
-    return one_line(response.content[:2000].decode("utf-8", "replace"), 200) or "(nothing)"
+def _said(content: bytes) -> str:
+    return one_line(content[:2000].decode("utf-8", "replace"), 200) or "(nothing)"

@@ -7,17 +7,24 @@ import math
 import reprlib
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import isawaitable
 from typing import Any, SupportsFloat
 
 from megatron_fspo.rewards.registry import AnyReward, Reward
 from megatron_fspo.types import Completion, Prompt
 
+LARGEST = 1e6
+"""Of a reward, either way: sums and squares of as many as there are stay exact enough in fp32."""
+
+
+class Interrupted(BaseException):
+    """Raised within a call of a reward that took too long."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A response for which the reward gave no finite number."""
+    """A response for which the reward gave no number that can be learned from."""
 
     prompt: Prompt
     completion: Completion
@@ -27,6 +34,8 @@ class Failure:
     """What the reward did, for one line: the exception with its place, or the value that it returned."""
     traceback: tuple[str, ...] = ()
     """Its lines; empty where the reward returned."""
+    interrupted: bool = False
+    """It took too long, and was ended."""
 
     def evidence(self) -> dict[str, Any]:
         """All of it as JSON types, with the names of ``samples.jsonl``."""
@@ -67,11 +76,18 @@ class Request:
         """No verdict, as the reward raised."""
         return self.failure(f"raised {_described(error)}", error)
 
+    def interrupted(self, error: Interrupted) -> Failure:
+        """No verdict on this, as the reward took too long."""
+        return replace(self.failure(f"was interrupted{_place(error)}", error), interrupted=True)
+
     def verdict(self, value: object) -> float | Failure:
-        """The finite number that a reward returned (or a bool, or an array or tensor of one number)."""
+        """The number that a reward returned (or a bool, or an array or tensor of one number)."""
         number = _as_number(value)
-        if not math.isfinite(number):
-            return self.failure(f"returned {one_line(reprlib.repr(value))} instead of a finite number")
+        if not abs(number) <= LARGEST:
+            wanted = (
+                f"a number from {-LARGEST:g} to {LARGEST:g}" if math.isfinite(number) else "a finite number"
+            )
+            return self.failure(f"returned {one_line(reprlib.repr(value))} instead of {wanted}")
         return number
 
 
@@ -122,6 +138,9 @@ def _as_number(value: object) -> float:
 
 def _described(error: BaseException) -> str:
     """The exception's type, message and place, on one line."""
+    return one_line(f"{type(error).__name__}: {error}").removesuffix(":") + _place(error)
+
+
+def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is our call
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return one_line(f"{type(error).__name__}: {error}").removesuffix(":") + place
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

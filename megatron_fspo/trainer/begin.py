@@ -19,6 +19,9 @@ from megatron_fspo.trainer.sampling import (
 )
 from megatron_fspo.trainer.step import Step
 
+MOST_ENDED = 0.05
+"""Share of verdicts that are 0 for want of a worker that lived, above which the run says so."""
+
 
 def begin_step(run: Training) -> Step:
     """All of a step up to its first optimizer step. Collective.
@@ -52,6 +55,13 @@ def roll_out(run: Training) -> tuple[Rollout, dict[str, float]]:
         if filled.unfilled:
             run.log.say(f"step {run.step + 1}: {filled}")
     metrics |= reward_metrics(run.inputs, sampled)
+    if (ended := metrics.get("reward/timeout_rate", 0.0)) > MOST_ENDED:
+        run.log.remind(
+            "reward/timeout_rate",
+            run.step + 1,
+            f"{ended:.1%} of the rewards are 0 because a grader worker hit its limits or died twice: see "
+            "reward.seconds, reward.memory_gb and whether the machine is short of memory",
+        )
     check_spread(run, sampled)
     run.queue.ask(run.step)
     return responses, metrics

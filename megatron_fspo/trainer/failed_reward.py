@@ -10,25 +10,30 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron_fspo.config import Config
-from megatron_fspo.errors import RewardError
+from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.rewards import Failure
 
 FILE = "reward_error.json"
 
 
-def raise_first(config: Config, failures: Mapping[int, Failure], samples: int) -> NoReturn:
+def raise_first(config: Config, failures: Mapping[int, Failure | None], samples: int) -> NoReturn:
     """End all ranks with the first failure of any; the first rank writes its response to a file. Collective.
 
     Args:
-        failures: this rank's, by number of the response in the batch; some rank has one.
+        failures: this rank's, by number of the response in the batch; some rank has one. None: there was no
+            verdict yet when the job was asked to stop.
         samples: responses to each prompt.
 
     Raises:
         RewardError: one line, the same on every rank.
+        StopRequested: on every rank; no reward failed.
     """
-    parts: list[dict[int, Failure]] = [{}] * dist.get_world_size()
+    parts: list[dict[int, Failure | None]] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, dict(failures))
-    number, failure = min(((n, part[n]) for part in parts for n in part), key=lambda item: item[0])
+    failed = {number: one for part in parts for number, one in part.items() if one is not None}
+    if not failed:
+        raise StopRequested("a stop was requested during the wait for grades")
+    number, failure = min(failed.items())
     path = _path(config)
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -64,6 +64,9 @@ def _train(run: Training, place: Place) -> bool:
                 metrics |= _evaluate(run)
             except RewardError as error:
                 failed = error
+            except StopRequested:
+                stopping = True
+                run.log.say(f"no evaluation after step {run.step}: stopped while it waited for grades")
         end = last or stopping or failed is not None
         if end or any(_due(run.step, n) for n in (config.checkpoint.every, config.checkpoint.milestones)):
             with run.log.phase("save_checkpoint", 1, "", run.timings):

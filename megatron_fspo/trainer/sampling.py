@@ -5,10 +5,13 @@ Tokens stay on the rank that has them; all ranks learn the lengths, rewards and 
 
 from __future__ import annotations
 
+import faulthandler
 import math
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,14 +20,20 @@ from torch import Tensor
 from megatron_fspo.config import Config
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
 from megatron_fspo.parallel.agree import of_first_rank
+from megatron_fspo.parallel.control import SLICE, Control
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import Totals, means
-from megatron_fspo.rewards import Failure, Graded, Grader, tally
+from megatron_fspo.rewards import Failure, Graded, Grader, Verdict, tally
 from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine
 from megatron_fspo.trainer.failed_reward import raise_first
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import COLUMNS, GRADES, Rollout, describe, rollout_of, with_advantages
 from megatron_fspo.types import Completion, Prompt, SamplingParams
+
+_SLACK_SECONDS = 60.0
+"""Beyond ``parallel.wait_seconds``, for the main thread of a rank whose reward computes without end."""
+_STOP_SECONDS = 3.0
+"""For grades that are still missing when the job is asked to stop in an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +47,7 @@ class Batch:
     mine: range
     """Positions of this data-parallel rank's prompts."""
     pending: Pending
-    verdicts: Mapping[int, Future[Graded | Failure]]
+    verdicts: Mapping[int, Verdict]
     """Of the responses that this rank grades, by number: all of them once ``pending`` has returned."""
 
 
@@ -49,7 +58,19 @@ def make_grader(config: Config, groups: ParallelGroups) -> Grader | None:
     servers = config.rollout.engine == "vllm"
     if not (dist.get_rank() == 0 if servers else is_first_of_copy(groups)):
         return None
-    return Grader(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+    grader = Grader(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+    threading.Thread(target=_watch, args=(grader, groups.control), name="grades", daemon=True).start()
+    return grader
+
+
+def _watch(grader: Grader, control: Control) -> None:
+    """End calls that last too long, beside the main thread: one that computes leaves that few turns. One that
+    keeps Python's lock to itself ends the process, which prints what its threads were at."""
+    limit = control.patience.wait
+    while not grader.closed.wait(SLICE):
+        grader.interrupt(1.0 if control.stop_requested else limit)
+        faulthandler.dump_traceback_later(limit + _SLACK_SECONDS, exit=True, file=2)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def ask(
@@ -63,7 +84,7 @@ def ask(
     """Ask for responses to all prompts; each data-parallel rank for its share. Each is graded as soon as it
     is there, while others are sampled and the trainer learns. Collective."""
     mine = range(groups.dp.rank(), len(prompts), groups.dp.size())
-    verdicts: dict[int, Future[Graded | Failure]] = {}
+    verdicts: dict[int, Verdict] = {}
 
     def grade(number: int, completion: Completion) -> None:
         assert grader is not None
@@ -91,43 +112,72 @@ def collect_and_grade(
     wait for the others outside of collectives.
 
     Args:
-        stops: whether a request to stop the job may end the wait.
+        stops: whether a request to stop the job ends the wait at once. If not, it leaves grades 3 s more.
 
     Raises:
         StopRequested: it did, on every rank.
-        RewardError: the reward failed for a response, on whichever rank; on every rank.
+        RewardError: the reward failed for a response, or took longer than ``parallel.wait_seconds``, on
+            whichever rank; on every rank.
     """
     completions = batch.pending(progress, stops=stops)
     held: dict[int, Completion] = {}
     if is_first_of_copy(groups):
         for position, row in zip(batch.mine, completions, strict=True):
             held |= dict(enumerate(row, start=position * batch.samples))
-    with groups.control.waiting("grades"):
-        verdicts, failures = _awaited(batch.verdicts)
+    verdicts, failures = _awaited(batch.verdicts, groups.control, progress, stops=stops)
     table = torch.zeros(len(batch.prompts) * batch.samples, len(COLUMNS), dtype=torch.float64)
     for number, completion in held.items():
         table[number, :-GRADES] = torch.tensor(describe(completion, groups.dp.rank()), dtype=torch.float64)
     for number, graded in verdicts.items():
         table[number, -GRADES:] = torch.tensor([graded.reward, graded.score], dtype=torch.float64)
     table[list(failures), -GRADES:] = math.nan
-    groups.control.meet("responses and their grades")
+    # A rank may still sample, and then wait for its grades: who is late there says for which prompt.
+    groups.control.meet(
+        "responses and their grades", seconds=2 * groups.control.patience.wait + _SLACK_SECONDS
+    )
     table = _summed_over_all(table, inputs.backend.device)
-    if table.isnan().any():  # a failure's reward, on every rank
+    if table.isnan().any():  # on every rank
         raise_first(inputs.config, failures, batch.samples)
     return rollout_of(batch.prompts, batch.samples, table, held, verdicts)
 
 
 def _awaited(
-    futures: Mapping[int, Future[Graded | Failure]],
-) -> tuple[dict[int, Graded], dict[int, Failure]]:
-    """The verdicts up to the first failure, and that."""
+    pending: Mapping[int, Verdict], control: Control, progress: Progress | None, *, stops: bool
+) -> tuple[dict[int, Graded], dict[int, Failure | None]]:
+    """The verdicts up to the first failure, and that; None for one that a request to stop left open."""
     verdicts: dict[int, Graded] = {}
-    for number, future in sorted(futures.items()):
-        verdict = future.result()
-        if isinstance(verdict, Failure):
-            return verdicts, {number: verdict}
-        verdicts[number] = verdict
+    limit = control.patience.wait
+    too_late, stop_by = time.monotonic() + limit, math.inf
+    problem = f"gave no verdict in {limit:g} s (parallel.wait_seconds)"
+    # Without a limit of its own: if this rank raised alone, there would be no checkpoint.
+    with control.waiting("grades", seconds=math.inf) as waiting:
+        for number, verdict in sorted(pending.items()):
+            while not wait([verdict], timeout=SLICE).done:
+                waiting.check()
+                now = time.monotonic()
+                if control.stop_requested:
+                    stop_by = min(stop_by, now + (0 if stops else _STOP_SECONDS))
+                if now >= stop_by:
+                    return verdicts, {number: None}
+                if failed := [n for n, one in pending.items() if one.done() and _failed(one)]:
+                    number = min(failed)
+                    break
+                if now > too_late:
+                    return verdicts, {number: verdict.missing(problem)}
+            graded = pending[number].result()
+            if isinstance(graded, Failure):
+                if graded.interrupted:
+                    graded = replace(graded, problem=f"{problem} and {graded.problem}")
+                    return verdicts, {number: None if control.stop_requested else graded}
+                return verdicts, {number: graded}
+            verdicts[number] = graded
+            if progress is not None:
+                progress(0)  # it came further, for `status`
     return verdicts, {}
+
+
+def _failed(verdict: Verdict) -> bool:
+    return isinstance(verdict.result(), Failure)
 
 
 def _summed_over_all(table: Tensor, device: torch.device) -> Tensor:

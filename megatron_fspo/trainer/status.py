@@ -18,7 +18,7 @@ from megatron_fspo.trainer.log import METRICS, describe, rows_from_end
 SILENT_SECONDS = 60.0
 """Without a new file: six of them were missed."""
 STUCK_SECONDS = 1800.0
-"""Without progress, of a rank that waits for nothing."""
+"""Without progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class RankStatus:
             return "" if self.sign.phase == ENDED else "its error is in the output of the job"
         if self.silent > SILENT_SECONDS:
             return f"not heard of for {self.silent:.0f} s"
-        if not self.sign.waits and self.no_progress > STUCK_SECONDS:
+        if self.no_progress > STUCK_SECONDS:
             return f"no progress for {self.no_progress:.0f} s"
         return ""
 

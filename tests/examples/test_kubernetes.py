@@ -49,6 +49,13 @@ def test_a_pod_has_the_time_to_save() -> None:
     assert POD["terminationGracePeriodSeconds"] > int(ENV["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
 
 
+def test_bad_input_fails_the_job_at_once() -> None:
+    """Exit status 2 of the check in the launch script; anything else is tried again."""
+    rules = [rule for rule in JOB["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
+    codes = {"containerName": TRAINER["name"], "operator": "In", "values": [2]}
+    assert rules == [{"action": "FailJob", "onExitCodes": codes}]
+
+
 def command(tmp_path: Path) -> list[str]:
     """The words that the trainer's shell gives the launch script."""
     bash = tmp_path / "bash"

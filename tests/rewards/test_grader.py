@@ -72,6 +72,13 @@ def test_several_rewards_are_summed_by_weight() -> None:
         assert tally(config, [])["reward/format/mean"] == (0.0, 0.0)
 
 
+def test_a_sum_that_is_too_large_is_a_failure() -> None:
+    with make(name="exact_match", weight=1e9) as grader:
+        assert graded(ask(grader, "4", "5")).reward == 0.0
+        found = ask(grader, "5", "5").result(timeout=20)
+    assert isinstance(found, Failure) and "1e+09" in found.problem and found.prompt.answer == "5"
+
+
 def test_mathematics_with_a_penalty_on_length() -> None:
     verdicts = []
     with make(name="math", workers=1, overlong_tokens=20, overlong_penalty=0.5) as grader:

@@ -19,6 +19,8 @@ from processes_of import gone, started, until, workers
 
 from launch import REPO, environment
 from megatron_fspo.rewards.pool import KillablePool, Unfinished
+from megatron_fspo.rewards.processes import Context
+from megatron_fspo.rewards.worker import limit
 
 LIMIT = 3.0  # seconds: enough for what ends by itself, on a machine that does much else
 PROGRAM = Path(__file__).with_name("pool_program.py")
@@ -74,7 +76,7 @@ def test_memory_has_a_limit(pool: KillablePool[Any]) -> None:
 def test_cpu_time_has_a_limit_that_needs_no_pool() -> None:
     """The pool would wait for ten minutes; the worker dies of its own limit."""
     with KillablePool(pool_tasks.do, workers=1, seconds=600.0, memory_gb=0.25, libraries=()) as pool:
-        assert isinstance(pool.submit("burn", 1.0).exception(timeout=120), Unfinished)
+        assert isinstance(pool.submit("burn", 0.1).exception(timeout=120), Unfinished)
 
 
 @pytest.mark.parametrize("task", pool_tasks.FORBIDDEN)
@@ -115,8 +117,30 @@ def test_tasks_that_wait_survive_the_death_of_all_workers(pool: KillablePool[Any
     time.sleep(0.1)
     for process in started():
         process.kill()  # the fork server with them
-    lost = [found for found in map(outcome, futures) if found is not None]
-    assert len(lost) <= 2 and set(lost) <= {Unfinished}
+    assert set(map(outcome, futures)) == {None}
+
+
+def test_a_task_whose_worker_is_killed_is_tried_again() -> None:
+    with KillablePool(pool_tasks.do, workers=2, seconds=30.0, memory_gb=0.25, libraries=("json",)) as pool:
+        futures = [pool.submit("nap", 0.5) for _ in range(2)]
+        time.sleep(0.2)
+        for worker in workers():
+            worker.kill()
+        assert list(map(outcome, futures)) == [None, None]
+
+
+def test_closed_workers_leave_no_descriptors() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    context = Context(("json", limit.__module__))
+    kept = []
+    for _ in range(10):
+        process = context.Process(target=pool_tasks.do, args=("echo", 1))
+        process.start()
+        process.join()
+        kept.append(process._popen)  # else the garbage collector does it
+        process.close()
+    context.close()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2, "the tracker of semaphores has one"
 
 
 def test_closing_cancels_and_leaves_nothing() -> None:
@@ -133,6 +157,17 @@ def test_closing_cancels_and_leaves_nothing() -> None:
     assert started() == before
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit("echo", 1)
+
+
+def test_closing_ends_stopped_workers_at_once() -> None:
+    """pebble would wait 3 s for each to hear SIGTERM."""
+    pool = KillablePool(pool_tasks.do, workers=4, seconds=60.0, memory_gb=0.25, libraries=("string",))
+    stopped = workers()
+    for worker in stopped:
+        worker.suspend()
+    begun = time.monotonic()
+    pool.close()
+    assert time.monotonic() - begun < 6 and gone(stopped)
 
 
 def test_a_worker_that_does_not_come_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,8 @@ def test_what_may_pass_is_tried_again(verifier: Verifier, bad: Reply) -> None:
         ((200, b'{"reward": 1' + b"0" * 400 + b"}"), 1, "got no "),
         ((200, b'{"reward": 1, "answer": 5}'), 1, "got no "),
         ((200, b"[1]"), 1, "got no "),
+        ((200, b'{"reward": -1e308}'), 1, "returned -1e+308 instead of "),
+        ((200, b'{"reward": 1, "why": "' + b"x" * 2**21 + b'"}'), 1, "got more than 1048576 bytes from "),
         ((200, b"[" * 100_000), 1, "got no "),
         ((200, b"\xff\xfe"), 1, "got no "),
     ],

@@ -67,6 +67,13 @@ def test_anything_else_is_a_failure_that_shows_it(value: Any, shown: str) -> Non
     assert len(found.problem) < 100 and not found.traceback
 
 
+@pytest.mark.parametrize("value", [1e308, -1e308, 1_000_001, np.float32(2e6)])
+def test_what_is_finite_and_too_large_is_a_failure(value: Any) -> None:
+    assert returned(1e6) == 1e6 and returned(-(10**6)) == -1e6
+    found = returned(value)
+    assert isinstance(found, Failure) and found.problem.endswith("from -1e+06 to 1e+06")
+
+
 def test_an_exception_is_told_with_its_place_and_the_response(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

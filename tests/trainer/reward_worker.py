@@ -5,9 +5,11 @@ reward_worker.py ARGUMENTS of ``train``...: with ``--reward.name reward_worker:r
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +30,14 @@ def _failing(fail: Callable[[], Any], *, rank: str, version: int) -> Callable[..
 
 
 raises = _failing(lambda: [1] + 1, rank="1", version=1)  # type: ignore[operator]
+
+
+def _loop() -> None:
+    while True:
+        pass
+
+
+loops = _failing(_loop, rank="1", version=1)
 nan_in_evaluation = _failing(lambda: math.nan, rank="0", version=2)
 
 
@@ -39,6 +49,31 @@ def sound(prompt: Prompt, completion: Completion, response: str) -> float:
 def always_half(prompt: Prompt, completion: Completion, response: str) -> float:
     """A verdict that teaches nothing."""
     return 0.5
+
+
+def loops_always(prompt: Prompt, completion: Completion, response: str) -> None:
+    """One that computes without end."""
+    _loop()
+
+
+def sleeps(prompt: Prompt, completion: Completion, response: str) -> None:
+    """One that waits without end."""
+    time.sleep(3600)
+
+
+def raises_behind(prompt: Prompt, completion: Completion, response: str) -> float:
+    """No verdict on the first response, and an error on the second."""
+    return 1 / (len(response) - 2) if len(response) > 1 else time.sleep(3600)  # type: ignore[return-value]
+
+
+async def sleeps_awaited(prompt: Prompt, completion: Completion, response: str) -> None:
+    """The same on the event loop."""
+    await asyncio.sleep(3600)
+
+
+async def blocks_the_loop(prompt: Prompt, completion: Completion, response: str) -> None:
+    """An async one that must not."""
+    time.sleep(3)
 
 
 if __name__ == "__main__":

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launch import forked, why
+from megatron_fspo.config import Reward
+from megatron_fspo.parallel.control import Control
+from megatron_fspo.parallel.pulse import Patience
+from megatron_fspo.rewards import Failure, Graded, Grader
 from megatron_fspo.trainer.failed_reward import _path
+from megatron_fspo.trainer.sampling import _awaited, _watch
+from megatron_fspo.types import Completion, Prompt
 from runs import numbers, rows, train_words
 from test_log import make_config
 
 WORKER = Path(__file__).with_name("reward_worker.py")
 # Every rank has prompts of its own, and grades.
+STOPPED = Completion(token_ids=(12,), log_probs=(-0.1,), finish_reason="stop", weight_version=0)
 DATA_PARALLEL = ("--parallel.tensor", "1", "--parallel.sequence", "false")
+
+
+def prompt(answer: str, index: int) -> Prompt:
+    return Prompt(index=index, token_ids=(10,), text="?", answer=answer, fields={})
 
 
 def train(folder: Path, name: str, reward: str, *extra: str) -> subprocess.CompletedProcess[str]:
@@ -51,6 +65,80 @@ def test_a_reward_that_raises_ends_in_one_line_and_is_resumed_once_mended(tmp_pa
     assert list(map(numbers, rows(tmp_path, "run"))) == list(map(numbers, rows(tmp_path, "whole")))
     weights = "hf/model.safetensors"
     assert (tmp_path / "run" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_reward_that_loops_on_one_rank_ends_all_with_its_prompt(tmp_path: Path) -> None:
+    extra = (*DATA_PARALLEL, "--evaluation.every", "0", "--parallel.wait-seconds", "4")
+    failed = train(tmp_path, "run", "loops", *extra)
+    assert failed.returncode == 1
+    (line,) = failed.stderr.splitlines()
+    found = json.loads((tmp_path / "run/reward_error.json").read_text())
+    assert "step 2" in line and "4 s (parallel.wait_seconds)" in line and f"({WORKER}:" in line
+    assert f"on prompt {found['prompt_index']}, response {found['sample']}" in line
+    assert [x.name for x in (tmp_path / "run/checkpoints").iterdir()] == ["step_000001"]
+
+
+def awaited(
+    reward: Reward, wait: float, *, stop_after: float | None = None, stops: bool = True
+) -> tuple[dict[int, Graded], dict[int, Failure | None], float]:
+    """What comes of a right and then two wrong responses, and the seconds."""
+    control = Control(patience=Patience(wait=wait))
+    began = time.monotonic()
+    with Grader(reward, max_response_tokens=10) as grader:
+        threading.Thread(target=_watch, args=(grader, control), daemon=True).start()
+        pending = {i: grader.submit(prompt("5", index=40 + i), STOPPED, "5" * (i + 1)) for i in range(3)}
+        if stop_after is not None:
+            threading.Timer(stop_after, control.request_stop).start()
+        verdicts, failures = _awaited(pending, control, None, stops=stops)
+    return verdicts, failures, time.monotonic() - began
+
+
+@pytest.mark.parametrize("name", ["sleeps", "sleeps_awaited", "loops_always", "blocks_the_loop"])
+def test_a_verdict_that_never_comes_is_a_failure_with_its_prompt(name: str) -> None:
+    verdicts, failures, seconds = awaited(Reward(name=f"reward_worker:{name}"), 0.3)
+    ((number, failure),) = failures.items()
+    assert not verdicts and failure is not None and failure.prompt.index == 40 + number
+    assert failure.problem.startswith("gave no verdict in 0.3 s (parallel.wait_seconds)")
+    assert failure.interrupted == (name == "loops_always")
+    assert seconds < 4
+
+
+def test_the_further_reward_that_does_not_answer_is_named() -> None:
+    reward = Reward(name="exact_match", also={"reward_worker:sleeps": 0.5})
+    _, failures, _ = awaited(reward, 0.2)
+    (failure,) = failures.values()
+    assert failure is not None and failure.problem.startswith("with 'reward_worker:sleeps': gave no verdict")
+
+
+@pytest.mark.parametrize("name", ["sleeps", "loops_always"])
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_request_to_stop_leaves_grades_open(
+    name: str, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_fspo.trainer.sampling._STOP_SECONDS", 0.5)
+    verdicts, failures, seconds = awaited(
+        Reward(name=f"reward_worker:{name}"), 60, stop_after=0.2, stops=stops
+    )
+    assert not verdicts and list(failures.values()) == [None] and seconds < 4
+
+
+def test_a_failure_behind_a_verdict_that_does_not_come_is_seen_at_once() -> None:
+    verdicts, failures, seconds = awaited(Reward(name="reward_worker:raises_behind"), 60)
+    ((number, failure),) = failures.items()
+    assert not verdicts and number == 1 and failure is not None and "ZeroDivisionError" in failure.problem
+    assert seconds < 4
+
+
+def test_verdicts_of_frozen_workers_are_failures() -> None:
+    """Stopped by SIGSTOP, they take no answer."""
+    with Grader(Reward(name="math", workers=2), max_response_tokens=10) as grader:
+        servers = [one for one in psutil.Process().children() if "forkserver" in " ".join(one.cmdline())]
+        for worker in [worker for server in servers for worker in server.children()]:
+            worker.suspend()
+        pending = {i: grader.submit(prompt(r"\sqrt{2}", i), STOPPED, r"\boxed{2^{1/2}}") for i in (7, 9)}
+        verdicts, failures = _awaited(pending, Control(patience=Patience(wait=0.5)), None, stops=True)
+    assert not verdicts and failures[7] is not None and failures[7].prompt.index == 7
 
 
 @pytest.mark.slow

@@ -106,7 +106,9 @@ def test_ranks_that_do_the_same_share_a_line_and_the_silent_one_is_named(
     assert "no job is at work here" in render(examine(folder))
 
 
-def test_without_progress_a_rank_is_stuck_unless_it_waits(tmp_path: Path) -> None:
+def test_a_rank_without_progress_is_stuck_also_when_it_waits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make_run(tmp_path / "run")
     lock = FolderLock(folder)
     hearts = [
@@ -116,8 +118,10 @@ def test_without_progress_a_rank_is_stuck_unless_it_waits(tmp_path: Path) -> Non
     for rank in (0, 1):
         path = sign_file(folder, rank)
         path.write_text(json.dumps(json.loads(path.read_text()) | {"progress": time.time() - 2000}))
-    (problem,) = examine(folder).problems
-    assert problem.startswith("rank 0: no progress for ")
+    for rank, problem in enumerate(examine(folder).problems):
+        assert problem.startswith(f"rank {rank}: no progress for ")
+    assert rank == 1 and main(["status", str(folder)]) == 1
+    assert "waiting for grades" in capsys.readouterr().out
     for heart in hearts:
         heart.close("ended")
     lock.release()
