@@ -62,22 +62,20 @@ def each_line(work: Callable[[], int], program: str) -> int:
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong with the arguments in one line, without the usage; once per job.
 
-    A flag that it does not have is told before one that is missing, which it may be, misspelt. Flags with dots
-    are keys of a configuration, which are looked at later.
+    An unknown flag comes before a missing one, which it may be, misspelt. Flags with dots are keys of a
+    configuration, which are looked at later.
     """
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         flags = [word.partition("=")[0] for word in words[: words.index("--") if "--" in words else None]]
         for flag in flags if self._subparsers is None else ():
             if flag.startswith("--") and "." not in flag and flag not in self._option_string_actions:
                 close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-                hint = (
-                    f"did you mean {close[0]}?"
-                    if close
-                    else "a key of the configuration is --section.key value"
-                )
-                self.error(f"unexpected argument {flag!r}: {hint}")
+                legal = f"did you mean {close[0]}?" if close else "keys of a run are --section.key value"
+                self.error(f"unexpected argument {flag!r}: {legal}")
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
