@@ -74,12 +74,8 @@ class OneLineParser(argparse.ArgumentParser):
         for flag in flags if self._subparsers is None else ():
             if flag.startswith("--") and "." not in flag and flag not in self._option_string_actions:
                 close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-                hint = (
-                    f"did you mean {close[0]}?"
-                    if close
-                    else "a key of the configuration is --section.key value"
-                )
-                self.error(f"unexpected argument {flag!r}: {hint}")
+                legal = f"did you mean {close[0]}?" if close else "keys of a run are --section.key value"
+                self.error(f"unexpected argument {flag!r}: {legal}")
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:

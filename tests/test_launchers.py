@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -114,3 +115,12 @@ def test_the_other_models_script_is_the_first_ones(tmp_path: Path, monkeypatch: 
         runpy.run_path(other, run_name="__main__")
     base = ["--config", str(REPO / "examples/qwen3_8b/run.toml")]
     assert log.read_text().split() == ["train", *base, *layer, "--run.steps", "3"]
+
+
+def test_the_script_names_a_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        port = taken.getsockname()[1]
+        result = start_script(tmp_path, **given, MASTER_PORT=str(port))
+    assert result.returncode == 2 and f"MASTER_PORT={port}: in use" in result.stderr
+    assert result.stderr.count("\n") == 1 and not (tmp_path / "log").exists()

@@ -35,7 +35,7 @@ CASES = [
     (f"{TRAIN} --loss.c-low abc", ["fspo: --loss.c_low = 'abc'", "number"]),
     (
         f"{TRAIN} --optimizer.learning-rate 1",
-        ["fspo: --optimizer.learning_rate", "did you mean optimizer.lr?"],
+        ["fspo: --optimizer.learning_rate", "mean optimizer.lr?"],
     ),
     (f"{TRAIN} --data.train {{tmp}}/data.csv", ["data.csv:1: not JSON", "JSON lines", "parquet"]),
     ("train --config {tmp}", ["{tmp}: cannot be read: Is a directory"]),

@@ -48,9 +48,7 @@ class Row:
         except UnicodeError as error:
             self.fail(f"not UTF-8: {error}", error)
         except json.JSONDecodeError as error:
-            legal = (
-                "" if error.doc[:1] == "{" else "; data files are JSON lines, objects, or parquet (.parquet)"
-            )
+            legal = "" if error.doc[:1] == "{" else "; legal are JSON lines, an object each, and .parquet"
             self.fail(f"not JSON: {error.msg} at character {error.pos + 1}{legal}", error)
         except (ValueError, RecursionError) as error:
             self.fail(f"not JSON: {error}", error)

@@ -181,7 +181,7 @@ def test_gradable(answer: str, good: bool) -> None:
         ("data check {tmp}/x --tokenizer {tmp}/none", ["{tmp}/none: no such folder"]),
         ("data check {tmp}/x --config {tmp}/none.toml", ["none.toml: cannot be read"]),
         ("data check {tmp}/x --data.preset gsm8k", ["unrecognized arguments: --data.preset"]),
-        ("data check --fix {tmp}/x", ["unrecognized arguments: --fix"]),
+        ("data check --fix {tmp}/x", ["unexpected argument '--fix'"]),
     ],
 )
 def test_wrong_words(line: str, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
