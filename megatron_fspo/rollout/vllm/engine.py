@@ -307,8 +307,8 @@ class VLLMEngine:
         if self._tolerance is None:
             self._tolerance = canary.tolerance(max(largest) if self._proven else 0.0, self._dtype)
         for server, got, (_, text) in zip(servers, scores, proofs, strict=True):
-            if problem := canary.problem(got, want, self._tolerance):
-                raise canary.WrongWeights(server.url, self._version, f"{problem}\n{text}")
+            if wrong := canary.problem(got, want, self._tolerance):
+                raise canary.WrongWeights(server.url, self._version, f"{wrong}\n{text}")
         self._canary_error = max(largest)
         return None
 
