@@ -62,7 +62,7 @@ THIRD_PARTY = {
     "packing": {"torch"},
     "parallel": {"torch"},
     "weights": {"torch", "safetensors"},
-    "mcore": {"torch", "safetensors", "megatron", "transformer_engine"},
+    "mcore": {"torch", "megatron", "transformer_engine"},
     "rollout": {"torch", "safetensors", "httpx", "msgspec"},
     "serve": set(),
     "vllm_plugin": {"torch", "safetensors", "vllm"},
