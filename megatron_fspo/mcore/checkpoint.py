@@ -215,11 +215,8 @@ def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
 
 
 def _alike(read: Callable[[], T]) -> T:
-    """What ``read`` returns, once it has on every rank; all raise the first ``InputError``. Collective.
-
-    Raises:
-        TrainingError: on every rank; one cannot read a file, which may be whole.
-    """
+    """What ``read`` returns, once it has on every rank; all raise the first ``InputError``, or a
+    ``TrainingError`` where a file, which may be whole, cannot be read. Collective."""
     found: T | None = None
     problem: tuple[bool, str] | None = None
     try:
