@@ -27,7 +27,6 @@ kept: once a model is built nothing draws from torch's own generators, as there 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -50,7 +49,16 @@ from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.parallel.metrics import any_rank, share
 from megatron_fspo.weights.chunk_reader import Box, ChunkReader, boxes
 from megatron_fspo.weights.chunk_writer import ChunkWriter, merge_indexes, write_index
-from megatron_fspo.weights.sums import SUMS, check_sums, digest, read_sums, sync, write_sums
+from megatron_fspo.weights.sums import (
+    SUMS,
+    check_sums,
+    digest,
+    failed_read,
+    patiently,
+    read_sums,
+    sync,
+    write_sums,
+)
 
 T = TypeVar("T")
 
@@ -58,9 +66,6 @@ _STATE = "trainer.json"
 _WEIGHTS = "torch_dist"
 _BOX_BYTES = 16 * 2**20
 _POLL_SECONDS = 0.1
-_TRANSIENT = {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EREMOTEIO}
-_PAUSES = (0.5, 1.0, 2.0, 4.0)
-"""Seconds before each further attempt to read."""
 # Megatron's name for the fp32 copy with the plain optimizer; checkpoints written by Megatron's distributed
 # optimizer, ours until 0.1, have the other.
 _MAIN = ("fp32_param", "param")
@@ -205,52 +210,25 @@ def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
 
 
 def _alike(read: Callable[[], T]) -> T:
-    """What ``read`` returns, once it has on every rank; all raise the first ``InputError``. Collective.
-
-    Raises:
-        TrainingError: on every rank; one cannot read a file, which may be whole.
-    """
+    """What ``read`` returns, once it has on every rank; all raise the first ``InputError``, or a
+    ``TrainingError`` where a file, which may be whole, cannot be read. Collective."""
     found: T | None = None
-    damage, unreadable = None, None
+    problem: tuple[bool, str] | None = None
     try:
         found = patiently(read)
     except (InputError, OSError) as error:
-        if _failed_read(error):
-            unreadable = f"rank {dist.get_rank()}: {error}"
-        else:
-            damage = str(error)
+        problem = failed_read(error) is None, str(error)
     problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, (damage, unreadable))
-    for _, one in problems:
-        if one is not None:
-            raise TrainingError(
-                f"the checkpoint cannot be read: {one}. Nothing was changed: it may be whole. Mend the "
-                "file system or the rights, then continue with --resume"
-            )
-    for one, _ in problems:
-        if one is not None:
-            raise InputError(one)
+    dist.all_gather_object(problems, problem)
+    # What could not be read comes first: it may be whole.
+    for damaged, text in sorted(filter(None, problems)):
+        if damaged:
+            raise InputError(text)
+        raise TrainingError(
+            f"the checkpoint cannot be read: {text}. Nothing was changed: it may be whole. Mend the file "
+            "system or the rights, then continue with --resume"
+        )
     return cast(T, found)
-
-
-def patiently(read: Callable[[], T]) -> T:
-    """What ``read`` returns; it is asked again after an error of the file system that may pass."""
-    for seconds in _PAUSES:
-        try:
-            return read()
-        except (InputError, OSError) as error:
-            failed = _failed_read(error)
-            if failed is None or failed.errno not in _TRANSIENT:
-                raise
-            time.sleep(seconds)
-    return read()
-
-
-def _failed_read(error: Exception) -> OSError | None:
-    """Why the file system gave nothing; None if it gave what is damaged, or a file is missing."""
-    cause = error if isinstance(error, OSError) else error.__cause__
-    missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-    return cause if isinstance(cause, OSError) and not isinstance(cause, missing) else None
 
 
 def _check_files(folder: Path) -> None:

@@ -69,24 +69,28 @@ class History:
         if not path.exists():
             raise InputError(f"{folder}: holds no {METRICS}; give the folder of a run, such as runs/demo")
         rows = read_rows(path) if newest is None else reversed([*islice(rows_from_end(path), newest)])
-        # Columns of numbers: the rows of 50,000 steps would take a gigabyte.
-        self._columns: dict[str, tuple[array[int], array[float]]] = {}
-        for row in rows:
-            for name, value in row.items():
-                steps, values = self._columns.setdefault(name, (array("q"), array("d")))
-                steps.append(row["step"])
-                values.append(math.nan if value is None else value)
-        if not self._columns:
+        # Of rows with the same names a table of numbers: as dictionaries, 50,000 would take a gigabyte.
+        self._tables: dict[tuple[str, ...], array[float]] = {}
+        for number, row in enumerate(rows):
+            values = [math.nan if value is None else value for value in row.values()]
+            self._tables.setdefault(tuple(row), array("d")).extend([number, *values])
+        if not self._tables:
             raise InputError(f"{path}: holds no step; there is nothing to report yet")
 
     def series(self, name: str) -> Series:
         """A metric by name; an empty series if the run never logged it."""
-        steps, values = self._columns.get(name, ((), ()))
-        return Series(steps=np.array(steps, dtype=np.int64), values=np.array(values, dtype=np.float64))
+        parts = [np.zeros((3, 0))]
+        for names, table in self._tables.items():
+            if name in names:
+                columns = np.frombuffer(table).reshape(-1, 1 + len(names)).T
+                parts.append(columns[[0, 1 + names.index("step"), 1 + names.index(name)]])
+        numbers, steps, values = np.concatenate(parts, axis=1)
+        order = numbers.argsort()
+        return Series(steps=steps[order].astype(np.int64), values=values[order])
 
     def evaluation(self) -> str | None:
         """Name of the accuracy on the first set of validation prompts, ``val/<set>/mean@k``."""
-        return next(filter(is_accuracy, self._columns), None)
+        return next((name for names in self._tables for name in names if is_accuracy(name)), None)
 
 
 @dataclass(frozen=True, kw_only=True)

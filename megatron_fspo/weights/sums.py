@@ -9,12 +9,19 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_fspo.errors import InputError
 
+T = TypeVar("T")
+
 SUMS = "SHA256SUMS"
+_TRANSIENT = {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EREMOTEIO}
+_PAUSES = (0.5, 1.0, 2.0, 4.0)
+"""Seconds before each further attempt to read."""
 
 
 def digest(path: Path) -> str:
@@ -76,6 +83,26 @@ def check_sums(folder: Path, sums: Mapping[str, str]) -> None:
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
         if found != wanted:
             raise InputError(f"{path} is damaged: its SHA-256 is not that of {SUMS}")
+
+
+def patiently(read: Callable[[], T]) -> T:
+    """What ``read`` returns; it is asked again after an error of the file system that may pass."""
+    for seconds in _PAUSES:
+        try:
+            return read()
+        except (InputError, OSError) as error:
+            failed = failed_read(error)
+            if failed is None or failed.errno not in _TRANSIENT:
+                raise
+            time.sleep(seconds)
+    return read()
+
+
+def failed_read(error: Exception) -> OSError | None:
+    """Why the file system gave nothing; None if it gave what is damaged, or a file is missing."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    return cause if isinstance(cause, OSError) and not isinstance(cause, missing) else None
 
 
 def _of(text: str) -> str:

@@ -17,10 +17,11 @@ import torch
 
 from checkpoint_checks import build
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.mcore import checkpoint
-from megatron_fspo.mcore.checkpoint import load_checkpoint, patiently, save_checkpoint
+from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.startup import stop
+from megatron_fspo.weights import sums
+from megatron_fspo.weights.sums import patiently
 
 
 def events_of(policy: Any, folder: Path) -> list[tuple[str, str]]:
@@ -73,7 +74,7 @@ def main() -> None:
     folder = out.parent / "checkpoints/one"
     found: dict[str, Any] = {"events": events_of(policy, folder)}
     found["files"] = [str(path.relative_to(folder)) for path in folder.rglob("*")]
-    with patch.object(checkpoint, "_PAUSES", (0.0, 0.0)):
+    with patch.object(sums, "_PAUSES", (0.0, 0.0)):
         found["stale"], found["denied"] = attempts(errno.ESTALE), attempts(errno.EACCES)
         state = folder / "trainer.json"
         text = state.read_text()

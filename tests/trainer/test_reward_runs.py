@@ -179,8 +179,8 @@ def test_steps_that_teach_nothing_are_told_and_too_many_end_the_run(tmp_path: Pa
     (line,) = ended.stderr.splitlines()
     assert line == (
         "megatron-fspo: step 2: reward 'reward_worker:always_half': all 32 rewards are 0.5, and 2 steps in "
-        "a row had nothing to learn from (reward.max_steps_without_spread = 2; 0: never an error); "
-        "--resume goes on after step 1"
+        "a row had nothing to learn from (reward.max_steps_without_spread = 2; 0: never an error). "
+        "No checkpoint is from before them; --resume goes on after step 1"
     )
     assert [row["step"] for row in rows(tmp_path, "run")] == [1]
 
