@@ -99,7 +99,7 @@ def test_samples_given_hold_before_those_of_a_file(tmp_path: Path) -> None:
         (f"--config {RUN} --compare {{tmp}}", "--compare needs --out, the folder of this evaluation"),
         (f"--config {RUN} --out {{tmp}}/file", "--out {tmp}/file: {tmp}/file is a file"),
         (f"--config {RUN} --out {{tmp}}/file/x", "--out {tmp}/file/x: {tmp}/file is a file"),
-        (f"--config {RUN} --samples 0", f"{RUN}: evaluation.samples = 0: input should be greater than 0"),
+        (f"--config {RUN} --samples 0", "--evaluation.samples = 0: input should be greater than 0"),
         (
             f"--config {RUN} --samples 2 3",
             "--samples has 2 numbers and --data 0 files: give one number for all sets, or one for each file",
@@ -108,11 +108,11 @@ def test_samples_given_hold_before_those_of_a_file(tmp_path: Path) -> None:
         (f"--config {RUN} --data a b --samples 2 0", "data.validation[1].samples = 0: input should be"),
         (
             f"--model {MODEL} --data {DATA} --reward make_sum --out {{tmp}} --top-p 2",
-            "evaluate: evaluation.top_p = 2.0: input should be less than or equal to 1",
+            "--evaluation.top_p = 2.0: input should be less than or equal to 1",
         ),
         (
             f"--model {MODEL} --data {DATA} --reward make_sum --out {{tmp}} --max-response-tokens -1",
-            "evaluate: rollout.max_response_tokens = -1: input should be greater than 0",
+            "--rollout.max_response_tokens = -1: input should be greater than 0",
         ),
         (f"--model {{tmp}} --data {DATA} --reward make_sum --out {{tmp}}", "{tmp}/config.json"),
     ],

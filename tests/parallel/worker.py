@@ -236,7 +236,7 @@ def check_any_rank_ends_a_run_beyond_max_kl() -> None:
     run: Any = SimpleNamespace(
         step=4,
         timings={},
-        end_save=lambda *, wait: None,
+        end_save=lambda *, wait, prune: None,
         log=SimpleNamespace(step=lambda *row: None),
         inputs=SimpleNamespace(backend=SimpleNamespace(device=torch.device("cpu")), config=config),
     )

@@ -79,7 +79,3 @@ async def cancels_itself(prompt: Prompt, completion: Completion, response: str) 
 
 async def nan_awaited(prompt: Prompt, completion: Completion, response: str) -> float:
     return math.nan
-
-
-def takes_one(prompt: Prompt) -> float:
-    return 1.0

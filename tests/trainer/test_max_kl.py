@@ -32,7 +32,7 @@ def check(folder: Path, kl: float, **optimizer: float) -> list[Any]:
     run: Any = SimpleNamespace(
         step=4,
         timings={},
-        end_save=lambda *, wait: written.append("saved"),
+        end_save=lambda *, wait, prune: written.append("saved"),
         log=SimpleNamespace(step=lambda *row: written.append(row)),
         inputs=SimpleNamespace(
             backend=SimpleNamespace(device=torch.device("cpu")),

@@ -95,10 +95,10 @@ def test_what_a_step_reports() -> None:
             ),
         ),
         spikes=SimpleNamespace(on=True),
-        loss=SimpleNamespace(objective=lambda: None, metrics=lambda: {}),
+        loss=SimpleNamespace(objective=lambda: None, metrics=lambda: {}, doubts=lambda metrics, warm: {}),
     )
     step: Any = SimpleNamespace(
-        updates=updates, off_policy=[], first={"fspo/kl_k3/on_policy": 0.0}, nonfinite=3
+        updates=updates, off_policy=[], first={"fspo/kl_k3/on_policy": 0.0}, nonfinite=3, warm=True
     )
     got = update_metrics(run, step)
     assert got["fspo/kl_k3"] == pytest.approx(29 / 1090) and got["fspo/kl_k3/on_policy"] == 0
