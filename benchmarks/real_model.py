@@ -1,29 +1,21 @@
 """The tables of docs/real_model.md, from the runs of ``examples/smollm2/run.sh``.
 
-    python benchmarks/real_model.py fspo-1 fspo-2 fspo-3 rloo-1 gspo-1
-    python benchmarks/real_model.py --match fspo-1          # widths for rloo.toml and gspo.toml
-
-``--match`` gives RLOO and GSPO the width that leaves as large a share of a run's off-policy records outside
-as FSPO's band leaves, |S| > width·L^a with a = 0 and 1.
+python benchmarks/real_model.py 1 2 3
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import tomllib
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from machine import ROOT, cpu
 from megatron_fspo.evaluation.table import AVERAGE
 from megatron_fspo.report.history import Records, clip_rates, overall_rates, pooled_lre, read_records
 
 RUNS = ROOT / "runs"
-EXPONENTS = {"fspo": 0.5, "rloo": 0.0, "gspo": 1.0}
 BINS = 4
 
 
@@ -32,45 +24,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", help="loss-seed; the first is FSPO's")
-    parser.add_argument("--match", action="store_true", help="print widths only")
+    parser.add_argument("seeds", nargs="+", help="of the runs; responses are those of the first")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/real_model.json")
     args = parser.parse_args()
-    if args.match:
-        print(json.dumps(matched(RUNS / f"smollm2-{args.runs[0]}"), indent=1))
-        return
-    found = {run: figures(run) for run in args.runs}
-    content = {
-        "machine": cpu(),
-        "matched": matched(RUNS / f"smollm2-{args.runs[0]}"),
-        "runs": found,
-    }
-    args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    found = {seed: figures(seed) for seed in args.seeds}
+    args.out.write_text(json.dumps({"machine": cpu(), "runs": found}, indent=1) + "\n", encoding="utf-8")
     print(table(found))
+    print(steps_table(found))
     print(clip_table(found))
     responses = args.out.with_name("real_model_responses.md")
-    responses.write_text(examples(args.runs[0]), encoding="utf-8")
+    responses.write_text(examples(args.seeds[0]), encoding="utf-8")
 
 
-def matched(folder: Path) -> dict[str, Any]:
-    """The share that FSPO's band leaves outside in a run, and what gives RLOO and GSPO the same."""
-    records = read_records(folder)
-    c = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["loss"]["c_high"]
-    sizes = np.abs(records.log_ratio_sum)
-    share = float(np.mean(sizes > c * records.length ** EXPONENTS["fspo"]))
-    widths = {
-        loss: float(np.quantile(sizes / records.length ** EXPONENTS[loss], 1 - share))
-        for loss in ("rloo", "gspo")
-    }
-    eps = {loss: {"eps_low": -math.expm1(-w), "eps_high": math.expm1(w)} for loss, w in widths.items()}
-    return {"out_of_band": share, **eps}
-
-
-def figures(run: str) -> dict[str, Any]:
+def figures(seed: str) -> dict[str, Any]:
     """What a run and its two evaluations say."""
-    folder = RUNS / f"smollm2-{run}"
+    folder = RUNS / f"smollm2-{seed}"
     before = json.loads((RUNS / "smollm2/before/results.json").read_text(encoding="utf-8"))
-    after = json.loads((RUNS / f"smollm2/after-{run}/results.json").read_text(encoding="utf-8"))
+    after = json.loads((RUNS / f"smollm2/after-{seed}/results.json").read_text(encoding="utf-8"))
     rows = [row for row in lines_of(folder / "metrics.jsonl") if "critic/score/mean" in row]
     return {
         "config": tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")),
@@ -78,6 +48,7 @@ def figures(run: str) -> dict[str, Any]:
         "after": scores(after),
         "difference": scores(after["comparison"]["difference"]),
         "score": [row["critic/score/mean"] for row in rows],
+        "c": [row["fspo/c_high"] for row in rows],
         "length": [row["response_length/mean"] for row in rows],
         "records": clipping(read_records(folder)),
     }
@@ -98,6 +69,7 @@ def clipping(records: Records) -> dict[str, Any]:
     return {
         "count": len(records),
         "out_of_band": overall_rates(records).out_of_band,
+        "clipped": overall_rates(records).clipped,
         "lre": {"value": lre.mean, "low": lre.mean_interval[0], "high": lre.mean_interval[1]},
         "lre by chance": lre.null_mean,
         "by length": bins,
@@ -118,7 +90,7 @@ def interval(value: dict[str, float], sign: str = "") -> str:
 def table(found: dict[str, Any]) -> str:
     """Before, after and the difference of every run: over all sets, and the values of each."""
     sets = [name for name in next(iter(found.values()))["before"] if name != AVERAGE]
-    heads = ["run", "before", "after", "paired difference", *sets, "tokens", "truncated"]
+    heads = ["seed", "before", "after", "paired difference", *sets, "tokens", "truncated"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for run, one in found.items():
         before, after, difference = (one[key] for key in ("before", "after", "difference"))
@@ -137,9 +109,23 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def steps_table(found: dict[str, Any]) -> str:
+    """Mean reward of every quarter of a run, and its band."""
+    lines = ["| seed | first quarter | second | third | last | c |", "|---|---|---|---|---|---|"]
+    for seed, one in found.items():
+        size = len(one["score"]) // 4
+        quarters = [one["score"][at * size : (at + 1) * size] for at in range(4)]
+        cells = [f"{sum(part) / size:.2f}" for part in quarters] + [f"{one['c'][-1]:.3f}"]
+        lines.append(f"| {seed} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def clip_table(found: dict[str, Any]) -> str:
     """Share outside the band by length, and how far acceptance depends on it."""
-    lines = ["| run | out of band | by length (tokens) | LRE | by chance |", "|---|---|---|---|---|"]
+    lines = [
+        "| seed | out of band | clipped | by length (tokens) | LRE | by chance |",
+        "|---|---|---|---|---|---|",
+    ]
     for run, one in found.items():
         records = one["records"]
         bins = ", ".join(
@@ -147,19 +133,20 @@ def clip_table(found: dict[str, Any]) -> str:
             for part in records["by length"]
         )
         lre = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**records["lre"])
-        cells = [f"{100 * records['out_of_band']:.1f}%", bins, lre, f"{records['lre by chance']:.2f}"]
+        shares = (f"{100 * records[name]:.1f}%" for name in ("out_of_band", "clipped"))
+        cells = [*shares, bins, lre, f"{records['lre by chance']:.2f}"]
         lines.append(f"| {run} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def examples(run: str) -> str:
+def examples(seed: str) -> str:
     """Every tenth held-out response before and after."""
-    lines = [f"# A tenth of the held-out responses, before and after ({run})", ""]
+    lines = [f"# A tenth of the held-out responses, before and after (seed {seed})", ""]
     problems = lines_of(RUNS / "smollm2/before/problems.jsonl")
     prompts = {(row["set"], row["index"]): row for row in problems}
     before, after = (
         {(row["set"], row["index"], row["sample"]): row for row in lines_of(folder / "samples.jsonl")}
-        for folder in (RUNS / "smollm2/before", RUNS / f"smollm2/after-{run}")
+        for folder in (RUNS / "smollm2/before", RUNS / f"smollm2/after-{seed}")
     )
     for key in sorted(before)[::10]:
         prompt = prompts[key[:2]]

@@ -211,7 +211,7 @@ def _launch(path: str, words: list[str], command: Command) -> None:
     base = ["--config", "examples/qwen3_8b/run.toml"]
     layer = ["--config", "examples/qwen3_1_7b/run.toml"] if "1_7b" in path else []
     if path.endswith("smollm2/run.sh"):
-        base, words = ["--config", f"examples/smollm2/{words[0]}.toml"], words[2:]
+        base, words = ["--config", "examples/smollm2/run.toml"], words[1:]
     _ours(path, ["train", *base, *layer, *(word for word in words if word != "--smoke")], command)
 
 

@@ -1,7 +1,7 @@
 """Do transformers, vLLM and our engine answer the same with an exported checkpoint?
 
-    megatron-fspo serve --model runs/smollm2-fspo-1/hf --port 8100 --dtype float32 &
-    python examples/smollm2/check_greedy.py runs/smollm2-fspo-1 --vllm http://127.0.0.1:8100
+    megatron-fspo serve --model runs/smollm2-1/hf --port 8100 --dtype float32 &
+    python examples/smollm2/check_greedy.py runs/smollm2-1 --vllm http://127.0.0.1:8100
 
 Greedy answers to the held-out questions, in float32. Two engines agree up to the first token that differs;
 what follows is the answer to another text. Exit status 1 where that leaves less than 99% of the tokens.

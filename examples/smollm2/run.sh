@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Train SmolLM2 with one loss, and evaluate it before and after:
+# Train SmolLM2 with FSPO, and evaluate it before and after:
 #
-#     examples/smollm2/run.sh fspo [seed] [--key value ...]
+#     examples/smollm2/run.sh [seed] [--key value ...]
 #
 # Responses come from vLLM where $VLLM_BIN names one, else from the training model itself.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-loss=${1:-fspo} seed=${2:-1}
-shift $(($# < 2 ? $# : 2))
-config=examples/smollm2/$loss.toml model=runs/smollm2/checkpoint
-folder=runs/smollm2-$loss-$seed before=runs/smollm2/before
-rm -rf "$folder" "$folder.server" "runs/smollm2/after-$loss-$seed"
+seed=${1:-1}
+shift $(($# > 0))
+config=examples/smollm2/run.toml model=runs/smollm2/checkpoint
+folder=runs/smollm2-$seed before=runs/smollm2/before after=runs/smollm2/after-$seed
+rm -rf "$folder" "$folder.server" "$after"
 
 engine=()
 if [ -n "${VLLM_BIN:-}" ]; then
@@ -27,9 +27,9 @@ if [ -n "${VLLM_BIN:-}" ]; then
 fi
 
 evaluate() {
-    megatron-fspo evaluate --config "$config" --nproc 2 "${engine[@]}" "$@"
+    megatron-fspo evaluate --config $config --nproc 2 "${engine[@]}" "$@"
 }
 
-evaluate --model $model --out $before "${@}"
-megatron-fspo train --config "$config" --nproc 2 --run.name "smollm2-$loss-$seed" --run.seed "$seed" "${engine[@]}" "$@"
-evaluate --model "$folder/hf" --out "runs/smollm2/after-$loss-$seed" --compare $before "${@}"
+evaluate --model $model --out $before "$@"
+megatron-fspo train --config $config --nproc 2 --run.name "smollm2-$seed" --run.seed "$seed" "${engine[@]}" "$@"
+evaluate --model "$folder/hf" --out "$after" --compare $before "$@"
