@@ -23,8 +23,8 @@ WINDOW = 5
 """Steps behind each number of the table."""
 TAIL = 0.25
 """Share of the steps, the last ones, in the picture of clip rates by length."""
-_POOL = 100_000
-"""Records behind the pooled LRE, at most: its 400 resamples take two seconds then."""
+_POOL = 40_000
+"""Records behind the pooled LRE, at most: its 400 resamples take a second then."""
 _BLOCKS = 12
 """Stretches of steps behind the interval of the exponent, at most: 0.2 s each with the largest pool."""
 

@@ -215,7 +215,7 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
             )
     path = write_report(run)
     assert read_page(path).pictures == LEARNING | RATES | BY_SEQUENCE | HEALTH - {"Exponent of S"}
-    assert "100,000 records, evenly over all steps" in table(path)["LRE pooled"][2]
+    assert "40,000 records, evenly over all steps" in table(path)["LRE pooled"][2]
     assert path.stat().st_size < 1_000_000
     assert "data:image/png;base64" in path.read_text(encoding="utf-8")  # the scatter is pixels
 
