@@ -27,11 +27,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from machine import ROOT, cpu
+from megatron_fspo.lab.report.history import Records
+from megatron_fspo.lab.sweep.file import Sweep, planned, read_sweep
+from megatron_fspo.lab.sweep.processes import make
+from megatron_fspo.lab.sweep.summary import as_json, compared, mean_over_seeds, summarize
 from megatron_fspo.objective.fairness import length_bins
-from megatron_fspo.report.history import Records
-from megatron_fspo.sweep.file import Sweep, planned, read_sweep
-from megatron_fspo.sweep.processes import make
-from megatron_fspo.sweep.summary import as_json, compared, mean_over_seeds, summarize
 
 PARTS = ("make_sum", "variations", "smollm2")
 LOOKS = {

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow
 from pyarrow import parquet
 
-from megatron_fspo.explain.command import explain
+from megatron_fspo.lab.explain.command import explain
 
 
 def sums(count: int, random: np.random.Generator) -> Iterator[dict[str, Any]]:

@@ -32,13 +32,13 @@ from torch import Tensor
 from machine import ROOT, cpu, vllm_server
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.explain.findings import factor_for
-from megatron_fspo.objective import FSPOBand, fit_exponent, length_reweighting_error, measure_exponent
-from megatron_fspo.objective.decomposition import Decomposition, Halves, decompose, halves_of
-from megatron_fspo.objective.exponent import jackknife, student_t
+from megatron_fspo.lab.decomposition import Decomposition, Halves, decompose, halves_of
+from megatron_fspo.lab.explain.findings import factor_for
+from megatron_fspo.lab.report.history import wilson_interval
+from megatron_fspo.lab.sweep.summary import as_json
+from megatron_fspo.objective import FSPOBand, length_reweighting_error
+from megatron_fspo.objective.exponent import fit_exponent, jackknife, measure_exponent, student_t
 from megatron_fspo.objective.fairness import LengthReweightingError, length_bins
-from megatron_fspo.report.history import wilson_interval
-from megatron_fspo.sweep.summary import as_json
 from megatron_fspo.types import Completion, Prompt
 
 CONFIG = ROOT / "benchmarks/long_responses.toml"

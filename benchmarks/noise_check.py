@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_fspo.lab.report.history import wilson_interval
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.objective.noise import Noise
-from megatron_fspo.report.history import wilson_interval
 from megatron_fspo.trainer.noise import read_calibration
 
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_fspo import config as options
+from megatron_fspo.lab.plan.presets import PRESETS
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.checkpoint import save_checkpoint
 from megatron_fspo.mcore.decode import Decoder
@@ -38,7 +39,6 @@ from megatron_fspo.packing.pack import Packs, pack
 from megatron_fspo.packing.sequences import Sequences
 from megatron_fspo.parallel.groups import pack_layout
 from megatron_fspo.parallel.metrics import gather_lists
-from megatron_fspo.plan.presets import PRESETS
 from megatron_fspo.rollout.vllm.senders import in_buckets
 from megatron_fspo.verify.cases import SMALL, random_samples
 from megatron_fspo.weights import Architecture, Experts

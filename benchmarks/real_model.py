@@ -13,7 +13,7 @@ from typing import Any
 
 from machine import ROOT, cpu
 from megatron_fspo.evaluation.table import AVERAGE
-from megatron_fspo.report.history import Records, clip_rates, overall_rates, pooled_lre, read_records
+from megatron_fspo.lab.report.history import Records, clip_rates, overall_rates, pooled_lre, read_records
 
 RUNS = ROOT / "runs"
 BINS = 4

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_fspo.report.page import write_report
+from megatron_fspo.lab.report.page import write_report
 
 HERE = Path(__file__).parent
 RUN = HERE / "gallery/run"

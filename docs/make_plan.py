@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.plan.activations import layer_tensors
-from megatron_fspo.plan.buffers import server_gpus
-from megatron_fspo.plan.command import plan
-from megatron_fspo.plan.presets import PRESETS
-from megatron_fspo.plan.report import GIB, Given, Report, make_report
-from megatron_fspo.plan.shape import Pack
-from megatron_fspo.plan.table import layout_of
+from megatron_fspo.lab.plan.activations import layer_tensors
+from megatron_fspo.lab.plan.buffers import server_gpus
+from megatron_fspo.lab.plan.command import plan
+from megatron_fspo.lab.plan.presets import PRESETS
+from megatron_fspo.lab.plan.report import GIB, Given, Report, make_report
+from megatron_fspo.lab.plan.shape import Pack
+from megatron_fspo.lab.plan.table import layout_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(__file__).with_name("plan.md")

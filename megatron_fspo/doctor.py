@@ -22,40 +22,48 @@ _PACKAGES = (
     "tensorboard",
     "sympy",
 )
-_REQUIRED = {
-    "torch": "torch",
-    "megatron-core": "megatron",
-    "einops": "einops",
-    "psutil": "psutil",
-    "numpy": "numpy",
-    "pydantic": "pydantic",
-    "safetensors": "safetensors",
-    "transformers": "transformers",
-    "jinja2": "jinja2",
-    "markupsafe": "markupsafe",
-    "matplotlib": "matplotlib",
-    "tomli-w": "tomli_w",
-    "tqdm": "tqdm",
-    "httpx": "httpx",
-    "msgspec": "msgspec",
-    "pyarrow": "pyarrow",
-    "math-verify": "math_verify",
-    "sympy": "sympy",
-    "pebble": "pebble",
-    "reasoning-gym": "reasoning_gym",
+_MODULES = {
+    "": {
+        "torch": "torch",
+        "megatron-core": "megatron",
+        "einops": "einops",
+        "psutil": "psutil",
+        "numpy": "numpy",
+        "pydantic": "pydantic",
+        "safetensors": "safetensors",
+        "transformers": "transformers",
+        "tomli-w": "tomli_w",
+        "tqdm": "tqdm",
+        "httpx": "httpx",
+        "msgspec": "msgspec",
+        "pyarrow": "pyarrow",
+    },
+    "lab": {"jinja2": "jinja2", "markupsafe": "markupsafe", "matplotlib": "matplotlib"},
+    "math": {"math-verify": "math_verify", "sympy": "sympy", "pebble": "pebble"},
+    "gym": {"reasoning-gym": "reasoning_gym"},
 }
-"""Package → its module: the dependencies of pyproject.toml, all of which a run takes."""
+"""Extra ("" for what any run takes) → package → its module: the dependencies of pyproject.toml."""
 
 
 def is_required(module: str | None) -> bool:
-    """Whether the module is of a package that has to be installed."""
-    return (module or "").partition(".")[0] in _REQUIRED.values()
+    """Whether the module is of a package that this one depends on, perhaps by an extra."""
+    return any(_top(module) in modules.values() for modules in _MODULES.values())
 
 
 def what_is_required(module: str | None) -> str:
     """One line for somebody whose environment lacks the module."""
-    name = next(name for name, own in _REQUIRED.items() if own == (module or "").partition(".")[0])
-    others = len(_absent()) - 1
+    extra, name = next(
+        (extra, name)
+        for extra, modules in _MODULES.items()
+        for name, own in modules.items()
+        if own == _top(module)
+    )
+    if extra:
+        return (
+            f"this needs the Python package {name} of the extra {extra}: `pip install -e '.[{extra}]'` in a "
+            "checkout of megatron_fspo"
+        )
+    others = len(absent()) - 1
     more = f", and {others} more are not" if others > 0 else ""
     return (
         f"this needs the Python package {name}, which is not installed here{more}: `pip install -e .` in a "
@@ -63,8 +71,13 @@ def what_is_required(module: str | None) -> str:
     )
 
 
-def _absent() -> list[str]:
-    return [name for name, module in _REQUIRED.items() if not _importable(module)]
+def absent(extra: str = "") -> list[str]:
+    """Packages of an extra, or that any run takes, that are not installed."""
+    return [name for name, module in _MODULES[extra].items() if not _importable(module)]
+
+
+def _top(module: str | None) -> str:
+    return (module or "").partition(".")[0]
 
 
 def examine(config: Config | None = None) -> dict[str, Any]:
@@ -79,7 +92,7 @@ def examine(config: Config | None = None) -> dict[str, Any]:
     Raises:
         InputError: the run's model cannot be read.
     """
-    required = _absent()
+    required = absent()
     if {"torch", "megatron-core", "pydantic"} & set(required):
         return _without_torch(required)
     import torch
@@ -107,6 +120,7 @@ def examine(config: Config | None = None) -> dict[str, Any]:
             "NVIDIA apex: the package `apex` found here has none of its CUDA kernels (the one on the package "
             "index is another project). Remove it; Transformer Engine has all that a run needs"
         )
+    missing += _absent_extras()
     if not versions["vllm"]:
         missing.append("optional: vllm, in an environment of its own, for rollout.engine = vllm")
     return {
@@ -124,6 +138,15 @@ def examine(config: Config | None = None) -> dict[str, Any]:
         "missing": missing,
         "required": required,
     }
+
+
+def _absent_extras() -> list[str]:
+    extras = {extra: absent(extra) for extra in _MODULES if extra}
+    return [
+        f"optional: {', '.join(names)}: `pip install -e '.[{extra}]'`"
+        for extra, names in extras.items()
+        if names
+    ]
 
 
 def _without_torch(required: list[str]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from megatron_fspo.cli.evaluation import config_of
 from megatron_fspo.cli.parser import make_parser
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.console import OneLineParser
-from megatron_fspo.explain.losses import with_limits
-from megatron_fspo.plan.presets import PRESETS
+from megatron_fspo.lab.explain.losses import with_limits
+from megatron_fspo.lab.plan.presets import PRESETS
 from snippets import Command
 
 YOURS = {

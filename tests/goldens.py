@@ -40,7 +40,7 @@ def main(out: Path) -> None:
         "".join(run(*OURS, *words, "--help") for words in ([], *([c] for c in COMMANDS)))
     )
     (out / "config.md").write_text((REPO / "docs/config.md").read_text(encoding="utf-8"), encoding="utf-8")
-    (out / "verify").write_text(run(*OURS, "verify", "--nproc", "2", "--json"))
+    run(*OURS, "verify", "--nproc", "2", "--json", str(out / "verify"))
     with tempfile.TemporaryDirectory() as folder:
         short = "--parallel.tensor 1 --parallel.sequence false --run.steps 4 --evaluation.every 2 "
         short += "--evaluation.samples 2"

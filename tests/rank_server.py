@@ -33,7 +33,7 @@ from megatron_fspo.mcore import leave_uncompiled  # noqa: E402
 
 leave_uncompiled()  # as the command line does
 
-import megatron_fspo.report.page  # noqa: E402
+import megatron_fspo.lab.report.page  # noqa: E402
 import megatron_fspo.trainer.loop  # noqa: E402, F401
 
 del sys.modules["wandb"]

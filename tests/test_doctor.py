@@ -13,7 +13,7 @@ import pytest
 from launch import REPO
 from megatron_fspo import cli, doctor
 
-PACKAGES = tuple(doctor._REQUIRED)
+PACKAGES = tuple(doctor._MODULES[""])
 
 
 def bare(*words: str) -> subprocess.CompletedProcess[str]:
@@ -40,12 +40,22 @@ def test_what_is_missing_is_named() -> None:
 
 def test_the_list_is_that_of_the_package() -> None:
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    needed = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}  # type: ignore[index]
-    assert set(PACKAGES) == needed
-    assert doctor._absent() == []
+    lists = {"": project["dependencies"], **project["optional-dependencies"]}
+    for extra, modules in doctor._MODULES.items():
+        names = {re.match(r"[\w-]+", line)[0] for line in lists[extra]}  # type: ignore[index]
+        assert set(modules) == names - {"megatron-fspo"}
+        assert doctor.absent(extra) == []
 
 
-@pytest.mark.parametrize(("name", "told"), [("torch", True), ("megatron.core", True), ("mine", False)])
+def test_a_missing_extra_is_named() -> None:
+    assert "matplotlib of the extra lab: `pip install -e '.[lab]'`" in doctor.what_is_required(
+        "matplotlib.pyplot"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("torch", True), ("megatron.core", True), ("jinja2", True), ("mine", False)]
+)
 def test_only_a_package_of_ours_is_told_so(
     name: str, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks import evidence
 from launch import REPO, environment
-from megatron_fspo.report.history import Records
-from megatron_fspo.sweep.file import planned, read_sweep
+from megatron_fspo.lab.report.history import Records
+from megatron_fspo.lab.sweep.file import planned, read_sweep
 
 
 def walks(count: int, seed: int, longest: int = 100) -> Records:

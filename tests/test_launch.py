@@ -12,7 +12,7 @@ from launch import forked
 
 PROGRAM = """
 import sys
-ready = {"megatron.core", "megatron_fspo.trainer.loop", "megatron_fspo.report.page"} <= set(sys.modules)
+ready = {"megatron.core", "megatron_fspo.trainer.loop", "megatron_fspo.lab.report.page"} <= set(sys.modules)
 sys.stderr.write(f"ready {ready}\\n")
 sys.exit(3)
 """

@@ -37,13 +37,9 @@ FLOORS = {
     "mismatch": 8,
     "trainer": 9,
     "plugin": 9,
-    "report": 10,
-    "plan": 10,
     "verify": 10,
-    "calibrate": 11,
-    "explain": 11,
-    "sweep": 12,
-    "command line": 13,
+    "lab": 11,
+    "command line": 12,
 }
 SINGLE_MODULES = {
     **dict.fromkeys(["__init__", "types", "errors", "section", "api_key", "announce"], "base"),
@@ -69,12 +65,8 @@ THIRD_PARTY = {
     "mismatch": {"torch"},
     "trainer": {"torch", "pydantic", "safetensors", "tqdm", "wandb"},
     "plugin": set(),
-    "report": {"torch", "numpy", "pydantic", "matplotlib", "jinja2", "markupsafe"},
-    "plan": {"torch", "pydantic"},
     "verify": {"torch"},
-    "calibrate": {"torch", "matplotlib", "markupsafe"},
-    "explain": {"torch", "numpy", "pydantic", "matplotlib", "markupsafe", "msgspec"},
-    "sweep": {"torch", "numpy", "pydantic", "tomli_w"},
+    "lab": {"torch", "numpy", "pydantic", "matplotlib", "jinja2", "markupsafe", "msgspec", "tomli_w"},
     "command line": {"torch", "tqdm"},
 }
 MAX_FILE_LINES = 400

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import long_responses
 from launch import REPO, environment
-from megatron_fspo.report.history import wilson_interval
+from megatron_fspo.lab.report.history import wilson_interval
 from megatron_fspo.types import Completion, Prompt, Sample
 from packs import packs_of
 

@@ -26,8 +26,8 @@ from launch import REPO
 from megatron_fspo.cli import main
 from megatron_fspo.config import Reward
 from megatron_fspo.config.loading import load_config
+from megatron_fspo.lab.sweep.file import config_of, planned, read_sweep
 from megatron_fspo.rewards import Graded, Grader
-from megatron_fspo.sweep.file import config_of, planned, read_sweep
 from megatron_fspo.types import Completion, Prompt
 from snippets import PAGES, Block, Command, blocks_of, commands_of
 

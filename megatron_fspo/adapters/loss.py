@@ -10,13 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fspo.objective import (
-    FSPOBand,
-    LengthFairDualClip,
-    Surrogate,
-    sequence_surrogate,
-    sigma_hat,
-)
+from megatron_fspo.objective import FSPOBand, LengthFairDualClip, Surrogate, sequence_surrogate
+from megatron_fspo.objective.calibration import sigma_hat
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_fspo.config.data import Data, DataSet
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.console import each_line, import_megatron
+from megatron_fspo.doctor import absent, what_is_required
 from megatron_fspo.errors import InputError, TrainingError
 
 SHUTDOWN_SECONDS = "1800"
@@ -37,14 +38,16 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
 
         from megatron_fspo.trainer.loop import train
 
-        finished = train(inputs, resume=args.resume, draw=_draw)
+        pages = not absent("lab")
+        finished = train(inputs, resume=args.resume, draw=_draw if pages else None)
         if finished and os.environ.get("RANK", "0") == "0":
-            print(_where(inputs.config.run_folder, _report_of(inputs.config.run_folder)))
+            folder = inputs.config.run_folder
+            print(_where(folder, _report_of(folder) if pages else what_is_required("matplotlib")))
     return 0 if finished else 143
 
 
 def _report_of(folder: Path) -> Path:
-    from megatron_fspo.report.page import write_report
+    from megatron_fspo.lab.report.page import write_report
 
     try:
         return write_report(folder)
@@ -57,7 +60,7 @@ def _report_of(folder: Path) -> Path:
 
 def _draw(folder: Path) -> Mapping[str, str]:
     """Pictures of a run under way; where they are wanted only, matplotlib is imported."""
-    from megatron_fspo.report.page import fairness_pictures
+    from megatron_fspo.lab.report.page import fairness_pictures
 
     return fairness_pictures(folder)
 
@@ -129,7 +132,7 @@ def calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, overrides)
     import_megatron()
 
-    from megatron_fspo.calibrate.command import check, report, run
+    from megatron_fspo.lab.calibrate.command import check, report, run
     from megatron_fspo.mcore.startup import job
     from megatron_fspo.trainer.folder import check_writable
 
@@ -192,11 +195,11 @@ def report(args: argparse.Namespace, _: list[str]) -> int:
     if not runs:
         raise InputError("report: name the folder of a run, such as runs/demo")
     if args.compare:
-        from megatron_fspo.report.compare import write_comparison
+        from megatron_fspo.lab.report.compare import write_comparison
 
         print(write_comparison(runs, args.out))
     else:
-        from megatron_fspo.report.page import write_report
+        from megatron_fspo.lab.report.page import write_report
 
         print(write_report(args.folder))
     return 0
@@ -262,7 +265,7 @@ def _without_nproc(argv: Sequence[str]) -> list[str]:
     return [word for word in words if not word.startswith("--nproc=")]
 
 
-def _where(folder: Path, report: Path) -> str:
+def _where(folder: Path, report: Path | str) -> str:
     return (
         f"\ndone. The run is in {folder}/\n"
         f"  checkpoint for transformers   {folder / 'hf'}\n"

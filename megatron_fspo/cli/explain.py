@@ -48,7 +48,7 @@ def add_explain(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace, limits: list[str]) -> int:
     """0."""
-    from megatron_fspo.explain.command import explain, text, write
+    from megatron_fspo.lab.explain.command import explain, text, write
 
     found = explain(args.file, limits, args.fields, step=args.step, rate=args.rate)
     written = write(found, args.out) if args.out is not None else ""

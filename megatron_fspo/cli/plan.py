@@ -93,8 +93,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if not 0 <= args.reserve < args.gpu_memory:
         raise InputError(f"--reserve {args.reserve:g}: must be less than --gpu-memory {args.gpu_memory:g}")
 
-    from megatron_fspo.plan.command import assumed, plan
-    from megatron_fspo.plan.report import Given
+    from megatron_fspo.lab.plan.command import assumed, plan
+    from megatron_fspo.lab.plan.report import Given
 
     given = Given(
         world=args.nproc,

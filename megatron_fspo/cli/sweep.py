@@ -33,9 +33,9 @@ def add_sweep(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     """0 once all runs are made."""
-    from megatron_fspo.sweep.file import read_sweep
-    from megatron_fspo.sweep.processes import make
-    from megatron_fspo.sweep.summary import as_json, summarize, table
+    from megatron_fspo.lab.sweep.file import read_sweep
+    from megatron_fspo.lab.sweep.processes import make
+    from megatron_fspo.lab.sweep.summary import as_json, summarize, table
 
     sweep = read_sweep(args.file)
     words = {"words": (*sweep.words, *overrides)}

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fspo.objective import sigma_hat
+from megatron_fspo.objective.calibration import sigma_hat
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.exact import ExactSums
 from megatron_fspo.parallel.metrics import gather_lists, reduce_metrics

@@ -1,4 +1,4 @@
-"""What FSPO is, in pure torch: bands, surrogates, advantages, fairness, calibration, rollout correction.
+"""What FSPO is, in pure torch: bands, surrogates, advantages, fairness.
 
 Nothing here knows of Megatron, of process groups or of a model; any trainer can use it::
 
@@ -18,7 +18,9 @@ Nothing here knows of Megatron, of process groups or of a model; any trainer can
     >>> new.grad.abs().sum(dim=1).gt(0).tolist()
     [False, True, False, True]
 
-The paper is arXiv 2509.09177. Docstrings say what is seen in it, what is second-hand and what is ours.
+What measures a band (``calibration``, ``exponent``, ``noise``) and what corrects rollouts (``correction``) is
+imported from its module. The paper is arXiv 2509.09177. Docstrings say what is seen in it, what is second-hand
+and what is ours.
 """
 
 from megatron_fspo.objective.advantages import group_normalized_advantages, leave_one_out_advantages
@@ -31,21 +33,6 @@ from megatron_fspo.objective.band import (
     LengthFairDualClip,
     RLOOBand,
 )
-from megatron_fspo.objective.calibration import (
-    BandCalibrator,
-    drift_from_kl,
-    drift_from_sigma,
-    k3_kl,
-    sigma_hat,
-)
-from megatron_fspo.objective.correction import (
-    length_fair_gate,
-    masked_weight,
-    truncated_weight,
-    within_ratio,
-)
-from megatron_fspo.objective.decomposition import Decomposition, Halves, decompose, halves_of
-from megatron_fspo.objective.exponent import Exponent, fit_exponent, measure_exponent
 from megatron_fspo.objective.fairness import (
     LengthBin,
     LengthReweightingError,
@@ -57,15 +44,11 @@ from megatron_fspo.objective.surrogate import Surrogate, sequence_surrogate
 from megatron_fspo.objective.token_level import TokenSurrogate, aggregation_weight, token_surrogate
 
 __all__ = [
-    "BandCalibrator",
     "ClipBand",
     "ConstantDualClip",
-    "Decomposition",
     "DualClip",
-    "Exponent",
     "FSPOBand",
     "GSPOBand",
-    "Halves",
     "LengthBin",
     "LengthFairDualClip",
     "LengthReweightingError",
@@ -77,22 +60,10 @@ __all__ = [
     "TokenLevel",
     "TokenSurrogate",
     "aggregation_weight",
-    "decompose",
-    "drift_from_kl",
-    "drift_from_sigma",
     "effective_sample_size",
-    "fit_exponent",
     "group_normalized_advantages",
-    "halves_of",
-    "k3_kl",
     "leave_one_out_advantages",
-    "length_fair_gate",
     "length_reweighting_error",
-    "masked_weight",
-    "measure_exponent",
     "sequence_surrogate",
-    "sigma_hat",
     "token_surrogate",
-    "truncated_weight",
-    "within_ratio",
 ]

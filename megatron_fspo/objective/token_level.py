@@ -100,3 +100,20 @@ def aggregation_weight(
     else:
         raise ValueError(f'kind must be "sequence-mean" or "token-mean", got {kind!r}')
     return torch.where(lengths > 0, factor, 0.0)
+
+
+def k3_kl(log_ratio_tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum, count) over masked tokens of k3 = r − 1 − log r, r = π_new/π_old: KL(old‖new) is sum/count.
+
+    Args:
+        log_ratio_tokens: log r [T] in nats, of tokens sampled from the old policy.
+        mask: bool [T]; False tokens may hold anything.
+
+    Returns two float64 scalars, to be added up over ranks before one is divided by the other. Tokens with a
+    non-finite k3 are in neither.
+    """
+    # expm1(x) − x keeps the digits of x²/2 that exp(x) − 1 − x loses.
+    log_ratio = log_ratio_tokens.detach().double()
+    k3 = log_ratio.expm1() - log_ratio
+    counted = mask & k3.isfinite()
+    return torch.where(counted, k3, 0.0).sum(), counted.sum().double()

@@ -274,9 +274,12 @@ def check_reward(config: Reward, *, max_response_tokens: int) -> None:
         if name not in GRADED:
             attempt(partial(get_reward, name))
     attempt.end()
-    for name, package in (("math", "math_verify"), ("reasoning_gym", "reasoning_gym")):
-        if name in config.names and importlib.util.find_spec(package) is None:
-            raise InputError(f"reward {name!r} needs the package {package}, which is not installed")
+    for name, module, extra in (("math", "math_verify", "math"), ("reasoning_gym", "reasoning_gym", "gym")):
+        if name in config.names and importlib.util.find_spec(module) is None:
+            raise InputError(
+                f"reward {name!r} needs the package {module.replace('_', '-')} of the extra {extra}: "
+                f"`pip install -e '.[{extra}]'` in a checkout of megatron_fspo"
+            )
     if config.url is not None:
         from megatron_fspo.rewards.remote import check_url
 

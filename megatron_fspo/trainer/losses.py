@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
 from megatron_fspo.losses import FSPOLoss, PolicyLossConfig
-from megatron_fspo.objective import BandCalibrator, drift_from_kl, drift_from_sigma
+from megatron_fspo.objective.calibration import BandCalibrator, drift_from_kl, drift_from_sigma
 from megatron_fspo.objective.losses import PolicyObjective
 from megatron_fspo.objective.noise import Noise
 

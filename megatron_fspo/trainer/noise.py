@@ -51,7 +51,7 @@ class NoiseRecord(_Record):
     """One comparison of two passes."""
 
     kind: Literal["repeat", "packs", "sampler", "precision", "updates"]
-    """See :class:`megatron_fspo.calibrate.passes.Difference`."""
+    """See :class:`megatron_fspo.lab.calibrate.passes.Difference`."""
     precision: str
     emulated: bool
     sigma: Interval

@@ -13,7 +13,7 @@ from trl_batches import make_trainer, one_step, random_batch
 
 from launch import REPO
 from megatron_fspo.adapters.trl import FSPOConfig, FSPOTrainer
-from megatron_fspo.explain.command import explain
+from megatron_fspo.lab.explain.command import explain
 
 # TRL and transformers announce what they are going to remove.
 pytestmark = pytest.mark.filterwarnings("ignore")

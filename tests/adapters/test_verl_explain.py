@@ -17,7 +17,7 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.workers.config import PolicyLossConfig
 
 from launch import REPO
-from megatron_fspo.explain.command import explain
+from megatron_fspo.lab.explain.command import explain
 
 # verl and Ray announce what they are going to remove.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from launch import REPO
-from megatron_fspo.calibrate.findings import findings
-from megatron_fspo.calibrate.passes import Difference, Kind, Measured
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
+from megatron_fspo.lab.calibrate.findings import findings
+from megatron_fspo.lab.calibrate.passes import Difference, Kind, Measured
 from megatron_fspo.trainer.noise import Calibration
 
 SIGMA = {"updates": 0.04, "sampler": 0.01}

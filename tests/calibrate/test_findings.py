@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from calibrations import DRIFT, SIGMA, calibration, config, measured
-from megatron_fspo.calibrate.findings import checks, findings
-from megatron_fspo.calibrate.page import write_page
-from megatron_fspo.calibrate.responses import groups_of, read_responses
-from megatron_fspo.calibrate.table import render
 from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.lab.calibrate.findings import checks, findings
+from megatron_fspo.lab.calibrate.page import write_page
+from megatron_fspo.lab.calibrate.responses import groups_of, read_responses
+from megatron_fspo.lab.calibrate.table import render
 from megatron_fspo.losses import GSPOLoss
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.trainer.noise import Calibration

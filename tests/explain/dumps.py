@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_fspo.explain.dump import Dump
+from megatron_fspo.lab.explain.dump import Dump
 
 RECORDED = Path(__file__).with_name("recorded")
 """The first steps of runs of examples/smollm2, as the trainer wrote them: sequences and metrics."""

@@ -14,7 +14,7 @@ import pytest
 from dumps import LIMITS, RECORDED, token_rows, walks, write
 from launch import REPO
 from megatron_fspo.cli import main
-from megatron_fspo.explain.command import explain
+from megatron_fspo.lab.explain.command import explain
 
 RUN = str(RECORDED / "fspo.sequences.jsonl")
 

@@ -16,9 +16,9 @@ from pyarrow import parquet
 from dumps import token_rows, walks, write
 from megatron_fspo.cli import main
 from megatron_fspo.errors import InputError
-from megatron_fspo.explain.dump import Dump, read_dump
-from megatron_fspo.explain.names import given_names
-from megatron_fspo.explain.rows import _parse, _quickly
+from megatron_fspo.lab.explain.dump import Dump, read_dump
+from megatron_fspo.lab.explain.names import given_names
+from megatron_fspo.lab.explain.rows import _parse, _quickly
 
 
 def same(one: Dump, other: Dump) -> bool:

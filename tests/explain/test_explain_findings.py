@@ -13,16 +13,18 @@ import torch
 
 from dumps import LIMITS, RECORDED, fair_rows, prompts_with_tokens, token_rows, walks, write
 from megatron_fspo.errors import InputError
-from megatron_fspo.explain.chance import lre_of
-from megatron_fspo.explain.dump import Dump, read_dump
-from megatron_fspo.explain.findings import factor_for, findings
-from megatron_fspo.explain.losses import BAND_LOSSES, FATES, judge, known_for, reach, scaled, with_limits
-from megatron_fspo.explain.noise import noise_alone
-from megatron_fspo.explain.parts import take_apart
-from megatron_fspo.explain.table import as_json
-from megatron_fspo.explain.words import sentences
+from megatron_fspo.lab.explain.chance import lre_of
+from megatron_fspo.lab.explain.dump import Dump, read_dump
+from megatron_fspo.lab.explain.findings import factor_for, findings
+from megatron_fspo.lab.explain.losses import BAND_LOSSES, FATES, judge, known_for, reach, scaled, with_limits
+from megatron_fspo.lab.explain.noise import noise_alone
+from megatron_fspo.lab.explain.parts import take_apart
+from megatron_fspo.lab.explain.table import as_json
+from megatron_fspo.lab.explain.words import sentences
 from megatron_fspo.losses import CTPOLoss
-from megatron_fspo.objective import Exponent, FSPOBand, length_reweighting_error, sigma_hat
+from megatron_fspo.objective import FSPOBand, length_reweighting_error
+from megatron_fspo.objective.calibration import sigma_hat
+from megatron_fspo.objective.exponent import Exponent
 
 
 @pytest.fixture
@@ -240,7 +242,7 @@ def test_blocks_of_tokens_make_no_difference(
     dump = read_dump(write(tmp_path / "tokens.jsonl", token_rows(60)), {})
     (loss,) = (loss for loss in BAND_LOSSES if isinstance(loss, CTPOLoss))
     whole = judge(loss, dump)
-    monkeypatch.setattr("megatron_fspo.explain.losses._BLOCK_TOKENS", size)
+    monkeypatch.setattr("megatron_fspo.lab.explain.losses._BLOCK_TOKENS", size)
     parts = judge(loss, dump)
     for field in dataclasses.fields(whole):
         one, other = getattr(parts, field.name), getattr(whole, field.name)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fspo.objective import length_fair_gate, truncated_weight, within_ratio
+from megatron_fspo.objective.correction import length_fair_gate, truncated_weight, within_ratio
 
 sums = st.lists(st.floats(-2000, 2000), min_size=1, max_size=20)
 BROKEN = [math.nan, math.inf, -math.inf]

@@ -17,14 +17,14 @@ from launch import REPO, environment
 from megatron_fspo.cli import main
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.plan.activations import in_flight, layer_bytes
-from megatron_fspo.plan.buffers import model_values, sending_bytes
-from megatron_fspo.plan.command import assumed
-from megatron_fspo.plan.presets import PRESETS
-from megatron_fspo.plan.report import GIB, Given, make_report
-from megatron_fspo.plan.shape import Pack, Shape, stage_parameters
-from megatron_fspo.plan.speed import Machine
-from megatron_fspo.plan.state import checkpoint_bytes, export_bytes, state
+from megatron_fspo.lab.plan.activations import in_flight, layer_bytes
+from megatron_fspo.lab.plan.buffers import model_values, sending_bytes
+from megatron_fspo.lab.plan.command import assumed
+from megatron_fspo.lab.plan.presets import PRESETS
+from megatron_fspo.lab.plan.report import GIB, Given, make_report
+from megatron_fspo.lab.plan.shape import Pack, Shape, stage_parameters
+from megatron_fspo.lab.plan.speed import Machine
+from megatron_fspo.lab.plan.state import checkpoint_bytes, export_bytes, state
 
 EXAMPLES = REPO / "examples"
 RUN = EXAMPLES / "qwen3_8b/run.toml"

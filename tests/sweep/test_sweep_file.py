@@ -8,7 +8,7 @@ import pytest
 
 from launch import REPO
 from megatron_fspo.errors import InputError
-from megatron_fspo.sweep.file import Sweep, config_of, planned, read_sweep
+from megatron_fspo.lab.sweep.file import Sweep, config_of, planned, read_sweep
 
 BEGIN = f"""
 config = ["{REPO}/examples/make_sum/run.toml"]

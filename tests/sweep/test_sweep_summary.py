@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from launch import REPO
-from megatron_fspo.report.change import Change, accuracy_change, first_and_last_samples
-from megatron_fspo.report.history import History
-from megatron_fspo.sweep.file import Sweep
-from megatron_fspo.sweep.summary import mean_over_seeds, summarize, table
+from megatron_fspo.lab.report.change import Change, accuracy_change, first_and_last_samples
+from megatron_fspo.lab.report.history import History
+from megatron_fspo.lab.sweep.file import Sweep
+from megatron_fspo.lab.sweep.summary import mean_over_seeds, summarize, table
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:

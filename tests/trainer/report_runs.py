@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import save_config
-from megatron_fspo.report.history import (
+from megatron_fspo.lab.report.history import (
     Records,
 )
 from megatron_fspo.trainer.log import RunLog

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fspo.report import drawing, pictures
-from megatron_fspo.report.history import (
+from megatron_fspo.lab.report import drawing, pictures
+from megatron_fspo.lab.report.history import (
     History,
     Records,
     clip_rates,
@@ -16,7 +16,7 @@ from megatron_fspo.report.history import (
     read_records,
     wilson_interval,
 )
-from megatron_fspo.report.page import write_report
+from megatron_fspo.lab.report.page import write_report
 from report_runs import make_config, read_page, records_from, write_run
 
 
@@ -123,7 +123,7 @@ def test_of_a_long_run_an_even_part_of_the_records_is_read(
     everything = read_records(run)
     assert np.unique(everything.step).tolist() == [*range(1, 201)]
     size = (run / "sequences.jsonl").stat().st_size
-    monkeypatch.setattr("megatron_fspo.report.history._RECORD_BYTES", size // 10)
+    monkeypatch.setattr("megatron_fspo.lab.report.history._RECORD_BYTES", size // 10)
     part = read_records(run)
     steps = np.unique(part.step)
     assert 18 <= len(steps) <= 22 and steps[-1] == 200 and steps[0] <= 1

@@ -23,8 +23,8 @@ from megatron_fspo.objective import (
     LengthFairDualClip,
     RLOOBand,
     sequence_surrogate,
-    sigma_hat,
 )
+from megatron_fspo.objective.calibration import sigma_hat
 from megatron_fspo.objective.losses import SequenceLevel, TokenLevel
 from megatron_fspo.trainer.losses import WATCHED, LossState, band_notes
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.report.history import (
+from megatron_fspo.lab.report.history import (
     pooled_lre,
     read_records,
 )
-from megatron_fspo.report.page import write_report
+from megatron_fspo.lab.report.page import write_report
 from megatron_fspo.trainer.log import RunLog
 from report_runs import (
     BY_SEQUENCE,

@@ -29,7 +29,8 @@ from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.mismatch import correction
 from megatron_fspo.mismatch.measure import measure
-from megatron_fspo.objective import BandCalibrator, surrogate, token_level
+from megatron_fspo.objective import surrogate, token_level
+from megatron_fspo.objective.calibration import BandCalibrator
 from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share

@@ -1,0 +1,306 @@
+"""A dump as tensors: what a policy update did to each of N responses, whoever trained it.
+
+A row is one response, or, as in the ``sequences.jsonl`` of our runs, one step whose fields are lists with an
+item for each response.
+
+Shapes: N responses with L > 0 and finite figures, T response tokens of all of them. Units: nats; L in tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.lab.explain.names import names_in
+from megatron_fspo.lab.explain.rows import place, read_rows
+
+_MAX_NONFINITE = 0.05
+"""Share of responses that are not finite; as ``loss.max_nonfinite_share`` is by default."""
+_SEQUENCES = "sequences.jsonl"
+_IN_ALL_ROWS = {"log_probs", "old_log_probs", "sampled_log_probs", "prompt", "response"}
+"""Fields that no row may lack if one has them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dump:
+    """Responses and what is known of them."""
+
+    path: Path
+    rows: Tensor
+    """[N] the row of each, from 1."""
+    lengths: Tensor
+    """[N] L, int64."""
+    log_ratio_sum: Tensor
+    """[N] S, float64."""
+    advantages: Tensor
+    """[N] float64."""
+    rewards: Tensor | None
+    """[N] float64."""
+    log_ratio: Tensor | None
+    """[T] log π_new − log π_old of the tokens, response by response, float64; None where rows have S only."""
+    sampler_gap: Tensor | None
+    """[T] log π_old − log π_sampler; None where rows do not have the sampler's log-probs."""
+    clusters: Tensor
+    """[N] int64; rows of different clusters are independent."""
+    clustered_by: Literal["prompt", "response", "row"]
+    """What a cluster is: the best of these that the dump names, unless all rows have the same."""
+    empty: int
+    """Responses with L = 0, which are left out."""
+    nonfinite: int
+    """Responses with an S or A that is not finite, which are left out."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+@dataclass
+class _Response:
+    """One response as it is read."""
+
+    row: int
+    length: int
+    log_ratio_sum: float
+    advantage: float
+    reward: float
+    prompt: Hashable = None
+    response: Hashable = None
+    """What tells it from others: the field, or the old log-probs, which are the same in all its updates."""
+    log_ratio: np.ndarray[Any, Any] | None = None
+    sampler_gap: np.ndarray[Any, Any] | None = None
+
+
+def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> Dump:
+    """The responses of a file, or of a folder of one of our runs.
+
+    Args:
+        given: names of fields in the file, where they are none of ``names.NAMES``.
+        step: of which optimizer step; None for all.
+
+    Raises:
+        InputError: the first thing that is wrong; names file, row and field.
+    """
+    path = path / _SEQUENCES if path.is_dir() else path
+    found = list(_responses(path, given, step))
+    if not found:
+        raise InputError(f"{path}: holds no responses{'' if step is None else f' of step {step}'}")
+    full = [one for one in found if one.length > 0]
+    kept = [one for one in full if math.isfinite(one.log_ratio_sum) and math.isfinite(one.advantage)]
+    if len(full) - len(kept) > _MAX_NONFINITE * len(full):
+        good = {one.row for one in kept}
+        first = next(one.row for one in full if one.row not in good)
+        raise InputError(
+            f"{place(path, first)}: S or the advantage is not finite, as in {len(full) - len(kept)} of "
+            f"{len(full)} responses: more than {_MAX_NONFINITE:.0%} are no run to learn from"
+        )
+    if not kept:
+        raise InputError(f"{path}: all {len(found)} responses are empty (length 0)")
+    if not any(one.log_ratio_sum for one in kept):
+        raise InputError(
+            f"{path}: log_ratio_sum is 0 in all {len(kept)} responses: on policy nothing is clipped; dump "
+            "optimizer steps after the first of a rollout"
+        )
+    return _as_tensors(path, kept, empty=len(found) - len(full), nonfinite=len(full) - len(kept))
+
+
+def _as_tensors(path: Path, kept: list[_Response], *, empty: int, nonfinite: int) -> Dump:
+    def tokens(field: str) -> Tensor | None:
+        parts = [getattr(one, field) for one in kept]
+        return None if parts[0] is None else torch.from_numpy(np.concatenate(parts))
+
+    rewards = torch.tensor([one.reward for one in kept], dtype=torch.float64)
+    clustered_by: Literal["prompt", "response", "row"] = "row"
+    clusters: list[int] = list(range(len(kept)))
+    for field in ("prompt", "response"):
+        keys = [getattr(one, field) for one in kept]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        if len(numbers) > 1:
+            clustered_by, clusters = field, [numbers[key] for key in keys]
+            break
+    return Dump(
+        path=path,
+        rows=torch.tensor([one.row for one in kept]),
+        lengths=torch.tensor([one.length for one in kept]),
+        log_ratio_sum=torch.tensor([one.log_ratio_sum for one in kept], dtype=torch.float64),
+        advantages=torch.tensor([one.advantage for one in kept], dtype=torch.float64),
+        rewards=None if rewards.isnan().all() else rewards,
+        log_ratio=tokens("log_ratio"),
+        sampler_gap=tokens("sampler_gap"),
+        clusters=torch.tensor(clusters),
+        clustered_by=clustered_by,
+        empty=empty,
+        nonfinite=nonfinite,
+    )
+
+
+def _responses(path: Path, given: Mapping[str, str], step: int | None) -> Iterator[_Response]:
+    names: dict[str, str] = {}
+    keys: list[str] = []
+    same: frozenset[str] | None = None
+    for number, row in read_rows(path):
+        try:
+            if list(row) != keys:
+                keys = list(row)
+                names = names_in(keys, given)
+                here = names.keys() & _IN_ALL_ROWS
+                if same is not None and here != same:
+                    field = min(here ^ same)
+                    raise InputError(
+                        f"{field} is in some rows and not in others: all rows need the same fields"
+                    )
+                same = frozenset(here)
+            fields = {field: row[name] for field, name in names.items()}
+            if step is not None and fields.get("step") != step:
+                continue
+            if isinstance(fields.get("length"), list):
+                yield from _of_step(number, fields)
+            else:
+                yield _response(number, fields)
+        except InputError as error:
+            raise InputError(f"{place(path, number)}: {error}") from None
+
+
+def _of_step(number: int, fields: Mapping[str, Any]) -> Iterator[_Response]:
+    """The responses of a row that holds an optimizer step."""
+    columns = {field: fields[field] for field in ("length", "log_ratio_sum", "advantage")}
+    if "prompt" in fields:
+        columns["prompt"] = fields["prompt"]
+    for field, column in columns.items():
+        if not isinstance(column, list) or len(column) != len(columns["length"]):
+            raise InputError(f"{field} must be a list as long as length, {len(columns['length'])} responses")
+    for values in zip(*columns.values(), strict=True):
+        found = _response(number, dict(zip(columns, values, strict=True)))
+        found.prompt = found.prompt and (number, found.prompt)  # a place in the step's own rollout
+        yield found
+
+
+def _response(number: int, fields: Mapping[str, Any]) -> _Response:
+    length = None
+    if "length" in fields:
+        length = fields["length"]
+        if type(length) is not int or length < 0:
+            raise InputError(f"length = {_short(length)}: must be a number of tokens, 0 or more")
+    mask = _mask(fields["mask"]) if "mask" in fields else None
+    reward = fields.get("reward")
+    found = _Response(
+        row=number,
+        length=length or 0,
+        log_ratio_sum=math.nan,
+        advantage=_advantage(fields["advantage"], mask),
+        reward=math.nan if reward is None else _number("reward", reward),
+        prompt=json.dumps(fields["prompt"]) if "prompt" in fields else None,
+        response=json.dumps(fields["response"]) if "response" in fields else None,
+    )
+    if "log_ratio_sum" in fields:
+        found.log_ratio_sum = _number("log_ratio_sum", fields["log_ratio_sum"])
+    if "log_probs" in fields and "old_log_probs" in fields:
+        _add_tokens(found, fields, mask, length)
+    return found
+
+
+def _add_tokens(
+    found: _Response, fields: Mapping[str, Any], mask: np.ndarray[Any, Any] | None, length: int | None
+) -> None:
+    """What follows from token log-probs; checks L and S if the row has them, too."""
+    new, old = (_log_probs(name, fields[name], mask) for name in ("log_probs", "old_log_probs"))
+    if len(new) != len(old):
+        raise InputError(f"log_probs has {len(new)} tokens and old_log_probs {len(old)}")
+    if length is not None and length != len(new):
+        raise InputError(f"length = {length}, but log_probs has {len(new)} response tokens")
+    with np.errstate(invalid="ignore"):  # -inf less -inf
+        found.log_ratio = new - old
+    # Difference first, sum later.
+    total = float(found.log_ratio.sum())
+    # The trainer's sum may be one of float32, in another order.
+    if "log_ratio_sum" in fields and (
+        abs(found.log_ratio_sum - total) > 1e-4 + 1e-4 * float(np.abs(found.log_ratio).sum())
+    ):
+        raise InputError(
+            f"log_ratio_sum = {found.log_ratio_sum:g}, but log_probs − old_log_probs sum to {total:g}: S "
+            "is the sum over the response tokens, and not their mean"
+        )
+    found.length = len(new)
+    if found.response is None:
+        found.response = hash(old.tobytes())
+    if "log_ratio_sum" not in fields or not math.isfinite(total):
+        found.log_ratio_sum = total
+    if "sampled_log_probs" in fields:
+        sampled = _log_probs("sampled_log_probs", fields["sampled_log_probs"], mask)
+        if len(sampled) != len(old):
+            raise InputError(f"old_log_probs has {len(old)} tokens and sampled_log_probs {len(sampled)}")
+        if not np.isfinite(sampled).all():
+            raise InputError("sampled_log_probs must be finite for every response token")
+        found.sampler_gap = old - sampled
+
+
+def _log_probs(field: str, value: Any, mask: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
+    """Of response tokens [L]; where there is a mask, of the tokens that it has."""
+    values = _array(field, value)
+    if mask is not None:
+        if len(mask) != len(values):
+            raise InputError(f"mask has {len(mask)} tokens and {field} {len(values)}")
+        values = values[mask]
+    # A probability given for its logarithm is above 0; so is what rounding makes of log 1.
+    if len(values) and values.max() > 1e-3:
+        at = int(values.argmax())
+        raise InputError(f"{field}[{at}] = {values[at]:g}: a log-probability is not above 0")
+    return values
+
+
+def _mask(value: Any) -> np.ndarray[Any, Any]:
+    values = _array("mask", value)
+    if not np.isin(values, (0.0, 1.0)).all():
+        raise InputError("mask must be 1 for response tokens and 0 elsewhere")
+    return values == 1.0
+
+
+def _advantage(value: Any, mask: np.ndarray[Any, Any] | None) -> float:
+    """Of the response: one number, or the same one at each of its tokens, as verl has it."""
+    if not isinstance(value, list):
+        return _number("advantage", value)
+    values = _array("advantage", value)
+    if mask is not None and len(mask) != len(values):
+        raise InputError(f"mask has {len(mask)} tokens and advantage {len(values)}")
+    values = values if mask is None else values[mask]
+    if not len(values):
+        return 0.0
+    if not np.allclose(values, values[0], rtol=1e-6, atol=0.0, equal_nan=True):
+        raise InputError(
+            f"advantage is {values.min():g} at one token and {values.max():g} at another: a loss that "
+            "decides for a response needs one advantage for it"
+        )
+    return float(values[0])
+
+
+def _array(field: str, value: Any) -> np.ndarray[Any, Any]:
+    """[L] float64."""
+    try:
+        values = np.asarray(value if isinstance(value, list) else None)
+    except (ValueError, OverflowError):  # lists of different lengths
+        values = np.asarray(None)
+    kinds = "fiub" if field == "mask" else "fiu"
+    if values.ndim != 1 or (len(values) and values.dtype.kind not in kinds):
+        raise InputError(f"{field} = {_short(value)}: must be a list with a number for each token")
+    return values.astype(np.float64)
+
+
+def _number(field: str, value: Any) -> float:
+    if type(value) not in (int, float):
+        raise InputError(f"{field} = {_short(value)}: must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _short(value: Any) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 40 else text[:40] + "…"

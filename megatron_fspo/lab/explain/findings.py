@@ -1,0 +1,296 @@
+"""From a dump to what a person wants to know of it: the figures of each loss, and where losses disagree."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.lab.explain.chance import NUM_BINS, lre_of
+from megatron_fspo.lab.explain.dump import Dump
+from megatron_fspo.lab.explain.losses import BandLoss, Verdict, judge, limits, reach, scaled, widest
+from megatron_fspo.lab.explain.noise import Source, noise_alone
+from megatron_fspo.lab.explain.parts import Parts, blocks_of, take_apart
+from megatron_fspo.objective import LengthReweightingError
+from megatron_fspo.objective.calibration import sigma_hat
+from megatron_fspo.objective.exponent import Exponent, measure_exponent
+from megatron_fspo.objective.fairness import length_bins
+
+_EXAMPLES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtLength:
+    """What a loss does with the responses of a bin of lengths."""
+
+    out_of_band: float
+    clipped: float
+    """Of those with A ≠ 0; NaN where there are none."""
+    noise: float
+    """Share that noise alone puts out of band."""
+    ess: float
+    """Effective sample size of the importance weights, as a share of their number; NaN without any."""
+    mass: float
+    """Share of the batch's gradient mass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfLoss:
+    """What a loss does with the dump, with the limits that are named. Shares of all responses, but for:
+
+    ``clipped``, of those with A ≠ 0, and ``clipped_tokens``, of the response tokens.
+    """
+
+    name: str
+    limits: dict[str, float]
+    out_of_band: float
+    clip_low: float
+    clip_high: float
+    dual_clip: float
+    clipped: float
+    clipped_tokens: float
+    dropped: int
+    """Responses whose weight is not finite."""
+    noise: float
+    lre: LengthReweightingError
+    """Of out-of-band acceptance."""
+    lre_signed: LengthReweightingError
+    """Of sign-aware acceptance, among responses with A ≠ 0."""
+    ess: float
+    by_length: tuple[AtLength, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disagreement:
+    """Responses with an advantage that one loss keeps and another clips, wholly or in part."""
+
+    kept_by: str
+    clipped_by: str
+    responses: int
+    in_part: int
+    """Of these, responses of which some tokens are clipped and others not."""
+    share: float
+    """Of the responses with A ≠ 0."""
+    lengths: tuple[int, int, int]
+    """Quartiles of their L; zeros where there are none."""
+    rising: float
+    """Share with A > 0, NaN where there are none."""
+    mean_reward: float
+    """NaN where the dump has no rewards, or there are none."""
+    examples: tuple[int, ...]
+    """Rows of the furthest apart, a few: most gradient mass lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matched:
+    """The limits with which a loss puts the share outside that another one does."""
+
+    name: str
+    to: str
+    limits: dict[str, float]
+    factor: float
+    """By which they are wider than those given, in nats."""
+    out_of_band: float
+    """What they give: as near as N allows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bin:
+    """Responses with low <= L <= high."""
+
+    low: int
+    high: int
+    share: float
+    tokens: float
+    """Share of the response tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Findings:
+    """All of it."""
+
+    dump: Dump
+    bins: tuple[Bin, ...]
+    sigma: float
+    """Robust spread of S/√L, in nats per √token."""
+    exponent: Exponent | str
+    """a in spread(S) ∝ L^a, 0.5 for a random walk; or why it cannot be told."""
+    parts: Parts | None
+    """S taken apart; None without tokens."""
+    noise_source: Source
+    given: tuple[OfLoss, ...]
+    """With the limits that were asked for."""
+    verdicts: tuple[Verdict, ...]
+    rate: float
+    """The share outside at which losses are compared; NaN where there is none."""
+    matched: tuple[OfLoss, ...]
+    """With limits that give this rate; empty without one."""
+    limits_for: tuple[Matched, ...]
+    disagreements: tuple[Disagreement, ...]
+
+
+def findings(dump: Dump, losses: Sequence[BandLoss], rate: float | None = None) -> Findings:
+    """Everything.
+
+    Args:
+        rate: out-of-band share at which losses are compared; by default that of the first with its limits.
+    """
+    bins = length_bins(dump.lengths, NUM_BINS)
+    noise, source = noise_alone(dump)
+    reaches, noisy = ([reach(loss, some) for loss in losses] for some in (dump, noise))
+    verdicts = tuple(judge(loss, dump) for loss in losses)
+    given = tuple(
+        _of_loss(loss, dump, verdict, far > 1, bins)
+        for loss, verdict, far in zip(losses, verdicts, noisy, strict=True)
+    )
+    wanted = given[0].out_of_band if rate is None else rate
+    if rate is not None and not 1 <= rate * len(dump) < len(dump):
+        raise InputError(
+            f"--rate {rate:g}: of {len(dump)} responses, it must leave at least one on each side"
+        )
+    matched: list[OfLoss] = []
+    if 0 < wanted < 1:
+        for loss, far, by_noise in zip(losses, reaches, noisy, strict=True):
+            factor = min(factor_for(far, wanted), widest(loss))
+            same = scaled(loss, factor)
+            matched.append(_of_loss(same, dump, judge(same, dump), by_noise > factor, bins))
+    return Findings(
+        dump=dump,
+        bins=_describe(dump, bins),
+        sigma=sigma_hat(dump.log_ratio_sum, dump.lengths),
+        exponent=_exponent(dump),
+        parts=take_apart(dump),
+        noise_source=source,
+        given=given,
+        verdicts=verdicts,
+        rate=wanted if matched else math.nan,
+        matched=tuple(matched),
+        limits_for=tuple(_limits_for(losses, reaches, given)),
+        disagreements=tuple(_disagreements(dump, [loss.name for loss in losses], verdicts)),
+    )
+
+
+def factor_for(far: Tensor, rate: float) -> float:
+    """The factor on a band's limits that puts this share of the responses outside, as near as N allows.
+
+    Args:
+        far: [N], see :func:`~megatron_fspo.lab.explain.losses.reach`.
+    """
+    # Responses with the same reach leave the band together.
+    edges, counts = far.unique(return_counts=True)
+    outside = len(far) - counts.cumsum(0)  # with a factor just above each
+    at = int((outside - rate * len(far)).abs().argmin())
+    # Between two responses: on one, rounding would decide.
+    above = edges[at + 1] if at + 1 < len(edges) else edges[at] * (1 + 1e-9)
+    return ((edges[at] + above) / 2).item()
+
+
+def _exponent(dump: Dump) -> Exponent | str:
+    try:
+        return measure_exponent(dump.log_ratio_sum, dump.lengths, blocks_of(dump.clusters))
+    except ValueError as error:
+        return str(error)
+
+
+def _limits_for(
+    losses: Sequence[BandLoss], reaches: Sequence[Tensor], given: Sequence[OfLoss]
+) -> list[Matched]:
+    found = []
+    for (loss, far), target in itertools.product(zip(losses, reaches, strict=True), given):
+        if loss.name != target.name and target.out_of_band < 1:
+            factor = min(factor_for(far, target.out_of_band), widest(loss))
+            found.append(
+                Matched(
+                    name=loss.name,
+                    to=target.name,
+                    limits=limits(scaled(loss, factor)),
+                    factor=factor,
+                    out_of_band=(far > factor).double().mean().item(),
+                )
+            )
+    return found
+
+
+def _of_loss(loss: BandLoss, dump: Dump, verdict: Verdict, by_noise: Tensor, bins: Tensor) -> OfLoss:
+    """``by_noise`` [a multiple of N] bool: outside, of the responses of ``noise_alone``."""
+    counts, judged = ~verdict.dropped, ~verdict.dropped & (dump.advantages != 0)
+    noisy = by_noise.double().view(-1, len(dump)).mean(0)
+    clipped, lengths = verdict.clipped > 0, dump.lengths
+    return OfLoss(
+        name=loss.name,
+        limits=limits(loss),
+        out_of_band=_mean(verdict.outside[counts]),
+        clip_low=_mean(verdict.clipped_low[counts]),
+        clip_high=_mean(verdict.clipped_high[counts]),
+        dual_clip=_mean(verdict.dual_clipped[counts]),
+        clipped=_mean(clipped[judged]),
+        clipped_tokens=((verdict.clipped * lengths)[counts].sum() / lengths[counts].sum()).item(),
+        dropped=int(verdict.dropped.sum()),
+        noise=noisy.mean().item(),
+        lre=lre_of(~verdict.outside[counts], lengths[counts], dump.clusters[counts]),
+        lre_signed=lre_of(~clipped[judged], lengths[judged], dump.clusters[judged]),
+        ess=verdict.effective_sample_size(judged),
+        by_length=tuple(
+            AtLength(
+                out_of_band=_mean(verdict.outside[counts & here]),
+                clipped=_mean(clipped[judged & here]),
+                noise=_mean(noisy[here]),
+                ess=verdict.effective_sample_size(judged & here),
+                mass=(verdict.mass[here].sum() / verdict.mass.sum()).item(),
+            )
+            for here in (bins == number for number in range(int(bins.max()) + 1))
+        ),
+    )
+
+
+def _disagreements(dump: Dump, names: Sequence[str], verdicts: Sequence[Verdict]) -> list[Disagreement]:
+    fates = [verdict.fates(dump.advantages) for verdict in verdicts]
+    judged = int((dump.advantages != 0).sum())
+    found = []
+    for one, other in itertools.permutations(range(len(names)), 2):
+        rows = torch.nonzero((fates[one] == 0) & ((fates[other] == 1) | (fates[other] == 2)))[:, 0]
+        heaviest = rows[verdicts[one].mass[rows].argsort(descending=True)[:_EXAMPLES]]
+        found.append(
+            Disagreement(
+                kept_by=names[one],
+                clipped_by=names[other],
+                responses=len(rows),
+                in_part=int((fates[other][rows] == 2).sum()),
+                share=len(rows) / judged if judged else math.nan,
+                lengths=_quartiles(dump.lengths[rows]),
+                rising=_mean(dump.advantages[rows] > 0),
+                mean_reward=math.nan if dump.rewards is None else _mean(dump.rewards[rows]),
+                examples=tuple(dump.rows[heaviest].tolist()),
+            )
+        )
+    return found
+
+
+def _describe(dump: Dump, bins: Tensor) -> tuple[Bin, ...]:
+    tokens = dump.lengths.sum().item()
+    members = [dump.lengths[bins == number] for number in range(int(bins.max()) + 1)]
+    return tuple(
+        Bin(
+            low=int(some.min()),
+            high=int(some.max()),
+            share=len(some) / len(dump),
+            tokens=some.sum().item() / tokens,
+        )
+        for some in members
+    )
+
+
+def _quartiles(lengths: Tensor) -> tuple[int, int, int]:
+    if not len(lengths):
+        return 0, 0, 0
+    low, median, high = lengths.double().quantile(torch.tensor([0.25, 0.5, 0.75]).double()).int().tolist()
+    return low, median, high
+
+
+def _mean(values: Tensor) -> float:
+    return values.double().mean().item() if len(values) else math.nan

@@ -1,0 +1,256 @@
+"""The losses that are compared, each with limits that can be scaled, and what one makes of a dump.
+
+Decisions and weights are those of the losses' own ``objective()``, which a run trains with.
+
+Shapes: N responses, T tokens. Units: S and limits in nats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.lab.explain.dump import Dump
+from megatron_fspo.losses import CTPOLoss, FSPOLoss, GSPOLoss, RLOOLoss
+from megatron_fspo.objective import effective_sample_size
+from megatron_fspo.objective.losses import LossInputs
+
+BandLoss = FSPOLoss | GSPOLoss | RLOOLoss | CTPOLoss
+BAND_LOSSES: tuple[BandLoss, ...] = (FSPOLoss(), GSPOLoss(), RLOOLoss(), CTPOLoss())
+"""The losses, with their default limits. The first is what the others are matched to."""
+
+_LEGAL = (
+    "c_low",
+    "c_high",
+    "exponent",
+    "temper",
+    "dual_clip",
+    "c_dual",
+    "eps_low",
+    "eps_high",
+    "dual_clip_ratio",
+)
+"""Keys of a loss that say what is clipped in a batch; the others are about a run."""
+
+_BLOCK_TOKENS = 1 << 16
+_MOST_NATS = 36.0
+
+KEPT, CLIPPED, IN_PART, DROPPED, NO_ADVANTAGE = "kept", "clipped", "in part", "dropped", "no advantage"
+FATES = (KEPT, CLIPPED, IN_PART, DROPPED, NO_ADVANTAGE)
+"""What a loss does with a response: in part where tokens have decisions of their own; dropped where its
+weight is not finite; without an advantage there is no gradient to clip."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Verdict:
+    """What a loss makes of each response of a dump; all tensors [N]."""
+
+    outside: Tensor
+    """bool: out of band on either side, whatever the sign of A."""
+    clipped_low: Tensor
+    """1 or 0; where tokens have decisions of their own, the share of its tokens."""
+    clipped_high: Tensor
+    dual_clipped: Tensor
+    dropped: Tensor
+    """bool: S, A or the weight is not finite."""
+    mass: Tensor
+    """Σ_t |weight_t|: what the response has of the batch's gradient, were all ∇log π(y_t) equal in norm."""
+    weights: Tensor
+    """Importance weights, 0 where a clip acts: [N], or of tokens [T] where they have their own."""
+    owner: Tensor
+    """The response of each of ``weights``."""
+
+    @property
+    def clipped(self) -> Tensor:
+        """Share of the response whose gradient a clip removes, on any side."""
+        return self.clipped_low + self.clipped_high + self.dual_clipped
+
+    def fates(self, advantages: Tensor) -> Tensor:
+        """[N] index into ``FATES``."""
+        found = torch.where(self.clipped > 0, torch.where(self.clipped < 1 - 1e-9, 2, 1), 0)
+        return found.masked_fill(advantages == 0, 4).masked_fill(self.dropped, 3)
+
+    def effective_sample_size(self, responses: Tensor) -> float:
+        """Of the importance weights of some responses [N] bool; NaN where there are none."""
+        chosen = self.weights[responses[self.owner]]
+        return effective_sample_size(chosen) if len(chosen) else math.nan
+
+
+def with_limits(words: Sequence[str]) -> tuple[BandLoss, ...]:
+    """The losses with the limits of the command line: ``--fspo.c-high 0.04``.
+
+    Raises:
+        InputError: a loss, a key or a value that there is not.
+    """
+    given: dict[str, dict[str, Any]] = {loss.name: {} for loss in BAND_LOSSES}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, _, key = word.removeprefix("--").partition(".")
+        key, _, value = key.partition("=")
+        if not word.startswith("--") or not key or name not in given:
+            raise InputError(
+                f"unexpected argument {word!r}: limits are given as --{BAND_LOSSES[0].name}.c-high 0.04"
+            )
+        if not value and not rest:
+            raise InputError(f"{word} needs a value")
+        given[name][key.replace("-", "_")] = value or rest.pop(0)
+    return tuple(_checked(loss, given[loss.name]) for loss in BAND_LOSSES)
+
+
+def _checked(loss: BandLoss, keys: Mapping[str, Any]) -> BandLoss:
+    legal = [name for name in type(loss).model_fields if name in _LEGAL]
+    try:
+        for key in keys:
+            if key not in legal:
+                raise InputError(f"--{loss.name}.{key}: no such limit; it has {', '.join(legal)}")
+        return type(loss).model_validate(dict(keys))
+    except ValidationError as error:
+        first = error.errors()[0]
+        if not first["loc"]:  # of several keys together
+            raise InputError(f"--{loss.name}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise InputError(f"--{loss.name}.{first['loc'][0]} {first['input']}: {first['msg']}") from None
+
+
+def known_for(dump: Dump, losses: Sequence[BandLoss]) -> list[BandLoss]:
+    """Those whose decisions follow from the dump: CTPO's need tokens."""
+    return [loss for loss in losses if dump.log_ratio is not None or not isinstance(loss, CTPOLoss)]
+
+
+def _limits(loss: BandLoss) -> tuple[str, ...]:
+    return ("eps_low", "eps_high") if isinstance(loss, GSPOLoss | RLOOLoss) else ("c_low", "c_high")
+
+
+def limits(loss: BandLoss) -> dict[str, float]:
+    """The two limits of its band, by name."""
+    return {name: getattr(loss, name) for name in _limits(loss)}
+
+
+def widest(loss: BandLoss) -> float:
+    """The largest factor for ``scaled``: a ratio's limit 1 − eps_low is 0 in float64 beyond 37 nats."""
+    if isinstance(loss, FSPOLoss | CTPOLoss):
+        return math.inf
+    return _MOST_NATS / max(-math.log1p(-loss.eps_low), math.log1p(loss.eps_high))
+
+
+def scaled(loss: BandLoss, factor: float) -> BandLoss:
+    """The loss with a band so many times as wide, in nats; lower and upper limit keep their ratio."""
+    if isinstance(loss, FSPOLoss):
+        return loss.moved(c_low=factor * loss.c_low, c_high=factor * loss.c_high)
+    if isinstance(loss, CTPOLoss):
+        c_dual = None if loss.c_dual is None else factor * loss.c_dual
+        wider = {"c_low": factor * loss.c_low, "c_high": factor * loss.c_high, "c_dual": c_dual}
+        return loss.model_copy(update=wider)
+    log_low, log_high = math.log1p(-loss.eps_low), math.log1p(loss.eps_high)
+    low, high = -math.expm1(factor * log_low), math.expm1(factor * log_high)
+    return loss.model_copy(update={"eps_low": low, "eps_high": high})
+
+
+def reach(loss: BandLoss, dump: Dump) -> Tensor:
+    """[N] the factor by which the band has to be scaled for S to lie on its edge; above 1 outside.
+
+    For CTPO, whose band holds for every prefix, the largest of those of the prefixes.
+    """
+    if isinstance(loss, CTPOLoss):
+        segment, tokens = _tokens(dump)
+        prefix, place = _prefix_sums(torch.stack([tokens, torch.ones_like(tokens)]), dump.lengths)
+        low, high = loss.objective().band.bounds(place)
+        far = prefix / torch.where(prefix < 0, low, high)
+        return far.new_zeros(len(dump)).scatter_reduce_(0, segment, far, "amax")
+    low, high = loss.band().bounds(dump.lengths.double())
+    centre = loss.band().drift * dump.lengths if isinstance(loss, FSPOLoss) else torch.zeros_like(low)
+    off = dump.log_ratio_sum - centre
+    return off / torch.where(off < 0, low - centre, high - centre)
+
+
+def judge(loss: BandLoss, dump: Dump) -> Verdict:
+    """What the loss makes of the dump."""
+    if isinstance(loss, CTPOLoss):
+        return _judge_tokens(loss, dump)
+    # All tokens of a response have one weight: a row stands for them.
+    inputs = _inputs(dump, slice(None), dump.log_ratio_sum, torch.arange(len(dump)))
+    terms = loss.objective()(inputs)
+    return Verdict(
+        outside=terms.out_of_band,
+        clipped_low=terms.clipped_low,
+        clipped_high=terms.clipped_high,
+        dual_clipped=terms.dual_clipped,
+        dropped=terms.nonfinite,
+        mass=terms.weight.abs() * dump.lengths,
+        weights=terms.ratio,
+        owner=inputs.segment,
+    )
+
+
+def _judge_tokens(loss: CTPOLoss, dump: Dump) -> Verdict:
+    """In blocks of responses that caches hold: more than twice as fast as all tokens in one tensor."""
+    ends, blocks, start = dump.lengths.cumsum(0), [], 0
+    while start < len(dump):
+        before = int(ends[start] - dump.lengths[start])
+        stop = max(start + 1, int(torch.searchsorted(ends, before + _BLOCK_TOKENS, right=True)))
+        blocks.append(_judge_block(loss, dump, slice(start, stop), slice(before, int(ends[stop - 1]))))
+        start = stop
+    columns = {field.name: [getattr(block, field.name) for block in blocks] for field in fields(Verdict)}
+    return Verdict(**{name: torch.cat(parts) for name, parts in columns.items()})
+
+
+def _judge_block(loss: CTPOLoss, dump: Dump, responses: slice, tokens: slice) -> Verdict:
+    """Of some responses of the dump, and of the tokens that these have."""
+    assert dump.log_ratio is not None
+    lengths, advantages = dump.lengths[responses], dump.advantages[responses]
+    segment = torch.arange(len(lengths)).repeat_interleave(lengths)
+    terms = loss.objective()(_inputs(dump, responses, dump.log_ratio[tokens], segment))
+    weight, size = terms.weight.abs(), advantages.abs()[segment]
+    return Verdict(
+        outside=terms.out_of_band,
+        clipped_low=terms.clipped_low,
+        clipped_high=terms.clipped_high,
+        dual_clipped=terms.dual_clipped,
+        dropped=terms.nonfinite,
+        mass=weight.new_zeros(len(lengths)).index_add_(0, segment, weight),
+        weights=torch.where(size > 0, weight / size, 0.0),
+        owner=responses.start + segment,
+    )
+
+
+def _tokens(dump: Dump) -> tuple[Tensor, Tensor]:
+    """The response of each token [T], and its log-ratio."""
+    assert dump.log_ratio is not None
+    return torch.arange(len(dump)).repeat_interleave(dump.lengths), dump.log_ratio
+
+
+def _inputs(dump: Dump, responses: slice, log_ratio: Tensor, segment: Tensor) -> LossInputs:
+    """What a loss gets of some responses, as a micro-batch of a step that is the dump, on one rank."""
+    lengths = dump.lengths[responses]
+    return LossInputs(
+        log_probs=torch.zeros_like(log_ratio),  # no loss here looks at them
+        log_ratio=log_ratio,
+        mask=torch.ones_like(segment, dtype=torch.bool),
+        segment=segment,
+        sequence_sums=partial(_sequence_sums, segment=segment, count=len(lengths)),
+        prefix_sums=partial(_prefix_sums, lengths=lengths),
+        lengths=lengths,
+        advantages=dump.advantages[responses],
+        num_sequences=len(dump),
+        num_tokens=int(dump.lengths.sum()),
+    )
+
+
+def _sequence_sums(values: Tensor, *, segment: Tensor, count: int) -> Tensor:
+    return values.new_zeros(len(values), count).index_add_(1, segment, values)
+
+
+def _prefix_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """[k, T] sums over each response up to and with each token."""
+    running = values.cumsum(1)
+    first = lengths.cumsum(0) - lengths
+    before = (running - values)[:, first]
+    return running - before.repeat_interleave(lengths, dim=1)

@@ -1,0 +1,51 @@
+"""What noise alone would clip: the same responses with an S that no learning is in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.lab.explain.dump import Dump
+from megatron_fspo.objective.calibration import sigma_hat
+
+Source = Literal["sampler", "signs", "normal"]
+_LEAST = 100_000
+"""Responses, or tokens where they are known, to draw at random, at least."""
+_MOST_TIMES = 20
+
+
+def noise_alone(dump: Dump, seed: int = 0) -> tuple[Dump, Source]:
+    """The responses, each as often as any other, with S of noise, and where that comes from.
+
+    sampler: S = Σ_t (log π_old − log π_sampler), of two policies that should agree: as measured.
+    signs: each token's log-ratio with a sign at random: the same sizes, without a direction.
+    normal: S = σ̂·√L·Z where tokens are not known. σ̂ is the robust spread of S itself.
+
+    The last two are what is left if *all* of S were chance: they bound the noise and do not measure it.
+    """
+    if dump.sampler_gap is not None:
+        gap = dump.sampler_gap
+        return replace(dump, log_ratio=gap, log_ratio_sum=totals(gap, dump.lengths)), "sampler"
+    generator = torch.Generator().manual_seed(seed)
+    tokens = dump.log_ratio
+    times = max(1, min(_MOST_TIMES, _LEAST // len(dump.lengths if tokens is None else tokens)))
+    lengths = dump.lengths.repeat(times)
+    many = replace(
+        dump, rows=dump.rows.repeat(times), lengths=lengths, advantages=dump.advantages.repeat(times)
+    )
+    if tokens is None:
+        z = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
+        spread = sigma_hat(dump.log_ratio_sum, dump.lengths) * lengths.double().sqrt()
+        return replace(many, log_ratio_sum=spread * z), "normal"
+    sizes = tokens.repeat(times)
+    signs = 2.0 * torch.randint(2, sizes.shape, generator=generator) - 1.0
+    return replace(many, log_ratio=sizes * signs, log_ratio_sum=totals(sizes * signs, lengths)), "signs"
+
+
+def totals(tokens: Tensor, lengths: Tensor) -> Tensor:
+    """[N] sums over the tokens [T] of each response."""
+    owner = torch.arange(len(lengths)).repeat_interleave(lengths)
+    return tokens.new_zeros(len(lengths)).index_add_(0, owner, tokens)

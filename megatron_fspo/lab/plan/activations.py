@@ -1,0 +1,211 @@
+"""Activations: what a micro-batch leaves for backward, tensor by tensor, and the peak of an optimizer step.
+
+Two columns. ``local`` is what our layers on Megatron's local specification save; it is measured, by
+``benchmarks/plan_memory.py`` and ``tests/plan``. ``transformer_engine`` is from reading its modules (fused
+norm and product, fused RoPE and SwiGLU, flash attention, which saves q, k, v, its output and a log-sum-exp
+per row); it was not measured. Experts were measured in neither.
+
+Packs differ; a plan takes a full one. Under full recompute a layer keeps its input alone, and one layer at a
+time is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_fspo.lab.plan.head import head_backward, head_forward, head_saved
+from megatron_fspo.lab.plan.shape import Pack, Shape, between
+from megatron_fspo.weights import has_parameter
+
+_BATCH = 45
+"""Bytes per token of a micro-batch itself: ids, positions, labels, mask, segment, log-probs."""
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor, or several alike, that one layer keeps for backward: bytes by implementation of the layer."""
+
+    what: str
+    local: float
+    transformer_engine: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Bytes of one pipeline stage in backward."""
+
+    held: float
+    """Kept for the backward of all micro-batches that are under way."""
+    micro_batches: float
+    """How many these are; those of virtual stages count by their share of the layers."""
+    moments: dict[str, float]
+    """Beside those: what comes on top, by what is being computed. They do not come together."""
+
+    @property
+    def peak(self) -> float:
+        return self.held + max(self.moments.values())
+
+
+def layer_tensors(shape: Shape, pack: Pack) -> list[Saved]:
+    """What a layer keeps of one micro-batch without recompute."""
+    return [*_attention(shape, pack), *_mlp(shape, pack)]
+
+
+def layer_bytes(shape: Shape, pack: Pack) -> float:
+    """Their sum for the layers of ``shape``."""
+    return sum(getattr(tensor, shape.layers) for tensor in layer_tensors(shape, pack))
+
+
+def _norm(shape: Shape, pack: Pack, name: str) -> Iterator[Saved]:
+    """Of a norm and the product behind it. torch's norm computes in fp32 and keeps that."""
+    hidden = between(shape, pack) * shape.arch.hidden_size
+    product = hidden * _product_width(shape)
+    yield Saved(f"input of the {name} norm", hidden * _FP32, hidden * shape.width)
+    yield Saved("its 1/rms", between(shape, pack) * _FP32, between(shape, pack) * _FP32)
+    yield Saved("its output before the weight", hidden * _FP32, 0)
+    yield Saved("its output, into a product", hidden * shape.width, product)
+
+
+def _attention(shape: Shape, pack: Pack) -> Iterator[Saved]:
+    arch, tp, width = shape.arch, shape.parallel.tensor, shape.width
+    context = shape.parallel.context
+    t = pack.tokens / context
+    q, kv, heads = arch.q_size / tp, arch.kv_size / tp, arch.num_heads / tp
+    yield from _norm(shape, pack, "first")
+    normed = has_parameter(arch, "self_attention.q_layernorm.weight")
+    if normed:
+        stats = t * (arch.num_heads + arch.num_kv_heads) / tp * _FP32
+        yield Saved("q into its norm", t * q * _FP32, t * q * width)
+        # A view of the product in fp32, and of that in any precision with Transformer Engine.
+        yield Saved("k into its norm", 0 if width == _FP32 else t * kv * _FP32, 0)
+        yield Saved("1/rms of q and k", stats, stats)
+        yield Saved("q and k before the weight", t * (q + kv) * _FP32, 0)
+    # v is a view of it. Locally, context parallel copies v; then only k's norm may still look at it.
+    viewed = context == 1 or (normed and width == _FP32)
+    product = t * (q + 2 * kv) * width
+    yield Saved("product q, k, v", product if viewed else 0, product)
+    yield Saved("cos and sin of q and of k", 4 * t * arch.head_dim * width, 0)
+    yield Saved("q after RoPE", t * q * width, t * q * width)
+    if context == 1:
+        yield Saved("k after RoPE", t * kv * width, t * kv * width)
+    else:
+        yield Saved("k and v of all ranks", 2 * pack.tokens * kv * width, t * kv * width)
+        masks = sum(length * length for length in pack.lengths) / context
+        yield Saved("masks", masks * width, 0)
+    yield Saved("log-sum-exp", t * heads * _FP32, t * heads * _FP32)
+    yield Saved("attention's output, by sequence", t * q * width, 0)
+    yield Saved("attention's output, into a product", t * q * width, t * q * width)
+
+
+def _mlp(shape: Shape, pack: Pack) -> Iterator[Saved]:
+    arch, width = shape.arch, shape.width
+    yield from _norm(shape, pack, "second")
+    if arch.experts is None:
+        values = pack.tokens / shape.parallel.context * arch.ffn_size / shape.parallel.tensor
+    else:
+        # Tokens are spread over all ranks of a stage; here as evenly over the experts.
+        routed = between(shape, pack) * arch.experts.per_token
+        values = routed * arch.experts.ffn_size
+        scores = 2 * between(shape, pack) * arch.experts.count * _FP32
+        yield Saved("router's logits and probabilities", scores, scores)
+        tokens = routed * arch.hidden_size * width
+        yield Saved("tokens at their experts", tokens, tokens)
+    yield Saved("gate and up", 2 * values * width, 2 * values * width)
+    yield Saved("silu(gate)", values * width, 0)
+    yield Saved("up, as the product takes it", values * width, 0)
+    yield Saved("silu(gate) · up, into a product", values * width, values * _product_width(shape))
+
+
+def layer_input(shape: Shape, pack: Pack) -> float:
+    """What a layer keeps under full recompute."""
+    return between(shape, pack) * shape.arch.hidden_size * shape.width
+
+
+def layer_backward(shape: Shape, pack: Pack) -> float:
+    """The most that the backward of a layer adds to what the layer saved: gradients of activations and,
+    locally, of one matrix."""
+    arch, tp = shape.arch, shape.parallel.tensor
+    t = pack.tokens / shape.parallel.context
+    hidden = between(shape, pack) * arch.hidden_size
+    if arch.experts is None:
+        values, matrix = t * arch.ffn_size / tp, arch.hidden_size * arch.ffn_size / tp
+    else:
+        values = between(shape, pack) * arch.experts.per_token * arch.experts.ffn_size
+        matrix = arch.hidden_size * arch.experts.ffn_size
+    gathered = t * arch.hidden_size if shape.parallel.sequence else 0
+    if shape.layers == "transformer_engine":
+        return (hidden + gathered + 2 * values) * shape.width
+    down = hidden + gathered + values + matrix
+    activation = hidden + gathered + 2 * values
+    up = hidden + gathered + t * arch.hidden_size + 2 * matrix - 3 * values
+    return max(down, activation, up) * shape.width
+
+
+def kept(shape: Shape, stage: int, chunk: int, pack: Pack) -> float:
+    """What one micro-batch keeps in a model chunk from its forward to its backward."""
+    arch, width = shape.arch, shape.width
+    one = layer_input(shape, pack) if shape.recompute else layer_bytes(shape, pack)
+    hidden = between(shape, pack) * arch.hidden_size
+    # Angles of positions, and the micro-batch.
+    found = shape.chunk_layers * one + max(pack.lengths) * arch.head_dim * _FP32
+    found += _BATCH * pack.tokens / shape.parallel.context
+    # Megatron's schedule keeps what came from the stage before and what went to the next. In fp32, and under
+    # recompute, the first is also what the first layer keeps.
+    if not shape.is_first(stage, chunk) and not (shape.recompute or width == _FP32):
+        found += hidden * width
+    if not shape.is_last(stage, chunk):
+        return found + hidden * width
+    final = (2 * _FP32 if shape.layers == "local" else width) * hidden
+    return found + final + head_saved(shape, pack)
+
+
+def in_flight(shape: Shape, stage: int, micro_batches: int) -> int:
+    """Micro-batches (times virtual stages: chunks) of a stage that wait for their backward, at most."""
+    stages, virtual = shape.parallel.pipeline, shape.parallel.virtual_pipeline
+    if virtual == 1:
+        return min(micro_batches, stages - stage)
+    ahead = 2 * (stages - stage - 1) + (virtual - 1) * stages
+    return min(micro_batches * virtual, ahead + 1)
+
+
+def activations(shape: Shape, stage: int, pack: Pack, micro_batches: int) -> Activations:
+    """Of an optimizer step on one rank of a stage.
+
+    Args:
+        pack: every micro-batch is like this one.
+        micro_batches: of this rank in the optimizer step.
+    """
+    virtual = shape.parallel.virtual_pipeline
+    chunks = [kept(shape, stage, chunk, pack) for chunk in range(virtual)]
+    flying = in_flight(shape, stage, micro_batches)
+    held = sum(chunks) * flying / virtual if flying % virtual else sum(chunks) * (flying // virtual)
+    if shape.parallel.pipeline > 1:  # what came and what goes, forward and back
+        held += 2 * layer_input(shape, pack)
+    if shape.parallel.sequence:  # a buffer for gathered hidden states, which Megatron keeps
+        held += pack.tokens / shape.parallel.context * shape.arch.hidden_size * shape.width
+    again = 0.0
+    if shape.recompute:
+        # Its input is there already; locally in fp32 its first norm keeps that one.
+        same = shape.layers == "transformer_engine" or shape.width == _FP32
+        again = layer_bytes(shape, pack) - (layer_input(shape, pack) if same else 0)
+        again += layer_input(shape, pack)  # its output
+    table = float(shape.vocab_rows * shape.arch.hidden_size * shape.width)
+    tied = shape.arch.tied and shape.parallel.pipeline == 1
+    moments = {"a layer's backward": again + layer_backward(shape, pack) + (table if tied else 0)}
+    if shape.is_last(stage):
+        part = head_saved(shape, pack)
+        moments["the head's forward"] = head_forward(shape, pack)
+        moments["the head's backward"] = head_backward(shape, pack)
+        moments["a layer's backward"] -= part
+    if stage == 0:
+        # All layers of one micro-batch are done by then. A tied table has two gradients, and their sum.
+        gone = chunks[0] - layer_input(shape, pack) * (shape.parallel.pipeline > 1)
+        moments["the embedding's backward"] = (3 if tied else 1) * table - gone + layer_input(shape, pack)
+    return Activations(held=held, micro_batches=flying / virtual, moments=moments)
+
+
+def _product_width(shape: Shape) -> int:
+    """Bytes of a value that a product keeps: Transformer Engine keeps the FP8 one."""
+    return 1 if shape.fp8 else shape.width

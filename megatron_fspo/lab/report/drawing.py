@@ -1,0 +1,184 @@
+"""How the pictures of all pages are drawn: size, fonts, colours, and curves over the steps of a run.
+
+A picture is the text of an ``<svg>`` element. Text stays text (the page gives it a font); a figure is drawn
+at the width of a phone and scales up. Colours of curves are Okabe and Ito's, which the colour-blind can tell
+apart, and stand out from a light page and from a dark one; text, axes and grid follow the page (``style.css``
+has the variables).
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from megatron_fspo.lab.report.history import Array, Series
+
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7c8493"
+YELLOW, SKY = "#c98a00", "#56b4e9"
+"""Okabe and Ito's yellow is a little darker here: theirs is lost on white."""
+TEXT, AXIS, GRID, EDGE = "#374151", "#9ca3af", "#e5e7eb", "#111827"
+"""On a light page."""
+_VARIABLES = {TEXT: "--figure-text", AXIS: "--figure-axis", GRID: "--figure-grid", EDGE: "--figure-edge"}
+
+_STYLE: Any = {  # the type of its keys is another one in each matplotlib
+    "svg.fonttype": "none",
+    "svg.hashsalt": "megatron_fspo",  # the same run gives the same file
+    "font.size": 9.5,
+    "axes.titlesize": 9.5,
+    "text.color": TEXT,
+    "axes.edgecolor": AXIS,
+    "axes.labelcolor": TEXT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": AXIS,
+    "ytick.color": AXIS,
+    "xtick.labelcolor": TEXT,
+    "ytick.labelcolor": TEXT,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "legend.handlelength": 1.4,
+    "legend.columnspacing": 1.2,
+}
+# Without these there would be a block of metadata, with today's date in it.
+_NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
+
+P = ParamSpec("P")
+
+
+def picture(
+    width: float, height: float
+) -> Callable[[Callable[Concatenate[Figure, P], None]], Callable[P, str]]:
+    """Give the function an empty figure of this size (inches) and turn it into the text of an svg."""
+
+    def wrap(paint: Callable[Concatenate[Figure, P], None]) -> Callable[P, str]:
+        @functools.wraps(paint)
+        def draw(*args: P.args, **kwargs: P.kwargs) -> str:
+            file = io.StringIO()
+            with rc_context(_STYLE):
+                figure = Figure(figsize=(width, height), layout="constrained")
+                paint(figure, *args, **kwargs)
+                figure.savefig(file, format="svg", dpi=200, transparent=True, metadata=_NO_METADATA)
+            text = file.getvalue()
+            return with_page_colours(text[text.index("<svg") :])
+
+        return draw
+
+    return wrap
+
+
+def with_page_colours(svg: str) -> str:
+    """Text, axes and grid in the colours of the page that has the picture; alone, in those of a light one."""
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable}, {colour})")
+    return svg
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A metric in a picture over steps."""
+
+    series: Series
+    label: str
+    colour: str
+    style: str = "-"
+    marker: str = ""
+    """For metrics that only some steps log; they are not smoothed."""
+    held: bool = False
+    """A setting, which stays as it is until a step changes it: drawn in steps, and not smoothed."""
+
+
+def smoothing_window(count: int) -> int:
+    """Steps that the running mean covers; 1 where there are too few to smooth."""
+    return 1 if count <= 10 else max(5, count // 40)
+
+
+def running_mean(values: Array, window: int) -> Array:
+    """Centred mean over ``window`` values without the NaN ones; shorter windows at both ends."""
+    finite, kernel = np.isfinite(values), np.ones(min(window, len(values)))
+    totals = np.convolve(np.where(finite, values, 0.0), kernel, mode="same")
+    counts = np.convolve(finite.astype(np.float64), kernel, mode="same").round()
+    return np.divide(totals, counts, out=np.full(len(values), np.nan), where=counts > 0)
+
+
+def thin(values: Array, most: int = 600) -> Array:
+    """Indices of at most ``most`` values: the smallest and the largest of each stretch, so spikes stay."""
+    everything = np.arange(len(values))
+    if len(values) <= most:
+        return everything
+    low, high = np.where(np.isnan(values), np.inf, values), np.where(np.isnan(values), -np.inf, values)
+    stretches = np.array_split(everything, most // 2)
+    return np.unique([part[pick] for part in stretches for pick in (low[part].argmin(), high[part].argmax())])
+
+
+def over_steps(axes: Axes, lines: Sequence[Line], y_label: str, x_label: str = "step") -> None:
+    for line in lines:
+        _curve(axes, line)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    legend(axes)
+
+
+def _curve(axes: Axes, line: Line) -> None:
+    """Every step pale and the running mean bold."""
+    steps, values = line.series.steps, line.series.values
+    if line.held:
+        _held(axes, line)
+        return
+    window = 1 if line.marker else smoothing_window(len(values))
+    if window > 1:
+        kept = thin(values)
+        axes.plot(steps[kept], values[kept], line.style, color=line.colour, lw=0.8, alpha=0.35)
+        values = running_mean(values, window)
+    # A single step has no line to draw; hundreds of markers would hide it.
+    marker = "" if window > 1 or len(values) > 60 else line.marker or "o"
+    kept = thin(values)
+    axes.plot(
+        steps[kept],
+        values[kept],
+        line.style,
+        color=line.colour,
+        lw=1.6,
+        marker=marker,
+        ms=4.5,
+        label=line.label or "_",
+    )
+
+
+def _held(axes: Axes, line: Line) -> None:
+    """A setting from step to step: level, and upright where it changes."""
+    steps, values = line.series.steps, line.series.values
+    # Thinned, a level stretch would still be level, but a change would move.
+    kept = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+    kept = kept[thin(values[kept])] if len(kept) else kept
+    kept = np.unique(np.append(kept, len(values) - 1))
+    axes.plot(
+        steps[kept],
+        values[kept],
+        line.style,
+        color=line.colour,
+        lw=1.6,
+        marker="o" if len(values) == 1 else "",
+        ms=4.5,
+        label=line.label or "_",
+        drawstyle="steps-post",
+    )
+
+
+def legend(axes: Axes, columns: int = 4) -> None:
+    """Above the axes, if there is anything to name."""
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, borderaxespad=0.2)

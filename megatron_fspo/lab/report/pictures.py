@@ -1,0 +1,202 @@
+"""The pictures of the report of one run. No text of the user's gets into a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from megatron_fspo.lab.report.drawing import (
+    BLUE,
+    EDGE,
+    GREEN,
+    ORANGE,
+    Line,
+    legend,
+    over_steps,
+    picture,
+)
+from megatron_fspo.lab.report.history import Array, BinRates, Records, Series, wilson_interval
+from megatron_fspo.objective import ClipBand, LengthReweightingError
+from megatron_fspo.objective.exponent import Exponent
+
+
+@picture(4.6, 2.9)
+def reward(figure: Figure, lines: Sequence[Line]) -> None:
+    over_steps(figure.subplots(), lines, "reward")
+
+
+@picture(4.6, 2.9)
+def response_length(figure: Figure, mean: Series, low: Series, high: Series, cut: Series) -> None:
+    """Mean with the band from the shortest to the longest, and below it the share cut at the limit."""
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2.6, 1])
+    steps, bottom, top = _envelope(low, high)
+    upper.fill_between(steps, bottom, top, color=BLUE, alpha=0.12, lw=0, label="shortest to longest")
+    over_steps(upper, [Line(series=mean, label="mean", colour=BLUE)], "L (tokens)", x_label="")
+    over_steps(lower, [Line(series=cut, label="", colour=ORANGE)], "cut")
+    lower.yaxis.set_major_formatter(PercentFormatter(1.0))
+    lower.yaxis.set_major_locator(MaxNLocator(3))
+    lower.set_ylim(bottom=0)
+
+
+@picture(4.6, 2.9)
+def clip_rate(figure: Figure, lines: Sequence[Line]) -> None:
+    axes = figure.subplots()
+    over_steps(axes, lines, "share")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+@picture(4.6, 2.9)
+def rates_by_length(figure: Figure, bins: Sequence[BinRates], overall: BinRates) -> None:
+    """Both clip rates per length bin with 95% intervals, and over all lengths as lines."""
+    axes = figure.subplots()
+    _rates(axes, -0.1, [(b.out_of_band, b.records) for b in bins], overall.out_of_band, BLUE, "o", "outside")
+    label = "clipped, of those with A ≠ 0"
+    _rates(axes, 0.1, [(b.clipped, b.judged) for b in bins], overall.clipped, ORANGE, "s", label)
+    labels = [f"{b.low}" if b.low == b.high else f"{b.low}–{b.high}" for b in bins]
+    wide = max(map(len, labels)) > 5
+    axes.set_xticks(range(len(bins)), labels, rotation=30 if wide else 0, ha="right" if wide else "center")
+    axes.grid(visible=False, axis="x")
+    axes.set_xlim(-0.6, len(bins) - 0.4)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xlabel("response length L (tokens)")
+    axes.set_ylabel("share of sequences")
+    legend(axes)
+
+
+@picture(4.6, 2.9)
+def length_error(figure: Figure, lines: Sequence[Line], pooled: LengthReweightingError) -> None:
+    """LRE per step against its null floor; beside it that over all records, with its bootstrap interval and
+    the null floor of so many."""
+    if not np.isfinite(pooled.mean):
+        over_steps(figure.subplots(), lines, "LRE")
+        figure.axes[0].set_ylim(bottom=0)
+        return
+    by_step, whole = figure.subplots(1, 2, sharey=True, width_ratios=[5, 1])
+    over_steps(by_step, lines, "LRE")
+    pooled_error(whole, 0.0, pooled, GREEN)
+    whole.set_xticks([0.0], ["pooled"])
+    whole.set_xlim(-1, 1)
+    whole.grid(visible=False, axis="x")
+    by_step.set_ylim(bottom=0)
+
+
+def pooled_error(axes: Axes, at: float, pooled: LengthReweightingError, colour: str) -> None:
+    """A pooled LRE with its interval at this x, and its own null floor as a dashed line across it."""
+    low, high = pooled.mean_interval
+    reach = [[max(pooled.mean - low, 0.0)], [max(high - pooled.mean, 0.0)]]
+    axes.errorbar(
+        [at], [pooled.mean], yerr=reach if np.isfinite(reach).all() else None, fmt="o", ms=5, color=colour
+    )
+    axes.plot([at - 0.4, at + 0.4], [pooled.null_mean] * 2, "--", color=EDGE, lw=1.2)
+
+
+def beyond(records: Records, band: ClipBand | None) -> Array:
+    """bool [N]: the records that lie outside the scatter picture."""
+    return np.abs(records.log_ratio_sum) > _scatter_limit(records, band)
+
+
+@picture(4.6, 2.9)
+def scatter(figure: Figure, records: Records, band: ClipBand | None) -> None:
+    """S against √L with the band; what lies outside the picture is a triangle at its edge."""
+    axes = figure.subplots()
+    limit = _scatter_limit(records, band)
+    for rows, label, colour in (
+        (~records.out_of_band & ~records.clipped, "inside", BLUE),
+        (records.out_of_band & ~records.clipped, "outside, kept", GREEN),
+        (records.clipped, "clipped", ORANGE),
+    ):
+        x, y = np.sqrt(records.length[rows]), records.log_ratio_sum[rows]
+        axes.scatter([], [], s=16, color=colour, label=f"{label} {len(x):,}")
+        for place, marker, size in (
+            (np.abs(y) <= limit, "o", 9),
+            (y > limit, "^", 16),
+            (y < -limit, "v", 16),
+        ):
+            height = y[place].clip(-0.97 * limit, 0.97 * limit) if marker != "o" else y[place]
+            # Pixels: thousands of dots as svg would be most of the file.
+            axes.scatter(
+                x[place], height, s=size, marker=marker, color=colour, alpha=0.6, lw=0, rasterized=True
+            )
+    longest = float(records.length.max())
+    if band is not None:
+        grid = torch.linspace(0.0, 1.05, 200).square() * longest
+        for edge in band.bounds(grid):
+            axes.plot(grid.sqrt().numpy(), edge.numpy(), color=EDGE, lw=1.2)
+    ticks = [tick for tick in MaxNLocator(5, integer=True).tick_values(0, longest) if tick <= 1.1 * longest]
+    axes.set_xticks(np.sqrt(ticks), [f"{tick:.0f}" for tick in ticks])
+    axes.set_xlim(0, 1.05 * longest**0.5)
+    axes.set_ylim(-limit, limit)
+    axes.set_xlabel("response length L (tokens, spaced as √L)")
+    axes.set_ylabel("S (nats)")
+    legend(axes)
+
+
+def _scatter_limit(records: Records, band: ClipBand | None) -> float:
+    """Largest |S| in the picture: 95% of the records, and the whole band with a margin."""
+    if not len(records):
+        return 1.0
+    robust = float(np.quantile(np.abs(records.log_ratio_sum), 0.95))
+    if band is None:
+        return robust or 1.0
+    edges = torch.cat(band.bounds(torch.tensor([1.0, float(records.length.max())])))
+    return max(1.4 * edges.abs().max().item(), robust)
+
+
+def _rates(
+    axes: Axes,
+    shift: float,
+    rates: Sequence[tuple[float, int]],
+    overall: float,
+    colour: str,
+    marker: str,
+    label: str,
+) -> None:
+    """A (rate, count) per bin with its interval, and the overall rate; nothing where nothing was counted."""
+    kept = [(at, rate, wilson_interval(rate, count)) for at, (rate, count) in enumerate(rates) if count]
+    if not kept:
+        return
+    x, y = np.array([at + shift for at, *_ in kept]), np.array([rate for _, rate, _ in kept])
+    reach = np.abs(np.array([interval for *_, interval in kept]).T - y)
+    axes.errorbar(x, y, yerr=reach, fmt=marker, ms=4.5, lw=1.2, color=colour, label=label)
+    axes.axhline(overall, color=colour, ls="--", lw=1)
+
+
+@picture(3.0, 2.1)
+def small(figure: Figure, lines: Sequence[Line], y_label: str) -> None:
+    """One of the small pictures; a log axis where spikes would flatten the rest."""
+    axes = figure.subplots()
+    values = np.concatenate([line.series.values for line in lines])
+    values = values[np.isfinite(values)]
+    if len(values) and values.min() > 0 and values.max() > 30 * np.median(values):
+        axes.set_yscale("log")
+    over_steps(axes, lines, y_label)
+
+
+@picture(3.0, 2.1)
+def exponent(figure: Figure, lines: Sequence[Line], measured: Exponent | None) -> None:
+    """The exponent of S: fitted step by step, that of the band, and over all steps with its interval."""
+    axes = figure.subplots()
+    if measured is not None:
+        axes.axhspan(*measured.interval, color=GREEN, alpha=0.25, lw=0)
+        axes.axhline(measured.value, color=GREEN, lw=1.4)
+    over_steps(axes, lines, "a")
+    # A step of few lengths fits anything.
+    axes.set_ylim(-0.25, 1.5)
+
+
+def _envelope(low: Series, high: Series) -> tuple[Array, Array, Array]:
+    """Steps, lower and upper edge, at most 300 of them: the extremes of each stretch."""
+    stretches = np.array_split(np.arange(len(low.steps)), min(300, max(1, len(low.steps))))
+    stretches = [part for part in stretches if len(part)]
+    return (
+        np.array([low.steps[part].mean() for part in stretches]),
+        np.array([low.values[part].min() for part in stretches]),
+        np.array([high.values[part].max() for part in stretches]),
+    )

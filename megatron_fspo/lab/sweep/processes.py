@@ -1,0 +1,167 @@
+"""The runs of a sweep as processes, so many at a time; one that is there already is not made again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_fspo.config import Config
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.lab.report.history import History, read_records
+from megatron_fspo.lab.sweep.file import Planned, Sweep, config_of, planned
+from megatron_fspo.lab.sweep.match import matched_loss, steady
+from megatron_fspo.trainer.folder import config_changes
+
+Say = Callable[[str], None]
+
+
+def make(sweep: Sweep, say: Say) -> list[Path]:
+    """Make what is not there yet of a sweep; returns the folders of all its runs.
+
+    Raises:
+        InputError: a key of some run is wrong, or a run that is there was made with others. No run is begun
+            before the keys of all are known to be right.
+        TrainingError: runs failed; the line names each with the end of its log. The others are made first.
+    """
+    runs = list(planned(sweep))
+    for run in runs:
+        config_of(sweep, run)
+    first = [run for run in runs if sweep.match in (None, run.arm)]
+    rest = [run for run in runs if run not in first]
+    failed: dict[str, str] = {}
+    with _Processes(sweep, say, len(runs)) as processes:
+        failed |= processes.make(first)
+        # A run whose arm's model failed has nothing to be matched to.
+        ready = [run for run in rest if f"{sweep.match}-{run.seed}" not in failed]
+        failed |= processes.make(ready)
+    if failed:
+        lines = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
+        raise TrainingError(f"{len(failed)} of {len(runs)} runs failed: {lines}")
+    return [sweep.folder / run.name for run in runs]
+
+
+def is_made(config: Config) -> bool:
+    """Whether the run is there with all its steps, its report included.
+
+    Raises:
+        InputError: it was begun with other keys.
+    """
+    folder = config.run_folder
+    if changes := config_changes(config):
+        raise InputError(
+            f"{folder} was made with other keys ({', '.join(changes)}): remove it, or give the sweep another "
+            "folder"
+        )
+    if not (folder / "report" / "index.html").exists():
+        return False
+    steps = History(folder).series("critic/rewards/mean").steps
+    return len(steps) > 0 and int(steps[-1]) >= config.run.steps
+
+
+class _Processes:
+    def __init__(self, sweep: Sweep, say: Say, total: int) -> None:
+        self._sweep, self._say, self._total = sweep, say, total
+        self._done, self._made, self._began = 0, 0, time.monotonic()
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._stopping = False
+
+    def __enter__(self) -> _Processes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Runs under way stop at their next safe point, with a checkpoint if they keep any."""
+        self._stopping = True
+        for process in self._running.values():
+            process.terminate()
+        for process in list(self._running.values()):
+            process.wait()
+
+    def make(self, runs: Sequence[Planned]) -> dict[str, str]:
+        """Name → the end of the log of each that failed."""
+        failed: dict[str, str] = {}
+        with ThreadPoolExecutor(self._sweep.jobs) as pool, _term_is_interrupt():
+            waiting: dict[Future[str | None], str] = {pool.submit(self._run, run): run.name for run in runs}
+            try:
+                while waiting:
+                    for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                        name = waiting.pop(future)
+                        if (problem := future.result()) is not None:
+                            failed[name] = problem
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.__exit__()
+                raise
+        return failed
+
+    def _run(self, run: Planned) -> str | None:
+        """None, or why it failed."""
+        sweep = self._sweep
+        config, files = config_of(sweep, run, self._loss(run))
+        if is_made(config):
+            self._done += 1
+            self._say(f"[{self._done}/{self._total}] {run.name}: is there already")
+            return None
+        if self._stopping:
+            return "was not begun"
+        words = [word for file in files for word in ("--config", str(file))]
+        command = [sys.executable, "-m", "megatron_fspo", "train", *words, *sweep.words, "--resume", "auto"]
+        command += ["--nproc", str(sweep.nproc)] if sweep.nproc > 1 else []
+        log = sweep.folder / f"{run.name}.log"
+        began = time.monotonic()
+        with log.open("wb") as output:
+            # Where one runs at a time, its lines are shown as they come.
+            out = None if sweep.jobs == 1 else output
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=_environment(sweep))
+            self._running[run.name] = process
+            status = process.wait()
+        del self._running[run.name]
+        if status:
+            return f"exit status {status}: {_last_line(log)} ({log})" if log.stat().st_size else "see above"
+        self._done, self._made = self._done + 1, self._made + 1
+        self._say(f"[{self._done}/{self._total}] {run.name}: {time.monotonic() - began:.0f} s{self._left()}")
+        return None
+
+    def _loss(self, run: Planned) -> Mapping[str, Any] | None:
+        """The loss section of an arm that is matched; None of others."""
+        sweep = self._sweep
+        if sweep.match in (None, run.arm):
+            return None
+        model = sweep.folder / f"{sweep.match}-{run.seed}"
+        return matched_loss(config_of(sweep, run)[0], steady(read_records(model), History(model)))
+
+    def _left(self) -> str:
+        left = (time.monotonic() - self._began) / self._made * (self._total - self._done)
+        return f", about {left:.0f} s left" if left else ""
+
+
+def _environment(sweep: Sweep) -> dict[str, str]:
+    """The cores are shared out, unless the user has."""
+    threads = max(1, (os.cpu_count() or 1) // (sweep.jobs * sweep.nproc))
+    return {"OMP_NUM_THREADS": str(threads), **os.environ}
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+@contextmanager
+def _term_is_interrupt() -> Iterator[None]:
+    """SIGTERM ends a sweep as Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
