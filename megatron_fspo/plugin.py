@@ -6,16 +6,13 @@ schedule; what FSPO is comes from :mod:`megatron_fspo.objective`. ``examples/plu
 
 from __future__ import annotations
 
-from megatron_fspo.mcore.backend import Backend, choose_backend
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.mcore.startup import megatron_groups
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.packing.pack import PackLayout, Packs, pack
 from megatron_fspo.packing.sequences import Sequences
 from megatron_fspo.parallel.groups import ParallelGroups
 
 __all__ = [
-    "Backend",
     "MicroBatch",
     "PackLayout",
     "Packs",
@@ -23,7 +20,5 @@ __all__ = [
     "PolicyLoss",
     "Scoring",
     "Sequences",
-    "choose_backend",
-    "megatron_groups",
     "pack",
 ]

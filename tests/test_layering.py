@@ -6,6 +6,7 @@ Read from the syntax trees, so an import inside a function or under TYPE_CHECKIN
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import REPO
+from launch import REPO, environment
 
 PACKAGE = "megatron_fspo"
 
@@ -30,8 +31,10 @@ FLOORS = {
     "packing": 4,
     "parallel": 5,
     "weights": 6,
+    "job": 6,
     "mcore": 7,
     "rollout": 7,
+    "record": 7,
     "serve": 7,
     "vllm_plugin": 7,
     "mismatch": 8,
@@ -58,12 +61,14 @@ THIRD_PARTY = {
     "packing": {"torch"},
     "parallel": {"torch"},
     "weights": {"torch", "safetensors"},
+    "job": {"torch"},
     "mcore": {"torch", "megatron", "transformer_engine"},
     "rollout": {"torch", "safetensors", "httpx", "msgspec"},
+    "record": {"torch", "tqdm", "wandb"},
     "serve": set(),
     "vllm_plugin": {"torch", "safetensors", "vllm"},
     "mismatch": {"torch"},
-    "trainer": {"torch", "pydantic", "safetensors", "tqdm", "wandb"},
+    "trainer": {"torch", "pydantic", "safetensors", "tqdm"},
     "plugin": set(),
     "verify": {"torch"},
     "lab": {"torch", "numpy", "pydantic", "matplotlib", "jinja2", "markupsafe", "msgspec", "tomli_w"},
@@ -72,6 +77,7 @@ THIRD_PARTY = {
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # from `def` to the end, without the docstring
 MAX_LOOP_LINES = 150
+MAX_PLUGIN_MODULES = 25
 
 
 def read_package(root: Path) -> dict[str, ast.Module]:
@@ -248,3 +254,14 @@ def test_the_checker_finds_long_functions() -> None:
         == list(long_functions(function(60, docstring)))
         == ["m.f has 61 lines"]
     )
+
+
+def test_the_plugin_is_thin() -> None:
+    """It loads no configuration and nothing of the trainer."""
+    program = "import sys, megatron_fspo.plugin; print(*sys.modules)"
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=REPO, env=environment(), capture_output=True, text=True, check=True)
+    loaded = [name for name in done.stdout.split() if name.partition(".")[0] == PACKAGE]
+    rooms = {name.split(".")[1] for name in loaded if "." in name}
+    assert len(loaded) <= MAX_PLUGIN_MODULES
+    assert rooms == {"errors", "mcore", "objective", "packing", "parallel", "plugin"}

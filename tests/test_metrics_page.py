@@ -21,11 +21,11 @@ from megatron_fspo.evaluation.summary import per_problem, summarize
 from megatron_fspo.evaluation.table import metrics_of
 from megatron_fspo.mismatch.correction import correction_metrics
 from megatron_fspo.mismatch.measure import Mismatch
+from megatron_fspo.record.records import SequenceRecord, clip_metrics
 from megatron_fspo.rewards import tally
 from megatron_fspo.trainer.dynamic import Filled
 from megatron_fspo.trainer.noise import AtLength, Calibration, Check, Interval, NoiseRecord
 from megatron_fspo.trainer.optimize import OFF_POLICY
-from megatron_fspo.trainer.records import SequenceRecord, clip_metrics
 from megatron_fspo.trainer.rollout import COLUMNS, Rollout, rollout_of, with_advantages
 from megatron_fspo.trainer.sampling import sampling_metrics
 from megatron_fspo.types import Prompt

@@ -26,6 +26,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.objective import (
     FSPOBand,
     LengthFairDualClip,
@@ -39,8 +40,6 @@ from megatron_fspo.plugin import (
     PolicyLoss,
     Scoring,
     Sequences,
-    choose_backend,
-    megatron_groups,
     pack,
 )
 
@@ -123,7 +122,7 @@ def main(tensor: int, pipeline: int) -> None:
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=3e-3, clip_grad=1.0), [model])
 
     # 2: the loss, given the process groups it reduces over.
-    groups = megatron_groups()
+    groups = ParallelGroups.of(parallel_state)
     scoring = Scoring(groups=groups, vocab_size=VOCAB, temperature=1.0)
     band = FSPOBand(c_low=0.05, c_high=0.05)
     loss = PolicyLoss(

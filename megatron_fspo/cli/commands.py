@@ -26,8 +26,8 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, overrides)  # before the imports that take seconds
     import_megatron()
 
+    from megatron_fspo.job.folder import check_writable, checkpoints_to_resume
     from megatron_fspo.mcore.startup import job
-    from megatron_fspo.trainer.folder import check_writable, checkpoints_to_resume
     from megatron_fspo.trainer.prepare import prepare
 
     with job():
@@ -132,9 +132,9 @@ def calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, overrides)
     import_megatron()
 
+    from megatron_fspo.job.folder import check_writable
     from megatron_fspo.lab.calibrate.command import check, report, run
     from megatron_fspo.mcore.startup import job
-    from megatron_fspo.trainer.folder import check_writable
 
     with job():
         inputs = check(config, args.emulate, args.responses, world_size=_world_size(args))
@@ -206,7 +206,7 @@ def report(args: argparse.Namespace, _: list[str]) -> int:
 
 
 def status(args: argparse.Namespace, _: list[str]) -> int:
-    from megatron_fspo.trainer.status import examine, render
+    from megatron_fspo.record.status import examine, render
 
     found = examine(args.folder)
     print(json.dumps(found.as_json()) if args.json else render(found))

@@ -96,6 +96,11 @@ class Parallel(Section):
     )
 
     @property
+    def interleaved(self) -> bool:
+        """Whether ranks hold several chunks of the model."""
+        return self.virtual_pipeline > 1
+
+    @property
     def model_size(self) -> int:
         """Ranks that share one copy of the model."""
         return self.tensor * self.pipeline * self.context

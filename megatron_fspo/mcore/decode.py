@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_fspo.mcore.layers import SDPACoreAttention
-from megatron_fspo.parallel.agree import of_first_rank
-from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 
 # Where Megatron keeps the flag that splits activations over tensor ranks.
 _SEQUENCE_PARALLEL_FLAGS = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")

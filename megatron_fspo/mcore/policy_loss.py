@@ -28,8 +28,7 @@ from megatron_fspo.mcore.normalise import megatron_loss
 from megatron_fspo.objective.losses import LossInputs, LossTerms, PolicyObjective
 from megatron_fspo.objective.token_level import k3_kl
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.agree import of_first_rank
-from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.parallel.head import linear_log_probs
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 

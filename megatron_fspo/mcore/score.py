@@ -94,7 +94,9 @@ def score_sequences(
         align: what the rows of the model's products must be a multiple of.
     """
     packed = _as_sequences(sequences, arch)
-    layout = pack_layout(groups, parallel, device, align=align)
+    layout = pack_layout(
+        groups, device, sequence=parallel.sequence, interleaved=parallel.interleaved, align=align
+    )
     longest = max((padded_length(len(ids), layout.context_size) for ids in sequences), default=0)
     batches = pack(packed, replace(layout, max_tokens=max(_MAX_TOKENS, longest)))
     found = gather_lists(_by_sequence(batches, score_batches(batches)), group=groups.dp_cp)

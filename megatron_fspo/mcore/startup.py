@@ -22,12 +22,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.job.agent import end_with_agent
+from megatron_fspo.job.control import JobControl
+from megatron_fspo.job.incarnation import agree_on_name
+from megatron_fspo.job.pulse import Pulse
 from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.parallel.agent import end_with_agent
-from megatron_fspo.parallel.control import Control
+from megatron_fspo.parallel.control import Control, Patience
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.incarnation import agree_on_name
-from megatron_fspo.parallel.pulse import Patience, Pulse
 
 _jobs = itertools.count()
 _TELL_SECONDS = 60.0  # for the others to start, so that they can be told why there will be no job
@@ -104,7 +105,7 @@ def _connect(parallel: Parallel) -> Control:
     store, rank, world_size = _rendezvous(parallel.collective_seconds)
     patience = Patience(wait=parallel.wait_seconds, silence=parallel.silence_seconds)
     if world_size == 1:
-        return Control(patience=patience)
+        return Control(patience)
     pulse = Pulse(
         PrefixStore(f"megatron_fspo/control/{next(_jobs)}", store.clone()),  # type: ignore[attr-defined]
         rank,
@@ -114,7 +115,7 @@ def _connect(parallel: Parallel) -> Control:
         hosts=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         speaks=os.environ.get("LOCAL_RANK", "0") == "0",
     )
-    return Control(pulse)
+    return JobControl(pulse)
 
 
 @cache
@@ -177,20 +178,7 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-    return megatron_groups(control)
-
-
-def megatron_groups(control: Control | None = None) -> ParallelGroups:
-    """The groups of Megatron's parallel state, once ``initialize_model_parallel`` has made them."""
-    return ParallelGroups(
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        pp=parallel_state.get_pipeline_model_parallel_group(),
-        cp=parallel_state.get_context_parallel_group(),
-        ep=parallel_state.get_expert_model_parallel_group(),
-        dp=parallel_state.get_data_parallel_group(),
-        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        control=control or Control(),
-    )
+    return ParallelGroups.of(parallel_state, control)
 
 
 def _virtual(parallel: Parallel) -> int | None:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from megatron_fspo.mismatch.measure import token_deltas
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.agree import of_first_rank
-from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.parallel.metrics import gather_lists
 
 LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.05}

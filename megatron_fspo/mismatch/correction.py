@@ -30,8 +30,7 @@ from megatron_fspo.objective.correction import length_fair_gate, masked_weight, 
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.packing.pack import Packs
-from megatron_fspo.parallel.agree import of_first_rank
-from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 
 LEAST_LEFT = 0.5
 """Mean weight and effective sample size below which the user is told."""

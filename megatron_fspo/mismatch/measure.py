@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_fspo.objective.calibration import sigma_hat
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.exact import ExactSums
 from megatron_fspo.parallel.metrics import gather_lists, reduce_metrics
+from megatron_fspo.parallel.segments import ExactSums
 
 OUTLIER = 6.0
 """An outlier's |Σ Δ| / √L, in σ̂. Of Gaussian noise 2e-9 are beyond it, and 0.3 % even where σ̂, the median of

@@ -19,8 +19,8 @@ Nothing here knows of Megatron, of process groups or of a model; any trainer can
     [False, True, False, True]
 
 What measures a band (``calibration``, ``exponent``, ``noise``) and what corrects rollouts (``correction``) is
-imported from its module. The paper is arXiv 2509.09177. Docstrings say what is seen in it, what is second-hand
-and what is ours.
+imported from its module. The paper is arXiv 2509.09177; docstrings say what is seen in it, second-hand or
+ours.
 """
 
 from megatron_fspo.objective.advantages import group_normalized_advantages, leave_one_out_advantages

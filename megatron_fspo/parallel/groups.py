@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from megatron_fspo.config import Parallel
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.control import Control
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """Built once, in :mod:`megatron_fspo.mcore.startup`."""
+    """Built once, in :mod:`megatron_fspo.mcore.startup`, or by :meth:`of`."""
 
     tp: dist.ProcessGroup
     """Tensor parallel: ranks that share every token, each with a slice of the vocabulary."""
@@ -30,24 +31,63 @@ class ParallelGroups:
     dp_cp: dist.ProcessGroup
     """Data and context parallel together: all ranks with different tokens."""
     control: Control = field(default_factory=Control)
-    """Where ranks wait for each other outside of collectives; the default is for a job of one process."""
+    """Where ranks wait for each other outside of collectives; the default waits for nobody."""
+
+    @classmethod
+    def of(cls, parallel_state: Any, control: Control | None = None) -> ParallelGroups:
+        """Those of ``megatron.core.parallel_state``, once its ``initialize_model_parallel`` has made them."""
+        return cls(
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            pp=parallel_state.get_pipeline_model_parallel_group(),
+            cp=parallel_state.get_context_parallel_group(),
+            ep=parallel_state.get_expert_model_parallel_group(),
+            dp=parallel_state.get_data_parallel_group(),
+            dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            control=control or Control(),
+        )
 
 
 def pack_layout(
-    groups: ParallelGroups, parallel: Parallel, device: torch.device, *, align: int = 1
+    groups: ParallelGroups,
+    device: torch.device,
+    *,
+    sequence: bool = False,
+    interleaved: bool = False,
+    align: int = 1,
 ) -> PackLayout:
     """What this rank's packs must fit, whatever they may hold.
 
     Args:
+        sequence: sequence parallel: tensor-parallel ranks share the tokens of a pack.
+        interleaved: the pipeline's schedule is, with several chunks of the model on a rank.
         align: what the rows of every product must be a multiple of.
     """
     return PackLayout(
         data_rank=groups.dp.rank(),
         data_size=groups.dp.size(),
         context_rank=groups.cp.rank(),
-        context_size=parallel.context,
-        multiple_of=align * (parallel.tensor if parallel.sequence else 1),
+        context_size=groups.cp.size(),
+        multiple_of=align * (groups.tp.size() if sequence else 1),
         # What the interleaved schedule asks for.
-        count_multiple_of=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        count_multiple_of=groups.pp.size() if interleaved else 1,
         device=device,
     )
+
+
+def of_first_rank(values: Tensor, *groups: dist.ProcessGroup) -> Tensor:
+    """A tensor of one shape on all ranks becomes that of one of them: the one that is first in every group.
+
+    For whatever decides control flow, shapes or collectives. Ranks that share a model compute the same
+    numbers, but not always to the last bit: sums come in another order, and processors of another type round
+    a power otherwise. Two that differ in a comparison would meet in collectives of different shapes.
+
+    One broadcast over each group with more than one rank. Without any, the tensor itself; else a copy. No
+    gradient passes through.
+    """
+    several = [group for group in groups if group.size() > 1]
+    if not several:
+        return values
+    values = values.detach().clone(memory_format=torch.contiguous_format)
+    for group in several:
+        dist.broadcast(values, src=dist.get_process_group_ranks(group)[0], group=group)
+    return values

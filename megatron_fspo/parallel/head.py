@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_fspo.parallel.agree import of_first_rank
+from megatron_fspo.parallel.groups import of_first_rank
 
 CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
 # Logits of a chunk that are touched at a time; on a CPU they stay in the cache.

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fspo.parallel.groups import ParallelGroups
+
 T = TypeVar("T")
 
 Totals = dict[str, tuple[float, float]]
@@ -90,3 +92,10 @@ def any_rank(flag: bool, *, device: torch.device) -> bool:
     found = torch.tensor(int(flag), device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())
+
+
+def agreed(item: T, groups: ParallelGroups) -> T:
+    """A small Python object of the job's first rank, on every rank of the job. Collective."""
+    for group in (groups.dp_cp, groups.tp, groups.pp):
+        item = share(item, group=group)
+    return item

@@ -13,9 +13,8 @@ from megatron_fspo.config import Config
 from megatron_fspo.packing.pack import Pack, PackLayout, Packs, Plan, collate_packs, plan_step
 from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.packing.sequences import Sequences, as_row
-from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.exchange import exchange
-from megatron_fspo.parallel.groups import ParallelGroups, pack_layout
+from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank, pack_layout
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.sampling import is_first_of_copy
 from megatron_fspo.weights import Architecture
@@ -83,7 +82,13 @@ def _layout(config: Config, arch: Architecture, groups: ParallelGroups, device: 
         return attention_costs(tokens, linear_size=arch.layer_size, attention_size=arch.q_size)
 
     return replace(
-        pack_layout(groups, config.parallel, device, align=config.fp8.align),
+        pack_layout(
+            groups,
+            device,
+            sequence=config.parallel.sequence,
+            interleaved=config.parallel.interleaved,
+            align=config.fp8.align,
+        ),
         max_tokens=config.batch.max_tokens,
         costs=costs if config.batch.balance == "attention" else None,
     )

@@ -15,6 +15,14 @@ from megatron_fspo.config import Config
 from megatron_fspo.data.cursor import make_cursor
 from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.errors import InputError
+from megatron_fspo.job.folder import (
+    checkpoint_folder,
+    config_changes,
+    put_aside,
+    remove_old_checkpoints,
+    write_config,
+)
+from megatron_fspo.job.heart import beating
 from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
 from megatron_fspo.mcore.fp8 import probe_fp8
 from megatron_fspo.mcore.hf_weights import load_hf
@@ -23,18 +31,10 @@ from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import any_rank
+from megatron_fspo.record.log import RunLog
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.batches import make_mini_batches
-from megatron_fspo.trainer.folder import (
-    checkpoint_folder,
-    config_changes,
-    put_aside,
-    remove_old_checkpoints,
-    write_config,
-)
-from megatron_fspo.trainer.heart import beating
-from megatron_fspo.trainer.log import RunLog
 from megatron_fspo.trainer.losses import LossState, band_notes
 from megatron_fspo.trainer.made_with import check_made_with, made_with
 from megatron_fspo.trainer.parts import build_engine, build_policy, load_model, open_servers

@@ -21,9 +21,11 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation import table
 from megatron_fspo.evaluation.records import Manifest, Problem, RecordFile, Saved, hash_of_prompts, load
 from megatron_fspo.evaluation.summary import compare, match, per_problem, summarize
+from megatron_fspo.job.lock import FolderLock
+from megatron_fspo.job.same import prove_same
 from megatron_fspo.mcore.startup import start
-from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.metrics import agreed
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.evaluate import (
@@ -34,10 +36,8 @@ from megatron_fspo.trainer.evaluate import (
     sets_of,
     shared,
 )
-from megatron_fspo.trainer.lock import FolderLock
 from megatron_fspo.trainer.parts import build_engine, load_model, open_servers
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.same import prove_same
 from megatron_fspo.trainer.sampling import make_grader
 from megatron_fspo.types import Prompt
 
@@ -58,7 +58,7 @@ def evaluate_checkpoint(
         InputError: a folder is not what it should be, or the two evaluations are of different problems.
     """
     groups = start(inputs.backend, parallel=inputs.config.parallel, seed=inputs.config.run.seed)
-    prove_same(inputs)
+    prove_same(inputs.config, trains=False)
     _prove_same_prompts(inputs, groups)
     if out is None:
         with _sampler(inputs, groups) as (engine, grader):

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from megatron_fspo.errors import TrainingError
+from megatron_fspo.job.folder import checkpoints
 from megatron_fspo.parallel.metrics import Totals, any_rank, means
 from megatron_fspo.trainer.build import Training
-from megatron_fspo.trainer.folder import checkpoints
 from megatron_fspo.trainer.step import Step
 
 

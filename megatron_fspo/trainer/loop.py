@@ -10,15 +10,16 @@ import time
 from contextlib import nullcontext
 
 from megatron_fspo.errors import RewardError, StopRequested
+from megatron_fspo.job.folder import Resume
+from megatron_fspo.job.place import Place, in_folder
 from megatron_fspo.mcore.hf_weights import export_hf
+from megatron_fspo.mcore.startup import join
 from megatron_fspo.trainer.begin import begin_step
 from megatron_fspo.trainer.build import Draw, Training, build
 from megatron_fspo.trainer.evaluate import evaluate, responses_of
-from megatron_fspo.trainer.folder import Resume
 from megatron_fspo.trainer.leave import fail_after_save, stopped
 from megatron_fspo.trainer.machine import machine
 from megatron_fspo.trainer.optimize import optimize, update_metrics
-from megatron_fspo.trainer.place import Place, in_folder
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.profile import profiled
 from megatron_fspo.trainer.slow import slow_rank_metrics
@@ -37,7 +38,8 @@ def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
     Raises:
         RewardError: the rewards of a step or an evaluation are no use. A checkpoint has the steps done.
     """
-    with in_folder(inputs, resume) as place:
+    control = join(inputs.backend, parallel=inputs.config.parallel)
+    with in_folder(inputs.config, control, resume) as place:
         run = build(inputs, place.checkpoints, older=resume == "auto")
         run.draw = draw
         with run.grader or nullcontext(), run.beating(place.job), run.log.ending():

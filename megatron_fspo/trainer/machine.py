@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fspo.job.same import versions
 from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.trainer.same import versions
 
 _CPUINFO = Path("/proc/cpuinfo")
 

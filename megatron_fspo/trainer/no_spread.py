@@ -7,9 +7,9 @@ everything, for days.
 from __future__ import annotations
 
 from megatron_fspo.errors import RewardError
-from megatron_fspo.parallel.agree import agreed
+from megatron_fspo.job.folder import newest_checkpoint
+from megatron_fspo.parallel.metrics import agreed
 from megatron_fspo.trainer.build import Training
-from megatron_fspo.trainer.folder import newest_checkpoint
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.sampling import response_text

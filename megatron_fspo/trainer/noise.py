@@ -19,7 +19,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.objective import FSPOBand, PolicyObjective, SequenceLevel
 from megatron_fspo.objective.noise import Estimate, Noise
-from megatron_fspo.trainer.records import SequenceRecord, as_tensors
+from megatron_fspo.record.records import SequenceRecord, as_tensors
 
 Interval = tuple[float | None, float | None, float | None]
 """A figure and its 95% interval; null where there is none."""

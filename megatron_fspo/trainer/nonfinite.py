@@ -13,8 +13,8 @@ from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.groups import pack_layout
+from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.trainer.build import Training
-from megatron_fspo.trainer.records import SequenceRecord
 from megatron_fspo.trainer.step import Step
 
 _NAMED = 8
@@ -146,4 +146,10 @@ def _score(run: Training) -> Callable[[Sequence[MicroBatch]], list[Tensor]]:
 def _layout(run: Training) -> PackLayout:
     """What the packs of the step fit."""
     config = run.inputs.config
-    return pack_layout(run.groups, config.parallel, run.inputs.backend.device, align=config.fp8.align)
+    return pack_layout(
+        run.groups,
+        run.inputs.backend.device,
+        sequence=config.parallel.sequence,
+        interleaved=config.parallel.interleaved,
+        align=config.fp8.align,
+    )

@@ -14,15 +14,14 @@ from megatron_fspo.mismatch.alarm import FP8_LIMIT, LIMIT, FreshTokens, Setting,
 from megatron_fspo.mismatch.correction import correct, little_is_left
 from megatron_fspo.mismatch.measure import measure, outlier_share
 from megatron_fspo.packing.pack import Packs
-from megatron_fspo.parallel.agree import agreed
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import Totals, gather_lists, means, pool, share
+from megatron_fspo.parallel.metrics import Totals, agreed, gather_lists, means, pool, share
+from megatron_fspo.record.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.limits import check_kl, is_to_be_skipped
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.noise import noise_metrics
 from megatron_fspo.trainer.nonfinite import check_finite, drop_from_old_pass, drop_from_update
-from megatron_fspo.trainer.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.step import Step
 

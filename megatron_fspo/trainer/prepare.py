@@ -20,10 +20,10 @@ from megatron_fspo.mcore.backend import Backend, check_dtype, choose_backend
 from megatron_fspo.mcore.fp8 import check_fp8
 from megatron_fspo.mcore.sizes import check_parallel, check_trainable, check_world
 from megatron_fspo.objective.noise import Noise
+from megatron_fspo.record.trackers import check_trackers
 from megatron_fspo.rewards import check_reward
 from megatron_fspo.rollout.vllm.connect import check_options
 from megatron_fspo.trainer.noise import noise_of_run
-from megatron_fspo.trainer.trackers import check_trackers
 from megatron_fspo.types import Prompt
 from megatron_fspo.weights import Architecture, check_checkpoint, open_checkpoint, read_architecture
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
-from megatron_fspo.parallel.agree import of_first_rank
 from megatron_fspo.parallel.control import SLICE, Control
-from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.parallel.metrics import Totals, means
 from megatron_fspo.rewards import Failure, Graded, Grader, Verdict, tally
 from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine

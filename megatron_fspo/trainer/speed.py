@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from megatron_fspo.mcore.peak import peak_tflops
+from megatron_fspo.record.log import PHASES
 from megatron_fspo.trainer.batches import left_out
 from megatron_fspo.trainer.build import Training
-from megatron_fspo.trainer.log import PHASES
 from megatron_fspo.trainer.step import Step
 from megatron_fspo.weights.flops import BACKWARD, forward_flops
 

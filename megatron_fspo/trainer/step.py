@@ -23,7 +23,7 @@ from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.packing.sequences import Sequences
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.trainer.records import SequenceRecord
+from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.trainer.rollout import COLUMNS, Rollout, rollout_of, with_advantages
 from megatron_fspo.types import Prompt
 

@@ -159,7 +159,12 @@ def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
 
 
 def _packs(policy: Policy, split_name: str, samples: Sequence[Sample]) -> Packs:
-    layout = pack_layout(policy.groups, policy.parallel, policy.backend.device)
+    layout = pack_layout(
+        policy.groups,
+        policy.backend.device,
+        sequence=policy.parallel.sequence,
+        interleaved=policy.parallel.interleaved,
+    )
     sequences = Sequences.of(
         prompts=[sample.prompt.token_ids for sample in samples],
         responses=[sample.completion.token_ids for sample in samples],

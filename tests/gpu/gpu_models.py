@@ -75,7 +75,13 @@ def fill(model: Model) -> None:
 def packs_of(model: Model, size: Step, max_tokens: int | None = None) -> Packs:
     """Micro-batches of random samples."""
     rows = random_samples(size.shapes, vocab_size=model.arch.vocab_size, seed=3)
-    layout = pack_layout(model.groups, model.parallel, model.backend.device, align=model.fp8.align)
+    layout = pack_layout(
+        model.groups,
+        model.backend.device,
+        sequence=model.parallel.sequence,
+        interleaved=model.parallel.interleaved,
+        align=model.fp8.align,
+    )
     return pack(sequences_of(rows), replace(layout, max_tokens=max_tokens or size.max_tokens))
 
 

@@ -35,7 +35,13 @@ def of_rank(rank: int, parallel: Parallel, recipe: Any) -> Any:
     one: Any = Group()
     cp: Any = Group(rank, parallel.context)
     groups = ParallelGroups(tp=one, pp=one, cp=cp, ep=one, dp=one, dp_cp=cp)
-    layout = pack_layout(groups, parallel, torch.device("cpu"), align=FP8(recipe=recipe).align)
+    layout = pack_layout(
+        groups,
+        torch.device("cpu"),
+        sequence=parallel.sequence,
+        interleaved=parallel.interleaved,
+        align=FP8(recipe=recipe).align,
+    )
     sequences = Sequences.of(
         prompts=[[1]] * len(LENGTHS),
         responses=[[2] * length for length in LENGTHS],

@@ -15,7 +15,7 @@ from launch import environment
 RANK = """
 import sys, time
 from pathlib import Path
-from megatron_fspo.parallel import agent
+from megatron_fspo.job import agent
 agent.POLL_SECONDS = 0.05
 agent.end_with_agent()
 Path(sys.argv[1]).touch()

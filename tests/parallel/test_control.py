@@ -15,8 +15,9 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from megatron_fspo.errors import InputError, StopRequested, TrainingError
-from megatron_fspo.parallel.control import Control
-from megatron_fspo.parallel.pulse import Patience, Pulse
+from megatron_fspo.job.control import JobControl
+from megatron_fspo.job.pulse import Pulse
+from megatron_fspo.parallel.control import Control, Patience
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ class Job:
             Pulse(self.store, rank, size, patience, end=lambda _, rank=rank: self._end(rank), speaks=False)
             for rank in range(size)
         ]
-        self.ranks = [Control(pulse) for pulse in self.pulses]
+        self.ranks = [JobControl(pulse) for pulse in self.pulses]
 
     def run(self, work: Callable[[Control, int], T]) -> list[T | Exception]:
         """On all ranks at once: what each returned or raised."""
@@ -130,7 +131,7 @@ def test_alone() -> None:
         with control.waiting("rain", seconds=0.05) as wait:
             time.sleep(0.1)
             wait.check()
-    impatient = Control(patience=Patience(wait=0.01))
+    impatient = Control(Patience(wait=0.01))
     with pytest.raises(TrainingError, match=r"waited 0\.01 s for rain \(parallel\.wait_seconds\)"):
         with impatient.waiting("rain") as wait:
             time.sleep(0.1)

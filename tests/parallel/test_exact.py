@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_fspo.parallel import exact
-from megatron_fspo.parallel.exact import ExactSums
+from megatron_fspo.parallel.segments import ExactSums
 
 ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 # Of every size that counts, and those between which a sum in floating point forgets all but the largest.

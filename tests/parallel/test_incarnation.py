@@ -11,8 +11,8 @@ from torch.distributed import HashStore
 
 from launch import torchrun
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.parallel import incarnation
-from megatron_fspo.parallel.incarnation import agree_on_name
+from megatron_fspo.job import incarnation
+from megatron_fspo.job.incarnation import agree_on_name
 
 
 def start(store: HashStore, delays: list[float], seconds: float = 20) -> list[str]:

@@ -70,7 +70,13 @@ def build(checkpoint: Path, recipe: str, *, recompute: bool = False) -> Policy:
 
 
 def packs(policy: Policy, max_tokens: int) -> tuple[Packs, Scoring]:
-    layout = pack_layout(policy.groups, PARALLEL, policy.backend.device, align=policy.fp8.align)
+    layout = pack_layout(
+        policy.groups,
+        policy.backend.device,
+        sequence=PARALLEL.sequence,
+        interleaved=PARALLEL.interleaved,
+        align=policy.fp8.align,
+    )
     scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=TEMPERATURE)
     return pack(sequences_of(samples()), replace(layout, max_tokens=max_tokens)), scoring
 

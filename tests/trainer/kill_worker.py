@@ -45,8 +45,8 @@ AFTER = {
     "weights": "trainer.build:load_hf",
     "packing": "trainer.begin:make_mini_batches",
     "named": "mcore.checkpoint:Saving._complete",
-    "row written": "trainer.log:RunLog.step",
-    "cut": "trainer.log:_truncate",
+    "row written": "record.log:RunLog.step",
+    "cut": "record.log:_truncate",
 }
 HALF = {"row": "metrics.jsonl", "sequences": "sequences.jsonl", "samples": "samples.jsonl"}
 """The point → the file, half of whose row is written."""
@@ -88,13 +88,13 @@ def patches(place: Place) -> Iterator[Any]:
         if point in table:
             yield _around(table[point], point, place, before=before)
     if point in HALF:
-        yield _replaced("trainer.log:_append", lambda append: _half_a_row(append, point, place))
+        yield _replaced("record.log:_append", lambda append: _half_a_row(append, point, place))
     if point in TORN:
         yield mock.patch.object(Path, "write_text", _opened_first(Path.write_text, point, place))
     if point == "removal":
         yield mock.patch.object(shutil, "rmtree", _file_by_file(shutil.rmtree, place))
     yield _replaced("trainer.loop:train_step", lambda step: _counting(step, place))
-    yield _replaced("trainer.log:RunLog.phase", lambda phase: _noting(phase, place))
+    yield _replaced("record.log:RunLog.phase", lambda phase: _noting(phase, place))
     yield _replaced("trainer.begin:roll_out", _writing_prompts)
 
 

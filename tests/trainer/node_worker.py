@@ -9,7 +9,7 @@ import os
 import sys
 
 from megatron_fspo.cli import main
-from megatron_fspo.trainer import same
+from megatron_fspo.job import same
 
 if __name__ == "__main__":
     os.chdir(f"{sys.argv[1]}/node{os.environ['RANK']}")

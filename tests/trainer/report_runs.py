@@ -14,8 +14,8 @@ from megatron_fspo.config.loading import save_config
 from megatron_fspo.lab.report.history import (
     Records,
 )
-from megatron_fspo.trainer.log import RunLog
-from megatron_fspo.trainer.records import SequenceRecord, clip_metrics
+from megatron_fspo.record.log import RunLog
+from megatron_fspo.record.records import SequenceRecord, clip_metrics
 
 LEARNING = {"Reward", "Response length"}
 RATES = {"Clip rate", "Length Reweighting Error"}

@@ -14,7 +14,7 @@ import pytest
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import InputError
-from megatron_fspo.trainer.folder import (
+from megatron_fspo.job.folder import (
     Resume,
     check_writable,
     checkpoint_folder,
@@ -26,7 +26,7 @@ from megatron_fspo.trainer.folder import (
     remove_old_checkpoints,
     write_config,
 )
-from megatron_fspo.trainer.lock import FolderLock
+from megatron_fspo.job.lock import FolderLock
 
 
 def make_config(folder: Path, **sections: dict[str, Any]) -> Config:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.trainer import lock
-from megatron_fspo.trainer.lock import LOCK, FolderLock, Owner, check_not_held, read_owner
+from megatron_fspo.job import lock
+from megatron_fspo.job.lock import LOCK, FolderLock, Owner, check_not_held, read_owner
 
 ELSEWHERE = replace(Owner.this_process(), host="node-7", machine="another boot", process=4711, job="99")
 

@@ -13,10 +13,10 @@ import pytest
 
 from megatron_fspo.config import Config, Log
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.trainer import log as log_module
-from megatron_fspo.trainer.log import RunLog, describe, read_rows, rows_from_end
-from megatron_fspo.trainer.records import SequenceRecord
-from megatron_fspo.trainer.trackers import check_trackers
+from megatron_fspo.record import log as log_module
+from megatron_fspo.record.log import RunLog, describe, read_rows, rows_from_end
+from megatron_fspo.record.records import SequenceRecord
+from megatron_fspo.record.trackers import check_trackers
 
 
 def make_config(folder: Path, **log: Any) -> Config:

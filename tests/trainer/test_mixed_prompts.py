@@ -17,9 +17,9 @@ from megatron_fspo.config.loading import load_config
 from megatron_fspo.data.cursor import make_cursor
 from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.errors import InputError
+from megatron_fspo.job.same import _facts
 from megatron_fspo.trainer.prepare import Inputs, prepare
 from megatron_fspo.trainer.rollout_queue import RolloutQueue
-from megatron_fspo.trainer.same import _facts
 from megatron_fspo.types import Prompt, SamplingParams
 
 PROMPTS = tuple(

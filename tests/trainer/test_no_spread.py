@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_fspo.errors import RewardError
-from megatron_fspo.trainer.log import RunLog
+from megatron_fspo.record.log import RunLog
 from megatron_fspo.trainer.no_spread import check_spread
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.types import Completion, Prompt, Sample

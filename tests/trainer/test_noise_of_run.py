@@ -13,9 +13,9 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
 from megatron_fspo.objective.losses import SequenceLevel
+from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.noise import noise_metrics, noise_of_run
-from megatron_fspo.trainer.records import SequenceRecord
 
 SAMPLED = ["--rollout.old-log-probs", "sampled"]
 

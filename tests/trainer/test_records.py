@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fspo.objective.losses import LossTerms
-from megatron_fspo.trainer.records import (
+from megatron_fspo.record.records import (
     SequenceRecord,
     as_tensors,
     clip_metrics,

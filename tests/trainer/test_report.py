@@ -12,7 +12,7 @@ from megatron_fspo.lab.report.history import (
     read_records,
 )
 from megatron_fspo.lab.report.page import write_report
-from megatron_fspo.trainer.log import RunLog
+from megatron_fspo.record.log import RunLog
 from report_runs import (
     BY_SEQUENCE,
     HEALTH,

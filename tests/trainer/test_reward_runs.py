@@ -13,8 +13,7 @@ import pytest
 
 from launch import forked, why
 from megatron_fspo.config import Reward
-from megatron_fspo.parallel.control import Control
-from megatron_fspo.parallel.pulse import Patience
+from megatron_fspo.parallel.control import Control, Patience
 from megatron_fspo.rewards import Failure, Graded, Grader
 from megatron_fspo.trainer.failed_reward import _path
 from megatron_fspo.trainer.sampling import _awaited, _watch
@@ -83,7 +82,7 @@ def awaited(
     reward: Reward, wait: float, *, stop_after: float | None = None, stops: bool = True
 ) -> tuple[dict[int, Graded], dict[int, Failure | None], float]:
     """What comes of a right and then two wrong responses, and the seconds."""
-    control = Control(patience=Patience(wait=wait))
+    control = Control(Patience(wait=wait))
     began = time.monotonic()
     with Grader(reward, max_response_tokens=10) as grader:
         threading.Thread(target=_watch, args=(grader, control), daemon=True).start()
@@ -137,7 +136,7 @@ def test_verdicts_of_frozen_workers_are_failures() -> None:
         for worker in [worker for server in servers for worker in server.children()]:
             worker.suspend()
         pending = {i: grader.submit(prompt(r"\sqrt{2}", i), STOPPED, r"\boxed{2^{1/2}}") for i in (7, 9)}
-        verdicts, failures = _awaited(pending, Control(patience=Patience(wait=0.5)), None, stops=True)
+        verdicts, failures = _awaited(pending, Control(Patience(wait=0.5)), None, stops=True)
     assert not verdicts and failures[7] is not None and failures[7].prompt.index == 7
 
 

@@ -30,7 +30,7 @@ from megatron_fspo.objective.losses import PolicyObjective, SequenceLevel, Token
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.trainer.records import SequenceRecord, records_of
+from megatron_fspo.record.records import SequenceRecord, records_of
 from mismatch_cases import ALONE, LENGTHS, PACKS, packed, responses
 
 GROUPS = ParallelGroups(tp=ALONE, pp=ALONE, cp=ALONE, ep=ALONE, dp=ALONE, dp_cp=ALONE)

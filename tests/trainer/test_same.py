@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch import REPO, forked
-from megatron_fspo.trainer.heart import named_ranks
-from megatron_fspo.trainer.same import difference
+from megatron_fspo.job.heart import named_ranks
+from megatron_fspo.job.same import difference
 from runs import CONFIG
 
 MAKE_SUM = REPO / "examples/make_sum"

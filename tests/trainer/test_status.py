@@ -13,11 +13,11 @@ import pytest
 
 from launch import forked, why
 from megatron_fspo.cli import main
+from megatron_fspo.job.heart import Activity, Heart, beating, read_sign, sign_file
+from megatron_fspo.job.lock import FolderLock
 from megatron_fspo.parallel.control import Control
-from megatron_fspo.trainer.heart import Activity, Heart, beating, read_sign, sign_file
-from megatron_fspo.trainer.lock import FolderLock
+from megatron_fspo.record.status import examine, render
 from megatron_fspo.trainer.slow import Pace, lines, ratios
-from megatron_fspo.trainer.status import examine, render
 from runs import rows, train_words
 
 PLAIN = "--parallel.tensor 1 --parallel.sequence false --evaluation.every 0 --checkpoint.every 2".split()

@@ -17,7 +17,7 @@ from megatron_fspo.mcore.policy import Update
 from megatron_fspo.packing.pack import Pack, PackLayout, Packs, collate_packs
 from megatron_fspo.packing.sequences import Sequences
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.trainer.records import SequenceRecord
+from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.trainer.step import Step, read_step
 from mismatch_cases import packed, responses
 from rollouts import as_rollout

@@ -31,14 +31,13 @@ from megatron_fspo.mismatch import correction
 from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.objective import surrogate, token_level
 from megatron_fspo.objective.calibration import BandCalibrator
-from megatron_fspo.parallel.agree import of_first_rank
-from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.rollout import embedded
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.optimize import observe
-from megatron_fspo.trainer.records import SequenceRecord
 from megatron_fspo.types import Prompt, SamplingParams
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import (

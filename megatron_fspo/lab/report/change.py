@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_fspo.evaluation.intervals import interval_of_means
 from megatron_fspo.lab.report.history import History
-from megatron_fspo.trainer.log import SAMPLES, read_rows, rows_from_end
+from megatron_fspo.record.log import SAMPLES, read_rows, rows_from_end
 
 
 @dataclass(frozen=True, kw_only=True)

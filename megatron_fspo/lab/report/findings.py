@@ -17,7 +17,7 @@ from megatron_fspo.lab.report.history import History, Records, pooled_lre, read_
 from megatron_fspo.losses import FSPOLoss, band_of
 from megatron_fspo.objective import ClipBand, LengthReweightingError
 from megatron_fspo.objective.exponent import Exponent, measure_exponent
-from megatron_fspo.trainer.log import JOBS, WARNINGS, read_rows
+from megatron_fspo.record.log import JOBS, WARNINGS, read_rows
 
 WINDOW = 5
 """Steps behind each number of the table."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fspo.lab.report.history import History
-from megatron_fspo.trainer.log import PHASES
+from megatron_fspo.record.log import PHASES
 
 _BETWEEN = {"testing": "evaluation", "save_checkpoint": "checkpoint"}
 """Phases between steps, which the time of a step leaves out."""

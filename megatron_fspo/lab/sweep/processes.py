@@ -15,10 +15,10 @@ from typing import Any
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.job.folder import config_changes
 from megatron_fspo.lab.report.history import History, read_records
 from megatron_fspo.lab.sweep.file import Planned, Sweep, config_of, planned
 from megatron_fspo.lab.sweep.match import matched_loss, steady
-from megatron_fspo.trainer.folder import config_changes
 
 Say = Callable[[str], None]
 

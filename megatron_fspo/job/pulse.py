@@ -11,7 +11,7 @@ has not seen anybody be silent. A silent rank ends the job whatever the others d
 collective with it, which says nothing until its own, longer time-out, and then not who was missing.
 
 Keys, under a prefix per job: ``beat/<rank>``, ``failed`` and ``stop`` ("-" until there is something to say),
-``left``; and those of :mod:`~megatron_fspo.parallel.control`. The last rank to leave deletes them.
+``left``; and those of :mod:`~megatron_fspo.job.control`. The last rank to leave deletes them.
 """
 
 from __future__ import annotations
@@ -31,29 +31,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+from megatron_fspo.parallel.control import Patience
+
 T = TypeVar("T")
 
 NOTHING = "-"
 _LEFT = "\0left"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25  # seconds between two questions whether a key is there
 _CLOSING_SECONDS = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long what is waited for, in seconds."""
-
-    wait: float = 4 * 3600.0
-    """For servers, grades, disks and the ranks that are busy with them."""
-    silence: float = 40.0
-    """For a sign of life of a rank."""
-    grace: float = 15.0
-    """Between the news that the job has failed, and the end of a process that did not end by itself."""
-
-    @property
-    def beat(self) -> float:
-        """Between two signs of life."""
-        return min(2.0, self.silence / 8)
 
 
 class Beat(NamedTuple):

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
+from megatron_fspo.job.heart import named_ranks
+from megatron_fspo.job.lock import read_owner
 from megatron_fspo.parallel.control import Control
-from megatron_fspo.trainer.heart import named_ranks
-from megatron_fspo.trainer.lock import read_owner
-from megatron_fspo.trainer.prepare import Inputs
 
 _PACKAGES = ("megatron-fspo", "torch", "megatron-core", "transformer-engine", "transformers", "safetensors")
 _NOTHING = "none"
@@ -33,10 +33,11 @@ VISIBLE_SECONDS = 75.0
 _POLL_SECONDS = 0.5
 
 
-def prove_same(inputs: Inputs, *, resume: str = "no") -> None:
+def prove_same(config: Config, *, trains: bool = True, resume: str = "no") -> None:
     """All ranks have the same configuration, data, tokenizer and versions. Collective.
 
     Args:
+        trains: whether training prompts are read.
         resume: what ``--resume`` says; it has to be the same, too.
 
     Raises:
@@ -44,12 +45,12 @@ def prove_same(inputs: Inputs, *, resume: str = "no") -> None:
     """
     if dist.get_world_size() == 1:
         return
-    every = _gather((socket.gethostname(), {**_facts(inputs), "--resume": resume}))
+    every = _gather((socket.gethostname(), {**_facts(config, trains=trains), "--resume": resume}))
     if problem := difference(every):
         raise InputError(problem)
 
 
-def prove_folder_is_shared(inputs: Inputs, control: Control, nonce: str) -> None:
+def prove_folder_is_shared(folder: Path, control: Control, nonce: str) -> None:
     """All ranks see the lock file that the first rank made in the folder of the run. Collective.
 
     Args:
@@ -60,7 +61,6 @@ def prove_folder_is_shared(inputs: Inputs, control: Control, nonce: str) -> None
     """
     if dist.get_world_size() == 1:
         return
-    folder = inputs.config.run_folder
     seen = _sees(folder, nonce)
     control.meet("all ranks to look into the folder of the run")
     every = _gather((socket.gethostname(), str(Path.cwd()), seen))
@@ -102,14 +102,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _facts(inputs: Inputs) -> dict[str, str]:
+def _facts(config: Config, *, trains: bool) -> dict[str, str]:
     """By name, as a person reads them; the likelier reason before what follows from it."""
-    config = inputs.config
     facts = dict(_versions())
     for section, keys in config.model_dump(mode="json").items():
         facts |= {f"{section}.{key}": repr(value) for key, value in keys.items()}
     for key, sets in (("train", config.data.train_sets), ("validation", config.data.validation_sets)):
-        for one in sets if getattr(inputs, key) else ():  # an evaluation reads no training prompts
+        for one in sets if trains or key == "validation" else ():
             facts[f"the file of data.{key}, {one.file},"] = f"SHA-256 {_digest([one.file])}"
     small = sorted(path for path in config.model.checkpoint.glob("*") if path.suffix in (".json", ".jinja"))
     facts["the configuration and tokenizer in model.checkpoint"] = f"SHA-256 {_digest(small)}"

@@ -12,7 +12,7 @@ from typing import Literal
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config, save_config
 from megatron_fspo.errors import InputError
-from megatron_fspo.trainer.lock import LOCK, Owner, check_not_held
+from megatron_fspo.job.lock import LOCK, Owner, check_not_held
 
 Resume = Literal["no", "newest", "auto"]
 """What ``--resume`` asks for: a new run; to go on from the newest checkpoint; or to go on from the newest

@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.trainer.heart import Activity, ranges
-from megatron_fspo.trainer.records import SequenceRecord
-from megatron_fspo.trainer.trackers import Tracker, start_trackers
+from megatron_fspo.job.heart import Activity, ranges
+from megatron_fspo.record.records import SequenceRecord
+from megatron_fspo.record.trackers import Tracker, start_trackers
 
 METRICS = "metrics.jsonl"
 SEQUENCES = "sequences.jsonl"

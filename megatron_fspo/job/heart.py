@@ -4,7 +4,7 @@ A thread of each rank writes its file again every :data:`REFRESH_SECONDS`, also 
 collective. The age of the file tells whether the process lives; ``progress`` in it, when the main thread last
 came further. ``megatron-fspo status`` reads them.
 
-It is not the thread of :mod:`~megatron_fspo.parallel.pulse`: a file server may stand still for minutes, and
+It is not the thread of :mod:`~megatron_fspo.job.pulse`: a file server may stand still for minutes, and
 the ranks would take one that waits for it for dead. Nor does a file that cannot be written end the run.
 
 What it costs: a file of 300 bytes is made and renamed, three operations of the file server. 512 ranks make

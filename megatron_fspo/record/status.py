@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.trainer.folder import checkpoints_in
-from megatron_fspo.trainer.heart import ENDED, FAILED, RANKS, Sign, named_ranks, read_sign, sign_file
-from megatron_fspo.trainer.lock import LOCK, STALE_SECONDS, Owner, now_there, read_owner, refreshed
-from megatron_fspo.trainer.log import METRICS, describe, rows_from_end
+from megatron_fspo.job.folder import checkpoints_in
+from megatron_fspo.job.heart import ENDED, FAILED, RANKS, Sign, named_ranks, read_sign, sign_file
+from megatron_fspo.job.lock import LOCK, STALE_SECONDS, Owner, now_there, read_owner, refreshed
+from megatron_fspo.record.log import METRICS, describe, rows_from_end
 
 SILENT_SECONDS = 60.0
 """Without a new file: six of them were missed."""

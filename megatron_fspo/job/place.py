@@ -12,12 +12,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_fspo.config import Config
-from megatron_fspo.mcore.startup import join
+from megatron_fspo.job.folder import Resume, checkpoint_folder, checkpoints_to_resume
+from megatron_fspo.job.lock import FolderLock
+from megatron_fspo.job.same import prove_folder_is_shared, prove_same
 from megatron_fspo.parallel.control import Control
-from megatron_fspo.trainer.folder import Resume, checkpoint_folder, checkpoints_to_resume
-from megatron_fspo.trainer.lock import FolderLock
-from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.same import prove_folder_is_shared, prove_same
 
 
 @dataclass(frozen=True)
@@ -42,19 +40,17 @@ class Place:
 
 
 @contextmanager
-def in_folder(inputs: Inputs, resume: Resume) -> Iterator[Place]:
-    """Join the job, and hold the folder of the run for it. Collective.
+def in_folder(config: Config, control: Control, resume: Resume) -> Iterator[Place]:
+    """Hold the folder of the run for this job. Collective.
 
     Raises:
         InputError: ranks differ, or do not see one folder; another job writes there; or as
-            :func:`~megatron_fspo.trainer.folder.checkpoints_to_resume`.
+            :func:`~megatron_fspo.job.folder.checkpoints_to_resume`.
     """
-    config = inputs.config
-    control = join(inputs.backend, parallel=config.parallel)
-    prove_same(inputs, resume=resume)
+    prove_same(config, resume=resume)
     lock = _lock(config, control) if dist.get_rank() == 0 else None
     try:
-        yield _agreed(inputs, control, lock, resume)
+        yield _agreed(config, control, lock, resume)
     finally:
         if lock is not None:
             lock.release()
@@ -65,17 +61,17 @@ def _lock(config: Config, control: Control) -> FolderLock:
         return FolderLock(config.run_folder, pause=wait.check, say=_say)
 
 
-def _agreed(inputs: Inputs, control: Control, lock: FolderLock | None, resume: Resume) -> Place:
+def _agreed(config: Config, control: Control, lock: FolderLock | None, resume: Resume) -> Place:
     """What the first rank found, on all of them. Collective."""
     if lock is None:
         nonce, names = json.loads(control.hear("the folder of the run to be locked"))
     else:
         # Looked at again: before it was locked, another job may have been at work.
-        found = checkpoints_to_resume(inputs.config, resume, mine=lock.owner)
+        found = checkpoints_to_resume(config, resume, mine=lock.owner)
         nonce, names = lock.owner.nonce, [path.name for path in found]
         control.tell(json.dumps([nonce, names]))
-    prove_folder_is_shared(inputs, control, nonce)
-    parent = checkpoint_folder(inputs.config, 0).parent
+    prove_folder_is_shared(config.run_folder, control, nonce)
+    parent = checkpoint_folder(config, 0).parent
     return Place(checkpoints=tuple(parent / name for name in names), lock=lock, job=nonce)
 
 
