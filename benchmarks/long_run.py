@@ -1,7 +1,7 @@
-"""CPU time and memory of resume, status and report after very many steps, whose rows are those of a short run.
+"""CPU time and memory of resume, status and report after very many steps, with the rows of a short run.
 
-    make demo DEMO_ARGS="--run.steps 4"
-    python benchmarks/long_run.py runs/demo
+make demo DEMO_ARGS="--run.steps 4"
+python benchmarks/long_run.py runs/demo
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ RESUME = """
 from pathlib import Path
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.trainer.log import RunLog
-RunLog(load_config(Path({folder!r}, "config.toml"), ["--run.steps", "{steps}"]), writer=True, resume_step={steps})
+config = load_config(Path({folder!r}, "config.toml"), ["--run.steps", "{steps}"])
+RunLog(config, writer=True, resume_step={steps})
 """
 MEASURED = """
 import resource, subprocess, sys

@@ -402,6 +402,28 @@ def test_another_pipe_that_broke_is_an_error(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ("sys.exit(2)", 2, ""),
+        ("os.kill(os.getpid(), 9)", 1, r"megatron-fspo: rank 1 .* killed by SIGKILL\n"),
+        # The other one is stopped; once it is woken, torchrun's SIGTERM ends it.
+        ("time.sleep(1); sys.exit(3)", 3, ""),
+    ],
+)
+def test_torchrun_adds_nothing_to_what_its_ranks_say(
+    tmp_path: Path, end: str, status: int, said: str
+) -> None:
+    script = tmp_path / "rank.py"
+    stopped = "os.kill(os.getpid(), signal.SIGSTOP)" if status == 3 else "time.sleep(60)"
+    script.write_text(f"import os, signal, sys, time\nif os.environ['RANK'] == '1': {end}\n{stopped}\n")
+    launch = [sys.executable, "-m", "megatron_fspo.cli.launch", "--standalone", "--nproc-per-node", "2"]
+    words = [*launch, "--shutdown-timeout", "600", str(script)]
+    done = subprocess.run(words, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=90)
+    assert done.returncode == status and re.fullmatch(said, done.stderr)
+
+
+@pytest.mark.slow
 def test_ctrl_c_under_nproc(tmp_path: Path) -> None:
     words = ["train", "--config", CONFIG, "--nproc", "2", "--run.folder", str(tmp_path), "--run.steps", "200"]
     with (tmp_path / "err").open("w+") as err:

@@ -40,7 +40,7 @@ def of_ours(inputs: Inputs, prompts: Sequence[Prompt]) -> Answers:
         params = SamplingParams(
             n=1, max_tokens=longest, temperature=0.0, seed=1, stop_token_ids=inputs.stop_token_ids
         )
-        found = build_engine(inputs, model).submit(prompts, params)()
+        found = build_engine(inputs, model, None).submit(prompts, params)()
     finally:
         stop()
     return [list(row[0].token_ids) for row in found]

@@ -1,28 +1,60 @@
-"""torchrun, as ``--nproc`` starts it: after Ctrl-C the first rank has the only line."""
+"""torchrun, as ``--nproc`` starts it: its ranks say in one line what ended a run, and nobody else does."""
 
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
 
 from megatron_fspo.console import exit_status
 
 
 def main() -> int:
-    """Run torchrun with the arguments of this program."""
+    """Run torchrun with the arguments of this program.
+
+    Returns:
+        the exit status of the rank that failed first, 1 if a signal killed it; 130 and 143 after Ctrl-C and
+        SIGTERM.
+    """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    for module in ("agent.server.api", "multiprocessing.api"):  # they warn of every signal that they pass on
-        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.ERROR)
+    for module in ("agent.server.api", "multiprocessing.api"):  # of signals, and of ranks that have spoken
+        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
+    threading.Thread(target=_wake_stopped_ranks, daemon=True).start()
     try:
         run.main(sys.argv[1:])
     except SignalException as stopped:
-        if stopped.sigval != signal.SIGINT:
-            raise
-        return 130
+        return 128 + int(stopped.sigval)
+    except ChildFailedError as error:
+        rank, first = error.get_first_failure()
+        if first.exitcode >= 0:
+            return first.exitcode
+        killed = f"rank {rank} (process {first.pid}) was killed by {first.signal_name()}"
+        print(f"megatron-fspo: {killed}", file=sys.stderr, flush=True)
+        return 1
     return 0
+
+
+def _wake_stopped_ranks() -> None:
+    """Continue what SIGSTOP stopped once it is to end: only then it hears of SIGTERM."""
+    while True:
+        time.sleep(1.0)
+        for rank in psutil.Process().children():
+            try:
+                status = Path(f"/proc/{rank.pid}/status").read_text()
+            except OSError:  # it has ended
+                continue
+            pending = re.search(r"^State:\s*T.*^ShdPnd:\s*([0-9a-f]+)", status, re.DOTALL | re.MULTILINE)
+            if pending and int(pending[1], 16) >> (signal.SIGTERM - 1) & 1:
+                rank.send_signal(signal.SIGCONT)
 
 
 if __name__ == "__main__":

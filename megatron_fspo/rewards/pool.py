@@ -101,6 +101,7 @@ class KillablePool(Generic[T]):
             future.cancel()
         if renewal is not None:
             renewal.join()
+        self._context.wake()
         self._pool.stop()
         self._pool.join()
         self._context.close()

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import threading
+from contextlib import suppress
 from multiprocessing import reduction, spawn, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
 from multiprocessing.forkserver import ForkServer, read_signed
@@ -44,6 +46,13 @@ class Context(ForkServerContext):
         process = Process(*args, **kwargs)
         process.preload = self.preload
         return process
+
+    def wake(self) -> None:
+        """Continue the server if it was stopped (SIGSTOP): the end of a worker is known through it only."""
+        pid = _servers[self.preload]._forkserver_pid  # type: ignore[attr-defined]
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def close(self) -> None:
         """No more processes from here. Those that run are their owner's."""

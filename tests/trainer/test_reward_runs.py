@@ -130,11 +130,11 @@ def test_a_failure_behind_a_verdict_that_does_not_come_is_seen_at_once() -> None
 
 
 def test_verdicts_of_frozen_workers_are_failures() -> None:
-    """Stopped by SIGSTOP, they take no answer."""
+    """Stopped by SIGSTOP, with their server: they take no answer, and the pool closes all the same."""
     with Grader(Reward(name="math", workers=2), max_response_tokens=10) as grader:
         servers = [one for one in psutil.Process().children() if "forkserver" in " ".join(one.cmdline())]
-        for worker in [worker for server in servers for worker in server.children()]:
-            worker.suspend()
+        for process in [*servers, *(worker for server in servers for worker in server.children())]:
+            process.suspend()
         pending = {i: grader.submit(prompt(r"\sqrt{2}", i), STOPPED, r"\boxed{2^{1/2}}") for i in (7, 9)}
         verdicts, failures = _awaited(pending, Control(Patience(wait=0.5)), None, stops=True)
     assert not verdicts and failures[7] is not None and failures[7].prompt.index == 7
