@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from machine import ROOT, cpu, environment
-from megatron_fspo.trainer.log import METRICS, SEQUENCES, read_rows
+from megatron_fspo.record.log import METRICS, SEQUENCES, read_rows
 
 RECORDS = 1024
 """Sequences of a step, as ``log.sequences`` keeps them by default."""
 RESUME = """
 from pathlib import Path
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.trainer.log import RunLog
+from megatron_fspo.record.log import RunLog
 config = load_config(Path({folder!r}, "config.toml"), ["--run.steps", "{steps}"])
 RunLog(config, writer=True, resume_step={steps})
 """
@@ -81,7 +81,7 @@ def measure(folder: Path, steps: int) -> dict[str, dict[str, float]]:
         "resume": [sys.executable, "-c", RESUME.format(folder=str(folder), steps=steps)],
         "status": [*words, "status", str(folder)],
         "report": [*words, "report", str(folder)],
-        "imports": [sys.executable, "-c", "import megatron_fspo.trainer.log"],
+        "imports": [sys.executable, "-c", "import megatron_fspo.record.log"],
     }
     found = {}
     for name, command in commands.items():

@@ -115,7 +115,10 @@ def packs_of(policy: Policy, case: Case) -> Packs:
     """``packs`` packs of the sequences ``shapes``, (prompt, response), for each data-parallel rank."""
     groups = policy.groups
     layout = replace(
-        pack_layout(groups, "cpu", sequence=policy.parallel.sequence, interleaved=policy.parallel.interleaved), max_tokens=sum(p + r for p, r in case["shapes"])
+        pack_layout(
+            groups, "cpu", sequence=policy.parallel.sequence, interleaved=policy.parallel.interleaved
+        ),
+        max_tokens=sum(p + r for p, r in case["shapes"]),
     )
     shapes = [tuple(shape) for shape in case["shapes"]] * (case.get("packs", 1) * groups.dp.size())
     samples = random_samples(shapes, vocab_size=policy.arch.vocab_size, seed=1)
