@@ -75,7 +75,7 @@ THIRD_PARTY = {
     "calibrate": {"torch", "matplotlib", "markupsafe"},
     "explain": {"torch", "numpy", "pydantic", "matplotlib", "markupsafe", "msgspec"},
     "sweep": {"torch", "numpy", "pydantic", "tomli_w"},
-    "command line": {"torch", "tqdm"},
+    "command line": {"torch", "tqdm", "psutil"},
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # from `def` to the end, without the docstring
