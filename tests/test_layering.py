@@ -72,7 +72,7 @@ THIRD_PARTY = {
     "plugin": set(),
     "verify": {"torch"},
     "lab": {"torch", "numpy", "pydantic", "matplotlib", "jinja2", "markupsafe", "msgspec", "tomli_w"},
-    "command line": {"torch", "tqdm"},
+    "command line": {"torch", "tqdm", "psutil"},
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # from `def` to the end, without the docstring

@@ -34,7 +34,8 @@ def of_rank(rank: int, parallel: Parallel, recipe: Any) -> Any:
     """What one context-parallel rank gets of all sequences, in packs of about 100 tokens."""
     one: Any = Group()
     cp: Any = Group(rank, parallel.context)
-    groups = ParallelGroups(tp=one, pp=one, cp=cp, ep=one, dp=one, dp_cp=cp)
+    tp: Any = Group(0, parallel.tensor)
+    groups = ParallelGroups(tp=tp, pp=one, cp=cp, ep=one, dp=one, dp_cp=cp)
     layout = pack_layout(
         groups,
         torch.device("cpu"),

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fspo.parallel import exact
+from megatron_fspo.parallel import segments as exact
 from megatron_fspo.parallel.segments import ExactSums
 
 ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

@@ -216,7 +216,7 @@ def test_what_a_run_cannot_have_is_told_before_it_begins(keys: dict[str, Any], p
 
 def test_a_package_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match="'math' needs the package math_verify, which is not installed"):
+    with pytest.raises(InputError, match="'math' needs the package math-verify of the extra math"):
         check_reward(Reward(name="math"), max_response_tokens=9)
 
 
