@@ -129,6 +129,7 @@ NOT_RUN = {
         "half an hour: by hand, as `make real`"
     ),
     r".*python tests/cluster/survive.py": "hours, as root",
+    r"python tests/goldens.py ": "a minute, by hand, before and after a change of structure",
     r"kubectl ": "no cluster: tests/examples/test_kubernetes.py checks the file",
 }
 """Why no test runs it."""

@@ -37,7 +37,7 @@ BEFORE = {
     "unnamed": "mcore.checkpoint:Saving._complete",
     "export": "weights.hf_writer:_Files.write",
     "exported": "weights.folder:_replace",
-    "report": "report.page:write_report",
+    "report": "lab.report.page:write_report",
     "loading": "weights.chunk_reader:ChunkReader.read_into",
 }
 """The point → the function in front of which it lies."""
