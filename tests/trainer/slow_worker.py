@@ -13,7 +13,8 @@ from typing import Any
 from unittest import mock
 
 from megatron_fspo.cli import main
-from megatron_fspo.job import heart, optimize
+from megatron_fspo.job import heart
+from megatron_fspo.trainer import optimize
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.record.status import examine, render
 
