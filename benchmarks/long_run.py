@@ -1,7 +1,9 @@
 """CPU time and memory of resume, status and report after very many steps, with the rows of a short run.
 
-make demo DEMO_ARGS="--run.steps 4"
-python benchmarks/long_run.py runs/demo
+    make demo DEMO_ARGS="--run.steps 4"
+    python benchmarks/long_run.py runs/demo
+
+The rows of the short run are repeated; CPU time is what other work on the machine disturbs least.
 """
 
 from __future__ import annotations

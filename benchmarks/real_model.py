@@ -1,6 +1,8 @@
 """The tables of docs/real_model.md, from the runs of ``examples/smollm2/run.sh``.
 
-python benchmarks/real_model.py 1 2 3
+    python benchmarks/real_model.py 1 2 3
+
+The arguments are seeds.
 """
 
 from __future__ import annotations

@@ -9,10 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -401,26 +404,41 @@ def test_another_pipe_that_broke_is_an_error(monkeypatch: pytest.MonkeyPatch, tm
         main([])
 
 
+def torchrun(folder: Path, program: str) -> subprocess.Popen[str]:
+    """The launcher with two ranks of a program."""
+    (folder / "rank.py").write_text(f"import os, signal, sys, time\n{program}\ntime.sleep(60)\n")
+    words = "-m megatron_fspo.cli.launch --standalone --nproc-per-node 2 --shutdown-timeout 600"
+    command = [sys.executable, *words.split(), str(folder / "rank.py")]
+    return subprocess.Popen(command, cwd=REPO, env=environment(), stderr=subprocess.PIPE, text=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "status", "said"),
-    [
-        ("sys.exit(2)", 2, ""),
-        ("os.kill(os.getpid(), 9)", 1, r"megatron-fspo: rank 1 .* killed by SIGKILL\n"),
-        # The other one is stopped; once it is woken, torchrun's SIGTERM ends it.
-        ("time.sleep(1); sys.exit(3)", 3, ""),
-    ],
+    [("sys.exit(2)", 2, ""), ("os.kill(os.getpid(), 9)", 1, r"megatron-fspo: rank 1 .* killed by SIGKILL\n")],
 )
 def test_torchrun_adds_nothing_to_what_its_ranks_say(
     tmp_path: Path, end: str, status: int, said: str
 ) -> None:
-    script = tmp_path / "rank.py"
-    stopped = "os.kill(os.getpid(), signal.SIGSTOP)" if status == 3 else "time.sleep(60)"
-    script.write_text(f"import os, signal, sys, time\nif os.environ['RANK'] == '1': {end}\n{stopped}\n")
-    launch = [sys.executable, "-m", "megatron_fspo.cli.launch", "--standalone", "--nproc-per-node", "2"]
-    words = [*launch, "--shutdown-timeout", "600", str(script)]
-    done = subprocess.run(words, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=90)
-    assert done.returncode == status and re.fullmatch(said, done.stderr)
+    process = torchrun(tmp_path, f"if os.environ['RANK'] == '1': {end}")
+    told = process.communicate(timeout=90)[1]
+    assert process.returncode == status and re.fullmatch(said, told)
+
+
+@pytest.mark.slow
+def test_ranks_that_were_stopped_hear_of_sigterm(tmp_path: Path) -> None:
+    process = torchrun(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)")
+    ranks: list[psutil.Process] = []
+    while len(ranks) < 2 or any(rank.status() != psutil.STATUS_STOPPED for rank in ranks):
+        time.sleep(0.1)
+        ranks = psutil.Process(process.pid).children()
+    process.terminate()
+    try:
+        assert process.communicate(timeout=30)[1] == "" and process.returncode == 143
+    finally:
+        for each in (process, *ranks):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -48,13 +49,11 @@ def _wake_stopped_ranks() -> None:
     while True:
         time.sleep(1.0)
         for rank in psutil.Process().children():
-            try:
+            with suppress(OSError, psutil.NoSuchProcess):  # it may end meanwhile
                 status = Path(f"/proc/{rank.pid}/status").read_text()
-            except OSError:  # it has ended
-                continue
-            pending = re.search(r"^State:\s*T.*^ShdPnd:\s*([0-9a-f]+)", status, re.DOTALL | re.MULTILINE)
-            if pending and int(pending[1], 16) >> (signal.SIGTERM - 1) & 1:
-                rank.send_signal(signal.SIGCONT)
+                pending = re.search(r"^State:\s*T.*^ShdPnd:\s*([0-9a-f]+)", status, re.DOTALL | re.MULTILINE)
+                if pending and int(pending[1], 16) >> (signal.SIGTERM - 1) & 1:
+                    rank.send_signal(signal.SIGCONT)
 
 
 if __name__ == "__main__":

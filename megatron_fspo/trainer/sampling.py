@@ -146,7 +146,8 @@ def _awaited(
     """The verdicts up to the first failure, and that; None for one that a request to stop left open."""
     verdicts: dict[int, Graded] = {}
     limit = control.patience.wait
-    too_late, stop_by = time.monotonic() + limit, math.inf
+    # Two slices more, so that :func:`_watch` comes first: a call that it interrupts says where it was.
+    too_late, stop_by = time.monotonic() + limit + 2 * SLICE, math.inf
     problem = f"gave no verdict in {limit:g} s (parallel.wait_seconds)"
     # Without a limit of its own: if this rank raised alone, there would be no checkpoint.
     with control.waiting("grades", seconds=math.inf) as waiting:

@@ -72,6 +72,7 @@ def start(checkpoints: list[Path], tmp_path: Path) -> Iterator[Start]:
             )
         started.append(parent)
         until(lambda: "is ready" in out.read_text() or parent.poll() is not None, "ready", seconds=300)
+        assert parent.poll() is None, out.read_text()
         family = parent.children(recursive=True)
         started.extend(family)
         assert len(family) >= 4, out.read_text()

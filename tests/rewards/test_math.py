@@ -133,6 +133,7 @@ def test_hostile_answers_among_ordinary_ones(tmp_path: Path) -> None:
     assert metrics["reward/timeout_rate"] == (timed_out, len(mixed))
     assert timed_out >= 5, "the pool had something to kill"
     assert not any(told[pair].timed_out for pair in by_pair)
-    assert together < 3 * alone + timed_out * SECONDS / WORKERS + 1, (together, alone, timed_out)
+    # A worker that died, of its CPU time perhaps, is tried once more.
+    assert together < 3 * alone + 2 * timed_out * SECONDS / WORKERS + 1, (together, alone, timed_out)
     assert not file.exists(), "a response was run"
     assert started() == before
