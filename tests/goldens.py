@@ -22,11 +22,11 @@ COMMANDS = "train verify calibrate evaluate explain plan serve status sweep data
 OURS = ("-m", "megatron_fspo")
 
 
-def run(*words: str) -> str:
-    """Standard output of a Python program; ends where it fails."""
+def run(*words: str, folder: Path = REPO) -> str:
+    """Standard output of a Python program that runs in the folder; ends where it fails."""
     paths = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    done = subprocess.run([sys.executable, *words], cwd=REPO, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}\n{done.stdout}\n{done.stderr}")
     return done.stdout
@@ -52,8 +52,9 @@ def main(out: Path) -> None:
                 {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows
             ]
             (out / name).write_text("".join(json.dumps(row) + "\n" for row in kept))
-        run("tools/convert_hf_to_megatron.py", CHECKPOINT, f"{folder}/megatron")
-        run("tools/convert_megatron_to_hf.py", f"{folder}/megatron", f"{folder}/hf")
+        there = Path(folder)  # manifests name their source: "megatron", not the temporary folder
+        run(str(REPO / "tools/convert_hf_to_megatron.py"), CHECKPOINT, f"{folder}/megatron")
+        run(str(REPO / "tools/convert_megatron_to_hf.py"), "megatron", "hf", folder=there)
         files = sorted(
             path for kind in ("megatron", "hf") for path in Path(folder, kind).rglob("*") if path.is_file()
         )

@@ -257,7 +257,7 @@ _COLLECTIVES = [
     )
     if hasattr(dist, name)
 ]
-_HEAD_AND_LOSS = {f"megatron_fspo.parallel.{name}" for name in ("head", "exact", "agree")}
+_HEAD_AND_LOSS = {f"megatron_fspo.parallel.{name}" for name in ("head", "segments", "groups")}
 
 
 @contextmanager
