@@ -16,9 +16,12 @@ import pytest
 
 from fake_vllm import FakeVLLM, is_running, until
 from launch import environment
-from megatron_fspo.announce import announced
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.serve import ServerOptions, ServerProcess, flags, gpu_numbers, place, process
+from megatron_fspo.rollout.announce import announced
+from megatron_fspo.rollout.server import flags, process
+from megatron_fspo.rollout.server.flags import ServerOptions
+from megatron_fspo.rollout.server.process import ServerProcess
+from megatron_fspo.rollout.server.several import gpu_numbers, place
 
 KEY = "a-secret-of-32-letters-and-digits"
 
@@ -105,7 +108,7 @@ def test_flags_and_environment(
         *("--skip-tokenizer-init", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--weight-transfer-config", '{"backend": "disk"}', "--worker-extension-cls", flags.EXTENSION),
         *("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-seqs", "8"),
-        *("--middleware", "megatron_fspo.vllm_plugin.require_key.RequireKey"),
+        *("--middleware", "megatron_fspo.rollout.server.inside.require_key.RequireKey"),
     ]
     environ = start["environ"]
     assert (

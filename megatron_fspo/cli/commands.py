@@ -147,7 +147,8 @@ def calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def serve(args: argparse.Namespace, _: list[str]) -> int:
-    from megatron_fspo.serve import ServerOptions, gpu_numbers, place, supervise_all
+    from megatron_fspo.rollout.server.flags import ServerOptions
+    from megatron_fspo.rollout.server.several import gpu_numbers, place, supervise_all
 
     options = ServerOptions(
         model=args.model,

@@ -16,11 +16,11 @@ from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.rollout.client import canary
+from megatron_fspo.rollout.client.connect import connect, settle
+from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.rollout.engine import RolloutEngine
-from megatron_fspo.rollout.vllm import canary
-from megatron_fspo.rollout.vllm.connect import connect, settle
-from megatron_fspo.rollout.vllm.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.trainer.prepare import Inputs
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from backend import FAKE
 from megatron_fspo.mcore.hf_weights import hf_tensors
-from megatron_fspo.rollout.vllm import update
-from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.senders import BroadcastSender
-from megatron_fspo.rollout.vllm.server import Server, http_client
+from megatron_fspo.rollout.client import update
+from megatron_fspo.rollout.client.loop import Loop
+from megatron_fspo.rollout.client.senders import BroadcastSender
+from megatron_fspo.rollout.client.server import Server, http_client
 
 KIND = "gloo" if FAKE else "nccl"
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from megatron_fspo.api_key import api_key
-from megatron_fspo.parallel.tensor_stats import Stats
-from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.senders import BroadcastSender
-from megatron_fspo.rollout.vllm.server import Server, http_client
-from megatron_fspo.rollout.vllm.statistics import counted, prove
-from megatron_fspo.rollout.vllm.update import resume, send_weights
+from megatron_fspo.rollout.api_key import api_key
+from megatron_fspo.rollout.client.loop import Loop
+from megatron_fspo.rollout.client.senders import BroadcastSender
+from megatron_fspo.rollout.client.server import Server, http_client
+from megatron_fspo.rollout.client.statistics import counted, prove
+from megatron_fspo.rollout.client.update import resume, send_weights
+from megatron_fspo.rollout.tensor_stats import Stats
 
 FLAGS = ("--max-model-len", "128", "--max-num-seqs", "4")
 PROMPT = torch.randint(0, 14, (48,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -17,16 +17,16 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from fake_vllm import until
-from megatron_fspo.api_key import api_key
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.rollout.vllm import update
-from megatron_fspo.rollout.vllm.canary import canary_sequences
-from megatron_fspo.rollout.vllm.engine import Leader, Trainer, VLLMEngine
-from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.pool import Pool
-from megatron_fspo.rollout.vllm.senders import BroadcastSender, in_buckets
-from megatron_fspo.rollout.vllm.server import Server, http_client
-from megatron_fspo.rollout.vllm.turns import Memory
+from megatron_fspo.rollout.api_key import api_key
+from megatron_fspo.rollout.client import update
+from megatron_fspo.rollout.client.canary import canary_sequences
+from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
+from megatron_fspo.rollout.client.loop import Loop
+from megatron_fspo.rollout.client.pool import Pool
+from megatron_fspo.rollout.client.senders import BroadcastSender, in_buckets
+from megatron_fspo.rollout.client.server import Server, http_client
+from megatron_fspo.rollout.client.turns import Memory
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 from real_server import distance, random_like, weights
 from serving import Served

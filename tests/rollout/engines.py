@@ -14,13 +14,13 @@ from torch import Tensor
 
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
+from megatron_fspo.rollout.client.loop import Loop
+from megatron_fspo.rollout.client.pool import Pool
+from megatron_fspo.rollout.client.senders import DiskSender
+from megatron_fspo.rollout.client.server import Server, http_client
+from megatron_fspo.rollout.client.turns import Memory
 from megatron_fspo.rollout.sampling import stream_seed
-from megatron_fspo.rollout.vllm.engine import Leader, Trainer, VLLMEngine
-from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.pool import Pool
-from megatron_fspo.rollout.vllm.senders import DiskSender
-from megatron_fspo.rollout.vllm.server import Server, http_client
-from megatron_fspo.rollout.vllm.turns import Memory
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 PROMPTS = [Prompt(index=i, token_ids=(1, 2), text="", answer="") for i in range(3)]

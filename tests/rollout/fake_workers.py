@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fspo.parallel.links import Join, join_gloo
-from megatron_fspo.vllm_plugin.receive import Receiver
+from megatron_fspo.rollout.links import Join, join_gloo
+from megatron_fspo.rollout.server.inside.receive import Receiver
 
 CPU = torch.device("cpu")
 

@@ -29,10 +29,10 @@ from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.hf_weights import export_hf, hf_tensors, load_hf
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import start, stop
-from megatron_fspo.rollout.vllm import update
-from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.senders import BroadcastSender, in_buckets
-from megatron_fspo.rollout.vllm.server import Server, http_client
+from megatron_fspo.rollout.client import update
+from megatron_fspo.rollout.client.loop import Loop
+from megatron_fspo.rollout.client.senders import BroadcastSender, in_buckets
+from megatron_fspo.rollout.client.server import Server, http_client
 from megatron_fspo.weights import read_architecture
 
 LAYOUT = options.Parallel(tensor=2, pipeline=2)

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from launch import REPO, run_worker
-from megatron_fspo.parallel.links import join_nccl
-from megatron_fspo.rollout.vllm import senders, update
-from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.senders import BroadcastSender, Link, in_buckets
-from megatron_fspo.rollout.vllm.server import Server, http_client
+from megatron_fspo.rollout.client import senders, update
+from megatron_fspo.rollout.client.loop import Loop
+from megatron_fspo.rollout.client.senders import BroadcastSender, Link, in_buckets
+from megatron_fspo.rollout.client.server import Server, http_client
+from megatron_fspo.rollout.links import join_nccl
 
 BUCKET_BYTES = 40_000
 TIMEOUT_SECONDS = 6.0
@@ -218,7 +218,7 @@ def listening() -> set[tuple[str, int]]:
 
 
 def test_workers_of_both_kinds_differ_in_their_link_only() -> None:
-    tree = ast.parse((REPO / "megatron_fspo/vllm_plugin/transfer.py").read_text())
+    tree = ast.parse((REPO / "megatron_fspo/rollout/server/inside/transfer.py").read_text())
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     for name in ("GlooTransfer", "NCCLTransfer"):
         assert [ast.unparse(base) for base in classes[name].bases] == ["_BroadcastTransfer"]

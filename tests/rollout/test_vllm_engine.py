@@ -13,8 +13,8 @@ from fake_server import KEY, MAX_TOKENS, UPDATE
 
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.parallel.control import Control
-from megatron_fspo.parallel.tensor_stats import tensor_stats
-from megatron_fspo.rollout.vllm.canary import WrongWeights
+from megatron_fspo.rollout.client.canary import WrongWeights
+from megatron_fspo.rollout.tensor_stats import tensor_stats
 from megatron_fspo.types import Completion, VersionSpan
 
 pytestmark = pytest.mark.usefixtures("one_rank", "short_waits")

@@ -15,11 +15,11 @@ import torch
 from fake_server import KEY, PARAMS, UPDATE, FakeServer, good_answer, run, tokens_of
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.rollout.vllm import server as server_module
-from megatron_fspo.rollout.vllm import statistics, update
-from megatron_fspo.rollout.vllm.answers import BadAnswer
-from megatron_fspo.rollout.vllm.senders import BroadcastSender
-from megatron_fspo.rollout.vllm.server import Refused, Server, ServerLost
+from megatron_fspo.rollout.client import server as server_module
+from megatron_fspo.rollout.client import statistics, update
+from megatron_fspo.rollout.client.answers import BadAnswer
+from megatron_fspo.rollout.client.senders import BroadcastSender
+from megatron_fspo.rollout.client.server import Refused, Server, ServerLost
 
 
 @pytest.fixture(autouse=True)

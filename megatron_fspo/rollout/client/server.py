@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import httpx
 
-from megatron_fspo.api_key import check_key
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.rollout.vllm.answers import (
+from megatron_fspo.rollout.api_key import check_key
+from megatron_fspo.rollout.client.answers import (
     MODEL,
     BadAnswer,
     StoppedElsewhere,

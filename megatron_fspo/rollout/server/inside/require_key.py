@@ -1,8 +1,7 @@
 """ASGI middleware that asks for the key on every route of vLLM but ``GET /health``.
 
 vLLM's own guard looks at its generation routes only. Its development routes, through which weights are
-updated, run any code that they are given. ``--middleware megatron_fspo.vllm_plugin.require_key.RequireKey``
-adds this class; the middleware that is named last sees a request first.
+updated, run any code that they are given. ``--middleware`` adds this class; the middleware that is named last sees a request first.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from megatron_fspo.api_key import VARIABLE, api_key
 from megatron_fspo.errors import InputError
+from megatron_fspo.rollout.api_key import VARIABLE, api_key
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

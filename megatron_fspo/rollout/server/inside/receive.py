@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from megatron_fspo.parallel.links import Join, address_towards
+from megatron_fspo.rollout.links import Join, address_towards
 
 
 class Receiver:

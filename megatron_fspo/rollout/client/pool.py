@@ -11,16 +11,16 @@ from itertools import count
 from typing import Any
 
 from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.engine import Arrived
 from megatron_fspo.rollout.sampling import stream_seed
-from megatron_fspo.rollout.vllm.server import Server, ServerLost
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 Find = Callable[[], Sequence[Server]]
 """Where servers are now, the same object for the same server; called in a thread of its own."""
 Admit = Callable[[Server], Awaitable[bool]]
 """Asked before a server that was lost serves again: the place to load the current weights into it. False, or
-:class:`~megatron_fspo.rollout.vllm.server.ServerLost`, keeps it out until the next probe."""
+:class:`~megatron_fspo.rollout.client.server.ServerLost`, keeps it out until the next probe."""
 
 MAX_LOSSES = 8
 """A request that lost its server this often is taken for the reason, and stops the run."""

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import httpx
 
-from megatron_fspo.announce import announced
-from megatron_fspo.api_key import api_key
 from megatron_fspo.config import VLLM
 from megatron_fspo.errors import InputError, InputErrors
-from megatron_fspo.parallel.links import is_loopback, listen
-from megatron_fspo.rollout.vllm.engine import Leader
-from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.pool import Find, Pool
-from megatron_fspo.rollout.vllm.senders import BroadcastSender, DiskSender, Sender
-from megatron_fspo.rollout.vllm.server import Server, http_client
-from megatron_fspo.rollout.vllm.turns import sleep, wake
+from megatron_fspo.rollout.announce import announced
+from megatron_fspo.rollout.api_key import api_key
+from megatron_fspo.rollout.client.engine import Leader
+from megatron_fspo.rollout.client.loop import Loop
+from megatron_fspo.rollout.client.pool import Find, Pool
+from megatron_fspo.rollout.client.senders import BroadcastSender, DiskSender, Sender
+from megatron_fspo.rollout.client.server import Server, http_client
+from megatron_fspo.rollout.client.turns import sleep, wake
+from megatron_fspo.rollout.links import is_loopback, listen
 
 LARGEST_TEMPERATURE = 2.0  # vLLM refuses more
 

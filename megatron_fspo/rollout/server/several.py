@@ -11,8 +11,8 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.serve.flags import ServerOptions
-from megatron_fspo.serve.supervise import Stop, parent_to_watch, pause, supervise
+from megatron_fspo.rollout.server.flags import ServerOptions
+from megatron_fspo.rollout.server.supervise import Stop, parent_to_watch, pause, supervise
 
 
 def gpu_numbers(text: str) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ def place(options: ServerOptions, gpus: Sequence[str], per_server: int) -> list[
 
 
 def supervise_all(servers: Sequence[ServerOptions], *, keep_alive: bool) -> int:
-    """:func:`~megatron_fspo.serve.supervise.supervise` each, in a process of its own, until told to stop.
+    """``supervise`` each, in a process of its own, until told to stop.
 
     A server that is given up leaves the others alone.
 

@@ -21,8 +21,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from megatron_fspo.parallel.links import Join, join_gloo, join_nccl
-from megatron_fspo.vllm_plugin.receive import Receiver
+from megatron_fspo.rollout.links import Join, join_gloo, join_nccl
+from megatron_fspo.rollout.server.inside.receive import Receiver
 
 
 class _CheckpointTransfer(WeightTransferEngine):

@@ -23,16 +23,16 @@ from megatron_fspo.errors import InputError, StopRequested, TrainingError
 from megatron_fspo.parallel.control import SLICE
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists
-from megatron_fspo.parallel.tensor_stats import Stats
+from megatron_fspo.rollout.client import canary, statistics, turns, update
+from megatron_fspo.rollout.client.batch import Batch, Returned
+from megatron_fspo.rollout.client.hand_out import hand_out
+from megatron_fspo.rollout.client.loop import Loop
+from megatron_fspo.rollout.client.pool import Pool, Request
+from megatron_fspo.rollout.client.senders import Sender
+from megatron_fspo.rollout.client.server import Server, ServerLost
+from megatron_fspo.rollout.client.turns import Memory, Turn, Turns
 from megatron_fspo.rollout.engine import Arrived, Pending, Progress
-from megatron_fspo.rollout.vllm import canary, statistics, turns, update
-from megatron_fspo.rollout.vllm.batch import Batch, Returned
-from megatron_fspo.rollout.vllm.hand_out import hand_out
-from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.pool import Pool, Request
-from megatron_fspo.rollout.vllm.senders import Sender
-from megatron_fspo.rollout.vllm.server import Server, ServerLost
-from megatron_fspo.rollout.vllm.turns import Memory, Turn, Turns
+from megatron_fspo.rollout.tensor_stats import Stats
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 ATTEMPTS = 3

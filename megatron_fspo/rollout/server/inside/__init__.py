@@ -16,4 +16,4 @@ def register() -> None:
     names = {"gloo": "GlooTransfer", "torch_nccl": "NCCLTransfer", "disk": "DiskTransfer"}
     for backend, name in names.items():
         if backend not in Factory._registry:
-            Factory.register_engine(backend, "megatron_fspo.vllm_plugin.transfer", name)
+            Factory.register_engine(backend, "megatron_fspo.rollout.server.inside.transfer", name)

@@ -1,6 +1,6 @@
 """How tensors get to vLLM's workers: broadcast over gloo or NCCL, or as files on a shared disk.
 
-The workers' side is ``megatron_fspo.vllm_plugin``. A sender is used by the first rank only; which tensors go
+The workers' side is ``rollout.server.inside``. A sender is used by the first rank only; which tensors go
 when is :mod:`.update`'s business.
 """
 
@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from megatron_fspo.parallel.links import Join, address_towards, is_loopback, join_gloo, join_nccl, listen
-from megatron_fspo.rollout.vllm.server import Server, ServerLost
+from megatron_fspo.rollout.client.server import Server, ServerLost
+from megatron_fspo.rollout.links import Join, address_towards, is_loopback, join_gloo, join_nccl, listen
 
 Bucket = Sequence[tuple[str, Tensor]]
 

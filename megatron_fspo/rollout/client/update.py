@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.senders import Sender, in_buckets
-from megatron_fspo.rollout.vllm.server import Server, ServerLost
+from megatron_fspo.rollout.client.loop import Loop
+from megatron_fspo.rollout.client.senders import Sender, in_buckets
+from megatron_fspo.rollout.client.server import Server, ServerLost
 
 CONTROL_SECONDS = 150.0
 """For each step of an update but the tensors; a server that takes longer counts as lost."""

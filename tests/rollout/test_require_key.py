@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.vllm_plugin import require_key
-from megatron_fspo.vllm_plugin.require_key import RequireKey
+from megatron_fspo.rollout.server.inside import require_key
+from megatron_fspo.rollout.server.inside.require_key import RequireKey
 
 KEY = "a-secret+of/32~letters.and_digits="
 RIGHT = (b"authorization", f"Bearer {KEY}".encode())

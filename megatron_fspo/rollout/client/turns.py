@@ -23,7 +23,7 @@ from typing import Protocol
 
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.parallel.control import Control
-from megatron_fspo.rollout.vllm.server import Refused, Server, ServerLost
+from megatron_fspo.rollout.client.server import Refused, Server, ServerLost
 
 SECONDS = 300.0
 """For a server to give up its memory or to take it, weights included."""

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megatron_fspo.api_key import api_key
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.serve import guard
-from megatron_fspo.serve.flags import ServerOptions, check, command, environment, find_vllm
+from megatron_fspo.rollout.api_key import api_key
+from megatron_fspo.rollout.server import guard
+from megatron_fspo.rollout.server.flags import ServerOptions, check, command, environment, find_vllm
 
 LOG_LINES = 20
 GRACE_SECONDS = 10.0

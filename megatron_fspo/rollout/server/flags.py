@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_fspo.api_key import VARIABLE, api_key
 from megatron_fspo.errors import InputError
+from megatron_fspo.rollout.api_key import VARIABLE, api_key
 
 SERVED_NAME = "policy"
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What the CPU attention of vLLM 0.32 can do."""
 BACKENDS = {"gloo": "gloo", "disk": "disk", "nccl": "torch_nccl"}
 """Our word for a way of weights → the name under which the plugin registers it in vLLM."""
-EXTENSION = "megatron_fspo.vllm_plugin.statistics.WorkerExtension"
+EXTENSION = "megatron_fspo.rollout.server.inside.statistics.WorkerExtension"
 """Lets the trainer ask for statistics of the weights when a server scores otherwise than it."""
-GUARD = "megatron_fspo.vllm_plugin.require_key.RequireKey"
+GUARD = "megatron_fspo.rollout.server.inside.require_key.RequireKey"
 """Asks for the key on every route of the server but health."""
 
 # What is in vLLM's environment, told by its own Python without importing vLLM, which takes seconds.
@@ -63,7 +63,7 @@ class ServerOptions:
     colocated: bool = False
     """It gives up its GPUs' memory when the trainer on them asks (``vllm.colocated``)."""
     announce: Path | None = None
-    """Folder in which the trainer finds the server (:mod:`megatron_fspo.announce`)."""
+    """Folder in which the trainer finds the server (:mod:`megatron_fspo.rollout.announce`)."""
     anyone_may_run_code: bool = False
     """Listen beyond this machine without a key: whoever reaches the port runs code here."""
 

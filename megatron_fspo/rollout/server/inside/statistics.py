@@ -1,7 +1,6 @@
 """Statistics of the weights in a vLLM worker, for when it scores otherwise than the trainer.
 
-``--worker-extension-cls megatron_fspo.vllm_plugin.statistics.WorkerExtension`` adds the method to vLLM's
-workers; ``POST /collective_rpc {"method": "weight_statistics"}`` calls it in each.
+``--worker-extension-cls`` with :class:`WorkerExtension` adds the method to vLLM's workers; ``POST /collective_rpc {"method": "weight_statistics"}`` calls it in each.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fspo.parallel.tensor_stats import PACKED, tensor_stats
+from megatron_fspo.rollout.tensor_stats import PACKED, tensor_stats
 
 _ROWS = 256  # of unit vectors at a time
 

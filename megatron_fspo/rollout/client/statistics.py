@@ -1,7 +1,7 @@
 """Proof that a server has the version of the weights that was sent: statistics of the tensors on both sides.
 
 One bf16 step of one element shows, where log-probs of the canary move by less than they round. The server's
-side is ``megatron_fspo.vllm_plugin.statistics``. Statistics cannot see elements that changed places, nor what
+side is ``server.inside.statistics``. Statistics cannot see elements that changed places, nor what
 the server computes with its weights.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_fspo.parallel.tensor_stats import PACKED, Stats, tensor_stats
-from megatron_fspo.rollout.vllm.answers import BadAnswer
-from megatron_fspo.rollout.vllm.server import Refused, Server, ServerLost
+from megatron_fspo.rollout.client.answers import BadAnswer
+from megatron_fspo.rollout.client.server import Refused, Server, ServerLost
+from megatron_fspo.rollout.tensor_stats import PACKED, Stats, tensor_stats
 
 METHOD = "weight_statistics"
 NONE = "No statistics of its tensors"
