@@ -43,12 +43,12 @@ FLOORS = {
     "command line": 12,
 }
 SINGLE_MODULES = {
-    **dict.fromkeys(["__init__", "types", "errors", "section"], "base"),
+    **dict.fromkeys(["__init__", "types", "errors", "section", "remote"], "base"),
     "plugin": "plugin",
     **dict.fromkeys(["cli", "console", "doctor", "__main__"], "command line"),
 }
 THIRD_PARTY = {
-    "base": {"pydantic"},
+    "base": {"pydantic", "httpx"},
     "objective": {"torch"},
     "losses": {"torch", "pydantic"},
     "adapters": {"torch", "trl", "verl", "skyrl", "prime_rl", "slime", "megatron"},

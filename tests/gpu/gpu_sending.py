@@ -18,10 +18,10 @@ from torch import Tensor
 
 from backend import FAKE
 from megatron_fspo.mcore.hf_weights import hf_tensors
+from megatron_fspo.remote import Loop, http_client
 from megatron_fspo.rollout.client import update
-from megatron_fspo.rollout.client.loop import Loop
 from megatron_fspo.rollout.client.senders import BroadcastSender
-from megatron_fspo.rollout.client.server import Server, http_client
+from megatron_fspo.rollout.client.server import Server
 
 KIND = "gloo" if FAKE else "nccl"
 
@@ -81,7 +81,7 @@ def _end(receiver: subprocess.Popen[str]) -> None:
 def _update(model: Any, url: str, version: int) -> float:
     """Seconds, the joining of the group included."""
     sender = BroadcastSender(KIND, address="127.0.0.1", timeout_seconds=120)
-    with Loop() as loop:
+    with Loop("rollout") as loop:
         http = http_client()
         tensors = hf_tensors(model, [chunk.named_parameters() for chunk in model.chunks])
         begin = time.perf_counter()

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from megatron_fspo.remote import Loop, http_client
 from megatron_fspo.rollout.api_key import api_key
-from megatron_fspo.rollout.client.loop import Loop
 from megatron_fspo.rollout.client.senders import BroadcastSender
-from megatron_fspo.rollout.client.server import Server, http_client
+from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.client.statistics import counted, prove
 from megatron_fspo.rollout.client.update import resume, send_weights
 from megatron_fspo.rollout.tensor_stats import Stats
@@ -128,7 +128,7 @@ def distance(routes: Routes, checkpoint: Path) -> float:
 
 def send(url: str, tensors: dict[str, Tensor], version: int) -> Exception | None:
     """A whole update by the trainer's own sender, over gloo; what went wrong."""
-    with Loop() as loop:
+    with Loop("rollout") as loop:
         http = http_client()
         server = Server(url, http, api_key=api_key())
         sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=60)

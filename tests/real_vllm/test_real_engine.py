@@ -18,14 +18,14 @@ from transformers import Qwen3ForCausalLM
 
 from fake_vllm import until
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.remote import Loop, http_client
 from megatron_fspo.rollout.api_key import api_key
 from megatron_fspo.rollout.client import update
 from megatron_fspo.rollout.client.canary import canary_sequences
 from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
-from megatron_fspo.rollout.client.loop import Loop
 from megatron_fspo.rollout.client.pool import Pool
 from megatron_fspo.rollout.client.senders import BroadcastSender, in_buckets
-from megatron_fspo.rollout.client.server import Server, http_client
+from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.client.turns import Memory
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 from real_server import distance, random_like, weights
@@ -85,7 +85,7 @@ class Job:
         self.engine = VLLMEngine(
             Trainer(tensors=model.tensors, score=model.score),
             ParallelGroups(tp=world, pp=world, cp=world, ep=world, dp=world, dp_cp=world),
-            Leader(loop=Loop(), http=http, pool=self.pool, sender=sender),
+            Leader(loop=Loop("rollout"), http=http, pool=self.pool, sender=sender),
             canary_sequences=canary_sequences(VOCAB_SIZE, 128),
             dtype=torch.float32,
             tolerance=TOLERANCE,

@@ -14,8 +14,9 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_fspo.remote import http_client
 from megatron_fspo.rollout.client.pool import Pool, Request
-from megatron_fspo.rollout.client.server import Server, http_client
+from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.tensor_stats import tensor_stats
 from megatron_fspo.types import Completion, SamplingParams
 

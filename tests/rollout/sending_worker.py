@@ -29,10 +29,10 @@ from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.hf_weights import export_hf, hf_tensors, load_hf
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.remote import Loop, http_client
 from megatron_fspo.rollout.client import update
-from megatron_fspo.rollout.client.loop import Loop
 from megatron_fspo.rollout.client.senders import BroadcastSender, in_buckets
-from megatron_fspo.rollout.client.server import Server, http_client
+from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.weights import read_architecture
 
 LAYOUT = options.Parallel(tensor=2, pipeline=2)
@@ -70,7 +70,7 @@ class Job:
 
     def __init__(self, policy: Policy, bucket_bytes: int, timeout_seconds: float) -> None:
         self._policy, self._bucket_bytes = policy, bucket_bytes
-        self._loop = Loop()
+        self._loop = Loop("rollout")
         self._http = http_client()
         self._sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=timeout_seconds)
 

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from launch import REPO, run_worker
+from megatron_fspo.remote import Loop, http_client
 from megatron_fspo.rollout.client import senders, update
-from megatron_fspo.rollout.client.loop import Loop
 from megatron_fspo.rollout.client.senders import BroadcastSender, Link, in_buckets
-from megatron_fspo.rollout.client.server import Server, http_client
+from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.links import join_nccl
 
 BUCKET_BYTES = 40_000
@@ -143,7 +143,7 @@ WEIGHTS = {
 
 def exchange(kind: str, count: int = 2) -> tuple[list[Any], list[dict[str, Tensor]]]:
     """An update in this process: what the server was asked, and what its workers have."""
-    with Workers(count) as server, Loop() as loop:
+    with Workers(count) as server, Loop("rollout") as loop:
         http = http_client()
         sender = BroadcastSender(kind, address="127.0.0.1", timeout_seconds=30)
         problem = update.send_weights([Server(server.url, http)], sender, loop, WEIGHTS.items(), 5)
@@ -197,7 +197,7 @@ def test_a_group_listens_on_its_address_only() -> None:
     """Who reaches its ports could take part in it."""
     address = "127.0.0.5"
     before = listening()
-    with Workers(2) as server, Loop() as loop:
+    with Workers(2) as server, Loop("rollout") as loop:
         http = http_client()
         sender = BroadcastSender("gloo", address=address, timeout_seconds=30)
         loop.run(sender.connect([Server(server.url, http)]))

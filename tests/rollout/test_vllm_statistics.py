@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_fspo.rollout.client.server import Server, ServerLost, http_client
+from megatron_fspo.remote import http_client
+from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.client.statistics import METHOD, compare, counted, difference, prove
 from megatron_fspo.rollout.server import flags
 from megatron_fspo.rollout.server.inside import statistics as plugin

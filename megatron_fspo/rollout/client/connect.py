@@ -10,13 +10,13 @@ import httpx
 
 from megatron_fspo.config import VLLM
 from megatron_fspo.errors import InputError, InputErrors
+from megatron_fspo.remote import Loop, http_client
 from megatron_fspo.rollout.announce import announced
 from megatron_fspo.rollout.api_key import api_key
 from megatron_fspo.rollout.client.engine import Leader
-from megatron_fspo.rollout.client.loop import Loop
 from megatron_fspo.rollout.client.pool import Find, Pool
 from megatron_fspo.rollout.client.senders import BroadcastSender, DiskSender, Sender
-from megatron_fspo.rollout.client.server import Server, http_client
+from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.client.turns import sleep, wake
 from megatron_fspo.rollout.links import is_loopback, listen
 
@@ -82,7 +82,7 @@ def connect(options: VLLM, vocab_size: int) -> Leader:
         max_in_flight_per_server=options.in_flight,
         recovery_seconds=options.recovery_seconds,
     )
-    return Leader(loop=Loop(), http=http, pool=pool, sender=_sender(options))
+    return Leader(loop=Loop("rollout"), http=http, pool=pool, sender=_sender(options))
 
 
 async def settle(leader: Leader, *, colocated: bool) -> None:

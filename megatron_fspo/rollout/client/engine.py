@@ -23,10 +23,10 @@ from megatron_fspo.errors import InputError, StopRequested, TrainingError
 from megatron_fspo.parallel.control import SLICE
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.remote import Loop
 from megatron_fspo.rollout.client import canary, statistics, turns, update
 from megatron_fspo.rollout.client.batch import Batch, Returned
 from megatron_fspo.rollout.client.hand_out import hand_out
-from megatron_fspo.rollout.client.loop import Loop
 from megatron_fspo.rollout.client.pool import Pool, Request
 from megatron_fspo.rollout.client.senders import Sender
 from megatron_fspo.rollout.client.server import Server, ServerLost

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import httpx
 
 from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.remote import TryAgain, attempted
 from megatron_fspo.rollout.api_key import check_key
 from megatron_fspo.rollout.client.answers import (
     MODEL,
@@ -30,8 +30,6 @@ REQUEST_SECONDS = 60.0  # a control request; completions and weight updates brin
 _FIRST_WAIT = 0.25  # seconds before the second attempt; it doubles from there
 _LONGEST_WAIT = 8.0
 _MESSAGE_CHARACTERS = 300  # of what a server says, in an error message
-# A generator of its own: the global one belongs to the run, whose numbers repeat.
-_jitter = random.Random()
 
 
 class ServerLost(TrainingError):
@@ -40,21 +38,6 @@ class ServerLost(TrainingError):
 
 class Refused(InputError):
     """The server understood and said no (4xx). Asking again would not help."""
-
-
-class _TryAgain(Exception):
-    """An attempt failed in a way that may pass."""
-
-
-def http_client() -> httpx.AsyncClient:
-    """A client for servers of one cluster; :class:`Server` shares it and its owner closes it."""
-    return httpx.AsyncClient(
-        # The pool limits what is open. No connection is kept for later: httpx looks at each idle one before
-        # every request (7 times the time at 64 open requests), and a server may just be closing it.
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        # No proxies for the cluster's own machines, and no keys from a ~/.netrc.
-        trust_env=False,
-    )
 
 
 class Server:
@@ -214,24 +197,23 @@ class Server:
         attempts: int,
     ) -> bytes:
         where = self._where(route)
-        for attempt in range(attempts):
-            if attempt:
-                wait = min(_FIRST_WAIT * 2 ** (attempt - 1), _LONGEST_WAIT)
-                await asyncio.sleep(wait * _jitter.uniform(0.5, 1.5))
-            request = self._http.build_request(
-                method,
-                where,
-                json=body,
-                params=params,
-                headers=self._headers,
-                timeout=httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout), pool=None),
-            )
-            try:
-                return await self._attempt(request, where, timeout)
-            except _TryAgain as error:
-                reason = str(error)
-        tries = "" if attempts == 1 else f" (attempt {attempts} of {attempts})"
-        raise ServerLost(f"{where}: {reason}{tries}")
+        request = self._http.build_request(
+            method,
+            where,
+            json=body,
+            params=params,
+            headers=self._headers,
+            timeout=httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout), pool=None),
+        )
+
+        def attempt() -> Awaitable[bytes]:
+            return self._attempt(request, where, timeout)
+
+        try:
+            return await attempted(attempt, attempts, first_wait=_FIRST_WAIT, longest_wait=_LONGEST_WAIT)
+        except TryAgain as error:
+            tries = "" if attempts == 1 else f" (attempt {attempts} of {attempts})"
+            raise ServerLost(f"{where}: {error}{tries}") from None
 
     def _where(self, route: str) -> str:
         return f"{self.url}/{route.lstrip('/')}"
@@ -241,15 +223,15 @@ class Server:
             async with asyncio.timeout(timeout):
                 response = await self._http.send(request)
         except httpx.ConnectTimeout:
-            raise _TryAgain("no connection in time") from None
+            raise TryAgain("no connection in time") from None
         except (httpx.TimeoutException, TimeoutError):
             raise ServerLost(f"{where}: no answer in {timeout:g} s") from None
         except httpx.TransportError as error:
-            raise _TryAgain(self._one_line(f"{type(error).__name__} {error}")) from None
+            raise TryAgain(self._one_line(f"{type(error).__name__} {error}")) from None
         except httpx.RequestError as error:  # a body that does not unpack
             raise BadAnswer(f"{where}: {self._one_line(str(error))}") from None
         if response.status_code >= 500:
-            raise _TryAgain(f"{response.status_code} {self._said(response)}")
+            raise TryAgain(f"{response.status_code} {self._said(response)}")
         if response.status_code != 200:
             raise Refused(f"{where}: refused with {response.status_code}: {self._said(response)}")
         return response.content

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fspo.rollout.client.loop import Loop
+from megatron_fspo.remote import Loop
 from megatron_fspo.rollout.client.senders import Sender, in_buckets
 from megatron_fspo.rollout.client.server import Server, ServerLost
 

@@ -1,7 +1,8 @@
 """ASGI middleware that asks for the key on every route of vLLM but ``GET /health``.
 
 vLLM's own guard looks at its generation routes only. Its development routes, through which weights are
-updated, run any code that they are given. ``--middleware`` adds this class; the middleware that is named last sees a request first.
+updated, run any code that they are given. ``--middleware`` adds this class;
+the middleware that is named last sees a request first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Statistics of the weights in a vLLM worker, for when it scores otherwise than the trainer.
 
-``--worker-extension-cls`` with :class:`WorkerExtension` adds the method to vLLM's workers; ``POST /collective_rpc {"method": "weight_statistics"}`` calls it in each.
+``--worker-extension-cls`` adds :class:`WorkerExtension` to vLLM's workers; ``POST /collective_rpc
+{"method": "weight_statistics"}`` calls its method in each.
 """
 
 from __future__ import annotations
