@@ -1,4 +1,4 @@
-"""What asks other programs over HTTP is built from: an event loop in a thread, a client, repeated attempts."""
+"""Parts of a client over HTTP: an event loop in a thread, httpx's client, attempts that are repeated."""
 
 from __future__ import annotations
 

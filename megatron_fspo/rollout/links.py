@@ -1,4 +1,4 @@
-"""Process groups beside the job's own: of the trainer's first rank and the workers of vLLM.
+"""Process groups of the trainer's first rank and the workers of vLLM: both ends of a broadcast of weights.
 
 Who reaches the ports of a group could take part in it, so they are open on one address of each machine only.
 """
@@ -6,13 +6,14 @@ Who reaches the ports of a group could take part in it, so they are open on one 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from ipaddress import ip_address
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
 
 Join = Callable[[Store, int, int, timedelta, str], Any]
 """(store, rank, size, timeout, IP address of this rank) → a process group, which exists once all ranks have
@@ -44,16 +45,6 @@ def listen(host: str) -> socket.socket:
     return socket.create_server(address[:2], family=family)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a name or address means this machine to itself only, as far as its writing tells."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:  # a name
-        return False
-
-
 def address_towards(host: str, port: int) -> str:
     """The IP address under which this machine sends to another. Nothing is sent.
 
@@ -64,3 +55,42 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as way:
         way.connect(address)
         return str(way.getsockname()[0])
+
+
+class Receiver:
+    """One worker in the group whose rank 0 is the trainer.
+
+    Args:
+        join: makes the group.
+        device: where tensors arrive.
+    """
+
+    def __init__(self, join: Join, device: torch.device) -> None:
+        self._join = join
+        self._device = device
+        self._group: Any = None
+
+    def connect(self, address: str, port: int, *, rank: int, size: int, timeout: timedelta) -> None:
+        """Join the group; ``timeout`` is for that and for every broadcast. What was joined before ends."""
+        self.close()
+        store = TCPStore(address, port, is_master=False, timeout=timeout)
+        self._group = self._join(store, rank, size, timeout, address_towards(address, port))
+
+    def tensors(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What the trainer broadcasts now, in this order; one at a time in memory.
+
+        Raises:
+            RuntimeError: no group, or no tensor in time.
+        """
+        if self._group is None:
+            raise RuntimeError("weight update before /init_weight_transfer_engine")
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+            tensor = torch.empty(list(shape), dtype=getattr(torch, dtype), device=self._device)
+            self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
+            yield name, tensor
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group = None

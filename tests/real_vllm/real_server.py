@@ -16,12 +16,11 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_fspo.remote import Loop, http_client
-from megatron_fspo.rollout.api_key import api_key
-from megatron_fspo.rollout.client.senders import BroadcastSender
+from megatron_fspo.rollout.checksum import Checksum
+from megatron_fspo.rollout.client.proof import prove, with_checksums
 from megatron_fspo.rollout.client.server import Server
-from megatron_fspo.rollout.client.statistics import counted, prove
-from megatron_fspo.rollout.client.update import resume, send_weights
-from megatron_fspo.rollout.tensor_stats import Stats
+from megatron_fspo.rollout.client.weights import BroadcastSender, resume, send_weights
+from megatron_fspo.rollout.common import api_key
 
 FLAGS = ("--max-model-len", "128", "--max-num-seqs", "4")
 PROMPT = torch.randint(0, 14, (48,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -114,8 +113,8 @@ def statistics_say(routes: Routes, tensors: dict[str, Tensor]) -> str:
 
     async def main() -> str:
         async with http_client() as http:
-            mine: dict[str, Stats] = {}
-            list(counted(tensors.items(), mine))
+            mine: dict[str, Checksum] = {}
+            list(with_checksums(tensors.items(), mine))
             return (await prove(Server(routes.url, http, api_key=api_key()), mine))[1]
 
     return asyncio.run(main())

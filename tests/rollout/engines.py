@@ -17,9 +17,9 @@ from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.remote import Loop, http_client
 from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.rollout.client.pool import Pool
-from megatron_fspo.rollout.client.senders import DiskSender
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.client.turns import Memory
+from megatron_fspo.rollout.client.weights import DiskSender
 from megatron_fspo.rollout.sampling import stream_seed
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 

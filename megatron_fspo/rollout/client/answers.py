@@ -18,11 +18,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from megatron_fspo.errors import TrainingError
+from megatron_fspo.rollout.common import MODEL
 from megatron_fspo.rollout.stop import kept
 from megatron_fspo.types import Completion, SamplingParams, VersionSpan
 
-MODEL = "policy"
-"""The name under which servers serve the policy (``--served-model-name``)."""
 FIRST_VERSION = "default"
 """What vLLM calls the weights that it started with: version 0."""
 

@@ -11,14 +11,13 @@ import httpx
 from megatron_fspo.config import VLLM
 from megatron_fspo.errors import InputError, InputErrors
 from megatron_fspo.remote import Loop, http_client
-from megatron_fspo.rollout.announce import announced
-from megatron_fspo.rollout.api_key import api_key
 from megatron_fspo.rollout.client.engine import Leader
 from megatron_fspo.rollout.client.pool import Find, Pool
-from megatron_fspo.rollout.client.senders import BroadcastSender, DiskSender, Sender
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.client.turns import sleep, wake
-from megatron_fspo.rollout.links import is_loopback, listen
+from megatron_fspo.rollout.client.weights import BroadcastSender, DiskSender, Sender
+from megatron_fspo.rollout.common import announced, api_key, is_loopback
+from megatron_fspo.rollout.links import listen
 
 LARGEST_TEMPERATURE = 2.0  # vLLM refuses more
 

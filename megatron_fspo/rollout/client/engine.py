@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 import httpx
 import torch
@@ -24,16 +27,16 @@ from megatron_fspo.parallel.control import SLICE
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.remote import Loop
-from megatron_fspo.rollout.client import canary, statistics, turns, update
-from megatron_fspo.rollout.client.batch import Batch, Returned
+from megatron_fspo.rollout.checksum import Checksum
+from megatron_fspo.rollout.client import proof, turns, weights
 from megatron_fspo.rollout.client.hand_out import hand_out
 from megatron_fspo.rollout.client.pool import Pool, Request
-from megatron_fspo.rollout.client.senders import Sender
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.client.turns import Memory, Turn, Turns
 from megatron_fspo.rollout.engine import Arrived, Pending, Progress
-from megatron_fspo.rollout.tensor_stats import Stats
 from megatron_fspo.types import Completion, Prompt, SamplingParams
+
+T = TypeVar("T")
 
 ATTEMPTS = 3
 _TURN = "turn: "
@@ -57,7 +60,37 @@ class Leader:
     loop: Loop
     http: httpx.AsyncClient
     pool: Pool
-    sender: Sender
+    sender: weights.Sender
+
+
+class _Batch:
+    """Completions under way on the first rank. The loop's thread counts those that are done."""
+
+    work: Future[list[Completion]]
+
+    def __init__(self, arrived: Arrived | None) -> None:
+        self._arrived = arrived
+        self._lock = threading.Lock()
+        self._unreported = 0
+        self._progress: Progress | None = None
+
+    def arrive(self, number: int, completion: Completion) -> None:
+        """One more is done; called in the thread of the loop."""
+        if self._arrived is not None:
+            self._arrived(number, completion)
+        self._report(1, None)
+
+    def report_to(self, progress: Progress | None) -> None:
+        """From here on tell ``progress``, also of what is done already."""
+        self._report(0, progress)
+
+    def _report(self, more: int, progress: Progress | None) -> None:
+        with self._lock:
+            self._progress = progress or self._progress
+            self._unreported += more
+            if self._progress is not None and self._unreported:
+                self._progress(self._unreported)
+                self._unreported = 0
 
 
 class VLLMEngine:
@@ -91,7 +124,8 @@ class VLLMEngine:
         self._dtype = dtype
         self._tolerance = tolerance
         self._version = 0
-        self._events: SimpleQueue[Returned | None] = SimpleQueue()  # None: some batch is done
+        # Servers that came back and wait for weights, with what to answer; None: some batch is done.
+        self._events: SimpleQueue[tuple[Server, asyncio.Future[bool]] | None] = SimpleQueue()
         self._canary_error = float("nan")
         self._proven = False
         self._turns = Turns(memory, groups.control)
@@ -114,7 +148,7 @@ class VLLMEngine:
         self._turn_to(Turn.SERVERS)
         wanted = range(len(prompts)) if mine is None else mine
         requests = [Request.of(prompt, params, number) for prompt in prompts for number in range(params.n)]
-        batch = Batch(arrived)
+        batch = _Batch(arrived)
         if self._leader is not None:
             pool = self._leader.pool
             work = pool.generate(requests, batch.arrive, oldest_version=self._version)
@@ -122,13 +156,18 @@ class VLLMEngine:
             batch.work.add_done_callback(lambda _: self._events.put(None))
 
         def collect(progress: Progress | None = None, *, stops: bool = False) -> list[list[Completion]]:
-            found = self._collect(batch, progress, stops) if self._leader else self._wait()
-            rows = [found[i : i + params.n] for i in range(0, len(found), params.n)]
-            return self._hand_out(rows, params.n, wanted)
+            done: list[Completion] = []
+            if self._leader is not None:
+                done = self._collect(self._leader, batch, progress, stops)
+            else:
+                self._follow("responses of the servers")
+            return self._hand_out(done, params.n, wanted)
 
         return collect
 
-    def _collect(self, batch: Batch, progress: Progress | None, stops: bool) -> list[Completion]:
+    def _collect(
+        self, leader: Leader, batch: _Batch, progress: Progress | None, stops: bool
+    ) -> list[Completion]:
         """Wait for the completions; meanwhile give servers that come back the current weights."""
         batch.report_to(progress)
         what = "responses of the servers"
@@ -143,35 +182,32 @@ class VLLMEngine:
                     event = self._events.get(timeout=SLICE)
                 except Empty:
                     continue
-                if event is not None and not event.admitted.done():
-                    event.answer(self._update([event.server]) is None)
+                if event is not None and not event[1].done():
+                    server, admitted = event
+                    same = self._update([server]) is None
                     self._enter(Turn.SERVERS)
+                    leader.loop.run(_answer(admitted, same))
             completions = batch.work.result()
             self._control.tell("done")
         return completions
 
     async def _admit(self, server: Server) -> bool:
-        """Whether a server that came back has the current weights; gives them to it. For the pool."""
-        returned = Returned(server, asyncio.get_running_loop().create_future())
-        self._events.put(returned)
-        return await returned.admitted
+        """Give a server that came back the current weights; False if it did not take them. For the pool."""
+        admitted = asyncio.get_running_loop().create_future()
+        self._events.put((server, admitted))
+        return await admitted
 
-    def _wait(self) -> list[Completion]:
-        """On the other ranks: until the first one has the completions."""
-        self._follow("responses of the servers")
-        return []
-
-    def _hand_out(
-        self, rows: Sequence[Sequence[Completion]], samples: int, wanted: range
-    ) -> list[list[Completion]]:
+    def _hand_out(self, done: Sequence[Completion], samples: int, wanted: range) -> list[list[Completion]]:
         """From the first rank to the first ranks of the model copies; what each wants of all the prompts."""
         groups = self._groups
         if not groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
             return []
-        shares = gather_lists([wanted], group=groups.dp)
-        parts = [[c for i in share for c in rows[i]] if rows else [] for share in shares]
-        found = hand_out(parts, group=groups.dp)
-        return [found[i : i + samples] for i in range(0, len(found), samples)]
+        shares = [
+            [c for i in share for c in done[i * samples : (i + 1) * samples]]
+            for share in gather_lists([wanted], group=groups.dp)
+        ]
+        mine = hand_out(shares, group=groups.dp)
+        return [mine[i : i + samples] for i in range(0, len(mine), samples)]
 
     def _follow(self, what: str) -> None:
         """On the other ranks: do what the first one says, until it is done."""
@@ -209,7 +245,7 @@ class VLLMEngine:
         """On the first rank, while the others follow. Memory is given before any is taken.
 
         Args:
-            servers: those that have their weights in the turn ``update``.
+            servers: that have their weights in the turn ``update``.
 
         Raises:
             ServerLost: one of them does not wake.
@@ -277,50 +313,51 @@ class VLLMEngine:
             WrongWeights: a server took other weights.
         """
         assert self._leader is not None
+        loop = self._leader.loop
         try:
             self._enter(Turn.UPDATE, servers)
         except ServerLost as error:
             return error
         self._control.tell("score")
-        loop, sender = self._leader.loop, self._leader.sender
         want = self._trainer.score(self._canary)
         assert want is not None
-        mine: dict[str, Stats] = {}
-        tensors = statistics.counted(self._gather(), mine)
-        problem = update.send_weights(servers, sender, loop, tensors, self._version)
+        mine: dict[str, Checksum] = {}
+        tensors = proof.with_checksums(self._gather(), mine)
+        problem = weights.send_weights(servers, self._leader.sender, loop, tensors, self._version)
         if problem is not None:
             return problem
         try:  # before they serve again
-            proofs = loop.run(statistics.prove_all(servers, mine))
+            proofs = loop.run(_gathered(proof.prove(server, mine) for server in servers))
         except Exception as error:
             return error
         for server, (same, text) in zip(servers, proofs, strict=True):
             if same is False:
-                raise canary.WrongWeights(server.url, self._version, text)
+                raise proof.WrongWeights(server.url, self._version, text)
         self._enter(Turn.SERVERS)
         try:
-            scores = loop.run(self._ask(servers))
+            loop.run(weights.resume(servers))
+            scores = loop.run(_gathered(proof.canary_scores(server, self._canary) for server in servers))
         except Exception as error:
             return error
         self._proven = all(same for same, _ in proofs)
-        largest = [canary.largest_difference(got, want) for got in scores]
+        gaps = [(got - torch.cat(want)).abs() for got in scores]
+        self._canary_error = max(gap.max().item() for gap in gaps)
         if self._tolerance is None:
-            self._tolerance = canary.tolerance(max(largest) if self._proven else 0.0, self._dtype)
-        for server, got, (_, text) in zip(servers, scores, proofs, strict=True):
-            if wrong := canary.problem(got, want, self._tolerance):
-                raise canary.WrongWeights(server.url, self._version, f"{wrong}\n{text}")
-        self._canary_error = max(largest)
+            self._tolerance = proof.tolerance(self._canary_error if self._proven else 0.0, self._dtype)
+        for server, gap, (_, text) in zip(servers, gaps, proofs, strict=True):
+            if not gap.max().item() <= self._tolerance:
+                raise proof.WrongWeights(
+                    server.url,
+                    self._version,
+                    f"log-probs of {gap.numel()} canary tokens differ by up to {gap.max():.3g} nats, on "
+                    f"average by {gap.mean():.3g}; {self._tolerance:.3g} is allowed\n{text}",
+                )
         return None
 
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, from all ranks; the others begin when the first tensor is asked for."""
         self._control.tell("gather")
         yield from self._trainer.tensors()
-
-    async def _ask(self, servers: Sequence[Server]) -> list[list[Tensor]]:
-        """Let the servers go on, and score the canary."""
-        await update.resume(servers)
-        return await asyncio.gather(*(canary.ask(server, self._canary) for server in servers))
 
     @contextmanager
     def _leading(self) -> Iterator[None]:
@@ -352,3 +389,12 @@ class VLLMEngine:
             self._leader.loop.cancel()
             self._leader.loop.run(self._leader.http.aclose())
             self._leader.loop.close()
+
+
+async def _gathered(work: Iterable[Awaitable[T]]) -> list[T]:
+    return await asyncio.gather(*work)
+
+
+async def _answer(admitted: asyncio.Future[bool], same: bool) -> None:
+    if not admitted.done():  # else the batch failed meanwhile, and cancelled its probes
+        admitted.set_result(same)

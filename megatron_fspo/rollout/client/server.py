@@ -12,15 +12,14 @@ import httpx
 
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.remote import TryAgain, attempted
-from megatron_fspo.rollout.api_key import check_key
 from megatron_fspo.rollout.client.answers import (
-    MODEL,
     BadAnswer,
     StoppedElsewhere,
     parse,
     read_completion,
     read_prompt_log_probs,
 )
+from megatron_fspo.rollout.common import MODEL, check_key
 from megatron_fspo.types import Completion, SamplingParams
 
 CONNECT_SECONDS = 10.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import re
@@ -15,15 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.rollout.api_key import VARIABLE, api_key
+from megatron_fspo.rollout.common import KEY_VARIABLE, MODEL, api_key, is_loopback
 
-SERVED_NAME = "policy"
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What the CPU attention of vLLM 0.32 can do."""
 BACKENDS = {"gloo": "gloo", "disk": "disk", "nccl": "torch_nccl"}
 """Our word for a way of weights → the name under which the plugin registers it in vLLM."""
-EXTENSION = "megatron_fspo.rollout.server.inside.statistics.WorkerExtension"
-"""Lets the trainer ask for statistics of the weights when a server scores otherwise than it."""
+EXTENSION = "megatron_fspo.rollout.server.inside.checksums.WorkerExtension"
+"""Lets the trainer ask for checksums of the weights."""
 GUARD = "megatron_fspo.rollout.server.inside.require_key.RequireKey"
 """Asks for the key on every route of the server but health."""
 
@@ -31,8 +29,8 @@ GUARD = "megatron_fspo.rollout.server.inside.require_key.RequireKey"
 _PROBE = """
 from importlib.metadata import entry_points, version
 import json
-found = [entry.name for entry in entry_points(group="vllm.general_plugins")]
-print(json.dumps({"version": version("vllm"), "plugin": "megatron_fspo" in found}))
+plugins = [entry.name for entry in entry_points(group="vllm.general_plugins")]
+print(json.dumps({"version": version("vllm"), "plugin": "megatron_fspo" in plugins}))
 """
 # Of torchrun and of the trainer's Python. With the agent's store named in its environment, vLLM would try to
 # join the trainer's process group.
@@ -63,7 +61,7 @@ class ServerOptions:
     colocated: bool = False
     """It gives up its GPUs' memory when the trainer on them asks (``vllm.colocated``)."""
     announce: Path | None = None
-    """Folder in which the trainer finds the server (:mod:`megatron_fspo.rollout.announce`)."""
+    """Folder in which the trainer finds the server (:func:`megatron_fspo.rollout.common.announce`)."""
     anyone_may_run_code: bool = False
     """Listen beyond this machine without a key: whoever reaches the port runs code here."""
 
@@ -90,15 +88,12 @@ class ServerOptions:
 
     @property
     def loopback_only(self) -> bool:
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return is_loopback(self.host)
 
 
 @dataclass(frozen=True)
 class Installation:
-    """A vLLM that was found."""
+    """A vLLM."""
 
     program: Path
     version: str
@@ -115,13 +110,13 @@ def find_vllm(options: ServerOptions) -> Installation:
         InputError: it is not there, or its environment lacks our plugin.
     """
     named = options.program or os.environ.get("VLLM_BIN") or "vllm"
-    found = shutil.which(named)
-    if found is None:
+    path = shutil.which(named)
+    if path is None:
         raise InputError(
             f"vLLM: no program {named}; name one with --vllm PATH or $VLLM_BIN "
             "(`make .venv-vllm/.ready` installs one for a CPU)"
         )
-    program = Path(os.path.abspath(found))
+    program = Path(os.path.abspath(path))
     python = program.parent / "python"  # not resolved: a link out of a virtual environment would leave it
     if not python.exists():
         raise InputError(f"vLLM: {program} has no python beside it; name the program in vLLM's environment")
@@ -146,12 +141,22 @@ def check(options: ServerOptions, vllm: Installation) -> None:
     Raises:
         InputError
     """
-    _check_extra(options.extra)
+    # Flags that go round what is checked here, in every way in which vLLM takes them.
+    for word in options.extra:
+        name = word.split("=")[0].replace("_", "-")
+        if not name.startswith("--") or name == "--":
+            continue
+        if "--api-key".startswith(name):
+            raise InputError(
+                f"--api-key: every user of the machine can read it there; set {KEY_VARIABLE} instead"
+            )
+        if "--host".startswith(name) or "--port".startswith(name):
+            raise InputError(f"{name} after --: it is a flag of serve, which has to know; name it before")
     if api_key() is None and not (options.loopback_only or options.anyone_may_run_code):
         raise InputError(
-            f"--host {options.host}: without a key whoever reaches port {options.port} runs code here; set "
-            f"{VARIABLE} to the same secret here and for the trainer (`openssl rand -hex 32` makes one), or "
-            "accept that with --anyone-may-run-code"
+            f"--host {options.host}: without a key whoever reaches port {options.port} runs code here; "
+            f"set {KEY_VARIABLE} to the same secret here and for the trainer (`openssl rand -hex 32` makes "
+            "one), or accept that with --anyone-may-run-code"
         )
     head_dim = _head_dim(_model_config(options.model))
     if vllm.on_cpu and head_dim is not None and head_dim not in CPU_HEAD_DIMS:
@@ -159,20 +164,6 @@ def check(options: ServerOptions, vllm: Installation) -> None:
             f"{options.model}/config.json: head_dim {head_dim}: vLLM on a CPU can do "
             f"{', '.join(map(str, CPU_HEAD_DIMS))}"
         )
-
-
-def _check_extra(words: tuple[str, ...]) -> None:
-    """Refuse flags that go round what is checked here, also in the other ways in which vLLM takes them."""
-    for word in words:
-        name = word.split("=")[0].replace("_", "-")
-        if not name.startswith("--") or name == "--":
-            continue
-        if "--api-key".startswith(name):
-            raise InputError(
-                f"--api-key: every user of the machine can read it there; set {VARIABLE} instead"
-            )
-        if "--host".startswith(name) or "--port".startswith(name):
-            raise InputError(f"{name} after --: it is a flag of serve, which has to know; name it before")
 
 
 def _model_config(model: Path) -> dict[str, Any]:
@@ -190,10 +181,6 @@ def _model_config(model: Path) -> dict[str, Any]:
     return content
 
 
-def _has_tokenizer(model: Path) -> bool:
-    return any((model / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-
-
 def _head_dim(config: Mapping[str, Any]) -> int | None:
     if config.get("head_dim"):
         return int(config["head_dim"])
@@ -202,23 +189,19 @@ def _head_dim(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _dtype(options: ServerOptions) -> str:
-    """The checkpoint's own, where none is named: vLLM's "auto" halves float32."""
-    config = _model_config(options.model)
-    return (
-        str(config.get("dtype") or config.get("torch_dtype") or "auto")
-        if options.dtype == "auto"
-        else options.dtype
-    )
-
-
 def command(options: ServerOptions, vllm: Installation) -> list[str]:
     """vLLM's command line. Nothing secret: every user of the machine can read it."""
+    dtype = options.dtype
+    if dtype == "auto":  # the checkpoint's own: vLLM's "auto" halves float32
+        config = _model_config(options.model)
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
     words = [str(vllm.program), "serve", str(options.model)]
-    words += ["--host", options.host, "--port", str(options.port), "--dtype", _dtype(options)]
-    words += ["--served-model-name", SERVED_NAME, "--enable-scale-out"]
+    words += ["--host", options.host, "--port", str(options.port), "--dtype", dtype]
+    words += ["--served-model-name", MODEL, "--enable-scale-out"]
     # With a tokenizer it can stop at strings (rollout.stop); else it goes on, and the trainer cuts off.
-    words += [] if _has_tokenizer(options.model) else ["--skip-tokenizer-init"]
+    tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((options.model / name).is_file() for name in tokenizers):
+        words += ["--skip-tokenizer-init"]
     words += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
     words += ["--weight-transfer-config", json.dumps({"backend": BACKENDS[options.backend]})]
     words += ["--worker-extension-cls", EXTENSION]

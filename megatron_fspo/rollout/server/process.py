@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.rollout.api_key import api_key
+from megatron_fspo.rollout.common import api_key
 from megatron_fspo.rollout.server import guard
 from megatron_fspo.rollout.server.flags import ServerOptions, check, command, environment, find_vllm
 
@@ -46,7 +46,7 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs. It may still be loading."""
+        """True while the process runs. It may still be loading."""
         return self._guard is not None and self._guard.poll() is None
 
     def start(self) -> None:
@@ -100,7 +100,7 @@ class ServerProcess:
             )
 
     def healthy(self, timeout_seconds: float = 5.0) -> bool:
-        """Whether it answers that it serves."""
+        """True if it answers that it serves."""
         return self.alive and self._status("/health", timeout_seconds) == 200
 
     def _status(self, route: str, timeout_seconds: float) -> int | None:

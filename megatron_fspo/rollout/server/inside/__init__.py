@@ -1,6 +1,6 @@
-"""What runs inside vLLM: ways to take new weights while it serves, statistics of what it has, a guard.
+"""What runs inside vLLM: ways to take new weights while it serves, checksums of what it has, a guard.
 
-Of this package it imports ``api_key``, ``errors`` and two modules of ``parallel``, which need torch only.
+Of this package it imports ``errors`` and ``rollout``'s ``common``, ``links`` and ``checksum``: torch only.
 
 vLLM finds :func:`register` through the entry point ``vllm.general_plugins`` of this package, which its
 environment has without dependencies (``pip install --no-deps``). ``--weight-transfer-config

