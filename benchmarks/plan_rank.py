@@ -39,7 +39,7 @@ from megatron_fspo.packing.pack import Packs, pack
 from megatron_fspo.packing.sequences import Sequences
 from megatron_fspo.parallel.groups import pack_layout
 from megatron_fspo.parallel.metrics import gather_lists
-from megatron_fspo.rollout.vllm.senders import in_buckets
+from megatron_fspo.rollout.client.weights import in_buckets
 from megatron_fspo.verify.cases import SMALL, random_samples
 from megatron_fspo.weights import Architecture, Experts
 

@@ -26,7 +26,7 @@ from machine import ROOT
 from megatron_fspo.config import Config
 from megatron_fspo.mcore.policy import Update
 from megatron_fspo.objective.losses import LossTerms
-from megatron_fspo.rollout.vllm.answers import MODEL, read_completion
+from megatron_fspo.rollout.client.answers import MODEL, read_completion
 from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.types import Prompt
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import against_trl, async_rollouts, rollout_client
 from launch import REPO
-from megatron_fspo.rollout.vllm.answers import read_completion
+from megatron_fspo.rollout.client.answers import read_completion
 from megatron_fspo.types import SamplingParams
 
 

@@ -147,7 +147,8 @@ def calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def serve(args: argparse.Namespace, _: list[str]) -> int:
-    from megatron_fspo.serve import ServerOptions, gpu_numbers, place, supervise_all
+    from megatron_fspo.rollout.server.flags import ServerOptions
+    from megatron_fspo.rollout.server.supervise import assign_gpus, gpu_numbers, supervise_all
 
     options = ServerOptions(
         model=args.model,
@@ -162,7 +163,7 @@ def serve(args: argparse.Namespace, _: list[str]) -> int:
         announce=args.announce,
         anyone_may_run_code=args.anyone_may_run_code,
     )
-    servers = place(options, gpu_numbers(args.gpus), args.gpus_per_server) if args.gpus else [options]
+    servers = assign_gpus(options, gpu_numbers(args.gpus), args.gpus_per_server) if args.gpus else [options]
     return supervise_all(servers, keep_alive=args.keep_alive)
 
 

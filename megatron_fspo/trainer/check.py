@@ -7,7 +7,7 @@ import torch
 from megatron_fspo.config import Config
 from megatron_fspo.errors import Attempts, InputErrors
 from megatron_fspo.job.folder import Resume, check_writable, checkpoints_to_resume
-from megatron_fspo.rollout.vllm.connect import absent_servers
+from megatron_fspo.rollout.client.connect import absent_servers
 from megatron_fspo.trainer.prepare import prepare
 
 

@@ -16,11 +16,11 @@ from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.rollout.client import proof
+from megatron_fspo.rollout.client.connect import connect, settle
+from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.rollout.engine import RolloutEngine
-from megatron_fspo.rollout.vllm import canary
-from megatron_fspo.rollout.vllm.connect import connect, settle
-from megatron_fspo.rollout.vllm.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.trainer.prepare import Inputs
 
 
@@ -93,7 +93,7 @@ def _build_vllm(inputs: Inputs, model: Model, leader: Leader | None, others: Seq
         Trainer(tensors=tensors, score=partial(canary_scores, model)),
         model.groups,
         leader,
-        canary_sequences=canary.canary_sequences(vocab_size, inputs.arch.max_position_embeddings),
+        canary_sequences=proof.canary_sequences(vocab_size, inputs.arch.max_position_embeddings),
         dtype=inputs.dtype,
         tolerance=options.canary_tolerance,
         memory=Offload(model, *others) if options.colocated else None,

@@ -22,7 +22,7 @@ from megatron_fspo.mcore.sizes import check_parallel, check_trainable, check_wor
 from megatron_fspo.objective.noise import Noise
 from megatron_fspo.record.trackers import check_trackers
 from megatron_fspo.rewards import check_reward
-from megatron_fspo.rollout.vllm.connect import check_options
+from megatron_fspo.rollout.client.connect import check_options
 from megatron_fspo.trainer.noise import noise_of_run
 from megatron_fspo.types import Prompt
 from megatron_fspo.weights import Architecture, check_checkpoint, open_checkpoint, read_architecture

@@ -30,7 +30,7 @@ BEFORE = {
     "grading": "trainer.sampling:response_text",
     "old pass": "trainer.optimize:score_old",
     "update": "mcore.policy:Policy.step",
-    "sending": "rollout.vllm.engine:VLLMEngine.update_weights",
+    "sending": "rollout.client.engine:VLLMEngine.update_weights",
     "evaluation": "mcore.decode:Decoder.feed",
     "validating": "trainer.loop:_evaluate",
     "files": "weights.chunk_writer:ChunkWriter._append",
