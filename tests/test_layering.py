@@ -45,7 +45,7 @@ FLOORS = {
     "command line": 12,
 }
 SINGLE_MODULES = {
-    **dict.fromkeys(["__init__", "types", "errors", "section", "api_key", "announce"], "base"),
+    **dict.fromkeys(["__init__", "types", "errors", "section", "api_key", "announce", "parent"], "base"),
     "plugin": "plugin",
     **dict.fromkeys(["cli", "console", "doctor", "__main__"], "command line"),
 }

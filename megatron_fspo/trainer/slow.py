@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megatron_fspo.job.heart import named_ranks
+from megatron_fspo.job.rank_status import named_ranks
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.step import Step
