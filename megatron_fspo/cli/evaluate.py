@@ -1,19 +1,43 @@
-"""The arguments of ``evaluate``: a run's configuration, or flags that make one."""
+"""The command ``evaluate``, and how its flags become a configuration."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_fspo.cli.command import (
+    Commands,
+    add_command,
+    add_config,
+    add_json,
+    add_nproc,
+    start_ranks,
+    world_size,
+)
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config, make_config
+from megatron_fspo.console import import_megatron
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import read_architecture
 
+_HELP = """\
+Accuracy of a checkpoint: mean@k, pass@k and maj@k with 95% intervals over problems.
+
+A checkpoint:             megatron-fspo evaluate --model runs/demo/hf --data math.jsonl aime.jsonl \\
+                              --reward exact_match --samples 16 --out evaluations/demo
+A number for each file:   ... --samples 4 32
+Against another:          ... --compare evaluations/before
+From servers of vLLM:     ... --engine vllm --vllm.urls '["http://127.0.0.1:8000"]'
+As a run evaluates:       megatron-fspo evaluate --config runs/demo/config.toml --model runs/demo/hf
+
+The folder has table.md, results.json and every completion (samples.jsonl). The same command goes on where a
+killed one stopped. Any key of the configuration is an argument too: --model.dtype bfloat16, say.
+"""
 KEYS = {
     "model": "model.checkpoint",
     "preset": "data.preset",
@@ -28,6 +52,65 @@ KEYS = {
 SAMPLES = 16
 LONGEST_RESPONSE = 4096
 """Tokens, where nobody says; at most half of what the model reads."""
+
+
+def add_evaluate(commands: Commands) -> None:
+    """Declare the command."""
+    evaluate = add_command(
+        commands, "evaluate", run, "sample and grade prompts, with intervals", _HELP, keys=True
+    )
+    add_config(evaluate, "a run, as TOML, in place of the flags")
+    flag = evaluate.add_argument
+    flag("--model", type=Path, metavar="DIR", help="checkpoint: Hugging Face, or converted to Megatron")
+    flag("--data", type=Path, nargs="+", metavar="FILE", help="prompts, a set per file")
+    flag("--preset", metavar="NAME", help="how the files name their fields (data.preset)")
+    flag("--reward", metavar="NAME", help="the verdict on a response (reward.name)")
+    flag(
+        "--samples",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="responses per prompt (default 16); several: one for each file of --data",
+    )
+    flag("--temperature", type=float, metavar="T", help="0: greedy (default 1)")
+    flag("--top-p", type=float, metavar="P", help="(default 1)")
+    flag(
+        "--max-response-tokens",
+        type=int,
+        metavar="N",
+        help="longest response (default 4096, at most half of the model's context)",
+    )
+    flag("--engine", choices=["embedded", "vllm"], help="what samples (default embedded)")
+    flag("--out", type=Path, metavar="DIR", help="where results go, or are gone on with")
+    flag("--compare", type=Path, metavar="DIR", help="another evaluation's --out")
+    add_json(evaluate)
+    add_nproc(evaluate)
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Evaluate, and print the metrics."""
+    config = config_of(args, overrides)
+    import_megatron()
+
+    from megatron_fspo.mcore.startup import job
+    from megatron_fspo.trainer.evaluate_checkpoint import evaluate_checkpoint
+    from megatron_fspo.trainer.prepare import prepare
+
+    with job():
+        inputs = prepare(config, world_size=world_size(args), trains=False)
+        if not inputs.validation:
+            raise InputError("evaluate needs data.validation")
+        start_ranks(args)
+
+        metrics = evaluate_checkpoint(inputs, out=args.out, other=args.compare)
+    if os.environ.get("RANK", "0") == "0":
+        if args.json:
+            print(json.dumps({name: None if math.isnan(v) else v for name, v in metrics.items()}))
+        elif args.out is not None:
+            print((args.out / "table.md").read_text(encoding="utf-8"), end="")
+        else:
+            print("\n".join(f"{name}  {value:.4f}" for name, value in metrics.items()))
+    return 0
 
 
 def config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
