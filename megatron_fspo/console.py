@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from megatron_fspo.errors import InputError, InputErrors, TrainingError
 
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-"""What a person mends, not a programmer: no room, or no right to write."""
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Errors that a person mends, not a programmer: no room, or no right to write."""
 
 
 def exit_status(work: Callable[[], int], program: str) -> int:
@@ -31,7 +31,7 @@ def exit_status(work: Callable[[], int], program: str) -> int:
         _say(f"{program}: {error}")
         return 2 if isinstance(error, InputError) else 1
     except OSError as error:
-        if error.errno not in _OF_THE_DISK or error.filename is None:
+        if error.errno not in _DISK_ERRORS or error.filename is None:
             raise
         _say(f"{program}: {error.filename}: {error.strerror}")
         return 1

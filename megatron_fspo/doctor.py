@@ -1,4 +1,4 @@
-"""What is installed, what a run would use, and what is missing for one on GPUs."""
+"""Looks at what is installed, what a run would use, and what is missing for one on GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands share: how one is declared, its common flags, and the start of its ranks.
+"""Shared by all commands: how one is declared, its common flags, and the start of its ranks.
 
 A command is an ``add_<name>`` function, which declares its words, with the function it runs beside it. That
 gets the arguments and the overrides (``--section.key value``), and returns the exit status. Imports that take

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
-    """What ``evaluate`` is to do, as a configuration.
+    """Make the configuration of ``evaluate``.
 
     Flags go before overrides, and both before what the file of ``--config`` says. Without one, keys that only
     a training needs are filled in.
@@ -165,7 +165,7 @@ def _without_own_samples(config: Config) -> Config:
 
 
 def _of_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags leave open; they are set over it."""
+    """Values for all that the flags leave open; the flags are set over them."""
     longest = read_architecture(args.model).max_position_embeddings
     response = args.max_response_tokens or min(LONGEST_RESPONSE, longest // 2)
     return {

@@ -51,7 +51,7 @@ class Beat(NamedTuple):
     """On its host, as the launcher says; "" without one."""
     process: int
     waits: str
-    """What the rank waits for; "" while it works."""
+    """The thing the rank waits for; "" while it works."""
 
     def name(self, rank: int) -> str:
         """The rank with host, local rank and process, for messages."""

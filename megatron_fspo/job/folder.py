@@ -15,7 +15,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.job.lock import LOCK, Owner, check_not_held
 
 Resume = Literal["no", "newest", "auto"]
-"""What ``--resume`` asks for: a new run; to go on from the newest checkpoint; or to go on from the newest
+"""The values of ``--resume``: a new run; to go on from the newest checkpoint; or to go on from the newest
 that is whole if there is a run, else to start one."""
 
 _CHECKPOINT = re.compile(r"step_(\d+)(?:\+(\d+))?")

@@ -34,7 +34,7 @@ class Owner:
     """Who holds a lock, as its file says."""
 
     nonce: str
-    """Of this lock and no other."""
+    """Name of this lock and no other."""
     host: str
     process: int
     started: str
@@ -42,7 +42,7 @@ class Owner:
     machine: str
     """The boot and the table of processes in which the number means this process; "" where it is unknown."""
     job: str
-    """What the scheduler or torchrun calls the job; may be empty."""
+    """The name of the job for the scheduler or torchrun; may be empty."""
     since: str
     """Local time, for people."""
 

@@ -1,4 +1,4 @@
-"""Who looks from outside sees what each rank does: ``ranks/00007.json`` in the folder of the run.
+"""A file says to who looks from outside what a rank does: ``ranks/00007.json`` in the folder of the run.
 
 A thread of each rank writes its file again every :data:`~megatron_fspo.job.lock.REFRESH_SECONDS`, also while
 the main thread is in a collective. The age of the file tells whether the process lives; ``progress`` in it,
@@ -38,7 +38,7 @@ _LISTED = 5
 
 
 class Activity:
-    """What the main thread of this rank does; it writes, the thread of the status file reads."""
+    """The main thread's note of what it does; the thread of the status file reads it."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -65,11 +65,11 @@ class Activity:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What is in the file of a rank."""
+    """The content of the file of a rank."""
 
     rank: int
     size: int
-    """Of the job."""
+    """Ranks of the job."""
     job: str
     """The nonce of the lock under which it writes."""
     host: str
@@ -79,7 +79,7 @@ class RankStatus:
     """Under way; 0 before the first."""
     phase: str
     waits: str
-    """What for, outside of collectives; "" while it works."""
+    """The thing it waits for, outside of collectives; "" while it works."""
     progress: float
     """When the main thread last came further, in seconds since 1970 on the rank's clock."""
     written: float

@@ -34,7 +34,7 @@ PHASES = {
     "update_actor": "update",
     "update_weights": "weights to the sampler",
 }
-"""Of a step, by their names in the metrics, in their order."""
+"""The phases of a step: names in the metrics → words, in their order."""
 REMIND = 20
 """Steps between two lines about a state that lasts."""
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
@@ -64,7 +64,7 @@ class RunLog:
         self._warned: set[str] = set()
         self._began = resume_step or 0
         self.activity = Activity()
-        """Of this rank; each has its own."""
+        """The activity of this rank; each has its own."""
         if not writer:
             return
         more = [name for name in (JOBS, WARNINGS) if (self._folder / name).exists()]
@@ -243,7 +243,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def rows_from_end(path: Path) -> Iterator[dict[str, Any]]:
-    """The same rows, last first; no more of the file is read than the caller asks for."""
+    """The rows of such a file, last first; no more of the file is read than the caller asks for."""
     return (row for _, row in _rows_from_end(path))
 
 

@@ -21,7 +21,7 @@ from megatron_fspo.packing.batch import MicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceRecord:
-    """What one optimizer step did with one sequence."""
+    """The fate of one sequence in one optimizer step."""
 
     sample: int
     """Index into the rollout's samples."""

@@ -53,7 +53,7 @@ class SeenRank:
 
     @property
     def line(self) -> str:
-        """What the rank does, in words; with a problem also that, and where it runs."""
+        """The activity of the rank, in words; with a problem also that, and where it runs."""
         if self.status is None:
             return f"no sign of life yet; {self.problem}"
         status, where = self.status, ""
@@ -70,15 +70,15 @@ class RunStatus:
 
     folder: Path
     owner: Owner | None
-    """Of the lock; None: no job is at work."""
+    """Owner of the lock; None: no job is at work."""
     alive: bool | None
     """True if the owner is; None where there is none."""
     step: int
     """Steps done."""
     steps: int | None
-    """Of the whole run; None if it has not come to write that down."""
+    """Steps of the whole run; None if it has not come to write that down."""
     metrics: dict[str, Any]
-    """Of the last step."""
+    """Metrics of the last step."""
     checkpoint: str | None
     """The newest."""
     ranks: tuple[SeenRank, ...]
