@@ -54,6 +54,7 @@ def make_config(
 
     Args:
         tree: by section the keys and values; is changed.
+        overrides: as :func:`load_config` has them.
         source: where it is from, for messages.
         origins: by key, where that one is from.
     """
@@ -290,7 +291,7 @@ def _complaint(details: Mapping[str, Any], path: list[str], key: str, variant: s
         return f"unknown key {key}{_nearest(key, variant)}"
     if details["type"] == "missing":
         return f"{key} is missing"
-    message = details["msg"].removeprefix("Value error, ")
+    message: str = details["msg"].removeprefix("Value error, ")
     if not key:
         return message
     value = details["input"]

@@ -140,8 +140,8 @@ class Control:
 
     @property
     def stop_requested(self) -> bool:
-        """True once some rank was asked to stop. Ranks learn of it within seconds, not at once: they decide by
-        what :meth:`meet` returns, or by what the first rank tells."""
+        """True once some rank was asked to stop. Ranks learn of it within seconds, not at once: they decide
+        by what :meth:`meet` returns, or by what the first rank tells."""
         return self._stop_here
 
     def fail(self, error: BaseException) -> None:
