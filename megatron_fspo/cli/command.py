@@ -23,7 +23,7 @@ SHUTDOWN_SECONDS = "1800"
 """From SIGTERM to the kill, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise."""
 
 
-def add_command(
+def add(
     commands: Commands,
     name: str,
     run: Run,

@@ -10,15 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fspo.cli.command import (
-    Commands,
-    add_command,
-    add_config,
-    add_json,
-    add_nproc,
-    start_ranks,
-    world_size,
-)
+from megatron_fspo.cli import command
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config, make_config
 from megatron_fspo.console import import_megatron
@@ -54,12 +46,12 @@ LONGEST_RESPONSE = 4096
 """Tokens, where nobody says; at most half of what the model reads."""
 
 
-def add_evaluate(commands: Commands) -> None:
+def add_evaluate(commands: command.Commands) -> None:
     """Declare the command."""
-    evaluate = add_command(
+    evaluate = command.add(
         commands, "evaluate", run, "sample and grade prompts, with intervals", _HELP, keys=True
     )
-    add_config(evaluate, "a run, as TOML, in place of the flags")
+    command.add_config(evaluate, "a run, as TOML, in place of the flags")
     flag = evaluate.add_argument
     flag("--model", type=Path, metavar="DIR", help="checkpoint: Hugging Face, or converted to Megatron")
     flag("--data", type=Path, nargs="+", metavar="FILE", help="prompts, a set per file")
@@ -83,8 +75,8 @@ def add_evaluate(commands: Commands) -> None:
     flag("--engine", choices=["embedded", "vllm"], help="what samples (default embedded)")
     flag("--out", type=Path, metavar="DIR", help="where results go, or are gone on with")
     flag("--compare", type=Path, metavar="DIR", help="another evaluation's --out")
-    add_json(evaluate)
-    add_nproc(evaluate)
+    command.add_json(evaluate)
+    command.add_nproc(evaluate)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -97,10 +89,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from megatron_fspo.trainer.prepare import prepare
 
     with job():
-        inputs = prepare(config, world_size=world_size(args), trains=False)
+        inputs = prepare(config, world_size=command.world_size(args), trains=False)
         if not inputs.validation:
             raise InputError("evaluate needs data.validation")
-        start_ranks(args)
+        command.start_ranks(args)
 
         metrics = evaluate_checkpoint(inputs, out=args.out, other=args.compare)
     if os.environ.get("RANK", "0") == "0":

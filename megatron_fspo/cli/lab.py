@@ -5,15 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_fspo.cli.command import (
-    Commands,
-    add_command,
-    add_config,
-    add_json,
-    add_nproc,
-    start_ranks,
-    world_size,
-)
+from megatron_fspo.cli import command
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.console import import_megatron
 from megatron_fspo.errors import InputError
@@ -78,10 +70,10 @@ first: the same pictures for all, intervals, and the settings in which they diff
 """
 
 
-def add_plan(commands: Commands) -> None:
+def add_plan(commands: command.Commands) -> None:
     """Declare ``plan``."""
-    plan = add_command(commands, "plan", run_plan, "memory and time of a run on paper", _PLAN_HELP, keys=True)
-    add_config(plan, required=True)
+    plan = command.add(commands, "plan", run_plan, "memory and time of a run on paper", _PLAN_HELP, keys=True)
+    command.add_config(plan, required=True)
     flag = plan.add_argument
     flag("--nproc", type=int, default=1, metavar="N", help="ranks that train (default 1)")
     flag(
@@ -111,7 +103,7 @@ def add_plan(commands: Commands) -> None:
     flag(
         "--assume", nargs="+", default=[], metavar="NAME=NUMBER", help="speeds; --assume ? lists their names"
     )
-    add_json(plan)
+    command.add_json(plan)
 
 
 def run_plan(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -142,12 +134,12 @@ def run_plan(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0 if fits else 1
 
 
-def add_calibrate(commands: Commands) -> None:
+def add_calibrate(commands: command.Commands) -> None:
     """Declare ``calibrate``."""
     text = "measure how much of S is noise"
-    calibrate = add_command(commands, "calibrate", run_calibrate, text, _CALIBRATE_HELP, keys=True)
-    add_config(calibrate, required=True)
-    add_nproc(calibrate)
+    calibrate = command.add(commands, "calibrate", run_calibrate, text, _CALIBRATE_HELP, keys=True)
+    command.add_config(calibrate, required=True)
+    command.add_nproc(calibrate)
     calibrate.add_argument(
         "--emulate",
         nargs="+",
@@ -161,7 +153,7 @@ def add_calibrate(commands: Commands) -> None:
         metavar="FILE",
         help="score these (JSON lines with prompt_token_ids and token_ids); samples nothing, trains nothing",
     )
-    add_json(calibrate)
+    command.add_json(calibrate)
 
 
 def run_calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -174,19 +166,19 @@ def run_calibrate(args: argparse.Namespace, overrides: list[str]) -> int:
     from megatron_fspo.mcore.startup import job
 
     with job():
-        inputs = check(config, args.emulate, args.responses, world_size=world_size(args))
+        inputs = check(config, args.emulate, args.responses, world_size=command.world_size(args))
         check_writable(inputs.config.run_folder)
-        start_ranks(args)
+        command.start_ranks(args)
         noise = run(inputs, args.emulate, args.responses)
     if noise is not None:
         print(noise.model_dump_json() if args.json else report(noise, inputs))
     return 0
 
 
-def add_explain(commands: Commands) -> None:
+def add_explain(commands: command.Commands) -> None:
     """Declare ``explain``."""
     text = "which loss clips which responses of a dump"
-    explain = add_command(commands, "explain", run_explain, text, _EXPLAIN_HELP, keys=True)
+    explain = command.add(commands, "explain", run_explain, text, _EXPLAIN_HELP, keys=True)
     flag = explain.add_argument
     flag("file", type=Path, help="jsonl or parquet of any trainer, or the folder of our run")
     flag("--step", type=int, metavar="N", help="only rows of this step (default: all)")
@@ -198,7 +190,7 @@ def add_explain(commands: Commands) -> None:
     )
     flag("--fields", nargs="+", default=[], metavar="FIELD=NAME", help="names of fields in the file")
     flag("--out", type=Path, metavar="DIR", help="write a page, the figures, and the fate of every response")
-    add_json(explain)
+    command.add_json(explain)
 
 
 def run_explain(args: argparse.Namespace, limits: list[str]) -> int:
@@ -213,10 +205,10 @@ def run_explain(args: argparse.Namespace, limits: list[str]) -> int:
     return 0
 
 
-def add_sweep(commands: Commands) -> None:
+def add_sweep(commands: command.Commands) -> None:
     """Declare ``sweep``."""
     text = "several runs from one file, compared"
-    sweep = add_command(commands, "sweep", run_sweep, text, _SWEEP_HELP, keys=True)
+    sweep = command.add(commands, "sweep", run_sweep, text, _SWEEP_HELP, keys=True)
     sweep.add_argument("file", type=Path, help="TOML: config, folder, seeds, arms")
     sweep.add_argument("--jobs", type=_count, metavar="N", help="runs at a time (default: the file's)")
 
@@ -245,10 +237,10 @@ def _count(word: str) -> int:
     return count
 
 
-def add_report(commands: Commands) -> None:
+def add_report(commands: command.Commands) -> None:
     """Declare ``report``."""
     text = "draw runs as a page: one, or several compared"
-    report = add_command(commands, "report", run_report, text, _REPORT_HELP)
+    report = command.add(commands, "report", run_report, text, _REPORT_HELP)
     flag = report.add_argument
     flag("folder", type=Path, nargs="?", help="the run's folder, such as runs/demo")
     flag("--compare", type=Path, nargs="+", default=[], metavar="RUN", help="runs, on one page")

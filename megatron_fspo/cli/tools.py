@@ -8,15 +8,7 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from megatron_fspo.cli.command import (
-    Commands,
-    add_command,
-    add_config,
-    add_json,
-    add_nproc,
-    start_ranks,
-    world_size,
-)
+from megatron_fspo.cli import command
 from megatron_fspo.config.data import Data, DataSet, PresetName
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.console import import_megatron
@@ -63,14 +55,14 @@ On another machine:       VLLM_API_KEY=$(cat key) megatron-fspo serve --model Qw
 """
 
 
-def add_verify(commands: Commands) -> None:
+def add_verify(commands: command.Commands) -> None:
     """Declare ``verify``."""
     text = "check the gradient of parallel layouts on this machine"
-    verify = add_command(commands, "verify", run_verify, text, _VERIFY_HELP, keys=True)
+    verify = command.add(commands, "verify", run_verify, text, _VERIFY_HELP, keys=True)
     which = verify.add_mutually_exclusive_group()
     which.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="such as tp2.pp2.cp2; dp is the rest")
     which.add_argument("--all", action="store_true", help="every layout that fits the ranks (the default)")
-    add_config(verify, "a run: its layout, loss and small model")
+    command.add_config(verify, "a run: its layout, loss and small model")
     verify.add_argument(
         "--dtype",
         nargs="+",
@@ -78,13 +70,13 @@ def add_verify(commands: Commands) -> None:
         help="default: float32 and float64; with Transformer Engine bfloat16",
     )
     verify.add_argument("--json", type=Path, metavar="FILE", help="write every case")
-    add_nproc(verify)
+    command.add_nproc(verify)
 
 
 def run_verify(args: argparse.Namespace, overrides: list[str]) -> int:
     """Compare layouts; the exit status is 1 if a case fails."""
     config = load_config(args.config, overrides) if args.config else None
-    ranks = world_size(args)
+    ranks = command.world_size(args)
     import_megatron()
 
     from megatron_fspo.verify.command import plan, run
@@ -94,7 +86,7 @@ def run_verify(args: argparse.Namespace, overrides: list[str]) -> int:
             f"--json {args.json}: {args.json.absolute().parent} is no folder that can be written"
         )
     planned = plan(config, args.layouts, args.dtype, use_all=args.all, world_size=ranks)
-    start_ranks(args)
+    command.start_ranks(args)
 
     from megatron_fspo.mcore.startup import job
 
@@ -103,18 +95,18 @@ def run_verify(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0 if passed else 1
 
 
-def add_data(commands: Commands) -> None:
+def add_data(commands: command.Commands) -> None:
     """Declare ``data check``."""
     data = commands.add_parser("data", help="look into data files")
     actions = data.add_subparsers(dest="action", required=True)
     text = "counts, duplicates, lengths, what is wrong"
-    check = add_command(actions, "check", run_data_check, text, _DATA_HELP)
+    check = command.add(actions, "check", run_data_check, text, _DATA_HELP)
     flag = check.add_argument
     flag("files", type=Path, nargs="*", metavar="FILE", help="jsonl or parquet")
     flag("--preset", choices=get_args(PresetName), help="the format of the files")
     flag("--tokenizer", type=Path, metavar="DIR", help="a checkpoint: lengths in tokens, its chat template")
-    add_config(check, "a run: its [data] and tokenizer, and its files if no FILE is given")
-    add_json(check)
+    command.add_config(check, "a run: its [data] and tokenizer, and its files if no FILE is given")
+    command.add_json(check)
 
 
 def run_data_check(args: argparse.Namespace, _: list[str]) -> int:
@@ -142,10 +134,10 @@ def run_data_check(args: argparse.Namespace, _: list[str]) -> int:
     return 0 if all(one.fine for one in findings) else 1
 
 
-def add_serve(commands: Commands) -> None:
+def add_serve(commands: command.Commands) -> None:
     """Declare ``serve``."""
     text = "run vLLM for the rollouts of a training run"
-    serve = add_command(commands, "serve", run_serve, text, _SERVE_HELP)
+    serve = command.add(commands, "serve", run_serve, text, _SERVE_HELP)
     flag = serve.add_argument
     flag("--model", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint")
     flag("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -193,16 +185,16 @@ def run_serve(args: argparse.Namespace, _: list[str]) -> int:
     return supervise_all(servers, keep_alive=args.keep_alive)
 
 
-def add_status(commands: Commands) -> None:
+def add_status(commands: command.Commands) -> None:
     """Declare ``status``."""
     text = "what a run does, and which of its ranks are silent"
     description = (
         "What the job of a run does, rank by rank, from its folder. Exit status 1: a rank is silent, or the "
         "job is gone; 2: there is no such run."
     )
-    status = add_command(commands, "status", run_status, text, description)
+    status = command.add(commands, "status", run_status, text, description)
     status.add_argument("folder", type=Path, help="the run's folder, such as runs/demo")
-    add_json(status)
+    command.add_json(status)
 
 
 def run_status(args: argparse.Namespace, _: list[str]) -> int:
@@ -214,15 +206,15 @@ def run_status(args: argparse.Namespace, _: list[str]) -> int:
     return 1 if run.problems else 0
 
 
-def add_doctor(commands: Commands) -> None:
+def add_doctor(commands: command.Commands) -> None:
     """Declare ``doctor``."""
     text = "what is installed, what will be used, what is missing"
-    doctor = add_command(commands, "doctor", run_doctor, text)
+    doctor = command.add(commands, "doctor", run_doctor, text)
     doctor.add_argument(
         "trainer", nargs="?", choices=["verl"], help="whether this trainer, as installed here, has found FSPO"
     )
-    add_config(doctor, "a run: which attention its shapes get")
-    add_json(doctor)
+    command.add_config(doctor, "a run: which attention its shapes get")
+    command.add_json(doctor)
 
 
 def run_doctor(args: argparse.Namespace, _: list[str]) -> int:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_fspo.cli.command import Commands, add_command, add_config, add_nproc, start_ranks, world_size
+from megatron_fspo.cli import command
 from megatron_fspo.config.loading import describe_keys, load_config
 from megatron_fspo.console import each_line, import_megatron
 from megatron_fspo.doctor import absent, what_is_required
@@ -28,12 +28,12 @@ Results are in runs/<run.name>/: config.toml, metrics.jsonl, checkpoints/, hf/ a
 """
 
 
-def add_train(commands: Commands) -> None:
+def add_train(commands: command.Commands) -> None:
     """Declare the command."""
     keys = f"keys of the configuration:\n{describe_keys()}"
-    train = add_command(commands, "train", run, "train a policy", _HELP, epilog=keys, keys=True)
-    add_config(train, required=True)
-    add_nproc(train)
+    train = command.add(commands, "train", run, "train a policy", _HELP, epilog=keys, keys=True)
+    command.add_config(train, required=True)
+    command.add_nproc(train)
     train.add_argument(
         "--resume",
         nargs="?",
@@ -59,10 +59,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from megatron_fspo.trainer.prepare import prepare
 
     with job():
-        inputs = prepare(config, world_size=world_size(args))
+        inputs = prepare(config, world_size=command.world_size(args))
         checkpoints_to_resume(config, args.resume)
         check_writable(config.run_folder)
-        start_ranks(args)
+        command.start_ranks(args)
 
         from megatron_fspo.trainer.loop import train
 
@@ -108,7 +108,7 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> int:
 
     # Under torchrun, and in the launch script, the run will be on this machine.
     here = "WORLD_SIZE" in os.environ
-    notes = check_run(config, world_size=world_size(args), resume=args.resume, here=here)
+    notes = check_run(config, world_size=command.world_size(args), resume=args.resume, here=here)
     print(f"{' + '.join(map(str, args.config))}: fine; the run would be in {config.run_folder}")
     for note in notes:
         print(f"note: {note}")
