@@ -15,6 +15,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config, make_config
 from megatron_fspo.console import import_megatron
 from megatron_fspo.errors import InputError
+from megatron_fspo.job.folder import check_writable
 from megatron_fspo.weights import read_architecture
 
 _HELP = """\
@@ -132,7 +133,7 @@ def config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     if args.compare is not None and args.out is None:
         raise InputError("--compare needs --out, the folder of this evaluation")
     if args.out is not None:
-        _check_folder(args.out)
+        check_writable(args.out, key="--out")
     return config
 
 
@@ -170,12 +171,3 @@ def _of_flags(args: argparse.Namespace) -> dict[str, Any]:
         "batch": {"mini_batches": 1, "max_tokens": 2 * max(longest, response)},
         "evaluation": {"samples": SAMPLES},
     }
-
-
-def _check_folder(out: Path) -> None:
-    """``InputError`` if it could not be made or written; nothing is written to find out."""
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise InputError(f"--out {out}: {there} is a file")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"--out {out}: {there} is read-only for this user")

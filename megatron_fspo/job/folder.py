@@ -121,18 +121,19 @@ def _entries(folder: Path) -> list[Path]:
         raise InputError(f"run.folder: {folder} cannot be read: {error.strerror}") from None
 
 
-def check_writable(folder: Path, *, probe: bool = False) -> None:
-    """Raise ``InputError`` if the folder of a run could not be made or written.
+def check_writable(folder: Path, *, key: str = "run.folder", probe: bool = False) -> None:
+    """Raise ``InputError`` if a folder could not be made or written.
 
     Args:
-        folder: of the run; need not be there.
+        folder: need not be there.
+        key: that names it, for messages.
         probe: write a file to find out, and remove it. A rank must not: the others may look at the folder.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not there.is_dir():
-        raise InputError(f"run.folder: {folder} cannot be made: {there} is a file")
+        raise InputError(f"{key}: {folder} cannot be made: {there} is a file")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"run.folder: {folder} cannot be written: {there} is read-only for this user")
+        raise InputError(f"{key}: {folder} cannot be written: {there} is read-only for this user")
     if not probe:
         return
     try:
@@ -140,7 +141,7 @@ def check_writable(folder: Path, *, probe: bool = False) -> None:
             file.write(b"\0")
     except OSError as error:
         raise InputError(
-            f"run.folder: {folder} cannot be written: no file can be made in {there}: {error.strerror}"
+            f"{key}: {folder} cannot be written: no file can be made in {there}: {error.strerror}"
         ) from None
 
 
