@@ -44,12 +44,11 @@ def _give(store: Store, size: int, seconds: float) -> str:
     start_id, began, said = secrets.token_hex(8), time.monotonic(), False
     others = range(1, size)
     tokens = {rank: f"{PREFIX}/token/{rank}" for rank in others}
-    answered: dict[int, bytes] = {}
+    answered: set[bytes] = set()
     while not store.check([_came(start_id, rank) for rank in others]):
-        for rank, token in read_keys(store, tokens).items():
-            if answered.get(rank) != token:
-                store.set(f"{PREFIX}/name/{rank}", f"{token.decode()} {start_id}")
-                answered[rank] = token
+        for token in set(read_keys(store, tokens).values()) - answered:
+            store.set(f"{PREFIX}/id/{token.decode()}", start_id)
+            answered.add(token)
         waited = time.monotonic() - began
         if waited > min(seconds, SAY_AFTER) and not (said and waited < seconds):
             missing = shortened(
@@ -64,14 +63,13 @@ def _give(store: Store, size: int, seconds: float) -> str:
 
 
 def _take(store: Store, rank: int, seconds: float) -> str:
-    token, end, key = secrets.token_hex(8), time.monotonic() + seconds, f"{PREFIX}/name/{rank}"
+    token, end = secrets.token_hex(8), time.monotonic() + seconds
     store.set(f"{PREFIX}/token/{rank}", token)
     while time.monotonic() < end:
-        if store.check([key]):
-            answered, start_id = store.get(key).decode().split()
-            if answered == token:
-                store.set(_came(start_id, rank), "1")
-                return start_id
+        if store.check([f"{PREFIX}/id/{token}"]):
+            start_id = store.get(f"{PREFIX}/id/{token}").decode()
+            store.set(_came(start_id, rank), "1")
+            return start_id
         time.sleep(_POLL_SECONDS)
     raise TrainingError(f"waited {seconds:g} s for the ranks to start; not there: rank 0")
 

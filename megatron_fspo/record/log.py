@@ -88,15 +88,14 @@ class RunLog:
         # JSON has no NaN and no infinity.
         row = {"step": step, **{k: v if math.isfinite(v) else None for k, v in metrics.items()}}
         # On the disk before the checkpoint of the step has its name.
-        _append(self._folder / METRICS, row, sync=True)
+        self._append(METRICS, row, sync=True)
         for tracker in self._trackers:
             tracker.step(step, metrics)
         self.say(describe(step, self._config.run.steps, metrics))
 
     def job(self, step: int, machine: Mapping[str, Any]) -> None:
         """Note a job that goes on after this step, and what it computes on."""
-        if self._writer:
-            _append(self._folder / JOBS, {"step": step, **machine})
+        self._append(JOBS, {"step": step, **machine})
 
     def steps_without_spread(self) -> int:
         """Count the last steps in a row whose rewards had no spread."""
@@ -107,7 +106,7 @@ class RunLog:
         """Keep an even sample of the off-policy records that are in a rate, for the report's pictures."""
         limit = self._config.log.sequences
         counted = [r for r in records if r.counts]
-        if not self._writer or not counted or not limit:
+        if not counted or not limit:
             return
         kept = counted[:: math.ceil(len(counted) / limit)]
         row = {
@@ -120,13 +119,12 @@ class RunLog:
             "out_of_band": [r.out_of_band for r in kept],
             "ratio": [r.ratio for r in kept],
         }
-        _append(self._folder / SEQUENCES, row)
+        self._append(SEQUENCES, row)
 
     def responses(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep responses of an evaluation."""
-        if self._writer:
-            for row in rows:
-                _append(self._folder / SAMPLES, {"step": step, **row})
+        for row in rows:
+            self._append(SAMPLES, {"step": step, **row})
 
     def pictures(self, step: int, draw: Callable[[Path], Mapping[str, str]] | None) -> None:
         """Give the trackers what ``draw`` makes of the folder of the run; before the metrics of the step."""
@@ -144,11 +142,9 @@ class RunLog:
     def warn(self, title: str, text: str) -> None:
         """Print a line, which is also an alert of the trackers and a line of the report."""
         self.say(text)
-        if not self._writer:
-            return
         self._warned.add(title)
         step = max(self.activity.step, self._began)
-        _append(self._folder / WARNINGS, {"step": step, "title": title, "text": text})
+        self._append(WARNINGS, {"step": step, "title": title, "text": text})
         for tracker in self._trackers:
             tracker.alert(title, text)
 
@@ -199,6 +195,15 @@ class RunLog:
             self.say(f"\n{table(self._speeds)}")
         for tracker in self._trackers:
             tracker.close()
+
+    def _append(self, name: str, row: Mapping[str, Any], *, sync: bool = False) -> None:
+        if not self._writer:
+            return
+        with _writing(self._folder / name) as path, path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:
@@ -299,14 +304,6 @@ def _missing_steps(path: Path, step: int | None) -> list[int]:
                 if match or line.endswith(b"\n"):
                     there.add(int(match[1]) if match else parse_row(line, f"{path}:{number}")["step"])
     return [one for one in range(1, step + 1) if one not in there]
-
-
-def _append(path: Path, row: Mapping[str, Any], *, sync: bool = False) -> None:
-    with _writing(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
 
 
 @contextmanager
