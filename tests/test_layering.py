@@ -43,7 +43,7 @@ FLOORS = {
     "command line": 12,
 }
 SINGLE_MODULES = {
-    **dict.fromkeys(["__init__", "types", "errors", "section", "remote"], "base"),
+    **dict.fromkeys(["__init__", "types", "errors", "section", "remote", "parent"], "base"),
     "plugin": "plugin",
     **dict.fromkeys(["cli", "console", "doctor", "__main__"], "command line"),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,6 @@ from megatron_fspo.job.folder import (
     remove_old_checkpoints,
     write_config,
 )
-from megatron_fspo.job.heart import beating
 from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
 from megatron_fspo.mcore.fp8 import probe_fp8
 from megatron_fspo.mcore.hf_weights import load_hf
@@ -113,17 +111,6 @@ class Training:
             )
             if not asynchronous:
                 self.saving.written(wait=True)
-
-    def beating(self, job: str) -> AbstractContextManager[None]:
-        """Signs of life in the folder of the run; ``job`` is the nonce of its lock."""
-        return beating(
-            self.inputs.config.run_folder,
-            job,
-            self.log.activity,
-            lambda: self.groups.control.waits,
-            rank=dist.get_rank(),
-            size=dist.get_world_size(),
-        )
 
     def stopping(self) -> bool:
         """Whether the job was asked to stop; the same on all ranks. Collective."""

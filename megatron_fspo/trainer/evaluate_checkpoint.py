@@ -21,8 +21,8 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation import table
 from megatron_fspo.evaluation.records import Manifest, Problem, RecordFile, Saved, hash_of_prompts, load
 from megatron_fspo.evaluation.summary import compare, match, per_problem, summarize
+from megatron_fspo.job.consistency import prove_same
 from megatron_fspo.job.lock import FolderLock
-from megatron_fspo.job.same import prove_same
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import agreed

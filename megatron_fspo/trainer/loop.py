@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import Resume
-from megatron_fspo.job.place import Place, in_folder
+from megatron_fspo.job.run_folder import RunFolder, hold_run_folder
 from megatron_fspo.mcore.hf_weights import export_hf
 from megatron_fspo.mcore.startup import join
 from megatron_fspo.trainer.begin import begin_step
@@ -39,14 +39,15 @@ def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
         RewardError: the rewards of a step or an evaluation are no use. A checkpoint has the steps done.
     """
     control = join(inputs.backend, parallel=inputs.config.parallel)
-    with in_folder(inputs.config, control, resume) as place:
-        run = build(inputs, place.checkpoints, older=resume == "auto")
+    with hold_run_folder(inputs.config, control, resume) as folder:
+        run = build(inputs, folder.checkpoints, older=resume == "auto")
         run.draw = draw
-        with run.grader or nullcontext(), run.beating(place.job), run.log.ending():
-            return _train(run, place)
+        folder.report(run.log.activity)
+        with run.grader or nullcontext(), run.log.ending():
+            return _train(run, folder)
 
 
-def _train(run: Training, place: Place) -> bool:
+def _train(run: Training, folder: RunFolder) -> bool:
     config, control = run.inputs.config, run.groups.control
     signal.signal(signal.SIGTERM, lambda number, frame: control.request_stop())
     run.log.job(run.step, machine(run.inputs.backend))
@@ -73,7 +74,7 @@ def _train(run: Training, place: Place) -> bool:
         if end or any(_due(run.step, n) for n in (config.checkpoint.every, config.checkpoint.milestones)):
             with run.log.phase("save_checkpoint", 1, "", run.timings):
                 run.save(wait=end)
-        place.check()
+        folder.check()
         # First the row, then the name of the checkpoint: a run that resumes from it has the row.
         run.log.step(run.step, metrics | run.timings)
         run.end_save(wait=failed is not None, prune=failed is None)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fspo.job.same import versions
+from megatron_fspo.job.consistency import versions
 from megatron_fspo.mcore.backend import Backend
 
 _CPUINFO = Path("/proc/cpuinfo")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megatron_fspo.job.heart import named_ranks
+from megatron_fspo.job.rank_status import named_ranks
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.step import Step
@@ -27,12 +27,12 @@ STEPS = 3
 
 
 class Pace(NamedTuple):
-    """Of a rank in one step."""
+    """The pace of a rank in one step."""
 
     seconds: float
-    """Of its own forward and backward passes, per token."""
+    """Per token, for its own forward and backward passes."""
     stage: int
-    """Of the pipeline; stages have unlike work, and are not compared."""
+    """Pipeline stage; stages have unlike work, and are not compared."""
     host: str
 
 
@@ -44,12 +44,14 @@ def slow_rank_metrics(run: Training, step: Step) -> dict[str, float]:
     mine = Pace(run.policy.busy_seconds / max(tokens, 1), run.groups.pp.rank(), socket.gethostname())
     run.policy.busy_seconds = 0.0
     paces = gather_lists([mine], group=world)
-    found = ratios(paces)
-    run.slow_for = {rank: run.slow_for.get(rank, 0) + 1 for rank, one in enumerate(found) if one >= RATIO}
-    for host, line in lines(run.slow_for, found, paces).items():
+    over_median = ratios(paces)
+    run.slow_for = {
+        rank: run.slow_for.get(rank, 0) + 1 for rank, one in enumerate(over_median) if one >= RATIO
+    }
+    for host, line in lines(run.slow_for, over_median, paces).items():
         run.log.remind(f"slow ranks on {host}", run.step + 1, line)
-    slowest = max(range(len(found)), key=found.__getitem__)
-    return {"perf/slowest_rank": float(slowest), "perf/slowest_rank_over_median": found[slowest]}
+    slowest = max(range(len(over_median)), key=over_median.__getitem__)
+    return {"perf/slowest_rank": float(slowest), "perf/slowest_rank_over_median": over_median[slowest]}
 
 
 def ratios(paces: Sequence[Pace]) -> list[float]:
@@ -60,15 +62,15 @@ def ratios(paces: Sequence[Pace]) -> list[float]:
     return [one.seconds / medians[one.stage] if medians[one.stage] else 1.0 for one in paces]
 
 
-def lines(slow_for: Mapping[int, int], found: Sequence[float], paces: Sequence[Pace]) -> dict[str, str]:
-    """Host → what to say of its ranks that have been slow for :data:`STEPS` steps or more."""
+def lines(slow_for: Mapping[int, int], over_median: Sequence[float], paces: Sequence[Pace]) -> dict[str, str]:
+    """Host → the line about its ranks that have been slow for :data:`STEPS` steps or more."""
     by_host: dict[str, list[int]] = {}
     for rank, steps in sorted(slow_for.items()):
         if steps >= STEPS:
             by_host.setdefault(paces[rank].host, []).append(rank)
     said = {}
     for host, ranks in by_host.items():
-        ratio, steps = max(found[rank] for rank in ranks), min(slow_for[rank] for rank in ranks)
+        ratio, steps = max(over_median[rank] for rank in ranks), min(slow_for[rank] for rank in ranks)
         said[host] = (
             f"{named_ranks(ranks)} on {host} needed {ratio:.2f} times the median of seconds per token in "
             f"forward and backward, for {steps} steps in a row: all others wait for that"

@@ -15,7 +15,7 @@ from megatron_fspo.weights.flops import BACKWARD, forward_flops
 
 
 def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]:
-    """Of a step that took so long."""
+    """Tokens per second and MFU of a step that took so long."""
     ranks, rollout = dist.get_world_size(), step.rollout
     run.timings["timing_s/step"] = seconds
     tokens = int((rollout.prompt_lengths + rollout.lengths).sum())
@@ -37,7 +37,7 @@ def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]
 
 
 def table(steps: Sequence[Mapping[str, float]]) -> str:
-    """What the phases of some steps took, a line each; "" without steps.
+    """Format the seconds of each phase of some steps, a line each; "" without steps.
 
     Args:
         steps: their metrics.

@@ -11,8 +11,8 @@ from torch.distributed import HashStore
 
 from launch import torchrun
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.job import incarnation
-from megatron_fspo.job.incarnation import agree_on_name
+from megatron_fspo.job import start_id
+from megatron_fspo.job.start_id import PREFIX, agree_on_start_id
 
 
 def start(store: HashStore, delays: list[float], seconds: float = 20) -> list[str]:
@@ -20,7 +20,7 @@ def start(store: HashStore, delays: list[float], seconds: float = 20) -> list[st
 
     def one(rank: int) -> str:
         time.sleep(delays[rank])
-        return agree_on_name(store, rank, len(delays), seconds=seconds)
+        return agree_on_start_id(store, rank, len(delays), seconds=seconds)
 
     with ThreadPoolExecutor(len(delays)) as pool:
         ranks: list[Future[str]] = [pool.submit(one, rank) for rank in range(len(delays))]
@@ -40,23 +40,23 @@ def test_a_start_that_was_ended_half_way_leaves_nothing_that_counts() -> None:
     store = HashStore()
     with pytest.raises(TrainingError):
         start(store, [0, 0, 0.8], seconds=0.4)
-    store.set(incarnation._token(2), "gone")
+    store.set(f"{PREFIX}/token/2", "gone")
     assert len(set(start(store, [0, 0.1, 0.2]))) == 1
 
 
 def test_who_does_not_come_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(incarnation, "SAY_AFTER", 0.1)
+    monkeypatch.setattr(start_id, "SAY_AFTER", 0.1)
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        ranks = [pool.submit(agree_on_name, store, rank, 9, seconds=0.5) for rank in (0, 1)]
+        ranks = [pool.submit(agree_on_start_id, store, rank, 9, seconds=0.5) for rank in (0, 1)]
         with pytest.raises(TrainingError, match=r"waited 0\.5 s for the ranks to start; not there: rank 2, "):
             ranks[0].result()
     said = "megatron-fspo: rank 0 waits for the start of rank 2, rank 3, rank 4, rank 5, rank 6 and 2 more\n"
     assert capsys.readouterr().err == said
     with pytest.raises(TrainingError, match="not there: rank 0"):
-        agree_on_name(store, 3, 9, seconds=0.1)
+        agree_on_start_id(store, 3, 9, seconds=0.1)
 
 
 PROGRAM = """

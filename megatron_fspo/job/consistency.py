@@ -13,7 +13,7 @@ import importlib.metadata
 import platform
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.heart import named_ranks
 from megatron_fspo.job.lock import read_owner
+from megatron_fspo.job.rank_status import named_ranks
 from megatron_fspo.parallel.control import Control
 
 _PACKAGES = ("megatron-fspo", "torch", "megatron-core", "transformer-engine", "transformers", "safetensors")
@@ -34,9 +34,10 @@ _POLL_SECONDS = 0.5
 
 
 def prove_same(config: Config, *, trains: bool = True, resume: str = "no") -> None:
-    """All ranks have the same configuration, data, tokenizer and versions. Collective.
+    """Check that all ranks have the same configuration, data, tokenizer and versions. Collective.
 
     Args:
+        config: of this rank.
         trains: whether training prompts are read.
         resume: what ``--resume`` says; it has to be the same, too.
 
@@ -45,15 +46,17 @@ def prove_same(config: Config, *, trains: bool = True, resume: str = "no") -> No
     """
     if dist.get_world_size() == 1:
         return
-    every = _gather((socket.gethostname(), {**_facts(config, trains=trains), "--resume": resume}))
+    every = _gather((socket.gethostname(), {**facts(config, trains=trains), "--resume": resume}))
     if problem := difference(every):
         raise InputError(problem)
 
 
 def prove_folder_is_shared(folder: Path, control: Control, nonce: str) -> None:
-    """All ranks see the lock file that the first rank made in the folder of the run. Collective.
+    """Check that all ranks see the lock file that the first rank made in the folder of the run. Collective.
 
     Args:
+        folder: of the run.
+        control: of the job.
         nonce: of the lock.
 
     Raises:
@@ -61,15 +64,15 @@ def prove_folder_is_shared(folder: Path, control: Control, nonce: str) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    seen = _sees(folder, nonce)
+    seen = _lock_appears(folder, nonce)
     control.meet("all ranks to look into the folder of the run")
     every = _gather((socket.gethostname(), str(Path.cwd()), seen))
     blind = [rank for rank, (_, _, seen) in enumerate(every) if not seen]
     if blind:
-        host, place, _ = every[blind[0]]
+        host, cwd, _ = every[blind[0]]
         raise InputError(
             f"run.folder: what rank 0 ({every[0][0]}, started in {every[0][1]}) wrote in {folder} is not "
-            f"seen by {named_ranks(blind)} ({host}, started in {place}): all nodes need one shared folder, "
+            f"seen by {named_ranks(blind)} ({host}, started in {cwd}): all nodes need one shared folder, "
             "named by its full path"
         )
 
@@ -86,62 +89,54 @@ def difference(every: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
         for rank, (_, facts) in enumerate(every):
             having.setdefault(facts.get(name, _NOTHING), []).append(rank)
         if len(having) > 1:
-            parts = (
-                f"{value} on {named_ranks(ranks)} ({every[ranks[0]][0]})" for value, ranks in having.items()
-            )
-            return f"{name} differs between ranks: {'; '.join(parts)}"
+            values = (f"{v} on {named_ranks(ranks)} ({every[ranks[0]][0]})" for v, ranks in having.items())
+            return f"{name} differs between ranks: {'; '.join(values)}"
     return None
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that numbers depend on, by name; without those that are not installed."""
-    found = {}
+    """The versions of the packages that numbers depend on, by name; without those that are not installed."""
+    installed = {}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
-def _facts(config: Config, *, trains: bool) -> dict[str, str]:
-    """By name, as a person reads them; the likelier reason before what follows from it."""
-    facts = dict(_versions())
+def facts(config: Config, *, trains: bool) -> dict[str, str]:
+    """Name → value, as a person reads them, of all that must be the same on all ranks; the likelier reason
+    before what follows from it."""
+    packages = dict.fromkeys(_PACKAGES, _NOTHING) | versions()
+    values = {"the version of Python": platform.python_version()}
+    values |= {f"the version of {package}": version for package, version in packages.items()}
     for section, keys in config.model_dump(mode="json").items():
-        facts |= {f"{section}.{key}": repr(value) for key, value in keys.items()}
+        values |= {f"{section}.{key}": repr(value) for key, value in keys.items()}
     for key, sets in (("train", config.data.train_sets), ("validation", config.data.validation_sets)):
         for one in sets if trains or key == "validation" else ():
-            facts[f"the file of data.{key}, {one.file},"] = f"SHA-256 {_digest([one.file])}"
+            values[f"the file of data.{key}, {one.file},"] = _digest([one.file])
     small = sorted(path for path in config.model.checkpoint.glob("*") if path.suffix in (".json", ".jinja"))
-    facts["the configuration and tokenizer in model.checkpoint"] = f"SHA-256 {_digest(small)}"
+    values["the configuration and tokenizer in model.checkpoint"] = _digest(small)
     if config.loss.name == "fspo" and config.loss.noise is not None:
-        facts[f"the file of loss.noise, {config.loss.noise},"] = f"SHA-256 {_digest([config.loss.noise])}"
-    return facts
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    yield "the version of Python", platform.python_version()
-    installed = versions()
-    for package in _PACKAGES:
-        yield f"the version of {package}", installed.get(package, _NOTHING)
+        values[f"the file of loss.noise, {config.loss.noise},"] = _digest([config.loss.noise])
+    return values
 
 
 def _digest(paths: Sequence[Path]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()[:16]
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return f"SHA-256 {digest.hexdigest()[:16]}"
 
 
-def _sees(folder: Path, nonce: str) -> bool:
-    """Whether the lock file is there, soon."""
+def _lock_appears(folder: Path, nonce: str) -> bool:
+    """Wait for the lock file, not for long; returns whether it is there."""
     deadline = time.monotonic() + VISIBLE_SECONDS
     while True:
-        try:
+        with suppress(OSError):
             owner = read_owner(folder)
-        except OSError:
-            owner = None
-        if owner is not None and owner.nonce == nonce:
-            return True
+            if owner is not None and owner.nonce == nonce:
+                return True
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launch import REPO, forked
-from megatron_fspo.job.heart import named_ranks
-from megatron_fspo.job.same import difference
+from megatron_fspo.job.consistency import difference
+from megatron_fspo.job.rank_status import named_ranks
 from runs import CONFIG
 
 MAKE_SUM = REPO / "examples/make_sum"
