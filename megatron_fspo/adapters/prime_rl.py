@@ -20,7 +20,7 @@ from typing import Any
 
 from prime_rl.trainer.rl.loss import LossOutputs
 
-from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, one_advantage
+from megatron_fspo.adapters.sequence_loss import FSPO, log_ratio_sums, mean_loss, one_advantage
 
 
 def fspo_loss(inputs: Any, c_low: float, c_high: float, c_dual: float | None = None) -> LossOutputs:

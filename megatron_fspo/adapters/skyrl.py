@@ -20,7 +20,7 @@ import torch
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 from torch import Tensor
 
-from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, metrics, one_advantage
+from megatron_fspo.adapters.sequence_loss import FSPO, log_ratio_sums, mean_loss, metrics, one_advantage
 
 _RATIO = 0.2
 """SkyRL's default of both limits, meant for a ratio."""

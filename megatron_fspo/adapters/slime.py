@@ -26,7 +26,13 @@ from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_ro
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_fspo.adapters.loss import FSPO, advantage_range, log_ratio_sums, mean_loss, the_advantage
+from megatron_fspo.adapters.sequence_loss import (
+    FSPO,
+    advantage_range,
+    log_ratio_sums,
+    mean_loss,
+    the_advantage,
+)
 
 _RATIO = 0.2
 """slime's default of both limits, meant for a ratio."""

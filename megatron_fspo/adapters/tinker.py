@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, metrics, one_advantage
+from megatron_fspo.adapters.sequence_loss import FSPO, log_ratio_sums, mean_loss, metrics, one_advantage
 
 TinkerLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]
 
@@ -35,7 +35,7 @@ def fspo_loss(
     """The loss of one ``forward_backward_custom``: (data, log-probs) → (loss, metrics).
 
     Args:
-        c_low: nats per √token, as in :class:`~megatron_fspo.adapters.loss.FSPO`.
+        c_low: nats per √token, as in :class:`~megatron_fspo.adapters.sequence_loss.FSPO`.
         c_high: the same.
         c_dual: the same.
         num_sequences: N, where one ``optim_step`` follows several calls: responses of all of them. By

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, metrics
+from megatron_fspo.adapters.sequence_loss import FSPO, log_ratio_sums, mean_loss, metrics
 
 _BAND = "FSPO's limits are c_low, c_high and c_dual"
 _OTHERS = {

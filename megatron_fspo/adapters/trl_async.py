@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from megatron_fspo.adapters.loss import FSPO, mean_loss, metrics
+from megatron_fspo.adapters.sequence_loss import FSPO, mean_loss, metrics
 from megatron_fspo.adapters.trl import PAPER
 
 _OTHERS = {

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import register_policy_loss
 
-from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, metrics, one_advantage
+from megatron_fspo.adapters.sequence_loss import FSPO, log_ratio_sums, mean_loss, metrics, one_advantage
 
 _RATIO = 0.2
 _DUAL_RATIO = 3.0

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
 from megatron_fspo.objective import TokenSurrogate
-from megatron_fspo.objective.losses import LossInputs, LossTerms, per_token, weigh_tokens
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
 from megatron_fspo.section import UnitInterval
 
 
@@ -24,7 +23,7 @@ class CISPOLoss(Loss):
     reported as clip(r) A. The paper has no lower limit and does not give its upper one: the default is ours.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {"cispo": {"eps_low": 0.05, "eps_high": 0.04}}
+    VERIFIED: ClassVar = {"cispo": {"eps_low": 0.05, "eps_high": 0.04}}
 
     name: Literal["cispo"] = "cispo"
     eps_low: UnitInterval | None = Field(None, description="weight >= 1 - eps_low; none: no lower limit")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
 from megatron_fspo.objective import TokenSurrogate
-from megatron_fspo.objective.losses import LossInputs, LossTerms, per_token, weigh_tokens
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
 from megatron_fspo.section import UnitInterval
 
 
@@ -25,10 +24,8 @@ class DPPOTVLoss(Loss):
     implementation; the default deltas are ours.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "dppo-tv": {"delta_low": 0.0005, "delta_high": 0.001, "cap": 1.06}
-    }
-    DECIDES_BY_RATIOS: ClassVar[bool] = False
+    VERIFIED: ClassVar = {"dppo-tv": {"delta_low": 0.0005, "delta_high": 0.001, "cap": 1.06}}
+    DECIDES_BY_RATIOS: ClassVar = False
 
     name: Literal["dppo_tv"] = "dppo_tv"
     delta_low: UnitInterval = Field(0.1, description="pi >= pi_old - delta_low, for A < 0")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
 from megatron_fspo.objective import TokenSurrogate
-from megatron_fspo.objective.losses import LossInputs, LossTerms, per_token, weigh_tokens
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
 
 # From here on the weight is 0 in floating point, and e^x would overflow first.
 _LARGEST = 20.0
@@ -25,7 +24,8 @@ class SAPOLoss(Loss):
     sequence, mean over sequences. Nothing is clipped.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {"sapo": {"tau_neg": 4.0}}
+    VERIFIED: ClassVar = {"sapo": {"tau_neg": 4.0}}
+    CLIPS: ClassVar = False
 
     name: Literal["sapo"] = "sapo"
     tau_pos: PositiveFloat = Field(1.0, description="tau for A > 0")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss, pessimistic_minimum
 from megatron_fspo.objective import PolicyObjective, TokenLevel
-from megatron_fspo.objective.losses import LossInputs, LossTerms
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms
 from megatron_fspo.section import UnitInterval
 
 
@@ -29,7 +28,7 @@ class GRPOLoss(TokenLoss):
     J_it = min(r A, clip(r) A), r = the token's ratio.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    VERIFIED: ClassVar = {
         "grpo": {"eps_low": 0.05, "eps_high": 0.05, "dual_clip_ratio": 1.08},
         "grpo-kl": {"eps_low": 0.05, "eps_high": 0.05, "kl_coef": 0.3},
     }
@@ -52,7 +51,7 @@ class DAPOLoss(TokenLoss):
     J_it = min(r A, clip(r) A), r = the token's ratio.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {"dapo": {"eps_low": 0.05, "eps_high": 0.06}}
+    VERIFIED: ClassVar = {"dapo": {"eps_low": 0.05, "eps_high": 0.06}}
 
     name: Literal["dapo"] = "dapo"
     eps_high: PositiveFloat = Field(0.28, description="token ratio <= 1 + eps_high")
@@ -74,9 +73,7 @@ class OPSMLoss(TokenLoss):
     sampler's with `rollout.old_log_probs` = sampled. The default of delta is ours.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "opsm": {"eps_low": 0.05, "eps_high": 0.05, "delta": 0.01}
-    }
+    VERIFIED: ClassVar = {"opsm": {"eps_low": 0.05, "eps_high": 0.05, "delta": 0.01}}
 
     name: Literal["opsm"] = "opsm"
     eps_high: PositiveFloat = Field(0.2, description="token ratio <= 1 + eps_high")

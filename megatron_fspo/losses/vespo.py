@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
 from megatron_fspo.objective import Surrogate
-from megatron_fspo.objective.losses import LossInputs, LossTerms, weigh_sequences
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, weigh_sequences
 
 
 class VESPOLoss(Loss):
@@ -24,7 +23,8 @@ class VESPOLoss(Loss):
     b = 0.5 noise gives phi the same spread at every length.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {"vespo": {"temper": 0.25}}
+    VERIFIED: ClassVar = {"vespo": {"temper": 0.25}}
+    CLIPS: ClassVar = False
 
     name: Literal["vespo"] = "vespo"
     k_pos: PositiveFloat = Field(2.0, description="k for A > 0")

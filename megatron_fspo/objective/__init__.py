@@ -39,7 +39,7 @@ from megatron_fspo.objective.fairness import (
     effective_sample_size,
     length_reweighting_error,
 )
-from megatron_fspo.objective.losses import PolicyObjective, PrefixLevel, SequenceLevel, TokenLevel
+from megatron_fspo.objective.policy_objective import PolicyObjective, PrefixLevel, SequenceLevel, TokenLevel
 from megatron_fspo.objective.surrogate import Surrogate, sequence_surrogate
 from megatron_fspo.objective.token_level import TokenSurrogate, aggregation_weight, token_surrogate
 

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+DEFAULT_C = 0.03
+"""Both sides of FSPO's band where nothing else is given, in nats per √token."""
+
 
 class ClipBand(Protocol):
     """A band low <= S <= high, and the importance ratio exp(scale·S) that it belongs to."""
+
+    @property
+    def drift(self) -> float:
+        """Centre of the band in nats per token."""
+        ...
 
     def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """(low [N], high [N]) on S in nats: float32, or the dtype of ``lengths`` if that is floating."""
@@ -80,6 +88,7 @@ class RLOOBand:
     Raises ``ValueError`` unless 0 < eps_low < 1 and eps_high > 0.
     """
 
+    drift: ClassVar[float] = 0.0
     eps_low: float
     eps_high: float
 
@@ -102,6 +111,7 @@ class GSPOBand:
     Raises ``ValueError`` unless 0 < eps_low < 1 and eps_high > 0.
     """
 
+    drift: ClassVar[float] = 0.0
     eps_low: float
     eps_high: float
 

@@ -7,7 +7,7 @@ as both passes are the trainer's, what its precision adds after the optimizer st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -16,10 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
-from megatron_fspo.losses import FSPOLoss
-from megatron_fspo.objective import FSPOBand, PolicyObjective, SequenceLevel
 from megatron_fspo.objective.noise import Estimate, Noise
-from megatron_fspo.record.records import SequenceRecord, as_tensors
 
 Interval = tuple[float | None, float | None, float | None]
 """A figure and its 95% interval; null where there is none."""
@@ -160,27 +157,14 @@ def noise_of_run(config: Config) -> Noise | None:
     Raises:
         InputError: ``loss.noise`` is of another run, or the band lies inside the noise.
     """
-    loss = config.loss
-    if not isinstance(loss, FSPOLoss) or loss.noise is None:
+    path = config.loss.noise_file()
+    if path is None:
         return None
-    record = read_calibration(loss.noise).of_run(config)
+    record = read_calibration(path).of_run(config)
     noise = record.noise()
-    band = band_of(loss, noise)
     lengths = lengths_up_to(config.rollout.max_response_tokens)
-    rates = noise.clip_rates(torch.tensor(lengths), band)
-    if (worst := rates.max().item()) > loss.max_noise_clip_rate:
-        raise InputError(
-            f"the band lies inside the noise: {record.kind} ({record.precision}) alone puts {worst:.1%} of "
-            f"the responses of {lengths[int(rates.argmax())]} tokens outside c_low = {loss.c_low:g}, "
-            f"c_high = {loss.c_high:g}; loss.max_noise_clip_rate allows {loss.max_noise_clip_rate:.1%}. See "
-            f"{loss.noise} for the smallest c"
-        )
+    config.loss.check_noise(noise, lengths, f"{record.kind} ({record.precision})")
     return noise
-
-
-def band_of(loss: FSPOLoss, noise: Noise) -> FSPOBand:
-    """The band at the start of a run."""
-    return (loss.centred(noise.drift) if loss.drift == "measured" else loss).band()
 
 
 def lengths_up_to(longest: int) -> list[int]:
@@ -188,26 +172,8 @@ def lengths_up_to(longest: int) -> list[int]:
     return [*(2**i for i in range(4, 31) if 2**i < longest), longest]
 
 
-def noise_metrics(
-    noise: Noise | None, records: Sequence[SequenceRecord], objective: PolicyObjective
-) -> dict[str, float]:
-    """Of the off-policy sequences of a step: ``fspo/noise_clip_rate``, the share that noise alone is expected
-    to put outside the band, and ``fspo/noise_clip_share``, what part that is of ``fspo/out_of_band``."""
-    records = [record for record in records if record.counts]
-    if noise is None or not records:
-        return {}
-    assert isinstance(objective, SequenceLevel)
-    rate = noise.clip_rates(as_tensors(records)[1], objective.band).mean().item()
-    outside = sum(record.out_of_band for record in records) / len(records)
-    return {
-        "fspo/noise_clip_rate": rate,
-        "fspo/noise_clip_share": min(1.0, rate / outside) if outside else float("nan"),
-    }
-
-
-def interval(found: Estimate) -> Interval:
+def interval(estimate: Estimate) -> Interval:
     """As JSON has it."""
-    low, value, high = (
-        x if x == x and abs(x) != float("inf") else None for x in (found.low, found.value, found.high)
-    )
+    figures = (estimate.value, estimate.low, estimate.high)
+    value, low, high = (x if math.isfinite(x) else None for x in figures)
     return value, low, high

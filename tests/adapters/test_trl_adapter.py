@@ -22,7 +22,7 @@ from megatron_fspo.adapters import trl as adapter
 from megatron_fspo.adapters.trl import FSPOConfig, FSPOTrainer
 from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip, SequenceLevel
-from megatron_fspo.objective.losses import LossInputs, LossTerms
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms
 
 # TRL and transformers announce what they are going to remove.
 pytestmark = pytest.mark.filterwarnings("ignore")

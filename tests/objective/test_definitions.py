@@ -12,7 +12,7 @@ from test_policy import LENGTHS, inputs, part
 from torch import Tensor
 
 from megatron_fspo.losses import Definition, Loss, loss_sections
-from megatron_fspo.objective.losses import LossInputs
+from megatron_fspo.objective.policy_objective import LossInputs
 
 LOSSES: dict[str, Loss] = {
     **{section.__name__: section() for section in loss_sections()},

@@ -20,7 +20,13 @@ from megatron_fspo.objective import (
     LengthFairDualClip,
     RLOOBand,
 )
-from megatron_fspo.objective.losses import LossInputs, LossTerms, PolicyObjective, SequenceLevel, TokenLevel
+from megatron_fspo.objective.policy_objective import (
+    LossInputs,
+    LossTerms,
+    PolicyObjective,
+    SequenceLevel,
+    TokenLevel,
+)
 
 LENGTHS = [1, 3, 8, 20, 5, 40, 2, 12]
 

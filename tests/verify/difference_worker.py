@@ -36,7 +36,6 @@ from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.rollout import embedded
 from megatron_fspo.rollout.embedded import EmbeddedEngine
-from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.optimize import observe
 from megatron_fspo.types import Prompt, SamplingParams
 from megatron_fspo.verify import production
@@ -152,7 +151,7 @@ class Place:
 
     def calibrated(self) -> list[str]:
         """A calibrated c, forced apart in the calibration."""
-        loss = LossState(FSPOLoss(calibrate=1, drift="k3"), longest=256)
+        loss = FSPOLoss(calibrate=1, drift="k3").start(longest=256)
         records = [record(number) for number in range(8)]
 
         def nudge(real: Callable[..., None], calibrator: Any, *args: Any) -> None:
