@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip, Surrogate, sequence_surrogate
+from megatron_fspo.objective.band import DEFAULT_C
 from megatron_fspo.objective.calibration import sigma_hat
 
 
@@ -21,9 +22,9 @@ class FSPO:
     Raises ``ValueError`` naming the field that is not legal.
     """
 
-    c_low: float = 0.03
+    c_low: float = DEFAULT_C
     """Nats per √token."""
-    c_high: float = 0.03
+    c_high: float = DEFAULT_C
     c_dual: float | None = None
     """At least c_high; default: 2 * c_high."""
 
@@ -99,6 +100,17 @@ def mean_loss(log_ratio_sum: Tensor, surrogate: Surrogate, num_sequences: Tensor
     return -(surrogate.objective + surrogate.weight * moved).sum() / num_sequences
 
 
+def flags(surrogate: Surrogate) -> dict[str, Tensor]:
+    """What the band does with each response, bool [n] by the name of its share; see docs/metrics.md."""
+    return {
+        "fspo/clip_low": surrogate.clipped_low,
+        "fspo/clip_high": surrogate.clipped_high,
+        "fspo/dual_clip_frac": surrogate.dual_clipped,
+        "fspo/out_of_band": surrogate.out_of_band,
+        "fspo/nonfinite_share": surrogate.nonfinite,
+    }
+
+
 def metrics(log_ratio_sum: Tensor, lengths: Tensor, surrogate: Surrogate) -> dict[str, float]:
     """Shares of the n responses with tokens, and ``fspo/sigma_hat``; see docs/metrics.md.
 
@@ -110,15 +122,8 @@ def metrics(log_ratio_sum: Tensor, lengths: Tensor, surrogate: Surrogate) -> dic
         surrogate: of these responses.
     """
     filled = int((lengths > 0).sum())
-    counted = {
-        "fspo/clip_low": surrogate.clipped_low,
-        "fspo/clip_high": surrogate.clipped_high,
-        "fspo/dual_clip_frac": surrogate.dual_clipped,
-        "fspo/out_of_band": surrogate.out_of_band,
-        "fspo/nonfinite_share": surrogate.nonfinite,
-    }
-    found = {name: flag.sum().item() / max(filled, 1) for name, flag in counted.items()}
+    shares = {name: flag.sum().item() / max(filled, 1) for name, flag in flags(surrogate).items()}
     finite = log_ratio_sum.isfinite() & (lengths > 0)
     if bool((log_ratio_sum[finite] != 0).any()):
-        found["fspo/sigma_hat"] = sigma_hat(log_ratio_sum[finite], lengths[finite])
-    return found
+        shares["fspo/sigma_hat"] = sigma_hat(log_ratio_sum[finite], lengths[finite])
+    return shares

@@ -54,10 +54,10 @@ def fspo_policy_loss(
     log_ratio_sum = log_ratio_sums(log_probs, old_log_probs, mask)
     shares = lengths * one_advantage(advantages, mask).to(log_ratio_sum)
     terms = fspo.surrogate(log_ratio_sum, lengths, shares)
-    found = metrics(log_ratio_sum.detach(), lengths, terms)
+    rates = metrics(log_ratio_sum.detach(), lengths, terms)
     # SkyRL reduces metrics over ranks key by key: a key that only some of them have would mix up the others.
-    found.pop("fspo/sigma_hat", None)
-    return mean_loss(log_ratio_sum, terms, 1.0), found
+    rates.pop("fspo/sigma_hat", None)
+    return mean_loss(log_ratio_sum, terms, 1.0), rates
 
 
 def _limits(config: Any) -> FSPO:

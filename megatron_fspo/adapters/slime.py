@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_fspo.adapters.sequence_loss import (
     FSPO,
     advantage_range,
+    flags,
     log_ratio_sums,
     mean_loss,
     the_advantage,
@@ -75,15 +76,7 @@ def fspo_loss(
     log_ratio_sum = log_ratio_sums(new, _padded(old).double() if old else new, mask)
     whole, advantages = _over_ranks(log_ratio_sum.detach(), _padded(batch["advantages"]), mask, lengths)
     terms = fspo.surrogate(whole, lengths, advantages)
-
-    flags = {
-        "fspo/clip_low": terms.clipped_low,
-        "fspo/clip_high": terms.clipped_high,
-        "fspo/dual_clip_frac": terms.dual_clipped,
-        "fspo/out_of_band": terms.out_of_band,
-        "fspo/nonfinite_share": terms.nonfinite,
-    }
-    sums = {"loss": -terms.objective, **flags}
+    sums = {"loss": -terms.objective, **flags(terms)}
     # slime adds these up over context ranks, too, of which each has them whole.
     ranks = mpu.get_context_parallel_world_size()
     return (
@@ -93,8 +86,8 @@ def fspo_loss(
 
 
 def _log_probs(args: Any, batch: dict[str, Any], logits: Tensor) -> list[Tensor]:
-    """Of the response tokens that this rank has, by response."""
-    _, found = get_log_probs_and_entropy(
+    """Log-probs of the response tokens that this rank has, by response."""
+    _, columns = get_log_probs_and_entropy(
         logits,
         args=args,
         unconcat_tokens=batch["unconcat_tokens"],
@@ -102,12 +95,12 @@ def _log_probs(args: Any, batch: dict[str, Any], logits: Tensor) -> list[Tensor]
         response_lengths=batch["response_lengths"],
         **get_rollout_top_p_logprob_kwargs(args, batch),
     )
-    parts: list[Tensor] = found["log_probs"]
+    parts: list[Tensor] = columns["log_probs"]
     return parts
 
 
 def _local(batch: dict[str, Any], columns: list[Tensor]) -> list[Tensor]:
-    """What this rank has of columns over the responses' tokens."""
+    """The part that this rank has of columns over the responses' tokens."""
     lengths = zip(columns, batch["total_lengths"], batch["response_lengths"], strict=True)
     return [slice_log_prob_with_cp(*one) for one in lengths]
 

@@ -63,13 +63,13 @@ def fspo_policy_loss(
         moving = torch.where(mask, rollout_is_weights * (log_prob - log_prob.detach()), 0.0).sum(dim=1)
     loss = mean_loss(moving, terms, _per_rank(config.global_batch_info, lengths))
 
-    found: dict[str, Any] = metrics(log_ratio_sum.detach(), lengths, terms)
+    shares: dict[str, Any] = metrics(log_ratio_sum.detach(), lengths, terms)
     tokens = max(int(lengths.sum()), 1)
-    found["actor/pg_clipfrac"] = sum(
-        found[name] for name in ("fspo/clip_low", "fspo/clip_high", "fspo/dual_clip_frac")
+    shares["actor/pg_clipfrac"] = sum(
+        shares[name] for name in ("fspo/clip_low", "fspo/clip_high", "fspo/dual_clip_frac")
     )
-    found["actor/ppo_kl"] = -log_ratio_sum.detach().nan_to_num().sum().item() / tokens
-    return loss, found
+    shares["actor/ppo_kl"] = -log_ratio_sum.detach().nan_to_num().sum().item() / tokens
+    return loss, shares
 
 
 def _limits(config: Any) -> FSPO:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -11,7 +11,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
-from megatron_fspo.objective import TokenSurrogate
+from megatron_fspo.objective import unclipped
 from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
 from megatron_fspo.section import UnitInterval
 
@@ -63,15 +63,11 @@ class CISPO:
         weight = torch.where(advantages != 0, ratio * advantages, 0.0)
         usable = log_ratio.isfinite() & weight.isfinite()
         below, above = usable & (log_ratio < low), usable & (log_ratio > high)
-        terms = TokenSurrogate(
-            objective=weight,
-            weight=weight,
-            ratio=ratio,
+        terms = replace(
+            unclipped(weight, weight, ratio, ~usable),
             clipped_low=below & (advantages != 0),
             clipped_high=above & (advantages != 0),
-            dual_clipped=torch.zeros_like(below),
             below=below,
             above=above,
-            nonfinite=~usable,
         )
         return weigh_tokens(inputs, terms, "token-mean")

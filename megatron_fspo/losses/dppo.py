@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
-from megatron_fspo.objective import TokenSurrogate
+from megatron_fspo.objective import unclipped
 from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
 from megatron_fspo.section import UnitInterval
 
@@ -70,15 +70,11 @@ class DPPOTV:
         ratio = log_ratio.clamp(max=math.log(self.cap)).exp()
         usable = log_ratio.isfinite() & new.isfinite() & advantages.isfinite()
         weight = torch.where(usable & ~(low | high) & (advantages != 0), ratio * advantages, 0.0)
-        terms = TokenSurrogate(
-            objective=weight,
-            weight=weight,
-            ratio=torch.where(usable, ratio, 0.0),
+        terms = replace(
+            unclipped(weight, weight, torch.where(usable, ratio, 0.0), ~usable),
             clipped_low=usable & low,
             clipped_high=usable & high,
-            dual_clipped=torch.zeros_like(low),
             below=usable & below,
             above=usable & above,
-            nonfinite=~usable,
         )
         return weigh_tokens(inputs, terms, "token-mean")

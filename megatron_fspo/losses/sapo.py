@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
-from megatron_fspo.objective import TokenSurrogate
+from megatron_fspo.objective import unclipped
 from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
 
 # From here on the weight is 0 in floating point, and e^x would overflow first.
@@ -58,17 +58,11 @@ class SAPO:
         gate = 4 / tau * distance.sigmoid()
         slope = 4 * distance.sigmoid() * (-distance).sigmoid() * x.exp()
         usable = log_ratio.isfinite() & advantages.isfinite()
-        nobody = torch.zeros_like(usable)
         there = usable & (advantages != 0)
-        terms = TokenSurrogate(
+        terms = unclipped(
             objective=torch.where(there, gate * advantages, 0.0),
             weight=torch.where(there, slope * advantages, 0.0),
             ratio=torch.where(usable, slope, 0.0),
-            clipped_low=nobody,
-            clipped_high=nobody,
-            dual_clipped=nobody,
-            below=nobody,
-            above=nobody,
             nonfinite=~usable,
         )
         return weigh_tokens(inputs, terms, "sequence-mean")

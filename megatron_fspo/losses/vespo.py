@@ -11,7 +11,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
-from megatron_fspo.objective import Surrogate
+from megatron_fspo.objective import unclipped
 from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, weigh_sequences
 
 
@@ -79,17 +79,11 @@ class VESPO:
         weight = torch.where(advantages != 0, phi * advantages, 0.0)
         present = lengths > 0
         usable = present & log_ratio_sum.isfinite() & advantages.isfinite() & weight.isfinite()
-        nobody = torch.zeros_like(usable)
         token = torch.where(usable, weight, 0.0) * (inputs.num_sequences / max(inputs.num_tokens, 1))
-        terms = Surrogate(
+        terms = unclipped(
             objective=token * lengths,
             weight=token,
             ratio=torch.where(usable, phi, 0.0),
-            clipped_low=nobody,
-            clipped_high=nobody,
-            dual_clipped=nobody,
-            below=nobody,
-            above=nobody,
             nonfinite=present & ~usable,
         )
         return weigh_sequences(inputs, log_ratio_sum, terms)

@@ -40,8 +40,13 @@ from megatron_fspo.objective.fairness import (
     length_reweighting_error,
 )
 from megatron_fspo.objective.policy_objective import PolicyObjective, PrefixLevel, SequenceLevel, TokenLevel
-from megatron_fspo.objective.surrogate import Surrogate, sequence_surrogate
-from megatron_fspo.objective.token_level import TokenSurrogate, aggregation_weight, token_surrogate
+from megatron_fspo.objective.surrogate import (
+    Surrogate,
+    aggregation_weight,
+    sequence_surrogate,
+    token_surrogate,
+    unclipped,
+)
 
 __all__ = [
     "ClipBand",
@@ -58,7 +63,6 @@ __all__ = [
     "SequenceLevel",
     "Surrogate",
     "TokenLevel",
-    "TokenSurrogate",
     "aggregation_weight",
     "effective_sample_size",
     "group_normalized_advantages",
@@ -66,4 +70,5 @@ __all__ = [
     "length_reweighting_error",
     "sequence_surrogate",
     "token_surrogate",
+    "unclipped",
 ]

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.objective.band import ClipBand, DualClip
-from megatron_fspo.objective.surrogate import Surrogate, min_form, sequence_surrogate
-from megatron_fspo.objective.token_level import (
+from megatron_fspo.objective.surrogate import (
     Aggregation,
-    TokenSurrogate,
+    Surrogate,
     aggregation_weight,
+    min_form,
+    sequence_surrogate,
     token_surrogate,
 )
 
@@ -137,7 +138,7 @@ class PrefixLevel:
         dual = ones * math.inf if self.dual_clip is None else self.dual_clip.log_bound(place, ones)
         advantages = per_token(inputs.advantages, inputs)
         rows = min_form(prefix, advantages, low, high, dual, ones, ones, present=inputs.mask)
-        return weigh_tokens(inputs, TokenSurrogate(**vars(rows)), "token-mean")
+        return weigh_tokens(inputs, rows, "token-mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +189,7 @@ def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate)
     )
 
 
-def weigh_tokens(inputs: LossInputs, terms: TokenSurrogate, aggregation: Aggregation) -> LossTerms:
+def weigh_tokens(inputs: LossInputs, terms: Surrogate, aggregation: Aggregation) -> LossTerms:
     """From what a token-level loss says of each token [t] to what the step makes of it."""
     flags = (
         terms.nonfinite,

@@ -29,7 +29,7 @@ from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.mismatch import correction
 from megatron_fspo.mismatch.measure import measure
-from megatron_fspo.objective import surrogate, token_level
+from megatron_fspo.objective import surrogate
 from megatron_fspo.objective.calibration import BandCalibrator
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.parallel.metrics import gather_lists, share
@@ -95,7 +95,6 @@ def apart(what: set[str], *, here: bool) -> Patch:
 
     stack = ExitStack()
     stack.enter_context(wrap(surrogate, "min_form", decide))
-    stack.enter_context(wrap(token_level, "min_form", decide))
     stack.enter_context(wrap(policy_loss.PolicyLoss, "loss", loss))
     return stack
 
