@@ -5,6 +5,7 @@ Shapes: n responses of this micro-batch, padded to T tokens; N of the whole opti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,20 @@ class FSPO:
     def _limits(self) -> tuple[FSPOBand, LengthFairDualClip]:
         c_dual = 2 * self.c_high if self.c_dual is None else self.c_dual
         return FSPOBand(c_low=self.c_low, c_high=self.c_high), LengthFairDualClip(c=c_dual)
+
+
+def refuse_ratio(limits: Mapping[str, float], trainer: str) -> None:
+    """Raise ``ValueError`` where c_low or c_high was left at 0.2, a default meant for a ratio.
+
+    Args:
+        limits: key of the trainer → value, of c_low and of c_high.
+    """
+    if 0.2 in limits.values():
+        given = " and ".join(f"{key} = {value}" for key, value in limits.items())
+        raise ValueError(
+            f"{given} are c_low and c_high of FSPO, in nats per √token, and 0.2 is {trainer}'s default for a "
+            f"ratio: set both of them, {DEFAULT_C} say"
+        )
 
 
 def log_ratio_sums(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:

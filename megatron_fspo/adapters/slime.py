@@ -32,11 +32,9 @@ from megatron_fspo.adapters.sequence_loss import (
     flags,
     log_ratio_sums,
     mean_loss,
+    refuse_ratio,
     the_advantage,
 )
-
-_RATIO = 0.2
-"""slime's default of both limits, meant for a ratio."""
 
 _OTHERS = {
     "calculate_per_token_loss": "its gradient is divided by tokens, and FSPO is a mean over responses",
@@ -128,11 +126,7 @@ def _over_ranks(
 
 def _limits(args: Any) -> FSPO:
     low, high = args.eps_clip, args.eps_clip_high
-    if low == _RATIO or high == _RATIO:
-        raise ValueError(
-            f"--eps-clip {low} and --eps-clip-high {high} are c_low and c_high of FSPO, in nats per √token, "
-            f"and {_RATIO} is slime's default for a ratio: set both of them, 0.03 say"
-        )
+    refuse_ratio({"--eps-clip": low, "--eps-clip-high": high}, "slime")
     for name, why in _OTHERS.items():
         if getattr(args, name, None):
             raise ValueError(f"--{name.replace('_', '-')} does not go with FSPO: {why}")

@@ -20,11 +20,17 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import register_policy_loss
 
-from megatron_fspo.adapters.sequence_loss import FSPO, log_ratio_sums, mean_loss, metrics, one_advantage
+from megatron_fspo.adapters.sequence_loss import (
+    FSPO,
+    log_ratio_sums,
+    mean_loss,
+    metrics,
+    one_advantage,
+    refuse_ratio,
+)
 
-_RATIO = 0.2
 _DUAL_RATIO = 3.0
-"""verl's defaults, both meant for a ratio."""
+"""verl's default, meant for a ratio."""
 
 
 @register_policy_loss("fspo")
@@ -74,11 +80,7 @@ def fspo_policy_loss(
 
 def _limits(config: Any) -> FSPO:
     low, high = config.clip_ratio_low, config.clip_ratio_high
-    if low == _RATIO or high == _RATIO:
-        raise ValueError(
-            f"clip_ratio_low = {low} and clip_ratio_high = {high} are c_low and c_high of FSPO, in nats per "
-            f"√token, and {_RATIO} is verl's default for a ratio: set both of them, 0.03 say"
-        )
+    refuse_ratio({"clip_ratio_low": low, "clip_ratio_high": high}, "verl")
     if config.clip_ratio_c != _DUAL_RATIO:
         raise ValueError(
             f"clip_ratio_c = {config.clip_ratio_c} is a limit on a ratio, and FSPO's dual clip lies at "

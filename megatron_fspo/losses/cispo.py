@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -29,32 +29,8 @@ class CISPOLoss(Loss):
     eps_low: UnitInterval | None = Field(None, description="weight >= 1 - eps_low; none: no lower limit")
     eps_high: PositiveFloat = Field(0.28, description="weight <= 1 + eps_high")
 
-    def objective(self) -> CISPO:
-        """The gradient weights of the loss."""
-        return CISPO(eps_low=self.eps_low, eps_high=self.eps_high)
-
-    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
-        ratio = log_ratio.exp()
-        held = ratio.clamp(None if self.eps_low is None else 1 - self.eps_low, 1 + self.eps_high).detach()
-        outside = (held != ratio.detach()).double()
-        return Definition(
-            # log pi less a constant, so that the value is held * A
-            objective=held * advantage * (1 + log_ratio - log_ratio.detach()),
-            mean="token",
-            clipped=outside.mean().item() if advantage else 0.0,
-            out_of_band=bool(outside.any()),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CISPO:
-    """weight_t = clip(r_t, 1 - eps_low, 1 + eps_high)·A; clip flags say that a weight was cut off."""
-
-    eps_low: float | None
-    eps_high: float
-
     def __call__(self, inputs: LossInputs) -> LossTerms:
+        """weight_t = clip(r_t, 1 - eps_low, 1 + eps_high)·A; clip flags say that a weight was cut off."""
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
         low = -math.inf if self.eps_low is None else math.log1p(-self.eps_low)
@@ -71,3 +47,15 @@ class CISPO:
             above=above,
         )
         return weigh_tokens(inputs, terms, "token-mean")
+
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        ratio = log_ratio.exp()
+        held = ratio.clamp(None if self.eps_low is None else 1 - self.eps_low, 1 + self.eps_high).detach()
+        outside = (held != ratio.detach()).double()
+        return Definition(
+            # log pi less a constant, so that the value is held * A
+            objective=held * advantage * (1 + log_ratio - log_ratio.detach()),
+            mean="token",
+            clipped=outside.mean().item() if advantage else 0.0,
+            out_of_band=bool(outside.any()),
+        )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_fspo.objective import ClipBand, PolicyObjective
 from megatron_fspo.objective.noise import Noise
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms
 from megatron_fspo.section import Section, Share
 
 
@@ -47,7 +48,10 @@ class Loss(Section):
     )
 
     def objective(self) -> PolicyObjective:
-        """The gradient weights of the loss."""
+        """The gradient weights of the loss: its own, or those of a form that several losses have."""
+        return self
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
         raise NotImplementedError
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:

@@ -33,17 +33,14 @@ class CTPOLoss(Loss):
     )
 
     def prefix_band(self) -> FSPOBand:
-        """The limits on S_t."""
         return FSPOBand(c_low=self.c_low, c_high=self.c_high, exponent=self.exponent)
 
     def objective(self) -> PrefixLevel:
-        """The gradient weights of the loss."""
         c = self.c_dual
         dual_clip = None if c is None else LengthFairDualClip(c=c, exponent=self.exponent)
         return PrefixLevel(band=self.prefix_band(), dual_clip=dual_clip)
 
     def limits(self) -> dict[str, float]:
-        """Lower and upper limit, by name."""
         return {"c_low": self.c_low, "c_high": self.c_high}
 
     def scaled(self, factor: float) -> Self:
@@ -53,7 +50,6 @@ class CTPOLoss(Loss):
         return self.model_copy(update=wider)
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
         before = torch.stack([log_ratio[:t].detach().sum() for t in range(len(log_ratio))])
         s = before + log_ratio
         width = torch.arange(1, len(s) + 1, dtype=s.dtype) ** self.exponent

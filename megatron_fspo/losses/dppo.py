@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -32,34 +32,8 @@ class DPPOTVLoss(Loss):
     delta_high: UnitInterval = Field(0.1, description="pi <= pi_old + delta_high, for A > 0")
     cap: Annotated[float, Field(gt=1)] = Field(20.0, description="largest weight of a token")
 
-    def objective(self) -> DPPOTV:
-        """The gradient weights of the loss."""
-        return DPPOTV(delta_low=self.delta_low, delta_high=self.delta_high, cap=self.cap)
-
-    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
-        new, old = log_probs.detach().exp(), (log_probs - log_ratio).detach().exp()
-        below, above = new - old < -self.delta_low, new - old > self.delta_high
-        inside = ~(above if advantage > 0 else below)
-        weight = log_ratio.detach().exp().clamp(max=self.cap) * inside * advantage
-        return Definition(
-            # log pi less a constant, so that the value is the weight
-            objective=weight * (1 + log_probs - log_probs.detach()),
-            mean="token",
-            clipped=(~inside).double().mean().item() if advantage else 0.0,
-            out_of_band=bool((below | above).any()),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPPOTV:
-    """weight_t = min(r_t, cap)·A, or 0 where π(y_t) − π_old(y_t) leaves [−delta_low, delta_high] with A."""
-
-    delta_low: float
-    delta_high: float
-    cap: float
-
     def __call__(self, inputs: LossInputs) -> LossTerms:
+        """weight_t = min(r_t, cap)·A, or 0 where π − π_old leaves [−delta_low, delta_high] the way of A."""
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         new = torch.where(inputs.mask, inputs.log_probs, 0.0)
         advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
@@ -78,3 +52,16 @@ class DPPOTV:
             above=usable & above,
         )
         return weigh_tokens(inputs, terms, "token-mean")
+
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        new, old = log_probs.detach().exp(), (log_probs - log_ratio).detach().exp()
+        below, above = new - old < -self.delta_low, new - old > self.delta_high
+        inside = ~(above if advantage > 0 else below)
+        weight = log_ratio.detach().exp().clamp(max=self.cap) * inside * advantage
+        return Definition(
+            # log pi less a constant, so that the value is the weight
+            objective=weight * (1 + log_probs - log_probs.detach()),
+            mean="token",
+            clipped=(~inside).double().mean().item() if advantage else 0.0,
+            out_of_band=bool((below | above).any()),
+        )

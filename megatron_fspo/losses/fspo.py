@@ -143,11 +143,9 @@ class FSPOLoss(Loss):
         return FSPOBand(c_low=self.c_low, c_high=self.c_high, drift=drift, exponent=self._power)
 
     def objective(self) -> SequenceLevel:
-        """The gradient weights of the loss."""
         return SequenceLevel(band=self.band(), dual_clip=self._dual_clip(), temper=self.temper)
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
         length = len(log_ratio)
         s = log_ratio.sum()[None]
         width = length**self._power
@@ -171,7 +169,6 @@ class FSPOLoss(Loss):
         return ConstantDualClip(ratio=self.dual_clip_ratio) if self.dual_clip == "constant" else None
 
     def limits(self) -> dict[str, float]:
-        """Lower and upper limit, by name."""
         return {"c_low": self.c_low, "c_high": self.c_high}
 
     def scaled(self, factor: float) -> FSPOLoss:
@@ -180,7 +177,6 @@ class FSPOLoss(Loss):
         return wider.model_copy(update={"calibrate": 0})
 
     def start(self, noise: Noise | None = None, *, longest: int, updates: int = 1) -> FSPOState:
-        """The loss at the start of a run, whose band may move."""
         return FSPOState(self, noise, longest=longest, updates=updates)
 
     def check(self, *, off_policy_updates: int, sampled: bool) -> None:
@@ -201,7 +197,6 @@ class FSPOLoss(Loss):
             )
 
     def notes(self, *, steps: int, updates: int, off_policy_updates: int, warmup_updates: int) -> list[str]:
-        """What to tell the user of the band before the run begins."""
         if not off_policy_updates:
             return [
                 "every optimizer step is on policy, where S = 0: FSPO clips nothing. It acts with "
@@ -225,7 +220,6 @@ class FSPOLoss(Loss):
         return notes
 
     def noise_file(self) -> Path | None:
-        """``loss.noise``."""
         return self.noise
 
     def check_noise(self, noise: Noise, lengths: Sequence[int], origin: str) -> None:
@@ -244,7 +238,6 @@ class FSPOLoss(Loss):
         return self.centred(noise.drift) if self.drift == "measured" else self
 
     def unmeasured(self) -> FSPOLoss:
-        """The loss for a run that is to measure the noise."""
         drift = "none" if self.drift == "measured" else self.drift
         return self.model_copy(update={"noise": None, "drift": drift})
 
@@ -292,13 +285,11 @@ class FSPOState(LossState):
         return loss.centred(0.0 if on_policy else max(self._drift, -limit))
 
     def objective(self, *, on_policy: bool = False) -> SequenceLevel:
-        """For the next optimizer step."""
         return self._section(on_policy=on_policy).objective()
 
     def observe(
         self, log_ratio_sums: Tensor, lengths: Tensor, *, kl_k3: float, sigma: float | None, warm: bool
     ) -> None:
-        """Learn from one off-policy mini-batch; see the base class."""
         # σ̂ = 0: no update has moved the policy yet (every advantage was 0, say).
         if warm and sigma and self._calibrator is not None:
             self._calibrator.observe(log_ratio_sums, lengths)
@@ -308,7 +299,6 @@ class FSPOState(LossState):
             self._drift = drift_from_sigma(sigma, self._loss.drift_cap)
 
     def calibrated(self) -> str | None:
-        """What calibration measured, in words; None until it has."""
         calibrator, loss = self._calibrator, self._section()
         if calibrator is None or calibrator.c is None:
             return None
@@ -328,7 +318,6 @@ class FSPOState(LossState):
         return text
 
     def metrics(self) -> dict[str, float]:
-        """The band of off-policy updates as it stands."""
         band = self._section().band()
         return {
             "fspo/c_low": band.c_low,
@@ -347,7 +336,6 @@ class FSPOState(LossState):
         return {"fspo/noise_clip_rate": rate, "fspo/noise_clip_share": share}
 
     def doubts(self, metrics: Mapping[str, float], *, warm: bool) -> dict[str, str]:
-        """What is wrong with the width of the band, by topic; see the base class."""
         names = ("fspo/c_low", "fspo/c_high", "fspo/sigma_hat", "actor/pg_clipfrac")
         if not warm or not all(name in metrics for name in names) or not metrics["fspo/sigma_hat"] > 0:
             return {}
@@ -374,7 +362,6 @@ class FSPOState(LossState):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The estimate of the drift and the calibrator's state."""
         calibrator = None if self._calibrator is None else self._calibrator.state_dict()
         return {"drift": self._drift, "calibrator": calibrator}
 

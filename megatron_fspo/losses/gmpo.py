@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -26,29 +25,8 @@ class GMPOLoss(Loss):
     eps_low: PositiveFloat = Field(0.4, description="log of the token ratio >= -eps_low for A < 0, in nats")
     eps_high: PositiveFloat = Field(0.4, description="log of the token ratio <= eps_high for A > 0, in nats")
 
-    def objective(self) -> GMPO:
-        """The gradient weights of the loss."""
-        return GMPO(eps_low=self.eps_low, eps_high=self.eps_high)
-
-    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
-        held = log_ratio.clamp(max=self.eps_high) if advantage > 0 else log_ratio.clamp(min=-self.eps_low)
-        inside = log_ratio.clamp(-self.eps_low, self.eps_high)
-        return Definition(
-            objective=held.mean().exp()[None] * advantage,
-            clipped=(held != log_ratio).double().mean().item() if advantage else 0.0,
-            out_of_band=bool((inside != log_ratio).any()),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GMPO:
-    """weight_t = exp(mean of the clipped log-ratios)·A / L, or 0 where the token's own is clipped."""
-
-    eps_low: float
-    eps_high: float
-
     def __call__(self, inputs: LossInputs) -> LossTerms:
+        """weight_t = exp(mean of the clipped log-ratios)·A / L, or 0 where the token's own is clipped."""
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         advantage = per_token(inputs.advantages, inputs)
         below, above = log_ratio < -self.eps_low, log_ratio > self.eps_high
@@ -75,4 +53,13 @@ class GMPO:
             dual_clipped=torch.zeros_like(clipped_low),
             out_of_band=outside > 0,
             nonfinite=dropped > 0,
+        )
+
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        held = log_ratio.clamp(max=self.eps_high) if advantage > 0 else log_ratio.clamp(min=-self.eps_low)
+        inside = log_ratio.clamp(-self.eps_low, self.eps_high)
+        return Definition(
+            objective=held.mean().exp()[None] * advantage,
+            clipped=(held != log_ratio).double().mean().item() if advantage else 0.0,
+            out_of_band=bool((inside != log_ratio).any()),
         )

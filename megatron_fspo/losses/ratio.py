@@ -25,27 +25,22 @@ class RatioLoss(Loss):
     dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="limit for A < 0")
 
     def band(self) -> ClipBand:
-        """The limits on S."""
         raise NotImplementedError
 
     def objective(self) -> SequenceLevel:
-        """The gradient weights of the loss."""
         ratio = self.dual_clip_ratio
         return SequenceLevel(
             band=self.band(), dual_clip=None if ratio is None else ConstantDualClip(ratio=ratio)
         )
 
     def limits(self) -> dict[str, float]:
-        """Lower and upper limit, by name."""
         return {"eps_low": self.eps_low, "eps_high": self.eps_high}
 
     def scaled(self, factor: float) -> Self:
-        """The loss with a band so many times as wide, in nats."""
         low, high = factor * math.log1p(-self.eps_low), factor * math.log1p(self.eps_high)
         return self.model_copy(update={"eps_low": -math.expm1(low), "eps_high": math.expm1(high)})
 
     def widest(self) -> float:
-        """The largest factor for ``scaled``."""
         return _MOST_NATS / max(-math.log1p(-self.eps_low), math.log1p(self.eps_high))
 
 
@@ -62,11 +57,9 @@ class RLOOLoss(RatioLoss):
     eps_high: PositiveFloat = Field(0.2, description="exp(S) <= 1 + eps_high")
 
     def band(self) -> RLOOBand:
-        """The limits on S."""
         return RLOOBand(eps_low=self.eps_low, eps_high=self.eps_high)
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
         return _definition(self, log_ratio.sum()[None], advantage)
 
 
@@ -77,11 +70,9 @@ class MeanRatioLoss(RatioLoss):
     eps_high: PositiveFloat = Field(4e-4, description="exp(S / L) <= 1 + eps_high")
 
     def band(self) -> GSPOBand:
-        """The limits on S."""
         return GSPOBand(eps_low=self.eps_low, eps_high=self.eps_high)
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
         return _definition(self, log_ratio.mean()[None], advantage)
 
 
@@ -111,11 +102,9 @@ class LUSPOLoss(MeanRatioLoss):
     name: Literal["luspo"] = "luspo"
 
     def objective(self) -> SequenceLevel:
-        """The gradient weights of the loss."""
         return replace(super().objective(), times_length=True)
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
         plain = super().definition(log_ratio, advantage, log_probs)
         return replace(plain, objective=len(log_ratio) * plain.objective)
 

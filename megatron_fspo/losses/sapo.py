@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -31,25 +30,8 @@ class SAPOLoss(Loss):
     tau_pos: PositiveFloat = Field(1.0, description="tau for A > 0")
     tau_neg: PositiveFloat = Field(1.05, description="tau for A < 0: a larger one forgets the ratio sooner")
 
-    def objective(self) -> SAPO:
-        """The gradient weights of the loss."""
-        return SAPO(tau_pos=self.tau_pos, tau_neg=self.tau_neg)
-
-    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
-        tau = self.tau_pos if advantage > 0 else self.tau_neg
-        gate = 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1))
-        return Definition(objective=gate * advantage, clipped=0.0, out_of_band=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SAPO:
-    """weight_t = 4·p·(1 − p)·r·A with p = sigmoid(τ(r − 1)); mean over each sequence."""
-
-    tau_pos: float
-    tau_neg: float
-
     def __call__(self, inputs: LossInputs) -> LossTerms:
+        """weight_t = 4·p·(1 − p)·r·A with p = sigmoid(τ(r − 1)); mean over each sequence."""
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
         x = log_ratio.clamp(max=_LARGEST)
@@ -66,3 +48,8 @@ class SAPO:
             nonfinite=~usable,
         )
         return weigh_tokens(inputs, terms, "sequence-mean")
+
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        tau = self.tau_pos if advantage > 0 else self.tau_neg
+        gate = 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1))
+        return Definition(objective=gate * advantage, clipped=0.0, out_of_band=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -35,44 +34,13 @@ class VESPOLoss(Loss):
         0.0, description="b of w = exp(S / L^b); 0 in the paper"
     )
 
-    def objective(self) -> VESPO:
-        """The gradient weights of the loss."""
-        return VESPO(
-            positive=(self.k_pos, self.lambda_pos),
-            negative=(self.k_neg, self.lambda_neg),
-            temper=self.temper,
-        )
-
-    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
-        w = (log_ratio.detach().sum() / len(log_ratio) ** self.temper).exp().item()
-        k, lam = (self.k_pos, self.lambda_pos) if advantage > 0 else (self.k_neg, self.lambda_neg)
-        phi = w**k * math.exp(lam * (1 - w))
-        return Definition(
-            # log pi less a constant, so that the value is phi * A
-            objective=phi * advantage * (1 + log_probs - log_probs.detach()),
-            mean="token",
-            clipped=0.0,
-            out_of_band=False,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class VESPO:
-    """weight_t = phi(w)·A, w = exp(S / L^temper); mean over tokens."""
-
-    positive: tuple[float, float]
-    """k and λ of phi(w) = w^k·e^(λ(1 − w)) for A > 0."""
-    negative: tuple[float, float]
-    """The same for A < 0."""
-    temper: float
-
     def __call__(self, inputs: LossInputs) -> LossTerms:
+        """weight_t = phi(w)·A, w = exp(S / L^temper); mean over tokens."""
         (log_ratio_sum,) = inputs.sequence_sums(inputs.log_ratio[None])
         lengths = inputs.lengths.to(log_ratio_sum)
         advantages = inputs.advantages.to(log_ratio_sum)
         log_w = log_ratio_sum * lengths.clamp(min=1) ** -self.temper
-        pairs = log_ratio_sum.new_tensor([self.positive, self.negative])
+        pairs = log_ratio_sum.new_tensor([(self.k_pos, self.lambda_pos), (self.k_neg, self.lambda_neg)])
         k, lam = torch.where(advantages > 0, *pairs[..., None])
         # -expm1 is 1 - w to the last digit, and phi is 0 where w overflows.
         phi = (k * log_w - lam * log_w.expm1()).exp()
@@ -87,3 +55,15 @@ class VESPO:
             nonfinite=present & ~usable,
         )
         return weigh_sequences(inputs, log_ratio_sum, terms)
+
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        w = (log_ratio.detach().sum() / len(log_ratio) ** self.temper).exp().item()
+        k, lam = (self.k_pos, self.lambda_pos) if advantage > 0 else (self.k_neg, self.lambda_neg)
+        phi = w**k * math.exp(lam * (1 - w))
+        return Definition(
+            # log pi less a constant, so that the value is phi * A
+            objective=phi * advantage * (1 + log_probs - log_probs.detach()),
+            mean="token",
+            clipped=0.0,
+            out_of_band=False,
+        )

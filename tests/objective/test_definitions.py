@@ -1,4 +1,4 @@
-"""Of every loss: value, weights and flags against autograd through its own definition."""
+"""Value, weights and flags of every loss against autograd through its own definition."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from test_policy import LENGTHS, inputs, part
 from torch import Tensor
 
 from megatron_fspo.losses import Definition, Loss, loss_sections
+from megatron_fspo.losses.cispo import CISPOLoss
 from megatron_fspo.objective.policy_objective import LossInputs
 
 LOSSES: dict[str, Loss] = {
@@ -115,3 +116,12 @@ def test_on_policy_no_loss_clips_and_all_have_gradients() -> None:
         a = torch.cat([batch.advantages, torch.zeros(1)])[batch.segment]
         assert torch.equal(terms.weight.sign(), torch.where(batch.mask, a, 0.0).sign()), loss
         assert not (terms.clipped_low + terms.clipped_high + terms.dual_clipped).any()
+
+
+@pytest.mark.parametrize("eps_low", [None, 0.03])
+def test_what_cispo_clips_keeps_its_gradient(eps_low: float | None) -> None:
+    batch = inputs(LENGTHS)
+    terms = CISPOLoss(eps_low=eps_low, eps_high=0.04).objective()(batch)
+    assert terms.clipped_high.any() and bool(terms.clipped_low.any()) == (eps_low is not None)
+    assert (terms.weight[batch.mask] != 0).all()
+    assert terms.ratio.isnan().all(), "tokens have weights of their own"
