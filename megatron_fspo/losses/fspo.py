@@ -246,7 +246,9 @@ class FSPOLoss(Loss):
         c_low, c_high, drift = (last(f"fspo/{name}") for name in ("c_low", "c_high", "drift"))
         if math.isnan(c_low + c_high + drift):
             return None
-        return self.moved(c_low=c_low, c_high=c_high, drift=drift, exponent=last("fspo/exponent"))
+        exponent = last("fspo/exponent")  # the run in docs/gallery did not log it
+        measured = None if math.isnan(exponent) else exponent
+        return self.moved(c_low=c_low, c_high=c_high, drift=drift, exponent=measured)
 
 
 class FSPOState(LossState):
