@@ -27,7 +27,7 @@ class FSPO:
     """Nats per √token."""
     c_high: float = DEFAULT_C
     c_dual: float | None = None
-    """At least c_high; default: 2 * c_high."""
+    """The dual clip, at least c_high; default: 2 * c_high."""
 
     def __post_init__(self) -> None:
         self._limits()
@@ -116,7 +116,7 @@ def mean_loss(log_ratio_sum: Tensor, surrogate: Surrogate, num_sequences: Tensor
 
 
 def flags(surrogate: Surrogate) -> dict[str, Tensor]:
-    """What the band does with each response, bool [n] by the name of its share; see docs/metrics.md."""
+    """Name of a share (docs/metrics.md) → the responses that it counts, bool [n]."""
     return {
         "fspo/clip_low": surrogate.clipped_low,
         "fspo/clip_high": surrogate.clipped_high,

@@ -154,7 +154,7 @@ class FSPOTrainer(WithFSPO, GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """A micro-batch, and of how many responses its optimizer step consists."""
-        inputs = super()._prepare_inputs(generation_batch)
+        inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)
         together = [inputs]
         if self.model.training:
             count = self.args.gradient_accumulation_steps

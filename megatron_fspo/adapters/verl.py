@@ -96,4 +96,4 @@ def _per_rank(info: dict[str, Any], lengths: Tensor) -> float:
         if ranks > 1:
             raise ValueError(f"global_batch_size is not set, and there are {ranks} data-parallel ranks")
         count = max(int((lengths > 0).sum()), 1)
-    return float(count) / ranks
+    return float(count / ranks)

@@ -1,4 +1,4 @@
-"""What every policy loss has: common keys, answers to trainer, ``verify`` and lab, and its state in a run."""
+"""The base of all policy losses: common keys, answers to trainer, ``verify`` and lab, and state in a run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megatron_fspo.section import Section, Share
 
 
 class Loss(Section):
-    """What every policy loss has. One whose limits stay as they are configured needs only ``objective`` and
-    ``definition``; to be compared, also ``band`` (or ``prefix_band``), ``limits`` and ``scaled``."""
+    """The base of all policy losses. One whose limits stay as given needs ``objective`` and ``definition``
+    only; to be compared, also ``band`` (or ``prefix_band``), ``limits`` and ``scaled``."""
 
     VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Name → keys of what ``verify`` checks: limits that some of its small batch lies outside of."""
     DECIDES_BY_RATIOS: ClassVar[bool] = True
-    """Whether clips follow from log-ratios alone. ``verify`` gives those exactly, in every precision; where π
+    """Clips follow from log-ratios alone. ``verify`` gives those exactly, in every precision; where π
     itself decides, bf16 may round it to the other side of a limit, and the loss is left out there."""
     CLIPS: ClassVar[bool] = True
     """False for a loss without limits."""
@@ -97,7 +97,7 @@ class Loss(Section):
         """
 
     def notes(self, *, steps: int, updates: int, off_policy_updates: int, warmup_updates: int) -> list[str]:
-        """What to tell the user before a run.
+        """Return notes for the user, before a run.
 
         Args:
             steps: of the run, each with one rollout.
@@ -160,7 +160,7 @@ class LossState:
         """
 
     def calibrated(self) -> str | None:
-        """What was measured of the band, in words; None until it was."""
+        """The measured band in words; None until it was measured."""
         return None
 
     def metrics(self) -> dict[str, float]:
@@ -177,7 +177,7 @@ class LossState:
         return {}
 
     def doubts(self, metrics: Mapping[str, float], *, warm: bool) -> dict[str, str]:
-        """What is wrong with the width of the band, by topic, after one more step.
+        """Topic → problem with the width of the band, after one more step.
 
         Args:
             metrics: of the step, those of this loss among them.
@@ -186,7 +186,7 @@ class LossState:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds, in JSON types."""
+        """The state for a checkpoint, in JSON types."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -203,11 +203,11 @@ class Definition:
     objective: Tensor
     """J [1] of the sequence, or [L] of its tokens, with its graph."""
     mean: Literal["sequence", "token"] = "sequence"
-    """What J is averaged over: sequences, of which each is the mean of its values; or all tokens alike."""
+    """J is averaged over sequences, of which each is the mean of its values, or over all tokens alike."""
     clipped: float
     """1 or 0: the clip acts on the sequence, which has an advantage; token level: the share of its tokens."""
     out_of_band: bool
-    """Whether S, or any token's log-ratio, lies outside the limits, whatever the sign of the advantage."""
+    """S, or any token's log-ratio, lies outside the limits, whatever the sign of the advantage."""
 
 
 def pessimistic_minimum(

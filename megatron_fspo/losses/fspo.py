@@ -384,5 +384,6 @@ class FSPOState(LossState):
 
 def _growth(s: Tensor, length: int, temper: float) -> Tensor:
     """The integral of exp(S / L^b) over S that is 1 at S = 0: exp(S) for b = 0."""
-    scale = length**temper
-    return 1 + scale * torch.special.expm1(s / scale)
+    scale: float = length**temper
+    growth: Tensor = 1 + scale * torch.special.expm1(s / scale)
+    return growth

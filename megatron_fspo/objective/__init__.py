@@ -1,4 +1,4 @@
-"""What FSPO is, in pure torch: bands, surrogates, advantages, fairness.
+"""FSPO in pure torch: bands, surrogates, advantages, fairness.
 
 Nothing here knows of Megatron, of process groups or of a model; any trainer can use it::
 
@@ -18,9 +18,9 @@ Nothing here knows of Megatron, of process groups or of a model; any trainer can
     >>> new.grad.abs().sum(dim=1).gt(0).tolist()
     [False, True, False, True]
 
-What measures a band (``calibration``, ``exponent``, ``noise``) and what corrects rollouts (``correction``) is
-imported from its module. The paper is arXiv 2509.09177; docstrings say what is seen in it, second-hand or
-ours.
+Measurements of a band (``calibration``, ``exponent``, ``noise``) and corrections of rollouts (``correction``)
+are imported from their modules. The paper is arXiv 2509.09177; docstrings say what is seen in it, second-hand
+or ours.
 """
 
 from megatron_fspo.objective.advantages import group_normalized_advantages, leave_one_out_advantages
@@ -44,7 +44,6 @@ from megatron_fspo.objective.surrogate import (
     Surrogate,
     aggregation_weight,
     sequence_surrogate,
-    token_surrogate,
     unclipped,
 )
 
@@ -69,6 +68,5 @@ __all__ = [
     "leave_one_out_advantages",
     "length_reweighting_error",
     "sequence_surrogate",
-    "token_surrogate",
     "unclipped",
 ]

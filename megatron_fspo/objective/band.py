@@ -93,7 +93,7 @@ class RLOOBand:
     eps_high: float
 
     def __post_init__(self) -> None:
-        require_epsilons("RLOOBand", self.eps_low, self.eps_high)
+        _require_epsilons("RLOOBand", self.eps_low, self.eps_high)
 
     def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         one = torch.ones_like(_floating(lengths))
@@ -116,7 +116,7 @@ class GSPOBand:
     eps_high: float
 
     def __post_init__(self) -> None:
-        require_epsilons("GSPOBand", self.eps_low, self.eps_high)
+        _require_epsilons("GSPOBand", self.eps_low, self.eps_high)
 
     def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         length = _floating(lengths)
@@ -171,7 +171,7 @@ def _floating(lengths: Tensor) -> Tensor:
     return lengths if lengths.is_floating_point() else lengths.float()
 
 
-def require_epsilons(owner: str, eps_low: float, eps_high: float) -> None:
+def _require_epsilons(owner: str, eps_low: float, eps_high: float) -> None:
     """Raise ``ValueError`` unless 0 < eps_low < 1 and 0 < eps_high; ``owner`` goes before the name."""
     _require_positive(f"{owner}.eps_low", eps_low)
     _require_positive(f"{owner}.eps_high", eps_high)

@@ -111,13 +111,13 @@ class BandCalibrator:
         self.c: float | None = None
         """Nats per token^a; ``None`` until the first window is full, constant once ``steady``."""
         self.steady = False
-        """Whether two windows agreed: the measurement is over."""
+        """Two windows agreed: the measurement is over."""
         self.exponent = 0.5 if exponent == "measured" else exponent
         """a of the band; where it is to be measured, ½ until ``steady``."""
         self.measured: Exponent | None = None
-        """What ``exponent`` was taken from; ``None`` without a measurement."""
+        """The measurement that ``exponent`` was taken from, if there was one."""
         self.refusal: str | None = None
-        """Why a could not be measured."""
+        """The reason why a could not be measured."""
         # |S| and L of the last full window and of the one under way; emptied once σ̂ is steady.
         self._seen: list[tuple[list[float], list[float]]] = []
 

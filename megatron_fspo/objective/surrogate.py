@@ -1,11 +1,12 @@
-"""The clipped surrogate of a sequence, or of a token, and its derivative with respect to the log-ratio.
+"""The clipped surrogate of a sequence and its derivative with respect to the sequence log-ratio.
 
 The gradient of a sequence-level objective is one number per sequence times Σ_t ∇log π(y_t). So that number,
 ``weight``, is worked out analytically and detached, and a trainer backpropagates −Σ_i weight_i·Σ_t log
 π(y_it) / N over whatever part of the tokens it holds: no gradient has to cross a collective.
 
-Token-level objectives, GRPO and DAPO, have one ratio and one clip decision per token. They differ in the
-limits and in how tokens are added up (``aggregation_weight``):
+Token-level objectives, GRPO and DAPO, have one ratio and one clip decision per token: the surrogate of
+sequences of one token, with the limits of ``RLOOBand``. They differ in the limits and in how tokens are added
+up (``aggregation_weight``):
 
 * GRPO (arXiv 2402.03300): 0.2 on both sides; "sequence-mean", where every sequence weighs the same.
 * DAPO (arXiv 2503.14476): 0.2 below, 0.28 above; "token-mean", where every token weighs the same.
@@ -22,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_fspo.objective.band import ClipBand, ConstantDualClip, DualClip, require_epsilons
+from megatron_fspo.objective.band import ClipBand, DualClip
 
 Aggregation = Literal["sequence-mean", "token-mean"]
 
@@ -113,8 +114,11 @@ def sequence_surrogate(
     Raises:
         ValueError: the three tensors are not [N] alike, S is of another dtype, or temper is out of range.
 
+    For a token-level objective the N are tokens, L = 1 for each. One that is not finite is then reported for
+    itself only: whether its sequence is dropped is the caller's decision.
+
     Source: the min-form on exp(S) without 1/L for FSPO is second-hand; GSPO's is in arXiv 2507.18071; the
-    handling of A = 0, L = 0 and non-finite values is ours.
+    handling of A = 0, L = 0 and non-finite values is ours. Tokens: PPO (arXiv 1707.06347).
     """
     check_rows(log_ratio_sum, lengths=lengths, advantages=advantages)
     if not 0.0 <= temper <= 1.0:
@@ -130,45 +134,6 @@ def sequence_surrogate(
     return min_form(log_ratio_sum, advantages, low, high, dual_bound, scale, cooling, present=lengths > 0)
 
 
-def token_surrogate(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    eps_low: float,
-    eps_high: float,
-    dual_clip_ratio: float | None = None,
-) -> Surrogate:
-    """PPO's clipped objective per token, with r = exp(log π_new(y_t) − log π_old(y_t))::
-
-        J_t = min(r·A, clip(r, 1 − eps_low, 1 + eps_high)·A)
-        J_t = max(J_t, dual_clip_ratio·A)                        if A < 0 and there is a dual clip
-        weight_t = dJ_t/dlog π(y_t) = r·A, or 0 where a clip acts
-
-    Args:
-        log_ratio: [T] in nats, float32 or float64. Detached here.
-        advantages: [T], the sequence's advantage repeated for each of its tokens.
-        eps_low: from 0 to 1, both excluded.
-        eps_high: above 0.
-        dual_clip_ratio: above 1; the usual value is 3.
-
-    A non-finite token has objective and weight 0 and sets ``nonfinite`` for itself only; whether its sequence
-    is dropped is the caller's decision.
-
-    Raises:
-        ValueError: shapes that differ, a dtype other than those two, or a limit out of range.
-
-    Source: PPO (arXiv 1707.06347); dual clip from arXiv 1912.09729.
-    """
-    check_rows(log_ratio, advantages=advantages)
-    require_epsilons("token_surrogate", eps_low, eps_high)
-    one = torch.ones_like(log_ratio)
-    if dual_clip_ratio is None:
-        dual_bound = one * math.inf
-    else:
-        dual_bound = ConstantDualClip(ratio=dual_clip_ratio).log_bound(one, scale=one)
-    low, high = one * math.log1p(-eps_low), one * math.log1p(eps_high)
-    return min_form(log_ratio, advantages, low, high, dual_bound, scale=one, cooling=one, present=one > 0)
-
-
 def min_form(
     log_ratio: Tensor,
     advantages: Tensor,
@@ -179,7 +144,7 @@ def min_form(
     cooling: Tensor,
     present: Tensor,
 ) -> Surrogate:
-    """The common part of ``sequence_surrogate`` and ``token_surrogate``; all tensors [N].
+    """``sequence_surrogate`` of limits that are given as numbers; all tensors [N].
 
     Once the sign of A is known, min and max of multiples of A are one clamp of the exponent, before exp::
 

@@ -1,4 +1,4 @@
-"""What ``calibrate`` found out about the noise in S, and what a run does with it.
+"""The file of ``calibrate``, which holds the noise in S, and the check of a run's band against it.
 
 The file says which passes were compared. Of these one is what the S of a run consists of before it has
 learned anything: the sampler's log-probs against the trainer's where old log-probs are the sampler's; else,
@@ -27,7 +27,7 @@ class _Record(BaseModel):
 
 
 class AtLength(_Record):
-    """Of responses of one length."""
+    """Responses of one length."""
 
     length: int
     clip_rate: Interval
@@ -35,7 +35,7 @@ class AtLength(_Record):
 
 
 class Check(_Record):
-    """Of responses of similar lengths: what the others predict for them, and what was measured."""
+    """Responses of similar lengths: the clip rate that the others predict for them, and theirs."""
 
     low: int
     high: int
@@ -58,7 +58,7 @@ class NoiseRecord(_Record):
     crossover: Interval
     """L*; null where no drift was seen."""
     smallest_c: Interval
-    """Of a band that leaves no more than 1% outside at the run's longest length."""
+    """The c that leaves no more than 1% outside at the run's longest length."""
     smallest_c_centred: Interval
     """The same with the drift as its centre."""
     lengths: tuple[int, ...]
@@ -68,7 +68,7 @@ class NoiseRecord(_Record):
     checks: tuple[Check, ...]
 
     def noise(self) -> Noise:
-        """To predict with."""
+        """The noise as it is predicted with."""
         assert self.drift[0] is not None
         lengths, residuals = (torch.tensor(x, dtype=torch.float64) for x in (self.lengths, self.residuals))
         return Noise(drift=self.drift[0], lengths=lengths, residuals=residuals)
@@ -79,7 +79,7 @@ class Calibration(_Record):
 
     format: Literal[1] = 1
     version: str
-    """Of this package."""
+    """The version of this package."""
     model: str
     dtype: str
     recipe: str
@@ -90,9 +90,9 @@ class Calibration(_Record):
     prompts: int
     tokens: int
     longest: int
-    """Response, in tokens."""
+    """The longest response, in tokens."""
     max_response_tokens: int
-    """Of the run."""
+    """The run's limit."""
     band: str
     """The run's, in words."""
     comparisons: tuple[NoiseRecord, ...]
@@ -131,7 +131,7 @@ class Calibration(_Record):
 
 
 def own_precision(config: Config) -> str:
-    """In which the layers of a run multiply."""
+    """The precision in which the layers of a run multiply."""
     return config.fp8.recipe if config.fp8.on else config.model.dtype
 
 
@@ -173,7 +173,7 @@ def lengths_up_to(longest: int) -> list[int]:
 
 
 def interval(estimate: Estimate) -> Interval:
-    """As JSON has it."""
+    """The figure as JSON has it."""
     figures = (estimate.value, estimate.low, estimate.high)
     value, low, high = (x if math.isfinite(x) else None for x in figures)
     return value, low, high

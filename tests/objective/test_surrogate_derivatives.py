@@ -19,7 +19,6 @@ from megatron_fspo.objective import (
     RLOOBand,
     effective_sample_size,
     sequence_surrogate,
-    token_surrogate,
 )
 
 BANDS = {
@@ -165,7 +164,9 @@ def test_token_weight_equals_autograd(dual_clip_ratio: float | None) -> None:
         j = torch.where(advantages < 0, torch.maximum(j, dual_clip_ratio * advantages), j)
     (derivative,) = torch.autograd.grad(j.sum(), x)
 
-    got = token_surrogate(log_ratio, advantages, 0.2, 0.28, dual_clip_ratio)
+    dual = None if dual_clip_ratio is None else ConstantDualClip(ratio=dual_clip_ratio)
+    band, ones = RLOOBand(eps_low=0.2, eps_high=0.28), torch.ones_like(log_ratio)
+    got = sequence_surrogate(log_ratio, ones, advantages, band, dual)
     torch.testing.assert_close(got.objective, j.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(got.weight, derivative, rtol=1e-12, atol=0)
     assert got.dual_clipped.any() == (dual_clip_ratio is not None)
