@@ -153,25 +153,6 @@ def test_gradient_of_the_parameters_is_that_of_the_objective() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("dual_clip_ratio", [None, 3.0])
-def test_token_weight_equals_autograd(dual_clip_ratio: float | None) -> None:
-    log_ratio = torch.tensor(LOG_RATIOS, dtype=torch.float64).repeat_interleave(len(ADVANTAGES))
-    advantages = torch.tensor(ADVANTAGES, dtype=torch.float64).repeat(len(LOG_RATIOS))
-    x = log_ratio.clone().requires_grad_()
-    ratio = x.exp()
-    j = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-    if dual_clip_ratio is not None:
-        j = torch.where(advantages < 0, torch.maximum(j, dual_clip_ratio * advantages), j)
-    (derivative,) = torch.autograd.grad(j.sum(), x)
-
-    dual = None if dual_clip_ratio is None else ConstantDualClip(ratio=dual_clip_ratio)
-    band, ones = RLOOBand(eps_low=0.2, eps_high=0.28), torch.ones_like(log_ratio)
-    got = sequence_surrogate(log_ratio, ones, advantages, band, dual)
-    torch.testing.assert_close(got.objective, j.detach(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(got.weight, derivative, rtol=1e-12, atol=0)
-    assert got.dual_clipped.any() == (dual_clip_ratio is not None)
-
-
 @pytest.mark.parametrize("temper", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("dual_name", DUAL_CLIPS)
 @pytest.mark.parametrize("band_name", BANDS)
