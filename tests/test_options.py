@@ -19,7 +19,7 @@ from megatron_fspo.config.correction import LengthFairGate, NoCorrection, Sequen
 from megatron_fspo.config.data import Data, DataSet
 from megatron_fspo.config.loading import describe_keys, legal_keys, load_config, save_config
 from megatron_fspo.errors import InputError
-from megatron_fspo.losses import FSPOLoss, GRPOLoss, RLOOLoss
+from megatron_fspo.losses import FSPOLoss, GRPOLoss, RLOOLoss, loss_sections
 
 REQUIRED: dict[str, Any] = {
     "run": {"steps": 3},
@@ -28,9 +28,14 @@ REQUIRED: dict[str, Any] = {
     "reward": {"name": "exact_match"},
     "rollout": {"prompts": 8, "max_response_tokens": 100},
 }
-NAMES = "fspo, rloo, gspo, luspo, ctpo, vespo, gmpo, grpo, dapo, cispo, sapo, opsm, dppo_tv"
-LOSSES = tuple(NAMES.split(", "))
+LOSSES = {section.model_fields["name"].default: section for section in loss_sections()}
+NAMES = ", ".join(LOSSES)
 CORRECTIONS = ("none", "token_tis", "icepop", "sequence_tis", "sequence_mask", "length_fair_gate")
+
+
+def having(key: str) -> list[str]:
+    """Names of the losses with a key."""
+    return [name for name, section in LOSSES.items() if key in section.model_fields]
 
 
 @pytest.fixture
@@ -95,7 +100,7 @@ def tables(draw: st.DrawFn, *, weighted: bool) -> list[dict[str, Any]]:
 @st.composite
 def trees(draw: st.DrawFn) -> dict[str, Any]:
     """Whole configurations; the keys that must agree with others stay as they are."""
-    loss, correction = draw(st.sampled_from(LOSSES)), draw(st.sampled_from(CORRECTIONS))
+    loss, correction = draw(st.sampled_from([*LOSSES])), draw(st.sampled_from(CORRECTIONS))
     tied = {"run.name", "rollout.prompts", "rollout.max_response_tokens", "data.max_prompt_tokens"}
     tied |= {"batch.mini_batches", "batch.max_tokens", "model.layers", "loss.name"}
     tied |= {"parallel.sequence", "parallel.context", "parallel.virtual_pipeline"}
@@ -425,7 +430,9 @@ def test_the_reference_has_a_line_for_every_key() -> None:
     named = {line.split()[0].removeprefix("--").replace("-", "_") for line in lines}
     assert named == {key for key, _, _ in legal_keys()}
     c_high = [line.split(" [")[1] for line in lines if "--loss.c-high " in line]
-    assert c_high == ["fspo] (default 0.03)", "ctpo] (default 0.05)"]
+    assert c_high == [
+        f"{name}] (default {LOSSES[name].model_fields['c_high'].default})" for name in having("c_high")
+    ]
     (steps,) = [line for line in lines if "--run.steps " in line]
     assert "(required)" in steps
     (name,) = [line for line in lines if "--correction.name " in line]

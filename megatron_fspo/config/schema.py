@@ -111,35 +111,11 @@ class Config(Section):
                 "rollout.engine = vllm needs: a server may take 130 s to load a part of the weights"
             )
         self.reward.check(max_response_tokens=self.rollout.max_response_tokens)
+        sampled = self.rollout.old_log_probs == "sampled"
         self._check_sampled_log_probs()
-        self._check_drift()
-        self._check_moving_band()
+        self.loss.check(off_policy_updates=self.off_policy_updates, sampled=sampled)
         self.fp8.check(dtype=self.model.dtype, layers=self.model.layers, backend=self.model.backend)
         return self
-
-    def _check_moving_band(self) -> None:
-        # What a run learns of its band, it learns from off-policy updates.
-        loss = self.loss
-        if not isinstance(loss, FSPOLoss) or self.off_policy_updates:
-            return
-        learned = {"calibrate": loss.calibrate > 0, "drift": loss.drift in ("k3", "half_variance")}
-        for key in (key for key, asked in learned.items() if asked):
-            raise ValueError(
-                f"loss.{key} = {getattr(loss, key)} has nothing to measure: with one optimizer step per "
-                "rollout S is always 0. It needs batch.mini_batches * batch.epochs > 1, or "
-                "rollout.old_log_probs = sampled"
-            )
-
-    def _check_drift(self) -> None:
-        if not isinstance(self.loss, FSPOLoss) or self.loss.drift != "measured":
-            return
-        if self.loss.noise is None:
-            raise ValueError("loss.drift = measured needs loss.noise, a file of `megatron-fspo calibrate`")
-        if self.rollout.old_log_probs != "sampled":
-            raise ValueError(
-                "loss.drift = measured needs rollout.old_log_probs = sampled: else old and new log-probs are "
-                "of one precision, and S has no drift from it"
-            )
 
     def _check_sampled_log_probs(self) -> None:
         sampled = self.rollout.old_log_probs == "sampled"

@@ -21,6 +21,7 @@ from megatron_fspo.job.folder import (
     remove_old_checkpoints,
     write_config,
 )
+from megatron_fspo.losses import LossState
 from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
 from megatron_fspo.mcore.fp8 import probe_fp8
 from megatron_fspo.mcore.hf_weights import load_hf
@@ -33,7 +34,6 @@ from megatron_fspo.record.log import RunLog
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.batches import make_mini_batches
-from megatron_fspo.trainer.losses import LossState, band_notes
 from megatron_fspo.trainer.made_with import check_made_with, made_with
 from megatron_fspo.trainer.parts import build_engine, build_policy, load_model, open_servers
 from megatron_fspo.trainer.prepare import Inputs
@@ -142,8 +142,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
     servers = open_servers(inputs, groups)
     policy = build_policy(inputs, groups)
-    loss = LossState(
-        config.loss,
+    loss = config.loss.start(
         inputs.noise,
         longest=config.rollout.max_response_tokens,
         updates=config.off_policy_updates,
@@ -247,7 +246,12 @@ def _open_folder(
     write_config(config)
     for checkpoint, problem in zip(reversed(checkpoints), damaged, strict=False):
         log.say(f"{problem}. It is now {put_aside(checkpoint).name}, and the run goes on from the one before")
-    for note in band_notes(config):
+    for note in config.loss.notes(
+        steps=config.run.steps,
+        updates=config.batch.mini_batches * config.batch.epochs,
+        off_policy_updates=config.off_policy_updates,
+        warmup_updates=config.optimizer.warmup_steps,
+    ):
         log.warn_once(note, note)
     _prune(config, log, step or 0)  # a killed run may not have come to its end
     for change in changes:

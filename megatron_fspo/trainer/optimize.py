@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
+from megatron_fspo.losses import LossState
 from megatron_fspo.mcore.policy import Update
 from megatron_fspo.mcore.policy_loss import Observer, PolicyLoss
 from megatron_fspo.mismatch.alarm import FP8_LIMIT, LIMIT, FreshTokens, Setting, check_mismatch
@@ -19,8 +20,6 @@ from megatron_fspo.parallel.metrics import Totals, agreed, gather_lists, means, 
 from megatron_fspo.record.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.limits import check_kl, is_to_be_skipped
-from megatron_fspo.trainer.losses import LossState
-from megatron_fspo.trainer.noise import noise_metrics
 from megatron_fspo.trainer.nonfinite import check_finite, drop_from_old_pass, drop_from_update
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.step import Step
@@ -157,7 +156,8 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     )
     for topic, text in run.loss.doubts(clips | band, warm=step.warm).items():
         run.log.warn_once(topic, f"step {run.step + 1}: {text}")
-    clips |= noise_metrics(run.inputs.noise, step.off_policy, run.loss.objective())
+    counted = [record for record in step.off_policy if record.counts]
+    clips |= run.loss.noise_metrics(as_tensors(counted)[1], clips.get("fspo/out_of_band", math.nan))
     return metrics | step.first | clips | band
 
 

@@ -27,7 +27,6 @@ from megatron_fspo.mcore.startup import start
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.trainer import batches
-from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.nonfinite import drop_from_old_pass
 from megatron_fspo.trainer.optimize import _update
 from megatron_fspo.trainer.rollout import with_advantages
@@ -114,7 +113,7 @@ class Situation:
             policy=policy,
             groups=self.groups,
             scoring=scoring(policy),
-            loss=LossState(LOSS, longest=100),
+            loss=LOSS.start(longest=100),
             spikes=GradientSpikes(config.optimizer),
             log=SimpleNamespace(say=said.append),
             said=said,

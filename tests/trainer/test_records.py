@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fspo.objective.losses import LossTerms
+from megatron_fspo.objective.policy_objective import LossTerms
 from megatron_fspo.record.records import (
     SequenceRecord,
     as_tensors,

@@ -26,7 +26,7 @@ from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.mismatch.correction import correct, effective_share, little_is_left, sequence_weights
 from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.objective import FSPOBand
-from megatron_fspo.objective.losses import PolicyObjective, SequenceLevel, TokenLevel
+from megatron_fspo.objective.policy_objective import PolicyObjective, SequenceLevel, TokenLevel
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.groups import ParallelGroups

@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_fspo.config import Config
 from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.lab.calibrate.responses import Row, as_rollout, groups_of
-from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.mcore.emulate import emulate_fp8
 from megatron_fspo.mcore.hf_weights import export_hf, load_hf
 from megatron_fspo.mcore.policy import Model
@@ -76,12 +75,8 @@ def quiet(config: Config, *, given: bool) -> Config:
     }
     if given:
         changes["rollout"]["engine"] = "embedded"
-    if isinstance(config.loss, FSPOLoss):
-        drift = "none" if config.loss.drift == "measured" else config.loss.drift
-        changes["loss"] = {"noise": None, "drift": drift}
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()}
-    )
+    sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()}
+    return config.model_copy(update={**sections, "loss": config.loss.unmeasured()})
 
 
 def measure(inputs: Inputs, emulated: Sequence[FP8], given: Sequence[Row]) -> Measured:

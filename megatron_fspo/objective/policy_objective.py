@@ -14,13 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_fspo.objective.band import ClipBand, DualClip
-from megatron_fspo.objective.surrogate import Surrogate, min_form, sequence_surrogate
-from megatron_fspo.objective.token_level import (
+from megatron_fspo.objective.band import ClipBand, ConstantDualClip, DualClip, RLOOBand
+from megatron_fspo.objective.surrogate import (
     Aggregation,
-    TokenSurrogate,
+    Surrogate,
     aggregation_weight,
-    token_surrogate,
+    sequence_surrogate,
 )
 
 
@@ -61,7 +60,7 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
-    """What a loss says of one micro-batch."""
+    """The weights of one micro-batch, and the decisions that they come from."""
 
     log_ratio_sum: Tensor
     """[n] S: the sum of the log-ratios over the whole response, in nats."""
@@ -99,7 +98,7 @@ class SequenceLevel:
     temper: float = 0.0
     """b of the importance weight exp(S / L^b); 0 leaves it as it is."""
     times_length: bool = False
-    """Whether J_i counts L times, as LUSPO has it with GSPO's band."""
+    """J_i counts L times, as LUSPO has it with GSPO's band."""
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
         (log_ratio_sum,) = inputs.sequence_sums(inputs.log_ratio[None])
@@ -126,18 +125,15 @@ class PrefixLevel:
     """
 
     band: ClipBand
-    """Of ratios exp(S_t): one with a ``log_ratio_scale`` of 1."""
+    """The limits on S_t of ratios exp(S_t): a band with a ``log_ratio_scale`` of 1."""
     dual_clip: DualClip | None = None
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        ones = torch.ones_like(inputs.log_ratio)
-        sums = inputs.prefix_sums(torch.stack([inputs.log_ratio, ones]))
-        prefix, place = torch.where(inputs.mask, sums, ones)
-        low, high = self.band.bounds(place)
-        dual = ones * math.inf if self.dual_clip is None else self.dual_clip.log_bound(place, ones)
+        columns = torch.stack([inputs.log_ratio, torch.ones_like(inputs.log_ratio)])
+        prefix, length = torch.where(inputs.mask, inputs.prefix_sums(columns), 0.0)
         advantages = per_token(inputs.advantages, inputs)
-        rows = min_form(prefix, advantages, low, high, dual, ones, ones, present=inputs.mask)
-        return weigh_tokens(inputs, TokenSurrogate(**vars(rows)), "token-mean")
+        rows = sequence_surrogate(prefix, length, advantages, self.band, self.dual_clip)
+        return weigh_tokens(inputs, rows, "token-mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,20 +150,21 @@ class TokenLevel:
     dual_clip_ratio: float | None = None
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        terms = token_surrogate(
+        ratio = self.dual_clip_ratio
+        terms = sequence_surrogate(
             torch.where(inputs.mask, inputs.log_ratio, 0.0),
+            torch.ones_like(inputs.log_ratio),
             per_token(inputs.advantages, inputs),
-            eps_low=self.eps_low,
-            eps_high=self.eps_high,
-            dual_clip_ratio=self.dual_clip_ratio,
+            RLOOBand(eps_low=self.eps_low, eps_high=self.eps_high),
+            dual_clip=None if ratio is None else ConstantDualClip(ratio=ratio),
         )
         return weigh_tokens(inputs, terms, self.aggregation)
 
 
 def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate) -> LossTerms:
-    """From what a sequence-level loss says of each sequence [n] to what the step makes of it.
+    """Turn a sequence-level surrogate [n] into weights of tokens.
 
-    Where several ranks share a sequence, they take the word of one of them.
+    Where several ranks share a sequence, all take the decision of one of them.
     """
     sides = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
     flags = [flag.to(log_ratio_sum) for flag in (*sides, terms.out_of_band, terms.nonfinite)]
@@ -188,8 +185,8 @@ def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate)
     )
 
 
-def weigh_tokens(inputs: LossInputs, terms: TokenSurrogate, aggregation: Aggregation) -> LossTerms:
-    """From what a token-level loss says of each token [t] to what the step makes of it."""
+def weigh_tokens(inputs: LossInputs, terms: Surrogate, aggregation: Aggregation) -> LossTerms:
+    """Turn a token-level surrogate [t] into weights of tokens and decisions about sequences."""
     flags = (
         terms.nonfinite,
         terms.clipped_low,

@@ -5,12 +5,14 @@ Shapes: n responses of this micro-batch, padded to T tokens; N of the whole opti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip, Surrogate, sequence_surrogate
+from megatron_fspo.objective.band import DEFAULT_C
 from megatron_fspo.objective.calibration import sigma_hat
 
 
@@ -21,11 +23,11 @@ class FSPO:
     Raises ``ValueError`` naming the field that is not legal.
     """
 
-    c_low: float = 0.03
+    c_low: float = DEFAULT_C
     """Nats per √token."""
-    c_high: float = 0.03
+    c_high: float = DEFAULT_C
     c_dual: float | None = None
-    """At least c_high; default: 2 * c_high."""
+    """The dual clip, at least c_high; default: 2 * c_high."""
 
     def __post_init__(self) -> None:
         self._limits()
@@ -43,6 +45,20 @@ class FSPO:
     def _limits(self) -> tuple[FSPOBand, LengthFairDualClip]:
         c_dual = 2 * self.c_high if self.c_dual is None else self.c_dual
         return FSPOBand(c_low=self.c_low, c_high=self.c_high), LengthFairDualClip(c=c_dual)
+
+
+def refuse_ratio(limits: Mapping[str, float], trainer: str) -> None:
+    """Raise ``ValueError`` where c_low or c_high was left at 0.2, a default meant for a ratio.
+
+    Args:
+        limits: key of the trainer → value, of c_low and of c_high.
+    """
+    if 0.2 in limits.values():
+        given = " and ".join(f"{key} = {value}" for key, value in limits.items())
+        raise ValueError(
+            f"{given} are c_low and c_high of FSPO, in nats per √token, and 0.2 is {trainer}'s default for a "
+            f"ratio: set both of them, {DEFAULT_C} say"
+        )
 
 
 def log_ratio_sums(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -99,6 +115,17 @@ def mean_loss(log_ratio_sum: Tensor, surrogate: Surrogate, num_sequences: Tensor
     return -(surrogate.objective + surrogate.weight * moved).sum() / num_sequences
 
 
+def flags(surrogate: Surrogate) -> dict[str, Tensor]:
+    """Name of a share (docs/metrics.md) → the responses that it counts, bool [n]."""
+    return {
+        "fspo/clip_low": surrogate.clipped_low,
+        "fspo/clip_high": surrogate.clipped_high,
+        "fspo/dual_clip_frac": surrogate.dual_clipped,
+        "fspo/out_of_band": surrogate.out_of_band,
+        "fspo/nonfinite_share": surrogate.nonfinite,
+    }
+
+
 def metrics(log_ratio_sum: Tensor, lengths: Tensor, surrogate: Surrogate) -> dict[str, float]:
     """Shares of the n responses with tokens, and ``fspo/sigma_hat``; see docs/metrics.md.
 
@@ -110,15 +137,8 @@ def metrics(log_ratio_sum: Tensor, lengths: Tensor, surrogate: Surrogate) -> dic
         surrogate: of these responses.
     """
     filled = int((lengths > 0).sum())
-    counted = {
-        "fspo/clip_low": surrogate.clipped_low,
-        "fspo/clip_high": surrogate.clipped_high,
-        "fspo/dual_clip_frac": surrogate.dual_clipped,
-        "fspo/out_of_band": surrogate.out_of_band,
-        "fspo/nonfinite_share": surrogate.nonfinite,
-    }
-    found = {name: flag.sum().item() / max(filled, 1) for name, flag in counted.items()}
+    shares = {name: flag.sum().item() / max(filled, 1) for name, flag in flags(surrogate).items()}
     finite = log_ratio_sum.isfinite() & (lengths > 0)
     if bool((log_ratio_sum[finite] != 0).any()):
-        found["fspo/sigma_hat"] = sigma_hat(log_ratio_sum[finite], lengths[finite])
-    return found
+        shares["fspo/sigma_hat"] = sigma_hat(log_ratio_sum[finite], lengths[finite])
+    return shares

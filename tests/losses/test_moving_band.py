@@ -11,33 +11,24 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from launch import REPO
-from megatron_fspo.config import Config
-from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import InputError
-from megatron_fspo.losses import PolicyLossConfig
+from megatron_fspo.losses import FSPOLoss, LossState, PolicyLossConfig
+from megatron_fspo.losses.fspo import WATCHED
 from megatron_fspo.objective import (
     ConstantDualClip,
     FSPOBand,
-    GSPOBand,
     LengthFairDualClip,
-    RLOOBand,
     sequence_surrogate,
 )
 from megatron_fspo.objective.calibration import sigma_hat
-from megatron_fspo.objective.losses import SequenceLevel, TokenLevel
-from megatron_fspo.trainer.losses import WATCHED, LossState, band_notes
+from megatron_fspo.objective.policy_objective import SequenceLevel, TokenLevel
 
 LENGTHS = torch.tensor([1, 10, 100, 1000])
 
 
 def state(name: str, *, longest: int = 9, updates: int = 1, **keys: Any) -> LossState:
     adapter: TypeAdapter[PolicyLossConfig] = TypeAdapter(PolicyLossConfig)
-    return LossState(adapter.validate_python({"name": name, **keys}), longest=longest, updates=updates)
-
-
-def small_config(words: str) -> Config:
-    return load_config(REPO / "examples/make_sum/run.toml", words.split())
+    return adapter.validate_python({"name": name, **keys}).start(longest=longest, updates=updates)
 
 
 def sums(seed: int, sigma: float = 0.05) -> Tensor:
@@ -78,19 +69,7 @@ def observe(loss: LossState, s: Tensor, *, kl: float = 0.0, warm: bool = True) -
             {"dual_clip": "constant", "dual_clip_ratio": 4.0},
             SequenceLevel(band=FSPOBand(c_low=0.03, c_high=0.03), dual_clip=ConstantDualClip(ratio=4.0)),
         ),
-        ("rloo", {"eps_high": 0.3}, SequenceLevel(band=RLOOBand(eps_low=0.2, eps_high=0.3))),
-        (
-            "rloo",
-            {"dual_clip_ratio": 3.0},
-            SequenceLevel(band=RLOOBand(eps_low=0.2, eps_high=0.2), dual_clip=ConstantDualClip(ratio=3.0)),
-        ),
-        ("gspo", {}, SequenceLevel(band=GSPOBand(eps_low=3e-4, eps_high=4e-4))),
-        ("grpo", {}, TokenLevel(eps_low=0.2, eps_high=0.2, aggregation="sequence-mean")),
-        (
-            "dapo",
-            {"dual_clip_ratio": 3.0},
-            TokenLevel(eps_low=0.2, eps_high=0.28, aggregation="token-mean", dual_clip_ratio=3.0),
-        ),
+        ("dapo", {}, TokenLevel(eps_low=0.2, eps_high=0.28, aggregation="token-mean")),
     ],
 )
 def test_every_configuration_has_its_objective(name: str, keys: dict[str, Any], objective: object) -> None:
@@ -99,6 +78,7 @@ def test_every_configuration_has_its_objective(name: str, keys: dict[str, Any], 
     observe(loss, sums(1), kl=0.5)
     assert loss.objective() == objective
     assert (loss.metrics() == {}) == (name != "fspo")
+    assert loss.doubts({}, warm=True) == {}
 
 
 def test_calibration_waits_for_warm_batches_then_stays() -> None:
@@ -153,12 +133,6 @@ def test_a_band_that_does_not_fit_is_doubted(sigma: float, clipped: float, topic
     assert all(f"c = 2 sigma-hat is {2 * sigma:.2g}" in text for text in doubts.values())
     # A band that has moved is judged anew.
     assert loss.doubts(row | {"fspo/c_low": 0.021}, warm=True) == {}
-
-
-def test_only_the_band_of_fspo_is_doubted() -> None:
-    loss = state("gspo")
-    row = loss.metrics() | {"fspo/sigma_hat": 1e-6, "actor/pg_clipfrac": 0.0}
-    assert all(loss.doubts(row, warm=True) == {} for _ in range(WATCHED + 1))
 
 
 def test_a_measured_exponent_comes_with_the_width_and_stays() -> None:
@@ -223,23 +197,24 @@ def test_an_estimated_drift_waits_for_an_update_before_which_the_policy_has_move
 
 
 @pytest.mark.parametrize(
-    ("words", "word"),
+    ("keys", "steps", "off_policy", "warmup", "key"),
     [
-        # The warm-up of 5 lasts for two rollouts: so many less are left for two windows of whole rollouts.
-        (
-            "--batch.mini-batches 4 --optimizer.warmup-steps 5 --loss.calibrate 4 --run.steps 5",
-            "loss.calibrate",
-        ),
-        ("--batch.mini-batches 4 --optimizer.warmup-steps 5 --loss.calibrate 4 --run.steps 6", None),
-        ("--batch.mini-batches 1 --loss.calibrate 0", "on policy"),
-        ("--loss.calibrate 0 --loss.c-high 0.2", "loss.c_high"),
-        ("--loss.calibrate 14 --loss.c-high 0.2 --optimizer.warmup-steps 0", None),
+        # The warm-up of 5 lasts for two rollouts: so many less are left for two windows of two rollouts.
+        ({"calibrate": 4}, 5, 3, 5, "loss.calibrate = 4"),
+        ({"calibrate": 4}, 6, 3, 5, None),
+        ({}, 30, 0, 5, "on policy"),
+        ({"c_high": 0.2}, 30, 3, 5, "loss.c_high = 0.2"),
+        ({"c_high": 0.2, "calibrate": 14}, 30, 3, 0, None),
     ],
 )
-def test_a_band_that_will_not_act_is_noted_before_the_run(words: str, word: str | None) -> None:
-    notes = band_notes(small_config(f"--batch.epochs 1 {words}"))
-    assert len(notes) == (word is not None)
-    assert all(word in note for note in notes)
+def test_a_band_that_will_not_act_is_noted_before_the_run(
+    keys: dict[str, Any], steps: int, off_policy: int, warmup: int, key: str | None
+) -> None:
+    notes = FSPOLoss(**keys).notes(
+        steps=steps, updates=4, off_policy_updates=off_policy, warmup_updates=warmup
+    )
+    assert len(notes) == (key is not None)
+    assert all(key in note for note in notes)
 
 
 def test_calibration_measures_with_the_exponent_of_the_band() -> None:
