@@ -85,18 +85,6 @@ class Sequences:
             advantages=torch.as_tensor(advantages, dtype=torch.float32),
         )
 
-    def rows(self) -> dict[int, tuple[Tensor, Tensor, Tensor, float]]:
-        """By number: prompt [P], response [L], log-probs [L] and advantage; the tensors are views."""
-        prompts, lengths = self.prompt_lengths.tolist(), self.lengths.tolist()
-        tokens = self.tokens.split([p + n for p, n in zip(prompts, lengths, strict=True)])
-        columns = (self.index.tolist(), tokens, prompts, self.log_probs.split(lengths))
-        return {
-            number: (ids[:prompt], ids[prompt:], log_probs, advantage)
-            for number, ids, prompt, log_probs, advantage in zip(
-                *columns, self.advantages.tolist(), strict=True
-            )
-        }
-
 
 def as_row(row: Row, dtype: torch.dtype) -> Tensor:
     """A row as a tensor; an ``array`` or tensor of that type is not copied."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -26,9 +26,6 @@ def make_mini_batches(
     rollout: Rollout,
     groups: ParallelGroups,
     device: torch.device,
-    *,
-    read: Callable[[list[int]], Sequences] | None = None,
-    dropped: Sequence[int] = (),
 ) -> tuple[Packs, list[int]]:
     """This rank's micro-batches of all mini-batches, and how many each has. Collective.
 
@@ -38,13 +35,9 @@ def make_mini_batches(
 
     A response with A = 0 has no policy gradient. Unless a bonus on the entropy or a penalty on the KL wants
     it, it counts in N and T and is in no pack.
-
-    Args:
-        read: gives the sequences of some numbers, where no rank holds them (a step that was under way).
-        dropped: numbers of the responses that had to leave its packs.
     """
     layout = _layout(config, arch, groups, device)
-    idle = left_out(config, rollout, dropped)
+    idle = left_out(config, rollout)
     prompt_lengths, lengths = rollout.prompt_lengths.tolist(), rollout.lengths.tolist()
     per_batch = len(rollout) // config.batch.mini_batches
     plans: list[Plan] = []
@@ -59,22 +52,14 @@ def make_mini_batches(
         packs += [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine]
         plans.append(plan)
         sizes.append(len(mine))
-    if read is None:
-        sequences = _spread(rollout, plans, groups, device)
-    else:
-        sequences = read(sorted(n for pack in packs for n in pack.numbers))
-    return collate_packs(sequences, packs, layout), sizes
+    return collate_packs(_spread(rollout, plans, groups, device), packs, layout), sizes
 
 
-def left_out(config: Config, rollout: Rollout, dropped: Sequence[int]) -> Tensor:
+def left_out(config: Config, rollout: Rollout, dropped: Sequence[int] = ()) -> Tensor:
     """bool [responses]: which are in no pack; ``dropped`` are numbers of those that had to leave theirs."""
-    idle = rollout.advantages == 0 if no_term_but_the_policy_gradient(config) else rollout.lengths < 0
+    only_policy_gradient = not config.loss.entropy_coef and not config.loss.kl_coef
+    idle = rollout.advantages == 0 if only_policy_gradient else rollout.lengths < 0
     return idle.index_fill(0, torch.tensor(dropped, dtype=torch.long), True)
-
-
-def no_term_but_the_policy_gradient(config: Config) -> bool:
-    """Whether a response without an advantage has no gradient at all."""
-    return not config.loss.entropy_coef and not config.loss.kl_coef
 
 
 def _layout(config: Config, arch: Architecture, groups: ParallelGroups, device: torch.device) -> PackLayout:

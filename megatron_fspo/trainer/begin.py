@@ -27,14 +27,17 @@ def begin_step(run: Training) -> Step:
     """All of a step up to its first optimizer step. Collective.
 
     Raises:
-        StopRequested: the job was asked to stop, and did in or after the rollout.
+        StopRequested: the job was asked to stop before all this was done.
         RewardError: the rewards of the rollout are no use.
     """
     responses, metrics = roll_out(run)
     if run.stopping():
         raise StopRequested("a stop was requested during the rollout")
     run.engine.rest()
-    return with_packs(run, responses, metrics)
+    step = with_packs(run, responses, metrics)
+    if run.stopping():
+        raise StopRequested("a stop was requested during the old pass")
+    return step
 
 
 def roll_out(run: Training) -> tuple[Rollout, dict[str, float]]:

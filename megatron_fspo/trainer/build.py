@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,12 @@ from megatron_fspo.parallel.metrics import any_rank
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
-from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.losses import LossState, band_notes
-from megatron_fspo.trainer.made_with import check_made_with, made_with
 from megatron_fspo.trainer.parts import build_engine, build_policy, load_model, open_servers
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout_queue import RolloutQueue
 from megatron_fspo.trainer.sampling import make_grader
 from megatron_fspo.trainer.spikes import GradientSpikes
-from megatron_fspo.trainer.step import Step, is_under_way, read_step
 
 Draw = Callable[[Path], Mapping[str, str]]
 """The folder of a run → name → the text of an ``<svg>``."""
@@ -69,12 +65,12 @@ class Training:
     """Steps done. The weight version: one per step."""
     resumed: bool
     """Whether it goes on from a checkpoint."""
+    saved: int
+    """Steps after which ``--resume`` goes on: those of the newest checkpoint; 0 without one."""
     fp8_modules: int = 0
     """Matrices of the policy that multiply in FP8."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds of the phases of the step under way."""
-    under_way: Step | None = None
-    """The step whose optimizer steps are being taken."""
     draw: Draw | None = None
     """Makes pictures for the trackers, from the folder of the run."""
     slow_for: dict[int, int] = field(default_factory=dict)
@@ -83,8 +79,7 @@ class Training:
     """The checkpoint whose files are being written."""
 
     def save(self, *, wait: bool, cursor: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint of the steps done, and of the one under way; :meth:`end_save` gives it its name.
-        Collective.
+        """Write a checkpoint of the steps done; :meth:`end_save` gives it its name. Collective.
 
         Args:
             wait: until its files are written, even with ``checkpoint.asynchronous``.
@@ -92,27 +87,19 @@ class Training:
         """
         self.end_save(wait=True)
         self.engine.rest()
-        config, step = self.inputs.config, self.under_way
-        folder = checkpoint_folder(config, self.step, len(step.updates) if step else 0)
+        folder = checkpoint_folder(self.inputs.config, self.step)
         if not any_rank(folder.exists(), device=self.inputs.backend.device):
             state = {
                 "step": self.step,
                 "cursor": self.queue.state_dict() if cursor is None else cursor,
                 "loss": self.loss.state_dict(),
                 "spikes": self.spikes.state_dict(),
-                "under_way": step.state_dict() if step else None,
-                "made_with": made_with(config, dist.get_world_size()),
             }
-            asynchronous = config.checkpoint.asynchronous and not wait
-            self.saving = begin_save(
-                self.policy,
-                folder,
-                state,
-                snapshot=asynchronous,
-                more=partial(step.write, groups=self.groups) if step else None,
-            )
+            asynchronous = self.inputs.config.checkpoint.asynchronous and not wait
+            self.saving = begin_save(self.policy, folder, state, snapshot=asynchronous)
             if not asynchronous:
                 self.saving.written(wait=True)
+        self.saved = self.step
 
     def beating(self, job: str) -> AbstractContextManager[None]:
         """Signs of life in the folder of the run; ``job`` is the nonce of its lock."""
@@ -165,19 +152,15 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     cursor = make_cursor(inputs.train, config.data, config.run.seed)
     walk = PromptWalk(cursor, config.rollout.prompts)
     step = 0
-    under_way: Step | None = None
     damaged: list[str] = []
     if not checkpoints:
         load_hf(policy, config.model.checkpoint)
     else:
-        checkpoint, state, damaged = _load_newest(policy, checkpoints, older=older)
+        state, damaged = _load_newest(policy, checkpoints, older=older)
         step = state["step"]
         walk.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
-        if "spikes" in state:  # not in a checkpoint of before they were looked for
-            spikes.load_state_dict(state["spikes"])
-        if is_under_way(state):
-            under_way = _read_step(inputs, checkpoint, state, groups)
+        spikes.load_state_dict(state["spikes"])
     groups.control.meet("the weights to be loaded")
     fp8_modules = probe_fp8(policy)
     reference = load_model(inputs, groups) if config.loss.kl_coef else None
@@ -200,21 +183,20 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         ),
         loss=loss,
         spikes=spikes,
-        # A step under way has its prompts.
-        queue=RolloutQueue(inputs, engine, groups, grader, walk, step + (under_way is not None)),
+        queue=RolloutQueue(inputs, engine, groups, grader, walk, step),
         log=log,
         step=step,
         resumed=bool(checkpoints),
+        saved=step,
         fp8_modules=fp8_modules,
-        under_way=under_way,
     )
 
 
 def _load_newest(
     policy: Policy, checkpoints: Sequence[Path], *, older: bool
-) -> tuple[Path, dict[str, Any], list[str]]:
-    """The newest checkpoint, loaded, and its state; with ``older`` the newest that can be read, and what is
-    wrong with those after it, newest first. Collective.
+) -> tuple[dict[str, Any], list[str]]:
+    """Load the newest checkpoint, or with ``older`` the newest that can be read; returns its state, and what
+    is wrong with those after it, newest first. Collective.
 
     Raises:
         InputError: on every rank; the newest cannot be read, and no other may be taken or can be.
@@ -222,7 +204,7 @@ def _load_newest(
     problems: list[str] = []
     for checkpoint in reversed(checkpoints):
         try:
-            return checkpoint, load_checkpoint(policy, checkpoint), problems
+            return load_checkpoint(policy, checkpoint), problems
         except InputError as error:
             problems.append(str(error))
         if not older:
@@ -232,15 +214,6 @@ def _load_newest(
     raise InputError(
         f"{problems[0]}. The checkpoint before it is {checkpoints[-2]}: go on from there with --resume auto"
     )
-
-
-def _read_step(inputs: Inputs, checkpoint: Path, state: dict[str, Any], groups: ParallelGroups) -> Step:
-    """The step under way that a checkpoint holds."""
-    config = inputs.config
-    check_made_with(config, dist.get_world_size(), state.get("made_with"))
-    device = inputs.backend.device
-    pack = partial(make_mini_batches, config, inputs.arch, groups=groups, device=device)
-    return read_step(checkpoint, state["under_way"], inputs.train, pack)
 
 
 def _open_folder(

@@ -12,8 +12,7 @@ from megatron_fspo.trainer.speed import table
 def stopped(run: Training) -> bool:
     """End a run that SIGTERM stopped and whose checkpoint is written."""
     run.end_save(wait=True)
-    within = f", {len(run.under_way.updates)} optimizer steps into the next" if run.under_way else ""
-    run.log.say(f"stopped by SIGTERM after step {run.step}{within}; continue with --resume")
+    run.log.say(f"stopped by SIGTERM after step {run.step}; continue with --resume")
     run.engine.close()
     run.log.close(table)
     return False

@@ -92,29 +92,22 @@ def train_step(run: Training) -> dict[str, float] | None:
     """One rollout and all optimizer steps on it.
 
     Returns:
-        its metrics; None where the job was asked to stop before its end. It left a checkpoint then: of the
-        steps before it, if no optimizer step was taken yet, else of all that was done.
+        its metrics; None where the job was asked to stop and the step was thrown away. There is a checkpoint
+        of the steps before it then, or nothing was done yet: ``--resume`` makes the step again.
     """
     run.timings.clear()
     run.log.activity.step = run.step + 1
     began = time.perf_counter()
     cursor = run.queue.state_dict()
-    if run.under_way is None:
-        try:
-            run.under_way = begin_step(run)
-        except StopRequested:
-            run.save(wait=True, cursor=cursor)
-            return None
-        except RewardError as error:
-            fail_after_save(run, error, cursor)
-    else:  # the checkpoint that the run goes on from had it
-        run.queue.ask(run.step)
-        run.engine.rest()
-    step = run.under_way
-    if not optimize(run, step):
-        run.save(wait=True)
+    try:
+        step = begin_step(run)
+    except StopRequested:
+        run.save(wait=True, cursor=cursor)
         return None
-    run.under_way = None
+    except RewardError as error:
+        fail_after_save(run, error, cursor)
+    if not optimize(run, step):
+        return None
     metrics = step.metrics | update_metrics(run, step) | slow_rank_metrics(run, step)
 
     with run.log.phase("update_weights", 1, "", run.timings):

@@ -107,14 +107,16 @@ def score_reference(run: Training, packs: Packs) -> Packs:
 
 
 def optimize(run: Training, step: Step) -> bool:
-    """The optimizer steps that are still to be taken: every mini-batch, ``batch.epochs`` times. Collective.
+    """Take the optimizer steps of a step: every mini-batch, ``batch.epochs`` times. Collective.
+
+    When the job is asked to stop after the first of them, the weights have moved. Where the steps before are
+    saved, this one is thrown away at once: it can be made again. Where they are not, it is finished first.
 
     Returns:
-        False where the job was asked to stop before the last.
+        False where the step was thrown away.
     """
     turns = len(step.sizes) * run.inputs.config.batch.epochs
     with run.log.phase("update_actor", turns, "step", run.timings) as progress:
-        progress(len(step.updates))
         while len(step.updates) < turns:
             on_policy = _is_on_policy(run, step)
             update, records = _update(run, step)
@@ -131,7 +133,7 @@ def optimize(run: Training, step: Step) -> bool:
                     run.log.say(f"step {run.step + 1}: the band from here on: {text}")
             step.updates.append(update)
             progress(1)
-            if len(step.updates) < turns and run.stopping():
+            if run.saved == run.step and len(step.updates) < turns and run.stopping():
                 return False
     return True
 

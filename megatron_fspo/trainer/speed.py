@@ -25,8 +25,7 @@ def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]
     }
     config = run.inputs.config
     peak = config.log.peak_tflops or peak_tflops(run.inputs.backend, run.inputs.dtype)
-    # A step that was under way in a checkpoint: the job before took some of its optimizer steps.
-    if peak is None or "timing_s/gen" not in run.timings:
+    if peak is None:
         return metrics
     packed = ~left_out(config, rollout, [record.sample for record in step.dropped])
     flops = forward_flops(

@@ -14,9 +14,9 @@ from unittest import mock
 
 from megatron_fspo.cli import main
 from megatron_fspo.job import heart
-from megatron_fspo.trainer import optimize
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.record.status import examine, render
+from megatron_fspo.trainer import optimize
 
 
 def run() -> int:
