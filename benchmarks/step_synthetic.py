@@ -206,6 +206,7 @@ def run_of(inputs: Any, groups: Any, clock: Clock) -> Any:
         log=Log(),
         loss=LossState(inputs.config.loss, longest=inputs.config.rollout.max_response_tokens),
         timings={},
+        saved=0,
         step=1,
     )
 

@@ -33,6 +33,11 @@ class ParallelGroups:
     control: Control = field(default_factory=Control)
     """Where ranks wait for each other outside of collectives; the default waits for nobody."""
 
+    @property
+    def first_of_copy(self) -> bool:
+        """True on the rank of a model copy that holds its responses."""
+        return self.tp.rank() == self.cp.rank() == self.pp.rank() == 0
+
     @classmethod
     def of(cls, parallel_state: Any, control: Control | None = None) -> ParallelGroups:
         """Those of ``megatron.core.parallel_state``, once its ``initialize_model_parallel`` has made them."""

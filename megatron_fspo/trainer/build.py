@@ -1,14 +1,16 @@
-"""Wiring: from checked inputs to the parts of a running job, new or resumed."""
+"""Wiring: from checked inputs to what a run consists of, new or resumed; evaluation shares some of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.data.cursor import make_cursor
@@ -21,24 +23,29 @@ from megatron_fspo.job.folder import (
     remove_old_checkpoints,
     write_config,
 )
-from megatron_fspo.job.heart import beating
 from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
-from megatron_fspo.mcore.fp8 import probe_fp8
-from megatron_fspo.mcore.hf_weights import load_hf
+from megatron_fspo.mcore.decode import Decoder
+from megatron_fspo.mcore.fp8 import probe_fp8, without_fp8
+from megatron_fspo.mcore.hf_weights import hf_tensors, load_hf
+from megatron_fspo.mcore.offload import Offload
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
+from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.mcore.startup import start
+from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import any_rank
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.rewards import Grader
+from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.rollout.engine import RolloutEngine
+from megatron_fspo.rollout.vllm import canary
+from megatron_fspo.rollout.vllm.connect import connect, settle
+from megatron_fspo.rollout.vllm.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.trainer.losses import LossState, band_notes
-from megatron_fspo.trainer.parts import build_engine, build_policy, load_model, open_servers
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.rollout_queue import RolloutQueue
-from megatron_fspo.trainer.sampling import make_grader
-from megatron_fspo.trainer.spikes import GradientSpikes
+from megatron_fspo.trainer.rollout import layout_of
+from megatron_fspo.trainer.sampling import RolloutQueue, make_grader
 
 Draw = Callable[[Path], Mapping[str, str]]
 """The folder of a run → name → the text of an ``<svg>``."""
@@ -57,8 +64,12 @@ class Training:
     grader: Grader | None
     """On ranks that grade."""
     scoring: Scoring
+    layout: PackLayout
     loss: LossState
-    spikes: GradientSpikes
+    norms: deque[float]
+    """Of the last gradients that were no spikes."""
+    skips_in_a_row: int
+    """Optimizer steps skipped, as spikes, since the last that was taken."""
     queue: RolloutQueue
     log: RunLog
     step: int
@@ -93,7 +104,7 @@ class Training:
                 "step": self.step,
                 "cursor": self.queue.state_dict() if cursor is None else cursor,
                 "loss": self.loss.state_dict(),
-                "spikes": self.spikes.state_dict(),
+                "spikes": {"norms": list(self.norms), "in_a_row": self.skips_in_a_row},
             }
             asynchronous = self.inputs.config.checkpoint.asynchronous and not wait
             self.saving = begin_save(self.policy, folder, state, snapshot=asynchronous)
@@ -101,19 +112,8 @@ class Training:
                 self.saving.written(wait=True)
         self.saved = self.step
 
-    def beating(self, job: str) -> AbstractContextManager[None]:
-        """Signs of life in the folder of the run; ``job`` is the nonce of its lock."""
-        return beating(
-            self.inputs.config.run_folder,
-            job,
-            self.log.activity,
-            lambda: self.groups.control.waits,
-            rank=dist.get_rank(),
-            size=dist.get_world_size(),
-        )
-
     def stopping(self) -> bool:
-        """Whether the job was asked to stop; the same on all ranks. Collective."""
+        """Return True if the job was asked to stop; the same on all ranks. Collective."""
         return any_rank(self.groups.control.stop_requested, device=self.inputs.backend.device)
 
     def end_save(self, *, wait: bool, prune: bool = True) -> None:
@@ -141,26 +141,33 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     config = inputs.config
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
     servers = open_servers(inputs, groups)
-    policy = build_policy(inputs, groups)
+    policy = Policy(
+        inputs.arch,
+        inputs.backend,
+        groups,
+        parallel=config.parallel,
+        dtype=inputs.dtype,
+        optimizer=config.optimizer.over(config.optimizer_steps),
+        recompute=config.model.recompute == "full",
+        fp8=config.fp8,
+    )
     loss = LossState(
         config.loss,
         inputs.noise,
         longest=config.rollout.max_response_tokens,
         updates=config.off_policy_updates,
     )
-    spikes = GradientSpikes(config.optimizer)
-    cursor = make_cursor(inputs.train, config.data, config.run.seed)
-    walk = PromptWalk(cursor, config.rollout.prompts)
+    prompts = PromptWalk(make_cursor(inputs.train, config.data, config.run.seed), config.rollout.prompts)
     step = 0
+    spikes: dict[str, Any] = {"norms": [], "in_a_row": 0}
     damaged: list[str] = []
     if not checkpoints:
         load_hf(policy, config.model.checkpoint)
     else:
         state, damaged = _load_newest(policy, checkpoints, older=older)
-        step = state["step"]
-        walk.load_state_dict(state["cursor"])
+        step, spikes = state["step"], state["spikes"]
+        prompts.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
-        spikes.load_state_dict(state["spikes"])
     groups.control.meet("the weights to be loaded")
     fp8_modules = probe_fp8(policy)
     reference = load_model(inputs, groups) if config.loss.kl_coef else None
@@ -181,9 +188,11 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         scoring=Scoring(
             groups=groups, vocab_size=inputs.arch.vocab_size, temperature=config.rollout.temperature
         ),
+        layout=layout_of(config, inputs.arch, groups, inputs.backend.device),
         loss=loss,
-        spikes=spikes,
-        queue=RolloutQueue(inputs, engine, groups, grader, walk, step),
+        norms=deque(spikes["norms"], maxlen=config.optimizer.skip_window),
+        skips_in_a_row=spikes["in_a_row"],
+        queue=RolloutQueue(inputs, engine, groups, grader, prompts, step),
         log=log,
         step=step,
         resumed=bool(checkpoints),
@@ -246,3 +255,82 @@ def _prune(config: Config, log: RunLog, step: int) -> None:
     stays = remove_old_checkpoints(config, good_step=step - log.steps_without_spread())
     for path, problem in stays.items():
         log.warn_once(f"{path.name} stays", f"{path} cannot be removed ({problem}): remove it by hand")
+
+
+def load_model(inputs: Inputs, groups: ParallelGroups) -> Model:
+    """``model.checkpoint`` in the policy's layout, without gradients or an optimizer. Collective."""
+    config = inputs.config
+    model = Model(
+        inputs.arch, inputs.backend, groups, parallel=config.parallel, dtype=inputs.dtype, fp8=config.fp8
+    )
+    load_hf(model, config.model.checkpoint)
+    return model
+
+
+def open_servers(inputs: Inputs, groups: ParallelGroups) -> Leader | None:
+    """On the first rank, what talks to the servers. To be called before a model is built: servers on the
+    trainer's GPUs give up their memory. Collective.
+
+    Raises:
+        TrainingError: one did not.
+        InputError: one cannot.
+    """
+    config, leader = inputs.config, None
+    if config.rollout.engine != "vllm":
+        return None
+    if dist.get_rank() == 0:
+        leader = connect(config.vllm, inputs.arch.vocab_size)
+        leader.loop.run(settle(leader, colocated=config.vllm.colocated))
+    groups.control.meet("the servers to give up their memory")
+    return leader
+
+
+def build_engine(inputs: Inputs, model: Model, servers: Leader | None, *others: Model) -> RolloutEngine:
+    """The sampler that ``rollout.engine`` names.
+
+    Args:
+        model: what it samples from.
+        servers: of :func:`open_servers`.
+        others: models that only training needs.
+    """
+    if inputs.config.rollout.engine == "vllm":
+        return _build_vllm(inputs, model, servers, others)
+    decoder = Decoder(model.chunks, model.groups, vocab_size=inputs.arch.vocab_size)
+    return EmbeddedEngine(decoder, max_batch=inputs.config.rollout.max_batch)
+
+
+def _build_vllm(inputs: Inputs, model: Model, leader: Leader | None, others: Sequence[Model]) -> VLLMEngine:
+    vocab_size, options = inputs.arch.vocab_size, inputs.config.vllm
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        # Data and context parallel ranks hold the same weights: one copy of the model sends.
+        if model.groups.dp_cp.rank() == 0:
+            yield from hf_tensors(model, [chunk.named_parameters() for chunk in model.chunks])
+
+    return VLLMEngine(
+        Trainer(tensors=tensors, score=partial(canary_scores, model)),
+        model.groups,
+        leader,
+        canary_sequences=canary.canary_sequences(vocab_size, inputs.arch.max_position_embeddings),
+        dtype=inputs.dtype,
+        tolerance=options.canary_tolerance,
+        memory=Offload(model, *others) if options.colocated else None,
+    )
+
+
+def canary_scores(model: Model, sequences: Sequence[Sequence[int]]) -> list[Tensor] | None:
+    """Per sequence of n tokens the log-probs [n - 1] of all but the first, on the first rank. Collective.
+
+    In bfloat16 also where training multiplies in FP8: what is to be proven is that weights are equal, and
+    noise would cover small differences.
+    """
+    scoring = Scoring(groups=model.groups, vocab_size=model.arch.vocab_size, temperature=1.0)
+    with without_fp8(model):
+        return score_sequences(
+            lambda batches: model.score(batches, scoring),
+            sequences,
+            arch=model.arch,
+            groups=model.groups,
+            parallel=model.parallel,
+            device=model.backend.device,
+        )

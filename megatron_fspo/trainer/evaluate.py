@@ -25,7 +25,7 @@ from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout
-from megatron_fspo.trainer.sampling import ask, collect_and_grade, is_first_of_copy, response_text
+from megatron_fspo.trainer.sampling import ask, collect_and_grade, response_text
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 # Evaluation has streams of its own: the same before and after training, never those of a rollout.
@@ -230,7 +230,7 @@ def _row(inputs: Inputs, prompt: Prompt, completion: Completion, score: float) -
 def _gathered(mine: list[Entry], answers: dict[int, str | None], groups: ParallelGroups) -> list[Entry]:
     """Those of all data-parallel ranks in the order of the records, with their answers, on the first rank;
     else none. Collective over the first ranks of the model copies."""
-    if not is_first_of_copy(groups):
+    if not groups.first_of_copy:
         return []
     parts: list[tuple[list[Entry], dict[int, str | None]]] = [(mine, answers)]
     if groups.dp.size() > 1:

@@ -28,6 +28,7 @@ from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import agreed
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
+from megatron_fspo.trainer.build import build_engine, load_model, open_servers
 from megatron_fspo.trainer.evaluate import (
     evaluate,
     portions,
@@ -36,7 +37,6 @@ from megatron_fspo.trainer.evaluate import (
     sets_of,
     shared,
 )
-from megatron_fspo.trainer.parts import build_engine, load_model, open_servers
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.sampling import make_grader
 from megatron_fspo.types import Prompt

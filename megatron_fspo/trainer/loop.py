@@ -9,21 +9,20 @@ import signal
 import time
 from contextlib import nullcontext
 
+import torch.distributed as dist
+
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import Resume
+from megatron_fspo.job.heart import beating
 from megatron_fspo.job.place import Place, in_folder
 from megatron_fspo.mcore.hf_weights import export_hf
 from megatron_fspo.mcore.startup import join
 from megatron_fspo.trainer.begin import begin_step
 from megatron_fspo.trainer.build import Draw, Training, build
 from megatron_fspo.trainer.evaluate import evaluate, responses_of
-from megatron_fspo.trainer.leave import fail_after_save, stopped
-from megatron_fspo.trainer.machine import machine
-from megatron_fspo.trainer.optimize import optimize, update_metrics
-from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.profile import profiled
-from megatron_fspo.trainer.slow import slow_rank_metrics
-from megatron_fspo.trainer.speed import speed_metrics, table
+from megatron_fspo.trainer.metrics import profiled, slow_rank_metrics, speed_metrics, table, update_metrics
+from megatron_fspo.trainer.optimize import optimize
+from megatron_fspo.trainer.prepare import Inputs, machine
 
 
 def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
@@ -39,14 +38,22 @@ def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
         RewardError: the rewards of a step or an evaluation are no use. A checkpoint has the steps done.
     """
     control = join(inputs.backend, parallel=inputs.config.parallel)
-    with in_folder(inputs.config, control, resume) as place:
-        run = build(inputs, place.checkpoints, older=resume == "auto")
+    with in_folder(inputs.config, control, resume) as held:
+        run = build(inputs, held.checkpoints, older=resume == "auto")
         run.draw = draw
-        with run.grader or nullcontext(), run.beating(place.job), run.log.ending():
-            return _train(run, place)
+        beats = beating(
+            inputs.config.run_folder,
+            held.job,
+            run.log.activity,
+            lambda: control.waits,
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+        )
+        with run.grader or nullcontext(), beats, run.log.ending():
+            return _train(run, held)
 
 
-def _train(run: Training, place: Place) -> bool:
+def _train(run: Training, held: Place) -> bool:
     config, control = run.inputs.config, run.groups.control
     signal.signal(signal.SIGTERM, lambda number, frame: control.request_stop())
     run.log.job(run.step, machine(run.inputs.backend))
@@ -56,7 +63,7 @@ def _train(run: Training, place: Place) -> bool:
         with profiled(run):
             metrics = train_step(run)
         if metrics is None:
-            return stopped(run)
+            return _stopped(run)
         run.step += 1
         last = run.step == config.run.steps
         stopping = control.meet(f"the end of step {run.step}")
@@ -73,14 +80,14 @@ def _train(run: Training, place: Place) -> bool:
         if end or any(_due(run.step, n) for n in (config.checkpoint.every, config.checkpoint.milestones)):
             with run.log.phase("save_checkpoint", 1, "", run.timings):
                 run.save(wait=end)
-        place.check()
+        held.check()
         # First the row, then the name of the checkpoint: a run that resumes from it has the row.
         run.log.step(run.step, metrics | run.timings)
         run.end_save(wait=failed is not None, prune=failed is None)
         if failed is not None:
             raise failed
         if stopping and not last:
-            return stopped(run)
+            return _stopped(run)
     run.engine.rest()
     export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
     run.engine.close()
@@ -105,7 +112,12 @@ def train_step(run: Training) -> dict[str, float] | None:
         run.save(wait=True, cursor=cursor)
         return None
     except RewardError as error:
-        fail_after_save(run, error, cursor)
+        going_on = "--resume starts over"  # of no steps there is nothing to keep
+        if run.step:
+            run.save(wait=True, cursor=cursor)
+            run.end_save(wait=True, prune=False)
+            going_on = f"--resume goes on after step {run.step}"
+        raise RewardError(f"step {run.step + 1}: {error}; {going_on}") from error
     if not optimize(run, step):
         return None
     metrics = step.metrics | update_metrics(run, step) | slow_rank_metrics(run, step)
@@ -116,6 +128,15 @@ def train_step(run: Training) -> dict[str, float] | None:
 
     metrics |= speed_metrics(run, step, time.perf_counter() - began)
     return metrics | {"training/weight_version": float(run.step + 1)}
+
+
+def _stopped(run: Training) -> bool:
+    """End a run that SIGTERM stopped and whose checkpoint is written."""
+    run.end_save(wait=True)
+    run.log.say(f"stopped by SIGTERM after step {run.step}; continue with --resume")
+    run.engine.close()
+    run.log.close(table)
+    return False
 
 
 def _evaluate(run: Training) -> dict[str, float]:

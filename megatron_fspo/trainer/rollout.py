@@ -1,4 +1,5 @@
-"""The responses of one step: what every rank knows of them, and the tokens, which few ranks hold."""
+"""The responses of one step: what every rank knows of them, the tokens, which few ranks hold, and how the
+tokens come into the packs of the ranks that train on them."""
 
 from __future__ import annotations
 
@@ -10,8 +11,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_fspo.config import Config
+from megatron_fspo.errors import TrainingError
+from megatron_fspo.packing.pack import Pack, PackLayout, Packs, Plan, collate_packs, plan_step
+from megatron_fspo.packing.plan import attention_costs
+from megatron_fspo.packing.sequences import Sequences, as_row
+from megatron_fspo.parallel.exchange import exchange
+from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank, pack_layout
 from megatron_fspo.rewards import Graded
 from megatron_fspo.types import Completion, Prompt, VersionSpan
+from megatron_fspo.weights import Architecture
 
 T = TypeVar("T")
 
@@ -174,4 +183,145 @@ def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
         held={new: rollout.held[old] for new, old in enumerate(numbers) if old in rollout.held},
         verdicts={new: rollout.verdicts[old] for new, old in enumerate(numbers) if old in rollout.verdicts},
         **columns,
+    )
+
+
+def sampling_metrics(rollout: Rollout) -> dict[str, float]:
+    """Rewards, advantages and lengths of one rollout: of all responses, in a pack or not.
+
+    ``critic/no_spread`` is the share of groups whose advantages are all 0.
+    """
+    columns = {
+        "critic/score": rollout.scores,
+        "critic/rewards": rollout.rewards,
+        "critic/advantages": rollout.advantages,
+        "response_length": rollout.lengths.double(),
+        "prompt_length": rollout.prompt_lengths.double(),
+    }
+    metrics = {}
+    for name, values in columns.items():
+        metrics[f"{name}/mean"] = values.mean().item()
+        metrics[f"{name}/max"] = values.max().item()
+        metrics[f"{name}/min"] = values.min().item()
+    metrics["response_length/clip_ratio"] = rollout.truncated.double().mean().item()
+    metrics["critic/no_spread"] = (~rollout.spread).double().mean().item()
+    return metrics
+
+
+def staleness_metrics(rollout: Rollout, step: int, *, limit: int) -> dict[str, float]:
+    """How many versions older than the trainer's the weights were that sampled.
+
+    Returns:
+        ``rollout/staleness/mean`` over tokens and ``/max``; ``rollout/partial``: share of responses that an
+        update met half-way, so that several versions wrote them.
+
+    Raises:
+        TrainingError: a token is older than ``limit`` versions.
+    """
+    tokens = int(rollout.lengths.sum())
+    oldest = step - int(rollout.oldest_version.min())
+    if oldest > limit:
+        raise TrainingError(
+            f"step {step + 1}: a response is from weights {oldest} versions old, "
+            f"rollout.max_staleness = {limit}"
+        )
+    return {
+        "rollout/staleness/mean": (step * tokens - int(rollout.version_tokens.sum())) / max(tokens, 1),
+        "rollout/staleness/max": float(oldest),
+        "rollout/partial": (rollout.spans > 1).double().mean().item(),
+    }
+
+
+def layout_of(config: Config, arch: Architecture, groups: ParallelGroups, device: torch.device) -> PackLayout:
+    """The layout that all packs of a run have."""
+
+    def costs(tokens: Sequence[int]) -> list[int]:
+        return attention_costs(tokens, linear_size=arch.layer_size, attention_size=arch.q_size)
+
+    return replace(
+        pack_layout(
+            groups,
+            device,
+            sequence=config.parallel.sequence,
+            interleaved=config.parallel.interleaved,
+            align=config.fp8.align,
+        ),
+        max_tokens=config.batch.max_tokens,
+        costs=costs if config.batch.balance == "attention" else None,
+    )
+
+
+def make_mini_batches(
+    config: Config,
+    arch: Architecture,
+    rollout: Rollout,
+    groups: ParallelGroups,
+    device: torch.device,
+) -> tuple[Packs, list[int]]:
+    """This rank's micro-batches of all mini-batches, and how many each has. Collective.
+
+    A mini-batch is a run of whole prompts. Every rank knows all lengths and computes the same plan, so N and
+    T need no collective and do not depend on how the batch is split. Then each token goes from the rank
+    that holds it to the one that trains on it.
+
+    A response with A = 0 has no policy gradient. Unless a bonus on the entropy or a penalty on the KL wants
+    it, it counts in N and T and is in no pack.
+    """
+    layout = layout_of(config, arch, groups, device)
+    idle = left_out(config, rollout)
+    prompt_lengths, lengths = rollout.prompt_lengths.tolist(), rollout.lengths.tolist()
+    per_batch = len(rollout) // config.batch.mini_batches
+    plans: list[Plan] = []
+    packs: list[Pack] = []
+    sizes: list[int] = []
+    for first in range(0, len(rollout), per_batch):
+        part = slice(first, first + per_batch)
+        plan, totals = plan_step(
+            prompt_lengths[part], lengths[part], layout, first=first, left_out=idle[part].tolist()
+        )
+        mine = plan[groups.dp.rank()]
+        packs += [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine]
+        plans.append(plan)
+        sizes.append(len(mine))
+    return collate_packs(_spread(rollout, plans, groups, device), packs, layout), sizes
+
+
+def left_out(config: Config, rollout: Rollout, dropped: Sequence[int] = ()) -> Tensor:
+    """bool [responses]: which are in no pack; ``dropped`` are numbers of those that had to leave theirs."""
+    only_policy_gradient = not config.loss.entropy_coef and not config.loss.kl_coef
+    idle = rollout.advantages == 0 if only_policy_gradient else rollout.lengths < 0
+    return idle.index_fill(0, torch.tensor(dropped, dtype=torch.long), True)
+
+
+def _spread(
+    rollout: Rollout, plans: Sequence[Plan], groups: ParallelGroups, device: torch.device
+) -> Sequences:
+    """The sequences that this data-parallel rank's packs need. Collective.
+
+    The first ranks of the model copies exchange them; each hands its own on to those that share its model.
+    """
+    size, rank = groups.dp.size(), groups.dp.rank()
+    owner = rollout.owner.tolist()
+    wanted = [sorted(n for plan in plans for pack in plan[to] for n in pack) for to in range(size)]
+    # In the order in which they come: owner after owner.
+    numbers = sorted(wanted[rank], key=lambda number: (owner[number], number))
+    lengths = rollout.lengths[numbers].tolist()
+    prompts = [rollout.prompts[number // rollout.samples].token_ids for number in numbers]
+
+    def column(name: str, dtype: torch.dtype) -> list[Tensor]:
+        if groups.first_of_copy:
+            parts = [[as_row(getattr(held[n], name), dtype) for n in to if n in held] for to in wanted]
+            flat, _ = exchange(parts, dtype, group=groups.dp)
+        else:
+            flat = torch.zeros(sum(lengths), dtype=dtype)
+        flat = of_first_rank(flat.to(device), groups.pp, groups.cp, groups.tp).cpu()
+        return list(flat.split(lengths))
+
+    held = rollout.held
+    return Sequences.of(
+        prompts=prompts,
+        responses=column("token_ids", torch.int32),
+        log_probs=column("log_probs", torch.float32),
+        advantages=rollout.advantages[numbers],
+        index=numbers,
     )

@@ -21,7 +21,7 @@ from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.parallel.metrics import add_metrics, any_rank, gather_lists, reduce_metrics, share
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.rollout.vllm.hand_out import hand_out
-from megatron_fspo.trainer.limits import check_kl
+from megatron_fspo.trainer.optimize import check_kl
 from megatron_fspo.trainer.rollout import COLUMNS, rollout_of
 from megatron_fspo.trainer.sampling import add_advantages
 from megatron_fspo.types import Completion, Prompt, VersionSpan

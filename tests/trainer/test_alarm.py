@@ -14,7 +14,7 @@ import torch
 from alarm_worker import LAYOUTS, OLDER, RESPONSES
 from launch import REPO, found_by
 from megatron_fspo.config import Config
-from megatron_fspo.trainer.optimize import _alarm_setting
+from megatron_fspo.trainer.begin import _alarm_setting
 
 RAW = "log-probs before the temperature"
 OTHER_TEMPERATURE = "another temperature: scored at {:.3g} instead of rollout.temperature = {:g}"

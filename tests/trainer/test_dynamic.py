@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fspo.trainer.dynamic import Filled, choose, fill, prompts_to_ask
+from megatron_fspo.trainer.begin import Filled, choose, fill, prompts_to_ask
 from megatron_fspo.trainer.rollout import (
     COLUMNS,
     Rollout,

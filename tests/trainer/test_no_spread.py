@@ -10,7 +10,7 @@ import pytest
 
 from megatron_fspo.errors import RewardError
 from megatron_fspo.record.log import RunLog
-from megatron_fspo.trainer.no_spread import check_spread
+from megatron_fspo.trainer.begin import check_spread
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.types import Completion, Prompt, Sample
 from mismatch_cases import ALONE

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.trainer.rollout_queue import RolloutQueue, staleness_metrics
+from megatron_fspo.trainer.rollout import staleness_metrics
+from megatron_fspo.trainer.sampling import RolloutQueue
 from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
 from rollouts import as_rollout
 

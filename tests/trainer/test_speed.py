@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from launch import forked, why
 from megatron_fspo.config import Log
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.peak import peak_of, peak_tflops
 from megatron_fspo.parallel.control import Control
-from megatron_fspo.trainer.profile import profiled
-from megatron_fspo.trainer.speed import table
+from megatron_fspo.trainer.metrics import profiled, table
 from megatron_fspo.weights import Architecture
 from megatron_fspo.weights.flops import forward_flops
 from runs import PROGRAM, rows, train_words
@@ -92,13 +89,6 @@ def test_the_table_of_phases() -> None:
         ["step", "9.00", "100%", "100"],
     ]
     assert table([evaluation]) == ""
-
-
-@pytest.fixture
-def job() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
