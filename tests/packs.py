@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_fspo.packing import batch
-from megatron_fspo.packing.batch import MicroBatch, StepTotals
+from megatron_fspo.packing.batch import MicroBatch, Sequences, StepTotals
 from megatron_fspo.packing.pack import Pack, PackLayout, Packs, collate_packs
-from megatron_fspo.packing.sequences import Sequences
 from megatron_fspo.types import Sample
 
 

@@ -1,17 +1,113 @@
-"""From sequences to the packed tensors of one micro-batch (THD: all sequences in one row, end to end)."""
+"""From sequences to the packed tensors of one micro-batch (THD: all sequences in one row, end to end).
+
+Under context parallel every sequence is cut into 2·size equal chunks; rank r holds chunk r and chunk
+2·size - 1 - r of each (zigzag). Under a causal mask a late chunk attends to more keys than an early one, so
+the pairs cost all ranks the same. It is the layout that Transformer Engine's context-parallel attention and
+Megatron's packed RoPE expect. ``borders`` are cumulative padded lengths from 0; every length is a multiple of
+2·size.
+"""
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fspo.packing.sequences import Sequences
-from megatron_fspo.packing.zigzag import chunks_per_sequence, local_runs
+Row = Tensor | Sequence[int] | Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """m sequences, each a prompt with its response, laid end to end on the CPU, 8 bytes per token.
+
+    They may be a part of those of the step: what a rank of a data-parallel job holds.
+
+    Example::
+
+        Sequences.of(prompts=[[9], [1, 2]], responses=[[8], [3, 0, 5]], advantages=[1.0, -1.0])
+    """
+
+    index: Tensor
+    """[m] number of each in the step (or the whole rollout): what packs name it by."""
+    tokens: Tensor
+    """[Σ (P + L)] int32 ids, prompt and response of the first, of the second, …"""
+    log_probs: Tensor
+    """[Σ L] fp32 the sampler's log-probs of the response tokens, in nats; 0 where there was no sampler."""
+    prompt_lengths: Tensor
+    """[m] P ≥ 1."""
+    lengths: Tensor
+    """[m] L ≥ 0, tokens of the response."""
+    advantages: Tensor
+    """[m] fp32."""
+
+    @cached_property
+    def places(self) -> Tensor:
+        """[m, 4] P, L, and where tokens and log-probs of each begin."""
+        whole = self.prompt_lengths + self.lengths
+        begins = (whole.cumsum(0) - whole, self.lengths.cumsum(0) - self.lengths)
+        return torch.stack([self.prompt_lengths, self.lengths, *begins], dim=1)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        prompts: Sequence[Row],
+        responses: Sequence[Row],
+        advantages: Sequence[float] | Tensor,
+        log_probs: Sequence[Row] | None = None,
+        index: Sequence[int] | None = None,
+    ) -> Sequences:
+        """From one row of ids per prompt and per response.
+
+        Args:
+            log_probs: one row per response; none for responses that no sampler wrote.
+            index: numbers of the sequences in the step; by default they are all of it.
+
+        Raises:
+            ValueError: an empty prompt, or rows that do not fit each other.
+        """
+        prompt_lengths = torch.tensor([len(row) for row in prompts], dtype=torch.long)
+        lengths = torch.tensor([len(row) for row in responses], dtype=torch.long)
+        if not len(prompts) == len(responses) == len(advantages):
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(responses)} responses, {len(advantages)} advantages"
+            )
+        if (prompt_lengths == 0).any():
+            raise ValueError(f"prompt {int((prompt_lengths == 0).nonzero()[0])} has no token")
+        sampled = torch.zeros(int(lengths.sum())) if log_probs is None else _flat(log_probs, torch.float32)
+        if log_probs is not None and [len(row) for row in log_probs] != lengths.tolist():
+            raise ValueError("a response and its log-probs differ in length")
+        pairs = [row for pair in zip(prompts, responses, strict=True) for row in pair]
+        return cls(
+            index=torch.arange(len(prompts)) if index is None else torch.tensor(index, dtype=torch.long),
+            tokens=_flat(pairs, torch.int32),
+            log_probs=sampled,
+            prompt_lengths=prompt_lengths,
+            lengths=lengths,
+            advantages=torch.as_tensor(advantages, dtype=torch.float32),
+        )
+
+
+def as_row(row: Row, dtype: torch.dtype) -> Tensor:
+    """A row as a tensor; an ``array`` or tensor of that type is not copied."""
+    if isinstance(row, Tensor):
+        return row.to("cpu", dtype)
+    if isinstance(row, array) and len(row):
+        return torch.frombuffer(row, dtype=_ARRAYS[row.typecode]).to(dtype)
+    return torch.tensor(row, dtype=dtype)
+
+
+_ARRAYS: dict[str, Any] = {"i": torch.int32, "f": torch.float32}
+
+
+def _flat(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=dtype), *(as_row(row, dtype) for row in rows)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +195,7 @@ def collate(
 
     Args:
         rows: places of the sequences in ``sequences``.
-        context_rank, context_size: which rank of how many; its tokens are those of :mod:`.zigzag`.
+        context_rank, context_size: which rank of how many; its tokens are those of :func:`local_runs`.
         multiple_of: make t a multiple of this (tensor parallel size under sequence parallel). An empty
             micro-batch becomes one tail, so that every rank runs the same collectives.
     """
@@ -197,3 +293,46 @@ def _per_token(rows: Sequence[Tensor], sizes: Tensor, firsts: Tensor, *, nobody:
         "segment": per_token(segment[:, None]),
         "sampled_log_probs": sampled,
     }
+
+
+def chunks_per_sequence(size: int) -> int:
+    """Chunks that every sequence is cut into for ``size`` ranks; its padded length is a multiple of it."""
+    return 2 * size if size > 1 else 1
+
+
+def local_runs(padded_lengths: Tensor, rank: int, size: int) -> Tensor:
+    """Where in each sequence the tokens lie that ``rank`` holds, in the order it holds them.
+
+    Args:
+        padded_lengths: [n], multiples of 2·size where size > 1.
+
+    Returns:
+        [n, runs, 2] first position and end of each run.
+
+    Raises:
+        ValueError: a length that does not split.
+    """
+    chunks = chunks_per_sequence(size)
+    if (padded_lengths % chunks).any():
+        wrong = int(padded_lengths[padded_lengths % chunks != 0][0])
+        raise ValueError(f"a sequence of {wrong} tokens does not split into {chunks} chunks")
+    numbers = padded_lengths.new_tensor([0] if size == 1 else [rank, chunks - 1 - rank])
+    first = padded_lengths[:, None] // chunks * numbers
+    return torch.stack([first, first + padded_lengths[:, None] // chunks], dim=-1)
+
+
+def local_positions(borders: Tensor, rank: int, size: int) -> Tensor:
+    """Positions in the whole row [t / size] of the tokens that ``rank`` holds, in the order it holds them."""
+    borders = borders.long()
+    runs = (local_runs(borders.diff(), rank, size) + borders[:-1, None, None]).flatten(0, 1)
+    lengths = runs.diff(dim=1)[:, 0]
+    run = torch.repeat_interleave(lengths)
+    return torch.arange(len(run), device=run.device) + (runs[:, 0] - lengths.cumsum(0) + lengths)[run]
+
+
+def gathered_positions(borders: Tensor, size: int) -> Tensor:
+    """For each position of the whole row [t], where it is when the ranks' rows are laid end to end."""
+    laid = torch.cat([local_positions(borders, rank, size) for rank in range(size)])
+    where = torch.empty_like(laid)
+    where[laid] = torch.arange(len(laid), device=laid.device)
+    return where

@@ -14,9 +14,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from megatron_fspo.packing.batch import MicroBatch, StepTotals, collate, padded_length
+from megatron_fspo.packing.batch import MicroBatch, Sequences, StepTotals, collate, padded_length
 from megatron_fspo.packing.plan import plan_micro_batches
-from megatron_fspo.packing.sequences import Sequences
 
 
 @dataclass(frozen=True, kw_only=True)

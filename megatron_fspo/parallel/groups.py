@@ -1,7 +1,9 @@
-"""The process groups of a run, handed down as an argument; nothing below asks for globals."""
+"""The process groups of a run, handed down as an argument: nothing below asks for globals. And tensors that
+change ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,3 +98,33 @@ def of_first_rank(values: Tensor, *groups: dist.ProcessGroup) -> Tensor:
     for group in several:
         dist.broadcast(values, src=dist.get_process_group_ranks(group)[0], group=group)
     return values
+
+
+def exchange(
+    parts: Sequence[Sequence[Tensor]], dtype: torch.dtype, *, group: dist.ProcessGroup
+) -> tuple[Tensor, list[int]]:
+    """Give every rank of the group its share, straight from who has it, without pickles. Collective: one
+    all-to-all, and one of the sizes before it.
+
+    Copies what is sent once, and what is received not at all.
+
+    Args:
+        parts: what goes to each rank of the group: any number of rows, of one dimension and any lengths.
+        dtype: of the rows.
+
+    Returns:
+        all that this rank was given, one rank's after the other's, on the CPU; and how much from each.
+    """
+    together = torch.cat([torch.zeros(0, dtype=dtype), *(row for part in parts for row in part)])
+    if group.size() == 1:
+        return together, [len(together)]
+    nccl = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    sizes = torch.tensor([sum(len(row) for row in part) for part in parts], device=device)
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes, group=group)
+    counts = coming.tolist()
+    together = together.to(device)
+    received = together.new_empty(sum(counts))
+    dist.all_to_all_single(received, together, counts, sizes.tolist(), group=group)
+    return received.cpu(), counts

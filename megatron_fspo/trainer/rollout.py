@@ -13,11 +13,10 @@ from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
+from megatron_fspo.packing.batch import Sequences, as_row
 from megatron_fspo.packing.pack import Pack, PackLayout, Packs, Plan, collate_packs, plan_step
 from megatron_fspo.packing.plan import attention_costs
-from megatron_fspo.packing.sequences import Sequences, as_row
-from megatron_fspo.parallel.exchange import exchange
-from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank, pack_layout
+from megatron_fspo.parallel.groups import ParallelGroups, exchange, of_first_rank, pack_layout
 from megatron_fspo.rewards import Graded
 from megatron_fspo.types import Completion, Prompt, VersionSpan
 from megatron_fspo.weights import Architecture

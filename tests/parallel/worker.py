@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from megatron_fspo.config import Optimizer, Reward
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.packing.zigzag import local_positions
+from megatron_fspo.packing.batch import local_positions
 from megatron_fspo.parallel.control import Control
-from megatron_fspo.parallel.exchange import exchange
-from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
+from megatron_fspo.parallel.groups import ParallelGroups, exchange, of_first_rank
 from megatron_fspo.parallel.metrics import add_metrics, any_rank, gather_lists, reduce_metrics, share
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.rollout.vllm.hand_out import hand_out
