@@ -37,11 +37,7 @@ LEAST_LEFT = 0.5
 
 
 def correct(
-    correction: CorrectionConfig,
-    packs: Packs,
-    mismatch: Mismatch,
-    *,
-    groups: ParallelGroups,
+    correction: CorrectionConfig, packs: Packs, mismatch: Mismatch, *, groups: ParallelGroups
 ) -> tuple[Packs, dict[str, float]]:
     """Micro-batches with ``rollout_weights``, and the metrics of the correction. Collective.
 
@@ -73,15 +69,14 @@ def correct(
             return _per_token(weight[batch.sample_index], batch)
 
     corrected = [_with_weights(batch, weights(batch), mismatch.sums) for batch in packs]
-    names = {
+    name = {
         "token_tis": "truncated_tokens",
         "sequence_tis": "truncated_sequences",
         "icepop": "dropped_tokens",
     }
-    name = names.get(correction.name, "dropped")
     old, weighted = ([pair[i] for pair in corrected] for i in range(2))
-    columns_of_packs = {"old_log_probs": old, "rollout_weights": weighted}
-    return packs.with_columns(**columns_of_packs), correction_metrics(name, columns, mismatch)
+    metrics = correction_metrics(name, columns, mismatch)
+    return packs.with_columns(old_log_probs=old, rollout_weights=weighted), metrics
 
 
 def token_weights(correction: TokenTIS | IcePop, deltas: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from megatron_fspo.config import Config
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import newest_checkpoint
-from megatron_fspo.mismatch.alarm import FP8_LIMIT, LIMIT, FreshTokens, Setting, check_mismatch
 from megatron_fspo.mismatch.correction import correct, little_is_left
-from megatron_fspo.mismatch.measure import measure
+from megatron_fspo.mismatch.measure import FP8_LIMIT, LIMIT, FreshTokens, Setting, check_mismatch, measure
 from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.metrics import agreed
 from megatron_fspo.trainer.build import Training
