@@ -33,7 +33,7 @@ from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 
 LEAST_LEFT = 0.5
-"""Mean weight and effective sample size below which the user is told."""
+"""Mean weight and effective sample size below which the user is warned."""
 
 
 def correct(

@@ -1,4 +1,4 @@
-"""How far log-probs of the sampler are from the trainer's, and why: Δ = log π_trainer - log π_sampler by token.
+"""How far the sampler is from the trainer, Δ = log π_trainer - log π_sampler of the same tokens, and why.
 
 It would be 0 if both computed alike. Other kernels and precisions make small noise; its sum over a response
 spreads as √L, as S does. Responses that were sampled before the last updates differ by what those changed. A

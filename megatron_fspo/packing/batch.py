@@ -284,10 +284,10 @@ def _per_token(rows: Sequence[Tensor], sizes: Tensor, firsts: Tensor, *, nobody:
     def per_token(values: Tensor) -> Tensor:
         return values.expand(sizes.shape).flatten().index_select(0, kind)
 
-    place = torch.arange(len(tokens))
+    positions = torch.arange(len(tokens))
     return {
         "tokens": tokens.long()[None],
-        "position_ids": place.add_(per_token(shift[..., None]))[None],
+        "position_ids": positions.add_(per_token(shift[..., None]))[None],
         "labels": labels.long(),
         "mask": per_token(mask),
         "segment": per_token(segment[:, None]),

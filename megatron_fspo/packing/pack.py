@@ -109,15 +109,15 @@ class Packs(Sequence[MicroBatch]):
         return len(self._batches)
 
     @overload
-    def __getitem__(self, place: int) -> MicroBatch: ...
+    def __getitem__(self, index: int) -> MicroBatch: ...
     @overload
-    def __getitem__(self, place: slice) -> Packs: ...
-    def __getitem__(self, place: int | slice) -> MicroBatch | Packs:
-        if isinstance(place, slice):
-            some = {name: tensors[place] for name, tensors in self._columns.items()}
-            return Packs(self._sequences, self._batches[place], self._device, some)
-        columns: dict[str, Any] = {name: tensors[place] for name, tensors in self._columns.items()}
-        return replace(self._batches[place].to(self._device), **columns)
+    def __getitem__(self, index: slice) -> Packs: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | Packs:
+        if isinstance(index, slice):
+            some = {name: tensors[index] for name, tensors in self._columns.items()}
+            return Packs(self._sequences, self._batches[index], self._device, some)
+        columns: dict[str, Any] = {name: tensors[index] for name, tensors in self._columns.items()}
+        return replace(self._batches[index].to(self._device), **columns)
 
     @property
     def sequences(self) -> Sequences:
@@ -140,7 +140,7 @@ class Packs(Sequence[MicroBatch]):
         return self._batches[0].totals
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return (self[place] for place in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
     def with_columns(self, **columns: Sequence[Tensor]) -> Packs:
         """The same with more per-token fields, one tensor [t] for each micro-batch."""
@@ -181,6 +181,6 @@ def pack(sequences: Sequences, layout: PackLayout, *, plan: Plan | None = None) 
     Raises:
         ValueError: a sequence does not fit a micro-batch.
     """
-    found, totals = plan_step(sequences.prompt_lengths.tolist(), sequences.lengths.tolist(), layout)
-    mine = (found if plan is None else plan)[layout.data_rank]
+    planned, totals = plan_step(sequences.prompt_lengths.tolist(), sequences.lengths.tolist(), layout)
+    mine = (planned if plan is None else plan)[layout.data_rank]
     return collate_packs(sequences, [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine], layout)

@@ -85,15 +85,15 @@ def _first_that_fits(
     after a smaller one that fits; a smaller one is then missed.
     """
     too_few, enough, stride = start - step, start, step
-    while (found := fill(enough)) is None:
+    while (bins := fill(enough)) is None:
         too_few, enough, stride = enough, enough + stride, 2 * stride
     while enough - too_few > step:
         middle = too_few + (enough - too_few) // (2 * step) * step
         if (fewer := fill(middle)) is None:
             too_few = middle
         else:
-            enough, found = middle, fewer
-    return found
+            enough, bins = middle, fewer
+    return bins
 
 
 def _fill(

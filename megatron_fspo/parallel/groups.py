@@ -101,7 +101,7 @@ def of_first_rank(values: Tensor, *groups: dist.ProcessGroup) -> Tensor:
 
 
 def exchange(
-    parts: Sequence[Sequence[Tensor]], dtype: torch.dtype, *, group: dist.ProcessGroup
+    rows: Sequence[Sequence[Tensor]], dtype: torch.dtype, *, group: dist.ProcessGroup
 ) -> tuple[Tensor, list[int]]:
     """Give every rank of the group its share, straight from who has it, without pickles. Collective: one
     all-to-all, and one of the sizes before it.
@@ -109,18 +109,18 @@ def exchange(
     Copies what is sent once, and what is received not at all.
 
     Args:
-        parts: what goes to each rank of the group: any number of rows, of one dimension and any lengths.
+        rows: for each rank of the group what goes to it: rows of one dimension and any lengths.
         dtype: of the rows.
 
     Returns:
         all that this rank was given, one rank's after the other's, on the CPU; and how much from each.
     """
-    together = torch.cat([torch.zeros(0, dtype=dtype), *(row for part in parts for row in part)])
+    together = torch.cat([torch.zeros(0, dtype=dtype), *(row for some in rows for row in some)])
     if group.size() == 1:
         return together, [len(together)]
     nccl = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    sizes = torch.tensor([sum(len(row) for row in part) for part in parts], device=device)
+    sizes = torch.tensor([sum(len(row) for row in some) for some in rows], device=device)
     coming = torch.empty_like(sizes)
     dist.all_to_all_single(coming, sizes, group=group)
     counts = coming.tolist()

@@ -126,12 +126,12 @@ class _Head:
         size = max(1, -(-len(rows) // count))
         buffer = hidden.new_empty(min(size, len(rows)), self.width, dtype=self.dtype)
         for first in range(0, len(rows) if self.width else 0, size):
-            part = slice(first, first + size)
-            states = hidden[rows[part]].to(weight.dtype)
+            chunk = slice(first, first + size)
+            states = hidden[rows[chunk]].to(weight.dtype)
             logits = buffer[: len(states)]
             for some, z in zip(weight[: self.width].split(columns), logits.split(columns, 1), strict=True):
                 _product(z, states, some.t(), scale=1 / self.temperature)
-            yield part, states, logits
+            yield chunk, states, logits
 
     def blocks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Slice of the rows of a chunk, their logits, and scratch of the same shape."""
@@ -185,9 +185,9 @@ def _statistics(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, he
     table = hidden.new_zeros(4, len(rows), dtype=head.dtype)
     # The max of no column at all. After -inf, _combine would meet 0 · inf.
     table[0] = torch.finfo(table.dtype).min
-    for part, _, logits in head.chunks(hidden, _operand(weight, hidden, head), rows):
-        top, exps, weighted, target = table[:, part]
-        mine, column = head.columns(labels[part])
+    for chunk, _, logits in head.chunks(hidden, _operand(weight, hidden, head), rows):
+        top, exps, weighted, target = table[:, chunk]
+        mine, column = head.columns(labels[chunk])
         target.copy_(torch.where(mine, logits.gather(1, column), 0.0)[:, 0])
         for block, z, exp in head.blocks(logits):
             torch.amax(z, -1, out=top[block])
@@ -213,20 +213,20 @@ def _combine(table: Tensor) -> Tensor:
 def _gradients(
     ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, stats: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """This rank's part of the gradient of the rows' hidden states [n, H], and that of the weight."""
+    """This rank's share of the gradient of the rows' hidden states [n, H], and that of the weight."""
     head: _Head = ctx.head
     partial = stats.new_zeros(len(rows), hidden.shape[1]) if ctx.needs_input_grad[0] else None
     total = _accumulator(ctx.parameter, head.dtype) if ctx.needs_input_grad[1] else None
     weight = _operand(weight, hidden, head)
     with_entropy = bool((stats[4] != 0).any())
-    for part, states, logits in head.chunks(hidden, weight, rows):
-        column = _to_gradient(logits, labels[part], stats[:, part], with_entropy, head)
-        scale = (1.0 if with_entropy else stats[3, part, None]) / (stats[1, part, None] * head.temperature)
+    for chunk, states, logits in head.chunks(hidden, weight, rows):
+        column = _to_gradient(logits, labels[chunk], stats[:, chunk], with_entropy, head)
+        scale = (1.0 if with_entropy else stats[3, chunk, None]) / (stats[1, chunk, None] * head.temperature)
         if partial is not None:
             # The label's is by far the largest term: added last, it is rounded once.
             largest = logits.gather(1, column)
-            _product(partial[part], logits.scatter_(1, column, 0.0).to(weight.dtype), weight[: head.width])
-            partial[part].addcmul_(largest, weight[column[:, 0]]).mul_(-scale)
+            _product(partial[chunk], logits.scatter_(1, column, 0.0).to(weight.dtype), weight[: head.width])
+            partial[chunk].addcmul_(largest, weight[column[:, 0]]).mul_(-scale)
             logits.scatter_(1, column, largest)
         if total is not None:
             states = (states * scale).to(weight.dtype)
@@ -273,7 +273,7 @@ def _deliver(weight: Tensor, total: Tensor) -> Tensor:
 
 
 def _hidden_gradient(partial: Tensor, rows: Tensor, dtype: torch.dtype, head: _Head) -> Tensor:
-    """Gradient of hidden, shaped as it came in, from this rank's part [n, H] of that of the rows."""
+    """Gradient of hidden, shaped as it came in, from this rank's share [n, H] of that of the rows."""
     shape, tp = (head.tokens, partial.shape[1]), head.group.size()
     if head.sequence_parallel:
         mine = partial.new_zeros(shape[0] // tp, shape[1])

@@ -88,10 +88,10 @@ def share(item: T, *, group: dist.ProcessGroup, source: int = 0) -> T:
 
 
 def any_rank(flag: bool, *, device: torch.device) -> bool:
-    """Whether the flag is set on any rank of the job."""
-    found = torch.tensor(int(flag), device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found.item())
+    """Return True if the flag is set on any rank of the job. Collective."""
+    flags = torch.tensor(int(flag), device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
 
 
 def agreed(item: T, groups: ParallelGroups) -> T:

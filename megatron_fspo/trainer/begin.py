@@ -10,7 +10,6 @@ from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import newest_checkpoint
 from megatron_fspo.mismatch.correction import correct, little_is_left
 from megatron_fspo.mismatch.measure import FP8_LIMIT, LIMIT, FreshTokens, Setting, check_mismatch, measure
-from megatron_fspo.packing.pack import Packs
 from megatron_fspo.parallel.metrics import agreed
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.optimize import Step, drop_from_old_pass
@@ -232,22 +231,32 @@ def _short(text: str) -> str:
 
 
 def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> Step:
-    """The step on these responses: packs, with their old log-probs. Collective."""
+    """Return the step on these responses. Collective.
+
+    Its packs have the log-probs that S starts from, unless these equal the new ones; the weights of a
+    correction; and for a KL penalty the log-probs of the reference policy.
+    """
     config = run.inputs.config
     metrics |= staleness_metrics(responses, run.step, limit=config.rollout.max_staleness)
     device = run.inputs.backend.device
     packs, sizes = make_mini_batches(config, run.inputs.arch, responses, run.groups, device)
-    responses = without_tokens(responses)
     step = Step(
-        rollout=responses,
+        rollout=without_tokens(responses),
         packs=packs,
         sizes=sizes,
         metrics=metrics,
         warm=run.policy.optimizer_steps >= config.optimizer.warmup_steps,
     )
-    add_old_log_probs(run, step)
+    if config.rollout.old_log_probs == "sampled":
+        sampled = [batch.sampled_log_probs for batch in packs]
+        step.packs = packs.with_columns(old_log_probs=sampled)
+    elif needs_old_pass(config):
+        score_old(run, step)
     if run.reference is not None:
-        step.packs = score_reference(run, step.packs)
+        with run.log.phase("ref", len(packs), "pack", run.timings) as progress:
+            scores = run.reference.score(step.packs, run.scoring)
+            progress(len(packs))
+        step.packs = step.packs.with_columns(reference_log_probs=scores)
     return step
 
 
@@ -261,19 +270,6 @@ def needs_old_pass(config: Config) -> bool:
         return False
     several = config.batch.mini_batches * config.batch.epochs > 1
     return several or config.rollout.engine == "vllm" or config.correction.name != "none"
-
-
-def add_old_log_probs(run: Training, step: Step) -> None:
-    """Give the packs the log-probs that S starts from, as ``rollout.old_log_probs`` has them. Collective.
-
-    They get none where these equal the new ones. A pass also gives them the weights of a correction, and the
-    step the metrics of the pass.
-    """
-    config = run.inputs.config
-    if config.rollout.old_log_probs == "sampled":
-        step.packs = step.packs.with_columns(old_log_probs=[batch.sampled_log_probs for batch in step.packs])
-    elif needs_old_pass(config):
-        score_old(run, step)
 
 
 def score_old(run: Training, step: Step) -> None:
@@ -317,12 +313,3 @@ def _alarm_setting(run: Training) -> Setting:
         groups=run.groups,
         device=run.inputs.backend.device,
     )
-
-
-def score_reference(run: Training, packs: Packs) -> Packs:
-    """Log-probs under the reference policy, for the KL penalty."""
-    assert run.reference is not None
-    with run.log.phase("ref", len(packs), "pack", run.timings) as progress:
-        scores = run.reference.score(packs, run.scoring)
-        progress(len(packs))
-    return packs.with_columns(reference_log_probs=scores)

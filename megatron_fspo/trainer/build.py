@@ -94,7 +94,7 @@ class Training:
 
         Args:
             wait: until its files are written, even with ``checkpoint.asynchronous``.
-            cursor: where the walk over the prompts stood, if not where it stands.
+            cursor: where the prompts stood, if not where they stand.
         """
         self.end_save(wait=True)
         self.engine.rest()

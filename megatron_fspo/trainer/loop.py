@@ -38,22 +38,22 @@ def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
         RewardError: the rewards of a step or an evaluation are no use. A checkpoint has the steps done.
     """
     control = join(inputs.backend, parallel=inputs.config.parallel)
-    with in_folder(inputs.config, control, resume) as held:
-        run = build(inputs, held.checkpoints, older=resume == "auto")
+    with in_folder(inputs.config, control, resume) as folder:
+        run = build(inputs, folder.checkpoints, older=resume == "auto")
         run.draw = draw
         beats = beating(
             inputs.config.run_folder,
-            held.job,
+            folder.job,
             run.log.activity,
             lambda: control.waits,
             rank=dist.get_rank(),
             size=dist.get_world_size(),
         )
         with run.grader or nullcontext(), beats, run.log.ending():
-            return _train(run, held)
+            return _train(run, folder)
 
 
-def _train(run: Training, held: Place) -> bool:
+def _train(run: Training, folder: Place) -> bool:
     config, control = run.inputs.config, run.groups.control
     signal.signal(signal.SIGTERM, lambda number, frame: control.request_stop())
     run.log.job(run.step, machine(run.inputs.backend))
@@ -80,7 +80,7 @@ def _train(run: Training, held: Place) -> bool:
         if end or any(_due(run.step, n) for n in (config.checkpoint.every, config.checkpoint.milestones)):
             with run.log.phase("save_checkpoint", 1, "", run.timings):
                 run.save(wait=end)
-        held.check()
+        folder.check()
         # First the row, then the name of the checkpoint: a run that resumes from it has the row.
         run.log.step(run.step, metrics | run.timings)
         run.end_save(wait=failed is not None, prune=failed is None)

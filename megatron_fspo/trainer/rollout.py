@@ -36,7 +36,7 @@ class Rollout:
     rewards: Tensor
     """float64: what is learned from."""
     scores: Tensor
-    """float64: the first reward's verdict alone, what accuracy is made of."""
+    """float64: the grade of the first reward alone, what accuracy is made of."""
     advantages: Tensor
     """float64; NaN until they are known."""
     truncated: Tensor
@@ -55,7 +55,7 @@ class Rollout:
     """int64, the data-parallel rank that holds its tokens."""
     held: Mapping[int, Completion]
     """What this rank holds, by number: on the first rank of each model copy; others hold nothing."""
-    verdicts: Mapping[int, Graded]
+    grades: Mapping[int, Graded]
     """What this rank graded, by number; not always what it holds."""
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ def rollout_of(
     samples: int,
     table: Tensor,
     held: Mapping[int, Completion],
-    verdicts: Mapping[int, Graded] | None = None,
+    grades: Mapping[int, Graded] | None = None,
 ) -> Rollout:
     """From a table [n, columns] with the fields of :data:`COLUMNS`; advantages are still to come."""
     columns = {
@@ -128,7 +128,7 @@ def rollout_of(
     }
     unknown = torch.full((len(table),), float("nan"), dtype=torch.float64)
     return Rollout(
-        prompts=prompts, samples=samples, held=held, verdicts=verdicts or {}, advantages=unknown, **columns
+        prompts=prompts, samples=samples, held=held, grades=grades or {}, advantages=unknown, **columns
     )
 
 
@@ -138,36 +138,36 @@ def with_advantages(rollout: Rollout, advantages: Tensor) -> Rollout:
 
 
 def without_tokens(rollout: Rollout) -> Rollout:
-    """The same, once its tokens are in packs and its verdicts counted."""
-    return replace(rollout, held={}, verdicts={})
+    """The same, once its tokens are in packs and its grades counted."""
+    return replace(rollout, held={}, grades={})
 
 
-def join(parts: Sequence[Rollout]) -> Rollout:
+def join(rollouts: Sequence[Rollout]) -> Rollout:
     """The groups of several rollouts, one rollout after the other, each response with whoever holds it.
 
     Raises:
-        ValueError: no parts, or groups of different sizes.
+        ValueError: no rollouts, or groups of different sizes.
     """
-    if len({part.samples for part in parts}) != 1:
-        raise ValueError(f"rollouts with groups of {[part.samples for part in parts]} do not join")
-    starts = list(accumulate(map(len, parts), initial=0))
+    if len({one.samples for one in rollouts}) != 1:
+        raise ValueError(f"rollouts with groups of {[one.samples for one in rollouts]} do not join")
+    starts = list(accumulate(map(len, rollouts), initial=0))
     columns: dict[str, Any] = {
-        name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_RESPONSE
+        name: torch.cat([getattr(one, name) for one in rollouts]) for name in _PER_RESPONSE
     }
     return replace(
-        parts[0],
-        prompts=[prompt for part in parts for prompt in part.prompts],
-        held=_renumbered([part.held for part in parts], starts),
-        verdicts=_renumbered([part.verdicts for part in parts], starts),
+        rollouts[0],
+        prompts=[prompt for one in rollouts for prompt in one.prompts],
+        held=_renumbered([one.held for one in rollouts], starts),
+        grades=_renumbered([one.grades for one in rollouts], starts),
         **columns,
     )
 
 
-def _renumbered(parts: Sequence[Mapping[int, T]], starts: Sequence[int]) -> dict[int, T]:
+def _renumbered(items: Sequence[Mapping[int, T]], starts: Sequence[int]) -> dict[int, T]:
     return {
         start + number: item
-        for part, start in zip(parts, starts, strict=False)
-        for number, item in part.items()
+        for some, start in zip(items, starts, strict=False)
+        for number, item in some.items()
     }
 
 
@@ -180,7 +180,7 @@ def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
         rollout,
         prompts=[rollout.prompts[group] for group in groups],
         held={new: rollout.held[old] for new, old in enumerate(numbers) if old in rollout.held},
-        verdicts={new: rollout.verdicts[old] for new, old in enumerate(numbers) if old in rollout.verdicts},
+        grades={new: rollout.grades[old] for new, old in enumerate(numbers) if old in rollout.grades},
         **columns,
     )
 
@@ -274,9 +274,9 @@ def make_mini_batches(
     packs: list[Pack] = []
     sizes: list[int] = []
     for first in range(0, len(rollout), per_batch):
-        part = slice(first, first + per_batch)
+        some = slice(first, first + per_batch)
         plan, totals = plan_step(
-            prompt_lengths[part], lengths[part], layout, first=first, left_out=idle[part].tolist()
+            prompt_lengths[some], lengths[some], layout, first=first, left_out=idle[some].tolist()
         )
         mine = plan[groups.dp.rank()]
         packs += [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine]
@@ -309,8 +309,8 @@ def _spread(
 
     def column(name: str, dtype: torch.dtype) -> list[Tensor]:
         if groups.first_of_copy:
-            parts = [[as_row(getattr(held[n], name), dtype) for n in to if n in held] for to in wanted]
-            flat, _ = exchange(parts, dtype, group=groups.dp)
+            outgoing = [[as_row(getattr(held[n], name), dtype) for n in to if n in held] for to in wanted]
+            flat, _ = exchange(outgoing, dtype, group=groups.dp)
         else:
             flat = torch.zeros(sum(lengths), dtype=dtype)
         flat = of_first_rank(flat.to(device), groups.pp, groups.cp, groups.tp).cpu()

@@ -59,7 +59,7 @@ class Batch:
     mine: range
     """Positions of this data-parallel rank's prompts."""
     pending: Pending
-    verdicts: Mapping[int, Verdict]
+    grades: Mapping[int, Verdict]
     """Of the responses that this rank grades, by number: all of them once ``pending`` has returned."""
 
 
@@ -96,15 +96,15 @@ def ask(
     """Ask for responses to all prompts; each data-parallel rank for its share. Each is graded as soon as it
     is there, while others are sampled and the trainer learns. Collective."""
     mine = range(groups.dp.rank(), len(prompts), groups.dp.size())
-    verdicts: dict[int, Verdict] = {}
+    grades: dict[int, Verdict] = {}
 
     def grade(number: int, completion: Completion) -> None:
         assert grader is not None
         text = response_text(inputs, completion)
-        verdicts[number] = grader.submit(prompts[number // params.n], completion, text)
+        grades[number] = grader.submit(prompts[number // params.n], completion, text)
 
     pending = engine.submit(prompts, params, mine, grade if grader is not None else None)
-    return Batch(prompts=prompts, samples=params.n, mine=mine, pending=pending, verdicts=verdicts)
+    return Batch(prompts=prompts, samples=params.n, mine=mine, pending=pending, grades=grades)
 
 
 class RolloutQueue:
@@ -120,21 +120,21 @@ class RolloutQueue:
         engine: RolloutEngine,
         groups: ParallelGroups,
         grader: Grader | None,
-        walk: PromptWalk,
+        prompts: PromptWalk,
         step: int,
     ) -> None:
         self._inputs = inputs
         self._engine = engine
         self._groups = groups
         self._grader = grader
-        self._walk = walk
+        self._prompts = prompts
         self._next = step
         self._asked: deque[Batch] = deque()
 
     def take(self, step: int) -> Batch:
         """The batch of this step. Collective."""
         self._ask_until(step)
-        self._walk.close()
+        self._prompts.close()
         return self._asked.popleft()
 
     def further(self, step: int, number: int, prompts: int) -> Batch:
@@ -143,7 +143,7 @@ class RolloutQueue:
         Args:
             number: of the round: 1 after the batch itself.
         """
-        return self._ask(self._walk.further(prompts), self._params(step, number))
+        return self._ask(self._prompts.further(prompts), self._params(step, number))
 
     def ask(self, step: int) -> None:
         """Ask for all that may be sampled while this step trains. Collective."""
@@ -151,12 +151,12 @@ class RolloutQueue:
         self._ask_until(min(step + config.rollout.max_staleness, config.run.steps - 1))
 
     def state_dict(self) -> dict[str, Any]:
-        """The prompt walk to resume with: what was only asked for is asked for again."""
-        return self._walk.state_dict()
+        """Return the state of the prompts to resume with: what was only asked for is asked for again."""
+        return self._prompts.state_dict()
 
     def _ask_until(self, step: int) -> None:
         while self._next <= step:
-            self._asked.append(self._ask(self._walk.batch(), self._params(self._next)))
+            self._asked.append(self._ask(self._prompts.batch(), self._params(self._next)))
             self._next += 1
 
     def _ask(self, indices: Sequence[int], params: SamplingParams) -> Batch:
@@ -202,11 +202,11 @@ def collect_and_grade(
     if groups.first_of_copy:
         for position, row in zip(batch.mine, completions, strict=True):
             held |= dict(enumerate(row, start=position * batch.samples))
-    verdicts, failures = _awaited(batch.verdicts, groups.control, progress, stops=stops)
+    grades, failures = _awaited(batch.grades, groups.control, progress, stops=stops)
     table = torch.zeros(len(batch.prompts) * batch.samples, len(COLUMNS), dtype=torch.float64)
     for number, completion in held.items():
         table[number, :-GRADES] = torch.tensor(describe(completion, groups.dp.rank()), dtype=torch.float64)
-    for number, graded in verdicts.items():
+    for number, graded in grades.items():
         table[number, -GRADES:] = torch.tensor([graded.reward, graded.score], dtype=torch.float64)
     table[list(failures), -GRADES:] = math.nan
     # A rank may still sample, and then wait for its grades: who is late there says for which prompt.
@@ -216,47 +216,47 @@ def collect_and_grade(
     table = _summed_over_all(table, inputs.backend.device)
     if table.isnan().any():  # on every rank
         raise_first(inputs.config, failures, batch.samples)
-    return rollout_of(batch.prompts, batch.samples, table, held, verdicts)
+    return rollout_of(batch.prompts, batch.samples, table, held, grades)
 
 
 def _awaited(
     pending: Mapping[int, Verdict], control: Control, progress: Progress | None, *, stops: bool
 ) -> tuple[dict[int, Graded], dict[int, Failure | None]]:
-    """The verdicts up to the first failure, and that; None for one that a request to stop left open."""
-    verdicts: dict[int, Graded] = {}
+    """The grades up to the first failure, and that; None for one that a request to stop left open."""
+    grades: dict[int, Graded] = {}
     limit = control.patience.wait
     # Two slices more, so that :func:`_watch` comes first: a call that it interrupts says where it was.
     too_late, stop_by = time.monotonic() + limit + 2 * SLICE, math.inf
     problem = f"gave no verdict in {limit:g} s (parallel.wait_seconds)"
     # Without a limit of its own: if this rank raised alone, there would be no checkpoint.
     with control.waiting("grades", seconds=math.inf) as waiting:
-        for number, verdict in sorted(pending.items()):
-            while not wait([verdict], timeout=SLICE).done:
+        for number, grade in sorted(pending.items()):
+            while not wait([grade], timeout=SLICE).done:
                 waiting.check()
                 now = time.monotonic()
                 if control.stop_requested:
                     stop_by = min(stop_by, now + (0 if stops else _STOP_SECONDS))
                 if now >= stop_by:
-                    return verdicts, {number: None}
+                    return grades, {number: None}
                 if failed := [n for n, one in pending.items() if one.done() and _failed(one)]:
                     number = min(failed)
                     break
                 if now > too_late:
-                    return verdicts, {number: verdict.missing(problem)}
+                    return grades, {number: grade.missing(problem)}
             graded = pending[number].result()
             if isinstance(graded, Failure):
                 if graded.interrupted:
                     graded = replace(graded, problem=f"{problem} and {graded.problem}")
-                    return verdicts, {number: None if control.stop_requested else graded}
-                return verdicts, {number: graded}
-            verdicts[number] = graded
+                    return grades, {number: None if control.stop_requested else graded}
+                return grades, {number: graded}
+            grades[number] = graded
             if progress is not None:
                 progress(0)  # it came further, for `status`
-    return verdicts, {}
+    return grades, {}
 
 
-def _failed(verdict: Verdict) -> bool:
-    return isinstance(verdict.result(), Failure)
+def _failed(grade: Verdict) -> bool:
+    return isinstance(grade.result(), Failure)
 
 
 def _summed_over_all(table: Tensor, device: torch.device) -> Tensor:
@@ -298,8 +298,8 @@ def advantages_of(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
 
 
 def reward_metrics(inputs: Inputs, rollout: Rollout) -> dict[str, float]:
-    """``reward/…``: how the verdicts came about, over the responses of all ranks. Collective."""
-    totals = tally(inputs.config.reward, rollout.verdicts.values())
+    """``reward/…``: how the grades came about, over the responses of all ranks. Collective."""
+    totals = tally(inputs.config.reward, rollout.grades.values())
     if not totals:
         return {}
     table = torch.tensor(list(totals.values()), dtype=torch.float64)
@@ -321,16 +321,16 @@ def raise_first(config: Config, failures: Mapping[int, Failure | None], samples:
 
     Args:
         failures: this rank's, by number of the response in the batch; some rank has one. None: there was no
-            verdict yet when the job was asked to stop.
+            grade yet when the job was asked to stop.
         samples: responses to each prompt.
 
     Raises:
         RewardError: one line, the same on every rank.
         StopRequested: on every rank; no reward failed.
     """
-    parts: list[dict[int, Failure | None]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(parts, dict(failures))
-    failed = {number: one for part in parts for number, one in part.items() if one is not None}
+    every: list[dict[int, Failure | None]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, dict(failures))
+    failed = {number: one for some in every for number, one in some.items() if one is not None}
     if not failed:
         raise StopRequested("a stop was requested during the wait for grades")
     number, failure = min(failed.items())
