@@ -69,13 +69,10 @@ def correct(
             return _per_token(weight[batch.sample_index], batch)
 
     corrected = [_with_weights(batch, weights(batch), mismatch.sums) for batch in packs]
-    name = {
-        "token_tis": "truncated_tokens",
-        "sequence_tis": "truncated_sequences",
-        "icepop": "dropped_tokens",
-    }
+    act = "truncated" if isinstance(correction, TokenTIS | SequenceTIS) else "dropped"
+    units = {"token_tis": "_tokens", "icepop": "_tokens", "sequence_tis": "_sequences"}
+    metrics = correction_metrics(act + units.get(correction.name, ""), columns, mismatch)
     old, weighted = ([pair[i] for pair in corrected] for i in range(2))
-    metrics = correction_metrics(name, columns, mismatch)
     return packs.with_columns(old_log_probs=old, rollout_weights=weighted), metrics
 
 

@@ -168,8 +168,8 @@ def _sampling(inputs: Inputs, samples: int) -> SamplingParams:
 
 
 def _turns(inputs: Inputs) -> dict[tuple[int, int], int]:
-    """Return which row of ``samples.jsonl`` a response is, by prompt and number, of those that are kept there:
-    the first response to every prompt, then the second where there is one, and so on."""
+    """Return which row of ``samples.jsonl`` a response is, by prompt and number, of those kept there: the
+    first response to every prompt, then the second where there is one, and so on."""
     samples = inputs.config.evaluation_samples
     order = (
         (prompt.index, number)

@@ -41,14 +41,8 @@ def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
     with in_folder(inputs.config, control, resume) as folder:
         run = build(inputs, folder.checkpoints, older=resume == "auto")
         run.draw = draw
-        beats = beating(
-            inputs.config.run_folder,
-            folder.job,
-            run.log.activity,
-            lambda: control.waits,
-            rank=dist.get_rank(),
-            size=dist.get_world_size(),
-        )
+        run_folder, rank, size = inputs.config.run_folder, dist.get_rank(), dist.get_world_size()
+        beats = beating(run_folder, folder.job, run.log.activity, lambda: control.waits, rank=rank, size=size)
         with run.grader or nullcontext(), beats, run.log.ending():
             return _train(run, folder)
 
