@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from megatron_fspo.trainer import rollout, sampling
 from megatron_fspo.trainer.begin import score_old
 from megatron_fspo.trainer.metrics import update_metrics
 from megatron_fspo.trainer.optimize import Step, optimize
-from megatron_fspo.trainer.rollout import Rollout, staleness_metrics, without_tokens
+from megatron_fspo.trainer.rollout import Rollout, staleness_metrics
 from megatron_fspo.types import Completion, Prompt
 from step_synthetic import Clock
 
@@ -57,7 +58,7 @@ def step(run: Any, responses: Rollout, clock: Clock) -> dict[str, float]:
         packs, sizes = rollout.make_mini_batches(
             run.inputs.config, run.inputs.arch, responses, run.groups, run.inputs.backend.device
         )
-    responses = without_tokens(responses)
+    responses = replace(responses, held={}, grades={})
     with clock("mismatch"):
         work = Step(rollout=responses, packs=packs, sizes=sizes, metrics=metrics, warm=True)
         score_old(run, work)

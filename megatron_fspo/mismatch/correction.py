@@ -104,7 +104,7 @@ def sequence_weights(
 
 
 def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[str, float]:
-    """What the rule did, over all responses whose Δ is finite.
+    """Measure what the rule did, over all responses whose Δ is finite.
 
     Args:
         name: what it does to a unit (a sequence, or a token for ``token_tis``).
@@ -149,7 +149,7 @@ def effective_share(weight: Tensor, square: Tensor, units: Tensor) -> float:
 
 
 def little_is_left(correction: CorrectionConfig, metrics: Mapping[str, float]) -> str | None:
-    """What to tell the user where the rule leaves less than half of a batch to learn from, with the remedy.
+    """Return a warning, with the remedy, where the rule leaves less than half of a batch to learn from.
 
     Args:
         metrics: of :func:`correct` and of the mismatch it corrected; the same on every rank.

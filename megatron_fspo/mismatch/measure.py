@@ -1,4 +1,4 @@
-"""How far the sampler is from the trainer, Δ = log π_trainer - log π_sampler of the same tokens, and why.
+"""The difference of sampler and trainer, Δ = log π_trainer - log π_sampler of the same tokens, and why.
 
 It would be 0 if both computed alike. Other kernels and precisions make small noise; its sum over a response
 spreads as √L, as S does. Responses that were sampled before the last updates differ by what those changed. A
@@ -38,11 +38,11 @@ FP8_LIMIT = 0.3
 for responses of SmolLM2-135M."""
 
 _LEAST_KEPT = 0.5
-"""Of the probability, by a cut vocabulary that nobody asked for; less at hardly any token."""
+"""Probability kept by a cut vocabulary that nobody asked for; less at hardly any token."""
 _EXCEPTIONS = 0.01
 """Share of tokens that may break a rule which noise blurs."""
 _PASSES = 6
-"""Of the search for another temperature."""
+"""Passes of the search for another temperature."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,10 +179,10 @@ def _everywhere(scored: Sequence[tuple[Tensor, Tensor]], samples: int, *, group:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What the run asked for, and what it has at hand."""
+    """The run, as far as the alarm asks."""
 
     version: int
-    """Of the trainer's weights."""
+    """Version of the trainer's weights."""
     temperature: float
     top_p: float
     limit: float
@@ -201,7 +201,7 @@ class Gap:
 
     tokens: int
     mean: float
-    """Of |Δ|; NaN without tokens."""
+    """Mean |Δ|; NaN without tokens."""
     largest: float
     beyond: float
     """Share of tokens with Δ outside what a cut vocabulary can give."""

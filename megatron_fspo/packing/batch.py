@@ -149,7 +149,7 @@ class MicroBatch:
     rollout_weights: Tensor | None = None
     """[t] finite factors on each token's policy gradient, from a rollout correction; None: all 1."""
     totals: StepTotals
-    """Of the optimizer step that it is a part of."""
+    """Totals of its optimizer step."""
 
     @property
     def late(self) -> Tensor:
@@ -158,7 +158,7 @@ class MicroBatch:
         return 2 * self.position_ids[0] >= torch.cat([padded, padded.new_tensor([2**31 - 1])])[self.segment]
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same with its tensors on a device; no copy of those that are there."""
+        """Move its tensors to a device; those that are there are not copied."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
         return MicroBatch(**{**values, **moved})
@@ -173,7 +173,7 @@ class StepTotals:
     num_tokens: int
     """T: their response tokens."""
     packed_tokens: int
-    """Those that are in a pack: what Megatron counts and divides by. Less than T where sequences without a
+    """Tokens that are in a pack: what Megatron counts and divides by. Less than T where sequences without a
     gradient are left out."""
 
 
@@ -301,7 +301,7 @@ def chunks_per_sequence(size: int) -> int:
 
 
 def local_runs(padded_lengths: Tensor, rank: int, size: int) -> Tensor:
-    """Where in each sequence the tokens lie that ``rank`` holds, in the order it holds them.
+    """Return where in each sequence the tokens lie that ``rank`` holds, in the order it holds them.
 
     Args:
         padded_lengths: [n], multiples of 2·size where size > 1.

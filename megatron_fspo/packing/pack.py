@@ -20,7 +20,7 @@ from megatron_fspo.packing.plan import plan_micro_batches
 
 @dataclass(frozen=True, kw_only=True)
 class PackLayout:
-    """What packs must fit: the parallel layout, and what a micro-batch may hold."""
+    """The parallel layout that packs must fit, and the tokens that a micro-batch may hold."""
 
     max_tokens: int | None = None
     """Tokens of a micro-batch over all context ranks; None: whatever the sequences need, in one."""
@@ -43,10 +43,10 @@ Plan = list[list[list[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """What goes into one micro-batch."""
+    """The sequences of one micro-batch."""
 
     numbers: tuple[int, ...]
-    """Of the sequences, in the step."""
+    """Numbers of the sequences in the step."""
     totals: StepTotals
 
 
@@ -121,29 +121,29 @@ class Packs(Sequence[MicroBatch]):
 
     @property
     def sequences(self) -> Sequences:
-        """What they are made of."""
+        """The sequences that they are made of."""
         return self._sequences
 
     @property
     def columns(self) -> Mapping[str, Sequence[Tensor]]:
-        """What was added to them."""
+        """The per-token fields that were added to them."""
         return self._columns
 
     @property
     def tokens(self) -> int:
-        """Of all of them on this rank, padding included."""
+        """Count the tokens of all of them on this rank, padding included."""
         return sum(batch.mask.numel() for batch in self._batches)
 
     @property
     def totals(self) -> StepTotals:
-        """Of the optimizer step of the first of them."""
+        """The totals of the optimizer step of the first of them."""
         return self._batches[0].totals
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return (self[index] for index in range(len(self)))
 
     def with_columns(self, **columns: Sequence[Tensor]) -> Packs:
-        """The same with more per-token fields, one tensor [t] for each micro-batch."""
+        """Return them with more per-token fields, one tensor [t] for each micro-batch."""
         return Packs(self._sequences, self._batches, self._device, {**self._columns, **columns})
 
 

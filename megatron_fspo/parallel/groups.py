@@ -33,7 +33,7 @@ class ParallelGroups:
     dp_cp: dist.ProcessGroup
     """Data and context parallel together: all ranks with different tokens."""
     control: Control = field(default_factory=Control)
-    """Where ranks wait for each other outside of collectives; the default waits for nobody."""
+    """Lets ranks wait for each other outside of collectives; the default waits for nobody."""
 
     @property
     def first_of_copy(self) -> bool:
@@ -42,7 +42,7 @@ class ParallelGroups:
 
     @classmethod
     def of(cls, parallel_state: Any, control: Control | None = None) -> ParallelGroups:
-        """Those of ``megatron.core.parallel_state``, once its ``initialize_model_parallel`` has made them."""
+        """Take the groups that ``megatron.core.parallel_state.initialize_model_parallel`` has made."""
         return cls(
             tp=parallel_state.get_tensor_model_parallel_group(),
             pp=parallel_state.get_pipeline_model_parallel_group(),
@@ -62,7 +62,7 @@ def pack_layout(
     interleaved: bool = False,
     align: int = 1,
 ) -> PackLayout:
-    """What this rank's packs must fit, whatever they may hold.
+    """Return the layout that this rank's packs must fit, whatever they may hold.
 
     Args:
         sequence: sequence parallel: tensor-parallel ranks share the tokens of a pack.

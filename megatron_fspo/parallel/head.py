@@ -107,7 +107,7 @@ def linear_log_probs(
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """What a call knows beside its tensors. This rank has the ids from first to first + width (may be 0)."""
+    """The constants of a call. This rank has the ids from first to first + width (may be 0)."""
 
     group: dist.ProcessGroup
     tokens: int
@@ -142,7 +142,7 @@ class _Head:
             yield block, logits[block], scratch[: len(logits) - first]
 
     def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Which labels are this rank's [c, 1], and their columns [c, 1] (of others, some column)."""
+        """Return which labels are this rank's [c, 1], and their columns [c, 1] (of others, some column)."""
         columns = (labels - self.first)[:, None]
         return (columns >= 0) & (columns < self.width), columns.clamp(0, self.width - 1)
 
@@ -255,14 +255,14 @@ def _to_gradient(logits: Tensor, labels: Tensor, stats: Tensor, with_entropy: bo
 
 
 def _accumulator(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where the chunks' weight gradients add up: in main_grad itself if that has the dtype."""
+    """Return the sum of the chunks' weight gradients to be: main_grad itself if that has the dtype."""
     main_grad: Any = getattr(weight, "main_grad", None)
     straight = main_grad is not None and main_grad.dtype == dtype
     return main_grad if straight else torch.zeros_like(weight, dtype=dtype)
 
 
 def _deliver(weight: Tensor, total: Tensor) -> Tensor:
-    """What autograd gets for the weight."""
+    """Return the gradient that autograd gets for the weight."""
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None:
         return total.to(weight.dtype)

@@ -64,11 +64,6 @@ def means(totals: Totals) -> dict[str, float]:
     return {name: total / count if count else float("nan") for name, (total, count) in totals.items()}
 
 
-def reduce_metrics(pairs: Mapping[str, Tensor], *, group: dist.ProcessGroup) -> dict[str, float]:
-    """:func:`means` of :func:`sum_metrics`."""
-    return means(sum_metrics(pairs, group=group))
-
-
 def gather_lists(items: list[T], *, group: dist.ProcessGroup) -> list[T]:
     """All ranks' lists, one after the other in rank order, on every rank."""
     if group.size() == 1:

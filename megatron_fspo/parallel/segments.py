@@ -28,7 +28,7 @@ _BITS = 28
 _UNITS = (2.0**24, 2.0**-4, 2.0**-32, 2.0**-60)
 _LARGEST = 2.0**52
 _MINUS = 1 << 31
-"""What an infinity below zero counts; one above counts 1, and NaN is both."""
+"""An infinity below zero counts this much; one above counts 1, and NaN is both."""
 
 
 class ExactSums:

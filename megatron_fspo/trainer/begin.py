@@ -1,4 +1,4 @@
-"""How a step begins: prompts → responses → rewards → advantages → packs → old log-probs."""
+"""The begin of a step: prompts → responses → rewards → advantages → packs → old log-probs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from megatron_fspo.trainer.rollout import (
     sampling_metrics,
     select,
     staleness_metrics,
-    without_tokens,
 )
 from megatron_fspo.trainer.sampling import (
     Batch,
@@ -36,7 +35,7 @@ MOST_ENDED = 0.05
 _SHOWN = 3
 """Responses in the message of a step without spread."""
 _CHARACTERS = 80
-"""Of a text in a message."""
+"""Length of a text in that message."""
 
 
 def begin_step(run: Training) -> Step:
@@ -241,7 +240,7 @@ def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> 
     device = run.inputs.backend.device
     packs, sizes = make_mini_batches(config, run.inputs.arch, responses, run.groups, device)
     step = Step(
-        rollout=without_tokens(responses),
+        rollout=replace(responses, held={}, grades={}),  # the tokens are in packs, the grades counted
         packs=packs,
         sizes=sizes,
         metrics=metrics,

@@ -59,7 +59,7 @@ class Training:
     groups: ParallelGroups
     policy: Policy
     reference: Model | None
-    """What a KL penalty pulls towards: ``model.checkpoint``, for good."""
+    """The policy that a KL penalty pulls towards: ``model.checkpoint``, for good."""
     engine: RolloutEngine
     grader: Grader | None
     """On ranks that grade."""
@@ -67,7 +67,7 @@ class Training:
     layout: PackLayout
     loss: LossState
     norms: deque[float]
-    """Of the last gradients that were no spikes."""
+    """Norms of the last gradients that were no spikes."""
     skips_in_a_row: int
     """Optimizer steps skipped, as spikes, since the last that was taken."""
     queue: RolloutQueue
@@ -75,7 +75,7 @@ class Training:
     step: int
     """Steps done. The weight version: one per step."""
     resumed: bool
-    """Whether it goes on from a checkpoint."""
+    """True if it goes on from a checkpoint."""
     saved: int
     """Steps after which ``--resume`` goes on: those of the newest checkpoint; 0 without one."""
     fp8_modules: int = 0

@@ -65,7 +65,7 @@ class Entry:
     the tokens."""
 
     number: int
-    """Of the portion's completions."""
+    """Its number among the completions of the portion."""
     record: Record
     row: tuple[int, dict[str, Any]] | None
     """The row in ``samples.jsonl`` of a run, after its number there; None where it is not kept."""
@@ -80,7 +80,7 @@ def sets_of(inputs: Inputs) -> dict[str, list[Prompt]]:
 
 
 def portions(inputs: Inputs, data_ranks: int) -> list[Portion]:
-    """What is asked for together: as many prompts as fill one batch of the embedded engine on every
+    """Cut the sets into what is asked for together: as many prompts as fill one batch of the engine on every
     data-parallel rank."""
     config = inputs.config
     every = []
@@ -94,7 +94,7 @@ def portions(inputs: Inputs, data_ranks: int) -> list[Portion]:
 
 
 def responses_of(inputs: Inputs) -> int:
-    """How many responses an evaluation asks for, over all ranks."""
+    """Count the responses that an evaluation asks for, over all ranks."""
     samples = inputs.config.evaluation_samples
     return sum(samples[prompt.dataset] for prompt in inputs.validation)
 
@@ -183,7 +183,7 @@ def _turns(inputs: Inputs) -> dict[tuple[int, int], int]:
 def _entries(
     inputs: Inputs, portion: Portion, rollout: Rollout, turns: Mapping[tuple[int, int], int]
 ) -> list[Entry]:
-    """What this rank holds, in the order of the records."""
+    """Make the entries of the completions that this rank holds, in the order of the records."""
     entries = []
     for number in sorted(rollout.held):
         completion = rollout.held[number]
@@ -228,8 +228,8 @@ def _row(inputs: Inputs, prompt: Prompt, completion: Completion, score: float) -
 
 
 def _gathered(mine: list[Entry], answers: dict[int, str | None], groups: ParallelGroups) -> list[Entry]:
-    """Those of all data-parallel ranks in the order of the records, with their answers, on the first rank;
-    else none. Collective over the first ranks of the model copies."""
+    """Gather the entries of all data-parallel ranks, in the order of the records and with answers, on the first
+    rank; else none. Collective over the first ranks of the model copies."""
     if not groups.first_of_copy:
         return []
     parts: list[tuple[list[Entry], dict[int, str | None]]] = [(mine, answers)]

@@ -103,7 +103,7 @@ def _one_if_equal(samples: dict[str, int]) -> int | dict[str, int]:
 
 
 def hash_of_checkpoint(folder: Path) -> str:
-    """Of the names and contents of all its files, documents and hidden ones left out."""
+    """Hash the names and contents of all files of a checkpoint, documents and hidden ones left out."""
     paths = sorted(
         path
         for path in folder.rglob("*")

@@ -1,4 +1,4 @@
-"""What a step reports: losses and clips of its optimizer steps, its speed, slow ranks; and its profile.
+"""The metrics of a step: losses and clips of its optimizer steps, its speed, slow ranks; and its profile.
 
 Ranks that compute slower than the others have a hot GPU, share a core, or have a bad memory module. Compared
 is what a rank needs per token for its own micro-batches, forward and backward, in the optimizer steps of a
@@ -133,7 +133,7 @@ def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]
 
 
 def table(steps: Sequence[Mapping[str, float]]) -> str:
-    """What the phases of some steps took, a line each; "" without steps.
+    """Format the seconds of each phase of some steps, a line each; "" without steps.
 
     Args:
         steps: their metrics.
@@ -162,12 +162,12 @@ def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
 
 
 class Pace(NamedTuple):
-    """Of a rank in one step."""
+    """The pace of a rank in one step."""
 
     seconds: float
-    """Of its own forward and backward passes, per token."""
+    """Per token, for its own forward and backward passes."""
     stage: int
-    """Of the pipeline; stages have unlike work, and are not compared."""
+    """Pipeline stage; stages have unlike work, and are not compared."""
     host: str
 
 

@@ -44,22 +44,22 @@ class Step:
 
     rollout: Rollout
     packs: Packs
-    """Of all mini-batches, with their old log-probs."""
+    """The packs of all mini-batches, with their old log-probs."""
     sizes: list[int]
     """Packs of each mini-batch."""
     metrics: dict[str, float]
-    """Of responses and old pass."""
+    """Metrics of responses and old pass."""
     warm: bool
-    """Whether it began after the learning rate's warm-up."""
+    """True if it began after the learning rate's warm-up."""
     updates: list[Update] = field(default_factory=list)
     """One for every optimizer step taken."""
     first: list[SequenceRecord] = field(default_factory=list)
-    """Of the first of them, before the policy has moved."""
+    """Records of the first of them, before the policy has moved."""
     off_policy: list[SequenceRecord] = field(default_factory=list)
     nonfinite: int = 0
     """Sequences that optimizer steps had to do without, each counted in every one."""
     dropped: list[SequenceRecord] = field(default_factory=list)
-    """Of responses that had to leave the packs, as they made a pass not finite."""
+    """Records of responses that had to leave the packs, as they made a pass not finite."""
 
     @property
     def turn(self) -> int:
@@ -156,7 +156,7 @@ def _loss(run: Training, step: Step, observer: Observer | None = None) -> Policy
 
 
 def _is_on_policy(run: Training, step: Step) -> bool:
-    """Whether S = 0 before the next update: nothing has moved the policy since the old pass."""
+    """Return True if S = 0 before the next update: nothing has moved the policy since the old pass."""
     none_taken = all(update.skipped for update in step.updates)
     return none_taken and run.inputs.config.rollout.old_log_probs != "sampled"
 

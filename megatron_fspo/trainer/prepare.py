@@ -49,9 +49,9 @@ class Inputs:
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     train: tuple[Prompt, ...]
-    """Of all training sets, numbered through."""
+    """Prompts of all training sets, numbered through."""
     validation: tuple[Prompt, ...]
-    """Of all evaluation sets, numbered through; ``Prompt.dataset`` tells them apart."""
+    """Prompts of all evaluation sets, numbered through; ``Prompt.dataset`` tells them apart."""
     noise: Noise | None
     """In S, where ``loss.noise`` says."""
     notes: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class Inputs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and activations."""
+        """The dtype of parameters and activations."""
         return DTYPES[self.config.model.dtype]
 
 
@@ -172,7 +172,7 @@ def _no_validation() -> None:
 
 
 def _check_rows(source: Source) -> None:
-    """What can be seen of a file without a tokenizer."""
+    """``InputError`` for what is wrong with a file even without a tokenizer."""
     if broken := examine(source, None, 0).broken:
         raise InputError(broken[0])
 

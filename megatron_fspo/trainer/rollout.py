@@ -54,9 +54,9 @@ class Rollout:
     owner: Tensor
     """int64, the data-parallel rank that holds its tokens."""
     held: Mapping[int, Completion]
-    """What this rank holds, by number: on the first rank of each model copy; others hold nothing."""
+    """Responses that this rank holds, by number: on the first rank of each model copy; others hold none."""
     grades: Mapping[int, Graded]
-    """What this rank graded, by number; not always what it holds."""
+    """Grades that this rank gave, by number; not always of what it holds."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -74,7 +74,7 @@ class Rollout:
         return (self.advantages.view(-1, self.samples) != 0).any(1)
 
     def name(self, number: int) -> str:
-        """Which response, for messages."""
+        """Name a response in a message."""
         prompt = self.prompts[number // self.samples]
         return f"prompt {prompt.index}, response {number % self.samples}"
 
@@ -92,7 +92,7 @@ COLUMNS = (
 """Fields of the table that ranks make together: those that :func:`describe` gives, in its order, then
 :data:`GRADES`."""
 GRADES = 2
-"""How many of them whoever grades fills in."""
+"""The last columns, which the rank that grades fills in."""
 _PER_RESPONSE = (*COLUMNS, "advantages")
 _TYPES = {"rewards": torch.float64, "scores": torch.float64, "truncated": torch.bool}
 
@@ -133,13 +133,8 @@ def rollout_of(
 
 
 def with_advantages(rollout: Rollout, advantages: Tensor) -> Rollout:
-    """The same, with [prompts, samples] advantages."""
+    """Return the rollout with these [prompts, samples] advantages."""
     return replace(rollout, advantages=advantages.flatten().double())
-
-
-def without_tokens(rollout: Rollout) -> Rollout:
-    """The same, once its tokens are in packs and its grades counted."""
-    return replace(rollout, held={}, grades={})
 
 
 def join(rollouts: Sequence[Rollout]) -> Rollout:
@@ -208,7 +203,7 @@ def sampling_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def staleness_metrics(rollout: Rollout, step: int, *, limit: int) -> dict[str, float]:
-    """How many versions older than the trainer's the weights were that sampled.
+    """Measure how many versions older than the trainer's the weights were that sampled.
 
     Returns:
         ``rollout/staleness/mean`` over tokens and ``/max``; ``rollout/partial``: share of responses that an

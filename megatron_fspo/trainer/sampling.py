@@ -1,4 +1,4 @@
-"""Which prompts are next, what the policy writes to them, and what the reward makes of it, over all ranks.
+"""The next prompts, the responses of the policy, and their grades, over all ranks.
 
 The batch of step k is trained on weights k. With ``rollout.max_staleness`` = K the batches up to k + K are
 asked for before step k trains, and sampled meanwhile: no token is from weights older than K versions when it
@@ -53,14 +53,14 @@ class Batch:
     """Responses that were asked for."""
 
     prompts: Sequence[Prompt]
-    """Of all ranks."""
+    """The prompts of all ranks."""
     samples: int
     """Responses to each."""
     mine: range
     """Positions of this data-parallel rank's prompts."""
     pending: Pending
     grades: Mapping[int, Verdict]
-    """Of the responses that this rank grades, by number: all of them once ``pending`` has returned."""
+    """Grades to come of the responses that this rank grades, by number: all once ``pending`` has returned."""
 
 
 def make_grader(config: Config, groups: ParallelGroups) -> Grader | None:
@@ -238,7 +238,9 @@ def _awaited(
                     stop_by = min(stop_by, now + (0 if stops else _STOP_SECONDS))
                 if now >= stop_by:
                     return grades, {number: None}
-                if failed := [n for n, one in pending.items() if one.done() and _failed(one)]:
+                if failed := [
+                    n for n, one in pending.items() if one.done() and isinstance(one.result(), Failure)
+                ]:
                     number = min(failed)
                     break
                 if now > too_late:
@@ -253,10 +255,6 @@ def _awaited(
             if progress is not None:
                 progress(0)  # it came further, for `status`
     return grades, {}
-
-
-def _failed(grade: Verdict) -> bool:
-    return isinstance(grade.result(), Failure)
 
 
 def _summed_over_all(table: Tensor, device: torch.device) -> Tensor:
@@ -309,7 +307,7 @@ def reward_metrics(inputs: Inputs, rollout: Rollout) -> dict[str, float]:
 
 
 def response_text(inputs: Inputs, completion: Completion) -> str:
-    """What a reward is given to read. A stop token is not part of it, a stop string is."""
+    """Return the text that a reward reads: without a stop token, with a stop string."""
     ids = list(completion.token_ids)
     if ids and ids[-1] in inputs.stop_token_ids:
         ids = ids[:-1]
