@@ -228,7 +228,7 @@ def _row(inputs: Inputs, prompt: Prompt, completion: Completion, score: float) -
 
 
 def _gathered(mine: list[Entry], answers: dict[int, str | None], groups: ParallelGroups) -> list[Entry]:
-    """Gather the entries of all data-parallel ranks, in the order of the records and with answers, on the first
+    """Gather the entries of all data-parallel ranks in the order of the records, with answers, on the first
     rank; else none. Collective over the first ranks of the model copies."""
     if not groups.first_of_copy:
         return []

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fspo.trainer.begin import Filled, choose, fill, prompts_to_ask
+from megatron_fspo.trainer.begin import choose, fill, prompts_to_ask
 from megatron_fspo.trainer.rollout import (
     COLUMNS,
     Rollout,
@@ -136,9 +136,3 @@ def test_groups_without_spread_that_stay_are_among_the_others() -> None:
     assert choose([False, True, False, True, False, True], 4) == [0, 1, 3, 5]
     assert choose([True] * 5, 3) == [0, 1, 2]
     assert choose([False] * 5, 3) == [0, 1, 2]
-
-
-def test_what_the_console_says() -> None:
-    sampled = make([True, False, False, False], count(1))
-    filled = Filled(batch=select(sampled, [0, 1]), sampled=sampled, rounds=4)
-    assert str(filled) == "1 of 2 groups have no spread after 4 rounds with 4 prompts (rollout.max_rounds)"

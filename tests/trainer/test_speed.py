@@ -37,23 +37,6 @@ def test_flops_by_hand() -> None:
     assert forward_flops(ARCH, [3, 3], [4, 4]) == 2 * want and forward_flops(ARCH, [], []) == 0
 
 
-def test_flops_are_those_that_torch_counts() -> None:
-    """Products of the layers and the head, as the profiler of torch sees them in plain matrices."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    length, q, kv = 7, ARCH.q_size, ARCH.kv_size
-    hidden = torch.zeros(length, ARCH.hidden_size)
-    with FlopCounterMode(display=False) as counter:
-        for _ in range(ARCH.num_layers):
-            for rows_, columns in ((8, q), (8, kv), (8, kv), (8, 16), (8, 16)):
-                hidden @ torch.zeros(rows_, columns)
-            torch.zeros(length, q) @ torch.zeros(q, 8)
-            torch.zeros(length, 16) @ torch.zeros(16, 8)
-        hidden @ torch.zeros(8, ARCH.vocab_size)
-    attention = ARCH.num_layers * 2 * q * length**2
-    assert forward_flops(ARCH, [0], [length]) == counter.get_total_flops() + attention
-
-
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
