@@ -24,7 +24,7 @@ from megatron_fspo.job.folder import checkpoints
 from megatron_fspo.mcore.nonfinite import culprits, packs_to_blame, suspects_of, without
 from megatron_fspo.mcore.policy import Update
 from megatron_fspo.mcore.policy_loss import Observer, PolicyLoss
-from megatron_fspo.packing.pack import Packs
+from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import Totals, agreed, any_rank, gather_lists, means, share
 from megatron_fspo.record.records import SequenceRecord, as_tensors, records_of, sigma_of

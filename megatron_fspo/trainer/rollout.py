@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.packing.batch import Sequences, as_row
-from megatron_fspo.packing.pack import Pack, PackLayout, Packs, Plan, collate_packs, plan_step
+from megatron_fspo.packing.batch import Packs, Sequences, as_row
+from megatron_fspo.packing.pack import Pack, PackLayout, Plan, collate_packs, plan_step
 from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.parallel.groups import ParallelGroups, exchange, of_first_rank, pack_layout
 from megatron_fspo.rewards import Graded

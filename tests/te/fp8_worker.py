@@ -35,7 +35,8 @@ from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
 from megatron_fspo.objective.losses import SequenceLevel
-from megatron_fspo.packing.pack import Packs, pack
+from megatron_fspo.packing.batch import Packs
+from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import pack_layout
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.trainer import build as build_module

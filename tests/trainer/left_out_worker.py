@@ -34,7 +34,7 @@ from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.mismatch.correction import correct
 from megatron_fspo.mismatch.measure import measure
-from megatron_fspo.packing.pack import Packs
+from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.trainer import rollout as rollout_module
 from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages

@@ -27,8 +27,7 @@ from megatron_fspo.mismatch.correction import correct, effective_share, little_i
 from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.losses import PolicyObjective, SequenceLevel, TokenLevel
-from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.packing.pack import Packs
+from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.records import SequenceRecord, records_of
 from mismatch_cases import ALONE, LENGTHS, PACKS, packed, responses

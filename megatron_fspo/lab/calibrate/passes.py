@@ -23,8 +23,7 @@ from megatron_fspo.mcore.emulate import emulate_fp8
 from megatron_fspo.mcore.hf_weights import export_hf, load_hf
 from megatron_fspo.mcore.policy import Model
 from megatron_fspo.mismatch.measure import per_sample
-from megatron_fspo.packing.batch import MicroBatch, padded_length
-from megatron_fspo.packing.pack import Packs
+from megatron_fspo.packing.batch import MicroBatch, Packs, padded_length
 from megatron_fspo.record.records import as_tensors
 from megatron_fspo.trainer.begin import roll_out, with_packs
 from megatron_fspo.trainer.build import Training, build
