@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_fspo.packing import pack as packing
-from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, StepTotals
+from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, StepTotals, padded_length
 from megatron_fspo.packing.pack import Pack, PackLayout, collate_packs
 from megatron_fspo.types import Sample
 
@@ -40,4 +40,4 @@ def packs_of(samples: Sequence[Sample], packs: Sequence[Sequence[int]], **layout
 
 def sample_length(sample: Sample, *, context: int = 1) -> int:
     """Tokens a sample takes in a pack."""
-    return batch.padded_length(len(sample.prompt.token_ids) + len(sample.completion.token_ids), context)
+    return padded_length(len(sample.prompt.token_ids) + len(sample.completion.token_ids), context)
