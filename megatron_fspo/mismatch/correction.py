@@ -120,7 +120,7 @@ def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[s
     half = length_bins(mismatch.lengths[counted], 2)
 
     def share(chosen: Tensor) -> float:
-        return (acted[chosen].sum() / units[chosen].sum()).item()
+        return float(acted[chosen].sum() / units[chosen].sum())
 
     return {
         f"rollout/correction_{name}": share(half >= 0),

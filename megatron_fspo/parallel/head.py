@@ -101,7 +101,8 @@ def linear_log_probs(
         sequence_parallel=sequence_parallel and tp > 1,
         chunk_tokens=chunk_tokens,
     )
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, rows, labels, head)
+    apply: Any = _LinearLogProbs.apply
+    log_probs, entropy = apply(hidden, weight, rows, labels, head)
     return log_probs, entropy
 
 
@@ -129,8 +130,9 @@ class _Head:
             chunk = slice(first, first + size)
             states = hidden[rows[chunk]].to(weight.dtype)
             logits = buffer[: len(states)]
-            for some, z in zip(weight[: self.width].split(columns), logits.split(columns, 1), strict=True):
-                _product(z, states, some.t(), scale=1 / self.temperature)
+            for start in range(0, self.width, columns):
+                some = slice(start, min(start + columns, self.width))
+                _product(logits[:, some], states, weight[some].t(), scale=1 / self.temperature)
             yield chunk, states, logits
 
     def blocks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:

@@ -309,7 +309,7 @@ def _spread(
         else:
             flat = torch.zeros(sum(lengths), dtype=dtype)
         flat = of_first_rank(flat.to(device), groups.pp, groups.cp, groups.tp).cpu()
-        return list(flat.split(lengths))
+        return list(torch.split(flat, lengths))
 
     held = rollout.held
     return Sequences.of(
