@@ -205,6 +205,7 @@ def run_of(inputs: Any, groups: Any, clock: Clock) -> Any:
         log=Log(),
         loss=inputs.config.loss.start(longest=inputs.config.rollout.max_response_tokens),
         timings={},
+        saved=0,
         step=1,
     )
 

@@ -23,11 +23,10 @@ from megatron_fspo.mismatch.correction import correction_metrics
 from megatron_fspo.mismatch.measure import Mismatch
 from megatron_fspo.record.records import SequenceRecord, clip_metrics
 from megatron_fspo.rewards import tally
-from megatron_fspo.trainer.dynamic import Filled
+from megatron_fspo.trainer.begin import Filled
+from megatron_fspo.trainer.metrics import OFF_POLICY
 from megatron_fspo.trainer.noise import AtLength, Calibration, Check, Interval, NoiseRecord
-from megatron_fspo.trainer.optimize import OFF_POLICY
-from megatron_fspo.trainer.rollout import COLUMNS, Rollout, rollout_of, with_advantages
-from megatron_fspo.trainer.sampling import sampling_metrics
+from megatron_fspo.trainer.rollout import COLUMNS, Rollout, rollout_of, sampling_metrics, with_advantages
 from megatron_fspo.types import Prompt
 from metrics_page import PAGE, ROW, names_of_page, patterns, unknown
 

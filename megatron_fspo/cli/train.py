@@ -104,7 +104,7 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, overrides)
     import_megatron()
 
-    from megatron_fspo.trainer.check import check_run
+    from megatron_fspo.trainer.prepare import check_run
 
     # Under torchrun, and in the launch script, the run will be on this machine.
     here = "WORLD_SIZE" in os.environ

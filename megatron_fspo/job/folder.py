@@ -18,13 +18,12 @@ Resume = Literal["no", "newest", "auto"]
 """The values of ``--resume``: a new run; to go on from the newest checkpoint; or to go on from the newest
 that is whole if there is a run, else to start one."""
 
-_CHECKPOINT = re.compile(r"step_(\d+)(?:\+(\d+))?")
+_CHECKPOINT = re.compile(r"step_(\d+)")
 
 
-def checkpoint_folder(config: Config, step: int, updates: int = 0) -> Path:
-    """The folder of the checkpoint written after so many steps, and so many optimizer steps of the next."""
-    name = f"step_{step:06d}" + (f"+{updates:03d}" if updates else "")
-    return config.run_folder / "checkpoints" / name
+def checkpoint_folder(config: Config, step: int) -> Path:
+    """Where the checkpoint lives that was written after so many steps."""
+    return config.run_folder / "checkpoints" / f"step_{step:06d}"
 
 
 def checkpoints(config: Config) -> list[Path]:
@@ -39,10 +38,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(config: Config, *, step: int) -> Path | None:
-    """The newest checkpoint of at most so many steps."""
-    return max(
-        (path for path in checkpoints(config) if _steps_of(path) <= (step, 0)), key=_steps_of, default=None
-    )
+    """The newest of at most so many steps."""
+    return max((path for path in checkpoints(config) if _steps_of(path) <= step), key=_steps_of, default=None)
 
 
 def remove_old_checkpoints(config: Config, *, good_step: int) -> dict[Path, str]:
@@ -74,16 +71,15 @@ def remove_old_checkpoints(config: Config, *, good_step: int) -> dict[Path, str]
     return stays
 
 
-def _steps_of(path: Path) -> tuple[int, int]:
-    """Steps, and optimizer steps of the next."""
+def _steps_of(path: Path) -> int:
     match = _CHECKPOINT.fullmatch(path.name)
     assert match is not None
-    return int(match[1]), int(match[2] or 0)
+    return int(match[1])
 
 
 def _is_milestone(path: Path, config: Config) -> bool:
-    (step, updates), every = _steps_of(path), config.checkpoint.milestones
-    return bool(every) and updates == 0 and step % every == 0
+    every = config.checkpoint.milestones
+    return bool(every) and _steps_of(path) % every == 0
 
 
 def checkpoints_to_resume(config: Config, resume: Resume, *, mine: Owner | None = None) -> list[Path]:

@@ -17,13 +17,9 @@ from megatron_fspo.mcore.startup import join
 from megatron_fspo.trainer.begin import begin_step
 from megatron_fspo.trainer.build import Draw, Training, build
 from megatron_fspo.trainer.evaluate import evaluate, responses_of
-from megatron_fspo.trainer.leave import fail_after_save, stopped
-from megatron_fspo.trainer.machine import machine
-from megatron_fspo.trainer.optimize import optimize, update_metrics
-from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.profile import profiled
-from megatron_fspo.trainer.slow import slow_rank_metrics
-from megatron_fspo.trainer.speed import speed_metrics, table
+from megatron_fspo.trainer.metrics import profiled, slow_rank_metrics, speed_metrics, table, update_metrics
+from megatron_fspo.trainer.optimize import optimize
+from megatron_fspo.trainer.prepare import Inputs, machine
 
 
 def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
@@ -57,7 +53,7 @@ def _train(run: Training, folder: RunFolder) -> bool:
         with profiled(run):
             metrics = train_step(run)
         if metrics is None:
-            return stopped(run)
+            return _stopped(run)
         run.step += 1
         last = run.step == config.run.steps
         stopping = control.meet(f"the end of step {run.step}")
@@ -81,7 +77,7 @@ def _train(run: Training, folder: RunFolder) -> bool:
         if failed is not None:
             raise failed
         if stopping and not last:
-            return stopped(run)
+            return _stopped(run)
     run.engine.rest()
     export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
     run.engine.close()
@@ -93,29 +89,27 @@ def train_step(run: Training) -> dict[str, float] | None:
     """One rollout and all optimizer steps on it.
 
     Returns:
-        its metrics; None where the job was asked to stop before its end. It left a checkpoint then: of the
-        steps before it, if no optimizer step was taken yet, else of all that was done.
+        its metrics; None where the job was asked to stop and the step was thrown away. There is a checkpoint
+        of the steps before it then, or nothing was done yet: ``--resume`` makes the step again.
     """
     run.timings.clear()
     run.log.activity.step = run.step + 1
     began = time.perf_counter()
     cursor = run.queue.state_dict()
-    if run.under_way is None:
-        try:
-            run.under_way = begin_step(run)
-        except StopRequested:
-            run.save(wait=True, cursor=cursor)
-            return None
-        except RewardError as error:
-            fail_after_save(run, error, cursor)
-    else:  # the checkpoint that the run goes on from had it
-        run.queue.ask(run.step)
-        run.engine.rest()
-    step = run.under_way
-    if not optimize(run, step):
-        run.save(wait=True)
+    try:
+        step = begin_step(run)
+    except StopRequested:
+        run.save(wait=True, cursor=cursor)
         return None
-    run.under_way = None
+    except RewardError as error:
+        going_on = "--resume starts over"  # of no steps there is nothing to keep
+        if run.step:
+            run.save(wait=True, cursor=cursor)
+            run.end_save(wait=True, prune=False)
+            going_on = f"--resume goes on after step {run.step}"
+        raise RewardError(f"step {run.step + 1}: {error}; {going_on}") from error
+    if not optimize(run, step):
+        return None
     metrics = step.metrics | update_metrics(run, step) | slow_rank_metrics(run, step)
 
     with run.log.phase("update_weights", 1, "", run.timings):
@@ -124,6 +118,15 @@ def train_step(run: Training) -> dict[str, float] | None:
 
     metrics |= speed_metrics(run, step, time.perf_counter() - began)
     return metrics | {"training/weight_version": float(run.step + 1)}
+
+
+def _stopped(run: Training) -> bool:
+    """End a run that SIGTERM stopped and whose checkpoint is written."""
+    run.end_save(wait=True)
+    run.log.say(f"stopped by SIGTERM after step {run.step}; continue with --resume")
+    run.engine.close()
+    run.log.close(table)
+    return False
 
 
 def _evaluate(run: Training) -> dict[str, float]:

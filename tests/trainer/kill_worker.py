@@ -28,7 +28,7 @@ BEFORE = {
     "rollout": "mcore.decode:Decoder.feed",
     "asking": "trainer.begin:roll_out",
     "grading": "trainer.sampling:response_text",
-    "old pass": "trainer.optimize:score_old",
+    "old pass": "trainer.begin:score_old",
     "update": "mcore.policy:Policy.step",
     "sending": "rollout.client.engine:VLLMEngine.update_weights",
     "evaluation": "mcore.decode:Decoder.feed",

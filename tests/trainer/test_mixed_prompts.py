@@ -19,7 +19,7 @@ from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.consistency import facts
 from megatron_fspo.trainer.prepare import Inputs, prepare
-from megatron_fspo.trainer.rollout_queue import RolloutQueue
+from megatron_fspo.trainer.sampling import RolloutQueue
 from megatron_fspo.types import Prompt, SamplingParams
 
 PROMPTS = tuple(

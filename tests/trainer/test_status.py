@@ -19,7 +19,7 @@ from megatron_fspo.job.rank_status import Activity, status_file, status_writer
 from megatron_fspo.job.run_folder import RunFolder
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.record.status import examine, render
-from megatron_fspo.trainer.slow import Pace, lines, ratios
+from megatron_fspo.trainer.metrics import Pace, lines, ratios
 from runs import rows, train_words
 
 PLAIN = "--parallel.tensor 1 --parallel.sequence false --evaluation.every 0 --checkpoint.every 2".split()

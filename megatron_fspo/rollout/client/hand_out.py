@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fspo.parallel.exchange import exchange
+from megatron_fspo.parallel.groups import exchange
 from megatron_fspo.types import Completion, VersionSpan
 
 _ROWS = msgspec.msgpack.Decoder(
