@@ -64,7 +64,7 @@ THIRD_PARTY = {
     "rollout": {"torch", "safetensors", "httpx", "msgspec", "vllm"},
     "record": {"torch", "tqdm", "wandb"},
     "mismatch": {"torch"},
-    "trainer": {"torch", "pydantic", "safetensors", "tqdm"},
+    "trainer": {"torch", "pydantic", "tqdm"},
     "plugin": set(),
     "verify": {"torch"},
     "lab": {"torch", "numpy", "pydantic", "matplotlib", "jinja2", "markupsafe", "msgspec", "tomli_w"},

@@ -151,11 +151,8 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         recompute=config.model.recompute == "full",
         fp8=config.fp8,
     )
-    loss = config.loss.start(
-        inputs.noise,
-        longest=config.rollout.max_response_tokens,
-        updates=config.off_policy_updates,
-    )
+    longest, updates = config.rollout.max_response_tokens, config.off_policy_updates
+    loss = config.loss.start(inputs.noise, longest=longest, updates=updates)
     prompts = PromptWalk(make_cursor(inputs.train, config.data, config.run.seed), config.rollout.prompts)
     step = 0
     spikes: dict[str, Any] = {"norms": [], "in_a_row": 0}
