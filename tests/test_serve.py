@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -63,6 +64,27 @@ def options(fake: FakeVLLM, model: Path, tmp_path: Path) -> Callable[..., Server
     return make
 
 
+def start(options: ServerOptions) -> ServerProcess:
+    """A server that serves; one that does not is stopped."""
+    server = ServerProcess(options)
+    try:
+        server.launch()
+        server.wait()
+    except BaseException:
+        server.stop()
+        raise
+    return server
+
+
+@contextmanager
+def started(options: ServerOptions) -> Iterator[ServerProcess]:
+    server = start(options)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_the_dtype_is_the_checkpoints_unless_told(model: Path, key: str) -> None:
     """vLLM's own choice for float32 is half of it."""
@@ -94,7 +116,7 @@ def test_flags_and_environment(
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
     settings = options(backend="disk", dtype="float32", extra=("--max-num-seqs", "8"))
-    with ServerProcess(settings) as server:
+    with started(settings) as server:
         assert server.alive
         assert server.healthy()
         assert server.url == f"http://127.0.0.1:{settings.port}"
@@ -128,7 +150,7 @@ def test_a_gpu_build_gets_no_cpu_flags(
 ) -> None:
     fake.write(version="0.32.0")
     write_config(model, head_dim=24)
-    with ServerProcess(options(backend="nccl")):
+    with started(options(backend="nccl")):
         pass
     (start,) = fake.starts
     assert "--enforce-eager" not in start["argv"]
@@ -226,7 +248,7 @@ def test_a_guard_that_does_not_guard(
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     fake.set_mode("open")
     with pytest.raises(TrainingError, match=r"should ask for the key and does not: .*/is_paused answers 404"):
-        ServerProcess(options()).start()
+        start(options())
     assert len(fake.starts) == 1 and fake.running == []
 
 
@@ -234,9 +256,9 @@ def test_the_port_of_another(fake: FakeVLLM, options: Callable[..., ServerOption
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(InputError, match=f"--port {port}: Address already in use"):
-            ServerProcess(options(port=port)).start()
+            start(options(port=port))
     with pytest.raises(InputError, match=r"--host no\.such\.host\.invalid"):
-        ServerProcess(options(host="no.such.host.invalid")).start()
+        start(options(host="no.such.host.invalid"))
     assert fake.starts == []
 
 
@@ -248,7 +270,7 @@ def test_a_crash_at_the_start_shows_the_end_of_the_log(
     settings.log_file.write_text("of another day\n")
     fake.set_mode("crash")
     with pytest.raises(TrainingError, match="vLLM ended while it started") as crash:
-        ServerProcess(settings).start()
+        start(settings)
     assert str(crash.value).splitlines() == [
         f"vLLM ended while it started; the end of {settings.log_file}:",
         "  loading",
@@ -260,7 +282,7 @@ def test_a_crash_at_the_start_shows_the_end_of_the_log(
 def test_a_server_that_is_never_ready(fake: FakeVLLM, options: Callable[..., ServerOptions]) -> None:
     fake.set_mode("slow")
     with pytest.raises(TrainingError, match="not ready after 1 s"):
-        ServerProcess(options(start_seconds=1)).start()
+        start(options(start_seconds=1))
     assert fake.running == []
 
 
@@ -269,8 +291,7 @@ def test_a_deaf_server_is_killed(
 ) -> None:
     monkeypatch.setattr(process, "GRACE_SECONDS", 0.3)
     fake.set_mode("deaf")
-    server = ServerProcess(options())
-    server.start()
+    server = start(options())
     assert len(fake.running) == 2
     server.stop()
     assert fake.running == []
@@ -280,8 +301,7 @@ def test_a_deaf_server_is_killed(
 def test_nothing_stays_when_the_guard_is_killed(
     fake: FakeVLLM, options: Callable[..., ServerOptions]
 ) -> None:
-    server = ServerProcess(options())
-    server.start()
+    server = start(options())
     os.kill(server._guard.pid, signal.SIGKILL)
     until(lambda: not server.alive, "the end is noticed")
     server.stop()

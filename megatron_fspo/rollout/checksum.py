@@ -24,7 +24,7 @@ class Checksum:
     """Sums over all elements, in float64; NaN where an element is."""
 
     dtype: str
-    """Of the tensor, as ``bfloat16``."""
+    """The tensor's, as ``bfloat16``."""
     count: int
     total: float
     squares: float

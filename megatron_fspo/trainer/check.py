@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import torch
 
 from megatron_fspo.config import Config
@@ -36,7 +38,7 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
 
 
 def _absent(config: Config, *, here: bool) -> list[str]:
-    absent = absent_servers(config.vllm) if config.rollout.engine == "vllm" else []
+    absent = asyncio.run(absent_servers(config.vllm)) if config.rollout.engine == "vllm" else []
     if absent and here:
         raise InputErrors(absent)
     return absent

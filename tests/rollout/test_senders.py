@@ -217,9 +217,8 @@ def listening() -> set[tuple[str, int]]:
     return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-def test_workers_of_both_kinds_differ_in_their_link_only() -> None:
+def test_workers_of_both_kinds_differ_in_their_receiver_only() -> None:
     tree = ast.parse((REPO / "megatron_fspo/rollout/server/inside/transfer.py").read_text())
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    for name in ("GlooTransfer", "NCCLTransfer"):
-        assert [ast.unparse(base) for base in classes[name].bases] == ["_BroadcastTransfer"]
-        assert [node.name for node in classes[name].body if not isinstance(node, ast.Expr)] == ["link"]
+    (nccl,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "NCCLTransfer")
+    assert [ast.unparse(base) for base in nccl.bases] == ["GlooTransfer"]
+    assert [node.name for node in nccl.body if isinstance(node, ast.FunctionDef)] == ["receiver"]

@@ -44,7 +44,7 @@ _TURN = "turn: "
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """What the engine asks of the trainer. Every rank calls both at the same time."""
+    """Functions of the trainer for the engine. Every rank calls both at the same time."""
 
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
     """The weights under their Hugging Face names, on the first rank; collective."""
@@ -55,7 +55,7 @@ class Trainer:
 
 @dataclass(frozen=True, kw_only=True)
 class Leader:
-    """What only the first rank has."""
+    """Held by the first rank only."""
 
     loop: Loop
     http: httpx.AsyncClient
@@ -223,7 +223,7 @@ class VLLMEngine:
                     pass
 
     def rest(self) -> None:
-        """Where servers are on the trainer's GPUs: have them give up the memory. Collective.
+        """Have servers on the trainer's GPUs give up the memory. Collective.
 
         Raises:
             TrainingError: on every rank; one did not.
@@ -361,7 +361,7 @@ class VLLMEngine:
 
     @contextmanager
     def _leading(self) -> Iterator[None]:
-        """What the first rank does while the others follow: they hear of its failure, wherever they are."""
+        """Lead the others, who hear of a failure here wherever they are."""
         try:
             yield
         except StopRequested:  # the others heard of it

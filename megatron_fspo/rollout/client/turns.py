@@ -38,7 +38,7 @@ class Turn(Enum):
 
 
 class Memory(Protocol):
-    """Of one rank of the trainer (:class:`~megatron_fspo.mcore.offload.Offload`)."""
+    """Memory of one rank of the trainer (:class:`~megatron_fspo.mcore.offload.Offload`)."""
 
     def hold(self, *, weights: bool, rest: bool) -> None:
         """Have the weights on the device, and the rest, or not. Not collective."""
@@ -63,11 +63,11 @@ class Turns:
 
     @property
     def shared(self) -> bool:
-        """Whether there are turns at all."""
+        """True if there are turns at all."""
         return self._memory is not None
 
     def is_now(self, turn: Turn) -> bool:
-        """Whether it is this turn already."""
+        """True if it is this turn already."""
         return self._memory is None or self._turn is turn
 
     def take(self, turn: Turn) -> None:

@@ -74,8 +74,7 @@ def supervise_all(servers: Sequence[ServerOptions], *, keep_alive: bool) -> int:
         KeyboardInterrupt.
 
     Raises:
-        InputError, TrainingError: as of :meth:`ServerProcess.start`, or it crashed too often; from the only
-            server.
+        InputError, TrainingError: as of :class:`ServerProcess`, or it crashed too often; with one server.
     """
     # Taken first, so that a parent that ends while we start is noticed.
     parent = None if keep_alive else os.getppid()
