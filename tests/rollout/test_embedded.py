@@ -111,20 +111,6 @@ def test_a_batch_is_each_completion_alone(max_batch: int) -> None:
         assert stops[-1] == (completion.finish_reason == "stop")
 
 
-def test_log_probs_are_those_of_the_model() -> None:
-    params = SamplingParams(n=4, max_tokens=8)
-    for prompt, completions in zip(
-        PROMPTS, EmbeddedEngine(Markov(), max_batch=9).generate(PROMPTS, params), strict=True
-    ):
-        for completion in completions:
-            ids = list(prompt.token_ids)
-            for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True):
-                expected = torch.log_softmax(Markov().logits(ids).double(), -1)[token].item()
-                assert log_prob == pytest.approx(expected, abs=1e-6)
-                ids.append(token)
-            assert completion.finish_reason == "length"
-
-
 def test_the_model_is_fed_live_rows_only_and_each_prompt_once() -> None:
     model = Markov()
     found = EmbeddedEngine(model, max_batch=100).generate(PROMPTS, PARAMS)

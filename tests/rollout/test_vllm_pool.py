@@ -261,18 +261,6 @@ def test_no_servers() -> None:
         Pool([], max_in_flight_per_server=1, vocab_size=5)
 
 
-@with_servers()
-async def test_only_servers_with_the_new_weights_serve(pool: Pool, fakes: list[FakeServer]) -> None:
-    fakes[0].kill()
-    reached = await pool.reachable()
-    assert [server.url for server in reached] == [fakes[1].url]
-    await pool.serve(reached)
-    assert pool.live() == reached
-    await fakes[0].start()
-    await pool.serve(await pool.reachable())
-    assert len(pool.live()) == 2
-
-
 def test_what_is_sent() -> None:
     params = replace(PARAMS, n=5, seed=11, temperature=0.7, top_p=0.9)
     prompt = Prompt(index=3, token_ids=(1, 2), text="", answer="")
