@@ -1,7 +1,7 @@
 """Samples from the training model itself: no second copy of the weights, no server.
 
-For small models, tests and the demo. Every rank of a model copy calls :meth:`EmbeddedEngine.generate` with
-the same arguments and sees the same logits; the tokens are those that the first of them draws.
+For small models, tests and the demo. Every rank of a model copy asks for the same and sees the same logits;
+the tokens are those that the first of them draws.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class EmbeddedEngine:
         arrived: Arrived | None = None,
     ) -> Pending:
         """See the protocol."""
-        positions = range(len(prompts)) if mine is None else mine
 
         def collect(progress: Progress | None = None, *, stops: bool = False) -> list[list[Completion]]:
             rows = [
@@ -90,35 +89,25 @@ class EmbeddedEngine:
                     prompt=prompts[position],
                     draws=uniforms(params.seed, prompts[position].index, number, params.max_tokens).tolist(),
                 )
-                for position in positions
+                for position in (range(len(prompts)) if mine is None else mine)
                 for number in range(params.n)
             ]
-            self._generate(rows, params, progress, arrived)
-            done = [self._completion(row) for row in rows]
-            return [done[i : i + params.n] for i in range(0, len(done), params.n)]
+
+            def finished(done: list[_Row]) -> None:
+                if progress is not None and done:
+                    progress(len(done))
+                if arrived is not None:
+                    for row in done:
+                        arrived(row.number, self._completion(row))
+
+            # Prompts of like length share a batch: a row waits for no one while its prompt is read.
+            by_length = sorted(rows, key=lambda row: len(row.prompt.token_ids))
+            for start in range(0, len(rows), self._max_batch):
+                self._decode(by_length[start : start + self._max_batch], params, finished)
+            completions = [self._completion(row) for row in rows]
+            return [completions[i : i + params.n] for i in range(0, len(rows), params.n)]
 
         return collect
-
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, progress: Progress | None = None
-    ) -> list[list[Completion]]:
-        """Completions of the prompts, in their order."""
-        return self.submit(prompts, params)(progress)
-
-    def _generate(
-        self, rows: list[_Row], params: SamplingParams, progress: Progress | None, arrived: Arrived | None
-    ) -> None:
-        def finished(done: list[_Row]) -> None:
-            if progress is not None and done:
-                progress(len(done))
-            if arrived is not None:
-                for row in done:
-                    arrived(row.number, self._completion(row))
-
-        # Prompts of like length share a batch: a row waits for no one while its prompt is read.
-        by_length = sorted(rows, key=lambda row: len(row.prompt.token_ids))
-        for start in range(0, len(rows), self._max_batch):
-            self._decode(by_length[start : start + self._max_batch], params, finished)
 
     def _decode(
         self, batch: list[_Row], params: SamplingParams, finished: Callable[[list[_Row]], None]

@@ -98,8 +98,8 @@ def alone(prompt: Prompt, number: int, params: SamplingParams, version: int = 0)
 def test_a_batch_is_each_completion_alone(max_batch: int) -> None:
     engine = EmbeddedEngine(Markov(), max_batch=max_batch)
     engine.update_weights(3)
-    assert engine.generate([], PARAMS) == []
-    found = engine.generate(PROMPTS, PARAMS)
+    assert engine.submit([], PARAMS)() == []
+    found = engine.submit(PROMPTS, PARAMS)()
     assert found == [[alone(prompt, number, PARAMS, version=3) for number in range(3)] for prompt in PROMPTS]
     flat = [completion for row in found for completion in row]
     assert {completion.finish_reason for completion in flat} == {"stop", "length"}
@@ -113,7 +113,7 @@ def test_a_batch_is_each_completion_alone(max_batch: int) -> None:
 
 def test_the_model_is_fed_live_rows_only_and_each_prompt_once() -> None:
     model = Markov()
-    found = EmbeddedEngine(model, max_batch=100).generate(PROMPTS, PARAMS)
+    found = EmbeddedEngine(model, max_batch=100).submit(PROMPTS, PARAMS)()
     assert model.rows is None
     assert model.sessions == [(5, 7 + 12)]
     # Feed k (from 0) brings a row to the place of its token k + 1; the shortest prompt has one token. A row
@@ -134,7 +134,7 @@ def test_the_model_is_fed_live_rows_only_and_each_prompt_once() -> None:
 
 def test_prompts_of_like_length_share_a_batch() -> None:
     model = Markov()
-    EmbeddedEngine(model, max_batch=6).generate(PROMPTS, PARAMS)
+    EmbeddedEngine(model, max_batch=6).submit(PROMPTS, PARAMS)()
     assert model.sessions == [(2, 1 + 12), (2, 3 + 12), (1, 7 + 12)]
 
 
@@ -143,9 +143,9 @@ def test_stop_strings_cut_what_would_be_sampled_without_them() -> None:
         return "".join("abcde."[token] for token in ids)
 
     params = replace(PARAMS, max_tokens=30, stop_token_ids=())
-    whole = EmbeddedEngine(Markov(), max_batch=4).generate(PROMPTS, params)
+    whole = EmbeddedEngine(Markov(), max_batch=4).submit(PROMPTS, params)()
     asked = replace(params, stop=("ab", "ca"), decode=decode)
-    found = EmbeddedEngine(Markov(), max_batch=4).generate(PROMPTS, asked)
+    found = EmbeddedEngine(Markov(), max_batch=4).submit(PROMPTS, asked)()
     ends = set()
     for long, short in zip(chain(*whole), chain(*found), strict=True):
         text = decode(long.token_ids)
@@ -162,14 +162,14 @@ def test_stop_strings_cut_what_would_be_sampled_without_them() -> None:
 def test_only_what_is_sampled_needs_luck(temperature: float) -> None:
     engine = EmbeddedEngine(Markov(), max_batch=3)
     params = [SamplingParams(n=2, max_tokens=8, temperature=temperature, seed=seed) for seed in (1, 2)]
-    one, two = (list(chain(*engine.generate(PROMPTS, each))) for each in params)
+    one, two = (list(chain(*engine.submit(PROMPTS, each)())) for each in params)
     other = sum(a.token_ids != b.token_ids for a, b in zip(one + one[::2], two + one[1::2], strict=True))
     assert other == 0 if temperature == 0 else other > 10
 
 
 def test_progress_adds_up() -> None:
     steps: list[int] = []
-    EmbeddedEngine(Markov(), max_batch=4).generate(PROMPTS, PARAMS, steps.append)
+    EmbeddedEngine(Markov(), max_batch=4).submit(PROMPTS, PARAMS)(steps.append)
     assert sum(steps) == 15 and all(step > 0 for step in steps)
 
 
