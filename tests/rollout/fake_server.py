@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_fspo.remote import http_client
 from megatron_fspo.rollout.checksum import checksum
-from megatron_fspo.rollout.client.pool import Pool, Request
+from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.types import Completion, SamplingParams
 
@@ -38,9 +38,9 @@ UPDATE = (
 """The routes of a weight update with their parameters, in order."""
 
 
-def requests(count: int) -> list[Request]:
+def requests(count: int) -> list[CompletionRequest]:
     """Requests that their seeds tell apart, and so their answers."""
-    return [Request(prompt_ids=(1, 2), params=PARAMS, seed=seed) for seed in range(count)]
+    return [CompletionRequest(prompt_ids=(1, 2), params=PARAMS, seed=seed) for seed in range(count)]
 
 
 def tokens_of(seed: int) -> tuple[int, ...]:

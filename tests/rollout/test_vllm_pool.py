@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.rollout.client.answers import BadAnswer
-from megatron_fspo.rollout.client.pool import MAX_LOSSES, Pool, Request
+from megatron_fspo.rollout.client.pool import MAX_LOSSES, CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.sampling import stream_seed
 from megatron_fspo.types import Completion, Prompt
@@ -250,7 +250,7 @@ async def test_a_request_that_kills_every_server_stops_the_run(pool: Pool, fakes
 async def test_what_would_kill_a_server_is_not_sent(
     pool: Pool, fakes: list[FakeServer], prompt_ids: tuple[int, ...], stop: tuple[int, ...], message: str
 ) -> None:
-    wrong = Request(prompt_ids=prompt_ids, params=replace(PARAMS, stop_token_ids=stop), seed=0)
+    wrong = CompletionRequest(prompt_ids=prompt_ids, params=replace(PARAMS, stop_token_ids=stop), seed=0)
     with pytest.raises(InputError, match=message):
         await pool.generate([*requests(1), wrong])
     assert fakes[0].arrived == fakes[1].arrived == []
@@ -264,7 +264,7 @@ def test_no_servers() -> None:
 def test_what_is_sent() -> None:
     params = replace(PARAMS, n=5, seed=11, temperature=0.7, top_p=0.9)
     prompt = Prompt(index=3, token_ids=(1, 2), text="", answer="")
-    request = Request.of(prompt, params, 4)
+    request = CompletionRequest.of(prompt, params, 4)
     assert request.seed == stream_seed(11, 3, 4)
 
     async def work(pool: Pool, fakes: list[FakeServer]) -> Any:

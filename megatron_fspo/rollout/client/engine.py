@@ -30,7 +30,7 @@ from megatron_fspo.remote import Loop
 from megatron_fspo.rollout.checksum import Checksum
 from megatron_fspo.rollout.client import proof, turns, weights
 from megatron_fspo.rollout.client.hand_out import hand_out
-from megatron_fspo.rollout.client.pool import Pool, Request
+from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.client.turns import Memory, Turn, Turns
 from megatron_fspo.rollout.engine import Arrived, Pending, Progress
@@ -147,7 +147,7 @@ class VLLMEngine:
         """
         self._turn_to(Turn.SERVERS)
         wanted = range(len(prompts)) if mine is None else mine
-        requests = [Request.of(prompt, params, number) for prompt in prompts for number in range(params.n)]
+        requests = [CompletionRequest.of(prompt, params, i) for prompt in prompts for i in range(params.n)]
         batch = _Batch(arrived)
         if self._leader is not None:
             pool = self._leader.pool
@@ -280,12 +280,10 @@ class VLLMEngine:
             self._follow("the servers to have new weights")
             return
         with self._leading():
-            self._update_all()
+            self._update_all(self._leader.loop, self._leader.pool)
             self._control.tell("done")
 
-    def _update_all(self) -> None:
-        assert self._leader is not None
-        loop, pool = self._leader.loop, self._leader.pool
+    def _update_all(self, loop: Loop, pool: Pool) -> None:
         for _ in range(ATTEMPTS):
             servers = loop.run(pool.reachable())
             problem = self._update(servers) if servers else None

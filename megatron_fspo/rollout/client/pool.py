@@ -27,7 +27,7 @@ MAX_LOSSES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CompletionRequest:
     """One completion that is wanted."""
 
     prompt_ids: tuple[int, ...]
@@ -37,7 +37,7 @@ class Request:
     """In [0, 2³¹)."""
 
     @classmethod
-    def of(cls, prompt: Prompt, params: SamplingParams, number: int) -> Request:
+    def of(cls, prompt: Prompt, params: SamplingParams, number: int) -> CompletionRequest:
         """The request for completion ``number`` of a prompt, with the random stream of that name."""
         seed = stream_seed(params.seed, prompt.index, number)
         return cls(prompt_ids=prompt.token_ids, params=params, seed=seed)
@@ -145,7 +145,7 @@ class Pool:
 
     async def generate(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[CompletionRequest],
         arrived: Arrived | None = None,
         *,
         oldest_version: int = 0,
@@ -186,7 +186,7 @@ class Pool:
                 future.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
 
-    def _check(self, position: int, request: Request) -> None:
+    def _check(self, position: int, request: CompletionRequest) -> None:
         ids = request.prompt_ids
         if not ids:
             raise InputError(f"rollout request {position} has an empty prompt")
@@ -199,7 +199,7 @@ class Pool:
                 )
 
     async def _answer(
-        self, position: int, request: Request, arrived: Arrived | None, oldest_version: int
+        self, position: int, request: CompletionRequest, arrived: Arrived | None, oldest_version: int
     ) -> Completion:
         """Ask servers until one has answered."""
         turn = next(self._turns)
@@ -216,7 +216,7 @@ class Pool:
             f"rollout request {position} lost its server {MAX_LOSSES} times; the last: {lost}"
         ) from lost
 
-    async def _ask(self, turn: int, request: Request, oldest_version: int) -> Completion:
+    async def _ask(self, turn: int, request: CompletionRequest, oldest_version: int) -> Completion:
         """Wait for a server and ask it."""
         while True:
             slot = await self._wait_for_slot(turn)
@@ -265,7 +265,7 @@ class Pool:
                 slot.open += 1
                 granted.set_result(slot)
 
-    async def _sample(self, server: Server, request: Request, oldest_version: int) -> Completion:
+    async def _sample(self, server: Server, request: CompletionRequest, oldest_version: int) -> Completion:
         completion = await server.generate(
             request.prompt_ids,
             request.params,
