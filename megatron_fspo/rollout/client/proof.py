@@ -62,6 +62,11 @@ def with_checksums(
         yield name, tensor
 
 
+async def prove_all(servers: Sequence[Server], mine: Mapping[str, Checksum]) -> list[Proof]:
+    """:func:`prove` for each, at once."""
+    return await asyncio.gather(*(prove(server, mine) for server in servers))
+
+
 async def prove(server: Server, mine: Mapping[str, Checksum]) -> Proof:
     """Compare the server's tensors, all its workers together, with the trainer's.
 
@@ -141,10 +146,14 @@ def canary_sequences(vocab_size: int, max_length: int) -> list[tuple[int, ...]]:
     return [tuple(row) for row in torch.randint(vocab_size, shape, generator=generator).tolist()]
 
 
-async def canary_scores(server: Server, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """The server's log-probs of all tokens of the sequences but the first of each."""
-    rows = await asyncio.gather(*(server.score(ids, timeout=_ANSWER_SECONDS) for ids in sequences))
-    return torch.tensor([log_prob for row in rows for log_prob in row])
+async def ask_scores(servers: Sequence[Server], sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Each server's log-probs of all tokens of the sequences but the first of each."""
+
+    async def ask(server: Server) -> Tensor:
+        rows = await asyncio.gather(*(server.score(ids, timeout=_ANSWER_SECONDS) for ids in sequences))
+        return torch.tensor([log_prob for row in rows for log_prob in row])
+
+    return await asyncio.gather(*(ask(server) for server in servers))
 
 
 def tolerance(rounding: float, dtype: torch.dtype) -> float:
@@ -155,3 +164,11 @@ def tolerance(rounding: float, dtype: torch.dtype) -> float:
         dtype: of the trainer's weights.
     """
     return min(_CAP[dtype], max(_FLOOR[dtype], _FACTOR * rounding))
+
+
+def describe(gap: Tensor, allowed: float) -> str:
+    """The |Δ log-prob| of the canary's tokens, in a message."""
+    return (
+        f"log-probs of {gap.numel()} canary tokens differ by up to {gap.max():.3g} nats, on average by "
+        f"{gap.mean():.3g}; {allowed:.3g} is allowed"
+    )
