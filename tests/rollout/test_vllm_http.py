@@ -74,20 +74,20 @@ async def test_a_server_that_stops_at_strings_of_another_text_is_asked_without_t
     assert told == [(["x"], True, 7), ([], False, 7)]
 
 
-def test_waits_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+@with_server
+async def test_waits_double_up_to_a_limit(
+    server: Server, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float] = []
 
     async def sleep(seconds: float) -> None:
         waits.append(seconds)
 
-    async def work(server: Server, fake: FakeServer) -> None:
-        fake.kill()
-        monkeypatch.setattr(server_module.asyncio, "sleep", sleep)
-        monkeypatch.setattr(server_module, "_FIRST_WAIT", 1.0)
-        with pytest.raises(ServerLost, match="ConnectError"):
-            await server.get("health", attempts=7)
-
-    ask(work)
+    fake.kill()
+    monkeypatch.setattr(server_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(server_module, "_FIRST_WAIT", 1.0)
+    with pytest.raises(ServerLost, match="ConnectError"):
+        await server.get("health", attempts=7)
     middle = [1, 2, 4, 8, 8, 8]
     assert all(0.5 * m <= wait <= 1.5 * m for wait, m in zip(waits, middle, strict=True))
     assert waits != middle
