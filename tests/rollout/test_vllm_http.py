@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import fake_server
 import httpx
 import pytest
 import torch
-from fake_server import KEY, PARAMS, UPDATE, FakeServer, good_answer, run, tokens_of, with_server
+from fake_server import KEY, PARAMS, UPDATE, FakeServer, good_answer, tokens_of, with_server
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.rollout.client import proof, weights
@@ -22,10 +21,6 @@ from megatron_fspo.rollout.client.server import Refused, Server, ServerLost
 from megatron_fspo.rollout.client.weights import BroadcastSender
 
 pytestmark = pytest.mark.usefixtures("short_waits")
-
-
-def ask(server_work: Callable[[Server, FakeServer], Awaitable[Any]]) -> Any:
-    return run(lambda pool, fakes: server_work(pool.live()[0], fakes[0]), count=1)
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
@@ -119,22 +114,20 @@ async def test_health(server: Server, fake: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("failure", [400, 500, "close", "cut", "drop", "hang"])
-def test_the_key_is_sent_and_never_told(failure: str | int, caplog: pytest.LogCaptureFixture) -> None:
-    async def work(server: Server, fake: FakeServer) -> str:
-        fake.always, fake.said = failure, f"you said Bearer {KEY}"
-        with pytest.raises((Refused, ServerLost, BadAnswer)) as raised:
-            await server.post("x", {}, timeout=0.2, attempts=2)
-        assert all(f"authorization: bearer {KEY}" in head.lower() for head in fake.headers)
-        error: BaseException | None = raised.value
-        said = []
-        while error is not None:
-            said.append(repr(error))
-            error = error.__cause__ or error.__context__
-        return " ".join([*said, repr(server), str(server), repr(vars(server)["_headers"])])
-
-    with caplog.at_level(logging.DEBUG):
-        said = ask(work)
-    assert KEY not in said
+@with_server
+async def test_the_key_is_sent_and_never_told(
+    server: Server, fake: FakeServer, failure: str | int, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.always, fake.said = failure, f"you said Bearer {KEY}"
+    with caplog.at_level(logging.DEBUG), pytest.raises((Refused, ServerLost, BadAnswer)) as raised:
+        await server.post("x", {}, timeout=0.2, attempts=2)
+    assert all(f"authorization: bearer {KEY}" in head.lower() for head in fake.headers)
+    error: BaseException | None = raised.value
+    said = [repr(server), str(server), repr(vars(server)["_headers"])]
+    while error is not None:
+        said.append(repr(error))
+        error = error.__cause__ or error.__context__
+    assert KEY not in " ".join(said)
     assert KEY not in caplog.text
 
 
