@@ -1,4 +1,4 @@
-"""From the configuration's ``[vllm]`` section to what talks to the servers."""
+"""Makes what talks to the servers, from the configuration's ``[vllm]`` section."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def absent_servers(options: VLLM) -> list[str]:
 
 
 def connect(options: VLLM, vocab_size: int) -> Leader:
-    """For the first rank. The API key comes from ``VLLM_API_KEY``, and goes nowhere else."""
+    """Make what the first rank has. The API key comes from ``VLLM_API_KEY``, and goes nowhere else."""
     http, folder = http_client(), options.discovery
     server_at = cache(lambda url: _servers([url], http)[0])
 
@@ -85,8 +85,8 @@ def connect(options: VLLM, vocab_size: int) -> Leader:
 
 
 async def settle(leader: Leader, *, colocated: bool) -> None:
-    """Before a trainer takes memory: have the servers that are there give up theirs where GPUs are shared;
-    else wake those that a job before this one left asleep.
+    """Prepare the servers that are there for a trainer that takes memory: where GPUs are shared they give up
+    theirs; else those that a job before this one left asleep are woken.
 
     Raises:
         TrainingError: one did not sleep.

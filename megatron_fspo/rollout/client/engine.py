@@ -78,7 +78,7 @@ class _Batch:
         self._report(1, None)
 
     def report_to(self, progress: Progress | None) -> None:
-        """From here on tell ``progress``, also of what is done already."""
+        """Tell ``progress`` from here on, also of what is done already."""
         self._report(0, progress)
 
     def _report(self, more: int, progress: Progress | None) -> None:
@@ -192,12 +192,12 @@ class VLLMEngine:
 
     async def _admit(self, server: Server) -> bool:
         """Give a server that came back the current weights; False if it did not take them. For the pool."""
-        admitted = asyncio.get_running_loop().create_future()
+        admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._events.put((server, admitted))
         return await admitted
 
     def _hand_out(self, done: Sequence[Completion], samples: int, wanted: range) -> list[list[Completion]]:
-        """From the first rank to the first ranks of the model copies; what each wants of all the prompts."""
+        """Give the first rank of each model copy what it wants of all the prompts; others get nothing."""
         groups = self._groups
         if not groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
             return []
@@ -209,7 +209,7 @@ class VLLMEngine:
         return [mine[i : i + samples] for i in range(0, len(mine), samples)]
 
     def _follow(self, what: str) -> None:
-        """On the other ranks: do what the first one says, until it is done."""
+        """Do what the first rank says, on the others, until it is done."""
         while (word := self._control.hear(what)) != "done":
             if word == "stop":
                 raise StopRequested(f"a stop was requested during the wait for {what}")
@@ -241,7 +241,7 @@ class VLLMEngine:
             self._control.tell("done")
 
     def _enter(self, turn: Turn, servers: Sequence[Server] = ()) -> None:
-        """On the first rank, while the others follow. Memory is given before any is taken.
+        """Begin a turn, on the first rank, while the others follow. Memory is given before any is taken.
 
         Args:
             servers: that have their weights in the turn ``update``.

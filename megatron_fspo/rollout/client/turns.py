@@ -25,7 +25,7 @@ from megatron_fspo.errors import TrainingError
 from megatron_fspo.rollout.client.server import Refused, Server, ServerLost
 
 SECONDS = 300.0
-"""For a server to give up its memory or to take it, weights included."""
+"""Limit for a server to give up its memory or to take it, weights included."""
 
 
 class Turn(Enum):

@@ -28,7 +28,7 @@ from megatron_fspo.rollout.common import is_loopback
 from megatron_fspo.rollout.links import address_towards, join_gloo, join_nccl, listen
 
 CONTROL_SECONDS = 150.0
-"""For each step of an update but the tensors; a server that takes longer counts as lost."""
+"""Limit for each step of an update but the tensors; a server that takes longer counts as lost."""
 LINKS = {"gloo": (join_gloo, torch.device("cpu")), "nccl": (join_nccl, torch.device("cuda"))}
 """Kind of broadcast → what makes its group, and the device that it sends from."""
 
@@ -39,7 +39,7 @@ class Sender(Protocol):
     """One way to the workers, used by the first rank."""
 
     async def connect(self, servers: Sequence[Server]) -> None:
-        """Before an update of these servers."""
+        """Prepare an update of these servers."""
         ...
 
     async def send(self, servers: Sequence[Server], bucket: Bucket) -> None:

@@ -55,7 +55,7 @@ class ServerOptions:
     extra: tuple[str, ...] = ()
     """More flags of ``vllm serve``."""
     start_seconds: float = 1800.0
-    """For loading and compiling a large model."""
+    """Time to load and compile a large model."""
     gpus: tuple[str, ...] = ()
     """The only ones that it sees; of several each has a shard of the model (tensor parallel)."""
     colocated: bool = False

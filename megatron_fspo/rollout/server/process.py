@@ -19,7 +19,7 @@ from megatron_fspo.rollout.server.flags import ServerOptions, check, command, en
 
 LOG_LINES = 20
 GRACE_SECONDS = 10.0
-"""From SIGTERM to SIGKILL, for the whole process group."""
+"""Seconds from SIGTERM to SIGKILL, for the whole process group."""
 _GUARDED = "/is_paused"
 """A development route that changes nothing."""
 

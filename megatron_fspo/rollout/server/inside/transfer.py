@@ -108,7 +108,7 @@ class BroadcastUpdate(WeightTransferUpdateInfo):
 
 
 class GlooTransfer(_CheckpointTransfer):
-    """Through the CPU and TCP, in a group of the trainer's first rank and all workers: works everywhere."""
+    """Broadcasts through the CPU and TCP, in a group of the trainer's first rank and all workers: works everywhere."""
 
     init_info_cls = BroadcastInit
     update_info_cls = BroadcastUpdate
@@ -141,7 +141,7 @@ class GlooTransfer(_CheckpointTransfer):
 
 
 class NCCLTransfer(GlooTransfer):
-    """From GPU to GPU."""
+    """Broadcasts from GPU to GPU."""
 
     def receiver(self) -> Receiver:
         return Receiver(join_nccl, self.device)
@@ -160,7 +160,7 @@ class DiskUpdate(WeightTransferUpdateInfo):
 
 
 class DiskTransfer(_CheckpointTransfer):
-    """From files on a disk that trainer and server share."""
+    """Reads files on a disk that trainer and server share."""
 
     init_info_cls = DiskInit
     update_info_cls = DiskUpdate
