@@ -108,7 +108,7 @@ class BroadcastUpdate(WeightTransferUpdateInfo):
 
 
 class GlooTransfer(_CheckpointTransfer):
-    """Broadcasts through the CPU and TCP, in a group of the trainer's first rank and all workers: works everywhere."""
+    """Broadcasts through the CPU and TCP, in a group of the trainer's first rank and all workers."""
 
     init_info_cls = BroadcastInit
     update_info_cls = BroadcastUpdate
