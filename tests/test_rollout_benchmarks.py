@@ -43,7 +43,5 @@ def test_reading_responses() -> None:
 def test_the_client_is_measured_with_an_answer_that_it_takes() -> None:
     row = rollout_client.measure(64, count=20, repeats=1)
     assert row["of_json_loads"] > 0
-    completion = read_completion(
-        rollout_client.answer(64), params=SamplingParams(max_tokens=64), where="a server"
-    )
+    completion = read_completion(rollout_client.answer(64), SamplingParams(max_tokens=64))
     assert len(completion.log_probs) == 64

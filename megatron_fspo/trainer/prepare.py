@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import re
@@ -224,7 +225,7 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
 
 
 def _absent(config: Config, *, here: bool) -> list[str]:
-    absent = absent_servers(config.vllm) if config.rollout.engine == "vllm" else []
+    absent = asyncio.run(absent_servers(config.vllm)) if config.rollout.engine == "vllm" else []
     if absent and here:
         raise InputErrors(absent)
     return absent
