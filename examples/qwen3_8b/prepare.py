@@ -31,7 +31,7 @@ from megatron_fspo.data.rows import read_rows
 from megatron_fspo.data.tasks import Task, gradable, read_task
 from megatron_fspo.errors import InputError
 from megatron_fspo.rewards.extract import extract, reference
-from megatron_fspo.rewards.normalise import Verdict, compare_forms, form
+from megatron_fspo.rewards.normalise import Sameness, compare_forms, form
 
 RUN = 30
 """Words and numbers in a row that two different problems do not share: the usual closing sentence of a
@@ -140,7 +140,7 @@ def can_be_right(answer: str) -> bool:
     given = extract(f"So it follows.\nAnswer: {answer}", "auto")
     if given is None or not gradable(answer):
         return False
-    return compare_forms(form(reference(answer)), form(given)) is not Verdict.DIFFERENT
+    return compare_forms(form(reference(answer)), form(given)) is not Sameness.DIFFERENT
 
 
 def words(text: str) -> tuple[str, ...]:

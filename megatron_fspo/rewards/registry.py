@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Completion, Prompt
@@ -21,8 +22,30 @@ AnyReward = Callable[[Prompt, Completion, str], "float | Awaitable[float]"]
 """A reward, or an ``async`` one."""
 
 _REWARDS: dict[str, Reward] = {}
-GRADED = ("format", "http", "math", "reasoning_gym")
-"""Rewards that are no plain function: a :class:`~megatron_fspo.rewards.grader.Grader` has them."""
+
+
+class Verified(NamedTuple):
+    """A built-in reward that is no plain function: a :class:`~megatron_fspo.rewards.grader.Grader` has it."""
+
+    factory: str
+    """``module:name`` of what makes the :class:`~megatron_fspo.rewards.grade.Verifier` of the section
+    ``reward`` and the grader's event loop."""
+    metrics: tuple[str, ...] = ()
+    """Under ``reward/``, of those that the grader knows."""
+    package: str = ""
+    """That the reward needs, as it is imported."""
+    extra: str = ""
+    """Of ours, with that package."""
+
+
+_ROOM = "megatron_fspo.rewards"
+_FAILS = ("timeout_rate", "parse_fail_rate")
+VERIFIED = {
+    "format": Verified(f"{_ROOM}.shaping:Format", ("parse_fail_rate",)),
+    "http": Verified(f"{_ROOM}.remote:verifier"),
+    "math": Verified(f"{_ROOM}.math:Mathematics", (*_FAILS, "tier1", "tier2"), "math_verify", "math"),
+    "reasoning_gym": Verified(f"{_ROOM}.gym:ReasoningGym", _FAILS, "reasoning_gym", "gym"),
+}
 
 
 def register(name: str) -> Callable[[Reward], Reward]:
@@ -31,7 +54,7 @@ def register(name: str) -> Callable[[Reward], Reward]:
         raise InputError(
             f"a reward's name is not empty and holds no ':' (that is module:function), found {name!r}"
         )
-    if name in GRADED:
+    if name in VERIFIED:
         raise InputError(f"reward {name!r} is built in")
 
     def add(reward: Reward) -> Reward:
@@ -44,17 +67,17 @@ def register(name: str) -> Callable[[Reward], Reward]:
 
 
 def get_reward(name: str) -> Reward:
-    """The reward registered as ``name``, or the function ``"package.module:function"``.
+    """Return the reward registered as ``name``, or the function ``"package.module:function"``.
 
     Modules in the working directory are found. Raises ``InputError`` if there is none. A module that fails
     for any other reason than an import keeps its own traceback, since that is what its author needs.
     """
     if ":" in name:
         return _imported(name)
-    if name in GRADED:
+    if name in VERIFIED:
         raise InputError(f"reward {name!r} is no function of its own: a Grader has it")
     if name not in _REWARDS:
-        names = sorted([*_REWARDS, *GRADED])
+        names = sorted([*_REWARDS, *VERIFIED])
         nearest = difflib.get_close_matches(name, names, n=1)
         hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
         raise InputError(
@@ -77,10 +100,10 @@ def _imported(path: str) -> Reward:
         gone = error.name == module_name.partition(".")[0]
         where = f" in {os.getcwd()} or among what is installed" if gone else ""
         raise InputError(f"reward {path!r}: cannot import {module_name!r}: {error}{where}") from error
-    reward = vars(module).get(attribute)
+    reward: Reward | None = vars(module).get(attribute)
     if not callable(reward):
-        found = "nothing" if reward is None else f"a {type(reward).__name__}, not a function,"
-        raise InputError(f"reward {path!r}: module {module_name!r} holds {found} called {attribute!r}")
+        held = "nothing" if reward is None else f"a {type(reward).__name__}, not a function,"
+        raise InputError(f"reward {path!r}: module {module_name!r} holds {held} called {attribute!r}")
     try:
         inspect.signature(reward).bind("prompt", "completion", "response")
     except TypeError as error:

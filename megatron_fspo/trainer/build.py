@@ -12,8 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_fspo.config import Config
-from megatron_fspo.data.cursor import make_cursor
-from megatron_fspo.data.walk import PromptWalk
+from megatron_fspo.data.cursor import PromptCursor, mixture
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.folder import (
     checkpoint_folder,
@@ -162,8 +161,12 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         updates=config.off_policy_updates,
     )
     spikes = GradientSpikes(config.optimizer)
-    cursor = make_cursor(inputs.train, config.data, config.run.seed)
-    walk = PromptWalk(cursor, config.rollout.prompts)
+    prompts = PromptCursor(
+        mixture(inputs.train, config.data),
+        config.run.seed,
+        size=config.rollout.prompts,
+        shuffle=config.data.shuffle,
+    )
     step = 0
     under_way: Step | None = None
     damaged: list[str] = []
@@ -172,7 +175,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     else:
         checkpoint, state, damaged = _load_newest(policy, checkpoints, older=older)
         step = state["step"]
-        walk.load_state_dict(state["cursor"])
+        prompts.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
         if "spikes" in state:  # not in a checkpoint of before they were looked for
             spikes.load_state_dict(state["spikes"])
@@ -201,7 +204,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         loss=loss,
         spikes=spikes,
         # A step under way has its prompts.
-        queue=RolloutQueue(inputs, engine, groups, grader, walk, step + (under_way is not None)),
+        queue=RolloutQueue(inputs, engine, groups, grader, prompts, step + (under_way is not None)),
         log=log,
         step=step,
         resumed=bool(checkpoints),

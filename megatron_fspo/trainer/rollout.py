@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_fspo.rewards import Graded
+from megatron_fspo.rewards import Grade
 from megatron_fspo.types import Completion, Prompt, VersionSpan
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Rollout:
     """int64, the data-parallel rank that holds its tokens."""
     held: Mapping[int, Completion]
     """What this rank holds, by number: on the first rank of each model copy; others hold nothing."""
-    verdicts: Mapping[int, Graded]
+    verdicts: Mapping[int, Grade]
     """What this rank graded, by number; not always what it holds."""
 
     def __len__(self) -> int:
@@ -111,7 +111,7 @@ def rollout_of(
     samples: int,
     table: Tensor,
     held: Mapping[int, Completion],
-    verdicts: Mapping[int, Graded] | None = None,
+    verdicts: Mapping[int, Grade] | None = None,
 ) -> Rollout:
     """From a table [n, columns] with the fields of :data:`COLUMNS`; advantages are still to come."""
     columns = {

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_fspo.data.walk import PromptWalk
+from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rewards import Grader
@@ -39,21 +39,21 @@ class RolloutQueue:
         engine: RolloutEngine,
         groups: ParallelGroups,
         grader: Grader | None,
-        walk: PromptWalk,
+        prompts: PromptCursor,
         step: int,
     ) -> None:
         self._inputs = inputs
         self._engine = engine
         self._groups = groups
         self._grader = grader
-        self._walk = walk
+        self._prompts = prompts
         self._next = step
         self._asked: deque[Batch] = deque()
 
     def take(self, step: int) -> Batch:
         """The batch of this step. Collective."""
         self._ask_until(step)
-        self._walk.close()
+        self._prompts.close()
         return self._asked.popleft()
 
     def further(self, step: int, number: int, prompts: int) -> Batch:
@@ -62,7 +62,7 @@ class RolloutQueue:
         Args:
             number: of the round: 1 after the batch itself.
         """
-        return self._ask(self._walk.further(prompts), self._params(step, number))
+        return self._ask(self._prompts.further(prompts), self._params(step, number))
 
     def ask(self, step: int) -> None:
         """Ask for all that may be sampled while this step trains. Collective."""
@@ -70,12 +70,12 @@ class RolloutQueue:
         self._ask_until(min(step + config.rollout.max_staleness, config.run.steps - 1))
 
     def state_dict(self) -> dict[str, Any]:
-        """The prompt walk to resume with: what was only asked for is asked for again."""
-        return self._walk.state_dict()
+        """The state of the prompt cursor to resume with: what was only asked for is asked for again."""
+        return self._prompts.state_dict()
 
     def _ask_until(self, step: int) -> None:
         while self._next <= step:
-            self._asked.append(self._ask(self._walk.batch(), self._params(self._next)))
+            self._asked.append(self._ask(self._prompts.batch(), self._params(self._next)))
             self._next += 1
 
     def _ask(self, indices: Sequence[int], params: SamplingParams) -> Batch:

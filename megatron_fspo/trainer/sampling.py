@@ -22,7 +22,7 @@ from megatron_fspo.objective import group_normalized_advantages, leave_one_out_a
 from megatron_fspo.parallel.control import SLICE, Control
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.parallel.metrics import Totals, means
-from megatron_fspo.rewards import Failure, Graded, Grader, Verdict, tally
+from megatron_fspo.rewards import Failure, Grade, Grader, PendingGrade, tally
 from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine
 from megatron_fspo.trainer.failed_reward import raise_first
 from megatron_fspo.trainer.prepare import Inputs
@@ -46,7 +46,7 @@ class Batch:
     mine: range
     """Positions of this data-parallel rank's prompts."""
     pending: Pending
-    verdicts: Mapping[int, Verdict]
+    verdicts: Mapping[int, PendingGrade]
     """Of the responses that this rank grades, by number: all of them once ``pending`` has returned."""
 
 
@@ -83,7 +83,7 @@ def ask(
     """Ask for responses to all prompts; each data-parallel rank for its share. Each is graded as soon as it
     is there, while others are sampled and the trainer learns. Collective."""
     mine = range(groups.dp.rank(), len(prompts), groups.dp.size())
-    verdicts: dict[int, Verdict] = {}
+    verdicts: dict[int, PendingGrade] = {}
 
     def grade(number: int, completion: Completion) -> None:
         assert grader is not None
@@ -141,10 +141,10 @@ def collect_and_grade(
 
 
 def _awaited(
-    pending: Mapping[int, Verdict], control: Control, progress: Progress | None, *, stops: bool
-) -> tuple[dict[int, Graded], dict[int, Failure | None]]:
+    pending: Mapping[int, PendingGrade], control: Control, progress: Progress | None, *, stops: bool
+) -> tuple[dict[int, Grade], dict[int, Failure | None]]:
     """The verdicts up to the first failure, and that; None for one that a request to stop left open."""
-    verdicts: dict[int, Graded] = {}
+    verdicts: dict[int, Grade] = {}
     limit = control.patience.wait
     # Two slices more, so that :func:`_watch` comes first: a call that it interrupts says where it was.
     too_late, stop_by = time.monotonic() + limit + 2 * SLICE, math.inf
@@ -176,7 +176,7 @@ def _awaited(
     return verdicts, {}
 
 
-def _failed(verdict: Verdict) -> bool:
+def _failed(verdict: PendingGrade) -> bool:
     return isinstance(verdict.result(), Failure)
 
 

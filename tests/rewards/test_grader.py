@@ -13,12 +13,12 @@ from typing import Any
 import own_rewards
 import pytest
 from answers import STOPPED, boxed, prompt
-from processes_of import started
+from processes_of import workers
 
 from launch import REPO, environment
 from megatron_fspo.config import Reward
 from megatron_fspo.errors import InputError
-from megatron_fspo.rewards import Failure, Graded, Grader, check_reward, get_reward, tally
+from megatron_fspo.rewards import Failure, Grade, Grader, check_reward, get_reward, tally
 from megatron_fspo.types import Completion
 
 
@@ -26,17 +26,17 @@ def make(**keys: Any) -> Grader:
     return Grader(Reward(**keys), max_response_tokens=100)
 
 
-def ask(grader: Grader, response: str, answer: str = "5", **fields: Any) -> Future[Graded | Failure]:
+def ask(grader: Grader, response: str, answer: str = "5", **fields: Any) -> Future[Grade | Failure]:
     return grader.submit(prompt(answer, index=7, fields=fields), STOPPED, response)
 
 
-def graded(future: Future[Graded | Failure]) -> Graded:
+def graded(future: Future[Grade | Failure]) -> Grade:
     found = future.result(timeout=60)
-    assert isinstance(found, Graded), found
+    assert isinstance(found, Grade), found
     return found
 
 
-def failed(future: Future[Graded | Failure]) -> Failure:
+def failed(future: Future[Grade | Failure]) -> Failure:
     found = future.result(timeout=60)
     assert isinstance(found, Failure), found
     return found
@@ -46,12 +46,12 @@ def test_built_in_functions() -> None:
     with make(name="exact_match") as grader:
         found = ask(grader, " 5\n")
         assert found.done(), "it takes no time, so it takes no detour"
-        assert graded(found) == Graded(reward=1.0, score=1.0, answer="5")
+        assert graded(found) == Grade(reward=1.0, score=1.0, answer="5")
         wrong = graded(ask(grader, "6"))
         assert wrong.score == 0.0
         assert tally(Reward(name="exact_match"), [wrong]) == {}
     with make(name="make_sum") as grader:
-        assert graded(ask(grader, "908503300", "17")) == Graded(reward=1.0, score=1.0, answer="908503300")
+        assert graded(ask(grader, "908503300", "17")) == Grade(reward=1.0, score=1.0, answer="908503300")
 
 
 def test_several_rewards_are_summed_by_weight() -> None:
@@ -107,7 +107,7 @@ def test_mathematics_with_a_penalty_on_length() -> None:
 def test_a_function_of_ones_own_gets_all_fields(name: str) -> None:
     with make(name=f"own_rewards:{name}") as grader:
         found = graded(ask(grader, "so \\boxed{0.50}", level=3, solution="because"))
-        assert found == Graded(reward=3.0, score=3.0, answer="1/2")
+        assert found == Grade(reward=3.0, score=3.0, answer="1/2")
 
 
 def test_an_object_with_an_async_call_runs_on_the_loop() -> None:
@@ -174,7 +174,7 @@ def test_verdicts_come_to_whoever_asks_from_any_thread() -> None:
 
 
 def test_closing_cancels_and_leaves_nothing() -> None:
-    before = started()
+    before = workers()
     keys: dict[str, Any] = {"also": {"own_rewards:sleeps_awaited": 0.1, "own_rewards:sleeps": 0.1}}
     grader = make(name="math", workers=2, seconds=60.0, **keys)
     grader.submit(prompt("5"), STOPPED, "1").cancel()  # a caller may give up
@@ -186,7 +186,7 @@ def test_closing_cancels_and_leaves_nothing() -> None:
     for future in futures:
         with pytest.raises(CancelledError):
             future.result(timeout=1)
-    assert started() == before
+    assert workers() == before
     assert "async rewards" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(RuntimeError, match="closed"):
         ask(grader, "1")
@@ -207,11 +207,11 @@ def test_closing_cancels_and_leaves_nothing() -> None:
     ],
 )
 def test_what_a_run_cannot_have_is_told_before_it_begins(keys: dict[str, Any], problem: str) -> None:
-    before = started()
+    before = workers()
     for build in (check_reward, Grader):
         with pytest.raises(InputError, match=problem):
             build(Reward(**keys), max_response_tokens=100)
-    assert started() == before
+    assert workers() == before
 
 
 def test_a_package_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from answers import code, hostile, pairs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fspo.rewards.normalise import LONGEST, Verdict, canonical, compare, form, too_much
+from megatron_fspo.rewards.normalise import LONGEST, Sameness, canonical, compare, form, too_much
 
-EQUAL, DIFFERENT, UNSURE = Verdict.EQUAL, Verdict.DIFFERENT, Verdict.UNSURE
+EQUAL, DIFFERENT, UNSURE = Sameness
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_is_not(answer: str) -> None:
         ("9" * 20_000, "9" * 20_001, UNSURE),
     ],
 )
-def test_verdicts(gold: str, found: str, verdict: Verdict) -> None:
+def test_verdicts(gold: str, found: str, verdict: Sameness) -> None:
     assert compare(gold, found) is verdict
 
 
