@@ -26,9 +26,8 @@ from typing import Any
 from megatron_fspo.config.data import TEMPLATES, Data, DataSet, PresetName
 from megatron_fspo.console import exit_status
 from megatron_fspo.data.check import examine
-from megatron_fspo.data.presets import Source, source_of
 from megatron_fspo.data.rows import read_rows
-from megatron_fspo.data.tasks import Task, gradable, read_task
+from megatron_fspo.data.tasks import Source, Task, gradable, read_task, source_of
 from megatron_fspo.errors import InputError
 from megatron_fspo.rewards.extract import extract, reference
 from megatron_fspo.rewards.normalise import Sameness, compare_forms, form

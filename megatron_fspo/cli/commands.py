@@ -168,7 +168,7 @@ def serve(args: argparse.Namespace, _: list[str]) -> int:
 
 def check_data(args: argparse.Namespace, _: list[str]) -> int:
     from megatron_fspo.data.check import as_json, describe, examine
-    from megatron_fspo.data.presets import source_of
+    from megatron_fspo.data.tasks import source_of
     from megatron_fspo.data.tokenizer import load_tokenizer
 
     config = load_config(args.config) if args.config else None

@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from launch import REPO
 from megatron_fspo.cli import main
-from megatron_fspo.data import gradable
+from megatron_fspo.data.tasks import gradable
 
 SAMPLES = Path(__file__).with_name("samples")
 MAKE_SUM = "examples/make_sum/run.toml"

@@ -17,8 +17,8 @@ from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 from megatron_fspo.config.data import Data
-from megatron_fspo.data import load_sets
 from megatron_fspo.data.parquet import read_parquet
+from megatron_fspo.data.prompts import load_sets
 from megatron_fspo.data.rows import read_rows
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Prompt
@@ -129,7 +129,7 @@ def test_a_file_is_read_in_batches(tmp_path: Path) -> None:
     before = pyarrow.total_allocated_bytes()
     most = 0
     for number, row in enumerate(read_rows(path)):
-        assert row.place == f"{path}: row {number + 1}"
+        assert row.location == f"{path}: row {number + 1}"
         if number % 1000 == 0:
             assert row.tree()["prompt"] == f"{number}{text}"
             most = max(most, pyarrow.total_allocated_bytes() - before)

@@ -11,8 +11,8 @@ from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 from megatron_fspo.config.data import TEMPLATES, Data, PresetName
-from megatron_fspo.data import load_sets
-from megatron_fspo.data.presets import PRESETS, sources_of
+from megatron_fspo.data.prompts import load_sets
+from megatron_fspo.data.tasks import PRESETS, sources_of
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Prompt
 

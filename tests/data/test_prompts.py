@@ -11,9 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megatron_fspo.data import load_prompts
+from megatron_fspo.data.prompts import load_set
+from megatron_fspo.data.tasks import Source
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Prompt
+
+
+def load_prompts(
+    path: Path, tokenizer: PreTrainedTokenizerFast, *, max_prompt_tokens: int, **keys: Any
+) -> tuple[Prompt, ...]:
+    source = Source(file=path, name=path.stem, **keys)
+    return load_set(source, tokenizer, max_prompt_tokens=max_prompt_tokens).prompts
 
 
 def write(folder: Path, content: str | bytes) -> Path:
@@ -240,4 +248,4 @@ def test_no_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(InputError, match=r"none.jsonl: cannot read the prompts: No such file"):
         load_prompts(tmp_path / "none.jsonl", tokenizer, max_prompt_tokens=5)
     with pytest.raises(InputError, match="cannot read the prompts: Is a directory"):
-        load_prompts(str(tmp_path), tokenizer, max_prompt_tokens=5)
+        load_prompts(tmp_path, tokenizer, max_prompt_tokens=5)
