@@ -27,7 +27,7 @@ from megatron_fspo.rewards.grade import (
     Interrupted,
     Verifier,
 )
-from megatron_fspo.rewards.registry import VERIFIED, get_reward
+from megatron_fspo.rewards.registry import VERIFIERS, get_reward
 from megatron_fspo.rewards.shaping import overlong
 from megatron_fspo.types import Completion, Prompt
 
@@ -141,8 +141,8 @@ class Grader:
         self.close()
 
     def _verifier(self, name: str) -> Verifier:
-        if name in VERIFIED:
-            module, _, factory = VERIFIED[name].factory.partition(":")
+        if name in VERIFIERS:
+            module, _, factory = VERIFIERS[name].factory.partition(":")
             verifier: Verifier = getattr(importlib.import_module(module), factory)(self._config, self._loop)
             return verifier
         reward = get_reward(name)
@@ -200,7 +200,7 @@ def tally(config: Reward, grades: Iterable[Grade]) -> dict[str, tuple[float, flo
     The names depend on the configuration alone, so that they are the same on every rank.
     """
     grades = list(grades)
-    mine = {metric for name in config.names if name in VERIFIED for metric in VERIFIED[name].metrics}
+    mine = {metric for name in config.names if name in VERIFIERS for metric in VERIFIERS[name].metrics}
     values = {name: [of(grade) for grade in grades] for name, of in _METRICS.items() if name in mine}
     for name in (*config.also, *(["overlong"] if config.overlong_tokens else [])):
         values[f"{name}/mean"] = [grade.parts[name] for grade in grades]
@@ -219,11 +219,11 @@ def check_reward(config: Reward, *, max_response_tokens: int) -> None:
         raise InputError(str(error)) from None
     attempt = Attempts()
     for name in config.names:
-        if name not in VERIFIED:
+        if name not in VERIFIERS:
             attempt(partial(get_reward, name))
     attempt.end()
-    for name in sorted(VERIFIED.keys() & config.names):
-        module, extra = VERIFIED[name].package, VERIFIED[name].extra
+    for name in sorted(VERIFIERS.keys() & config.names):
+        module, extra = VERIFIERS[name].package, VERIFIERS[name].extra
         if module and importlib.util.find_spec(module) is None:
             raise InputError(
                 f"reward {name!r} needs the package {module.replace('_', '-')} of the extra {extra}: "

@@ -24,7 +24,7 @@ AnyReward = Callable[[Prompt, Completion, str], "float | Awaitable[float]"]
 _REWARDS: dict[str, Reward] = {}
 
 
-class Verified(NamedTuple):
+class VerifierEntry(NamedTuple):
     """A built-in reward that is no plain function: a :class:`~megatron_fspo.rewards.grader.Grader` has it."""
 
     factory: str
@@ -40,11 +40,11 @@ class Verified(NamedTuple):
 
 _ROOM = "megatron_fspo.rewards"
 _FAILS = ("timeout_rate", "parse_fail_rate")
-VERIFIED = {
-    "format": Verified(f"{_ROOM}.shaping:Format", ("parse_fail_rate",)),
-    "http": Verified(f"{_ROOM}.remote:verifier"),
-    "math": Verified(f"{_ROOM}.math:Mathematics", (*_FAILS, "tier1", "tier2"), "math_verify", "math"),
-    "reasoning_gym": Verified(f"{_ROOM}.gym:ReasoningGym", _FAILS, "reasoning_gym", "gym"),
+VERIFIERS = {
+    "format": VerifierEntry(f"{_ROOM}.shaping:Format", ("parse_fail_rate",)),
+    "http": VerifierEntry(f"{_ROOM}.remote:verifier"),
+    "math": VerifierEntry(f"{_ROOM}.math:Mathematics", (*_FAILS, "tier1", "tier2"), "math_verify", "math"),
+    "reasoning_gym": VerifierEntry(f"{_ROOM}.gym:ReasoningGym", _FAILS, "reasoning_gym", "gym"),
 }
 
 
@@ -54,7 +54,7 @@ def register(name: str) -> Callable[[Reward], Reward]:
         raise InputError(
             f"a reward's name is not empty and holds no ':' (that is module:function), found {name!r}"
         )
-    if name in VERIFIED:
+    if name in VERIFIERS:
         raise InputError(f"reward {name!r} is built in")
 
     def add(reward: Reward) -> Reward:
@@ -74,10 +74,10 @@ def get_reward(name: str) -> Reward:
     """
     if ":" in name:
         return _imported(name)
-    if name in VERIFIED:
+    if name in VERIFIERS:
         raise InputError(f"reward {name!r} is no function of its own: a Grader has it")
     if name not in _REWARDS:
-        names = sorted([*_REWARDS, *VERIFIED])
+        names = sorted([*_REWARDS, *VERIFIERS])
         nearest = difflib.get_close_matches(name, names, n=1)
         hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
         raise InputError(
