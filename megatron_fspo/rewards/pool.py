@@ -142,6 +142,8 @@ class _Worker:
         self._lock = threading.Lock()
         self._ended = False
         self._process: subprocess.Popen[bytes] | None = None
+        self._tasks = 0
+        """That the process has been given; an answer with another number is none."""
         self._socket = socket.socket()
 
     def start(self) -> None:
@@ -162,6 +164,7 @@ class _Worker:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
+        self._tasks = 0
         self._answer(b"", _START_SECONDS)
 
     def call(self, task: bytes) -> Any:
@@ -176,6 +179,7 @@ class _Worker:
             try:
                 if self._process is None or self._process.poll() is not None:
                     self.start()
+                self._tasks += 1
                 return self._answer(task, self._seconds)
             except TimeoutError:
                 self.stop()
@@ -211,7 +215,9 @@ class _Worker:
             if not piece or len(line) > _LARGEST:
                 raise ConnectionError("the worker died")
             line += piece
-        value, error, last = json.loads(line)
+        number, value, error, last = json.loads(line)
+        if number != self._tasks:
+            raise ConnectionError("the worker answers something else")
         if last:
             self.stop()
         if error is None:

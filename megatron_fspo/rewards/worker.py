@@ -45,9 +45,9 @@ _REFUSED = {
 def main(descriptor: int, parent: int, function: str, seconds: float, memory_bytes: int) -> None:
     """Answer tasks until the socket is closed, or a fresh process is better.
 
-    A task is a line of JSON, the function's arguments. An answer is one too: the function's value, or None;
-    the name, the text and the traceback of the exception, or None; and whether the worker ends after it. The
-    first answer is to no task: the libraries are there, or why not.
+    A task is a line of JSON, the function's arguments. An answer is one too: the number of the task, from 1;
+    the function's value, or None; the name, the text and the traceback of the exception, or None; and whether
+    the worker ends after it. Answer 0 is to no task: the libraries are there, or why not.
 
     Args:
         descriptor: of the socket.
@@ -60,19 +60,19 @@ def main(descriptor: int, parent: int, function: str, seconds: float, memory_byt
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as stream:
 
-        def answer(value: str, last: bool) -> None:
-            stream.write(f"[{value}, {json.dumps(last)}]\n".encode())
+        def answer(number: int, value: str, last: bool) -> None:
+            stream.write(f"[{number}, {value}, {json.dumps(last)}]\n".encode())
             stream.flush()
 
         try:
             module, _, name = function.partition(":")
             call: Callable[..., Any] = getattr(importlib.import_module(module), name)
         except Exception as error:
-            answer(_error(error), last=True)
+            answer(0, _error(error), last=True)
             return
         plenty = _virtual_bytes() + memory_bytes // 2
         _limit(memory_bytes)
-        answer("null, null", last=False)
+        answer(0, "null, null", last=False)
         for number, task in enumerate(stream, start=1):
             _limit_cpu_time(seconds)
             try:
@@ -81,7 +81,7 @@ def main(descriptor: int, parent: int, function: str, seconds: float, memory_byt
                 value = _error(error)
             # Each task has the same memory: what the ones before left in caches goes with the process.
             last = number == _MOST_TASKS or _virtual_bytes() > plenty
-            answer(value, last)
+            answer(number, value, last)
             if last:
                 return
 

@@ -97,7 +97,7 @@ def _returns_nothing_json_has() -> object:
 def _forges() -> None:
     for descriptor in range(3, 20):
         with suppress(OSError):
-            os.write(descriptor, b'["forged", null, false]\n')
+            os.write(descriptor, b'[100000, "forged", null, false]\n')
 
 
 def _shout() -> None:
