@@ -46,6 +46,7 @@ VERIFIERS = {
     "math": VerifierEntry(f"{_ROOM}.math:Mathematics", (*_FAILS, "tier1", "tier2"), "math_verify", "math"),
     "reasoning_gym": VerifierEntry(f"{_ROOM}.gym:ReasoningGym", _FAILS, "reasoning_gym", "gym"),
 }
+"""By name; one more is a file with its verifier, and a line here."""
 
 
 def register(name: str) -> Callable[[Reward], Reward]:
