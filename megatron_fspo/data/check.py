@@ -33,16 +33,16 @@ _BAR = 40
 
 @dataclass(kw_only=True)
 class FileCheck:
-    """What one file holds. Its prompts are the rows that are prompts, those in conflict or too long too."""
+    """The contents of one file. Its prompts are the rows that are prompts, also in conflict or too long."""
 
     source: Source
     unit: str
-    """Of the lengths: ``tokens``, or ``characters`` where no tokenizer was given."""
+    """The unit of the lengths: ``tokens``, or ``characters`` where no tokenizer was given."""
     samples: int | None = None
     """Responses to each prompt, of an evaluation set of a run."""
     rows: int = 0
     lengths: list[int] = field(default_factory=list)
-    """Of the prompts."""
+    """One for each prompt."""
     duplicates: int = 0
     """Rows whose prompt and answer came before."""
     conflicts: list[str] = field(default_factory=list)

@@ -16,7 +16,7 @@ from megatron_fspo.types import Prompt
 Sets = Sequence[tuple[str, int, float]]
 """Name, number of prompts and weight of each set."""
 Position = list[list[int]]
-"""Of each set the epoch, the offset in it, and how many prompts it has given; for JSON."""
+"""For each set its epoch, the offset in it, and how many prompts it has given; for JSON."""
 
 
 class PromptCursor:
@@ -56,9 +56,9 @@ class PromptCursor:
         self._unit = math.lcm(*(share.denominator for share in shares))
         self._weights = [int(share * self._unit) for share in shares]
         self._open: deque[Position] = deque()
-        """Where the cursor stood before each batch that was taken and not closed."""
+        """Positions before the batches that were taken and not closed."""
         self._again: deque[Position] = deque()
-        """The same for batches that a run had open when it was saved, and that are not taken again yet."""
+        """Positions before the batches that a run had open when it was saved, not taken again yet."""
         self._identity = {
             "sets": [[name, prompts, str(w)] for (name, prompts, _), w in zip(sets, shares, strict=True)],
             "seed": seed,

@@ -42,7 +42,7 @@ class LoadedSet:
     source: Source
     prompts: tuple[Prompt, ...]
     rows: int
-    """Of the file."""
+    """Number of rows in the file."""
     dropped: Counter[str]
     """Rows that are not among the prompts, by a key of ``_WHY``."""
 

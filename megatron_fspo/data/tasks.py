@@ -85,14 +85,14 @@ def source_of(data: Data, one: DataSet) -> Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a row asks, and what is right."""
+    """A question and its answer."""
 
     row: Row
     fields: dict[str, Any]
     messages: list[dict[str, Any]]
     """With ``role`` and ``content``, as the file has them; a question that is text is one of the user."""
     answer: str
-    """As the file spells it; never blank."""
+    """The answer as the file spells it; never blank."""
 
     @property
     def question(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Where the answer stands in a response.
+"""Finds the answer in a response.
 
 The text is a model's: any length, any nesting. What is looked at is bounded: the last few marks, and an
 answer of at most ``LONGEST`` characters behind each.

@@ -22,7 +22,7 @@ from megatron_fspo.types import Completion, Prompt
 T = TypeVar("T")
 
 LARGEST = 1e6
-"""Of a reward, either way: sums and squares of as many as there are stay exact enough in fp32."""
+"""Largest size of a reward: sums and squares of as many as there are stay exact enough in fp32."""
 
 
 class Interrupted(BaseException):
@@ -47,7 +47,7 @@ class Grade:
     timed_out: bool = False
     """A number in it is 0 because a worker was killed: over its time, its CPU time or its memory."""
     tier: int = 0
-    """Of ``math``: 1 without algebra, 2 with it."""
+    """For ``math``: 1 without algebra, 2 with it."""
     reward: float = math.nan
     """Learned from: the weighted sum of all rewards, less the penalty on length. NaN by one reward."""
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Failure:
     response: str
     """The text that the reward was given."""
     problem: str
-    """What the reward did, for one line: the exception with its place, or the value that it returned."""
+    """One line on what the reward did: the exception with its file and line, or the value that it returned."""
     traceback: tuple[str, ...] = ()
     """Its lines; empty where the reward returned."""
     interrupted: bool = False
@@ -87,7 +87,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class GradeRequest:
-    """What a reward is given."""
+    """A response to grade, with its prompt."""
 
     prompt: Prompt
     completion: Completion

@@ -103,19 +103,16 @@ def gym_rows(task: str, size: int, seed: int, **config: Any) -> Iterator[dict[st
         settings = json.dumps(_plain(config))
     except (ValueError, TypeError, AssertionError) as error:
         raise InputError(f"reasoning_gym task {task!r} with {config}: {error}") from error
-    return _rows(dataset, task, size, settings)
-
-
-def _rows(dataset: Any, task: str, size: int, settings: str) -> Iterator[dict[str, Any]]:
-    for index in range(size):
-        entry = dataset[index]
-        yield {
+    return (
+        {
             "prompt": entry["question"],
             "answer": "" if entry["answer"] is None else str(entry["answer"]),
             "task": task,
             "config": settings,
             "metadata": json.dumps(_plain(entry["metadata"])),
         }
+        for entry in map(dataset.__getitem__, range(size))
+    )
 
 
 def _plain(value: Any) -> Any:

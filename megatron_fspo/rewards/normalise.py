@@ -26,7 +26,7 @@ CLOSE = Fraction(1, 10_000)
 
 
 class Sameness(Enum):
-    """What tier 1 says of an answer and its reference."""
+    """Tier 1's comparison of an answer with its reference."""
 
     EQUAL = "equal"
     DIFFERENT = "different"

@@ -28,14 +28,14 @@ class VerifierEntry(NamedTuple):
     """A built-in reward that is no plain function: a :class:`~megatron_fspo.rewards.grader.Grader` has it."""
 
     factory: str
-    """``module:name`` of what makes the :class:`~megatron_fspo.rewards.grade.Verifier` of the section
-    ``reward`` and the grader's event loop."""
+    """``module:name``; called with the section ``reward`` and the grader's event loop, it returns a
+    :class:`~megatron_fspo.rewards.grade.Verifier`."""
     metrics: tuple[str, ...] = ()
-    """Under ``reward/``, of those that the grader knows."""
+    """Names under ``reward/``, of those that the grader can count."""
     package: str = ""
-    """That the reward needs, as it is imported."""
+    """The package that the reward needs, as it is imported."""
     extra: str = ""
-    """Of ours, with that package."""
+    """The extra of ours that has the package."""
 
 
 _ROOM = "megatron_fspo.rewards"
