@@ -63,7 +63,7 @@ class Failure:
     response: str
     """The text that the reward was given."""
     problem: str
-    """One line on what the reward did: the exception with its file and line, or the value that it returned."""
+    """One line: the exception with its file and line, or the value that the reward returned."""
     traceback: tuple[str, ...] = ()
     """Its lines; empty where the reward returned."""
     interrupted: bool = False
