@@ -55,7 +55,7 @@ THIRD_PARTY = {
     "config": {"pydantic", "tomli_w"},
     "data": {"transformers", "pyarrow"},
     "evaluation": {"numpy"},
-    "rewards": {"httpx", "math_verify", "pebble", "reasoning_gym", "sympy"},
+    "rewards": {"httpx", "math_verify", "reasoning_gym", "sympy"},
     "packing": {"torch"},
     "parallel": {"torch"},
     "weights": {"torch", "safetensors"},

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron_fspo.config import Config
 from megatron_fspo.data.check import examine
 from megatron_fspo.data.cursor import mixture, most_at_once
-from megatron_fspo.data.presets import Source, sources_of
 from megatron_fspo.data.prompts import LoadedSet, load_sets, notes
+from megatron_fspo.data.tasks import Source, sources_of
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_fspo.errors import Attempts, InputError, InputErrors
 from megatron_fspo.job.consistency import versions
