@@ -1,4 +1,4 @@
-"""The folder of an evaluation: what was asked, every completion, and how an interrupted one goes on.
+"""The folder of an evaluation: its problems, every completion, and how an interrupted one goes on.
 
 ``manifest.json`` says what is evaluated and how, with hashes of weights and data; ``problems.jsonl`` has the
 problems; ``samples.jsonl`` every completion with its verdict, one a line, in an order known beforehand.
@@ -42,13 +42,13 @@ class Record:
     dataset: str
     """The key in the file is ``set``."""
     index: int
-    """Of its prompt."""
+    """Index of its prompt."""
     sample: int
-    """Which of the prompt's completions, from 0."""
+    """Number of the completion among the prompt's, from 0."""
     response: str
     """Text, without the stop token."""
     answer: str | None
-    """Extracted from the response; None where nothing was found."""
+    """Extracted from the response; None where there is none."""
     score: float
     tokens: int
     """Length, the stop token included."""
@@ -56,7 +56,7 @@ class Record:
 
     @property
     def key(self) -> Key:
-        """Which completion it is."""
+        """The key of the completion."""
         return self.dataset, self.index, self.sample
 
     def line(self) -> str:
@@ -80,7 +80,7 @@ class Problem:
 
     @classmethod
     def of(cls, prompt: Prompt, dataset: str) -> Problem:
-        """Of a prompt; the task is its row in the data file, or its text where no row is kept."""
+        """The problem of a prompt; the task is its row in the data file, or its text where no row is kept."""
         return cls(
             dataset=dataset,
             index=prompt.index,
@@ -100,7 +100,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a folder is the evaluation of."""
+    """The evaluation that a folder holds."""
 
     model: str
     """The checkpoint, as it was named: for people."""
@@ -125,15 +125,16 @@ class Manifest:
         path = folder / MANIFEST
         try:
             content = json.loads(path.read_bytes())
-            found = cls(**content)
-            numbers = found.samples.values() if isinstance(found.samples, dict) else [found.samples]
-            if not (isinstance(found.facts, dict) and all(isinstance(n, int) and n > 0 for n in numbers)):
+            manifest = cls(**content)
+            samples = manifest.samples
+            numbers = samples.values() if isinstance(samples, dict) else [samples]
+            if not (isinstance(manifest.facts, dict) and all(isinstance(n, int) and n > 0 for n in numbers)):
                 raise ValueError("samples or facts are missing")
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror}): not an evaluation?") from None
         except (ValueError, TypeError) as error:
             raise InputError(f"{path}: not the manifest of an evaluation: {error}") from None
-        return found
+        return manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +247,7 @@ def load(folder: Path) -> Saved:
 
 
 def hash_of_prompts(prompts: Sequence[Prompt]) -> str:
-    """Of the problems of a set, and of the tokens that the model reads."""
+    """SHA-256 of the problems of a set, and of the tokens that the model reads."""
     return _digest([[p.index, list(p.token_ids), p.answer, Problem.of(p, "").id] for p in prompts])
 
 

@@ -16,9 +16,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
+from megatron_fspo.evaluation.intervals import Estimate
 from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.objective import FSPOBand, PolicyObjective, SequenceLevel
-from megatron_fspo.objective.noise import Estimate, Noise
+from megatron_fspo.objective.noise import Noise
 from megatron_fspo.record.records import SequenceRecord, as_tensors
 
 Interval = tuple[float | None, float | None, float | None]
