@@ -5,12 +5,12 @@
 | :func:`interval_of_means` | BCa bootstrap of problems | evaluations; held-out accuracy of a run |
 | :func:`resample_groups` | percentile bootstrap of prompts | ``calibrate`` |
 | :func:`wilson_interval` | Wilson's score interval | shares outside the band by length |
+| :func:`difference_interval` | Newcombe's method 10, from two intervals | benchmarks |
 | :func:`t_half_width` | Student's t over seeds | ``sweep`` |
 | :func:`jackknife_interval` | delete-a-group jackknife | the parts of S in ``explain`` |
 | ``objective.exponent.measure_exponent`` | the same, in a room that knows only torch | the exponent of S |
 | ``objective.fairness`` | bootstrap of responses | LRE of a run |
 | ``lab.explain.chance`` | multinomial bootstrap of counts | LRE of a dump |
-| ``benchmarks/noise_check.py`` | Newcombe's, of two Wilson intervals | a difference of two shares |
 
 Responses to one problem are alike: they are right together or wrong together. So problems are what is drawn,
 each with all its responses. With several sets problems are drawn within each, and the estimate is the mean
@@ -67,6 +67,16 @@ def wilson_interval(rate: float, count: int) -> Estimate:
     centre = (rate + z2 / (2 * count)) / (1 + z2 / count)
     half = math.sqrt(z2 * (rate * (1 - rate) + z2 / (4 * count)) / count) / (1 + z2 / count)
     return Estimate(value=rate, low=centre - half, high=centre + half)
+
+
+def difference_interval(first: Estimate, second: Estimate) -> Estimate:
+    """First less second, which are independent (Newcombe 1998, Statistics in Medicine 17, method 10)."""
+    value = first.value - second.value
+    return Estimate(
+        value=value,
+        low=value - math.hypot(first.value - first.low, second.high - second.value),
+        high=value + math.hypot(first.high - first.value, second.value - second.low),
+    )
 
 
 def t_half_width(values: Sequence[float]) -> float:

@@ -120,16 +120,23 @@ def thin(values: Array, most: int = 600) -> Array:
         return everything
     low, high = np.where(np.isnan(values), np.inf, values), np.where(np.isnan(values), -np.inf, values)
     stretches = np.array_split(everything, most // 2)
-    return np.unique([part[pick] for part in stretches for pick in (low[part].argmin(), high[part].argmax())])
+    picks = [(low[rows].argmin(), high[rows].argmax()) for rows in stretches]
+    return np.unique([rows[pick] for rows, both in zip(stretches, picks, strict=True) for pick in both])
 
 
 def over_steps(axes: Axes, lines: Sequence[Line], y_label: str, x_label: str = "step") -> None:
+    """Draw metrics over the steps of a run, with a legend."""
     for line in lines:
         _curve(axes, line)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    step_ticks(axes)
     legend(axes)
+
+
+def step_ticks(axes: Axes) -> None:
+    """At most six whole steps along x."""
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 
 def _curve(axes: Axes, line: Line) -> None:

@@ -23,7 +23,7 @@ Keys = Mapping[str, Mapping[str, Any]]
 
 
 class Sweep(Section):
-    """What the file says.
+    """The content of the file.
 
     Example::
 
@@ -54,9 +54,9 @@ class Sweep(Section):
     keys: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """For every run."""
     arms: Annotated[dict[Name, dict[str, dict[str, Any]]], Field(min_length=1)]
-    """By name, what a run of the arm has that others do not."""
+    """Name → keys that a run of the arm has and others do not."""
     words: tuple[str, ...] = ()
-    """Of the command line of every run, such as ``--run.steps 4``; they win over all other keys."""
+    """Words for the command line of every run, such as ``--run.steps 4``; they win over all other keys."""
     match: Name | None = None
     """The arm to whose share outside the band the others' limits are scaled, seed by seed."""
 

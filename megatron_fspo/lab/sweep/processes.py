@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.job.folder import config_changes
-from megatron_fspo.lab.report.history import History, read_records
+from megatron_fspo.lab.explain.losses import BandLoss, factor_for, reach_of_sums, scaled, widest
+from megatron_fspo.lab.report.history import History, Records, read_records, steady
 from megatron_fspo.lab.sweep.file import Planned, Sweep, config_of, planned
-from megatron_fspo.lab.sweep.match import matched_loss, steady
+from megatron_fspo.losses import CTPOLoss, FSPOLoss
 
 Say = Callable[[str], None]
 
@@ -49,7 +52,7 @@ def make(sweep: Sweep, say: Say) -> list[Path]:
 
 
 def is_made(config: Config) -> bool:
-    """Whether the run is there with all its steps, its report included.
+    """True where the run is there with all its steps, its report included.
 
     Raises:
         InputError: it was begun with other keys.
@@ -64,6 +67,26 @@ def is_made(config: Config) -> bool:
         return False
     steps = History(folder).series("critic/rewards/mean").steps
     return len(steps) > 0 and int(steps[-1]) >= config.run.steps
+
+
+def matched_loss(config: Config, records: Records) -> dict[str, Any]:
+    """The loss section of a configuration, its limits scaled until the share of ``records`` outside is the
+    share that was outside in their own run. FSPO's then does not calibrate itself.
+
+    Raises:
+        InputError: the loss has no band on S.
+    """
+    loss = config.loss
+    if not isinstance(loss, BandLoss) or isinstance(loss, CTPOLoss):
+        raise InputError(f"loss.name = {loss.name} has no band on S that could be matched: leave `match` out")
+    rate = float(records.out_of_band.mean())
+    sums, lengths = torch.from_numpy(records.log_ratio_sum), torch.from_numpy(records.length)
+    factor = factor_for(reach_of_sums(loss, sums, lengths), rate)
+    if factor > widest(loss):
+        raise InputError(f"loss.name = {loss.name}: no limits leave {rate:.1%} outside; S is beyond ±36 nats")
+    keys = scaled(loss, factor).model_dump(mode="json", exclude_none=True)
+    # What it would calibrate itself to is another share.
+    return keys | {"calibrate": 0} if isinstance(loss, FSPOLoss) else keys
 
 
 class _Processes:
@@ -102,7 +125,7 @@ class _Processes:
         return failed
 
     def _run(self, run: Planned) -> str | None:
-        """None, or why it failed."""
+        """Make one run; returns None, or why it failed."""
         sweep = self._sweep
         config, files = config_of(sweep, run, self._loss(run))
         if is_made(config):
@@ -130,7 +153,7 @@ class _Processes:
         return None
 
     def _loss(self, run: Planned) -> Mapping[str, Any] | None:
-        """The loss section of an arm that is matched; None of others."""
+        """The loss section of an arm that is matched; None for others."""
         sweep = self._sweep
         if sweep.match in (None, run.arm):
             return None
@@ -143,7 +166,7 @@ class _Processes:
 
 
 def _environment(sweep: Sweep) -> dict[str, str]:
-    """The cores are shared out, unless the user has."""
+    """The environment of a run, with its share of the cores unless the user has said."""
     threads = max(1, (os.cpu_count() or 1) // (sweep.jobs * sweep.nproc))
     return {"OMP_NUM_THREADS": str(threads), **os.environ}
 
