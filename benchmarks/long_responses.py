@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron_fspo.lab.explain.decomposition import Decomposition, Halves, decompose, halves_of
 from torch import Tensor
 
 from machine import ROOT, cpu, vllm_server
@@ -39,6 +38,7 @@ from megatron_fspo.evaluation.intervals import (
     jackknife_interval,
     wilson_interval,
 )
+from megatron_fspo.lab.explain.decomposition import Decomposition, Halves, decompose, halves_of
 from megatron_fspo.lab.explain.losses import factor_for
 from megatron_fspo.lab.sweep.summary import as_json
 from megatron_fspo.objective import FSPOBand, length_reweighting_error

@@ -21,9 +21,8 @@ from typing import Any
 from machine import ROOT, environment, machine
 from megatron_fspo.config import Parallel
 from megatron_fspo.lab.plan.activations import activations
-from megatron_fspo.lab.plan.buffers import kv_bytes, sending_bytes
 from megatron_fspo.lab.plan.shape import Pack, Shape
-from megatron_fspo.lab.plan.state import checkpoint_bytes, state
+from megatron_fspo.lab.plan.state import checkpoint_bytes, kv_bytes, sending_bytes, state
 
 Case = Mapping[str, Any]
 EXACT = ("parameters", "gradients", "optimizer", "checkpoint", "cache")

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         raise InputError(f"--reserve {args.reserve:g}: must be less than --gpu-memory {args.gpu_memory:g}")
 
     from megatron_fspo.lab.plan.command import assumed, plan
-    from megatron_fspo.lab.plan.report import Given
+    from megatron_fspo.lab.plan.plan import Given
 
     given = Given(
         world=args.nproc,

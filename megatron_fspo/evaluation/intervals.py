@@ -108,7 +108,7 @@ def resample_groups(
         groups: [N] int64, the prompt of each: responses to one prompt are alike.
         seed: seeds a generator of its own.
     """
-    members = [torch.nonzero(groups == group)[:, 0] for group in groups.unique()]
+    members = [torch.nonzero(groups == group)[:, 0] for group in sorted(set(groups.tolist()))]
     random = torch.Generator().manual_seed(seed)
     drawn: list[Sequence[float]] = []
     for _ in range(resamples if len(members) > 1 else 0):
@@ -176,7 +176,8 @@ def _stream(name: str) -> np.random.Generator:
 
 def _means(values: Array) -> Array:
     """Means [quantities] over problems; where all values are equal, exactly that value."""
-    return values[0] + (values - values[0]).mean(0)
+    means: Array = values[0] + (values - values[0]).mean(0)
+    return means
 
 
 def _resampled(centred: Array, random: np.random.Generator, resamples: int) -> Array:
@@ -197,7 +198,8 @@ def _widening(centred: list[Array]) -> Array:
     """By quantity, standard error from unbiased variances over that of the bootstrap; 1 where that is 0."""
     plain = np.sum([(values**2).mean(0) / len(values) for values in centred], axis=0)
     unbiased = np.sum([(values**2).mean(0) / max(len(values) - 1, 1) for values in centred], axis=0)
-    return np.sqrt(np.divide(unbiased, plain, out=np.ones_like(plain), where=plain > 0))
+    ratios: Array = np.divide(unbiased, plain, out=np.ones_like(plain), where=plain > 0)
+    return np.asarray(np.sqrt(ratios))
 
 
 def _bca(moved: Array, influence: Array, wide: float) -> tuple[float, float]:

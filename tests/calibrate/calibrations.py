@@ -10,7 +10,7 @@ import torch
 from launch import REPO
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.lab.calibrate.findings import findings
+from megatron_fspo.lab.calibrate.command import calibration_of
 from megatron_fspo.lab.calibrate.passes import Difference, Kind, Measured
 from megatron_fspo.trainer.noise import Calibration
 
@@ -48,9 +48,9 @@ def measured(seed: int = 0, sequences: int = 160, **changes: Any) -> Measured:
 
 def calibration(run: Config | None = None, **changes: Any) -> Calibration:
     """Of :func:`measured`; its intervals take a second to resample."""
-    return findings(measured(**changes), run or config(), device="cpu") if run or changes else _usual()
+    return calibration_of(measured(**changes), run or config(), device="cpu") if run or changes else _usual()
 
 
 @cache
 def _usual() -> Calibration:
-    return findings(measured(), config(), device="cpu")
+    return calibration_of(measured(), config(), device="cpu")

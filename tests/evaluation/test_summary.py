@@ -67,15 +67,6 @@ def test_figures_by_hand() -> None:
     assert found.problems == {"s": 3} and found.average["mean"] == found.sets["s"]["mean"]
 
 
-def test_the_order_of_the_file_is_no_matter() -> None:
-    one = saved(noisy(1, 0.5), {"a": range(5), "b": range(5, 9)})
-    shuffled = random.Random(1).sample(one.records, len(one.records))
-    found = [
-        summarize(per_problem(rows), 4) for rows in (one.records, sorted(shuffled, key=lambda r: r.dataset))
-    ]
-    assert found[0] == found[1]
-
-
 def test_incomplete_problems_are_refused() -> None:
     records = saved(noisy(1, 0.5), {"a": range(3)}).records
     for rows in (records[:-1], (), (*records, records[0])):
@@ -153,24 +144,6 @@ def test_sets_with_a_k_of_their_own(tmp_path: Path) -> None:
     assert heads[:4] == ["set", "problems", "samples", "mean"] and heads.count("pass@8") == 1
     assert first[:3] == ["a", "6", "2"] and second[:3] == ["b", "4", "8"]
     assert first[heads.index("pass@8")] == "" and second[heads.index("pass@8")] != ""
-
-
-def test_the_columns_of_every_k_stand_in_order() -> None:
-    """5 is no power of two, and less than the 8 of the other set."""
-    records = [
-        record
-        for name, samples in (("a", 5), ("b", 8), ("c", 3))
-        for record in saved(noisy(1, 0.5), {name: range(4)}, samples=samples).records
-    ]
-    found = summarize(per_problem(records), {"a": 5, "b": 8, "c": 3})
-    assert [name for name in found.average if "@" in name] == ["pass@1", "pass@2", "maj@1", "maj@2"]
-    heads, _, *rows = [line for line in table("m", found).splitlines() if line.startswith("|")][3:]
-    ks = (1, 2, 3, 4, 5, 8)
-    names = [*(f"pass@{k}" for k in ks), *(f"maj@{k}" for k in ks), "truncated", "no answer", "tokens"]
-    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (heads, *rows)]
-    assert cells[0] == ["set", "problems", "samples", "mean", *names]
-    there = {row[0]: [k for k, cell in zip(ks, row[4:10], strict=True) if cell] for row in cells[1:]}
-    assert there == {"a": [1, 2, 4, 5], "b": [1, 2, 4, 8], "c": [1, 2, 3]}
 
 
 def test_a_comparison_of_one_set_with_another_k() -> None:

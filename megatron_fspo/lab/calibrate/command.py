@@ -110,7 +110,7 @@ def calibration_of(measured: Measured, config: Config, *, device: str) -> Calibr
         temperature=config.rollout.temperature,
         device=device,
         responses=int((lengths > 0).sum()),
-        prompts=len(measured.groups.unique()),
+        prompts=len(set(measured.groups.tolist())),
         tokens=int(lengths.sum()),
         longest=int(lengths.max()),
         max_response_tokens=longest,
@@ -182,7 +182,7 @@ def checks(sums: Tensor, lengths: Tensor, groups: Tensor, band: ClipBand) -> lis
     outside = (sums < low) | (sums > high)
     bins = length_bins(lengths, _BINS)
     by_length = []
-    for number in bins.unique().tolist():
+    for number in sorted(set(bins.tolist())):
         here = bins == number
         rate, count = outside[here].double().mean().item(), int(here.sum())
         by_length.append(

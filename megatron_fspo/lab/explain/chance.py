@@ -72,7 +72,7 @@ def design_effect(accepted: Tensor, lengths: Tensor, clusters: Tensor) -> float:
     """
     full = lengths > 0
     bins = length_bins(lengths[full], NUM_BINS)
-    flags, groups = accepted[full].double(), clusters[full].unique(return_inverse=True)[1]
+    flags, groups = accepted[full].double(), torch.unique(clusters[full], return_inverse=True)[1]
     size, number = int(bins.max()) + 1, int(groups.max()) + 1
     counts = bins.bincount(minlength=size).double()
     rate = flags.mean()
@@ -83,7 +83,8 @@ def design_effect(accepted: Tensor, lengths: Tensor, clusters: Tensor) -> float:
     wanted = (counts * independent).sum().item()
     if number in (1, len(flags)) or not wanted:
         return 1.0
-    return max(1.0, number / (number - 1) * (counts * added.square().sum(0)).sum().item() / wanted)
+    effect = (counts * added.square().sum(0)).sum().item() / wanted
+    return max(1.0, number / (number - 1) * float(effect))
 
 
 def _errors(

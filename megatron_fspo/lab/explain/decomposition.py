@@ -159,7 +159,8 @@ class Parts:
 
 def blocks_of(clusters: Tensor) -> Tensor:
     """[N] the block of each row, for intervals: all rows of a cluster in one."""
-    return clusters.unique(return_inverse=True)[1] % _BLOCKS
+    positions: Tensor = torch.unique(clusters, return_inverse=True)[1]
+    return positions % _BLOCKS
 
 
 def take_apart(dump: Dump) -> Parts | None:

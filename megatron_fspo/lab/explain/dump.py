@@ -60,6 +60,11 @@ class Dump:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def clusters_count(self) -> int:
+        """Different clusters."""
+        return len(set(self.clusters.tolist()))
+
 
 @dataclass
 class _Response:
@@ -261,7 +266,8 @@ def _mask(value: Any) -> np.ndarray[Any, Any]:
     values = _array("mask", value)
     if not np.isin(values, (0.0, 1.0)).all():
         raise InputError("mask must be 1 for response tokens and 0 elsewhere")
-    return values == 1.0
+    mask: np.ndarray[Any, Any] = values == 1.0
+    return mask
 
 
 def _advantage(value: Any, mask: np.ndarray[Any, Any] | None) -> float:

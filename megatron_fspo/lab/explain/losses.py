@@ -160,7 +160,7 @@ def reach(loss: BandLoss, dump: Dump) -> Tensor:
     tokens, segment = dump.log_ratio, torch.arange(len(dump)).repeat_interleave(dump.lengths)
     prefix, position = _prefix_sums(torch.stack([tokens, torch.ones_like(tokens)]), dump.lengths)
     low, high = loss.objective().band.bounds(position)
-    far = prefix / torch.where(prefix < 0, low, high)
+    far: Tensor = prefix / torch.where(prefix < 0, low, high)
     return far.new_zeros(len(dump)).scatter_reduce_(0, segment, far, "amax")
 
 
@@ -179,12 +179,12 @@ def factor_for(far: Tensor, rate: float) -> float:
         far: [N], see :func:`reach`.
     """
     # Responses with the same reach leave the band together.
-    edges, counts = far.unique(return_counts=True)
+    edges, counts = torch.unique(far, return_counts=True)
     outside = len(far) - counts.cumsum(0)  # with a factor just above each
     at = int((outside - rate * len(far)).abs().argmin())
     # Between two responses: on one, rounding would decide.
     above = edges[at + 1] if at + 1 < len(edges) else edges[at] * (1 + 1e-9)
-    return ((edges[at] + above) / 2).item()
+    return float((edges[at] + above) / 2)
 
 
 def judge(loss: BandLoss, dump: Dump) -> Decisions:

@@ -43,7 +43,7 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
         "sigma": explanation.sigma,
         "exponent": explanation.exponent,
         "independent": dump.clustered_by,
-        "clusters": len(dump.clusters.unique()),
+        "clusters": dump.clusters_count,
         "parts": explanation.parts,
         "noise": explanation.noise_source,
         "bins": explanation.bins,
@@ -211,7 +211,7 @@ def _dump(explanation: Explanation) -> str:
     else:
         low, high = grown.interval
         text += f"; |S| grows as L^{grown.value:.2f} [{low:.2f}, {high:.2f}], where a random walk has 0.5"
-    text += f". Intervals take {INDEPENDENT[dump.clustered_by].format(len(dump.clusters.unique()))}"
+    text += f". Intervals take {INDEPENDENT[dump.clustered_by].format(dump.clusters_count)}"
     if dump.log_ratio is None:
         text += ". Without token log-probs CTPO, which decides for every prefix, is left out"
     left_out = [f"{n:,} {what}" for n, what in ((dump.empty, "empty"), (dump.nonfinite, "not finite")) if n]

@@ -1,9 +1,10 @@
-"""Activations: what a micro-batch leaves for backward, tensor by tensor, and the peak of an optimizer step.
+"""Activations: the tensors that a micro-batch leaves for backward, and the peak of an optimizer step.
 
 Two columns. ``local`` is what our layers on Megatron's local specification save; it is measured, by
 ``benchmarks/plan_memory.py`` and ``tests/plan``. ``transformer_engine`` is from reading its modules (fused
 norm and product, fused RoPE and SwiGLU, flash attention, which saves q, k, v, its output and a log-sum-exp
-per row); it was not measured. Experts were measured in neither.
+per row); it was not measured. Experts were measured in neither. The log-prob head has the chunks of
+:mod:`megatron_fspo.parallel.head`.
 
 Packs differ; a plan takes a full one. Under full recompute a layer keeps its input alone, and one layer at a
 time is whole.
@@ -14,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_fspo.lab.plan.head import head_backward, head_forward, head_saved
 from megatron_fspo.lab.plan.shape import Pack, Shape, between
+from megatron_fspo.parallel.head import BLOCK_LOGITS, CHUNK_TOKENS
 from megatron_fspo.weights import has_parameter
 
 _BATCH = 45
 """Bytes per token of a micro-batch itself: ids, positions, labels, mask, segment, log-probs."""
 _FP32 = 4
+_PER_ROW = 8 + 8 + 3 * _FP32  # of the head: index, label, m, Z and H
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Activations:
     micro_batches: float
     """How many these are; those of virtual stages count by their share of the layers."""
     moments: dict[str, float]
-    """Beside those: what comes on top, by what is being computed. They do not come together."""
+    """Bytes on top of those, by what is being computed. They do not come together."""
 
     @property
     def peak(self) -> float:
@@ -49,17 +51,18 @@ class Activations:
 
 
 def layer_tensors(shape: Shape, pack: Pack) -> list[Saved]:
-    """What a layer keeps of one micro-batch without recompute."""
+    """The tensors that a layer keeps of one micro-batch without recompute."""
     return [*_attention(shape, pack), *_mlp(shape, pack)]
 
 
 def layer_bytes(shape: Shape, pack: Pack) -> float:
     """Their sum for the layers of ``shape``."""
-    return sum(getattr(tensor, shape.layers) for tensor in layer_tensors(shape, pack))
+    local = shape.layers == "local"
+    return sum(tensor.local if local else tensor.transformer_engine for tensor in layer_tensors(shape, pack))
 
 
 def _norm(shape: Shape, pack: Pack, name: str) -> Iterator[Saved]:
-    """Of a norm and the product behind it. torch's norm computes in fp32 and keeps that."""
+    """Tensors of a norm and the product behind it. torch's norm computes in fp32 and keeps that."""
     hidden = between(shape, pack) * shape.arch.hidden_size
     product = hidden * _product_width(shape)
     yield Saved(f"input of the {name} norm", hidden * _FP32, hidden * shape.width)
@@ -119,7 +122,7 @@ def _mlp(shape: Shape, pack: Pack) -> Iterator[Saved]:
 
 
 def layer_input(shape: Shape, pack: Pack) -> float:
-    """What a layer keeps under full recompute."""
+    """Bytes that a layer keeps under full recompute."""
     return between(shape, pack) * shape.arch.hidden_size * shape.width
 
 
@@ -144,21 +147,21 @@ def layer_backward(shape: Shape, pack: Pack) -> float:
 
 
 def kept(shape: Shape, stage: int, chunk: int, pack: Pack) -> float:
-    """What one micro-batch keeps in a model chunk from its forward to its backward."""
+    """Bytes that one micro-batch keeps in a model chunk from its forward to its backward."""
     arch, width = shape.arch, shape.width
     one = layer_input(shape, pack) if shape.recompute else layer_bytes(shape, pack)
     hidden = between(shape, pack) * arch.hidden_size
     # Angles of positions, and the micro-batch.
-    found = shape.chunk_layers * one + max(pack.lengths) * arch.head_dim * _FP32
-    found += _BATCH * pack.tokens / shape.parallel.context
+    total = shape.chunk_layers * one + max(pack.lengths) * arch.head_dim * _FP32
+    total += _BATCH * pack.tokens / shape.parallel.context
     # Megatron's schedule keeps what came from the stage before and what went to the next. In fp32, and under
     # recompute, the first is also what the first layer keeps.
     if not shape.is_first(stage, chunk) and not (shape.recompute or width == _FP32):
-        found += hidden * width
+        total += hidden * width
     if not shape.is_last(stage, chunk):
-        return found + hidden * width
+        return total + hidden * width
     final = (2 * _FP32 if shape.layers == "local" else width) * hidden
-    return found + final + head_saved(shape, pack)
+    return total + final + _head_saved(shape, pack)
 
 
 def in_flight(shape: Shape, stage: int, micro_batches: int) -> int:
@@ -171,11 +174,11 @@ def in_flight(shape: Shape, stage: int, micro_batches: int) -> int:
 
 
 def activations(shape: Shape, stage: int, pack: Pack, micro_batches: int) -> Activations:
-    """Of an optimizer step on one rank of a stage.
+    """The activations of an optimizer step on one rank of a stage.
 
     Args:
         pack: every micro-batch is like this one.
-        micro_batches: of this rank in the optimizer step.
+        micro_batches: their number on this rank in the optimizer step.
     """
     virtual = shape.parallel.virtual_pipeline
     chunks = [kept(shape, stage, chunk, pack) for chunk in range(virtual)]
@@ -195,10 +198,9 @@ def activations(shape: Shape, stage: int, pack: Pack, micro_batches: int) -> Act
     tied = shape.arch.tied and shape.parallel.pipeline == 1
     moments = {"a layer's backward": again + layer_backward(shape, pack) + (table if tied else 0)}
     if shape.is_last(stage):
-        part = head_saved(shape, pack)
-        moments["the head's forward"] = head_forward(shape, pack)
-        moments["the head's backward"] = head_backward(shape, pack)
-        moments["a layer's backward"] -= part
+        moments["the head's forward"] = _head_forward(shape, pack)
+        moments["the head's backward"] = _head_backward(shape, pack)
+        moments["a layer's backward"] -= _head_saved(shape, pack)
     if stage == 0:
         # All layers of one micro-batch are done by then. A tied table has two gradients, and their sum.
         gone = chunks[0] - layer_input(shape, pack) * (shape.parallel.pipeline > 1)
@@ -209,3 +211,56 @@ def activations(shape: Shape, stage: int, pack: Pack, micro_batches: int) -> Act
 def _product_width(shape: Shape) -> int:
     """Bytes of a value that a product keeps: Transformer Engine keeps the FP8 one."""
     return 1 if shape.fp8 else shape.width
+
+
+def _head_saved(shape: Shape, pack: Pack) -> float:
+    """Bytes that the log-prob head keeps of a micro-batch for backward: hidden states and a few values per
+    row. What sequence parallel gathers is there only from its forward to its backward."""
+    return between(shape, pack) * shape.arch.hidden_size * shape.width + _PER_ROW * pack.scored
+
+
+def _gathered(shape: Shape, pack: Pack) -> float:
+    if not shape.parallel.sequence:
+        return 0
+    return pack.tokens / shape.parallel.context * shape.arch.hidden_size * shape.width
+
+
+def _head_forward(shape: Shape, pack: Pack) -> float:
+    """The most that the head has beside that in forward: the logits of one chunk."""
+    # Megatron widens the last stage's output to fp32, which the head narrows again.
+    widened = between(shape, pack) * shape.arch.hidden_size * _FP32 if shape.width < _FP32 else 0
+    return widened + _gathered(shape, pack) + _chunk(shape, pack)
+
+
+def _head_backward(shape: Shape, pack: Pack) -> float:
+    """The most in backward: that chunk again with the gradients of the rows, or what it ends with."""
+    arch, width = shape.arch, shape.width
+    rows = pack.scored * arch.hidden_size
+    # On CUDA bf16 logits go into the products.
+    narrowed = 2 * _logits(shape, pack) if shape.device == "cuda" and width < _FP32 else 0
+    # Autograd gets zeros for the weight, whose gradient went to main_grad.
+    zeros = shape.vocab_rows * arch.hidden_size * width
+    whole = pack.tokens / shape.parallel.context * arch.hidden_size
+    given = whole * width + (rows * width if width < _FP32 else 0)
+    if shape.parallel.sequence:
+        given = whole * _FP32 + between(shape, pack) * arch.hidden_size * (_FP32 + width)
+    most = max(_chunk(shape, pack) + narrowed, given + zeros)
+    return _gathered(shape, pack) + rows * _FP32 + most
+
+
+def _logits(shape: Shape, pack: Pack) -> float:
+    """Values of the logits of a chunk."""
+    count = max(1, -(-pack.scored // CHUNK_TOKENS[shape.device]))
+    return -(-pack.scored // count) * shape.vocab_rows
+
+
+def _chunk(shape: Shape, pack: Pack) -> float:
+    """Logits in fp32, scratch for two blocks of them, and what the products take."""
+    logits = _logits(shape, pack)
+    chunk_rows = logits // shape.vocab_rows
+    block = min(chunk_rows, max(1, BLOCK_LOGITS[shape.device] // shape.vocab_rows)) * shape.vocab_rows
+    # Only CUDA multiplies bf16 into fp32: elsewhere there is a copy of the weight.
+    widened = shape.device == "cpu" and shape.width < _FP32
+    copy = shape.vocab_rows * shape.arch.hidden_size * _FP32 if widened else 0
+    states = chunk_rows * shape.arch.hidden_size * (_FP32 if widened else shape.width)
+    return (logits + 2 * block) * _FP32 + copy + states

@@ -11,40 +11,39 @@ from pydantic import ValidationError
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
-from megatron_fspo.lab.plan.report import Given, Report, make_report
+from megatron_fspo.lab.plan.plan import Given, Plan, make_plan
 from megatron_fspo.packing.batch import padded_length
 from megatron_fspo.weights import Architecture
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """What it is, and what becomes of the run."""
+class SingleChange:
+    """One change to a run, and the plan that it gives."""
 
     text: str
-    report: Report
+    plan: Plan
 
 
-def single_changes(config: Config, arch: Architecture, given: Given) -> list[Change]:
+def single_changes(config: Config, arch: Architecture, given: Given) -> list[SingleChange]:
     """Every change that is tried and legal. Those that fit come first, the fastest by estimate before others;
     then those that do not, the smallest first."""
-    found = []
+    changes = []
     for text, keys, world in _tried(config, given):
         try:
-            changed = _changed(config, keys)
-            report = make_report(changed, arch, replace(given, world=world))
+            plan = make_plan(_changed(config, keys), arch, replace(given, world=world))
         except (ValidationError, InputError):
             continue
-        found.append(Change(text=text, report=report))
-    return sorted(found, key=_rank)
+        changes.append(SingleChange(text=text, plan=plan))
 
+    def rank(change: SingleChange) -> tuple[bool, float]:
+        plan = change.plan
+        return bool(plan.problems), plan.worst.total if plan.problems else plan.seconds
 
-def _rank(change: Change) -> tuple[bool, float]:
-    report = change.report
-    return bool(report.problems), report.worst.total if report.problems else report.seconds
+    return sorted(changes, key=rank)
 
 
 def _tried(config: Config, given: Given) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """In words, as keys, and with how many ranks."""
+    """Yields each change in words, as keys, and its number of ranks."""
     parallel, world = config.parallel, given.world
     changes: list[dict[str, Any]] = []
     if not parallel.distributed_optimizer:
@@ -67,7 +66,7 @@ def _tried(config: Config, given: Given) -> Iterator[tuple[str, dict[str, Any], 
         {f"parallel.{name}": 2 * getattr(parallel, name)} for name in ("pipeline", "context", "expert")
     ]
     for keys in changes:
-        yield ", ".join(f"{key} = {_shown(value)}" for key, value in keys.items()), keys, world
+        yield ", ".join(f"{key} = {_toml(value)}" for key, value in keys.items()), keys, world
     for more in (2, 4):
         yield f"{more * world} ranks that train", {}, more * world
 
@@ -80,11 +79,5 @@ def _changed(config: Config, keys: dict[str, Any]) -> Config:
     return Config.model_validate(tree)
 
 
-def _shown(value: object) -> str:
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f'"{value}"'
-        if isinstance(value, str)
-        else f"{value}"
-    )
+def _toml(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower()

@@ -110,7 +110,8 @@ def running_mean(values: Array, window: int) -> Array:
     finite, kernel = np.isfinite(values), np.ones(min(window, len(values)))
     totals = np.convolve(np.where(finite, values, 0.0), kernel, mode="same")
     counts = np.convolve(finite.astype(np.float64), kernel, mode="same").round()
-    return np.divide(totals, counts, out=np.full(len(values), np.nan), where=counts > 0)
+    means: Array = np.divide(totals, counts, out=np.full(len(values), np.nan), where=counts > 0)
+    return means
 
 
 def thin(values: Array, most: int = 600) -> Array:
