@@ -11,9 +11,9 @@ from pathlib import Path
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.plan.activations import layer_tensors
 from megatron_fspo.lab.plan.command import layout_of, plan
-from megatron_fspo.lab.plan.plan import GIB, Given, Plan, make_plan
+from megatron_fspo.lab.plan.plan import GIB, Given, RunPlan, make_plan
 from megatron_fspo.lab.plan.presets import PRESETS
-from megatron_fspo.lab.plan.shape import Pack
+from megatron_fspo.lab.plan.shape import PlannedPack
 from megatron_fspo.lab.plan.state import server_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,7 +125,7 @@ def render() -> str:
 def _tensors() -> Iterator[str]:
     config = load_config(FILES[0], ["--parallel.tensor", "1", "--parallel.sequence", "false"])
     shape = make_plan(config, PRESETS["qwen3-8b"], Given(world=1)).shape
-    pack = Pack(lengths=(1024,), scored=1024)
+    pack = PlannedPack(lengths=(1024,), scored=1024)
     found = layer_tensors(shape, pack)
     for tensor in found:
         yield f"| {tensor.what} | {_kib(tensor.local)} | {_kib(tensor.transformer_engine)} |"
@@ -151,7 +151,7 @@ def _large() -> Iterator[str]:
             yield _row(model, gpus, _plan_of(model, layout, gpus))
 
 
-def _plan_of(model: str, layout: str, gpus: int) -> Plan:
+def _plan_of(model: str, layout: str, gpus: int) -> RunPlan:
     train = gpus // 2
     arch = PRESETS[model]
     servers = train // server_gpus(arch, width=2, memory=80 * GIB)
@@ -160,7 +160,7 @@ def _plan_of(model: str, layout: str, gpus: int) -> Plan:
     return make_plan(load_config(FILES, words), arch, Given(world=train, servers=servers))
 
 
-def _row(model: str, gpus: int, plan: Plan) -> str:
+def _row(model: str, gpus: int, plan: RunPlan) -> str:
     layout = layout_of(plan.shape) + (", recompute" if plan.shape.recompute else "")
     seconds = [f"{phase.seconds:,.0f}" for phase in plan.phases]
     memory, checkpoint = f"{plan.worst.total / GIB:.1f}", f"{plan.checkpoint / GIB:,.0f}"

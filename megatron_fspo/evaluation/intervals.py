@@ -149,7 +149,7 @@ def interval_of_means(
     # Deviations: equal problems give exactly 0, not the rounding of a sum.
     moved = share * np.sum(
         [
-            _resampled(values, _stream(f"{seed}/bootstrap/{name}"), resamples)
+            _resampled(values, _stream(seed, f"bootstrap/{name}"), resamples)
             for name, values in zip(sets, centred, strict=True)
         ],
         axis=0,
@@ -168,9 +168,9 @@ def interval_of_means(
     return estimates
 
 
-def _stream(name: str) -> np.random.Generator:
+def _stream(seed: int, name: str) -> np.random.Generator:
     """The random stream with that name: the same whatever else is drawn."""
-    digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
     return np.random.default_rng(int.from_bytes(digest, "little"))
 
 
@@ -195,7 +195,7 @@ def _resampled(centred: Array, random: np.random.Generator, resamples: int) -> A
 
 
 def _widening(centred: list[Array]) -> Array:
-    """By quantity, standard error from unbiased variances over that of the bootstrap; 1 where that is 0."""
+    """[quantities] standard error from unbiased variances over that of the bootstrap; 1 where that is 0."""
     plain = np.sum([(values**2).mean(0) / len(values) for values in centred], axis=0)
     unbiased = np.sum([(values**2).mean(0) / max(len(values) - 1, 1) for values in centred], axis=0)
     ratios: Array = np.divide(unbiased, plain, out=np.ones_like(plain), where=plain > 0)

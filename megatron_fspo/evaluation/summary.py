@@ -1,4 +1,4 @@
-"""From completions to figures: per problem, per set, over sets; and two evaluations compared."""
+"""Figures of completions: per problem, per set, over sets; and two evaluations compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation.estimators import Array, majority_at, pass_at, powers_of_two
 from megatron_fspo.evaluation.intervals import Estimate, interval_of_means
-from megatron_fspo.evaluation.records import Problem, Record, Saved
+from megatron_fspo.evaluation.records import Problem, Record, SavedEvaluation
 
 Quantities = dict[str, Array]
 """Figure → one value per problem [P], in the order of their indices.
@@ -29,11 +29,11 @@ class Summary:
     samples: Mapping[str, int]
     """Completions of each problem, by set."""
     problems: Mapping[str, int]
-    """By set."""
+    """Number of problems, by set."""
     sets: Mapping[str, Mapping[str, Estimate]]
-    """By set, by quantity."""
+    """Figures by set, by quantity."""
     average: Mapping[str, Estimate]
-    """By quantity, the mean over the sets; of those that all sets have."""
+    """Mean over the sets by quantity, of those that all sets have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def summarize(sets: Mapping[str, Quantities], samples: int | Mapping[str, int]) 
     )
 
 
-def compare(this: Saved, other: Saved) -> Comparison:
+def compare(this: SavedEvaluation, other: SavedEvaluation) -> Comparison:
     """``this`` less ``other`` on the same problems, matched by what they ask.
 
     Raises:

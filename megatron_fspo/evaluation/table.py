@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fspo.evaluation.intervals import LEVEL, RESAMPLES
-from megatron_fspo.evaluation.records import Manifest
+from megatron_fspo.evaluation.records import Manifest, write_whole
 from megatron_fspo.evaluation.summary import Comparison, Summary
 from megatron_fspo.tables import markdown, plain
 
@@ -60,9 +60,7 @@ def write(folder: Path, manifest: Manifest, summary: Summary, comparison: Compar
         TABLE: table(manifest.model, summary, comparison),
     }
     for name, text in texts.items():
-        partial = folder / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.rename(folder / name)
+        write_whole(folder / name, text)
 
 
 def table(model: str, summary: Summary, comparison: Comparison | None = None) -> str:

@@ -52,7 +52,7 @@ class NoiseRecord(_Record):
     """One comparison of two passes."""
 
     kind: Literal["repeat", "packs", "sampler", "precision", "updates"]
-    """See :class:`megatron_fspo.lab.calibrate.passes.Difference`."""
+    """See :class:`megatron_fspo.lab.calibrate.passes.PassDifference`."""
     precision: str
     emulated: bool
     sigma: Interval

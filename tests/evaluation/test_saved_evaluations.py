@@ -19,6 +19,7 @@ from megatron_fspo.evaluation.records import (
     Record,
     RecordFile,
     hash_of_prompts,
+    line_of,
     load,
 )
 from megatron_fspo.types import Prompt
@@ -80,7 +81,7 @@ def test_sets_with_samples_of_their_own_are_read_back(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     for folder, own in ((tmp_path, {"a": 2, "b": 2}), (tmp_path / "other", {"a": 1, "b": 5})):
         RecordFile(folder, Manifest(model="m", samples=own, facts={}), PROBLEM_OF, PORTIONS)
-        (folder / SAMPLES).write_text("".join(record(key).line() for some in PORTIONS for key in some))
+        (folder / SAMPLES).write_text("".join(line_of(record(key)) for some in PORTIONS for key in some))
     assert load(tmp_path).manifest.samples_of("b") == 2
     with pytest.raises(InputError, match="has 8 of 8 completions"):
         load(tmp_path / "other")

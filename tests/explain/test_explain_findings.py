@@ -227,7 +227,7 @@ def test_responses_that_leave_the_band_together() -> None:
     assert factor_for(far, 0.05) > 3.0
 
 
-@pytest.mark.parametrize("size", [1, 40, 100, 2000])
+@pytest.mark.parametrize("size", [1, 100])
 def test_blocks_of_tokens_make_no_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:

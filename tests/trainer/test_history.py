@@ -34,14 +34,9 @@ def test_clip_rates_by_length_by_hand() -> None:
     assert (long.out_of_band, long.clipped) == (0.75, 0.25)
     whole = overall_rates(records)
     assert (whole.low, whole.high, whole.out_of_band, whole.clipped) == (1, 12, 0.5, 2 / 6)
-
-
-def test_clip_rate_of_a_bin_that_nothing_can_be_clipped_in() -> None:
-    records = records_from([3, 3], [True, False], [False, False], [0.0, 0.0])
-    (only,) = clip_rates(records)
-    assert (only.out_of_band, only.judged) == (0.5, 0)
-    assert math.isnan(only.clipped)
-    svg = pictures.rates_by_length([only], overall_rates(records))
+    (only,) = clip_rates(unclippable := records_from([3, 3], [True, False], [False, False], [0.0, 0.0]))
+    assert (only.out_of_band, only.judged) == (0.5, 0) and math.isnan(only.clipped)
+    svg = pictures.rates_by_length([only], overall_rates(unclippable))
     assert "outside" in svg and "clipped" not in svg
 
 

@@ -197,7 +197,7 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
             columns |= {"clipped": outside, "out_of_band": outside, "ratio": [1.0] * each}
             file.write(json.dumps({"step": step, **columns}) + "\n")
     path = write_report(run)
-    assert read_page(path).pictures == LEARNING | RATES | BY_SEQUENCE | HEALTH - {"Exponent of S"}
+    assert read_page(path).pictures == LEARNING | RATES | BY_SEQUENCE | HEALTH
     assert "40,000 records, evenly over all steps" in table(path)["LRE pooled"][2]
     assert path.stat().st_size < 1_000_000
     assert "data:image/png;base64" in path.read_text(encoding="utf-8")  # the scatter is pixels

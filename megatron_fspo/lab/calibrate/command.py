@@ -15,7 +15,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.evaluation.intervals import resample_groups, wilson_interval
 from megatron_fspo.lab.calibrate.page import render, write_page
-from megatron_fspo.lab.calibrate.passes import Difference, Measured, measure, quiet, read_responses
+from megatron_fspo.lab.calibrate.passes import Measured, PassDifference, measure, quiet, read_responses
 from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.objective import ClipBand, FSPOBand
 from megatron_fspo.objective.exponent import fit_exponent
@@ -122,7 +122,7 @@ def calibration_of(measured: Measured, config: Config, *, device: str) -> Calibr
     )
 
 
-def _record(difference: Difference, measured: Measured, band: ClipBand, longest: int) -> NoiseRecord:
+def _record(difference: PassDifference, measured: Measured, band: ClipBand, longest: int) -> NoiseRecord:
     keep = difference.sums.isfinite() & (measured.lengths > 0)
     if not keep.any():
         raise TrainingError(
@@ -170,8 +170,8 @@ def _seen(drift: Interval) -> bool:
 
 
 def checks(sums: Tensor, lengths: Tensor, groups: Tensor, band: ClipBand) -> list[Check]:
-    """By length: how many responses lie outside, and how many the noise of the other half of the prompts puts
-    there; none with a single prompt."""
+    """Share outside by length: measured, and predicted from the noise of the other half of the prompts; none
+    with a single prompt."""
     halves = (groups % 2 == 0), (groups % 2 == 1)
     if not all(half.any() for half in halves):
         return []

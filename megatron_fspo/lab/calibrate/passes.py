@@ -47,8 +47,8 @@ Kind = Literal["repeat", "packs", "sampler", "precision", "updates"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Between two passes over the same responses."""
+class PassDifference:
+    """The difference of two passes over the same responses."""
 
     kind: Kind
     """repeat: the same pass again; packs: with other packs; sampler: the trainer's minus the sampler's
@@ -69,7 +69,7 @@ class Measured:
     """[n] response lengths."""
     groups: Tensor
     """[n] the prompt of each."""
-    differences: list[Difference]
+    differences: list[PassDifference]
     first_updates: tuple[Tensor, Tensor, Tensor] | None
     """S, L and prompt of the sequences that the first off-policy optimizer steps saw; None without any."""
 
@@ -129,7 +129,7 @@ class _Passes:
         if sampled:
             pairs.append(("sampler", first - self._sums(self._packs, "sampled_log_probs")))
         differences = [
-            Difference(kind=kind, precision=precision, emulated=False, sums=sums) for kind, sums in pairs
+            PassDifference(kind=kind, precision=precision, emulated=False, sums=sums) for kind, sums in pairs
         ]
         before = self._in_all_precisions()
         differences += [
@@ -153,9 +153,9 @@ class _Passes:
             first_updates=first_updates,
         )
 
-    def _difference(self, kind: Kind, precision: str, sums: Tensor) -> Difference:
+    def _difference(self, kind: Kind, precision: str, sums: Tensor) -> PassDifference:
         emulated = precision in [fp8.recipe for fp8 in self._emulated]
-        return Difference(kind=kind, precision=precision, emulated=emulated, sums=sums)
+        return PassDifference(kind=kind, precision=precision, emulated=emulated, sums=sums)
 
     def _packed(self, max_tokens: int) -> Packs:
         run = self._run

@@ -1,4 +1,4 @@
-"""What chance does to a dump: the null floor and interval of LRE, and an S that no learning is in.
+"""Chance in a dump: the null floor and interval of LRE, and an S that no learning is in.
 
 LRE is taken from counts, which is the same work for a million rows as for a thousand.
 
@@ -83,8 +83,8 @@ def design_effect(accepted: Tensor, lengths: Tensor, clusters: Tensor) -> float:
     wanted = (counts * independent).sum().item()
     if number in (1, len(flags)) or not wanted:
         return 1.0
-    effect = (counts * added.square().sum(0)).sum().item() / wanted
-    return max(1.0, number / (number - 1) * float(effect))
+    spread = (counts * added.square().sum(0)).sum().item()
+    return max(1.0, float(number / (number - 1) * spread / wanted))
 
 
 def _errors(

@@ -33,7 +33,7 @@ _EXAMPLES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtLength:
+class LengthFigures:
     """Figures of a loss over the responses of a bin of lengths."""
 
     out_of_band: float
@@ -68,7 +68,7 @@ class OfLoss:
     lre_signed: LengthReweightingError
     """LRE of sign-aware acceptance, among responses with A ≠ 0."""
     ess: float
-    by_length: tuple[AtLength, ...]
+    by_length: tuple[LengthFigures, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Matched:
     to: str
     limits: dict[str, float]
     factor: float
-    """How many times they are as wide as those given, in nats."""
+    """Width over that of the limits given, in nats."""
     out_of_band: float
     """The share that they give: as near as N allows."""
 
@@ -227,7 +227,7 @@ def _of_loss(loss: BandLoss, dump: Dump, decided: Decisions, by_noise: Tensor, b
         lre_signed=lre_of(~clipped[judged], lengths[judged], dump.clusters[judged]),
         ess=decided.effective_sample_size(judged),
         by_length=tuple(
-            AtLength(
+            LengthFigures(
                 out_of_band=_mean(decided.outside[counts & here]),
                 clipped=_mean(clipped[judged & here]),
                 noise=_mean(noisy[here]),

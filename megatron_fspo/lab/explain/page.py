@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from megatron_fspo import __version__
-from megatron_fspo.lab.explain.explanation import AtLength, Bin, Explanation, OfLoss
+from megatron_fspo.lab.explain.explanation import Bin, Explanation, LengthFigures, OfLoss
 from megatron_fspo.lab.explain.text import bins_table, fates_table, limits_table, losses_table, sentences
 from megatron_fspo.lab.report.drawing import BLUE, GREEN, ORANGE, PURPLE, legend, picture
 from megatron_fspo.lab.report.page import template
@@ -47,7 +47,7 @@ def _by_length(
     figure: Figure,
     bins: Sequence[Bin],
     losses: Sequence[OfLoss],
-    of: Callable[[AtLength], float],
+    of: Callable[[LengthFigures], float],
     label: str,
 ) -> None:
     axes = figure.subplots()

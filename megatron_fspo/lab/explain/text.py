@@ -276,7 +276,11 @@ def _matched(explanation: Explanation) -> Iterator[str]:
     )
     yield (
         f"With {explanation.rate:.1%} outside for each, as near as responses allow, LRE is "
-        + ", ".join(f"{_lre(one)} for {one.name}" for one in fairest)
+        + ", ".join(
+            f"{one.lre.mean:.3f} [{low:.3f}, {high:.3f}; by chance {one.lre.null_mean:.3f}] for {one.name}"
+            for one in fairest
+            for low, high in [one.lre.mean_interval]
+        )
         + "; LRE whose interval reaches the floor of chance shows no dependence on length."
     )
     for loss in explanation.matched:
@@ -285,11 +289,6 @@ def _matched(explanation: Explanation) -> Iterator[str]:
                 f"{loss.name} has {loss.out_of_band:.1%} outside even at the widest limits of float64: "
                 "it does not compare with the others."
             )
-
-
-def _lre(one: OfLoss) -> str:
-    low, high = one.lre.mean_interval
-    return f"{one.lre.mean:.3f} [{low:.3f}, {high:.3f}; by chance {one.lre.null_mean:.3f}]"
 
 
 def _weights(explanation: Explanation) -> Iterator[str]:

@@ -3,5 +3,5 @@
 Arithmetic from a configuration and an architecture: no GPU, no job, no checkpoint, no Megatron. :mod:`.shape`
 is what all of it follows from. :mod:`.state` (parameters, gradients, optimizer, checkpoints) is exact,
 :mod:`.activations` counts tensors, :mod:`.speed` estimates times, :mod:`.plan` puts a run together and
-:mod:`.advice` looks for one change that makes it fit.
+:mod:`.command` prints it, with single changes that make it fit.
 """

@@ -1,21 +1,84 @@
-"""``megatron-fspo plan``: a plan as text and as JSON."""
+"""``megatron-fspo plan``: a plan as text and as JSON, with single changes to a run that would make it fit."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
+
+from pydantic import ValidationError
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
-from megatron_fspo.lab.plan.advice import SingleChange, single_changes
-from megatron_fspo.lab.plan.plan import GIB, Given, Plan, Stage, make_plan
+from megatron_fspo.lab.plan.plan import GIB, Given, RunPlan, Stage, make_plan
 from megatron_fspo.lab.plan.presets import find_model
 from megatron_fspo.lab.plan.shape import Shape
 from megatron_fspo.lab.plan.speed import Machine
+from megatron_fspo.packing.batch import padded_length
+from megatron_fspo.weights import Architecture
 
 _SHOWN = 6  # stages side by side
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleChange:
+    """One change to a run, and the plan that it gives."""
+
+    text: str
+    plan: RunPlan
+
+
+def single_changes(config: Config, arch: Architecture, given: Given) -> list[SingleChange]:
+    """Every change that is tried and legal. Those that fit come first, the fastest by estimate before others;
+    then those that do not, the smallest first."""
+    changes = []
+    for text, keys, world in _tried(config, given):
+        try:
+            tree = deepcopy(config.model_dump())
+            for key, value in keys.items():
+                section, _, name = key.partition(".")
+                tree[section][name] = value
+            plan = make_plan(Config.model_validate(tree), arch, replace(given, world=world))
+        except (ValidationError, InputError):
+            continue
+        changes.append(SingleChange(text=text, plan=plan))
+
+    def rank(change: SingleChange) -> tuple[bool, float]:
+        plan = change.plan
+        return bool(plan.problems), plan.worst.total if plan.problems else plan.seconds
+
+    return sorted(changes, key=rank)
+
+
+def _tried(config: Config, given: Given) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Yields each change in words, as keys, and its number of ranks."""
+    parallel, world = config.parallel, given.world
+    changes: list[dict[str, Any]] = []
+    if not parallel.distributed_optimizer:
+        changes.append({"parallel.distributed_optimizer": True})
+    if parallel.tensor > 1 and not parallel.sequence:
+        changes.append({"parallel.sequence": True})
+    if config.model.recompute == "none":
+        changes.append({"model.recompute": "full"})
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    shortest = padded_length(longest, parallel.context)
+    changes += [
+        {"batch.max_tokens": size}
+        for size in sorted({config.batch.max_tokens // 2, shortest})
+        if shortest <= size < config.batch.max_tokens
+    ]
+    if config.rollout.engine == "embedded":
+        changes += [{"rollout.max_batch": config.rollout.max_batch // n} for n in (2, 4, 8)]
+    changes.append({"parallel.tensor": 2 * parallel.tensor, "parallel.sequence": True})
+    changes += [
+        {f"parallel.{name}": 2 * getattr(parallel, name)} for name in ("pipeline", "context", "expert")
+    ]
+    for keys in changes:  # numbers and booleans
+        yield ", ".join(f"{key} = {str(value).lower()}" for key, value in keys.items()), keys, world
+    for more in (2, 4):
+        yield f"{more * world} ranks that train", {}, more * world
 
 
 def plan(config: Config, given: Given, *, model: str | None, use_json: bool) -> tuple[str, bool]:
@@ -57,17 +120,16 @@ def assumed(words: Sequence[str]) -> Machine:
     return replace(Machine(), **values)  # type: ignore[arg-type]
 
 
-def as_text(plan: Plan, changes: Sequence[SingleChange]) -> str:
+def as_text(plan: RunPlan, changes: Sequence[SingleChange]) -> str:
     """The plan as text."""
-    blocks = [_head(plan), _memory(plan), _files(plan)]
-    if plan.server is not None:
-        blocks.insert(2, _server(plan))
-    blocks += [_times(plan), _assumptions(plan), _limits(plan, changes)]
-    return "\n\n".join(blocks)
+    files = f"a checkpoint: {_gib(plan.checkpoint)} GiB; the Hugging Face export: {_gib(plan.export)} GiB"
+    servers = [_server(plan)] if plan.server is not None else []
+    blocks = [_head(plan), _memory(plan), *servers, files, _times(plan), _assumptions(plan)]
+    return "\n\n".join([*blocks, _limits(plan, changes)])
 
 
-def as_json(plan: Plan, changes: Sequence[SingleChange]) -> dict[str, Any]:
-    """The same as JSON types, in bytes and seconds."""
+def as_json(plan: RunPlan, changes: Sequence[SingleChange]) -> dict[str, Any]:
+    """The plan as JSON types, in bytes and seconds."""
     return {
         "fits": not plan.problems,
         "problems": plan.problems,
@@ -106,12 +168,13 @@ def layout_of(shape: Shape) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
-def _head(plan: Plan) -> str:
+def _head(plan: RunPlan) -> str:
     shape, work = plan.shape, plan.work
     packs = " + ".join(f"{n}" for n in work.pack.lengths[:3]) + (" …" if work.pack.lengths[3:] else "")
-    arch = shape.arch
+    arch, values = shape.arch, plan.export / shape.width
+    count = f"{values / 1e9:.2f} billion" if values >= 1e9 else f"{values / 1e6:.1f} million"
     return (
-        f"{arch.model_type}, {arch.num_layers} layers of {arch.hidden_size}: {_count(plan)} parameters\n"
+        f"{arch.model_type}, {arch.num_layers} layers of {arch.hidden_size}: {count} parameters\n"
         f"{plan.given.world} ranks ({layout_of(shape)}), {str(shape.dtype).removeprefix('torch.')}, "
         f"layers of {shape.layers}{', FP8' if shape.fp8 else ''}"
         f"{', full recompute' if shape.recompute else ''}\n"
@@ -120,12 +183,7 @@ def _head(plan: Plan) -> str:
     )
 
 
-def _count(plan: Plan) -> str:
-    values = plan.export / plan.shape.width
-    return f"{values / 1e9:.2f} billion" if values >= 1e9 else f"{values / 1e6:.1f} million"
-
-
-def _memory(plan: Plan) -> str:
+def _memory(plan: RunPlan) -> str:
     stages = _chosen(plan)
     rows: list[tuple[str, list[str]]] = [
         ("memory of a rank, GiB", [f"stage {stage.number}" for stage in stages])
@@ -135,23 +193,18 @@ def _memory(plan: Plan) -> str:
     for phase in dict.fromkeys(phase for stage in stages for phase in stage.phases):
         columns = [list(stage.phases.get(phase, {}).items()) for stage in stages]
         for row in range(max(map(len, columns))):
-            names = dict.fromkeys(column[row][0] for column in columns if column)
+            name, *others = dict.fromkeys(column[row][0] for column in columns if column)
+            if others:
+                name = "on top" if name.startswith("on top") else "activations under way"
             values = [_gib(column[row][1]) if column else "-" for column in columns]
-            rows.append((f"{phase}: {_shared(list(names))}", values))
+            rows.append((f"{phase}: {name}", values))
     rows.append((f"total, of {_gib(plan.given.room)}", [_gib(stage.total) for stage in stages]))
     left = max(len(name) for name, _ in rows)
     lines = [f"{name:<{left}}" + "".join(f"{value:>10}" for value in values) for name, values in rows]
     return "\n".join(lines)
 
 
-def _shared(names: list[str]) -> str:
-    """One name for a row whose columns differ in it."""
-    if len(names) == 1:
-        return names[0]
-    return "on top" if names[0].startswith("on top") else "activations under way"
-
-
-def _chosen(plan: Plan) -> list[Stage]:
+def _chosen(plan: RunPlan) -> list[Stage]:
     """All stages, or the first, the last and the largest of many."""
     if len(plan.stages) <= _SHOWN:
         return plan.stages
@@ -159,7 +212,7 @@ def _chosen(plan: Plan) -> list[Stage]:
     return [plan.stages[number] for number in sorted(numbers)]
 
 
-def _server(plan: Plan) -> str:
+def _server(plan: RunPlan) -> str:
     server, count = plan.server, plan.samplers.count
     assert server is not None
     turns = ""
@@ -175,11 +228,7 @@ def _server(plan: Plan) -> str:
     )
 
 
-def _files(plan: Plan) -> str:
-    return f"a checkpoint: {_gib(plan.checkpoint)} GiB; the Hugging Face export: {_gib(plan.export)} GiB"
-
-
-def _times(plan: Plan) -> str:
+def _times(plan: RunPlan) -> str:
     lines = ["seconds of a step: an estimate, nothing of it measured"]
     for phase in plan.phases:
         parts = ", ".join(f"{name} {_time(value)}" for name, value in phase.parts.items() if value)
@@ -188,7 +237,7 @@ def _times(plan: Plan) -> str:
     return "\n".join([*lines, f"  {'all':<10}{_time(plan.seconds):>8}"])
 
 
-def _assumptions(plan: Plan) -> str:
+def _assumptions(plan: RunPlan) -> str:
     m, work, given = plan.given.machine, plan.work, plan.given
     return (
         f"assumed: {m.flops / 1e12:g} TFLOP/s x {m.flops_share:g}; memory {m.memory / 1e12:g} TB/s x "
@@ -200,7 +249,7 @@ def _assumptions(plan: Plan) -> str:
     )
 
 
-def _limits(plan: Plan, changes: Sequence[SingleChange]) -> str:
+def _limits(plan: RunPlan, changes: Sequence[SingleChange]) -> str:
     worst, slowest = plan.worst, max(plan.phases, key=lambda phase: phase.seconds)
     longest = max(slowest.parts, key=lambda name: slowest.parts[name])
     lines = [

@@ -10,10 +10,10 @@ import torch
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.plan.activations import activations
-from megatron_fspo.lab.plan.shape import Pack, Shape, stage_parameters
+from megatron_fspo.lab.plan.shape import PlannedPack, Shape, stage_parameters
 from megatron_fspo.lab.plan.speed import Machine, Phase, Samplers, Work, sampling, scoring, sending, updating
 from megatron_fspo.lab.plan.state import (
-    Server,
+    ServerMemory,
     checkpoint_bytes,
     decoding_bytes,
     export_bytes,
@@ -80,7 +80,7 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """A run on paper."""
 
     shape: Shape
@@ -88,7 +88,7 @@ class Plan:
     work: Work
     samplers: Samplers
     stages: list[Stage]
-    server: Server | None
+    server: ServerMemory | None
     checkpoint: int
     export: int
     phases: list[Phase]
@@ -128,7 +128,7 @@ class Plan:
         return sum(phase.seconds for phase in self.phases)
 
 
-def make_plan(config: Config, arch: Architecture, given: Given) -> Plan:
+def make_plan(config: Config, arch: Architecture, given: Given) -> RunPlan:
     """The plan of a run.
 
     Raises:
@@ -149,7 +149,7 @@ def make_plan(config: Config, arch: Architecture, given: Given) -> Plan:
     servers = _server(config, shape, given) if vllm else None
     samplers = _samplers(config, shape, servers, given)
     stages = [_stage(config, shape, work, stage) for stage in range(config.parallel.pipeline)]
-    return Plan(
+    return RunPlan(
         shape=shape,
         given=given,
         work=work,
@@ -212,7 +212,9 @@ def work_of(config: Config, shape: Shape, given: Given) -> Work:
         mini_batches=batch.mini_batches,
         epochs=batch.epochs,
         scored_before=before,
-        pack=Pack(lengths=lengths, scored=int(sum(lengths) / context * response / (prompt + response))),
+        pack=PlannedPack(
+            lengths=lengths, scored=int(sum(lengths) / context * response / (prompt + response))
+        ),
         micro_batches=max(1, round(-(-mean // batch.max_tokens))),
     )
 
@@ -266,7 +268,7 @@ def _embedded(config: Config, shape: Shape, work: Work) -> dict[str, float]:
     }
 
 
-def _server(config: Config, shape: Shape, given: Given) -> Server:
+def _server(config: Config, shape: Shape, given: Given) -> ServerMemory:
     gpus = given.server_gpus or server_gpus(shape.arch, width=shape.width, memory=given.gpu_gib * GIB)
     return server(
         shape.arch,
@@ -279,7 +281,7 @@ def _server(config: Config, shape: Shape, given: Given) -> Server:
     )
 
 
-def _turns(stages: Sequence[Stage], shape: Shape, one: Server, given: Given) -> dict[str, float]:
+def _turns(stages: Sequence[Stage], shape: Shape, one: ServerMemory, given: Given) -> dict[str, float]:
     """See :mod:`megatron_fspo.rollout.vllm.turns`; the trainer's own turn is in its stages."""
     weights = max(stage.always["parameters"] for stage in stages)
     return {
@@ -288,7 +290,7 @@ def _turns(stages: Sequence[Stage], shape: Shape, one: Server, given: Given) -> 
     }
 
 
-def _samplers(config: Config, shape: Shape, one: Server | None, given: Given) -> Samplers:
+def _samplers(config: Config, shape: Shape, one: ServerMemory | None, given: Given) -> Samplers:
     if one is None:
         # Stages decode one after the other, and context-parallel ranks the same rows.
         rows = config.rollout.max_batch

@@ -95,7 +95,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pack:
+class PlannedPack:
     """A micro-batch."""
 
     lengths: tuple[int, ...]
@@ -109,7 +109,7 @@ class Pack:
         return sum(self.lengths)
 
 
-def between(shape: Shape, pack: Pack) -> float:
+def between(shape: Shape, pack: PlannedPack) -> float:
     """Tokens of a rank between the parallel parts of layers: sequence parallel splits them once more."""
     rank = pack.tokens / shape.parallel.context
     return rank / shape.parallel.tensor if shape.parallel.sequence else rank

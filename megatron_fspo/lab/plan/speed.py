@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_fspo.lab.plan.shape import Pack, Shape, between
+from megatron_fspo.lab.plan.shape import PlannedPack, Shape, between
 from megatron_fspo.lab.plan.state import model_values, state
 
 
@@ -59,7 +59,7 @@ class Work:
     epochs: int
     scored_before: int
     """Passes without gradients over the rollout: old log-probs, and a reference."""
-    pack: Pack
+    pack: PlannedPack
     micro_batches: int
     """Micro-batches of a rank in an optimizer step."""
 
@@ -202,7 +202,7 @@ def _span(shape: Shape) -> int:
     return shape.world // shape.parallel.pipeline if shape.reduced_over > 1 else 1
 
 
-def _messages(shape: Shape, pack: Pack, machine: Machine) -> float:
+def _messages(shape: Shape, pack: PlannedPack, machine: Machine) -> float:
     """Seconds of one forward over a micro-batch on a rank: tensor, context and expert parallel."""
     arch, parallel, width = shape.arch, shape.parallel, shape.width
     layers = arch.num_layers / parallel.pipeline

@@ -187,7 +187,7 @@ def sending_bytes(shape: Shape) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class ServerMemory:
     """A vLLM server, GPU by GPU: from reading vLLM, not measured."""
 
     gpus: int
@@ -205,7 +205,7 @@ class Server:
 
 def server(
     arch: Architecture, *, width: int, gpus: int, memory: float, used: float, in_flight: int, tokens: int
-) -> Server:
+) -> ServerMemory:
     """A server and what it has room for.
 
     Args:
@@ -221,7 +221,7 @@ def server(
     # Heads that are fewer than GPUs are kept more than once.
     heads = max(1, arch.num_kv_heads // gpus)
     token = 2 * arch.num_layers * heads * arch.head_dim * width
-    return Server(
+    return ServerMemory(
         gpus=gpus,
         weights=weights,
         receiving=receiving,

@@ -16,7 +16,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.lab.report import pictures
 from megatron_fspo.lab.report.drawing import Line, smoothing_window
 from megatron_fspo.lab.report.figures import ABSENT, TAIL, WINDOW, RunData, machines, read_run
-from megatron_fspo.lab.report.history import Records, Series, clip_rates, overall_rates
+from megatron_fspo.lab.report.history import Records, clip_rates, overall_rates
 from megatron_fspo.lab.report.page import template
 from megatron_fspo.lab.report.pictures import Evaluations, LengthCurve, style_of
 from megatron_fspo.objective import FSPOBand
@@ -27,7 +27,7 @@ _MATCHED = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ComparedRun:
     """A run of several."""
 
     label: str
@@ -56,7 +56,7 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
     return page
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     """The runs to compare, labelled in their order; raises as :func:`write_comparison`."""
     if len(folders) < 2:
         raise InputError("report --compare: name two runs or more")
@@ -69,7 +69,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         data = read_run(folder)
         if not data.steps:
             raise InputError(f"{folder}: has made no step; there is nothing to compare yet")
-        runs.append(Run(label=f"{_letters(position)} {data.config.loss.name}", name=name, data=data))
+        runs.append(ComparedRun(label=f"{_letters(position)} {data.config.loss.name}", name=name, data=data))
     return runs
 
 
@@ -133,7 +133,7 @@ def figures(data: RunData) -> dict[str, str]:
     }
 
 
-def sentences(runs: Sequence[Run], curves: Sequence[LengthCurve]) -> Iterator[str]:
+def sentences(runs: Sequence[ComparedRun], curves: Sequence[LengthCurve]) -> Iterator[str]:
     """The first picture in words, and how much of it the growth of S explains."""
     banded = [curve for curve in curves if len(curve.bins) > 1 and curve.bins[0].out_of_band > 0]
     ratios = [(curve.bins[-1].out_of_band / curve.bins[0].out_of_band, curve.label) for curve in banded]
@@ -166,7 +166,7 @@ def _expected(records: Records, exponent: float, band: FSPOBand, length: float) 
     return ((sums < low) | (sums > high)).double().mean().item()
 
 
-def _render(runs: Sequence[Run]) -> str:
+def _render(runs: Sequence[ComparedRun]) -> str:
     every = [figures(run.data) for run in runs]
     curves = [_by_length(run) for run in runs]
     rows = [(name, [one[name] for one in every]) for name in every[0]]
@@ -183,7 +183,7 @@ def _render(runs: Sequence[Run]) -> str:
     )
 
 
-def _pictures(runs: Sequence[Run], lengths: Sequence[LengthCurve]) -> Iterator[tuple[str, str]]:
+def _pictures(runs: Sequence[ComparedRun], lengths: Sequence[LengthCurve]) -> Iterator[tuple[str, str]]:
     for name, metric, unit in (
         ("reward", "critic/rewards/mean", "reward"),
         ("response_length", "response_length/mean", "L (tokens), mean"),
@@ -206,14 +206,14 @@ def _pictures(runs: Sequence[Run], lengths: Sequence[LengthCurve]) -> Iterator[t
         yield "length_error", pictures.length_errors([(run.label, run.data.lre) for run in runs])
 
 
-def _evaluations(runs: Sequence[Run]) -> Iterator[Evaluations]:
+def _evaluations(runs: Sequence[ComparedRun]) -> Iterator[Evaluations]:
     for position, run in enumerate(runs):
         if name := run.data.history.evaluation():
             value, low, high = (run.data.history.series(f"{name}{end}") for end in ("", "/low", "/high"))
             yield Evaluations(label=run.label, position=position, series=value, low=low, high=high)
 
 
-def _by_length(run: Run) -> LengthCurve:
+def _by_length(run: ComparedRun) -> LengthCurve:
     tail = run.data.records.tail(TAIL, WINDOW) if len(run.data.records) else run.data.records
     return LengthCurve(
         label=run.label,
@@ -227,12 +227,13 @@ def _evaluated(data: RunData, at: int) -> str:
     name = data.history.evaluation()
     if name is None:
         return ABSENT
-    value, low, high = (_at(data.history.series(f"{name}{end}"), at) for end in ("", "/low", "/high"))
+    ends = (data.history.series(f"{name}{end}").values for end in ("", "/low", "/high"))
+    value, low, high = (float(values[at]) if len(values) else math.nan for values in ends)
     return _with_interval(value, (low, high), ".3f")
 
 
 def _gained(data: RunData) -> str:
-    """From the first evaluation to the last, in pairs by prompt, if the run kept every response."""
+    """The gain from the first evaluation to the last, in pairs by prompt, if the run kept every response."""
     change = data.change
     if change is None or change.interval is None:
         return ABSENT
@@ -245,10 +246,6 @@ def _with_interval(value: float, interval: tuple[float, float], form: str) -> st
     return number(value, form, ABSENT) + (
         f" ({low:{form}} to {high:{form}})" if math.isfinite(low + high) else ""
     )
-
-
-def _at(series: Series, at: int) -> float:
-    return float(series.values[at]) if len(series.values) else math.nan
 
 
 def _said(value: Any) -> str:

@@ -50,7 +50,7 @@ class RunData:
     """Exponent of S in ``pool``; where it cannot be measured, why."""
     change: AccuracyChange | None
     jobs: list[dict[str, Any]]
-    """What each job of the run computed on."""
+    """The machine of each job of the run."""
     warnings: list[dict[str, Any]]
     """The last one of each title."""
     samples: list[dict[str, Any]]
@@ -118,16 +118,16 @@ def band_at_end(config: Config, history: History) -> ClipBand | None:
     """The band at the end of a run, if there is one on S."""
     loss = config.loss
     if isinstance(loss, FSPOLoss):
-        names = ("c_low", "c_high", "drift", "exponent")
-        limits = {name: history.series(f"fspo/{name}").last(1) for name in names}
-        if math.isnan(sum(limits.values())):
+        names = ("fspo/c_low", "fspo/c_high", "fspo/drift", "fspo/exponent")
+        c_low, c_high, drift, exponent = (history.series(name).last(1) for name in names)
+        if math.isnan(c_low + c_high + drift + exponent):
             return None
-        loss = loss.moved(**limits)
+        loss = loss.moved(c_low=c_low, c_high=c_high, drift=drift, exponent=exponent)
     return band_of(loss)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class TimeShare:
     """A kind of work in a step, or between steps."""
 
     name: str
@@ -139,7 +139,7 @@ class Phase:
     """Done between steps: evaluations and checkpoints."""
 
 
-def phases(history: History) -> list[Phase]:
+def phases(history: History) -> list[TimeShare]:
     """The phases that took any time, in the order of a step; empty for a run that timed no step."""
     steps = len(history.series("timing_s/step").steps)
     if not steps:
@@ -154,7 +154,7 @@ def phases(history: History) -> list[Phase]:
     inside = seconds | {"the rest": max(step - sum(seconds.values()), 0.0)}
     whole = sum(inside.values()) + sum(between.values())
     return [
-        Phase(name=words, seconds=mean, share=mean / whole, between=words in between)
+        TimeShare(name=words, seconds=mean, share=mean / whole, between=words in between)
         for words, mean in (inside | between).items()
         if mean > 0
     ]

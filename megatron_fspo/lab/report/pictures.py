@@ -272,7 +272,7 @@ def by_length(figure: Figure, runs: Sequence[LengthCurve]) -> None:
 
 @picture(4.6, 2.9)
 def relative_by_length(figure: Figure, runs: Sequence[LengthCurve]) -> None:
-    """The same over the run's own share of all lengths: runs that clip unequally often, on one scale."""
+    """Share outside by length over the run's own share: one scale for runs that clip unequally often."""
     axes = figure.subplots()
     axes.axhline(1.0, color=EDGE, lw=1, ls="--")
     _by_length(axes, runs, relative=True)

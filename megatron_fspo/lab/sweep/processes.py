@@ -146,10 +146,16 @@ class _Processes:
             self._running[run.name] = process
             status = process.wait()
         del self._running[run.name]
+        if status and log.stat().st_size:
+            lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+            return f"exit status {status}: {last} ({log})"
         if status:
-            return f"exit status {status}: {_last_line(log)} ({log})" if log.stat().st_size else "see above"
+            return "see above"
         self._done, self._made = self._done + 1, self._made + 1
-        self._say(f"[{self._done}/{self._total}] {run.name}: {time.monotonic() - began:.0f} s{self._left()}")
+        left = (time.monotonic() - self._began) / self._made * (self._total - self._done)
+        more = f", about {left:.0f} s left" if left else ""
+        self._say(f"[{self._done}/{self._total}] {run.name}: {time.monotonic() - began:.0f} s{more}")
         return None
 
     def _loss(self, run: Planned) -> Mapping[str, Any] | None:
@@ -160,20 +166,11 @@ class _Processes:
         model = sweep.folder / f"{sweep.match}-{run.seed}"
         return matched_loss(config_of(sweep, run)[0], steady(read_records(model), History(model)))
 
-    def _left(self) -> str:
-        left = (time.monotonic() - self._began) / self._made * (self._total - self._done)
-        return f", about {left:.0f} s left" if left else ""
-
 
 def _environment(sweep: Sweep) -> dict[str, str]:
     """The environment of a run, with its share of the cores unless the user has said."""
     threads = max(1, (os.cpu_count() or 1) // (sweep.jobs * sweep.nproc))
     return {"OMP_NUM_THREADS": str(threads), **os.environ}
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 @contextmanager

@@ -47,8 +47,19 @@ def summarize(sweep: Sweep) -> dict[str, Any]:
         {"arm": run.arm, "seed": run.seed, **figures(sweep.folder / run.name, compared(sweep, run))}
         for run in planned(sweep)
     ]
-    by_arm = {arm: [_numbers(run) for run in runs if run["arm"] == arm] for arm in sweep.arms}
-    summary: dict[str, Any] = {"runs": runs, "arms": {arm: _means(mine) for arm, mine in by_arm.items()}}
+    by_arm: dict[str, list[dict[str, float]]] = {arm: [] for arm in sweep.arms}
+    for run in runs:
+        numbers = {k: v for k, v in run.items() if isinstance(v, float) and math.isfinite(v)}
+        by_arm[run["arm"]].append(numbers)
+    means = {
+        arm: {
+            name: mean_over_seeds([run[name] for run in mine])
+            for name in mine[0]
+            if all(name in run for run in mine)
+        }
+        for arm, mine in by_arm.items()
+    }
+    summary: dict[str, Any] = {"runs": runs, "arms": means}
     if sweep.match is not None:
         summary["differences"] = {
             arm: _differences(mine, by_arm[sweep.match]) for arm, mine in by_arm.items() if arm != sweep.match
@@ -129,15 +140,6 @@ def _cell(mean: Mapping[str, float]) -> str:
     form = ".1f" if abs(mean["value"]) >= 10 else ".3f"
     half = number(mean["half_width"], form, "")
     return f"{mean['value']:{form}}" + (f" ± {half}" if half else "")
-
-
-def _numbers(run: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in run.items() if isinstance(value, float) and math.isfinite(value)}
-
-
-def _means(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    common = [name for name in runs[0] if all(name in run for run in runs)]
-    return {name: mean_over_seeds([run[name] for run in runs]) for name in common}
 
 
 def _differences(
