@@ -33,6 +33,11 @@ def with_interval(
     return text if text == absent else f"{text} {interval(low, high, form)}".rstrip()
 
 
+def by_column(cells: Mapping[str, Sequence[str]]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Head and rows of a table that is given as head → cells of the column."""
+    return list(cells), list(zip(*cells.values(), strict=True))
+
+
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Lines of a table for the console, every column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]

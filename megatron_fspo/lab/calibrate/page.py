@@ -11,7 +11,7 @@ from matplotlib.ticker import NullFormatter, PercentFormatter
 
 from megatron_fspo.lab.report.drawing import BLUE, EDGE, GREEN, GREY, ORANGE, PURPLE, legend, picture
 from megatron_fspo.lab.report.page import template
-from megatron_fspo.tables import columns, interval, number
+from megatron_fspo.tables import by_column, columns, interval, number
 from megatron_fspo.trainer.noise import Calibration, Interval, NoiseRecord
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
@@ -38,7 +38,18 @@ def _lines(calibration: Calibration) -> Iterator[str]:
     )
     yield f"band: {calibration.band}; 95% intervals over prompts"
     yield ""
-    yield from _comparisons(calibration)
+    comparisons = calibration.comparisons
+    table = {
+        "comparison": [KINDS[one.kind] for one in comparisons],
+        "precision": [name(one) for one in comparisons],
+        "sigma / √token": [both(one.sigma) for one in comparisons],
+        "drift / token": [both(one.drift) for one in comparisons],
+        "exponent": [both(one.exponent, ".2f") for one in comparisons],
+        "L*": [both(one.crossover, ",.0f") for one in comparisons],
+        "smallest c": [both(one.smallest_c) for one in comparisons],
+        "c, centred": [both(one.smallest_c_centred) for one in comparisons],
+    }
+    yield from columns(*by_column(table))
     yield ""
     longest = calibration.max_response_tokens
     yield f"smallest c: noise alone leaves 1% outside at {longest} tokens; centred: on drift"
@@ -56,62 +67,24 @@ def _lines(calibration: Calibration) -> Iterator[str]:
         yield from _by_length(calibration, noisy)
 
 
-def _comparisons(calibration: Calibration) -> Iterator[str]:
-    yield from columns(
-        [
-            "comparison",
-            "precision",
-            "sigma / √token",
-            "drift / token",
-            "exponent",
-            "L*",
-            "smallest c",
-            "c, centred",
-        ],
-        [
-            [
-                KINDS[one.kind],
-                name(one),
-                both(one.sigma),
-                both(one.drift),
-                both(one.exponent, ".2f"),
-                both(one.crossover, ",.0f"),
-                both(one.smallest_c),
-                both(one.smallest_c_centred),
-            ]
-            for one in calibration.comparisons
-        ],
-    )
-
-
 def _by_length(calibration: Calibration, noisy: Sequence[NoiseRecord]) -> Iterator[str]:
     yield "share of responses that noise alone puts outside the band, by length"
-    yield from columns(
-        ["tokens", *(f"{one.kind}, {name(one)}" for one in noisy)],
-        [
-            [f"{at.length}{'' if at.length <= calibration.longest else ' *'}"]
-            + [both(one.by_length[row].clip_rate, ".1%") for one in noisy]
-            for row, at in enumerate(noisy[0].by_length)
-        ],
-    )
+    tokens = [f"{at.length}{'' if at.length <= calibration.longest else ' *'}" for at in noisy[0].by_length]
+    rates = {f"{one.kind}, {name(one)}": [both(at.clip_rate, ".1%") for at in one.by_length] for one in noisy}
+    yield from columns(*by_column({"tokens": tokens} | rates))
     if calibration.longest < calibration.max_response_tokens:
         yield "* longer than any that was measured"
     yield ""
     yield "the same, predicted from the other half of the prompts, and measured"
-    yield from columns(
-        ["tokens", "responses", "comparison", "predicted", "measured"],
-        [
-            [
-                f"{check.low}-{check.high}",
-                str(check.responses),
-                f"{one.kind}, {name(one)}",
-                f"{check.predicted:.1%}",
-                both(check.measured, ".1%"),
-            ]
-            for one in noisy
-            for check in one.checks
-        ],
-    )
+    checks = [(one, check) for one in noisy for check in one.checks]
+    table = {
+        "tokens": [f"{check.low}-{check.high}" for _, check in checks],
+        "responses": [str(check.responses) for _, check in checks],
+        "comparison": [f"{one.kind}, {name(one)}" for one, _ in checks],
+        "predicted": [f"{check.predicted:.1%}" for _, check in checks],
+        "measured": [both(check.measured, ".1%") for _, check in checks],
+    }
+    yield from columns(*by_column(table))
 
 
 def name(one: NoiseRecord) -> str:

@@ -10,9 +10,9 @@ from megatron_fspo.evaluation.intervals import Estimate
 from megatron_fspo.lab.explain.decomposition import Parts
 from megatron_fspo.lab.explain.explanation import Disagreement, Explanation, OfLoss
 from megatron_fspo.lab.explain.losses import FATES
-from megatron_fspo.tables import columns, number, percent, plain, with_interval
+from megatron_fspo.tables import by_column, columns, number, percent, plain, with_interval
 
-Table = tuple[list[str], list[list[str]]]
+Table = tuple[list[str], list[tuple[str, ...]]]
 """Head and rows."""
 NOISE = {
     "sampler": "the measured difference between trainer and sampler",
@@ -61,10 +61,10 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
 def fates(explanation: Explanation) -> Iterator[str]:
     """A line of JSON for each response: its row, L, S, A, and its fate with each loss."""
     dump = explanation.dump
-    columns = [dump.rows, dump.lengths, dump.log_ratio_sum, dump.advantages]
-    columns += [one.fates(dump.advantages) for one in explanation.decisions]
+    tensors = [dump.rows, dump.lengths, dump.log_ratio_sum, dump.advantages]
+    tensors += [one.fates(dump.advantages) for one in explanation.decisions]
     names = [one.name for one in explanation.given]
-    for row, length, s, advantage, *codes in zip(*(column.tolist() for column in columns), strict=True):
+    for row, length, s, advantage, *codes in zip(*(tensor.tolist() for tensor in tensors), strict=True):
         fate = {name: FATES[code] for name, code in zip(names, codes, strict=True)}
         values = {"row": row, "length": length, "log_ratio_sum": s, "advantage": advantage, "fate": fate}
         yield json.dumps(values) + "\n"
@@ -72,106 +72,80 @@ def fates(explanation: Explanation) -> Iterator[str]:
 
 def losses_table(losses: Sequence[OfLoss]) -> Table:
     """The figures of each loss over all responses."""
-    head = [
-        "loss",
-        "limits",
-        "outside",
-        "by noise",
-        "clipped",
-        "of tokens",
-        "LRE mean",
-        "by chance",
-        "LRE max",
-        "ESS",
-    ]
-    rows = [
-        [
-            one.name,
-            limits_of(one.limits),
-            percent(one.out_of_band),
-            percent(one.noise),
-            percent(one.clipped),
-            percent(one.clipped_tokens),
-            with_interval(one.lre.mean, *one.lre.mean_interval, ".3f"),
-            number(one.lre.null_mean, ".3f"),
-            number(one.lre.max, ".3f"),
-            number(one.ess),
-        ]
-        for one in losses
-    ]
-    return head, rows
+    return by_column(
+        {
+            "loss": [one.name for one in losses],
+            "limits": [limits_of(one.limits) for one in losses],
+            "outside": [percent(one.out_of_band) for one in losses],
+            "by noise": [percent(one.noise) for one in losses],
+            "clipped": [percent(one.clipped) for one in losses],
+            "of tokens": [percent(one.clipped_tokens) for one in losses],
+            "LRE mean": [with_interval(one.lre.mean, *one.lre.mean_interval, ".3f") for one in losses],
+            "by chance": [number(one.lre.null_mean, ".3f") for one in losses],
+            "LRE max": [number(one.lre.max, ".3f") for one in losses],
+            "ESS": [number(one.ess) for one in losses],
+        }
+    )
 
 
 def bins_table(explanation: Explanation, losses: Sequence[OfLoss]) -> Table:
     """The figures of each loss by length."""
-    names = [one.name for one in losses]
-    head = ["tokens", "responses"]
-    head += [f"{what} {name}" for what in ("outside", "ESS", "mass") for name in names]
-    rows = []
-    for at, one in enumerate(explanation.bins):
-        here = [loss.by_length[at] for loss in losses]
-        span = f"{one.low}" if one.low == one.high else f"{one.low}–{one.high}"
-        cells = [span, percent(one.share)]
-        cells += [percent(x.out_of_band) for x in here]
-        cells += [number(x.ess) for x in here]
-        cells += [percent(x.mass) for x in here]
-        rows.append(cells)
-    return head, rows
+    bins = explanation.bins
+    spans = [f"{one.low}" if one.low == one.high else f"{one.low}–{one.high}" for one in bins]
+    return by_column(
+        {"tokens": spans, "responses": [percent(one.share) for one in bins]}
+        | {f"outside {loss.name}": [percent(x.out_of_band) for x in loss.by_length] for loss in losses}
+        | {f"ESS {loss.name}": [number(x.ess) for x in loss.by_length] for loss in losses}
+        | {f"mass {loss.name}": [percent(x.mass) for x in loss.by_length] for loss in losses}
+    )
 
 
 def fates_table(explanation: Explanation) -> Table:
     """The responses that change fate between two losses."""
-    head = ["kept by", "clipped by", "responses", "share", "L, quartiles", "A > 0", "reward", "rows, such as"]
-    rows = [
-        [
-            one.kept_by,
-            one.clipped_by,
-            f"{one.responses:,}",
-            percent(one.share),
-            "–".join(map(str, one.lengths)) if one.responses else "-",
-            percent(one.rising),
-            number(one.mean_reward),
-            " ".join(map(str, dict.fromkeys(one.examples))) or "-",
-        ]
-        for one in explanation.disagreements
-    ]
-    return head, rows
+    pairs = explanation.disagreements
+    return by_column(
+        {
+            "kept by": [one.kept_by for one in pairs],
+            "clipped by": [one.clipped_by for one in pairs],
+            "responses": [f"{one.responses:,}" for one in pairs],
+            "share": [percent(one.share) for one in pairs],
+            "L, quartiles": ["–".join(map(str, one.lengths)) if one.responses else "-" for one in pairs],
+            "A > 0": [percent(one.rising) for one in pairs],
+            "reward": [number(one.mean_reward) for one in pairs],
+            "rows, such as": [" ".join(map(str, dict.fromkeys(one.examples))) or "-" for one in pairs],
+        }
+    )
 
 
 def limits_table(explanation: Explanation) -> Table:
     """The limits that give a loss another one's rate."""
-    head = ["loss", "puts outside as", "with", "times as wide", "outside"]
-    rows = [
-        [one.name, one.to, limits_of(one.limits), f"{one.factor:.3g}", percent(one.out_of_band)]
-        for one in explanation.limits_for
-    ]
-    return head, rows
+    matched = explanation.limits_for
+    return by_column(
+        {
+            "loss": [one.name for one in matched],
+            "puts outside as": [one.to for one in matched],
+            "with": [limits_of(one.limits) for one in matched],
+            "times as wide": [f"{one.factor:.3g}" for one in matched],
+            "outside": [percent(one.out_of_band) for one in matched],
+        }
+    )
 
 
 def render(explanation: Explanation) -> str:
     """The text for the console."""
-    return "\n".join(_lines(explanation))
-
-
-def _lines(explanation: Explanation) -> Iterator[str]:
-    yield from sentences(explanation)
-    yield ""
-    yield "with the limits given; clipped: of responses with an advantage; ESS of the importance weights"
-    yield from columns(*losses_table(explanation.given))
-    if explanation.matched:
-        yield ""
-        yield f"with {explanation.rate:.1%} outside for each"
-        yield from columns(*losses_table(explanation.matched))
-    yield ""
-    limits = "at this rate" if explanation.matched else "with the limits given"
-    yield f"by length, {limits}; mass: of the gradient"
-    yield from columns(*bins_table(explanation, explanation.matched or explanation.given))
-    yield ""
-    yield "responses that change fate, with the limits given"
-    yield from columns(*fates_table(explanation))
-    yield ""
-    yield "limits that put the same share outside"
-    yield from columns(*limits_table(explanation))
+    given, matched = explanation.given, explanation.matched
+    limits = "at this rate" if matched else "with the limits given"
+    title = "with the limits given; clipped: of responses with an advantage; ESS of the importance weights"
+    blocks = [(title, losses_table(given))]
+    if matched:
+        blocks.append((f"with {explanation.rate:.1%} outside for each", losses_table(matched)))
+    blocks += [
+        (f"by length, {limits}; mass: of the gradient", bins_table(explanation, matched or given)),
+        ("responses that change fate, with the limits given", fates_table(explanation)),
+        ("limits that put the same share outside", limits_table(explanation)),
+    ]
+    tables = (["", title, *columns(*table)] for title, table in blocks)
+    return "\n".join([*sentences(explanation), *(line for lines in tables for line in lines)])
 
 
 def sentences(explanation: Explanation) -> Iterator[str]:
@@ -300,13 +274,9 @@ def _weights(explanation: Explanation) -> Iterator[str]:
     ]
     if not compared:
         return
-    span = (
-        f"{longest.low:,} tokens"
-        if longest.low == longest.high
-        else f"{longest.low:,} to {longest.high:,} tokens"
-    )
+    span = f"{longest.low:,}" + (f" to {longest.high:,}" if longest.low < longest.high else "")
     yield (
-        f"The longest responses, of {span}, are {longest.share:.0%} of all and have "
+        f"The longest responses, of {span} tokens, are {longest.share:.0%} of all and have "
         f"{longest.tokens:.0%} of the tokens. Of the gradient they have "
         + ", ".join(f"{one.by_length[-1].mass:.0%} with {one.name}" for one in compared)
         + "; and their weights are worth "

@@ -214,7 +214,7 @@ def _evaluations(runs: Sequence[ComparedRun]) -> Iterator[Evaluations]:
 
 
 def _by_length(run: ComparedRun) -> LengthCurve:
-    tail = run.data.records.tail(TAIL, WINDOW) if len(run.data.records) else run.data.records
+    tail = run.data.records.tail(TAIL, WINDOW)
     return LengthCurve(
         label=run.label,
         bins=clip_rates(tail) if len(tail) else [],
