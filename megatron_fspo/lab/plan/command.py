@@ -75,8 +75,8 @@ def _tried(config: Config, given: Given) -> Iterator[tuple[str, dict[str, Any], 
     changes += [
         {f"parallel.{name}": 2 * getattr(parallel, name)} for name in ("pipeline", "context", "expert")
     ]
-    for keys in changes:  # numbers and booleans
-        yield ", ".join(f"{key} = {str(value).lower()}" for key, value in keys.items()), keys, world
+    for keys in changes:  # json.dumps writes these values as TOML does
+        yield ", ".join(f"{key} = {json.dumps(value)}" for key, value in keys.items()), keys, world
     for more in (2, 4):
         yield f"{more * world} ranks that train", {}, more * world
 

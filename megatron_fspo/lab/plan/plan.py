@@ -28,7 +28,6 @@ from megatron_fspo.packing.batch import padded_length
 from megatron_fspo.weights import Architecture
 
 GIB = 2**30
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +176,7 @@ def shape_of(config: Config, arch: Architecture, world: int) -> Shape:
         arch=arch,
         parallel=config.parallel,
         world=world,
-        dtype=_DTYPES[config.model.dtype],
+        dtype=getattr(torch, config.model.dtype),
         layers="local" if local else "transformer_engine",
         device=device,  # type: ignore[arg-type]
         recompute=config.model.recompute == "full",

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,10 @@ def make(sweep: Sweep, say: Say) -> list[Path]:
         config_of(sweep, run)
     first = [run for run in runs if sweep.match in (None, run.arm)]
     rest = [run for run in runs if run not in first]
-    failed: dict[str, str] = {}
-    with _Processes(sweep, say, len(runs)) as processes:
-        failed |= processes.make(first)
-        # A run whose arm's model failed has nothing to be matched to.
-        ready = [run for run in rest if f"{sweep.match}-{run.seed}" not in failed]
-        failed |= processes.make(ready)
+    processes = _Processes(sweep, say, len(runs))
+    failed = processes.make(first)
+    # A run whose arm's model failed has nothing to be matched to.
+    failed |= processes.make([run for run in rest if f"{sweep.match}-{run.seed}" not in failed])
     if failed:
         lines = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
         raise TrainingError(f"{len(failed)} of {len(runs)} runs failed: {lines}")
@@ -96,31 +94,23 @@ class _Processes:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._stopping = False
 
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Runs under way stop at their next safe point, with a checkpoint if they keep any."""
-        self._stopping = True
-        for process in self._running.values():
-            process.terminate()
-        for process in list(self._running.values()):
-            process.wait()
-
     def make(self, runs: Sequence[Planned]) -> dict[str, str]:
         """Name → the end of the log of each that failed."""
         failed: dict[str, str] = {}
         with ThreadPoolExecutor(self._sweep.jobs) as pool, _term_is_interrupt():
-            waiting: dict[Future[str | None], str] = {pool.submit(self._run, run): run.name for run in runs}
+            waiting = {pool.submit(self._run, run): run.name for run in runs}
             try:
-                while waiting:
-                    for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                        name = waiting.pop(future)
-                        if (problem := future.result()) is not None:
-                            failed[name] = problem
+                for future in as_completed(waiting):
+                    if (problem := future.result()) is not None:
+                        failed[waiting[future]] = problem
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
-                self.__exit__()
+                # Runs under way stop at their next safe point, with a checkpoint if they keep any.
+                self._stopping = True
+                for process in [*self._running.values()]:
+                    process.terminate()
+                for process in [*self._running.values()]:
+                    process.wait()
                 raise
         return failed
 
