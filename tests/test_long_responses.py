@@ -13,7 +13,6 @@ from torch import Tensor
 
 from benchmarks import long_responses
 from launch import REPO, environment
-from megatron_fspo.lab.report.history import wilson_interval
 from megatron_fspo.types import Completion, Prompt, Sample
 from packs import packs_of
 
@@ -115,13 +114,6 @@ def test_the_figures_are_of_the_run_that_is_there() -> None:
 
 def width(interval: list[float]) -> float:
     return interval[1] - interval[0]
-
-
-def test_an_interval_of_a_difference_of_two_shares() -> None:
-    """Example (a) of Newcombe's table II, method 10: 56/70 less 48/80."""
-    intervals = [wilson_interval(56 / 70, 70), wilson_interval(48 / 80, 80)]
-    low, high = long_responses.difference_interval(56 / 70, intervals[0], 48 / 80, intervals[1])
-    assert (low, high) == pytest.approx((0.0524, 0.3339), abs=1e-4)
 
 
 @pytest.mark.slow

@@ -68,12 +68,12 @@ RUN_BY = {
     r"(megatron-fspo|torchrun .*) evaluate": (
         "tests/evaluation/test_evaluate.py::test_killed_and_resumed_it_is_the_same"
     ),
-    r"megatron-fspo explain": "tests/explain/test_explain_command.py::test_words_and_tables",
+    r"megatron-fspo explain": "tests/explain/test_explain_command.py::test_text_and_json",
     r"megatron-fspo sweep": (
         "tests/sweep/test_sweep_runs.py::test_runs_are_matched_made_once_and_one_that_fails_stops_no_other"
     ),
     r"megatron-fspo status": "tests/trainer/test_status.py::test_a_run_under_way_and_at_its_end",
-    r"megatron-fspo report": "tests/trainer/test_report.py::test_the_same_run_gives_the_same_page",
+    r"megatron-fspo report": "tests/trainer/test_report.py::test_runs_that_ended_early",
     r"megatron-fspo plan": "tests/plan/test_plan_command.py::test_shipped_configurations_of_8b_fit_80_gb",
     r"megatron-fspo data check": "tests/data/test_check.py::test_the_files_of_a_run_in_tokens",
     r"(\w+=\S+ )?megatron-fspo serve": "tests/test_serve.py::test_flags_and_environment",
