@@ -47,9 +47,8 @@ from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.mcore.places import MOMENTS, Block, Place, extra_states, places, prepare_optimizer
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.parallel.metrics import any_rank, share
-from megatron_fspo.weights.chunk_reader import Box, ChunkReader, boxes
-from megatron_fspo.weights.chunk_writer import ChunkWriter, merge_indexes, write_index
-from megatron_fspo.weights.sums import (
+from megatron_fspo.weights.chunks import Box, ChunkReader, ChunkWriter, boxes, merge_indexes, write_index
+from megatron_fspo.weights.folder import (
     SUMS,
     check_sums,
     digest,

@@ -11,7 +11,7 @@ from megatron_fspo.record.log import PHASES
 from megatron_fspo.trainer.batches import left_out
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.step import Step
-from megatron_fspo.weights.flops import BACKWARD, forward_flops
+from megatron_fspo.weights.architecture import BACKWARD, forward_flops
 
 
 def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]:

@@ -91,8 +91,8 @@ class HFReader:
             shape = self._entries[name].shape
             blocks = tuple(math.ceil(size / of) for size, of in zip(shape, block, strict=False))
             if len(shape) != 2 or scale.shape != blocks or scale.dtype not in _DTYPES:
-                found = f"{name}{_SCALE} is {scale.dtype} {scale.shape}"
-                raise InputError(f"{scale.path}: {found}; blocks of {block} make it {blocks}")
+                got = f"{name}{_SCALE} is {scale.dtype} {scale.shape}"
+                raise InputError(f"{scale.path}: {got}; blocks of {block} make it {blocks}")
         return scales
 
     def names(self) -> set[str]:

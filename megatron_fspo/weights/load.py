@@ -9,22 +9,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import Architecture, check_tensor_parallel
+from megatron_fspo.weights.hf_reader import HFReader
+from megatron_fspo.weights.megatron_reader import MegatronReader, data_folder
 from megatron_fspo.weights.reader import Reader, Slices, all_finite, row_blocks
-from megatron_fspo.weights.shards import (
+from megatron_fspo.weights.safe_pickle import METADATA
+from megatron_fspo.weights.table import (
+    expected_hf_shapes,
     from_megatron_shards,
+    resolve,
     shard_shape,
     shard_slices,
+    tied_copies,
     to_megatron_shard,
 )
-from megatron_fspo.weights.table import expected_hf_shapes, resolve, tied_copies
 
 logger = logging.getLogger(__name__)
+
+
+def is_megatron(checkpoint_dir: Path) -> bool:
+    """True if the folder holds a Megatron distributed checkpoint."""
+    return (data_folder(checkpoint_dir) / METADATA).is_file()
+
+
+def open_checkpoint(checkpoint_dir: Path, arch: Architecture) -> Reader:
+    """Reader of a Hugging Face folder, or of a Megatron one; ``arch`` is what its config.json says."""
+    return MegatronReader(checkpoint_dir, arch) if is_megatron(checkpoint_dir) else HFReader(checkpoint_dir)
 
 
 def check_checkpoint(reader: Reader, arch: Architecture) -> None:
@@ -40,8 +56,8 @@ def check_checkpoint(reader: Reader, arch: Architecture) -> None:
         if name not in expected:
             raise InputError(f"{file} has {name}, which a {arch.model_type} model of its config.json has not")
         if reader.shape(name) != expected[name]:
-            found = f"{name} has shape {reader.shape(name)}"
-            raise InputError(f"{file}: {found}; config.json makes it {expected[name]}")
+            problem = f"{name} has shape {reader.shape(name)}; config.json makes it {expected[name]}"
+            raise InputError(f"{file}: {problem}")
         reader.dtype(name)  # refuses what is not a plain float
 
 

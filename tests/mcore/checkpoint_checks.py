@@ -31,8 +31,8 @@ from megatron_fspo.mcore.places import MOMENTS, places
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.weights import read_architecture
-from megatron_fspo.weights.chunk_writer import ChunkWriter
-from megatron_fspo.weights.sums import SUMS
+from megatron_fspo.weights.chunks import ChunkWriter
+from megatron_fspo.weights.folder import SUMS
 from worker import step
 
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -21,7 +21,7 @@ from megatron_fspo.parallel.control import Control
 from megatron_fspo.trainer.profile import profiled
 from megatron_fspo.trainer.speed import table
 from megatron_fspo.weights import Architecture
-from megatron_fspo.weights.flops import forward_flops
+from megatron_fspo.weights.architecture import forward_flops
 from runs import PROGRAM, rows, train_words
 
 ARCH = Architecture(
