@@ -113,7 +113,7 @@ def _experts(arch: Architecture, backend: Backend) -> dict[str, Any]:
 
 
 def _precision(fp8: FP8) -> dict[str, Any]:
-    """Which products are in FP8. Megatron takes delayed scaling for a recipe that it does not know."""
+    """Settings for products in FP8. Megatron takes delayed scaling for a recipe that it does not know."""
     if not fp8.on:
         return {}
     return {
@@ -160,7 +160,8 @@ def build_chunk(
 
 def in_precision(chunk: GPTModel, config: TransformerConfig) -> Module:
     """The chunk as Megatron's schedule runs it: bf16 within, fp32 where it begins and ends."""
-    return Float16Module(config, chunk) if config.bf16 else chunk
+    module: Module = Float16Module(config, chunk) if config.bf16 else chunk
+    return module
 
 
 def layer_offset(config: TransformerConfig, chunk: GPTModel) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from megatron_fspo.mcore.peak import peak_tflops
+from megatron_fspo.mcore.backend import peak_tflops
 from megatron_fspo.record.log import PHASES
 from megatron_fspo.trainer.batches import left_out
 from megatron_fspo.trainer.build import Training

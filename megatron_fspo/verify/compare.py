@@ -24,7 +24,7 @@ class Limits:
     gradient: float
     """Relative to the largest entry of the parameter's reference gradient."""
     value: float
-    """Of log-probs, S, losses and means, in nats; of the gradient norm, relative."""
+    """Limit of log-probs, S, losses and means, in nats; of the gradient norm, relative."""
 
 
 # fp32 rounds at 6e-8, and a gradient is a sum of thousands of terms; what a wrong factor or a lost token does
@@ -47,7 +47,7 @@ class GradientError:
     unlike: float
     """1 - cos² of the angle between the two: 0 where only the factor is wrong."""
     copies: float
-    """How much the squared norms differ between ranks that hold the same part, relative."""
+    """Relative difference of the squared norms between ranks that hold the same part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +258,7 @@ def _gradient_cause(want: Reference, errors: Errors, limits: Limits, layout: Lay
 
 
 def _model_cause(wrong: Sequence[str], errors: Errors, layout: Layout) -> tuple[str, str]:
-    """Why only some parameters are wrong: the loss is right, the way back through the model is not."""
+    """The loss is right and the way back through the model is not, as only some parameters are wrong."""
     first = min(wrong, key=_backward_order)
     cause = "backward"
     if "lm_head.weight" not in errors.gradients and all("embed_tokens" in name for name in wrong):

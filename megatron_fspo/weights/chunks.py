@@ -182,7 +182,7 @@ def _intersection(a: Box, b: Box) -> Box | None:
 
 
 def _slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
-    """Where a box is in a tensor whose own first value is at ``origin``."""
+    """Index of a box in a tensor whose own first value is at ``origin``."""
     return tuple(slice(at - o, at - o + size) for at, size, o in zip(*box, origin, strict=True))
 
 
@@ -223,7 +223,7 @@ class ChunkWriter:
         self.index.state_dict_metadata[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
 
     def declared(self, key: str) -> bool:
-        """Whether :meth:`declare` was called for it."""
+        """True if :meth:`declare` was called for it."""
         return key in self.index.state_dict_metadata
 
     def add(self, key: str, offsets: tuple[int, ...], values: Tensor) -> None:
@@ -261,12 +261,12 @@ class ChunkWriter:
             self.sums[Path(self._stream.name).name] = self._hash.hexdigest()
 
 
-def merge_indexes(parts: Iterable[Metadata]) -> Metadata:
+def merge_indexes(indexes: Iterable[Metadata]) -> Metadata:
     """One index of what several ranks wrote; they agree on the shape and dtype of a tensor."""
     merged = Metadata(state_dict_metadata={}, storage_data={})
-    for part in parts:
-        merged.storage_data.update(part.storage_data)
-        for key, stored in part.state_dict_metadata.items():
+    for index in indexes:
+        merged.storage_data.update(index.storage_data)
+        for key, stored in index.state_dict_metadata.items():
             known = merged.state_dict_metadata.setdefault(key, stored)
             if known is stored:
                 continue

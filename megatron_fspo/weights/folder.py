@@ -89,7 +89,7 @@ def copy_side_files(source: Path, folder: Path, dtype: torch.dtype | None) -> No
 
 
 def _old(out: Path) -> Path:
-    """Where the earlier checkpoint waits while the new one takes its place."""
+    """The folder in which the earlier checkpoint waits while the new one is renamed."""
     return out.with_name(f".{out.name}.old")
 
 

@@ -67,8 +67,8 @@ class HFReader:
                 for name in handle.keys():
                     if name in self._entries:
                         raise InputError(f"{name} is in both {self.file(name)} and {path}")
-                    part = handle.get_slice(name)
-                    self._entries[name] = _Entry(path, tuple(part.get_shape()), part.get_dtype())
+                    tensor = handle.get_slice(name)
+                    self._entries[name] = _Entry(path, tuple(tensor.get_shape()), tensor.get_dtype())
         except SafetensorError as error:
             raise InputError(f"{path} is truncated, or not a safetensors file: {error}") from error
 

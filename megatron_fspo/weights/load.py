@@ -1,8 +1,8 @@
 """Between a checkpoint and the parameters of a running model, one tensor at a time, and strictly.
 
 Every tensor of the checkpoint is accounted for before the first is read: a missing, unexpected or mis-shaped
-one is an error that names it, as is a value that is not finite. No process group is used here: a rank is told
-who it is, and how to gather.
+one is an error that names it, as is a value that is not finite. No process group is used here: who a
+rank is, and how to gather, are arguments.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Difference:
     name: str
     what: str
     values: int = 0
-    """How many differ in at least one bit."""
+    """Number of values that differ in at least one bit."""
     largest: float = 0.0
     """Largest absolute difference."""
 
@@ -163,7 +163,7 @@ def _differing(a: Tensor, b: Tensor) -> tuple[int, float]:
 
 
 def compare_with_manifest(
-    reader: Reader, recorded: dict[str, TensorRecord], progress: Callable[[int], object] = lambda _: None
+    reader: Reader, recorded: Mapping[str, TensorRecord], progress: Callable[[int], object] = lambda _: None
 ) -> Iterator[Difference]:
     """The tensors that are no longer what the manifest beside them says."""
     records: dict[str, TensorRecord] = {}

@@ -30,7 +30,7 @@ _NOT_WEIGHTS = re.compile(r"(.*\.)?(optimizer|rng_state|rerun_state_machine_stat
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a Hugging Face tensor is: number ``index`` of a row, whose tensor lies at ``at`` of ``key``."""
+    """A Hugging Face tensor is number ``index`` of a row, whose tensor lies at ``at`` of ``key``."""
 
     row: Row
     index: int

@@ -78,7 +78,7 @@ def write_megatron_checkpoint(
 
 
 def _leading(row: Row, layer: int, expert: int) -> tuple[int, ...]:
-    """A parameter's place along the dimensions of layers and experts, those it has."""
+    """A parameter's index along the dimensions of layers and experts, those it has."""
     return (layer,) * row.of_layer + (expert,) * row.of_expert
 
 

@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors make which Megatron parameter: one table per architecture, used both ways.
+"""The Hugging Face tensors that make each Megatron parameter: one table per architecture, used both ways.
 
 A row is all the conversion knows of a parameter, so an architecture is a table and nothing else. The Megatron
 side lists every name the parameter goes by: the local layer spec keeps the norms as modules of their own, the
@@ -62,7 +62,7 @@ class Row:
     megatron: tuple[str, ...]
     """The names it goes by; a resolved row has the one that was asked for."""
     hf: tuple[HFTensor, ...]
-    """What it is made of, in the order the layout wants."""
+    """The tensors it is made of, in the order the layout wants."""
     key: str
     """Its name in a Megatron distributed checkpoint, where all layers (and experts) are one tensor."""
     copy: bool = False

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from launch import forked, why
 from megatron_fspo.config import Log
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.peak import peak_of, peak_tflops
+from megatron_fspo.mcore.backend import choose_backend, peak_of, peak_tflops
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.trainer.profile import profiled
 from megatron_fspo.trainer.speed import table
