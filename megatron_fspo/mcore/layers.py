@@ -36,7 +36,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-class SDPACoreAttention(MegatronModule):  # type: ignore[misc]
+class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
     """Causal attention by ``scaled_dot_product_attention``; packed sequences do not see one another.
 
     Megatron's own ``DotProductAttention`` refuses packed inputs and context parallel, and stores the [s, s]

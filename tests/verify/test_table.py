@@ -1,4 +1,4 @@
-"""The printed table, the verdict and the JSON."""
+"""The printed table, its last line and the JSON."""
 
 from __future__ import annotations
 
@@ -43,22 +43,19 @@ def test_a_line_for_each_precision_with_the_largest_of_its_cases() -> None:
     assert second.split() == "tp2.cp2 float64 1e-16 lm_head 0e+00 0e+00 0e+00 0e+00 2.5 0 1 pass".split()
     assert columns(first) == ["2e-06", "3e-07", "4e-08", "5e-09", "6e-08", "2", "1"]
     assert columns(second) == ["1e-16", "0e+00", "0e+00", "0e+00", "0e+00", "2.5", "0"]
+    line = command.lines("cp2", [failed(), result(), failed()])
+    assert line.endswith("  2 of 3 FAIL") and "\n" not in line
+    line = command.lines("cp2", [failed(errors=replace(worst(NAMES[3], math.inf), log_prob=math.inf))])
+    assert columns(line)[:2] == ["inf", "inf"]
 
 
 def test_the_longest_names_keep_the_columns() -> None:
-    name = "model.layers.11.post_attention_layernorm.weight"
-    line = command.lines("pp2.vpp2.dp4.do.overlap.recompute"[:32], [result(errors=worst(name, 1.0))])
-    assert columns(line)[0] == "1e+00" and "layers.11.post_attention_norm" in line
     copy = "model.embed_tokens.weight (the copy on the last stage)"
-    assert " embed_tokens (copy) " in command.lines("pp2", [result(errors=worst(copy, 1.0))])
-
-
-def test_a_line_says_how_many_failed() -> None:
-    line = command.lines("cp2", [failed(), result(), failed()])
-    assert line.endswith("  2 of 3 FAIL") and "\n" not in line
-    assert (
-        command.lines("cp2", [result(), failed(dtype=torch.bfloat16)]).splitlines()[1].endswith("1 of 1 FAIL")
-    )
+    for name in ("model.layers.11.post_attention_layernorm.weight", copy, *NAMES):
+        line = command.lines("pp2.vpp2.dp4.do.overlap.recompute"[:32], [result(errors=worst(name, 1.0))])
+        short = name.removeprefix("model.").replace(".weight", "").replace("layernorm", "norm")
+        short = short.replace("self_attn.", "").replace("the copy on the last stage", "copy")
+        assert columns(line)[0] == "1e+00" and f" {short} " in line and len(short) <= 31
 
 
 def test_failures_come_with_their_problems() -> None:
@@ -119,17 +116,3 @@ def test_json(passed: bool) -> None:
         "problems": [],
     }
     assert second["problems"] == ([] if passed else ["first", "second"])
-
-
-def test_errors_that_are_not_finite_are_printed() -> None:
-    broken = failed(errors=replace(worst("model.norm.weight", math.inf), log_prob=math.inf))
-    line = command.lines("cp2", [broken])
-    assert columns(line)[:2] == ["inf", "inf"]
-    assert "relative error inf" in command.summary([broken])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_shortened_name_fits_its_column(name: str) -> None:
-    line = command.lines("cp2", [result(errors=worst(name, 1.0))])
-    short = line.split()[3]
-    assert len(short) <= 31 and ".weight" not in short and "self_attn" not in short

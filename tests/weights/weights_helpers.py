@@ -115,10 +115,3 @@ def export(folder: Path, ranks: list[dict[str, Tensor]], layer_offset: int = 0) 
         return [rank[name] for rank in ranks]
 
     return list(iterate_hf_tensors(ranks[0].items(), read_architecture(folder), gather, layer_offset))
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
