@@ -62,21 +62,13 @@ def export_hf(model: Model, out: Path, *, source: Path) -> None:
         named = [list(chunk.named_parameters()) for chunk in model.chunks]
         tensors = ((name, tensor.cpu()) for name, tensor in hf_tensors(model, named))
         if dist.get_rank() == 0:
-            write_hf_checkpoint(out, tensors, source, layout=_sizes(groups))
+            names = {"tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep", "data": "dp"}
+            sizes = {name: getattr(groups, group).size() for name, group in names.items()}
+            write_hf_checkpoint(out, tensors, source, layout=sizes)
         else:
             for _ in tensors:
                 pass
     groups.control.meet(f"{out} to be written")
-
-
-def _sizes(groups: ParallelGroups) -> dict[str, int]:
-    return {
-        "tensor": groups.tp.size(),
-        "pipeline": groups.pp.size(),
-        "context": groups.cp.size(),
-        "expert": groups.ep.size(),
-        "data": groups.dp.size(),
-    }
 
 
 def hf_tensors(model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:

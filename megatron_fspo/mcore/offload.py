@@ -7,7 +7,6 @@ view of it (Megatron's buffers, the optimizer's shards, autograd's accumulators)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer
@@ -16,17 +15,6 @@ from torch import Tensor, UntypedStorage
 from megatron_fspo.mcore.policy import Model, Policy
 
 Tensors = Callable[[], Iterator[Tensor]]
-
-
-@dataclass(frozen=True)
-class _Lent:
-    """A storage that is empty, and what was in it."""
-
-    storage: UntypedStorage
-    size: int
-    """Bytes."""
-    copy: Tensor | None
-    """[size] uint8 on the host; None where the content was of no use."""
 
 
 class Lendable:
@@ -40,7 +28,8 @@ class Lendable:
 
     def __init__(self, tensors: Tensors, *, but: Tensors | None = None, kept: bool = True) -> None:
         self._tensors, self._but, self._kept = tensors, but, kept
-        self._lent: list[_Lent] | None = None
+        # Storages that are empty, their bytes, and what was in them, on the host, if it is needed again.
+        self._lent: list[tuple[UntypedStorage, int, Tensor | None]] | None = None
 
     def lend(self) -> None:
         """Empty the storages. A second call does nothing."""
@@ -53,23 +42,22 @@ class Lendable:
             if storage.nbytes() and storage.data_ptr() not in skipped:
                 storages[storage.data_ptr()] = storage
         self._lent = [
-            _Lent(storage, storage.nbytes(), _on_host(storage) if self._kept else None)
+            (storage, storage.nbytes(), _on_host(storage) if self._kept else None)
             for storage in storages.values()
         ]
-        for lent in self._lent:
-            lent.storage.resize_(0)
+        for storage, _, _ in self._lent:
+            storage.resize_(0)
 
     def take_back(self) -> None:
         """Fill the storages again. A second call does nothing."""
         if self._lent is None:
             return
-        for lent in self._lent:
-            lent.storage.resize_(lent.size)
-            content = _bytes(lent.storage)
-            if lent.copy is None:
-                content.zero_()
+        for storage, size, copy in self._lent:
+            storage.resize_(size)
+            if copy is None:
+                _bytes(storage).zero_()
             else:
-                content.copy_(lent.copy)
+                _bytes(storage).copy_(copy)
         self._lent = None
 
 

@@ -106,22 +106,18 @@ def load_into(
             )
         parts = []
         for tensor, slices in zip(row.hf, shard_slices(row, arch, rank, size, padded_vocab), strict=True):
-            parts.append(_read_finite(reader, tensor.name, slices, parameter))
+            # On the parameter's device: that converts and checks it faster than one thread of the CPU.
+            values = reader.read(tensor.name, slices).to(parameter.device, parameter.dtype)
+            if not all_finite(values):
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise InputError(f"{reader.file(tensor.name)}: {tensor.name} is not finite in {dtype}")
+            parts.append(values)
             if tensor.name in copies:
                 _check_tied_copy(reader, tensor.name, copies[tensor.name], slices)
             loaded.add(tensor.name)
         with torch.no_grad():
             parameter.copy_(to_megatron_shard(row, parts, arch, shape))
     return loaded
-
-
-def _read_finite(reader: Reader, name: str, slices: Slices, parameter: Tensor) -> Tensor:
-    """On the parameter's device: that converts and checks it faster than one thread of the CPU."""
-    part = reader.read(name, slices).to(parameter.device, parameter.dtype)
-    if not all_finite(part):
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        raise InputError(f"{reader.file(name)}: {name} is not finite in {dtype}")
-    return part
 
 
 def _check_tied_copy(reader: Reader, name: str, copy: str, slices: Slices) -> None:

@@ -113,16 +113,6 @@ def test_a_gradient_that_must_be_0() -> None:
     assert of_one(NORM, lambda g: g + 1e-30, want).error == math.inf
 
 
-def test_the_worst_parameter() -> None:
-    owner, want = policy(), reference()
-    found = [gradient(name, owner, want) for name in (NORM, QKV, EMBEDDING)]
-    found[1][1][0, 0] += 0.01
-    found[2][1][0, 0] += 0.5
-    errors = compare(owner, replace(OUTCOME, gradients=found), want)
-    assert errors.worst_parameter == "model.embed_tokens.weight"
-    assert errors.gradient == errors.gradients["model.embed_tokens.weight"].error > 0.05
-
-
 # The other numbers.
 
 

@@ -8,15 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conversion_helpers import (
+from weights_helpers import (
+    ONE,
+    Damage,
+    config,
     contents,
+    edit_tensor,
+    put,
     refused_without_a_trace,
     save_model,
     tensors_of,
     to_hf,
     to_megatron,
 )
-from damage_helpers import ONE, Damage, config, edit_tensor, put
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 NORM = "model.layers.0.self_attn.k_norm.weight"

@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from conversion_helpers import (
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from weights_helpers import (
+    Damage,
     assert_bits,
+    cut,
     refused_without_a_trace,
     save_model,
     tensors_of,
     to_hf,
     to_megatron,
 )
-from damage_helpers import Damage, cut
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import MegatronReader, check_pickles, read_architecture

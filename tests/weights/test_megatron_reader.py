@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion_helpers import FAMILIES, assert_bits, save_model, to_megatron
-from damage_helpers import edit_tensor
 from distcp_helpers import Chunks, model_chunks, put_together, save_distcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from weights_helpers import FAMILIES, assert_bits, edit_tensor, save_model, to_megatron
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import (

@@ -10,11 +10,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion_helpers import assert_bits, refused_without_a_trace, to_megatron
-from damage_helpers import INDEX, ONE, Damage, config, cut, edit_tensor, put
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from weights_helpers import edit_config, export, load_ranks, megatron_shapes, save_qwen3
+from weights_helpers import (
+    INDEX,
+    ONE,
+    Damage,
+    assert_bits,
+    config,
+    cut,
+    edit_config,
+    edit_tensor,
+    export,
+    load_ranks,
+    megatron_shapes,
+    put,
+    refused_without_a_trace,
+    save_model,
+    to_megatron,
+)
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import Architecture, check_tensor_parallel, read_architecture, table
@@ -39,7 +53,7 @@ def refused(call: Callable[[], object], *words: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_qwen3(tmp_path / "hf", tied=False)
+    save_model(tmp_path / "hf", tied=False)
     load(tmp_path / "hf")  # sound before it is damaged
     return tmp_path / "hf"
 
@@ -197,7 +211,7 @@ def test_values_too_large_for_the_model_are_refused(folder: Path) -> None:
 
 
 def test_a_tied_checkpoint_may_repeat_its_embedding(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    original = save_qwen3(tmp_path, tied=True)
+    original = save_model(tmp_path, tied=True)
     repeated = original["model.embed_tokens.weight"].clone()
     save_file(original | {"lm_head.weight": repeated}, tmp_path / ONE)
     with caplog.at_level(logging.INFO, "megatron_fspo"):

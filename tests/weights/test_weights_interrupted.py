@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversion_helpers import (
+from weights_helpers import (
     assert_bits,
     contents,
     refused_without_a_trace,

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion_helpers import assert_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weights_helpers import (
@@ -15,10 +14,11 @@ from weights_helpers import (
     HIDDEN,
     LAYERS,
     VOCAB,
+    assert_bits,
     export,
     load_ranks,
     megatron_shapes,
-    save_qwen3,
+    save_model,
 )
 
 from megatron_fspo.errors import InputError, TrainingError
@@ -46,7 +46,7 @@ PADDED = {1: 1280, 2: 1280, 4: 1536}  # 1237 to a multiple of 128 × tp, Megatro
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_round_trip_is_bit_exact(tmp_path: Path, tp: int, tied: bool, heads: int, te: bool) -> None:
-    original = save_qwen3(tmp_path, tied=tied, heads=heads, kv_heads=4)
+    original = save_model(tmp_path, tied=tied, heads=heads, kv_heads=4)
     shapes = megatron_shapes(heads, 4, tp, PADDED[tp], tied=tied, te=te)
     ranks, loaded = load_ranks(tmp_path, shapes, tp, PADDED[tp])
     check_coverage(loaded, read_architecture(tmp_path))
@@ -58,7 +58,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path, tp: int, tied: bool, heads: int
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_shards_follow_megatrons_rules(tmp_path: Path, tp: int) -> None:
     heads, groups = 8, 4
-    hf = save_qwen3(tmp_path, tied=False, heads=heads, kv_heads=groups)
+    hf = save_model(tmp_path, tied=False, heads=heads, kv_heads=groups)
     shapes = megatron_shapes(heads, groups, tp, PADDED[tp], tied=False)
     ranks, _ = load_ranks(tmp_path, shapes, tp, PADDED[tp])
     for layer in range(LAYERS):
@@ -97,7 +97,7 @@ def test_shards_follow_megatrons_rules(tmp_path: Path, tp: int) -> None:
 
 
 def test_a_rank_may_hold_padding_only(tmp_path: Path) -> None:
-    original = save_qwen3(tmp_path, tied=True, heads=4, kv_heads=4)
+    original = save_model(tmp_path, tied=True, heads=4, kv_heads=4)
     ranks, _ = load_ranks(tmp_path, megatron_shapes(4, 4, 4, 8192, tied=True), 4, 8192)
     assert not ranks[1]["embedding.word_embeddings.weight"].any()
     assert_bits(dict(export(tmp_path, ranks)), original)
@@ -105,7 +105,7 @@ def test_a_rank_may_hold_padding_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_pipeline_stages_export_every_tensor_once(tmp_path: Path, tied: bool) -> None:
-    original = save_qwen3(tmp_path, tied=tied)
+    original = save_model(tmp_path, tied=tied)
     arch = read_architecture(tmp_path)
     loaded, exported = set(), []
     for stage in range(2):
@@ -157,7 +157,7 @@ def test_a_rank_reads_only_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             return part
 
     monkeypatch.setattr(hf_reader, "safe_open", lambda *args, **kwargs: Counting(real_open(*args, **kwargs)))
-    original = save_qwen3(tmp_path, tied=False, heads=8, kv_heads=4)
+    original = save_model(tmp_path, tied=False, heads=8, kv_heads=4)
     norms = sum(tensor.nbytes for tensor in original.values() if tensor.dim() == 1)
     matrices = sum(tensor.nbytes for tensor in original.values()) - norms
     tp, padded = 4, 1240  # the last rank's part of the vocabulary is 3 rows short
@@ -169,7 +169,7 @@ def test_a_rank_reads_only_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_rank_goes_through_every_gather(tmp_path: Path) -> None:
-    save_qwen3(tmp_path, tied=True)
+    save_model(tmp_path, tied=True)
     shapes = megatron_shapes(4, 2, 2, 1280, tied=True)
     ranks, _ = load_ranks(tmp_path, shapes, 2, 1280)
     gathered = []
@@ -180,7 +180,7 @@ def test_every_rank_goes_through_every_gather(tmp_path: Path) -> None:
 
 
 def test_replicas_that_drifted_apart_are_not_exported(tmp_path: Path) -> None:
-    save_qwen3(tmp_path, tied=True)
+    save_model(tmp_path, tied=True)
     ranks, _ = load_ranks(tmp_path, megatron_shapes(4, 2, 2, 1280, tied=True), 2, 1280)
     name = "decoder.layers.1.self_attention.k_layernorm.weight"
     ranks[1][name][3] = ranks[1][name][3].nextafter(torch.tensor(torch.inf))
@@ -189,7 +189,7 @@ def test_replicas_that_drifted_apart_are_not_exported(tmp_path: Path) -> None:
 
 
 def test_loading_casts_to_the_parameters_dtype(tmp_path: Path) -> None:
-    original = save_qwen3(tmp_path, tied=True)
+    original = save_model(tmp_path, tied=True)
     shapes = megatron_shapes(4, 2, 2, 1280, tied=True)
     ranks, _ = load_ranks(tmp_path, shapes, 2, 1280, dtype=torch.bfloat16)
     assert_bits(dict(export(tmp_path, ranks)), {name: tensor.bfloat16() for name, tensor in original.items()})
@@ -250,7 +250,7 @@ def test_shards_round_trip_for_any_sizes(layout: tuple[Architecture, int, int]) 
 
 
 def test_only_the_named_layers_exist(tmp_path: Path) -> None:
-    save_qwen3(tmp_path, tied=True)
+    save_model(tmp_path, tied=True)
     arch = read_architecture(tmp_path)
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     assert resolve(name, arch).hf[0].name == "model.layers.1.mlp.down_proj.weight"
@@ -268,7 +268,7 @@ def test_only_the_named_layers_exist(tmp_path: Path) -> None:
 
 
 def test_a_parameter_of_another_shape_is_refused(tmp_path: Path) -> None:
-    save_qwen3(tmp_path, tied=True)
+    save_model(tmp_path, tied=True)
     arch = read_architecture(tmp_path)
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     reader = HFReader(tmp_path)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion_helpers import assert_bits, contents, tensors_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from weights_helpers import VOCAB, edit_config, save_qwen3
+from weights_helpers import VOCAB, assert_bits, contents, edit_config, save_model, tensors_of
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import read_architecture, write_hf_checkpoint
@@ -23,7 +22,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    save_qwen3(tmp_path / "source", tied=False)
+    save_model(tmp_path / "source", tied=False)
     return tmp_path / "source"
 
 
@@ -66,7 +65,7 @@ def test_config_and_tokenizer_come_along_but_no_code(source: Path, tmp_path: Pat
 
 
 def test_each_tensor_keeps_the_dtype_of_the_source(tmp_path: Path) -> None:
-    original = save_qwen3(tmp_path / "source", tied=True, dtype=torch.bfloat16)
+    original = save_model(tmp_path / "source", tied=True, dtype=torch.bfloat16)
     original["model.norm.weight"] = original["model.norm.weight"].float()
     save_file(original, tmp_path / "source" / "model.safetensors")
     trained = {name: tensor.float() for name, tensor in original.items()}
