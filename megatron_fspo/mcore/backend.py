@@ -81,8 +81,11 @@ class Backend:
             "apply_rope_fusion": fused,
             "masked_softmax_fusion": False,
             "persist_layer_norm": fused,
-            # Of Megatron's own layers, by apex. Transformer Engine's do without: see wrap_for_training.
-            "gradient_accumulation_fusion": self.device.type == "cuda" and not fused and _has_apex_wgrad(),
+            # Megatron's own layers need apex's kernel for it; Transformer Engine's have theirs: see
+            # wrap_for_training.
+            "gradient_accumulation_fusion": self.device.type == "cuda"
+            and not fused
+            and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         }
 
     def layer_spec(self, config: TransformerConfig, vp_stage: int | None = None) -> Any:
@@ -140,11 +143,6 @@ def check_dtype(backend: Backend, dtype: torch.dtype) -> None:
             f"model.dtype = {name}, but model.layers = transformer_engine needs bfloat16: set model.dtype = "
             "bfloat16, or model.layers = local"
         )
-
-
-def _has_apex_wgrad() -> bool:
-    """apex's kernel that adds weight gradients straight into ``main_grad``."""
-    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def peak_tflops(backend: Backend, dtype: torch.dtype) -> float | None:

@@ -145,8 +145,7 @@ class Saving:
             return False
         ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object((self._error, self._writer.index, self._sums), ranks)
-        problem = _attempt(lambda: self._complete(ranks)) if ranks is not None else None
-        _raise_alike(problem, self._folder)
+        _on_first_rank(lambda: self._complete(ranks or []), self._folder)
         return True
 
     def _complete(self, ranks: list[Any]) -> None:
@@ -188,8 +187,7 @@ def begin_save(
     Raises:
         TrainingError: on every rank; the folder cannot be made.
     """
-    problem = _attempt(lambda: _make_room(folder)) if dist.get_rank() == 0 else None
-    _raise_alike(problem, folder)
+    _on_first_rank(lambda: _make_room(folder), folder)
     return Saving(policy, folder, state, snapshot=snapshot, more=more)
 
 
@@ -359,17 +357,14 @@ def _make_room(folder: Path) -> None:
     (partial / _WEIGHTS).mkdir(parents=True)
 
 
-def _attempt(action: Any) -> str | None:
-    """The error of the file system, if there was one."""
-    try:
-        action()
-    except OSError as error:
-        return str(error)
-    return None
-
-
-def _raise_alike(problem: str | None, folder: Path) -> None:
-    """The first rank's problem, on every rank."""
+def _on_first_rank(action: Callable[[], None], folder: Path) -> None:
+    """Do it on the first rank; an error of the file system is raised on every rank. Collective."""
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            problem = str(error)
     assert dist.group.WORLD is not None
     problem = share(problem, group=dist.group.WORLD)
     if problem is not None:
