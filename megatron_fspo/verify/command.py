@@ -27,7 +27,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class VerifyPlan:
     """The checked arguments."""
 
     backend: Backend
@@ -45,7 +45,7 @@ def plan(
     *,
     use_all: bool,
     world_size: int,
-) -> Plan:
+) -> VerifyPlan:
     """Read and check the arguments, before a process group forms.
 
     Raises:
@@ -79,7 +79,7 @@ def plan(
     if sharded and listed:
         raise InputError(f"--dtype float64: {sharded[0]} has a distributed optimizer, which knows no float64")
     layouts = [layout for layout in layouts if layout.name not in sharded]
-    return Plan(
+    return VerifyPlan(
         backend=backend,
         arch=arch,
         layouts=layouts,
@@ -89,7 +89,7 @@ def plan(
     )
 
 
-def run(planned: Plan, config: Config | None, json_file: Path | None) -> bool:
+def run(planned: VerifyPlan, config: Config | None, json_file: Path | None) -> bool:
     """Verify and print; True if all passed. Collective."""
     writer = os.environ.get("RANK", "0") == "0"
 

@@ -36,7 +36,7 @@ from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.weights.architecture import Architecture, check_tensor_parallel
 from megatron_fspo.weights.reader import Slices
 
-Layout = Literal["replicated", "row", "qkv", "gate_up", "vocab"]
+ShardLayout = Literal["replicated", "row", "qkv", "gate_up", "vocab"]
 Size = Literal[
     "vocab_size", "hidden_size", "q_size", "kv_size", "head_dim", "ffn_size", "num_experts", "expert_ffn_size"
 ]
@@ -58,7 +58,7 @@ class Row:
     """One Megatron parameter. In the table names hold ``{layer}`` and ``{expert}``, numbers within a rank's
     part of the model; :func:`resolve` fills them in."""
 
-    layout: Layout
+    layout: ShardLayout
     megatron: tuple[str, ...]
     """The names it goes by; a resolved row has the one that was asked for."""
     hf: tuple[HFTensor, ...]
@@ -83,7 +83,9 @@ class Row:
         return replace(self, hf=hf)
 
 
-def _row(layout: Layout, megatron: str, *hf: HFTensor, key: str | None = None, copy: bool = False) -> Row:
+def _row(
+    layout: ShardLayout, megatron: str, *hf: HFTensor, key: str | None = None, copy: bool = False
+) -> Row:
     """A checkpoint calls a parameter as Transformer Engine does, the last of the names, without the layer."""
     names = tuple(megatron.split(" | "))
     return Row(layout, names, hf, key or names[-1].replace("{layer}.", ""), copy)
