@@ -15,8 +15,7 @@ from torch import Tensor
 from megatron_fspo.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
 from megatron_fspo.objective import ConstantDualClip, RLOOBand, aggregation_weight, sequence_surrogate
 from megatron_fspo.objective.policy_objective import SequenceLevel, TokenLevel
-from megatron_fspo.verify.reference import Scores, forward, reference
-from megatron_fspo.verify.reference_model import log_probs_and_entropy
+from megatron_fspo.verify.reference import Scores, forward, log_probs_and_entropy, reference
 
 
 @pytest.fixture(params=["tied", "untied"])

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_fspo.config import Config
 from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.errors import InputError
-from megatron_fspo.mcore.emulate import emulate_fp8
+from megatron_fspo.lab.calibrate.emulate import emulate_fp8
 from megatron_fspo.mcore.hf_weights import export_hf, load_hf
 from megatron_fspo.mcore.policy import Model
 from megatron_fspo.mismatch.measure import per_sample
