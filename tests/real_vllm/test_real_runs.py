@@ -36,37 +36,37 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows(folder, "run") if row["step"] > 0]
 
 
-def check_twenty(found: list[dict[str, Any]]) -> None:
-    assert [row["training/weight_version"] for row in found] == list(range(1, 21))
+def check_updates(found: list[dict[str, Any]], count: int) -> None:
+    assert [row["training/weight_version"] for row in found] == list(range(1, count + 1))
     assert all(0 < row["rollout/canary_abs_diff_max"] <= 1e-4 for row in found)
     assert all(row["rollout/logprob_abs_diff/mean"] <= 1e-4 for row in found)
     assert all(row["actor/grad_norm"] > 0 for row in found)
     assert unknown({name for row in found for name in row}) == []
 
 
-def test_twenty_updates_of_two_servers_by_gloo(checkpoint: Path, pair: list[Served], tmp_path: Path) -> None:
+def test_eight_updates_of_two_servers_by_gloo(checkpoint: Path, pair: list[Served], tmp_path: Path) -> None:
     before = [server.answered for server in pair]
-    done = run(tmp_path, "run", *words(checkpoint, pair, 20))
+    done = run(tmp_path, "run", *words(checkpoint, pair, 8))
     assert done.returncode == 0, why(done.stderr)
-    check_twenty(steps(tmp_path))
+    check_updates(steps(tmp_path), 8)
     assert all(row["rollout/servers"] == 2 for row in steps(tmp_path))
-    assert all(server.answered > count + 100 for server, count in zip(pair, before, strict=True))
+    assert all(server.answered > count + 40 for server, count in zip(pair, before, strict=True))
 
 
-def test_twenty_updates_by_disk_in_turns(checkpoint: Path, tmp_path: Path) -> None:
+def test_eight_updates_by_disk_in_turns(checkpoint: Path, tmp_path: Path) -> None:
     """Colocated: the ranks lend their memory while the server samples, and it sleeps while they train, save
     and export. Here only that of the ranks moves."""
     with serving(checkpoint, tmp_path, *FLOAT32, "--backend", "disk", "--colocated") as servers:
         more = ("--vllm.transfer", "disk", "--vllm.folder", str(tmp_path / "weights"))
-        more += ("--vllm.colocated", "true", "--evaluation.every", "7", "--checkpoint.every", "6")
-        done = run(tmp_path, "run", *words(checkpoint, servers, 20, *more, "--rollout.temperature", "0.7"))
+        more += ("--vllm.colocated", "true", "--evaluation.every", "3", "--checkpoint.every", "4")
+        done = run(tmp_path, "run", *words(checkpoint, servers, 8, *more, "--rollout.temperature", "0.7"))
         assert done.returncode == 0, why(done.stderr)
         asleep = servers[0].routes.ask("/is_sleeping")
-    check_twenty(steps(tmp_path))
+    check_updates(steps(tmp_path), 8)
     assert asleep == (200, {"is_sleeping": True}), "the last to take memory was the export"
     assert all(0 < row["rollout/turns_seconds"] < 30 for row in steps(tmp_path))
     evaluated = [row["step"] for row in rows(tmp_path, "run") if any("mean@" in name for name in row)]
-    assert evaluated == [0, 7, 14, 20]
+    assert evaluated == [0, 3, 6, 8]
     assert not [path for path in (tmp_path / "weights").glob("*")]
 
 
