@@ -34,7 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-PAIR = tuple(f"tests/real_vllm/test_real_{name}.py" for name in ("guard", "rollouts", "engine", "runs"))
+PAIR = tuple(
+    f"tests/real_vllm/test_real_{name}.py" for name in ("guard", "rollouts", "engine", "runs", "serve")
+)
 """Files that share two servers, so they must share a process."""
 
 

@@ -4,7 +4,7 @@ python tests/trace_step.py          # three numbers
 python tests/trace_step.py --list   # and the files, with the functions entered in each
 
 The run is examples/make_sum on one process with the embedded engine; its second step is measured, and the
-second optimizer step in that, on a single micro-batch. Only the main thread counts, and no comprehension or lambda.
+second optimizer step in that, of one micro-batch. Threads, lambdas and comprehensions do not count.
 """
 
 from __future__ import annotations
