@@ -33,30 +33,10 @@ YOURS = {
     "aime.jsonl": "examples/make_sum/validation.jsonl",
 }
 """What a page takes to be there, and a file of the same kind that is."""
-NOT_OURS = (
-    *(
-        "runs/",
-        "/",
-        "Qwen3-8B",
-        "REAL",
-        "OUT",
-        "FOLDER",
-        "FILE",
-        "DIR",
-        "dapo-math-17k.parquet",
-        "test.jsonl",
-    ),
-    *(
-        "amc23.parquet",
-        "aime24.parquet",
-        "aime25.jsonl",
-        "evaluations/",
-        "servers",
-        "sweep.toml",
-        "http://",
-        "tests:",
-    ),
-    *("benchmarks/results/gpu-NAME.md", "megatron_fspo.adapters", ".venv", "fspo-"),
+NOT_OURS = tuple(
+    "runs/ build/ / Qwen3-8B REAL OUT FOLDER FILE DIR dapo-math-17k.parquet test.jsonl "
+    "amc23.parquet aime24.parquet aime25.jsonl evaluations/ servers sweep.toml http:// tests: benchmarks/results/gpu-NAME.md "
+    "megatron_fspo.adapters .venv fspo-".split()
 )
 """How the words begin that name what the reader has, or what another command on the page makes."""
 _SECONDS = ("megatron.core", "transformers")

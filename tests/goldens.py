@@ -7,6 +7,7 @@ diff -r build/before build/after
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -65,4 +66,6 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path, help="is made anew")
+    main(parser.parse_args().folder.resolve())

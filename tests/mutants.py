@@ -8,6 +8,7 @@ Works in a copy of the tree. Exits with 1 if a fault survives, or if its text is
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -226,4 +227,6 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    sys.exit(main(parser.parse_args().names))

@@ -9,6 +9,7 @@ second optimizer step in that, of one micro-batch. Threads, lambdas and comprehe
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import sys
@@ -84,14 +85,16 @@ def files(functions: Functions) -> list[str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="the files and functions too")
+    listed = parser.parse_args().list
     step, update = traced()
     print(f"a training step: {len(files(step))} files, {len(step)} functions")
     print(f"an optimizer step on one micro-batch: {len(files(update))} files")
-    if "--list" in sys.argv[1:]:
-        for title, functions in (("training step", step), ("optimizer step", update)):
-            print(f"\n{title}")
-            for file in files(functions):
-                print(f"  {file}: {', '.join(sorted(name for own, name in functions if own == file))}")
+    for title, functions in (("training step", step), ("optimizer step", update)) if listed else ():
+        print(f"\n{title}")
+        for file in files(functions):
+            print(f"  {file}: {', '.join(sorted(name for own, name in functions if own == file))}")
 
 
 if __name__ == "__main__":
