@@ -34,9 +34,9 @@ YOURS = {
 }
 """What a page takes to be there, and a file of the same kind that is."""
 NOT_OURS = tuple(
-    "runs/ build/ / Qwen3-8B REAL OUT FOLDER FILE DIR dapo-math-17k.parquet test.jsonl "
-    "amc23.parquet aime24.parquet aime25.jsonl evaluations/ servers sweep.toml http:// tests: benchmarks/results/gpu-NAME.md "
-    "megatron_fspo.adapters .venv fspo-".split()
+    "runs/ build/ / Qwen3-8B REAL OUT FOLDER FILE DIR dapo-math-17k.parquet test.jsonl amc23.parquet "
+    "aime24.parquet aime25.jsonl evaluations/ servers sweep.toml http:// tests: .venv fspo- "
+    "benchmarks/results/gpu-NAME.md megatron_fspo.adapters".split()
 )
 """How the words begin that name what the reader has, or what another command on the page makes."""
 _SECONDS = ("megatron.core", "transformers")
