@@ -1,4 +1,4 @@
-"""What a change of structure must leave byte for byte as it is: figures, files, words of the command line.
+"""Writes what a change of structure must leave as it is, byte for byte: figures, files, the command line.
 
 python tests/goldens.py build/before        # on the commit before
 python tests/goldens.py build/after         # on the one after

@@ -182,7 +182,7 @@ MUTANTS = {
 
 
 def passes(tree: Path, mutant: Mutant) -> bool:
-    """Whether its test passes in the tree.
+    """True if its test passes in the tree.
 
     Raises:
         RuntimeError: it can be neither collected nor run.

@@ -144,7 +144,7 @@ def test_short_forms_run_and_keep_nothing() -> None:
 
 
 def started(script: str, *words: str) -> str:
-    """What a benchmark that was started from the root prints."""
+    """Run a benchmark from the root, and return what it prints."""
     command = [sys.executable, "-W", "ignore", f"benchmarks/{script}", *words]
     done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -37,6 +37,7 @@ def is_metric(text: str) -> bool:
     return group in GROUPS and bool(re.fullmatch(r"[\w/@]+", rest))
 
 
+@cache
 def names_in_code() -> set[str]:
     """Literal names of metrics; and phases, which are timed under their names."""
     nodes = sources()

@@ -85,13 +85,13 @@ def table_of(command: Command) -> list[str]:
 
 @cache
 def words_of_tests() -> str:
-    """All tests but this file, and what CI runs."""
+    """The text of all tests but this one, and of what CI runs."""
     paths = [path for path in (REPO / "tests").rglob("*.py") if path.name not in IGNORED]
     return "\n".join(path.read_text(encoding="utf-8") for path in [*paths, REPO / ".ci/run"])
 
 
 def is_run_by_a_test(command: Command) -> bool:
-    """Whether a test names the subcommand, or the file that is started; all benchmarks have one in common."""
+    """True if a test names the subcommand or the file that is started; all benchmarks share a test."""
     words = list(command.given)
     if "megatron_fspo" in words:
         words = ["megatron-fspo", *words[words.index("megatron_fspo") + 1 :]]
@@ -191,7 +191,7 @@ def part_of_the_table(block: Block, _: Path) -> None:
 
 
 def names_of_the_adapter(block: Block, _: Path) -> None:
-    """Where the trainer is, its own tests import and run it (tests/adapters)."""
+    """Check the imported names; where the trainer is installed, tests/adapters runs the code."""
     for module, names in re.findall(r"from (megatron_fspo[\w.]+) import ([\w, ]+)", block.text):
         path = REPO / f"{module.replace('.', '/')}.py"
         for name in names.split(","):

@@ -28,7 +28,7 @@ WORDS = (
     "train --config examples/make_sum/run.toml --run.name traced --run.steps 2 --evaluation.every 0 "
     "--parallel.tensor 1 --parallel.sequence false --batch.max-tokens 100000 --rollout.prompts 16"
 ).split()
-"""All of a mini-batch fits into one micro-batch."""
+"""A mini-batch fits into one micro-batch."""
 
 Functions = set[tuple[str, str]]
 """File in the package, and qualified name."""
@@ -65,7 +65,7 @@ class Tracer:
 
 
 def traced() -> tuple[Functions, Functions]:
-    """What a training step enters, and what an optimizer step in it enters."""
+    """Functions that a training step enters, and those that an optimizer step in it enters."""
     from megatron_fspo.cli import main
 
     tracer = Tracer()
