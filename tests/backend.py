@@ -22,7 +22,7 @@ RANKS = torch.cuda.device_count() if BACKEND == "cuda" and not FAKE else 8
 
 
 def supported(layouts: dict[str, Parallel], but: Sequence[str] = ()) -> dict[str, Parallel]:
-    """The layouts that the backend has: in float32 Transformer Engine has no attention under context parallel.
+    """Layouts that the backend has: in float32 Transformer Engine has no attention under context parallel.
 
     Args:
         but: names of others that layers of Transformer Engine leave out for the sake of time.
