@@ -106,17 +106,16 @@ def test_conversion_takes_the_memory_of_blocks_not_of_the_model(
 
 
 @pytest.mark.slow
-def test_the_heads_peak_is_a_fraction_of_the_naive_one_and_does_not_grow_with_tokens() -> None:
-    def peak(variant: str, tokens: int) -> float:
-        size = {"tokens": tokens, "hidden": 512, "vocab": 32768, "dtype": "fp32"}
-        return logprob_head.in_fresh_process("measure", variant, size, passes=1)["peak_mib"]
-
-    ours, naive = ({t: peak(variant, t) for t in (2048, 4096)} for variant in ("ours", "naive"))
-    assert ours[2048] <= 0.15 * naive[2048] and ours[4096] <= 0.08 * naive[4096]
-    assert ours[4096] <= 1.15 * ours[2048]
+def test_the_heads_peak_is_that_of_one_chunk_of_logits() -> None:
+    size = {"hidden": 512, "vocab": 32768, "dtype": "fp32"}
+    short, long = (
+        logprob_head.in_fresh_process("measure", "ours", size | {"tokens": tokens}, passes=1)["peak_mib"]
+        for tokens in (2048, 4096)
+    )
     # The weight's gradient, one buffer of 256 tokens' logits, two gradients of hidden, and a few MiB.
     expected = (32768 * 512 + 256 * 32768 + 2 * 2048 * 512) * 4 / 2**20
-    assert expected - 3 <= ours[2048] <= expected + 10  # the warm-up left a little room
+    assert expected - 3 <= short <= expected + 10  # the warm-up left a little room
+    assert long <= 1.15 * short
 
 
 def test_an_answer_of_a_server_is_read() -> None:
