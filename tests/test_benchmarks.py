@@ -93,6 +93,7 @@ def test_claims_of_differences_are_corrected_for_their_number() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_conversion_takes_the_memory_of_blocks_not_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def test_a_small_step_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_short_forms_run_and_keep_nothing() -> None:
     results = {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
     assert "evidence_make_sum.json" in started("evidence.py", "--short")
