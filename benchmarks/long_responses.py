@@ -102,12 +102,11 @@ def record(config: Config) -> Recorded:
     """Sample, score, update, and score again; one process of the trainer."""
     from megatron_fspo.mcore.hf_weights import export_hf, load_hf
     from megatron_fspo.mcore.policy import Model
-    from megatron_fspo.trainer.batches import make_mini_batches
     from megatron_fspo.trainer.begin import roll_out, with_packs
     from megatron_fspo.trainer.build import build
     from megatron_fspo.trainer.optimize import optimize
     from megatron_fspo.trainer.prepare import prepare
-    from megatron_fspo.trainer.rollout import with_advantages
+    from megatron_fspo.trainer.rollout import make_mini_batches, with_advantages
 
     inputs = prepare(config, world_size=1)
     run = build(inputs)

@@ -34,12 +34,12 @@ from megatron_fspo.mcore.policy import Policy, run_schedule
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.startup import start, stop
 from megatron_fspo.objective import FSPOBand
-from megatron_fspo.objective.losses import SequenceLevel
-from megatron_fspo.packing.pack import Packs, pack
-from megatron_fspo.packing.sequences import Sequences
+from megatron_fspo.objective.policy_objective import SequenceLevel
+from megatron_fspo.packing.batch import Packs, Sequences
+from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import pack_layout
 from megatron_fspo.parallel.metrics import gather_lists
-from megatron_fspo.rollout.vllm.senders import in_buckets
+from megatron_fspo.rollout.client.weights import in_buckets
 from megatron_fspo.verify.cases import SMALL, random_samples
 from megatron_fspo.weights import Architecture, Experts
 

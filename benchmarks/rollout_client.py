@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from machine import ROOT, machine
-from megatron_fspo.rollout.vllm.answers import MODEL
-from megatron_fspo.rollout.vllm.pool import Pool, Request
-from megatron_fspo.rollout.vllm.server import Server, http_client
+from megatron_fspo.remote import http_client
+from megatron_fspo.rollout.client.answers import MODEL
+from megatron_fspo.rollout.client.pool import Pool, Request
+from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.types import SamplingParams
 
 LENGTHS = (256, 1024, 8192)

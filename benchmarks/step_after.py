@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -12,19 +13,18 @@ import torch.distributed as dist
 from megatron_fspo.config import Reward
 from megatron_fspo.packing import pack
 from megatron_fspo.rewards import Grader
-from megatron_fspo.trainer import batches, sampling
-from megatron_fspo.trainer.optimize import optimize, score_old, update_metrics
-from megatron_fspo.trainer.rollout import Rollout, without_tokens
-from megatron_fspo.trainer.rollout_queue import staleness_metrics
-from megatron_fspo.trainer.spikes import GradientSpikes
-from megatron_fspo.trainer.step import Step
+from megatron_fspo.trainer import rollout, sampling
+from megatron_fspo.trainer.begin import score_old
+from megatron_fspo.trainer.metrics import update_metrics
+from megatron_fspo.trainer.optimize import Step, optimize
+from megatron_fspo.trainer.rollout import Rollout, staleness_metrics
 from megatron_fspo.types import Completion, Prompt
 from step_synthetic import Clock
 
 
 def wrap(clock: Clock) -> None:
     """Time what is done inside of other phases."""
-    clock.wrap(batches, "_spread", "exchange")
+    clock.wrap(rollout, "_spread", "exchange")
     clock.wrap(pack, "collate", "collate")
 
 
@@ -53,16 +53,15 @@ def collect(run: Any, batch: Any, clock: Clock) -> Rollout:
 def step(run: Any, responses: Rollout, clock: Clock) -> dict[str, float]:
     """From responses to metrics."""
     with clock("grade"):
-        metrics = sampling.sampling_metrics(responses) | staleness_metrics(responses, run.step, limit=0)
+        metrics = rollout.sampling_metrics(responses) | staleness_metrics(responses, run.step, limit=0)
     with clock("plan"):
-        packs, sizes = batches.make_mini_batches(
+        packs, sizes = rollout.make_mini_batches(
             run.inputs.config, run.inputs.arch, responses, run.groups, run.inputs.backend.device
         )
-    responses = without_tokens(responses)
+    responses = replace(responses, held={}, grades={})
     with clock("mismatch"):
         work = Step(rollout=responses, packs=packs, sizes=sizes, metrics=metrics, warm=True)
         score_old(run, work)
     with clock("records"):
-        run.spikes = GradientSpikes(run.inputs.config.optimizer)
         optimize(run, work)
         return work.metrics | update_metrics(run, work)

@@ -118,7 +118,7 @@ def _inputs(config: Any, backend: Any, clock: Any) -> Any:
 
 def _one(inputs: Any, groups: Any, clock: Any, code: Any, options: argparse.Namespace) -> dict[str, Any]:
     """One step."""
-    from megatron_fspo.rollout.vllm.engine import Leader, VLLMEngine
+    from megatron_fspo.rollout.client.engine import Leader, VLLMEngine
     from megatron_fspo.types import SamplingParams
     from step_synthetic import SAMPLES, STOP, Servers, lengths_of, prompts_of, run_of
 

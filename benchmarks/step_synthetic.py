@@ -25,9 +25,8 @@ from torch.distributed import distributed_c10d
 from machine import ROOT
 from megatron_fspo.config import Config
 from megatron_fspo.mcore.policy import Update
-from megatron_fspo.objective.losses import LossTerms
-from megatron_fspo.rollout.vllm.answers import MODEL, read_completion
-from megatron_fspo.trainer.losses import LossState
+from megatron_fspo.objective.policy_objective import LossTerms
+from megatron_fspo.rollout.client.answers import MODEL, read_completion
 from megatron_fspo.types import Prompt
 
 PROMPT = 512  # tokens
@@ -204,8 +203,9 @@ def run_of(inputs: Any, groups: Any, clock: Clock) -> Any:
         stopping=lambda: False,
         scoring=None,
         log=Log(),
-        loss=LossState(inputs.config.loss, longest=inputs.config.rollout.max_response_tokens),
+        loss=inputs.config.loss.start(longest=inputs.config.rollout.max_response_tokens),
         timings={},
+        saved=0,
         step=1,
     )
 

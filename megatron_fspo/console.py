@@ -1,4 +1,4 @@
-"""What the command lines share: exit status, errors in one line, progress bars."""
+"""Shared by the command lines: exit status, errors in one line, progress bars."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from megatron_fspo.errors import InputError, InputErrors, TrainingError
 
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-"""What a person mends, not a programmer: no room, or no right to write."""
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Errors that a person mends, not a programmer: no room, or no right to write."""
 
 
 def exit_status(work: Callable[[], int], program: str) -> int:
@@ -31,7 +31,7 @@ def exit_status(work: Callable[[], int], program: str) -> int:
         _say(f"{program}: {error}")
         return 2 if isinstance(error, InputError) else 1
     except OSError as error:
-        if error.errno not in _OF_THE_DISK or error.filename is None:
+        if error.errno not in _DISK_ERRORS or error.filename is None:
             raise
         _say(f"{program}: {error.filename}: {error.strerror}")
         return 1
@@ -60,7 +60,7 @@ def each_line(work: Callable[[], int], program: str) -> int:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line, without the usage; once per job.
+    """Tells in one line, without the usage, what is wrong with the arguments; once per job.
 
     An unknown flag is reported before a missing one: it may be that one, misspelt. Flags with dots are keys
     of a configuration, which are read later.
@@ -85,7 +85,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 @contextmanager
 def progress_bar(total_bytes: int, what: str) -> Iterator[Callable[[int], object]]:
-    """A bar with bytes, rate and time left on stderr; call what it gives with the bytes done since."""
+    """Show bytes, rate and time left on stderr; the function it gives takes the bytes done since."""
     from tqdm import tqdm  # not there in other trainers' environments, where `explain` and `doctor` run
 
     with tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
@@ -93,7 +93,7 @@ def progress_bar(total_bytes: int, what: str) -> Iterator[Callable[[int], object
 
 
 def quiet_megatron() -> None:
-    """Megatron warns at import of every optional package that is not there; `doctor` says it better."""
+    """Silence Megatron's warnings of every optional package that is not there; `doctor` says it better."""
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     # torch's deprecations of what Megatron calls.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*deprecat")
@@ -104,7 +104,7 @@ def quiet_megatron() -> None:
 
 
 def import_megatron() -> None:
-    """Megatron as a command line wants it, before what uses it: quiet, and soon there on a CPU."""
+    """Import Megatron, before what uses it, so that it is quiet, and soon there on a CPU."""
     quiet_megatron()
     from megatron_fspo.mcore import leave_uncompiled
 

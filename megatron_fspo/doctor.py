@@ -1,4 +1,4 @@
-"""What is installed, what a run would use, and what is missing for one on GPUs."""
+"""Looks at what is installed, what a run would use, and what is missing for one on GPUs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MODULES = {
 
 
 def is_required(module: str | None) -> bool:
-    """Whether the module is of a package that this one depends on, perhaps by an extra."""
+    """True for a module of a package that this one depends on, perhaps by an extra."""
     return any(_top(module) in modules.values() for modules in _MODULES.values())
 
 
@@ -81,10 +81,11 @@ def _top(module: str | None) -> str:
 
 
 def examine(config: Config | None = None) -> dict[str, Any]:
-    """Findings as JSON types: ``python``, ``packages``, ``gpus``, ``use``, ``missing``, ``required`` (of
-    the packages that any run takes, those that are not installed) and ``transformer engine``, which is empty
-    where it does not import or torch sees no GPU. Without torch or megatron-core nothing can be used, and no
-    GPU be seen.
+    """Look around; returns the findings as JSON types.
+
+    They are ``python``, ``packages``, ``gpus``, ``use``, ``missing``, ``required`` (of the packages that any
+    run takes, those that are not installed) and ``transformer engine``, which is empty where it does not
+    import or torch sees no GPU. Without torch or megatron-core nothing can be used, and no GPU be seen.
 
     Args:
         config: of a run, for the attention that its shapes get; else Qwen3-8B's.
@@ -93,19 +94,26 @@ def examine(config: Config | None = None) -> dict[str, Any]:
         InputError: the run's model cannot be read.
     """
     required = absent()
+    findings: dict[str, Any] = {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "gpus": [],
+        "use": {},
+        "transformer engine": {},
+        "missing": ["whatever `megatron-fspo doctor` finds when the packages above are installed"],
+        "required": required,
+    }
     if {"torch", "megatron-core", "pydantic"} & set(required):
-        return _without_torch(required)
+        return findings
     import torch
 
     from megatron_fspo.mcore.backend import choose_backend
     from megatron_fspo.mcore.engine import engine_problem
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    versions = {name: _version(name) for name in _PACKAGES}
     problem = engine_problem()
     apex_kernels = [name for name in ("amp_C", "fused_weight_gradient_mlp_cuda") if _importable(name)]
-    layers = "auto" if problem is None or not gpus else "local"
-    backend = choose_backend("auto", layers)  # type: ignore[arg-type]
+    backend = choose_backend("auto", "auto" if problem is None or not gpus else "local")
     missing = []
     if not gpus:
         missing.append("a GPU that torch can see (a driver, and a CUDA build of torch)")
@@ -115,77 +123,54 @@ def examine(config: Config | None = None) -> dict[str, Any]:
             "`pip install wheel packaging ninja && pip install --no-build-isolation -e '.[te]'`; it compiles "
             "against CUDA's nvcc and the headers of cuDNN and NCCL"
         )
-    if versions["apex"] and not apex_kernels:
+    if findings["packages"]["apex"] and not apex_kernels:
         missing.append(
             "NVIDIA apex: the package `apex` found here has none of its CUDA kernels (the one on the package "
             "index is another project). Remove it; Transformer Engine has all that a run needs"
         )
-    missing += _absent_extras()
-    if not versions["vllm"]:
-        missing.append("optional: vllm, in an environment of its own, for rollout.engine = vllm")
-    return {
-        "python": platform.python_version(),
-        "packages": versions,
-        "gpus": gpus,
-        "use": {
-            "device": backend.device.type,
-            "collectives": backend.collectives,
-            "layers": backend.layers,
-            "optimizer": _optimizer(backend.device.type, problem is None, apex_kernels),
-            "apex kernels": apex_kernels,
-        },
-        "transformer engine": _engine(config) if problem is None and gpus else {},
-        "missing": missing,
-        "required": required,
-    }
-
-
-def _absent_extras() -> list[str]:
     extras = {extra: absent(extra) for extra in _MODULES if extra}
-    return [
+    missing += [
         f"optional: {', '.join(names)}: `pip install -e '.[{extra}]'`"
         for extra, names in extras.items()
         if names
     ]
-
-
-def _without_torch(required: list[str]) -> dict[str, Any]:
-    """What can be said where the package cannot look."""
-    return {
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "gpus": [],
-        "use": {},
-        "transformer engine": {},
-        "missing": ["whatever `megatron-fspo doctor` finds when the packages above are installed"],
-        "required": required,
+    if not findings["packages"]["vllm"]:
+        missing.append("optional: vllm, in an environment of its own, for rollout.engine = vllm")
+    use = {
+        "device": backend.device.type,
+        "collectives": backend.collectives,
+        "layers": backend.layers,
+        "optimizer": _optimizer(backend.device.type, problem is None, apex_kernels),
+        "apex kernels": apex_kernels,
     }
+    engine = _engine(config) if problem is None and gpus else {}
+    return findings | {"gpus": gpus, "use": use, "transformer engine": engine, "missing": missing}
 
 
 def _optimizer(device: str, engine: bool, apex_kernels: list[str]) -> str:
-    """Whose Adam."""
+    """The library whose Adam a run takes."""
     if device == "cpu":
         return "torch"
     return "Transformer Engine" if engine else "apex" if "amp_C" in apex_kernels else "torch"
 
 
 def _engine(config: Config | None) -> dict[str, str]:
-    """What Transformer Engine is, and what this GPU does with it."""
+    """The version of Transformer Engine, and what this GPU does with it."""
     from megatron_fspo.mcore import engine
 
-    found = {
+    facts = {
         "version": engine.engine_version(),
         "torch extension": engine.extension_version() or "built by hand",
         "cuDNN": engine.cudnn_version(),
     }
     for recipe, problem in engine.fp8_problems().items():
-        found[f"FP8 {recipe}"] = "runs" if problem is None else f"no: {problem}"
+        facts[f"FP8 {recipe}"] = "runs" if problem is None else f"no: {problem}"
     name, shapes = _shapes(config)
-    return {**found, f"attention of {name}": engine.attention_backend(**shapes)}
+    return {**facts, f"attention of {name}": engine.attention_backend(**shapes)}
 
 
 def _shapes(config: Config | None) -> tuple[str, dict[str, int]]:
-    """What attention is asked for: by the run on one of its ranks; by default by Qwen3-8B."""
+    """The shapes that attention is asked for: by the run on one of its ranks; by default by Qwen3-8B."""
     if config is None:
         return "Qwen3-8B", {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_tokens": 16384}
     from megatron_fspo.weights import read_architecture
@@ -202,7 +187,7 @@ def _shapes(config: Config | None) -> tuple[str, dict[str, int]]:
 
 
 def render(findings: dict[str, Any]) -> str:
-    """The findings for a person."""
+    """Format the findings for a person."""
     lines = [f"python {findings['python']}", "", "installed"]
     lines += [f"  {name:<20} {version or '-'}" for name, version in findings["packages"].items()]
     lines.append(f"  {'GPUs':<20} {', '.join(findings['gpus']) or '-'}")

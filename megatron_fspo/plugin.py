@@ -7,9 +7,8 @@ schedule; what FSPO is comes from :mod:`megatron_fspo.objective`. ``examples/plu
 from __future__ import annotations
 
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.packing.pack import PackLayout, Packs, pack
-from megatron_fspo.packing.sequences import Sequences
+from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences
+from megatron_fspo.packing.pack import PackLayout, pack
 from megatron_fspo.parallel.groups import ParallelGroups
 
 __all__ = [

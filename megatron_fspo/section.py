@@ -1,4 +1,4 @@
-"""What every section of the configuration is."""
+"""The base of all sections of the configuration."""
 
 from __future__ import annotations
 

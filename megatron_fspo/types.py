@@ -24,11 +24,11 @@ class Prompt:
     """Number of the prompt among those of all training sets, or of all evaluation sets, from 0: its name in
     logs and in random streams."""
     token_ids: tuple[int, ...]
-    """What the model reads; never empty."""
+    """The tokens that the model reads; never empty."""
     text: str
-    """The same, as text (after the chat template, if one is used)."""
+    """The tokens as text (after the chat template, if one is used)."""
     answer: str
-    """What the reward compares the response with."""
+    """The reference that the reward compares the response with."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """All fields of its row in the data file, as JSON types; for rewards."""
     dataset: str = ""

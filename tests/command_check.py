@@ -16,7 +16,7 @@ from unittest import mock
 from torch.distributed.run import get_args_parser
 
 from launch import REPO
-from megatron_fspo.cli.evaluation import config_of
+from megatron_fspo.cli.evaluate import config_of
 from megatron_fspo.cli.parser import make_parser
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.console import OneLineParser

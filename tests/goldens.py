@@ -1,4 +1,4 @@
-"""Writes what a change of structure must leave as it is, byte for byte: figures, files, the command line.
+"""What a change of structure must leave byte for byte as it is: figures, files, words of the command line.
 
 python tests/goldens.py build/before        # on the commit before
 python tests/goldens.py build/after         # on the one after
@@ -66,6 +66,8 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("folder", type=Path, help="is made anew")
-    main(parser.parse_args().folder.resolve())
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="folder for the files; replaced")
+    main(parser.parse_args().out.resolve())

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_fspo.packing import batch
-from megatron_fspo.packing.batch import MicroBatch, StepTotals
-from megatron_fspo.packing.pack import Pack, PackLayout, Packs, collate_packs
-from megatron_fspo.packing.sequences import Sequences
+from megatron_fspo.packing import pack as packing
+from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, StepTotals, padded_length
+from megatron_fspo.packing.pack import Pack, PackLayout, collate_packs
 from megatron_fspo.types import Sample
 
 
@@ -26,7 +25,7 @@ def collate(samples: Sequence[Sample], indices: Sequence[int], **options: Any) -
     """One micro-batch; ``num_sequences`` and ``num_tokens`` are those of the step."""
     count, tokens = options.pop("num_sequences"), options.pop("num_tokens")
     totals = StepTotals(num_sequences=count, num_tokens=tokens, packed_tokens=tokens)
-    return batch.collate(sequences_of(samples), indices, totals=totals, **options)
+    return packing.collate(sequences_of(samples), indices, totals=totals, **options)
 
 
 def packs_of(samples: Sequence[Sample], packs: Sequence[Sequence[int]], **layout: Any) -> Packs:
@@ -41,4 +40,4 @@ def packs_of(samples: Sequence[Sample], packs: Sequence[Sequence[int]], **layout
 
 def sample_length(sample: Sample, *, context: int = 1) -> int:
     """Tokens a sample takes in a pack."""
-    return batch.padded_length(len(sample.prompt.token_ids) + len(sample.completion.token_ids), context)
+    return padded_length(len(sample.prompt.token_ids) + len(sample.completion.token_ids), context)

@@ -58,12 +58,6 @@ def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     return call
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """A copy to damage."""
-    return Path(shutil.copytree(CHECKPOINT, tmp_path / "checkpoint"))
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -88,7 +82,7 @@ def checkpoint(tmp_path: Path) -> Path:
         ("--rollout.max-response-tokens 253", ["257", "max_position_embeddings is 256"]),
         ("--reward.name make_sun", ["'make_sun'", "did you mean 'make_sum'?", "exact_match"]),
         ("--reward.name my_rewards:grade", ["my_rewards:grade", "cannot import"]),
-        ("--run.steps", ["--run.steps needs a value"]),
+        ("--rollout.max-staleness 1", ["rollout.max_staleness = 1 needs rollout.engine = vllm"]),
         ("--resume", ["--resume", "no run in", "runs/demo"]),
     ],
 )
@@ -121,10 +115,7 @@ def test_training_with_evaluation_needs_validation_prompts(
         ("--vllm.urls ['http://h:1/','http://h:1']", "vllm.urls names http://h:1 twice"),
         ("--vllm.urls ['h:1']", "'h:1'"),
         ("--vllm.urls []", "vllm.urls"),
-        (
-            "--vllm.urls ['http://10.0.0.7:1'] --vllm.address localhost",
-            "vllm.address = localhost is this machine to itself only",
-        ),
+        ("--vllm.urls ['http://10.0.0.7:1'] --vllm.address localhost", "vllm.address = localhost"),
         ("--rollout.temperature 2.1", "rollout.temperature = 2.1: vLLM takes at most 2"),
         ("--evaluation.temperature 3", "evaluation.temperature = 3.0: vLLM takes at most 2"),
     ],
@@ -137,10 +128,6 @@ def test_a_wrong_api_key(refusal: Callable[..., str], monkeypatch: pytest.Monkey
     monkeypatch.setenv("VLLM_API_KEY", "not a key")
     line = refusal("--rollout.engine", "vllm")
     assert "API key" in line and "not a key" not in line
-
-
-def test_the_embedded_engine_takes_turns(refusal: Callable[..., str]) -> None:
-    assert "rollout.max_staleness = 1 needs rollout.engine = vllm" in refusal("--rollout.max-staleness", "1")
 
 
 GOOD = '{"prompt": "^37=", "answer": "37"}\n'
@@ -170,50 +157,46 @@ def change_json(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_a_truncated_checkpoint(refusal: Callable[..., str], checkpoint: Path) -> None:
+def truncate_weights(checkpoint: Path) -> None:
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    line = refusal("--model.checkpoint", str(checkpoint))
-    assert f"{weights} is truncated, or not a safetensors file" in line
 
 
-def test_a_checkpoint_without_weights(refusal: Callable[..., str], checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").unlink()
-    line = refusal("--model.checkpoint", str(checkpoint))
-    assert line == f"{checkpoint} has neither model.safetensors nor model.safetensors.index.json"
-
-
-def test_weights_of_another_shape(refusal: Callable[..., str], checkpoint: Path) -> None:
-    change_json(checkpoint / "config.json", intermediate_size=130)
-    line = refusal("--model.checkpoint", str(checkpoint))
-    assert "mlp.down_proj.weight has shape" in line and "config.json makes it" in line
-
-
-def test_an_architecture_that_is_not_supported(refusal: Callable[..., str], checkpoint: Path) -> None:
-    change_json(checkpoint / "config.json", model_type="gpt2")
-    line = refusal("--model.checkpoint", str(checkpoint))
-    assert (
-        line == f"{checkpoint}/config.json: model_type is 'gpt2'; supported: llama, qwen2, qwen3, qwen3_moe"
-    )
-
-
-def test_a_tokenizer_of_another_model(refusal: Callable[..., str], checkpoint: Path) -> None:
+def add_a_token(checkpoint: Path) -> None:
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
     size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": size, "content": "<more>"})
     change_json(checkpoint / "tokenizer.json", added_tokens=tokenizer["added_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (truncate_weights, ["model.safetensors is truncated, or not a safetensors file"]),
+        (
+            lambda c: (c / "model.safetensors").unlink(),
+            ["has neither model.safetensors nor "],
+        ),
+        (
+            lambda c: change_json(c / "config.json", intermediate_size=130),
+            ["mlp.down_proj.weight has shape", "config.json makes it"],
+        ),
+        (
+            lambda c: change_json(c / "config.json", model_type="gpt2"),
+            ["/config.json: model_type is 'gpt2'; supported: llama, qwen2, qwen3, qwen3_moe"],
+        ),
+        (add_a_token, ["it must be at least", "'<more>'"]),
+        (lambda c: (c / "tokenizer_config.json").unlink(), ["holds no tokenizer"]),
+        (lambda c: (c / "tokenizer.json").write_text("{"), ["cannot load the tokenizer"]),
+    ],
+)
+def test_a_damaged_checkpoint(
+    refusal: Callable[..., str], tmp_path: Path, damage: Callable[[Path], object], words: list[str]
+) -> None:
+    checkpoint = Path(shutil.copytree(CHECKPOINT, tmp_path / "checkpoint"))
+    damage(checkpoint)
     line = refusal("--model.checkpoint", str(checkpoint))
-    assert f"vocab_size {size}: it must be at least" in line and "'<more>'" in line
-
-
-def test_a_checkpoint_without_a_tokenizer(refusal: Callable[..., str], checkpoint: Path) -> None:
-    (checkpoint / "tokenizer_config.json").unlink()
-    assert "holds no tokenizer" in refusal("--model.checkpoint", str(checkpoint))
-
-
-def test_a_tokenizer_that_is_broken(refusal: Callable[..., str], checkpoint: Path) -> None:
-    (checkpoint / "tokenizer.json").write_text("{")
-    assert "cannot load the tokenizer" in refusal("--model.checkpoint", str(checkpoint))
+    assert str(checkpoint) in line and [word for word in words if word not in line] == [], line
 
 
 def test_a_folder_that_holds_a_run(refusal: Callable[..., str], tmp_path: Path) -> None:
@@ -327,38 +310,15 @@ def test_check_without_a_gpu(
     assert "torch sees no GPU" in capsys.readouterr().err
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The program itself."""
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_fspo", *arguments],
-        cwd=REPO,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        ("--loss.c-hihg 1", "--loss.c_hihg: unknown key loss.c_hihg; did you mean loss.c_high?"),
-        (
-            "--nproc 2 --model.checkpoint no",
-            "no/config.json not found; a Hugging Face checkpoint folder has one",
-        ),
-        (
-            "--nproc 3 --parallel.tensor 3",
-            "parallel.tensor = 3: tensor-parallel size 3 does not divide num_attention_heads 4",
-        ),
-    ],
-)
-def test_the_program_ends_with_status_2(tmp_path: Path, overrides: str, told: str) -> None:
-    result = run("train", "--config", CONFIG, "--run.folder", str(tmp_path / "runs"), *overrides.split())
+def test_the_program_ends_with_status_2(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "megatron_fspo", "train", "--config", CONFIG, "--loss.c-hihg", "1"]
+    words += ["--run.folder", str(tmp_path / "runs")]
+    result = subprocess.run(words, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=120)
     # A CUDA build of torch logs a line of its own where there is no GPU.
     lines = [line for line in result.stderr.splitlines() if "No CUDA runtime is found" not in line]
-    assert (result.returncode, result.stdout, lines) == (2, "", [f"megatron-fspo: {told}"])
+    told = "megatron-fspo: --loss.c_hihg: unknown key loss.c_hihg; did you mean loss.c_high?"
+    assert (result.returncode, result.stdout, lines) == (2, "", [told])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -466,19 +426,10 @@ def test_ctrl_c_under_nproc(tmp_path: Path) -> None:
             process.communicate()
 
 
-def test_report_of_a_folder_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and str(tmp_path) in err
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (
-            "--config {gspo}",
-            "calibrate measures the noise in FSPO's band; loss.name is gspo",
-        ),
+        ("--config {gspo}", "loss.name is gspo"),
         (
             "--emulate mxfp8 --fp8.recipe blockwise --model.dtype bfloat16",
             "--emulate is for runs in bfloat16",

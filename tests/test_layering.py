@@ -35,8 +35,6 @@ FLOORS = {
     "mcore": 7,
     "rollout": 7,
     "record": 7,
-    "serve": 7,
-    "vllm_plugin": 7,
     "mismatch": 8,
     "trainer": 9,
     "plugin": 9,
@@ -45,12 +43,12 @@ FLOORS = {
     "command line": 12,
 }
 SINGLE_MODULES = {
-    **dict.fromkeys(["__init__", "types", "errors", "section", "api_key", "announce"], "base"),
+    **dict.fromkeys(["__init__", "types", "errors", "section", "remote", "parent"], "base"),
     "plugin": "plugin",
     **dict.fromkeys(["cli", "console", "doctor", "__main__"], "command line"),
 }
 THIRD_PARTY = {
-    "base": {"pydantic"},
+    "base": {"pydantic", "httpx"},
     "objective": {"torch"},
     "losses": {"torch", "pydantic"},
     "adapters": {"torch", "trl", "verl", "skyrl", "prime_rl", "slime", "megatron"},
@@ -63,10 +61,8 @@ THIRD_PARTY = {
     "weights": {"torch", "safetensors"},
     "job": {"torch"},
     "mcore": {"torch", "megatron", "transformer_engine"},
-    "rollout": {"torch", "safetensors", "httpx", "msgspec"},
+    "rollout": {"torch", "safetensors", "httpx", "msgspec", "vllm"},
     "record": {"torch", "tqdm", "wandb"},
-    "serve": set(),
-    "vllm_plugin": {"torch", "safetensors", "vllm"},
     "mismatch": {"torch"},
     "trainer": {"torch", "pydantic", "safetensors", "tqdm"},
     "plugin": set(),

@@ -16,9 +16,12 @@ import pytest
 
 from fake_vllm import FakeVLLM, is_running, until
 from launch import environment
-from megatron_fspo.announce import announced
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.serve import ServerOptions, ServerProcess, flags, gpu_numbers, place, process
+from megatron_fspo.rollout.common import announced
+from megatron_fspo.rollout.server import flags, process
+from megatron_fspo.rollout.server.flags import ServerOptions
+from megatron_fspo.rollout.server.process import ServerProcess
+from megatron_fspo.rollout.server.supervise import assign_gpus, gpu_numbers
 
 KEY = "a-secret-of-32-letters-and-digits"
 
@@ -105,7 +108,7 @@ def test_flags_and_environment(
         *("--skip-tokenizer-init", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"),
         *("--weight-transfer-config", '{"backend": "disk"}', "--worker-extension-cls", flags.EXTENSION),
         *("--enforce-eager", "--no-enable-chunked-prefill", "--max-num-seqs", "8"),
-        *("--middleware", "megatron_fspo.vllm_plugin.require_key.RequireKey"),
+        *("--middleware", "megatron_fspo.rollout.server.inside.require_key.RequireKey"),
     ]
     environ = start["environ"]
     assert (
@@ -481,7 +484,7 @@ def test_what_is_no_list_of_gpus(text: str) -> None:
 
 def test_every_server_has_gpus_and_a_port_of_its_own(model: Path) -> None:
     options = ServerOptions(model, port=8100)
-    placed = place(options, gpu_numbers("0-3"), 2)
+    placed = assign_gpus(options, gpu_numbers("0-3"), 2)
     assert [(one.gpus, one.port, one.log_file.name) for one in placed] == [
         (("0", "1"), 8100, "vllm-8100.log"),
         (("2", "3"), 8101, "vllm-8101.log"),
@@ -492,9 +495,9 @@ def test_every_server_has_gpus_and_a_port_of_its_own(model: Path) -> None:
     assert "--tensor-parallel-size" not in flags.command(options, vllm)
     for count in (0, 3):
         with pytest.raises(InputError, match=f"--gpus-per-server {count} does not divide the 4"):
-            place(options, gpu_numbers("0-3"), count)
+            assign_gpus(options, gpu_numbers("0-3"), count)
     with pytest.raises(InputError, match="4 servers cannot share one"):
-        place(ServerOptions(model, log=Path("log")), gpu_numbers("0-3"), 1)
+        assign_gpus(ServerOptions(model, log=Path("log")), gpu_numbers("0-3"), 1)
 
 
 @pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())])

@@ -104,6 +104,7 @@ CASES = [
     ("serve --model {tmp}/model --port {port} --vllm {program} --log {tmp}/log", ["{port}"]),
     ("report", ["name the folder of a run"]),
     ("report {tmp}/none", ["{tmp}/none"]),
+    ("report {tmp}/bin", ["{tmp}/bin"]),
     ("report {tmp}/corrupt", ["corrupt/metrics.jsonl:2: not a row of this trainer"]),
     ("doctor --config {tmp}/none.toml", ["none.toml: cannot be read"]),
     ("doctor now", ["invalid choice: 'now'", "verl"]),

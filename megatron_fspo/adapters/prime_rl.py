@@ -20,7 +20,7 @@ from typing import Any
 
 from prime_rl.trainer.rl.loss import LossOutputs
 
-from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, one_advantage
+from megatron_fspo.adapters.sequence_loss import FSPO, flags, log_ratio_sums, mean_loss, one_advantage
 
 
 def fspo_loss(inputs: Any, c_low: float, c_high: float, c_dual: float | None = None) -> LossOutputs:
@@ -42,15 +42,8 @@ def fspo_loss(inputs: Any, c_low: float, c_high: float, c_dual: float | None = N
     log_ratio_sum = log_ratio_sums(inputs.trainer_logprobs[None], inputs.inference_logprobs[None], mask)
     advantages = one_advantage(inputs.advantages[None], mask)
     terms = FSPO(c_low=c_low, c_high=c_high, c_dual=c_dual).surrogate(log_ratio_sum, lengths, advantages)
-    flags = {
-        "fspo/clip_low": terms.clipped_low,
-        "fspo/clip_high": terms.clipped_high,
-        "fspo/dual_clip_frac": terms.dual_clipped,
-        "fspo/out_of_band": terms.out_of_band,
-        "fspo/nonfinite_share": terms.nonfinite,
-    }
     # prime-rl averages them over responses.
     return LossOutputs(
         loss=mean_loss(log_ratio_sum, terms, 1.0),
-        metrics={name: flag[0].float() for name, flag in flags.items()},
+        metrics={name: flag[0].float() for name, flag in flags(terms).items()},
     )

@@ -1,4 +1,4 @@
-"""Whether a trainer that finds its plugins by itself has found FSPO, and why not. It imports that trainer."""
+"""Tells why a trainer that finds its plugins by itself has not found FSPO. It imports that trainer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def verl_problem() -> str | None:
     if "fspo" in registry:
         return None
     allowed = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
-    found = importlib.metadata.entry_points(group="verl.plugins", name="megatron_fspo")
-    if not found:
+    entry_points = importlib.metadata.entry_points(group="verl.plugins", name="megatron_fspo")
+    if not entry_points:
         return "megatron_fspo is installed without its entry point: pip install --no-deps -e ."
     if allowed != "auto" and "megatron_fspo" not in allowed.split(","):
         return f"VERL_USE_EXTERNAL_PLUGINS={allowed} leaves megatron_fspo out"
     try:
-        next(iter(found)).load()
+        next(iter(entry_points)).load()
     except Exception as error:
         return f"megatron_fspo does not load: {error!r}"
     return "megatron_fspo loads now, but did not when verl was imported"

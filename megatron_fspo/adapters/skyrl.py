@@ -20,10 +20,14 @@ import torch
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 from torch import Tensor
 
-from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, metrics, one_advantage
-
-_RATIO = 0.2
-"""SkyRL's default of both limits, meant for a ratio."""
+from megatron_fspo.adapters.sequence_loss import (
+    FSPO,
+    log_ratio_sums,
+    mean_loss,
+    metrics,
+    one_advantage,
+    refuse_ratio,
+)
 
 
 def fspo_policy_loss(
@@ -54,19 +58,15 @@ def fspo_policy_loss(
     log_ratio_sum = log_ratio_sums(log_probs, old_log_probs, mask)
     shares = lengths * one_advantage(advantages, mask).to(log_ratio_sum)
     terms = fspo.surrogate(log_ratio_sum, lengths, shares)
-    found = metrics(log_ratio_sum.detach(), lengths, terms)
+    rates = metrics(log_ratio_sum.detach(), lengths, terms)
     # SkyRL reduces metrics over ranks key by key: a key that only some of them have would mix up the others.
-    found.pop("fspo/sigma_hat", None)
-    return mean_loss(log_ratio_sum, terms, 1.0), found
+    rates.pop("fspo/sigma_hat", None)
+    return mean_loss(log_ratio_sum, terms, 1.0), rates
 
 
 def _limits(config: Any) -> FSPO:
     low, high = config.eps_clip_low, config.eps_clip_high
-    if low == _RATIO or high == _RATIO:
-        raise ValueError(
-            f"eps_clip_low = {low} and eps_clip_high = {high} are c_low and c_high of FSPO, in nats per "
-            f"√token, and {_RATIO} is SkyRL's default for a ratio: set both of them, 0.03 say"
-        )
+    refuse_ratio({"eps_clip_low": low, "eps_clip_high": high}, "SkyRL")
     if config.loss_reduction != "sequence_mean":
         raise ValueError(
             f"loss_reduction = {config.loss_reduction!r} does not go with FSPO, a mean over sequences: "

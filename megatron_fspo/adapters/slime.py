@@ -26,10 +26,15 @@ from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_ro
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_fspo.adapters.loss import FSPO, advantage_range, log_ratio_sums, mean_loss, the_advantage
-
-_RATIO = 0.2
-"""slime's default of both limits, meant for a ratio."""
+from megatron_fspo.adapters.sequence_loss import (
+    FSPO,
+    advantage_range,
+    flags,
+    log_ratio_sums,
+    mean_loss,
+    refuse_ratio,
+    the_advantage,
+)
 
 _OTHERS = {
     "calculate_per_token_loss": "its gradient is divided by tokens, and FSPO is a mean over responses",
@@ -69,15 +74,7 @@ def fspo_loss(
     log_ratio_sum = log_ratio_sums(new, _padded(old).double() if old else new, mask)
     whole, advantages = _over_ranks(log_ratio_sum.detach(), _padded(batch["advantages"]), mask, lengths)
     terms = fspo.surrogate(whole, lengths, advantages)
-
-    flags = {
-        "fspo/clip_low": terms.clipped_low,
-        "fspo/clip_high": terms.clipped_high,
-        "fspo/dual_clip_frac": terms.dual_clipped,
-        "fspo/out_of_band": terms.out_of_band,
-        "fspo/nonfinite_share": terms.nonfinite,
-    }
-    sums = {"loss": -terms.objective, **flags}
+    sums = {"loss": -terms.objective, **flags(terms)}
     # slime adds these up over context ranks, too, of which each has them whole.
     ranks = mpu.get_context_parallel_world_size()
     return (
@@ -87,8 +84,8 @@ def fspo_loss(
 
 
 def _log_probs(args: Any, batch: dict[str, Any], logits: Tensor) -> list[Tensor]:
-    """Of the response tokens that this rank has, by response."""
-    _, found = get_log_probs_and_entropy(
+    """Log-probs of the response tokens that this rank has, by response."""
+    _, columns = get_log_probs_and_entropy(
         logits,
         args=args,
         unconcat_tokens=batch["unconcat_tokens"],
@@ -96,12 +93,12 @@ def _log_probs(args: Any, batch: dict[str, Any], logits: Tensor) -> list[Tensor]
         response_lengths=batch["response_lengths"],
         **get_rollout_top_p_logprob_kwargs(args, batch),
     )
-    parts: list[Tensor] = found["log_probs"]
+    parts: list[Tensor] = columns["log_probs"]
     return parts
 
 
 def _local(batch: dict[str, Any], columns: list[Tensor]) -> list[Tensor]:
-    """What this rank has of columns over the responses' tokens."""
+    """The part that this rank has of columns over the responses' tokens."""
     lengths = zip(columns, batch["total_lengths"], batch["response_lengths"], strict=True)
     return [slice_log_prob_with_cp(*one) for one in lengths]
 
@@ -129,11 +126,7 @@ def _over_ranks(
 
 def _limits(args: Any) -> FSPO:
     low, high = args.eps_clip, args.eps_clip_high
-    if low == _RATIO or high == _RATIO:
-        raise ValueError(
-            f"--eps-clip {low} and --eps-clip-high {high} are c_low and c_high of FSPO, in nats per √token, "
-            f"and {_RATIO} is slime's default for a ratio: set both of them, 0.03 say"
-        )
+    refuse_ratio({"--eps-clip": low, "--eps-clip-high": high}, "slime")
     for name, why in _OTHERS.items():
         if getattr(args, name, None):
             raise ValueError(f"--{name.replace('_', '-')} does not go with FSPO: {why}")

@@ -20,22 +20,23 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, metrics, one_advantage
+from megatron_fspo.adapters.sequence_loss import FSPO, log_ratio_sums, mean_loss, metrics, one_advantage
+from megatron_fspo.objective.band import DEFAULT_C
 
 TinkerLoss = Callable[[Sequence[Any], list[Tensor]], tuple[Tensor, dict[str, float]]]
 
 
 def fspo_loss(
     *,
-    c_low: float = 0.03,
-    c_high: float = 0.03,
+    c_low: float = DEFAULT_C,
+    c_high: float = DEFAULT_C,
     c_dual: float | None = None,
     num_sequences: int | None = None,
 ) -> TinkerLoss:
     """The loss of one ``forward_backward_custom``: (data, log-probs) → (loss, metrics).
 
     Args:
-        c_low: nats per √token, as in :class:`~megatron_fspo.adapters.loss.FSPO`.
+        c_low: nats per √token, as in :class:`~megatron_fspo.adapters.sequence_loss.FSPO`.
         c_high: the same.
         c_dual: the same.
         num_sequences: N, where one ``optim_step`` follows several calls: responses of all of them. By
@@ -47,7 +48,7 @@ def fspo_loss(
     """
     fspo = FSPO(c_low=c_low, c_high=c_high, c_dual=c_dual)
 
-    def loss(data: Sequence[Any], log_probs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    def evaluate(data: Sequence[Any], log_probs: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
         old, advantages, mask = (
             pad_sequence(
                 [
@@ -63,10 +64,10 @@ def fspo_loss(
         log_ratio_sum = log_ratio_sums(pad_sequence(log_probs, batch_first=True), old, mask)
         terms = fspo.surrogate(log_ratio_sum, lengths, one_advantage(advantages, mask))
         count = int((lengths > 0).sum()) if num_sequences is None else num_sequences
-        found = metrics(log_ratio_sum.detach(), lengths, terms)
-        return mean_loss(log_ratio_sum, terms, max(count, 1)), found
+        loss = mean_loss(log_ratio_sum, terms, max(count, 1))
+        return loss, metrics(log_ratio_sum.detach(), lengths, terms)
 
-    return loss
+    return evaluate
 
 
 def _tensor(inputs: Mapping[str, Any], name: str, log_probs: Tensor, number: int) -> Tensor:

@@ -16,6 +16,7 @@ All but the loss is TRL's: generation, rewards, advantages, data. Seen with TRL 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, metrics
+from megatron_fspo.adapters.sequence_loss import FSPO, log_ratio_sums, mean_loss, metrics
+from megatron_fspo.objective.band import DEFAULT_C
 
 _BAND = "FSPO's limits are c_low, c_high and c_dual"
 _OTHERS = {
@@ -39,13 +41,7 @@ _OTHERS = {
     "off_policy_mask_threshold": "it drops responses by their mean log-ratio",
     "vllm_importance_sampling_correction": "exp of a summed difference drops long responses first",
 }
-"""What belongs to other losses, and why it is refused."""
-
-PAPER = {
-    "title": "Clip Your Sequences Fairly: Enforcing Length Fairness for Sequence-Level RL",
-    "id": "2509.09177",
-}
-"""What model cards name."""
+"""Settings of other losses, and why they are refused."""
 
 _MODEL_INPUTS = (
     "pixel_values",
@@ -62,29 +58,74 @@ _MODEL_INPUTS = (
 
 
 @dataclass
-class FSPOConfig(GRPOConfig):
-    """``GRPOConfig`` with FSPO's limits, in nats per √token.
+class Limits:
+    """FSPO's limits, in nats per √token, as keys of a configuration of TRL's."""
+
+    c_low: float = field(
+        default=DEFAULT_C, metadata={"help": "lower edge of the band: S >= -c_low * sqrt(L)"}
+    )
+    c_high: float = field(
+        default=DEFAULT_C, metadata={"help": "upper edge of the band: S <= c_high * sqrt(L)"}
+    )
+    c_dual: float | None = field(
+        default=None, metadata={"help": "S <= c_dual * sqrt(L) for A < 0; default: 2 * c_high"}
+    )
+
+    def fspo(self) -> FSPO:
+        """The limits."""
+        return FSPO(c_low=self.c_low, c_high=self.c_high, c_dual=self.c_dual)
+
+    def check(self, others: Mapping[str, str]) -> None:
+        """Raise ``ValueError`` for a limit that is not legal, or a key of ``others`` away from its default.
+
+        Args:
+            others: settings that have no effect here, and why.
+        """
+        self.fspo()
+        fields = type(self).__dataclass_fields__
+        for name, why in others.items():
+            value, default = getattr(self, name), fields[name].default
+            if value != default:
+                raise ValueError(f"{name} = {value!r} does not go with FSPO: {why}; leave it at {default!r}")
+
+
+class WithFSPO:
+    """The start of a trainer of TRL's with FSPO as its loss."""
+
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Clip Your Sequences Fairly: Enforcing Length Fairness for Sequence-Level RL",
+        "id": "2509.09177",
+    }
+    """The paper that model cards name."""
+    _config: ClassVar[Any]
+    """The class of ``args``."""
+    _tag_names: tuple[str, str]
+
+    def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, **kwargs: Any) -> None:
+        args = self._config(self._tag_names[1]) if args is None else args
+        own, config = type(self).__name__, self._config.__name__
+        if not isinstance(args, self._config):
+            raise TypeError(f"{own} takes an {config}, got a {type(args).__name__}")
+        super().__init__(model, reward_funcs, args=args, **kwargs)  # type: ignore[call-arg]
+        if self.aux_loss_enabled:  # type: ignore[attr-defined]
+            raise ValueError(f"{own} has no auxiliary loss for routers: set router_aux_loss_coef=0")
+        self._fspo: FSPO = args.fspo()
+
+
+@dataclass
+class FSPOConfig(Limits, GRPOConfig):
+    """``GRPOConfig`` with FSPO's limits.
 
     Raises ``ValueError``, one line, for a limit that is not legal or a setting that has no effect here.
     """
 
-    c_low: float = field(default=0.03, metadata={"help": "lower edge of the band: S >= -c_low * sqrt(L)"})
-    c_high: float = field(default=0.03, metadata={"help": "upper edge of the band: S <= c_high * sqrt(L)"})
-    c_dual: float | None = field(
-        default=None, metadata={"help": "S <= c_dual * sqrt(L) for A < 0; default: 2 * c_high"}
-    )
     vllm_importance_sampling_correction: bool = field(
         default=False, metadata={"help": "refused: it drops long responses first"}
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.fspo()
-        fields = type(self).__dataclass_fields__
-        for name, why in _OTHERS.items():
-            value, default = getattr(self, name), fields[name].default
-            if value != default:
-                raise ValueError(f"{name} = {value!r} does not go with FSPO: {why}; leave it at {default!r}")
+        self.check(_OTHERS)
         steps, accumulated = self.steps_per_generation, self.gradient_accumulation_steps
         if steps % accumulated:
             raise ValueError(
@@ -99,12 +140,8 @@ class FSPOConfig(GRPOConfig):
                 stacklevel=3,
             )
 
-    def fspo(self) -> FSPO:
-        """The limits."""
-        return FSPO(c_low=self.c_low, c_high=self.c_high, c_dual=self.c_dual)
 
-
-class FSPOTrainer(GRPOTrainer):
+class FSPOTrainer(WithFSPO, GRPOTrainer):
     """``GRPOTrainer`` with FSPO as its loss. ``args`` is a :class:`FSPOConfig`.
 
     Raises ``TypeError`` for another configuration, ``ValueError`` for a model with an auxiliary loss.
@@ -112,23 +149,12 @@ class FSPOTrainer(GRPOTrainer):
 
     _tag_names = ("trl", "fspo")
     _name = "FSPO"
-    _paper: ClassVar[dict[str, str]] = PAPER
+    _config = FSPOConfig
     args: FSPOConfig
-
-    def __init__(
-        self, model: Any, reward_funcs: Any = None, args: FSPOConfig | None = None, **kwargs: Any
-    ) -> None:
-        args = FSPOConfig("fspo") if args is None else args
-        if not isinstance(args, FSPOConfig):
-            raise TypeError(f"FSPOTrainer takes an FSPOConfig, got a {type(args).__name__}")
-        super().__init__(model, reward_funcs, args=args, **kwargs)
-        if self.aux_loss_enabled:
-            raise ValueError("FSPOTrainer has no auxiliary loss for routers: set router_aux_loss_coef=0")
-        self._fspo = args.fspo()
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """A micro-batch, and of how many responses its optimizer step consists."""
-        inputs = super()._prepare_inputs(generation_batch)
+        inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)
         together = [inputs]
         if self.model.training:
             count = self.args.gradient_accumulation_steps
@@ -163,10 +189,10 @@ class FSPOTrainer(GRPOTrainer):
         """Metrics of one micro-batch over all processes; S, L, A and the summed entropy, all [n]."""
         rows = self.accelerator.gather(torch.stack([column.float() for column in columns], dim=1))
         log_ratio_sum, lengths, advantages, entropy = rows.unbind(dim=1)
-        found = metrics(log_ratio_sum, lengths, self._fspo.surrogate(log_ratio_sum, lengths, advantages))
-        found["entropy"] = (entropy.sum() / lengths.sum().clamp(min=1)).item()
+        means = metrics(log_ratio_sum, lengths, self._fspo.surrogate(log_ratio_sum, lengths, advantages))
+        means["entropy"] = (entropy.sum() / lengths.sum().clamp(min=1)).item()
         mode = "train" if self.model.training else "eval"
-        for name, value in found.items():
+        for name, value in means.items():
             self._metrics[mode][name].append(value)
 
 

@@ -13,14 +13,14 @@ It is experimental in TRL. Seen with TRL 1.16.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from megatron_fspo.adapters.loss import FSPO, mean_loss, metrics
-from megatron_fspo.adapters.trl import PAPER
+from megatron_fspo.adapters.sequence_loss import mean_loss, metrics
+from megatron_fspo.adapters.trl import Limits, WithFSPO
 
 _OTHERS = {
     "epsilon": "FSPO's limits are c_low, c_high and c_dual",
@@ -30,37 +30,22 @@ _OTHERS = {
 
 
 @dataclass
-class AsyncFSPOConfig(AsyncGRPOConfig):
-    """``AsyncGRPOConfig`` with FSPO's limits, in nats per √token.
+class AsyncFSPOConfig(Limits, AsyncGRPOConfig):
+    """``AsyncGRPOConfig`` with FSPO's limits.
 
     Raises ``ValueError``, one line, for a limit that is not legal or a setting that has no effect here.
     """
 
-    c_low: float = field(default=0.03, metadata={"help": "lower edge of the band: S >= -c_low * sqrt(L)"})
-    c_high: float = field(default=0.03, metadata={"help": "upper edge of the band: S <= c_high * sqrt(L)"})
-    c_dual: float | None = field(
-        default=None, metadata={"help": "S <= c_dual * sqrt(L) for A < 0; default: 2 * c_high"}
-    )
     token_budget: int | None = field(
-        default=0,
-        metadata={"help": "0, a fixed number of samples in each micro-batch; else refused"},
+        default=0, metadata={"help": "0, a fixed number of samples in each micro-batch; else refused"}
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.fspo()
-        fields = type(self).__dataclass_fields__
-        for name, why in _OTHERS.items():
-            value, default = getattr(self, name), fields[name].default
-            if value != default:
-                raise ValueError(f"{name} = {value!r} does not go with FSPO: {why}; leave it at {default!r}")
-
-    def fspo(self) -> FSPO:
-        """The limits."""
-        return FSPO(c_low=self.c_low, c_high=self.c_high, c_dual=self.c_dual)
+        self.check(_OTHERS)
 
 
-class AsyncFSPOTrainer(AsyncGRPOTrainer):
+class AsyncFSPOTrainer(WithFSPO, AsyncGRPOTrainer):
     """``AsyncGRPOTrainer`` with FSPO as its loss. ``args`` is an :class:`AsyncFSPOConfig`.
 
     Raises ``TypeError`` for another configuration, ``ValueError`` for a model with an auxiliary loss.
@@ -68,19 +53,8 @@ class AsyncFSPOTrainer(AsyncGRPOTrainer):
 
     _tag_names = ("trl", "async-fspo")
     _name = "AsyncFSPO"
-    _paper: ClassVar[dict[str, str]] = PAPER
+    _config = AsyncFSPOConfig
     args: AsyncFSPOConfig
-
-    def __init__(
-        self, model: str, reward_funcs: Any = None, args: AsyncFSPOConfig | None = None, **kwargs: Any
-    ) -> None:
-        args = AsyncFSPOConfig("async-fspo") if args is None else args
-        if not isinstance(args, AsyncFSPOConfig):
-            raise TypeError(f"AsyncFSPOTrainer takes an AsyncFSPOConfig, got a {type(args).__name__}")
-        super().__init__(model, reward_funcs, args=args, **kwargs)
-        if self.aux_loss_enabled:
-            raise ValueError("AsyncFSPOTrainer has no auxiliary loss for routers: set router_aux_loss_coef=0")
-        self._fspo = args.fspo()
 
     def compute_loss(
         self,

@@ -20,11 +20,17 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import register_policy_loss
 
-from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, metrics, one_advantage
+from megatron_fspo.adapters.sequence_loss import (
+    FSPO,
+    log_ratio_sums,
+    mean_loss,
+    metrics,
+    one_advantage,
+    refuse_ratio,
+)
 
-_RATIO = 0.2
 _DUAL_RATIO = 3.0
-"""verl's defaults, both meant for a ratio."""
+"""verl's default, meant for a ratio."""
 
 
 @register_policy_loss("fspo")
@@ -63,22 +69,18 @@ def fspo_policy_loss(
         moving = torch.where(mask, rollout_is_weights * (log_prob - log_prob.detach()), 0.0).sum(dim=1)
     loss = mean_loss(moving, terms, _per_rank(config.global_batch_info, lengths))
 
-    found: dict[str, Any] = metrics(log_ratio_sum.detach(), lengths, terms)
+    shares: dict[str, Any] = metrics(log_ratio_sum.detach(), lengths, terms)
     tokens = max(int(lengths.sum()), 1)
-    found["actor/pg_clipfrac"] = sum(
-        found[name] for name in ("fspo/clip_low", "fspo/clip_high", "fspo/dual_clip_frac")
+    shares["actor/pg_clipfrac"] = sum(
+        shares[name] for name in ("fspo/clip_low", "fspo/clip_high", "fspo/dual_clip_frac")
     )
-    found["actor/ppo_kl"] = -log_ratio_sum.detach().nan_to_num().sum().item() / tokens
-    return loss, found
+    shares["actor/ppo_kl"] = -log_ratio_sum.detach().nan_to_num().sum().item() / tokens
+    return loss, shares
 
 
 def _limits(config: Any) -> FSPO:
     low, high = config.clip_ratio_low, config.clip_ratio_high
-    if low == _RATIO or high == _RATIO:
-        raise ValueError(
-            f"clip_ratio_low = {low} and clip_ratio_high = {high} are c_low and c_high of FSPO, in nats per "
-            f"√token, and {_RATIO} is verl's default for a ratio: set both of them, 0.03 say"
-        )
+    refuse_ratio({"clip_ratio_low": low, "clip_ratio_high": high}, "verl")
     if config.clip_ratio_c != _DUAL_RATIO:
         raise ValueError(
             f"clip_ratio_c = {config.clip_ratio_c} is a limit on a ratio, and FSPO's dual clip lies at "
@@ -94,4 +96,4 @@ def _per_rank(info: dict[str, Any], lengths: Tensor) -> float:
         if ranks > 1:
             raise ValueError(f"global_batch_size is not set, and there are {ranks} data-parallel ranks")
         count = max(int((lengths > 0).sum()), 1)
-    return float(count) / ranks
+    return float(count / ranks)

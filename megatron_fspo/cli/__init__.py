@@ -58,9 +58,7 @@ def _main(words: list[str]) -> int:
     parser = make_parser()
     args, rest = parser.parse_known_args(words)
     args.argv = words
-    of_a_run = args.command in ("train", "plan", "calibrate", "evaluate", "explain", "sweep") or (
-        args.command == "verify" and args.config
-    )
-    if rest and not of_a_run:
+    # `verify` has keys of a run only where there is one.
+    if rest and not (args.keys and args.config if args.command == "verify" else args.keys):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return exit_status(lambda: int(args.run(args, rest)), "megatron-fspo")

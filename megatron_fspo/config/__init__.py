@@ -1,18 +1,18 @@
 """The configuration of a run: every key, its default, what is legal, and how a file becomes a checked object.
 
-:mod:`.schema` has the whole; sections with variants or rules of their own have a file each; :mod:`.loading`
-reads TOML and command-line words.
+:mod:`.schema` has the whole, :mod:`.sections` the sections; those with variants or much to say have a file
+each; :mod:`.loading` reads TOML and command-line words.
 """
 
-from megatron_fspo.config.checkpoint import Checkpoint
 from megatron_fspo.config.data import Data, DataSet
-from megatron_fspo.config.evaluation import Evaluation
-from megatron_fspo.config.log import Log
 from megatron_fspo.config.reward import Reward
-from megatron_fspo.config.schema import (
+from megatron_fspo.config.schema import Config
+from megatron_fspo.config.sections import (
     VLLM,
     Batch,
-    Config,
+    Checkpoint,
+    Evaluation,
+    Log,
     Model,
     Optimizer,
     Parallel,

@@ -77,8 +77,7 @@ class Reading(Section):
         None, description="first message, with chat_template; empty: none but the file's"
     )
     too_long: Literal["error", "drop"] | None = Field(
-        None,
-        description="a prompt of more than `data.max_prompt_tokens`; dropped ones are counted",
+        None, description="a prompt of more than `data.max_prompt_tokens`; dropped ones are counted"
     )
     duplicates: Literal["drop", "keep"] | None = Field(
         None, description="a prompt that the file has already, with the same answer; dropped ones are counted"
@@ -135,8 +134,7 @@ class Data(Reading, _Files):
         "raw", description="format of the files: what the keys down to `system_prompt` are if not given"
     )
     too_long: Literal["error", "drop"] = Field(
-        "error",
-        description="a prompt of more than `max_prompt_tokens`; dropped ones are counted",
+        "error", description="a prompt of more than `max_prompt_tokens`; dropped ones are counted"
     )
     duplicates: Literal["drop", "keep"] = Field(
         "drop",

@@ -37,7 +37,7 @@ class FP8(Section):
         return value
 
     def check(self, *, dtype: str, layers: str, backend: str) -> None:
-        """``ValueError`` where the keys of the ``model`` section rule it out."""
+        """Raise ``ValueError`` where the keys of the ``model`` section rule it out."""
         if not self.on:
             return
         asked = {"dtype": (dtype, "float32"), "layers": (layers, "local"), "backend": (backend, "cpu")}
@@ -50,12 +50,12 @@ class FP8(Section):
 
     @property
     def on(self) -> bool:
-        """Whether anything multiplies in FP8."""
+        """True if anything multiplies in FP8."""
         return self.recipe != "none"
 
     @property
     def scales_span_packs(self) -> bool:
-        """Whether a token's log-prob depends on what else is in its pack, by more than the last digits."""
+        """True if a token's log-prob depends on what else is in its pack, by more than the last digits."""
         return self.recipe == "tensorwise"
 
     @property

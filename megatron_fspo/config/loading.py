@@ -50,10 +50,11 @@ def make_config(
     source: str,
     origins: Mapping[str, str] | None = None,
 ) -> Config:
-    """The same of a configuration that is read already.
+    """Check a configuration that is read already.
 
     Args:
         tree: by section the keys and values; is changed.
+        overrides: as :func:`load_config` has them.
         source: where it is from, for messages.
         origins: by key, where that one is from.
     """
@@ -242,10 +243,10 @@ def _take_words(tree: dict[str, Any]) -> dict[str, str]:
                 keys[name] = None
             wrong |= _wrong_bool(key, value, kinds)
             for number, table in enumerate(value if section == "data" and isinstance(value, list) else []):
-                for inner, found in table.items() if isinstance(table, dict) else ():
+                for inner, entry in table.items() if isinstance(table, dict) else ():
                     if inner in DataSet.model_fields:
                         kinds = _kinds(DataSet.model_fields[inner].annotation)
-                        wrong |= _wrong_bool(f"{key}[{number}].{inner}", found, kinds)
+                        wrong |= _wrong_bool(f"{key}[{number}].{inner}", entry, kinds)
     return wrong
 
 
@@ -258,8 +259,8 @@ def _wrong_bool(key: str, value: Any, kinds: set[Any]) -> dict[str, str]:
 def _lines(error: ValidationError) -> dict[str, str]:
     """Pydantic's complaints by key, in the words of the file, the most telling one first."""
     # An unknown key before a missing one: it may be the missing one, misspelt.
-    found = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
-    return dict(map(_line, found))
+    details = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+    return dict(map(_line, details))
 
 
 def _line(details: Mapping[str, Any]) -> tuple[str, str]:
@@ -290,14 +291,14 @@ def _complaint(details: Mapping[str, Any], path: list[str], key: str, variant: s
         return f"unknown key {key}{_nearest(key, variant)}"
     if details["type"] == "missing":
         return f"{key} is missing"
-    message = details["msg"].removeprefix("Value error, ")
+    message: str = details["msg"].removeprefix("Value error, ")
     if not key:
         return message
     value = details["input"]
     if details["type"].startswith("union_tag"):
         legal = ", ".join(_variants(path[0]))
-        found = value.get("name") if isinstance(value, dict) else value
-        return f"{key}.name = {found!r}: must be one of {legal}"
+        name = value.get("name") if isinstance(value, dict) else value
+        return f"{key}.name = {name!r}: must be one of {legal}"
     return f"{key} = {value!r}: {message[0].lower()}{message[1:]}"
 
 

@@ -80,7 +80,7 @@ class Reward(Section):
         return value
 
     def check(self, *, max_response_tokens: int) -> None:
-        """``ValueError`` where keys do not agree.
+        """Raise ``ValueError`` where keys do not agree.
 
         Args:
             max_response_tokens: ``rollout.max_response_tokens``.
@@ -99,5 +99,5 @@ class Reward(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all rewards, the first one first."""
+        """The names of all rewards, the first one first."""
         return (self.name, *self.also)

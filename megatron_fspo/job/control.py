@@ -1,147 +1,239 @@
-"""Waiting through the job's store, watched by its heartbeat (:mod:`~megatron_fspo.job.pulse`)."""
+"""Waiting through the job's key-value store, and the heartbeat by which ranks watch each other.
+
+The store answers one request of a connection at a time, and a machine that lost its power answers none at
+all. So one thread per rank, the heartbeat, has a connection of its own, and who waits for its answers keeps
+an eye on the clock. It asks again and again, and never blocks in the store: torch's own blocking wait writes
+a warning whenever it times out.
+
+Every rank looks at the next one, whatever either is doing, so a look costs the store two requests per rank
+and beat. A silent rank ends the job whatever the others do: most of them are in a collective with it, which
+says nothing until its own, longer time-out, and then not who was missing.
+
+Keys, under a prefix per job: ``beat/<rank>``, ``failed`` and ``stop`` ("-" until there is something to say),
+``left``, ``word/<number>`` and ``meet/<ranks>/<number>``. The last rank to leave deletes them.
+"""
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.job.pulse import NOTHING, Pulse
-from megatron_fspo.parallel.control import SLICE, Control, Wait
+from megatron_fspo.parallel.control import SLICE, Control, Patience, Wait
 
 T = TypeVar("T")
 
+_NOTHING = "-"
+_LEFT = "\0left"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25  # seconds between two questions whether a key is there
+_CLOSING_SECONDS = 10.0
 _MESSAGE_CHARACTERS = 4000
 
 
-class JobControl(Control):
-    """Of a job of several ranks; made once, by :mod:`megatron_fspo.mcore.startup`."""
+class Beat(NamedTuple):
+    """A sign of life of one rank, as it stands in the store."""
 
-    def __init__(self, pulse: Pulse) -> None:
-        super().__init__(pulse.patience)
-        self._pulse = pulse
+    number: int
+    host: str
+    local_rank: str
+    """On its host, as the launcher says; "" without one."""
+    process: int
+    waits: str
+    """The thing the rank waits for; "" while it works."""
+
+    def name(self, rank: int) -> str:
+        """The rank with host, local rank and process, for messages."""
+        local = f"local rank {self.local_rank}, " if self.local_rank else ""
+        return f"rank {rank} ({self.host}, {local}process {self.process})"
+
+
+class Silence:
+    """Counts the seconds for which something was *seen* not to change.
+
+    A process that was stopped or starved for a minute itself has not seen anybody be silent: between two
+    looks no more than two beats count.
+    """
+
+    def __init__(self, patience: Patience) -> None:
+        self._most = 2 * patience.beat
+        self._looked = time.monotonic()
+        self._state: object = None
+        self.seconds = 0.0
+
+    def look(self, state: object) -> float:
+        """Return the seconds for which the state has been this one."""
+        now = time.monotonic()
+        self.seconds = self.seconds + min(now - self._looked, self._most) if state == self._state else 0.0
+        self._looked, self._state = now, state
+        return self.seconds
+
+
+class JobControl(Control):
+    """The control of a job of several ranks; made once, by :mod:`megatron_fspo.mcore.startup`.
+
+    Args:
+        store: of the job; used by the heartbeat only, from here on.
+        rank: of this process.
+        size: of the job.
+        patience: how long waits and silences may last, and the end of a process after a failure.
+        hosts: whether the store's server is a thread of this process, and ends with it.
+        speaks: whether this rank's last words go to stderr; one per machine is enough.
+        end: ends the process, at once.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        patience: Patience,
+        *,
+        hosts: bool = False,
+        speaks: bool = True,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        super().__init__(patience)
+        self.problem: str | None = None
+        """Why the job ends."""
+        self._store, self._rank, self._size = store, rank, size
+        self._hosts, self._speaks, self._end = hosts, speaks, end
         self._words = 0
         self._meetings: dict[str, int] = {}
-        self._turns, self._quiet, self._looked = 0, 0.0, 0.0
+        self._stop_seen = False  # some process was asked to stop
+        self._turns = 0  # of the heartbeat: grows while the store answers
+        self._store_silence = Silence(patience)
+        self._requests: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._beat = Beat(0, socket.gethostname(), os.environ.get("LOCAL_RANK", ""), os.getpid(), "")
+        self._neighbour, self._neighbour_came = (rank + 1) % size, False
+        self._neighbour_silence = Silence(patience)
+        self._leaving = self._printed = False
+        self._thread = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
+        # The interpreter kills threads at its end, which aborts the process if one is inside C++.
+        atexit.register(self.close)
+        self._thread.start()
 
     def tell(self, word: str) -> None:
-        key = self._next_word()
+        key, store = self._next_word(), self._store
 
-        def say(store: Store) -> bool:
+        def say() -> bool:
             store.set(key, word)
             return True
 
-        self._pulse.until(say)
+        self._until(say)
         with self.waiting(f"all ranks to hear {word!r}") as wait:
-            self._result(self._pulse.until(_getting(f"{key}/all")), wait)
-        self._forget(key, f"{key}/heard", f"{key}/all")
+            self._result(self._until(lambda: store.check([f"{key}/all"]) or None), wait)
+        self._until(lambda: self._delete(key, f"{key}/heard", f"{key}/all"))
 
     def hear(self, what: str) -> str:
-        pulse = self._pulse
-        key = self._next_word()
+        key, store = self._next_word(), self._store
 
-        def ask(store: Store) -> str | None:
+        def ask() -> str | None:
             if not store.check([key]):
                 return None
             word = store.get(key).decode()
-            if store.add(f"{key}/heard", 1) == pulse.size - 1:
+            if store.add(f"{key}/heard", 1) == self._size - 1:
                 store.set(f"{key}/all", "1")
             return word
 
         with self.waiting(what) as wait:
-            return self._result(pulse.until(ask), wait)
+            return self._result(self._until(ask), wait)
 
     def meet(self, what: str, ranks: Sequence[int] | None = None, *, seconds: float | None = None) -> bool:
-        pulse = self._pulse
         if ranks is not None and len(ranks) == 1:
             return self.stop_requested
-        ranks = range(pulse.size) if ranks is None else ranks
-        place = "all" if len(ranks) == pulse.size else ",".join(map(str, ranks))
-        number = self._meetings[place] = self._meetings.get(place, 0) + 1
-        key = f"meet/{place}/{number}"
+        ranks, store = range(self._size) if ranks is None else ranks, self._store
+        who = "all" if len(ranks) == self._size else ",".join(map(str, ranks))
+        number = self._meetings[who] = self._meetings.get(who, 0) + 1
+        key = f"meet/{who}/{number}"
 
-        def arrive(store: Store) -> bool:
-            if pulse.stop_here:
-                store.compare_set("stop", NOTHING, str(pulse.rank))
-            pulse.say(store)
+        def arrive() -> bool:
+            if self._stop_here:
+                store.compare_set("stop", _NOTHING, str(self._rank))
+            self._say(self.waits)
             if store.add(key, 1) == len(ranks):
                 store.set(f"{key}/all", store.get("stop").decode())
             return True
 
-        def leave(store: Store) -> str | None:
+        def leave() -> str | None:
             if not store.check([f"{key}/all"]):
                 return None
             stop = store.get(f"{key}/all").decode()
             if store.add(f"{key}/left", 1) == len(ranks):
-                for old in (key, f"{key}/all", f"{key}/left"):
-                    store.delete_key(old)
+                self._delete(key, f"{key}/all", f"{key}/left")
             return stop
 
         # Whoever waits here shows it, so that those it waits for can be told from those that came.
         with self.waiting(what, seconds=seconds) as wait:
-            pulse.until(arrive)
+            self._until(arrive)
             try:
-                return self._result(pulse.until(leave), wait) != NOTHING
+                return self._result(self._until(leave), wait) != _NOTHING
             except TrainingError as error:
-                if pulse.problem is not None:
+                if self.problem is not None:
                     raise
-                late = self._result(pulse.until(lambda store: pulse.missing(store, ranks, what)))
+                late = self._result(self._until(lambda: self._missing(ranks, what)))
                 self.fail(TrainingError(f"{error}; not there: {late}"))
-                raise TrainingError(pulse.problem) from None  # the same on all of them
+                raise TrainingError(self.problem) from None  # the same on all of them
 
     @contextmanager
     def waiting(self, what: str, *, seconds: float | None = None, stops: bool = False) -> Iterator[Wait]:
         with super().waiting(what, seconds=seconds, stops=stops) as wait:
-            before, self._pulse.waits = self._pulse.waits, what
-            self._turns, self._quiet, self._looked = self._pulse.turns, 0.0, time.monotonic()
-            try:
-                yield wait
-            finally:
-                self._pulse.waits = before
+            self._store_silence = Silence(self.patience)
+            yield wait
 
     def check(self) -> None:
-        if self._pulse.problem is not None:
-            raise TrainingError(self._pulse.problem)
-        now = time.monotonic()
-        # Like a silent rank: only what was seen counts.
-        since, self._looked = min(now - self._looked, 2 * self.patience.beat), now
-        self._quiet = self._quiet + since if self._pulse.turns == self._turns else 0.0
-        self._turns = self._pulse.turns
-        if self._quiet > self.patience.silence:
-            self._pulse.lost(
-                f"the store through which ranks meet has not answered for {self._quiet:.0f} s: is the first "
-                "machine gone?"
-            )
-            raise TrainingError(self._pulse.problem)
-
-    def request_stop(self) -> None:
-        super().request_stop()
-        self._pulse.stop_here = True
+        if self.problem is None:
+            silence = self._store_silence.look(self._turns)
+            if silence <= self.patience.silence:
+                return
+            self._lose_store(f"has not answered for {silence:.0f} s: is the first machine gone?")
+        raise TrainingError(self.problem)
 
     @property
     def stop_requested(self) -> bool:
-        return super().stop_requested or self._pulse.stop_seen
+        return self._stop_here or self._stop_seen
 
     def fail(self, error: BaseException) -> None:
-        if self._pulse.problem is not None:
+        if self.problem is not None or not self._thread.is_alive():
             return
         kind = "" if isinstance(error, InputError | TrainingError) else f"{type(error).__name__}: "
-        self._pulse.fail(f"{self._pulse.who}: {kind}{error}"[:_MESSAGE_CHARACTERS])
+        problem = f"{self._beat.name(self._rank)}: {kind}{error}"[:_MESSAGE_CHARACTERS]
+        self._until(lambda: self._post(problem))
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        while self.problem is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self._hosts:
+            time.sleep(2 * self.patience.beat)  # until all have read it
 
     def close(self) -> None:
-        self._pulse.close()
+        # After a failure the thread stays, to end a process that does not end.
+        atexit.unregister(self.close)
+        if self.problem is not None or not self._thread.is_alive():
+            return
+        self._leaving = True
+        self._requests.put(None)
+        self._thread.join(_CLOSING_SECONDS)
 
     def _next_word(self) -> str:
         self._words += 1
         return f"word/{self._words}"
 
-    def _forget(self, *keys: str) -> None:
-        self._pulse.until(lambda store: [store.delete_key(key) for key in keys])
+    def _until(self, ask: Callable[[], T | None]) -> Future[T]:
+        """Have the heartbeat call ``ask`` again and again; the result is its first one that is not None."""
+        answer: Future[T] = Future()
+        self._requests.put((ask, answer))
+        return answer
 
     def _result(self, answer: Future[T], wait: Wait | None = None) -> T:
         while True:
@@ -155,6 +247,144 @@ class JobControl(Control):
                 answer.cancel()
                 raise
 
+    def _lose_store(self, why: str) -> None:
+        """Nobody can be heard any more: every machine says so for itself."""
+        self.problem = self.problem or f"the store through which ranks meet {why}"
+        if self._rank != 0 and self._speaks and not self._leaving:
+            self._print_problem()
 
-def _getting(key: str) -> Callable[[Store], str | None]:
-    return lambda store: store.get(key).decode() if store.check([key]) else None
+    # What follows runs in the heartbeat's thread.
+
+    def _heartbeat(self) -> None:
+        try:
+            self._live()
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self._lose_store(f"is gone, with the process that had it: {reason}")
+        if self.problem is not None and not self._leaving:
+            time.sleep(self.patience.grace)
+            if self._speaks:
+                self._print_problem()
+            self._end(1)
+
+    def _live(self) -> None:
+        for key in ("failed", "stop"):
+            self._store.compare_set(key, "", _NOTHING)
+        open_requests: list[tuple[Callable[[], Any], Future[Any]]] = []
+        pause, next_beat = _FIRST_PAUSE, 0.0
+        while self.problem is None:
+            if time.monotonic() >= next_beat:
+                self._beat_and_look()
+                next_beat = time.monotonic() + self.patience.beat
+            open_requests = [request for request in open_requests if not self._answered(*request)]
+            self._turns += 1
+            wait = next_beat - time.monotonic()
+            if open_requests:
+                wait = min(wait, pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            try:
+                request = self._requests.get(timeout=max(wait, 0))
+            except Empty:
+                continue
+            if request is None:
+                self._leave()
+                return
+            open_requests.append(request)
+            pause = _FIRST_PAUSE
+
+    def _answered(self, ask: Callable[[], Any], answer: Future[Any]) -> bool:
+        if answer.cancelled():
+            return True
+        result = ask()
+        if result is not None and answer.set_running_or_notify_cancel():
+            answer.set_result(result)
+        return result is not None
+
+    def _beat_and_look(self) -> None:
+        """Say that this rank lives, and look whether the next does; hear of failures and stops."""
+        self._say(self.waits)
+        if self._stop_here and not self._stop_seen:
+            self._store.compare_set("stop", _NOTHING, str(self._rank))
+        failed, stop = (text.decode() for text in self._store.multi_get(["failed", "stop"]))
+        self._stop_seen = stop != _NOTHING
+        if failed != _NOTHING:
+            self.problem = self.problem or failed
+        elif self._size > 1:
+            self._look()
+
+    def _say(self, waits: str) -> None:
+        self._beat = self._beat._replace(number=self._beat.number + 1, waits=waits)
+        self._store.set(f"beat/{self._rank}", json.dumps(self._beat))
+
+    def _look(self) -> None:
+        key = f"beat/{self._neighbour}"
+        if not self._neighbour_came:  # who never comes is missed by those that meet
+            self._neighbour_came = self._store.check([key])
+            return
+        beat = Beat(*json.loads(self._store.get(key)))
+        if beat.waits != _LEFT and self._neighbour_silence.look(beat.number) > self.patience.silence:
+            self._report(beat)
+
+    def _report(self, silent: Beat) -> None:
+        """End the job, because the neighbour is silent."""
+        waiting = [
+            f", while {beat.name(rank)} waited for {beat.waits}"
+            for rank, beat in self._beats(range(self._size)).items()
+            if rank != self._neighbour and beat.waits not in ("", _LEFT)
+        ]
+        doing = f", last seen waiting for {silent.waits}" if silent.waits else ""
+        problem = (
+            f"{silent.name(self._neighbour)} was not heard of for {self._neighbour_silence.seconds:.0f} s "
+            f"(parallel.silence_seconds){doing}{waiting[0] if waiting else ''}"
+        )
+        # The first rank says it in its own error, unless it is in a collective: then nobody else would.
+        if self._post(problem) and (self._rank != 0 or not self.waits):
+            self._print_problem()
+
+    def _post(self, problem: str) -> bool:
+        """Publish a problem; returns whether it was the first one of all ranks, which is the one told."""
+        first = self._store.compare_set("failed", _NOTHING, problem).decode()
+        self.problem = self.problem or first
+        return first == problem
+
+    def _missing(self, ranks: Sequence[int], what: str) -> str:
+        """Name those of ``ranks`` that do not wait for ``what``."""
+        beats = self._beats(ranks)
+        late = [rank for rank in ranks if rank not in beats or beats[rank].waits != what]
+        return shortened([beats[rank].name(rank) if rank in beats else f"rank {rank}" for rank in late])
+
+    def _beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
+        """The newest sign of life of every rank that ever gave one."""
+        texts = read_keys(self._store, {rank: f"beat/{rank}" for rank in ranks})
+        return {rank: Beat(*json.loads(text)) for rank, text in texts.items()}
+
+    def _leave(self) -> None:
+        self._say(_LEFT)
+        if self._store.add("left", 1) == self._size:
+            self._delete("failed", "stop", "left", *(f"beat/{rank}" for rank in range(self._size)))
+        elif self._hosts:  # the others' last requests need it
+            deadline = time.monotonic() + _CLOSING_SECONDS / 2
+            while self._store.check(["left"]) and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def _delete(self, *keys: str) -> bool:
+        for key in keys:
+            self._store.delete_key(key)
+        return True
+
+    def _print_problem(self) -> None:
+        if not self._printed:
+            self._printed = True
+            print(f"megatron-fspo: rank {self._rank}: {self.problem}", file=sys.stderr, flush=True)
+
+
+def read_keys(store: Store, keys: dict[int, str]) -> dict[int, bytes]:
+    """Rank → value, of those of the keys, a rank's each, that are in the store. Does not wait for any."""
+    if not store.check(list(keys.values())):  # else all of them, in two requests
+        keys = {rank: key for rank, key in keys.items() if store.check([key])}
+    return dict(zip(keys, store.multi_get(list(keys.values())), strict=True)) if keys else {}
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Join names with commas, five at most."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -15,17 +15,15 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.job.lock import LOCK, Owner, check_not_held
 
 Resume = Literal["no", "newest", "auto"]
-"""What ``--resume`` asks for: a new run; to go on from the newest checkpoint; or to go on from the newest
+"""The values of ``--resume``: a new run; to go on from the newest checkpoint; or to go on from the newest
 that is whole if there is a run, else to start one."""
 
-_CHECKPOINT = re.compile(r"step_(\d+)(?:\+(\d+))?")
+_CHECKPOINT = re.compile(r"step_(\d+)")
 
 
-def checkpoint_folder(config: Config, step: int, updates: int = 0) -> Path:
-    """Where the checkpoint lives that was written after so many steps, and so many optimizer steps of the
-    next."""
-    name = f"step_{step:06d}" + (f"+{updates:03d}" if updates else "")
-    return config.run_folder / "checkpoints" / name
+def checkpoint_folder(config: Config, step: int) -> Path:
+    """Where the checkpoint lives that was written after so many steps."""
+    return config.run_folder / "checkpoints" / f"step_{step:06d}"
 
 
 def checkpoints(config: Config) -> list[Path]:
@@ -34,16 +32,14 @@ def checkpoints(config: Config) -> list[Path]:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The same, of the run in ``folder``."""
-    found = (folder / "checkpoints").glob("step_*")
-    return sorted((path for path in found if _CHECKPOINT.fullmatch(path.name)), key=_steps_of)
+    """Complete checkpoints of the run in ``folder``, oldest first."""
+    paths = (folder / "checkpoints").glob("step_*")
+    return sorted((path for path in paths if _CHECKPOINT.fullmatch(path.name)), key=_steps_of)
 
 
 def newest_checkpoint(config: Config, *, step: int) -> Path | None:
     """The newest of at most so many steps."""
-    return max(
-        (path for path in checkpoints(config) if _steps_of(path) <= (step, 0)), key=_steps_of, default=None
-    )
+    return max((path for path in checkpoints(config) if _steps_of(path) <= step), key=_steps_of, default=None)
 
 
 def remove_old_checkpoints(config: Config, *, good_step: int) -> dict[Path, str]:
@@ -75,22 +71,23 @@ def remove_old_checkpoints(config: Config, *, good_step: int) -> dict[Path, str]
     return stays
 
 
-def _steps_of(path: Path) -> tuple[int, int]:
-    """Steps, and optimizer steps of the next."""
+def _steps_of(path: Path) -> int:
     match = _CHECKPOINT.fullmatch(path.name)
     assert match is not None
-    return int(match[1]), int(match[2] or 0)
+    return int(match[1])
 
 
 def _is_milestone(path: Path, config: Config) -> bool:
-    (step, updates), every = _steps_of(path), config.checkpoint.milestones
-    return bool(every) and updates == 0 and step % every == 0
+    every = config.checkpoint.milestones
+    return bool(every) and _steps_of(path) % every == 0
 
 
 def checkpoints_to_resume(config: Config, resume: Resume, *, mine: Owner | None = None) -> list[Path]:
     """The checkpoints that the run may go on from, oldest first; none for one that starts.
 
     Args:
+        config: of the run.
+        resume: what ``--resume`` asks for.
         mine: the lock that this process holds, if it holds one.
 
     Raises:
@@ -120,17 +117,19 @@ def _entries(folder: Path) -> list[Path]:
         raise InputError(f"run.folder: {folder} cannot be read: {error.strerror}") from None
 
 
-def check_writable(folder: Path, *, probe: bool = False) -> None:
-    """``InputError`` if the folder of a run could not be made or written.
+def check_writable(folder: Path, *, key: str = "run.folder", probe: bool = False) -> None:
+    """Raise ``InputError`` if a folder could not be made or written.
 
     Args:
+        folder: need not be there.
+        key: that names it, for messages.
         probe: write a file to find out, and remove it. A rank must not: the others may look at the folder.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not there.is_dir():
-        raise InputError(f"run.folder: {folder} cannot be made: {there} is a file")
+        raise InputError(f"{key}: {folder} cannot be made: {there} is a file")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"run.folder: {folder} cannot be written: {there} is read-only for this user")
+        raise InputError(f"{key}: {folder} cannot be written: {there} is read-only for this user")
     if not probe:
         return
     try:
@@ -138,7 +137,7 @@ def check_writable(folder: Path, *, probe: bool = False) -> None:
             file.write(b"\0")
     except OSError as error:
         raise InputError(
-            f"run.folder: {folder} cannot be written: no file can be made in {there}: {error.strerror}"
+            f"{key}: {folder} cannot be written: no file can be made in {there}: {error.strerror}"
         ) from None
 
 
@@ -152,27 +151,24 @@ def put_aside(damaged: Path) -> Path:
 
 
 def config_changes(config: Config) -> list[str]:
-    """What changed against the ``config.toml`` of the run, if it has one, as ``key: old -> new`` lines.
+    """Compare with the ``config.toml`` of the run, if it has one; returns ``key: old -> new`` lines.
 
     Raises:
         InputError: the file there is not a configuration.
     """
     path = config.run_folder / "config.toml"
-    return _changes(load_config(path), config) if path.exists() else []
+    if not path.exists():
+        return []
+    before, after = load_config(path).model_dump(mode="json"), config.model_dump(mode="json")
+    return [
+        f"{section}.{key}: {before[section].get(key)} -> {keys.get(key)}"
+        for section, keys in after.items()
+        for key in sorted(keys.keys() | before[section].keys())
+        if before[section].get(key) != keys.get(key)
+    ]
 
 
 def write_config(config: Config) -> None:
     """Write ``config.toml``."""
     config.run_folder.mkdir(parents=True, exist_ok=True)
     save_config(config, config.run_folder / "config.toml")
-
-
-def _changes(old: Config, new: Config) -> list[str]:
-    before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
-    lines = []
-    for section, keys in after.items():
-        for key in sorted(keys.keys() | before[section].keys()):
-            was, is_now = before[section].get(key), keys.get(key)
-            if was != is_now:
-                lines.append(f"{section}.{key}: {was} -> {is_now}")
-    return lines

@@ -34,7 +34,7 @@ class Owner:
     """Who holds a lock, as its file says."""
 
     nonce: str
-    """Of this lock and no other."""
+    """Name of this lock and no other."""
     host: str
     process: int
     started: str
@@ -42,7 +42,7 @@ class Owner:
     machine: str
     """The boot and the table of processes in which the number means this process; "" where it is unknown."""
     job: str
-    """What the scheduler or torchrun calls the job; may be empty."""
+    """The name of the job for the scheduler or torchrun; may be empty."""
     since: str
     """Local time, for people."""
 
@@ -63,7 +63,7 @@ class Owner:
         )
 
     def lives(self) -> bool | None:
-        """Whether the process is there; None where that cannot be seen from here."""
+        """Return whether the process is there; None where that cannot be seen from here."""
         if not self.machine or self.machine != _machine():
             return None
         try:
@@ -73,6 +73,39 @@ class Owner:
         except PermissionError:  # somebody else's, and perhaps hidden from us
             return None
         return _started(self.process) == self.started
+
+
+class FolderThread:
+    """Calls functions that write into the folder of a run, one after the other, every
+    :data:`REFRESH_SECONDS`.
+
+    It is not the thread of :mod:`~megatron_fspo.job.control`: a file server may stand still for minutes,
+    and the ranks would take one that waits for it for dead.
+
+    Args:
+        writes: the functions.
+        first: how much of the interval to wait before the first time.
+    """
+
+    def __init__(self, *writes: Callable[[], object], first: float = 1.0) -> None:
+        self.writes = [*writes]
+        self._closed = threading.Event()
+        # A daemon: a file server that does not answer holds nobody up at the end.
+        self._thread = threading.Thread(target=self._main, args=(first,), name="run folder", daemon=True)
+        self._thread.start()
+
+    def close(self, seconds: float | None = None) -> bool:
+        """Stop, and wait for the function under way, at most so long; returns whether it has ended."""
+        self._closed.set()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _main(self, first: float) -> None:
+        pause = REFRESH_SECONDS * first
+        while not self._closed.wait(pause):
+            for write in list(self.writes):
+                write()
+            pause = REFRESH_SECONDS
 
 
 class FolderLock:
@@ -104,12 +137,10 @@ class FolderLock:
         except OSError as error:
             self._remove_made()
             raise InputError(f"run.folder: {folder} cannot be written: {error.strerror or error}") from None
-        self._released = threading.Event()
-        self._thread = threading.Thread(target=self._refresh, name="folder lock", daemon=True)
-        self._thread.start()
+        self.thread = FolderThread(self._refresh)
 
     def check(self) -> None:
-        """Nothing, while the folder is this job's.
+        """Do nothing while the folder is this job's.
 
         Raises:
             TrainingError: another job took the lock over, or the file is gone.
@@ -119,8 +150,7 @@ class FolderLock:
 
     def release(self) -> None:
         """Give the folder free. If nothing else was written into it, and it was made for this, it goes."""
-        self._released.set()
-        self._thread.join()
+        self.thread.close()
         with suppress(OSError):
             if read_owner(self._path.parent) == self.owner:
                 self._path.unlink()
@@ -137,18 +167,18 @@ class FolderLock:
                 say(f"{self._path}: took over the lock of {_named(before)}, which is gone")
 
     def _refresh(self) -> None:
-        while not self._released.wait(REFRESH_SECONDS):
-            try:
-                found = read_owner(self._path.parent)
-                if found != self.owner:
-                    self._problem = f"{self._path}: the folder of this run was taken over by {_named(found)}"
-                    return
+        if self._problem is not None:
+            return
+        try:
+            owner = read_owner(self._path.parent)
+            if owner == self.owner:
                 os.utime(self._path)  # without a time: that of the file server
-            except FileNotFoundError:
-                self._problem = f"{self._path} is gone: was the folder of this run removed?"
-                return
-            except OSError:
-                continue  # a file server that does not answer now may answer later
+            else:
+                self._problem = f"{self._path}: the folder of this run was taken over by {_named(owner)}"
+        except FileNotFoundError:
+            self._problem = f"{self._path} is gone: was the folder of this run removed?"
+        except OSError:
+            pass  # a file server that does not answer now may answer later
 
     def _remove_made(self) -> None:
         for path in self._made:
@@ -157,7 +187,8 @@ class FolderLock:
 
 
 def check_not_held(folder: Path, mine: Owner | None = None) -> None:
-    """``InputError`` if a process that lives on this machine holds the folder's lock, other than ``mine``."""
+    """Raise ``InputError`` if a process that lives on this machine holds the lock, other than
+    ``mine``."""
     try:
         owner = read_owner(folder)
     except OSError:
@@ -167,19 +198,23 @@ def check_not_held(folder: Path, mine: Owner | None = None) -> None:
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Who the lock file of ``folder`` names; None while nothing is in it that can be read.
+    """The owner that the lock file of ``folder`` names; None while nothing is in it that can be read.
 
     Raises:
         FileNotFoundError: there is no lock.
     """
+    return _read(folder / LOCK)
+
+
+def _read(path: Path) -> Owner | None:
     try:
-        return Owner(**json.loads((folder / LOCK).read_text(encoding="utf-8")))
+        return Owner(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         return None
 
 
 def _make(path: Path, owner: Owner) -> bool:
-    """Whether the file was made: only one of all who try at the same time succeeds."""
+    """Try to make the file; only one of all who try at the same time succeeds."""
     try:
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -221,11 +256,7 @@ def _set_aside(path: Path, owner: Owner | None) -> bool:
         path.rename(aside)
     except FileNotFoundError:
         return False
-    try:
-        found = Owner(**json.loads(aside.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
-        found = None
-    if found != owner:  # it is the lock of who was faster
+    if _read(aside) != owner:  # it is the lock of who was faster
         aside.rename(path)
         return False
     aside.unlink()
@@ -243,16 +274,16 @@ def _named(owner: Owner | None) -> str:
 
 
 def refreshed(path: Path) -> float:
-    """When, on the file system's clock. Opened first: then a network file system asks its server."""
+    """The time of the last refresh on the file system's clock; infinite once the file is gone."""
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as file:  # opened first: then a network file system asks its server
             return os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:  # given free just now: that is a change, too
         return float("inf")
 
 
 def now_there(folder: Path) -> float:
-    """The file system's clock."""
+    """The time on the file system's clock."""
     probe = folder / f"{LOCK}.{secrets.token_hex(4)}"
     with probe.open("xb") as file:
         file.write(b"-")
@@ -271,7 +302,7 @@ def _machine() -> str:
 
 
 def _started(process: int) -> str | None:
-    """When a process of this machine began; None if there is none, or only its remains."""
+    """The start time of a process of this machine; None if there is none, or only its remains."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
-from megatron_fspo.objective import TokenSurrogate
-from megatron_fspo.objective.losses import LossInputs, LossTerms, per_token, weigh_tokens
+from megatron_fspo.objective import unclipped
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
 from megatron_fspo.section import UnitInterval
 
 
@@ -24,18 +23,32 @@ class CISPOLoss(Loss):
     reported as clip(r) A. The paper has no lower limit and does not give its upper one: the default is ours.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {"cispo": {"eps_low": 0.05, "eps_high": 0.04}}
+    VERIFIED: ClassVar = {"cispo": {"eps_low": 0.05, "eps_high": 0.04}}
 
     name: Literal["cispo"] = "cispo"
     eps_low: UnitInterval | None = Field(None, description="weight >= 1 - eps_low; none: no lower limit")
     eps_high: PositiveFloat = Field(0.28, description="weight <= 1 + eps_high")
 
-    def objective(self) -> CISPO:
-        """The gradient weights of the loss."""
-        return CISPO(eps_low=self.eps_low, eps_high=self.eps_high)
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """weight_t = clip(r_t, 1 - eps_low, 1 + eps_high)·A; clip flags say that a weight was cut off."""
+        log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
+        advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
+        low = -math.inf if self.eps_low is None else math.log1p(-self.eps_low)
+        high = math.log1p(self.eps_high)
+        ratio = log_ratio.clamp(low, high).exp()
+        weight = torch.where(advantages != 0, ratio * advantages, 0.0)
+        usable = log_ratio.isfinite() & weight.isfinite()
+        below, above = usable & (log_ratio < low), usable & (log_ratio > high)
+        terms = replace(
+            unclipped(weight, weight, ratio, ~usable),
+            clipped_low=below & (advantages != 0),
+            clipped_high=above & (advantages != 0),
+            below=below,
+            above=above,
+        )
+        return weigh_tokens(inputs, terms, "token-mean")
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
         ratio = log_ratio.exp()
         held = ratio.clamp(None if self.eps_low is None else 1 - self.eps_low, 1 + self.eps_high).detach()
         outside = (held != ratio.detach()).double()
@@ -46,33 +59,3 @@ class CISPOLoss(Loss):
             clipped=outside.mean().item() if advantage else 0.0,
             out_of_band=bool(outside.any()),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CISPO:
-    """weight_t = clip(r_t, 1 - eps_low, 1 + eps_high)·A; clip flags say that a weight was cut off."""
-
-    eps_low: float | None
-    eps_high: float
-
-    def __call__(self, inputs: LossInputs) -> LossTerms:
-        log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
-        advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
-        low = -math.inf if self.eps_low is None else math.log1p(-self.eps_low)
-        high = math.log1p(self.eps_high)
-        ratio = log_ratio.clamp(low, high).exp()
-        weight = torch.where(advantages != 0, ratio * advantages, 0.0)
-        usable = log_ratio.isfinite() & weight.isfinite()
-        below, above = usable & (log_ratio < low), usable & (log_ratio > high)
-        terms = TokenSurrogate(
-            objective=weight,
-            weight=weight,
-            ratio=ratio,
-            clipped_low=below & (advantages != 0),
-            clipped_high=above & (advantages != 0),
-            dual_clipped=torch.zeros_like(below),
-            below=below,
-            above=above,
-            nonfinite=~usable,
-        )
-        return weigh_tokens(inputs, terms, "token-mean")

@@ -1,26 +1,38 @@
-"""What every policy loss has: common keys, and the form in which it states its own definition."""
+"""The base of all policy losses: common keys, answers to trainer, ``verify`` and lab, and state in a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from megatron_fspo.objective import ClipBand, PolicyObjective
+from megatron_fspo.objective.noise import Noise
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms
 from megatron_fspo.section import Section, Share
 
 
 class Loss(Section):
-    """What every policy loss has."""
+    """The base of all policy losses. One whose limits stay as given needs ``objective`` and ``definition``
+    only; to be compared, also ``band`` (or ``prefix_band``), ``limits`` and ``scaled``."""
 
     VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Name → keys of what ``verify`` checks: limits that some of its small batch lies outside of."""
     DECIDES_BY_RATIOS: ClassVar[bool] = True
-    """Whether clips follow from log-ratios alone. ``verify`` gives those exactly, in every precision; where π
+    """Clips follow from log-ratios alone. ``verify`` gives those exactly, in every precision; where π
     itself decides, bf16 may round it to the other side of a limit, and the loss is left out there."""
+    CLIPS: ClassVar[bool] = True
+    """False for a loss without limits."""
+    COMPARED: ClassVar[bool] = True
+    """False for a loss with limits that ``explain`` leaves out, as its decisions are those of another."""
+    RUN_KEYS: ClassVar[frozenset[str]] = frozenset()
+    """Keys of a loss with limits that say nothing of what is clipped in a given batch."""
 
     advantage: Literal["leave_one_out", "group_normalized"] = Field(
         "leave_one_out", description="leave_one_out: RLOO; group_normalized: GRPO's (r - mean) / std"
@@ -35,6 +47,151 @@ class Loss(Section):
         0.05, description="stop when more than this share of an optimizer step's sequences is not finite"
     )
 
+    def objective(self) -> PolicyObjective:
+        """The gradient weights of the loss: its own, or those of a form that several losses have."""
+        return self
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        raise NotImplementedError
+
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        """The loss of one response with log-ratios and log-probs [L], L > 0."""
+        raise NotImplementedError
+
+    def start(self, noise: Noise | None = None, *, longest: int, updates: int = 1) -> LossState:
+        """The loss at the start of a run.
+
+        Args:
+            noise: in S, where it was measured.
+            longest: response of the run, in tokens.
+            updates: off-policy optimizer steps of one rollout.
+        """
+        return LossState(self)
+
+    def band(self) -> ClipBand | None:
+        """The limits on S; None for a loss that decides token by token, or weighs without a limit."""
+        return None
+
+    def prefix_band(self) -> ClipBand | None:
+        """The limits on the sum S_t of the log-ratios up to token t, for a loss that decides by those."""
+        return None
+
+    def limits(self) -> dict[str, float]:
+        """The keys of ``band`` or ``prefix_band`` that ``scaled`` changes, lower limit first."""
+        return {}
+
+    def scaled(self, factor: float) -> Self:
+        """The loss with a fixed band so many times as wide, in nats; its two limits keep their ratio."""
+        raise NotImplementedError
+
+    def widest(self) -> float:
+        """The largest factor for ``scaled``."""
+        return math.inf
+
+    def check(self, *, off_policy_updates: int, sampled: bool) -> None:
+        """Raise ``ValueError`` where the loss does not go with the rest of the configuration.
+
+        Args:
+            off_policy_updates: optimizer steps per rollout before which S need not be 0.
+            sampled: whether S starts from the sampler's log-probs.
+        """
+
+    def notes(self, *, steps: int, updates: int, off_policy_updates: int, warmup_updates: int) -> list[str]:
+        """Return notes for the user, before a run.
+
+        Args:
+            steps: of the run, each with one rollout.
+            updates: optimizer steps of each.
+            off_policy_updates: those of them before which S need not be 0.
+            warmup_updates: optimizer steps of the learning rate's warm-up.
+        """
+        return []
+
+    def noise_file(self) -> Path | None:
+        """The file of ``calibrate`` that a run reads before it starts."""
+        return None
+
+    def check_noise(self, noise: Noise, lengths: Sequence[int], origin: str) -> None:
+        """Raise ``InputError`` where the band lies inside the noise.
+
+        Args:
+            lengths: of responses to look at, in tokens.
+            origin: of the noise, in words.
+        """
+
+    def unmeasured(self) -> Self:
+        """The loss for a run that is to measure the noise."""
+        return self
+
+    def reported(self, last: Callable[[str], float]) -> Self | None:
+        """The loss with its band where a run has moved it; None where the run says nothing of it.
+
+        Args:
+            last: the run's last value of one of ``LossState.metrics``, NaN without any.
+        """
+        return self
+
+
+class LossState:
+    """A loss during a run, its moving parts and all. This one has none; see ``Loss.start``."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+
+    def objective(self, *, on_policy: bool = False) -> PolicyObjective:
+        """The gradient weights for the next optimizer step.
+
+        Args:
+            on_policy: no other update of this rollout has moved the policy before: S is 0 and has no drift.
+        """
+        return self._loss.objective()
+
+    def observe(
+        self, log_ratio_sums: Tensor, lengths: Tensor, *, kl_k3: float, sigma: float | None, warm: bool
+    ) -> None:
+        """Learn from one off-policy mini-batch, over all ranks.
+
+        Args:
+            log_ratio_sums, lengths: [N] S and L.
+            kl_k3: KL per token by the k3 estimator.
+            sigma: σ̂ of these sequences, if there were any.
+            warm: whether this rollout began after the learning rate's warm-up. Smaller steps make smaller
+                S: a width measured during the warm-up would be too narrow for the rest of the run.
+        """
+
+    def calibrated(self) -> str | None:
+        """The measured band in words; None until it was measured."""
+        return None
+
+    def metrics(self) -> dict[str, float]:
+        """The band of off-policy updates as it stands."""
+        return {}
+
+    def noise_metrics(self, lengths: Tensor, out_of_band: float) -> dict[str, float]:
+        """How many of the off-policy sequences of a step noise alone is expected to put outside the band.
+
+        Args:
+            lengths: L [N] of these sequences.
+            out_of_band: the share of them that is outside.
+        """
+        return {}
+
+    def doubts(self, metrics: Mapping[str, float], *, warm: bool) -> dict[str, str]:
+        """Topic → problem with the width of the band, after one more step.
+
+        Args:
+            metrics: of the step, those of this loss among them.
+            warm: as :meth:`observe` has it; the small S of a warm-up say nothing.
+        """
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a checkpoint, in JSON types."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint; keys of the configuration win over it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Definition:
@@ -46,11 +203,11 @@ class Definition:
     objective: Tensor
     """J [1] of the sequence, or [L] of its tokens, with its graph."""
     mean: Literal["sequence", "token"] = "sequence"
-    """What J is averaged over: sequences, of which each is the mean of its values; or all tokens alike."""
+    """J is averaged over sequences, of which each is the mean of its values, or over all tokens alike."""
     clipped: float
     """1 or 0: the clip acts on the sequence, which has an advantage; token level: the share of its tokens."""
     out_of_band: bool
-    """Whether S, or any token's log-ratio, lies outside the limits, whatever the sign of the advantage."""
+    """S, or any token's log-ratio, lies outside the limits, whatever the sign of the advantage."""
 
 
 def pessimistic_minimum(

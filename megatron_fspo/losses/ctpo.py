@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
@@ -23,7 +22,7 @@ class CTPOLoss(Loss):
     those of the authors' code, which also cuts S_t off at 10: here a ratio that overflows drops its response.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {"ctpo": {"c_low": 0.04, "c_high": 0.05}}
+    VERIFIED: ClassVar = {"ctpo": {"c_low": 0.04, "c_high": 0.05}}
 
     name: Literal["ctpo"] = "ctpo"
     c_low: Width = Field(0.025, description="lower edge: -c_low * t^exponent, in nats")
@@ -33,16 +32,24 @@ class CTPOLoss(Loss):
         0.05, description="limit of S_t for A < 0: c_dual * t^exponent; none: no limit"
     )
 
+    def prefix_band(self) -> FSPOBand:
+        return FSPOBand(c_low=self.c_low, c_high=self.c_high, exponent=self.exponent)
+
     def objective(self) -> PrefixLevel:
-        """The gradient weights of the loss."""
         c = self.c_dual
-        return PrefixLevel(
-            band=FSPOBand(c_low=self.c_low, c_high=self.c_high, exponent=self.exponent),
-            dual_clip=None if c is None else LengthFairDualClip(c=c, exponent=self.exponent),
-        )
+        dual_clip = None if c is None else LengthFairDualClip(c=c, exponent=self.exponent)
+        return PrefixLevel(band=self.prefix_band(), dual_clip=dual_clip)
+
+    def limits(self) -> dict[str, float]:
+        return {"c_low": self.c_low, "c_high": self.c_high}
+
+    def scaled(self, factor: float) -> Self:
+        """The loss with a band so many times as wide; its dual clip moves along."""
+        c_dual = None if self.c_dual is None else factor * self.c_dual
+        wider = {"c_low": factor * self.c_low, "c_high": factor * self.c_high, "c_dual": c_dual}
+        return self.model_copy(update=wider)
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
         before = torch.stack([log_ratio[:t].detach().sum() for t in range(len(log_ratio))])
         s = before + log_ratio
         width = torch.arange(1, len(s) + 1, dtype=s.dtype) ** self.exponent

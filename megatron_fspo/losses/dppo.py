@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
-from megatron_fspo.objective import TokenSurrogate
-from megatron_fspo.objective.losses import LossInputs, LossTerms, per_token, weigh_tokens
+from megatron_fspo.objective import unclipped
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
 from megatron_fspo.section import UnitInterval
 
 
@@ -25,22 +24,36 @@ class DPPOTVLoss(Loss):
     implementation; the default deltas are ours.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "dppo-tv": {"delta_low": 0.0005, "delta_high": 0.001, "cap": 1.06}
-    }
-    DECIDES_BY_RATIOS: ClassVar[bool] = False
+    VERIFIED: ClassVar = {"dppo-tv": {"delta_low": 0.0005, "delta_high": 0.001, "cap": 1.06}}
+    DECIDES_BY_RATIOS: ClassVar = False
 
     name: Literal["dppo_tv"] = "dppo_tv"
     delta_low: UnitInterval = Field(0.1, description="pi >= pi_old - delta_low, for A < 0")
     delta_high: UnitInterval = Field(0.1, description="pi <= pi_old + delta_high, for A > 0")
     cap: Annotated[float, Field(gt=1)] = Field(20.0, description="largest weight of a token")
 
-    def objective(self) -> DPPOTV:
-        """The gradient weights of the loss."""
-        return DPPOTV(delta_low=self.delta_low, delta_high=self.delta_high, cap=self.cap)
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """weight_t = min(r_t, cap)·A, or 0 where π − π_old leaves [−delta_low, delta_high] the way of A."""
+        log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
+        new = torch.where(inputs.mask, inputs.log_probs, 0.0)
+        advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
+        # π − π_old = π_old·(r − 1): without the difference of two near numbers.
+        moved = (new - log_ratio).exp() * log_ratio.expm1()
+        below, above = moved < -self.delta_low, moved > self.delta_high
+        low, high = (advantages < 0) & below, (advantages > 0) & above
+        ratio = log_ratio.clamp(max=math.log(self.cap)).exp()
+        usable = log_ratio.isfinite() & new.isfinite() & advantages.isfinite()
+        weight = torch.where(usable & ~(low | high) & (advantages != 0), ratio * advantages, 0.0)
+        terms = replace(
+            unclipped(weight, weight, torch.where(usable, ratio, 0.0), ~usable),
+            clipped_low=usable & low,
+            clipped_high=usable & high,
+            below=usable & below,
+            above=usable & above,
+        )
+        return weigh_tokens(inputs, terms, "token-mean")
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
         new, old = log_probs.detach().exp(), (log_probs - log_ratio).detach().exp()
         below, above = new - old < -self.delta_low, new - old > self.delta_high
         inside = ~(above if advantage > 0 else below)
@@ -52,36 +65,3 @@ class DPPOTVLoss(Loss):
             clipped=(~inside).double().mean().item() if advantage else 0.0,
             out_of_band=bool((below | above).any()),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPPOTV:
-    """weight_t = min(r_t, cap)·A, or 0 where π(y_t) − π_old(y_t) leaves [−delta_low, delta_high] with A."""
-
-    delta_low: float
-    delta_high: float
-    cap: float
-
-    def __call__(self, inputs: LossInputs) -> LossTerms:
-        log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
-        new = torch.where(inputs.mask, inputs.log_probs, 0.0)
-        advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
-        # π − π_old = π_old·(r − 1): without the difference of two near numbers.
-        moved = (new - log_ratio).exp() * log_ratio.expm1()
-        below, above = moved < -self.delta_low, moved > self.delta_high
-        low, high = (advantages < 0) & below, (advantages > 0) & above
-        ratio = log_ratio.clamp(max=math.log(self.cap)).exp()
-        usable = log_ratio.isfinite() & new.isfinite() & advantages.isfinite()
-        weight = torch.where(usable & ~(low | high) & (advantages != 0), ratio * advantages, 0.0)
-        terms = TokenSurrogate(
-            objective=weight,
-            weight=weight,
-            ratio=torch.where(usable, ratio, 0.0),
-            clipped_low=usable & low,
-            clipped_high=usable & high,
-            dual_clipped=torch.zeros_like(low),
-            below=usable & below,
-            above=usable & above,
-            nonfinite=~usable,
-        )
-        return weigh_tokens(inputs, terms, "token-mean")

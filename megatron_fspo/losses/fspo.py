@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, model_validator
 from torch import Tensor
 
-from megatron_fspo.losses.common import Definition, Loss, pessimistic_minimum
+from megatron_fspo.errors import InputError
+from megatron_fspo.losses.common import Definition, Loss, LossState, pessimistic_minimum
 from megatron_fspo.objective import ConstantDualClip, DualClip, FSPOBand, LengthFairDualClip, SequenceLevel
+from megatron_fspo.objective.band import DEFAULT_C
+from megatron_fspo.objective.calibration import BandCalibrator, drift_from_kl, drift_from_sigma
+from megatron_fspo.objective.noise import Noise
 from megatron_fspo.section import Share
+
+WATCHED = 5
+"""Steps in a row, with one width of the band and after the warm-up, whose medians judge that width."""
+C_OVER_SIGMA = (1.5, 3.0)
+CLIP_RATE = (0.01, 0.4)
+"""Within these limits a band is neither too wide nor too narrow; ours."""
 
 # A single token's ratio of e^3 = 20.
 Width = Annotated[float, Field(gt=0, le=3)]
@@ -24,7 +37,7 @@ class FSPOLoss(Loss):
     J_i = min(e^S A, e^clip(S) A), with clip to [-c_low L^a + d L, c_high L^a + d L]; mean over sequences.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    VERIFIED: ClassVar = {
         "fspo": {"c_low": 0.05, "c_high": 0.05},
         "fspo-drift": {
             **{"c_low": 0.04, "c_high": 0.06, "drift": "given", "drift_value": -0.002, "dual_clip": "off"}
@@ -36,10 +49,13 @@ class FSPOLoss(Loss):
             **{"entropy_coef": 0.3, "kl_coef": 0.2},
         },
     }
+    RUN_KEYS: ClassVar = frozenset(
+        {"calibrate", "drift", "drift_value", "drift_cap", "noise", "max_noise_clip_rate"}
+    )
 
     name: Literal["fspo"] = "fspo"
-    c_low: Width = Field(0.03, description="lower edge: -c_low * L^exponent + drift * L, in nats")
-    c_high: Width = Field(0.03, description="upper edge: c_high * L^exponent + drift * L, in nats")
+    c_low: Width = Field(DEFAULT_C, description="lower edge: -c_low * L^exponent + drift * L, in nats")
+    c_high: Width = Field(DEFAULT_C, description="upper edge: c_high * L^exponent + drift * L, in nats")
     exponent: Annotated[float, Field(ge=0, le=1)] | Literal["measured"] = Field(
         0.5,
         description="0.5 in the paper; measured: by `calibrate`, together with the width, within 0.5 and 1",
@@ -127,11 +143,9 @@ class FSPOLoss(Loss):
         return FSPOBand(c_low=self.c_low, c_high=self.c_high, drift=drift, exponent=self._power)
 
     def objective(self) -> SequenceLevel:
-        """The gradient weights of the loss."""
         return SequenceLevel(band=self.band(), dual_clip=self._dual_clip(), temper=self.temper)
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
         length = len(log_ratio)
         s = log_ratio.sum()[None]
         width = length**self._power
@@ -154,8 +168,222 @@ class FSPOLoss(Loss):
             return LengthFairDualClip(c=c, exponent=band.exponent, drift=band.drift)
         return ConstantDualClip(ratio=self.dual_clip_ratio) if self.dual_clip == "constant" else None
 
+    def limits(self) -> dict[str, float]:
+        return {"c_low": self.c_low, "c_high": self.c_high}
+
+    def scaled(self, factor: float) -> FSPOLoss:
+        """The loss with a band so many times as wide, which no calibration moves."""
+        wider = self.moved(c_low=factor * self.c_low, c_high=factor * self.c_high)
+        return wider.model_copy(update={"calibrate": 0})
+
+    def start(self, noise: Noise | None = None, *, longest: int, updates: int = 1) -> FSPOState:
+        return FSPOState(self, noise, longest=longest, updates=updates)
+
+    def check(self, *, off_policy_updates: int, sampled: bool) -> None:
+        """Raise ``ValueError`` where there is nothing to measure the drift or the width from."""
+        if self.drift == "measured" and self.noise is None:
+            raise ValueError("loss.drift = measured needs loss.noise, a file of `megatron-fspo calibrate`")
+        if self.drift == "measured" and not sampled:
+            raise ValueError(
+                "loss.drift = measured needs rollout.old_log_probs = sampled: else old and new log-probs are "
+                "of one precision, and S has no drift from it"
+            )
+        asked = {"calibrate": self.calibrate > 0, "drift": self.drift in ("k3", "half_variance")}
+        for key in (key for key in asked if asked[key] and not off_policy_updates):
+            raise ValueError(
+                f"loss.{key} = {getattr(self, key)} has nothing to measure: with one optimizer step per "
+                "rollout S is always 0. It needs batch.mini_batches * batch.epochs > 1, or "
+                "rollout.old_log_probs = sampled"
+            )
+
+    def notes(self, *, steps: int, updates: int, off_policy_updates: int, warmup_updates: int) -> list[str]:
+        if not off_policy_updates:
+            return [
+                "every optimizer step is on policy, where S = 0: FSPO clips nothing. It acts with "
+                "batch.mini_batches * batch.epochs > 1, or rollout.old_log_probs = sampled"
+            ]
+        notes = []
+        if not self.calibrate and max(self.c_low, self.c_high) >= 0.2:
+            notes.append(
+                f"loss.c_low = {self.c_low:g} and loss.c_high = {self.c_high:g} are nats per √token of S. "
+                "0.2, a usual limit of ratios, is e^6.3 for 1000 tokens; loss.calibrate measures c "
+                "(docs/choosing_c.md)"
+            )
+        # Of rollouts that begin after the warm-up.
+        warm = max(steps - math.ceil(warmup_updates / updates), 0)
+        rollouts = math.ceil(self.calibrate / off_policy_updates)
+        if 2 * rollouts > warm:
+            notes.append(
+                f"loss.calibrate = {self.calibrate} will not be done within run.steps = {steps}: it needs "
+                f"two windows of {rollouts} steps, and {warm} begin after the warm-up"
+            )
+        return notes
+
+    def noise_file(self) -> Path | None:
+        return self.noise
+
+    def check_noise(self, noise: Noise, lengths: Sequence[int], origin: str) -> None:
+        """Raise ``InputError`` where noise alone puts more than ``max_noise_clip_rate`` outside the band."""
+        rates = noise.clip_rates(torch.tensor(lengths), self._from(noise).band())
+        if (worst := rates.max().item()) > self.max_noise_clip_rate:
+            raise InputError(
+                f"the band lies inside the noise: {origin} alone puts {worst:.1%} of the responses of "
+                f"{lengths[int(rates.argmax())]} tokens outside c_low = {self.c_low:g}, c_high = "
+                f"{self.c_high:g}; loss.max_noise_clip_rate allows {self.max_noise_clip_rate:.1%}. See "
+                f"{self.noise} for the smallest c"
+            )
+
+    def _from(self, noise: Noise) -> FSPOLoss:
+        """The loss with the band that a run begins with."""
+        return self.centred(noise.drift) if self.drift == "measured" else self
+
+    def unmeasured(self) -> FSPOLoss:
+        drift = "none" if self.drift == "measured" else self.drift
+        return self.model_copy(update={"noise": None, "drift": drift})
+
+    def reported(self, last: Callable[[str], float]) -> FSPOLoss | None:
+        """The loss with its band where a run has moved it, from ``FSPOState.metrics``."""
+        c_low, c_high, drift = (last(f"fspo/{name}") for name in ("c_low", "c_high", "drift"))
+        if math.isnan(c_low + c_high + drift):
+            return None
+        exponent = last("fspo/exponent")  # the run in docs/gallery did not log it
+        measured = None if math.isnan(exponent) else exponent
+        return self.moved(c_low=c_low, c_high=c_high, drift=drift, exponent=measured)
+
+
+class FSPOState(LossState):
+    """FSPO during a run. What moves is the scale of the widths (until it is calibrated), with it the exponent
+    and, where asked for, an estimate of the drift.
+
+    Args:
+        updates: off-policy optimizer steps of one rollout. Calibration looks at whole rollouts.
+        noise: in S, where it was measured.
+        longest: response of the run, in tokens. An estimated drift moves the band nowhere up to this length
+            by more than its half width: S = 0 is always inside.
+    """
+
+    def __init__(self, loss: FSPOLoss, noise: Noise | None, *, longest: int, updates: int) -> None:
+        self._loss: FSPOLoss = loss if noise is None else loss._from(noise)
+        self._noise, self._longest = noise, longest
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=WATCHED)  # c, σ̂, clip rate
+        self._calibrator: BandCalibrator | None = None
+        self._estimates_drift = loss.drift in ("k3", "half_variance")
+        self._drift = 0.0
+        if loss.calibrate:
+            window = math.ceil(loss.calibrate / updates) * updates
+            self._calibrator = BandCalibrator(mini_batches=window, exponent=loss.exponent)
+
+    def _section(self, *, on_policy: bool = False) -> FSPOLoss:
+        loss = self._loss
+        # c stands for both sides of a band that may have two widths.
+        if self._calibrator is not None and (c := self._calibrator.c) is not None:
+            scale = 2 * c / (loss.c_low + loss.c_high)
+            exponent = self._calibrator.exponent
+            loss = loss.moved(c_low=scale * loss.c_low, c_high=scale * loss.c_high, exponent=exponent)
+        if not self._estimates_drift:
+            return loss
+        # A little less than the half width: rounding must not put S = 0 outside.
+        limit = 0.999 * min(loss.c_low, loss.c_high) * self._longest ** (loss.band().exponent - 1)
+        return loss.centred(0.0 if on_policy else max(self._drift, -limit))
+
+    def objective(self, *, on_policy: bool = False) -> SequenceLevel:
+        return self._section(on_policy=on_policy).objective()
+
+    def observe(
+        self, log_ratio_sums: Tensor, lengths: Tensor, *, kl_k3: float, sigma: float | None, warm: bool
+    ) -> None:
+        # σ̂ = 0: no update has moved the policy yet (every advantage was 0, say).
+        if warm and sigma and self._calibrator is not None:
+            self._calibrator.observe(log_ratio_sums, lengths)
+        if self._loss.drift == "k3" and math.isfinite(kl_k3):
+            self._drift = drift_from_kl(max(kl_k3, 0.0), self._loss.drift_cap)
+        elif self._loss.drift == "half_variance" and sigma is not None:
+            self._drift = drift_from_sigma(sigma, self._loss.drift_cap)
+
+    def calibrated(self) -> str | None:
+        calibrator, loss = self._calibrator, self._section()
+        if calibrator is None or calibrator.c is None:
+            return None
+        text = f"c_low = {loss.c_low:.4g}, c_high = {loss.c_high:.4g}"
+        if not calibrator.steady:
+            return f"{text}, until two windows of {calibrator.mini_batches} mini-batches agree on sigma-hat"
+        if calibrator.measured is not None:
+            low, high = calibrator.measured.interval
+            text += (
+                f", exponent = {calibrator.exponent:.3f} (measured {calibrator.measured.value:.3f}, 95% "
+                f"interval {low:.3f} to {high:.3f})"
+            )
+        elif calibrator.refusal is not None:
+            text += (
+                f"; the exponent stays {calibrator.exponent:g}, it cannot be measured: {calibrator.refusal}"
+            )
+        return text
+
+    def metrics(self) -> dict[str, float]:
+        band = self._section().band()
+        return {
+            "fspo/c_low": band.c_low,
+            "fspo/c_high": band.c_high,
+            "fspo/drift": band.drift,
+            "fspo/exponent": band.exponent,
+        }
+
+    def noise_metrics(self, lengths: Tensor, out_of_band: float) -> dict[str, float]:
+        """``fspo/noise_clip_rate``, the share that noise alone is expected to put outside the band, and
+        ``fspo/noise_clip_share``, the part that this is of ``out_of_band``; see the base class."""
+        if self._noise is None or not len(lengths):
+            return {}
+        rate = self._noise.clip_rates(lengths, self._section().band()).mean().item()
+        share = min(1.0, rate / out_of_band) if out_of_band else math.nan
+        return {"fspo/noise_clip_rate": rate, "fspo/noise_clip_share": share}
+
+    def doubts(self, metrics: Mapping[str, float], *, warm: bool) -> dict[str, str]:
+        names = ("fspo/c_low", "fspo/c_high", "fspo/sigma_hat", "actor/pg_clipfrac")
+        if not warm or not all(name in metrics for name in names) or not metrics["fspo/sigma_hat"] > 0:
+            return {}
+        c_low, c_high, sigma, clipped = (metrics[name] for name in names)
+        c = (c_low + c_high) / 2
+        if self._recent and self._recent[-1][0] != c:
+            self._recent.clear()
+        self._recent.append((c, sigma, clipped))
+        if len(self._recent) < WATCHED:
+            return {}
+        _, sigma, clipped = (median(column) for column in zip(*self._recent, strict=True))
+        ratio, (low, high), (least, most) = c / sigma, C_OVER_SIGMA, CLIP_RATE
+        measured = self._calibrator is not None and self._calibrator.c is not None
+        origin = f"c was measured when sigma-hat was {c / 2:.2g}" if measured else "c is the one given"
+        text = (
+            f"c = {c:.3g} is {ratio:.2g} sigma-hat ({sigma:.3g}) and {clipped:.1%} of the responses are "
+            f"clipped, by the medians of the last {WATCHED} steps; in order are {low:g} to {high:g} and "
+            f"{least:.0%} to {most:.0%}. {origin}; c = 2 sigma-hat is {2 * sigma:.2g} now: docs/choosing_c.md"
+        )
+        if ratio < low or clipped > most:
+            return {"narrow band": text}
+        if ratio > high or clipped < least:
+            return {"wide band": text}
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        calibrator = None if self._calibrator is None else self._calibrator.state_dict()
+        return {"drift": self._drift, "calibrator": calibrator}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the band of a checkpoint; keys of the configuration win over it.
+
+        Raises ``InputError`` where it was measured with other settings.
+        """
+        if self._estimates_drift:
+            self._drift = state.get("drift", 0.0)
+        measured = state.get("calibrator")
+        if self._calibrator is not None and measured is not None:
+            try:
+                self._calibrator.load_state_dict(measured)
+            except ValueError as error:
+                raise InputError(f"loss.calibrate or loss.exponent is not what it was: {error}") from None
+
 
 def _growth(s: Tensor, length: int, temper: float) -> Tensor:
     """The integral of exp(S / L^b) over S that is 1 at S = 0: exp(S) for b = 0."""
-    scale = length**temper
-    return 1 + scale * torch.special.expm1(s / scale)
+    scale: float = length**temper
+    growth: Tensor = 1 + scale * torch.special.expm1(s / scale)
+    return growth

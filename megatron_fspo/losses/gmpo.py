@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
-from megatron_fspo.objective.losses import LossInputs, LossTerms, per_token
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token
 
 
 class GMPOLoss(Loss):
@@ -21,35 +19,14 @@ class GMPOLoss(Loss):
     token's ratio; mean over sequences.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {"gmpo": {"eps_low": 0.04, "eps_high": 0.05}}
+    VERIFIED: ClassVar = {"gmpo": {"eps_low": 0.04, "eps_high": 0.05}}
 
     name: Literal["gmpo"] = "gmpo"
     eps_low: PositiveFloat = Field(0.4, description="log of the token ratio >= -eps_low for A < 0, in nats")
     eps_high: PositiveFloat = Field(0.4, description="log of the token ratio <= eps_high for A > 0, in nats")
 
-    def objective(self) -> GMPO:
-        """The gradient weights of the loss."""
-        return GMPO(eps_low=self.eps_low, eps_high=self.eps_high)
-
-    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
-        held = log_ratio.clamp(max=self.eps_high) if advantage > 0 else log_ratio.clamp(min=-self.eps_low)
-        inside = log_ratio.clamp(-self.eps_low, self.eps_high)
-        return Definition(
-            objective=held.mean().exp()[None] * advantage,
-            clipped=(held != log_ratio).double().mean().item() if advantage else 0.0,
-            out_of_band=bool((inside != log_ratio).any()),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GMPO:
-    """weight_t = exp(mean of the clipped log-ratios)·A / L, or 0 where the token's own is clipped."""
-
-    eps_low: float
-    eps_high: float
-
     def __call__(self, inputs: LossInputs) -> LossTerms:
+        """weight_t = exp(mean of the clipped log-ratios)·A / L, or 0 where the token's own is clipped."""
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         advantage = per_token(inputs.advantages, inputs)
         below, above = log_ratio < -self.eps_low, log_ratio > self.eps_high
@@ -76,4 +53,13 @@ class GMPO:
             dual_clipped=torch.zeros_like(clipped_low),
             out_of_band=outside > 0,
             nonfinite=dropped > 0,
+        )
+
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        held = log_ratio.clamp(max=self.eps_high) if advantage > 0 else log_ratio.clamp(min=-self.eps_low)
+        inside = log_ratio.clamp(-self.eps_low, self.eps_high)
+        return Definition(
+            objective=held.mean().exp()[None] * advantage,
+            clipped=(held != log_ratio).double().mean().item() if advantage else 0.0,
+            out_of_band=bool((inside != log_ratio).any()),
         )

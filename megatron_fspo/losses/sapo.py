@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
-from megatron_fspo.objective import TokenSurrogate
-from megatron_fspo.objective.losses import LossInputs, LossTerms, per_token, weigh_tokens
+from megatron_fspo.objective import unclipped
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
 
 # From here on the weight is 0 in floating point, and e^x would overflow first.
 _LARGEST = 20.0
@@ -25,31 +23,15 @@ class SAPOLoss(Loss):
     sequence, mean over sequences. Nothing is clipped.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {"sapo": {"tau_neg": 4.0}}
+    VERIFIED: ClassVar = {"sapo": {"tau_neg": 4.0}}
+    CLIPS: ClassVar = False
 
     name: Literal["sapo"] = "sapo"
     tau_pos: PositiveFloat = Field(1.0, description="tau for A > 0")
     tau_neg: PositiveFloat = Field(1.05, description="tau for A < 0: a larger one forgets the ratio sooner")
 
-    def objective(self) -> SAPO:
-        """The gradient weights of the loss."""
-        return SAPO(tau_pos=self.tau_pos, tau_neg=self.tau_neg)
-
-    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
-        tau = self.tau_pos if advantage > 0 else self.tau_neg
-        gate = 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1))
-        return Definition(objective=gate * advantage, clipped=0.0, out_of_band=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SAPO:
-    """weight_t = 4·p·(1 − p)·r·A with p = sigmoid(τ(r − 1)); mean over each sequence."""
-
-    tau_pos: float
-    tau_neg: float
-
     def __call__(self, inputs: LossInputs) -> LossTerms:
+        """weight_t = 4·p·(1 − p)·r·A with p = sigmoid(τ(r − 1)); mean over each sequence."""
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
         x = log_ratio.clamp(max=_LARGEST)
@@ -58,17 +40,16 @@ class SAPO:
         gate = 4 / tau * distance.sigmoid()
         slope = 4 * distance.sigmoid() * (-distance).sigmoid() * x.exp()
         usable = log_ratio.isfinite() & advantages.isfinite()
-        nobody = torch.zeros_like(usable)
         there = usable & (advantages != 0)
-        terms = TokenSurrogate(
+        terms = unclipped(
             objective=torch.where(there, gate * advantages, 0.0),
             weight=torch.where(there, slope * advantages, 0.0),
             ratio=torch.where(usable, slope, 0.0),
-            clipped_low=nobody,
-            clipped_high=nobody,
-            dual_clipped=nobody,
-            below=nobody,
-            above=nobody,
             nonfinite=~usable,
         )
         return weigh_tokens(inputs, terms, "sequence-mean")
+
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        tau = self.tau_pos if advantage > 0 else self.tau_neg
+        gate = 4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1))
+        return Definition(objective=gate * advantage, clipped=0.0, out_of_band=False)

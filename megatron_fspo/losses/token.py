@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat
@@ -12,15 +11,39 @@ from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss, pessimistic_minimum
 from megatron_fspo.objective import PolicyObjective, TokenLevel
-from megatron_fspo.objective.losses import LossInputs, LossTerms
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms
+from megatron_fspo.objective.surrogate import Aggregation
 from megatron_fspo.section import UnitInterval
 
 
 class TokenLoss(Loss):
     """Token-level clipping."""
 
+    AGGREGATION: ClassVar[Aggregation] = "sequence-mean"
+
     eps_low: UnitInterval = Field(0.2, description="token ratio >= 1 - eps_low")
     dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="limit for A < 0")
+    eps_high: PositiveFloat = Field(0.2, description="token ratio <= 1 + eps_high")
+
+    def objective(self) -> PolicyObjective:
+        return TokenLevel(
+            eps_low=self.eps_low,
+            eps_high=self.eps_high,
+            dual_clip_ratio=self.dual_clip_ratio,
+            aggregation=self.AGGREGATION,
+        )
+
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        ratio = log_ratio.exp()
+        held = ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
+        limit = None if self.dual_clip_ratio is None else ratio.new_tensor(self.dual_clip_ratio)
+        objective, clipped = pessimistic_minimum(log_ratio, advantage, ratio, held, limit)
+        return Definition(
+            objective=objective,
+            mean="token" if self.AGGREGATION == "token-mean" else "sequence",
+            clipped=clipped,
+            out_of_band=bool((ratio != held).any()),
+        )
 
 
 class GRPOLoss(TokenLoss):
@@ -29,21 +52,12 @@ class GRPOLoss(TokenLoss):
     J_it = min(r A, clip(r) A), r = the token's ratio.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    VERIFIED: ClassVar = {
         "grpo": {"eps_low": 0.05, "eps_high": 0.05, "dual_clip_ratio": 1.08},
         "grpo-kl": {"eps_low": 0.05, "eps_high": 0.05, "kl_coef": 0.3},
     }
 
     name: Literal["grpo"] = "grpo"
-    eps_high: PositiveFloat = Field(0.2, description="token ratio <= 1 + eps_high")
-
-    def objective(self) -> TokenLevel:
-        """The gradient weights of the loss."""
-        return _objective(self, "sequence-mean")
-
-    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
-        return _definition(self, log_ratio, advantage, "sequence")
 
 
 class DAPOLoss(TokenLoss):
@@ -52,18 +66,11 @@ class DAPOLoss(TokenLoss):
     J_it = min(r A, clip(r) A), r = the token's ratio.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {"dapo": {"eps_low": 0.05, "eps_high": 0.06}}
+    VERIFIED: ClassVar = {"dapo": {"eps_low": 0.05, "eps_high": 0.06}}
+    AGGREGATION: ClassVar[Aggregation] = "token-mean"
 
     name: Literal["dapo"] = "dapo"
     eps_high: PositiveFloat = Field(0.28, description="token ratio <= 1 + eps_high")
-
-    def objective(self) -> TokenLevel:
-        """The gradient weights of the loss."""
-        return _objective(self, "token-mean")
-
-    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
-        return _definition(self, log_ratio, advantage, "token")
 
 
 class OPSMLoss(TokenLoss):
@@ -74,62 +81,25 @@ class OPSMLoss(TokenLoss):
     sampler's with `rollout.old_log_probs` = sampled. The default of delta is ours.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "opsm": {"eps_low": 0.05, "eps_high": 0.05, "delta": 0.01}
-    }
+    VERIFIED: ClassVar = {"opsm": {"eps_low": 0.05, "eps_high": 0.05, "delta": 0.01}}
 
     name: Literal["opsm"] = "opsm"
-    eps_high: PositiveFloat = Field(0.2, description="token ratio <= 1 + eps_high")
     delta: PositiveFloat = Field(1e-3, description="drop where A < 0 and -S / L > delta, nats per token")
 
-    def objective(self) -> OffPolicySequenceMask:
-        """The gradient weights of the loss."""
-        return OffPolicySequenceMask(inner=_objective(self, "sequence-mean"), delta=self.delta)
-
-    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
-        plain = _definition(self, log_ratio, advantage, "sequence")
-        if not (advantage < 0 and -log_ratio.mean() > self.delta):
-            return plain
-        return replace(plain, objective=0 * log_ratio, clipped=1.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffPolicySequenceMask:
-    """Another loss, with weight 0 for sequences with A < 0 and −S/L > delta. One more collective."""
-
-    inner: PolicyObjective
-    delta: float
+    def objective(self) -> PolicyObjective:
+        return self
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
+        """GRPO's, with weight 0 for sequences with A < 0 and −S/L > delta. One more collective."""
         (log_ratio_sum,) = inputs.sequence_sums(inputs.log_ratio[None])
         far = -log_ratio_sum > self.delta * inputs.lengths
         dropped = (inputs.advantages < 0) & far & log_ratio_sum.isfinite()
-        terms = self.inner(replace(inputs, advantages=torch.where(dropped, 0.0, inputs.advantages)))
+        kept = replace(inputs, advantages=torch.where(dropped, 0.0, inputs.advantages))
+        terms = super().objective()(kept)
         return replace(terms, clipped_low=torch.where(dropped, 1.0, terms.clipped_low))
 
-
-def _objective(
-    loss: GRPOLoss | DAPOLoss | OPSMLoss, aggregation: Literal["sequence-mean", "token-mean"]
-) -> TokenLevel:
-    return TokenLevel(
-        eps_low=loss.eps_low,
-        eps_high=loss.eps_high,
-        dual_clip_ratio=loss.dual_clip_ratio,
-        aggregation=aggregation,
-    )
-
-
-def _definition(
-    loss: GRPOLoss | DAPOLoss | OPSMLoss,
-    log_ratio: Tensor,
-    advantage: float,
-    mean: Literal["sequence", "token"],
-) -> Definition:
-    ratio = log_ratio.exp()
-    held = ratio.clamp(1 - loss.eps_low, 1 + loss.eps_high)
-    limit = None if loss.dual_clip_ratio is None else ratio.new_tensor(loss.dual_clip_ratio)
-    objective, clipped = pessimistic_minimum(log_ratio, advantage, ratio, held, limit)
-    return Definition(
-        objective=objective, mean=mean, clipped=clipped, out_of_band=bool((ratio != held).any())
-    )
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        plain = super().definition(log_ratio, advantage, log_probs)
+        if not (advantage < 0 and -log_ratio.mean() > self.delta):
+            return plain
+        return replace(plain, objective=0 * log_ratio, clipped=1.0)

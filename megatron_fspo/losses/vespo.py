@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
-from megatron_fspo.objective import Surrogate
-from megatron_fspo.objective.losses import LossInputs, LossTerms, weigh_sequences
+from megatron_fspo.objective import unclipped
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, weigh_sequences
 
 
 class VESPOLoss(Loss):
@@ -24,7 +22,8 @@ class VESPOLoss(Loss):
     b = 0.5 noise gives phi the same spread at every length.
     """
 
-    VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {"vespo": {"temper": 0.25}}
+    VERIFIED: ClassVar = {"vespo": {"temper": 0.25}}
+    CLIPS: ClassVar = False
 
     name: Literal["vespo"] = "vespo"
     k_pos: PositiveFloat = Field(2.0, description="k for A > 0")
@@ -35,16 +34,29 @@ class VESPOLoss(Loss):
         0.0, description="b of w = exp(S / L^b); 0 in the paper"
     )
 
-    def objective(self) -> VESPO:
-        """The gradient weights of the loss."""
-        return VESPO(
-            positive=(self.k_pos, self.lambda_pos),
-            negative=(self.k_neg, self.lambda_neg),
-            temper=self.temper,
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """weight_t = phi(w)·A, w = exp(S / L^temper); mean over tokens."""
+        (log_ratio_sum,) = inputs.sequence_sums(inputs.log_ratio[None])
+        lengths = inputs.lengths.to(log_ratio_sum)
+        advantages = inputs.advantages.to(log_ratio_sum)
+        log_w = log_ratio_sum * lengths.clamp(min=1) ** -self.temper
+        pairs = log_ratio_sum.new_tensor([(self.k_pos, self.lambda_pos), (self.k_neg, self.lambda_neg)])
+        k, lam = torch.where(advantages > 0, *pairs[..., None])
+        # -expm1 is 1 - w to the last digit, and phi is 0 where w overflows.
+        phi = (k * log_w - lam * log_w.expm1()).exp()
+        weight = torch.where(advantages != 0, phi * advantages, 0.0)
+        present = lengths > 0
+        usable = present & log_ratio_sum.isfinite() & advantages.isfinite() & weight.isfinite()
+        token = torch.where(usable, weight, 0.0) * (inputs.num_sequences / max(inputs.num_tokens, 1))
+        terms = unclipped(
+            objective=token * lengths,
+            weight=token,
+            ratio=torch.where(usable, phi, 0.0),
+            nonfinite=present & ~usable,
         )
+        return weigh_sequences(inputs, log_ratio_sum, terms)
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        """The loss of one response with log-ratios and log-probs [L], L > 0."""
         w = (log_ratio.detach().sum() / len(log_ratio) ** self.temper).exp().item()
         k, lam = (self.k_pos, self.lambda_pos) if advantage > 0 else (self.k_neg, self.lambda_neg)
         phi = w**k * math.exp(lam * (1 - w))
@@ -55,41 +67,3 @@ class VESPOLoss(Loss):
             clipped=0.0,
             out_of_band=False,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class VESPO:
-    """weight_t = phi(w)·A, w = exp(S / L^temper); mean over tokens."""
-
-    positive: tuple[float, float]
-    """k and λ of phi(w) = w^k·e^(λ(1 − w)) for A > 0."""
-    negative: tuple[float, float]
-    """The same for A < 0."""
-    temper: float
-
-    def __call__(self, inputs: LossInputs) -> LossTerms:
-        (log_ratio_sum,) = inputs.sequence_sums(inputs.log_ratio[None])
-        lengths = inputs.lengths.to(log_ratio_sum)
-        advantages = inputs.advantages.to(log_ratio_sum)
-        log_w = log_ratio_sum * lengths.clamp(min=1) ** -self.temper
-        pairs = log_ratio_sum.new_tensor([self.positive, self.negative])
-        k, lam = torch.where(advantages > 0, *pairs[..., None])
-        # -expm1 is 1 - w to the last digit, and phi is 0 where w overflows.
-        phi = (k * log_w - lam * log_w.expm1()).exp()
-        weight = torch.where(advantages != 0, phi * advantages, 0.0)
-        present = lengths > 0
-        usable = present & log_ratio_sum.isfinite() & advantages.isfinite() & weight.isfinite()
-        nobody = torch.zeros_like(usable)
-        token = torch.where(usable, weight, 0.0) * (inputs.num_sequences / max(inputs.num_tokens, 1))
-        terms = Surrogate(
-            objective=token * lengths,
-            weight=token,
-            ratio=torch.where(usable, phi, 0.0),
-            clipped_low=nobody,
-            clipped_high=nobody,
-            dual_clipped=nobody,
-            below=nobody,
-            above=nobody,
-            nonfinite=present & ~usable,
-        )
-        return weigh_sequences(inputs, log_ratio_sum, terms)

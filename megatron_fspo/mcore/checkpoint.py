@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -81,10 +81,8 @@ class Saving:
         state: dict[str, Any],
         *,
         snapshot: bool,
-        more: Callable[[Path], Sequence[Path]] | None,
     ) -> None:
         self._folder = folder
-        self._more = more
         self._partial = _partial(folder)
         self._device = policy.backend.device
         self._state = json.dumps({**state, "optimizer_steps": policy.optimizer_steps, "sums": SUMS}, indent=1)
@@ -100,8 +98,6 @@ class Saving:
 
     def _write(self) -> None:
         try:
-            small = self._more(self._partial) if self._more is not None else ()
-            self._sums = {str(path.relative_to(self._partial)): digest(path) for path in small}
             with self._writer as writer:
                 for entry in self._entries:
                     if not writer.declared(entry.key):
@@ -110,8 +106,8 @@ class Saving:
                 for key in self._extra_states:
                     writer.add_object(key, [None])
                 writer.close()
-            self._sums |= {f"{_WEIGHTS}/{name}": found for name, found in writer.sums.items()}
-            sync(*small, *{path.parent for path in small}, self._partial / _WEIGHTS)
+            self._sums = {f"{_WEIGHTS}/{name}": found for name, found in writer.sums.items()}
+            sync(self._partial / _WEIGHTS)
         except Exception as error:  # told to all ranks by finish
             self._error = f"rank {dist.get_rank()}: {error}"
 
@@ -166,7 +162,6 @@ def begin_save(
     state: dict[str, Any],
     *,
     snapshot: bool,
-    more: Callable[[Path], Sequence[Path]] | None = None,
 ) -> Saving:
     """Start to write one checkpoint; ``finish`` it before the next. Collective.
 
@@ -176,15 +171,13 @@ def begin_save(
         snapshot: copy this rank's part (in bf16 14 bytes, in fp32 12 bytes, for each parameter that is this
             rank's to write) to host memory first; training may go on at once. Without, nothing may change
             before all is ``written``.
-        more: writes what else this rank has, into the folder that it is given, and returns its files; no
-            collectives.
 
     Raises:
         TrainingError: on every rank; the folder cannot be made.
     """
     problem = _attempt(lambda: _make_room(folder)) if dist.get_rank() == 0 else None
     _raise_alike(problem, folder)
-    return Saving(policy, folder, state, snapshot=snapshot, more=more)
+    return Saving(policy, folder, state, snapshot=snapshot)
 
 
 def save_checkpoint(policy: Policy, folder: Path, state: dict[str, Any]) -> None:

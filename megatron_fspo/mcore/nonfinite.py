@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss
-from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.packing.pack import Pack, PackLayout, Packs, collate_packs
+from megatron_fspo.packing.batch import MicroBatch, Packs
+from megatron_fspo.packing.pack import Pack, PackLayout, collate_packs
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import agreed, gather_lists, share
 

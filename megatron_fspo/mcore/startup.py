@@ -6,6 +6,7 @@ import atexit
 import gc
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,13 +23,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.job.agent import end_with_agent
 from megatron_fspo.job.control import JobControl
-from megatron_fspo.job.incarnation import agree_on_name
-from megatron_fspo.job.pulse import Pulse
+from megatron_fspo.job.start_id import agree_on_start_id
 from megatron_fspo.mcore.backend import Backend
 from megatron_fspo.parallel.control import Control, Patience
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parent import end_with_parent
 
 _jobs = itertools.count()
 _TELL_SECONDS = 60.0  # for the others to start, so that they can be told why there will be no job
@@ -43,7 +43,8 @@ def job() -> Iterator[None]:
     An error before the job is joined, in a file that only this machine has perhaps, reaches them, too. And a
     rank ends when torchrun's agent does.
     """
-    end_with_agent()
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        end_with_parent()
     try:
         yield
         if _control is not None:
@@ -106,7 +107,7 @@ def _connect(parallel: Parallel) -> Control:
     patience = Patience(wait=parallel.wait_seconds, silence=parallel.silence_seconds)
     if world_size == 1:
         return Control(patience)
-    pulse = Pulse(
+    return JobControl(
         PrefixStore(f"megatron_fspo/control/{next(_jobs)}", store.clone()),  # type: ignore[attr-defined]
         rank,
         world_size,
@@ -115,7 +116,6 @@ def _connect(parallel: Parallel) -> Control:
         hosts=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         speaks=os.environ.get("LOCAL_RANK", "0") == "0",
     )
-    return JobControl(pulse)
 
 
 @cache
@@ -151,7 +151,7 @@ def _of_environment(seconds: float) -> tuple[Store, int, int]:
         if "EADDRINUSE" in str(error):
             raise InputError(f"{place}: the port is in use, choose another") from None
         raise TrainingError(f"{place}: nobody answers: {str(error).splitlines()[0]}") from None
-    return PrefixStore(agree_on_name(store, rank, size, seconds=seconds), store), rank, size
+    return PrefixStore(agree_on_start_id(store, rank, size, seconds=seconds), store), rank, size
 
 
 def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:

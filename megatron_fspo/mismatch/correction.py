@@ -28,20 +28,15 @@ from megatron_fspo.config.correction import (
 from megatron_fspo.mismatch.measure import Mismatch, per_sample, token_deltas
 from megatron_fspo.objective.correction import length_fair_gate, masked_weight, truncated_weight, within_ratio
 from megatron_fspo.objective.fairness import length_bins
-from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.packing.pack import Packs
+from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 
 LEAST_LEFT = 0.5
-"""Mean weight and effective sample size below which the user is told."""
+"""Mean weight and effective sample size below which the user is warned."""
 
 
 def correct(
-    correction: CorrectionConfig,
-    packs: Packs,
-    mismatch: Mismatch,
-    *,
-    groups: ParallelGroups,
+    correction: CorrectionConfig, packs: Packs, mismatch: Mismatch, *, groups: ParallelGroups
 ) -> tuple[Packs, dict[str, float]]:
     """Micro-batches with ``rollout_weights``, and the metrics of the correction. Collective.
 
@@ -73,15 +68,11 @@ def correct(
             return _per_token(weight[batch.sample_index], batch)
 
     corrected = [_with_weights(batch, weights(batch), mismatch.sums) for batch in packs]
-    names = {
-        "token_tis": "truncated_tokens",
-        "sequence_tis": "truncated_sequences",
-        "icepop": "dropped_tokens",
-    }
-    name = names.get(correction.name, "dropped")
+    act = "truncated" if isinstance(correction, TokenTIS | SequenceTIS) else "dropped"
+    units = {"token_tis": "_tokens", "icepop": "_tokens", "sequence_tis": "_sequences"}
+    metrics = correction_metrics(act + units.get(correction.name, ""), columns, mismatch)
     old, weighted = ([pair[i] for pair in corrected] for i in range(2))
-    columns_of_packs = {"old_log_probs": old, "rollout_weights": weighted}
-    return packs.with_columns(**columns_of_packs), correction_metrics(name, columns, mismatch)
+    return packs.with_columns(old_log_probs=old, rollout_weights=weighted), metrics
 
 
 def token_weights(correction: TokenTIS | IcePop, deltas: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +103,7 @@ def sequence_weights(
 
 
 def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[str, float]:
-    """What the rule did, over all responses whose Δ is finite.
+    """Measure what the rule did, over all responses whose Δ is finite.
 
     Args:
         name: what it does to a unit (a sequence, or a token for ``token_tis``).
@@ -129,7 +120,7 @@ def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[s
     half = length_bins(mismatch.lengths[counted], 2)
 
     def share(chosen: Tensor) -> float:
-        return (acted[chosen].sum() / units[chosen].sum()).item()
+        return float(acted[chosen].sum() / units[chosen].sum())
 
     return {
         f"rollout/correction_{name}": share(half >= 0),
@@ -157,7 +148,7 @@ def effective_share(weight: Tensor, square: Tensor, units: Tensor) -> float:
 
 
 def little_is_left(correction: CorrectionConfig, metrics: Mapping[str, float]) -> str | None:
-    """What to tell the user where the rule leaves less than half of a batch to learn from, with the remedy.
+    """Return a warning, with the remedy, where the rule leaves less than half of a batch to learn from.
 
     Args:
         metrics: of :func:`correct` and of the mismatch it corrected; the same on every rank.

@@ -1,8 +1,13 @@
-"""How far the sampler's log-probs are from the trainer's: Δ = log π_trainer - log π_sampler, token by token.
+"""The difference of sampler and trainer, Δ = log π_trainer - log π_sampler of the same tokens, and why.
 
 It would be 0 if both computed alike. Other kernels and precisions make small noise; its sum over a response
-spreads as √L, as S does. A bias, or much more, is a fault (see :mod:`.alarm`), or older weights: responses
-that were sampled before the last updates differ by what those changed.
+spreads as √L, as S does. Responses that were sampled before the last updates differ by what those changed. A
+bias, or much more noise, is a fault: the alarm looks at tokens of the trainer's present weights only, and
+names the likeliest cause. Each is a test that the others fail:
+
+* log-probs before the temperature, or at another one: scored at that temperature, the difference vanishes;
+* a cut vocabulary (top-p, top-k), renormalised: Δ is the log of the mass kept, so never above 0;
+* none of these: other weights than claimed, or other kernels.
 """
 
 from __future__ import annotations
@@ -17,12 +22,27 @@ from torch import Tensor
 
 from megatron_fspo.objective.calibration import sigma_hat
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.metrics import gather_lists, reduce_metrics
+from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
+from megatron_fspo.parallel.metrics import gather_lists, means, sum_metrics
 from megatron_fspo.parallel.segments import ExactSums
 
 OUTLIER = 6.0
 """An outlier's |Σ Δ| / √L, in σ̂. Of Gaussian noise 2e-9 are beyond it, and 0.3 % even where σ̂, the median of
 a few responses, comes out at half of σ."""
+
+LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+"""Largest mean |Δ| of a sound run, in nats. Others report 0.011 between Megatron and vLLM in bfloat16."""
+
+FP8_LIMIT = 0.3
+"""The same between a trainer in FP8 and a sampler in bfloat16. Emulated: 0.015 in training on make-sum, 0.22
+for responses of SmolLM2-135M."""
+
+_LEAST_KEPT = 0.5
+"""Probability kept by a cut vocabulary that nobody asked for; less at hardly any token."""
+_EXCEPTIONS = 0.01
+"""Share of tokens that may break a rule which noise blurs."""
+_PASSES = 6
+"""Passes of the search for another temperature."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +112,7 @@ def measure(
         batches: this rank's, with the old pass's log-probs.
         samples: of the whole rollout.
         group: data × context parallel.
-        also: is shown every micro-batch with its Δ [t], as each is made anew for every walk over them.
+        also: is shown every micro-batch with its Δ [t], as each is made anew in every loop over them.
 
     Returns:
         with metrics over all tokens whose Δ is finite: ``rollout/logprob_abs_diff/mean`` and ``/max``: |Δ| of
@@ -100,12 +120,17 @@ def measure(
         estimates, -Δ and exp(Δ) - 1 - Δ; ``rollout/mismatch_sigma``: spread of Σ Δ / √L over responses,
         beside ``fspo/sigma_hat``; ``rollout/mismatch_outliers``: see :func:`outlier_share`.
     """
-    totals = _Totals()
+    totals = torch.zeros(4, dtype=torch.float64)  # Σ of |Δ|, -Δ, exp(Δ) - 1 - Δ and 1, over this rank's
+    largest = 0.0
     scored: list[tuple[Tensor, Tensor]] = []
 
     def columns(batch: MicroBatch) -> Tensor:
+        nonlocal totals, largest
         delta = token_deltas(batch)
-        totals.add(delta[batch.mask & delta.isfinite()])
+        finite = delta[batch.mask & delta.isfinite()]
+        rows = (finite.abs(), -finite, finite.expm1() - finite, torch.ones_like(finite))
+        totals = totals.to(delta) + torch.stack([row.sum() for row in rows])
+        largest = max(largest, rows[0].max().item() if len(finite) else 0.0)
         also(batch, delta)
         scored.append((batch.sample_index, batch.lengths))
         return delta[None]
@@ -113,11 +138,9 @@ def measure(
     (whole,) = per_sample(batches, columns, 1, samples, group=group)
     lengths = _everywhere(scored, samples, group=group)
     names = ("rollout/logprob_abs_diff/mean", "rollout/kl_k1", "rollout/kl_k3")
-    metrics = reduce_metrics(
-        {name: torch.stack([total, totals.count]) for name, total in zip(names, totals.sums, strict=True)},
-        group=group,
-    )
-    metrics["rollout/logprob_abs_diff/max"] = max(gather_lists([totals.largest], group=group))
+    pairs = {name: totals[[number, -1]] for number, name in enumerate(names)}
+    metrics = means(sum_metrics(pairs, group=group))
+    metrics["rollout/logprob_abs_diff/max"] = max(gather_lists([largest], group=group))
     known = whole.isfinite() & (lengths > 0)
     spread = sigma_hat(whole[known], lengths[known], 0.5) if known.any() else math.nan
     metrics["rollout/mismatch_sigma"] = spread
@@ -147,25 +170,183 @@ def outlier_share(sums: Tensor, lengths: Tensor, sigma: float) -> float:
 def _everywhere(scored: Sequence[tuple[Tensor, Tensor]], samples: int, *, group: dist.ProcessGroup) -> Tensor:
     """Lengths [samples] of the responses that some rank scored, 0 for the others. Collective."""
     numbers, lengths = (torch.cat(column) for column in zip(*scored, strict=True))
-    found = lengths.new_zeros(samples).index_copy_(0, numbers, lengths)
+    every = lengths.new_zeros(samples).index_copy_(0, numbers, lengths)
     if group.size() > 1:
         # Ranks that share a response all have its length.
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return found
+        dist.all_reduce(every, op=dist.ReduceOp.MAX, group=group)
+    return every
 
 
-class _Totals:
-    """Over this rank's finite Δ."""
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The run, as far as the alarm asks."""
 
-    def __init__(self) -> None:
-        self.sums = torch.zeros(3, dtype=torch.float64)
-        """Of |Δ|, -Δ, exp(Δ) - 1 - Δ."""
-        self.count = torch.zeros((), dtype=torch.float64)
-        self.largest = 0.0
+    version: int
+    """Version of the trainer's weights."""
+    temperature: float
+    top_p: float
+    limit: float
+    """Largest mean |Δ|, nats."""
+    rescore: Callable[[Sequence[MicroBatch], float], list[Tensor]]
+    """Log-probs [t] of micro-batches at another temperature; collective."""
+    probe: int
+    """Micro-batches of this rank to score again, the first ones."""
+    groups: ParallelGroups
+    device: torch.device
 
-    def add(self, delta: Tensor) -> None:
-        """Δ of some tokens."""
-        parts = (delta.abs(), -delta, delta.expm1() - delta)
-        self.sums = self.sums.to(delta) + torch.stack([part.sum() for part in parts])
-        self.count = self.count.to(delta) + len(delta)
-        self.largest = max(self.largest, delta.abs().max().item() if len(delta) else 0.0)
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """Δ over some tokens, over all ranks; the same on every rank."""
+
+    tokens: int
+    mean: float
+    """Mean |Δ|; NaN without tokens."""
+    largest: float
+    beyond: float
+    """Share of tokens with Δ outside what a cut vocabulary can give."""
+
+
+class FreshTokens:
+    """The gap over fresh tokens, under construction: for :func:`check_mismatch`.
+
+    Args:
+        fresh: [samples] position in prompt and response from which on all that follows was sampled by the
+            present weights.
+    """
+
+    def __init__(self, fresh: Tensor, setting: Setting) -> None:
+        self.fresh = fresh.to(setting.device)
+        self._setting = setting
+        self._totals = torch.zeros(3, dtype=torch.float64, device=setting.device)
+        self._largest = 0.0
+
+    def add(self, batch: MicroBatch, delta: Tensor) -> None:
+        """A micro-batch, with Δ [t] of :func:`token_deltas`; what is not finite does not count."""
+        setting = self._setting
+        floor = math.log(setting.top_p if setting.top_p < 1 else _LEAST_KEPT)
+        used = delta[_chosen(batch, self.fresh) & delta.isfinite()]
+        beyond = (used > setting.limit) | (used < floor - setting.limit)
+        self._totals += torch.stack([used.abs().sum(), beyond.sum().double(), used.new_tensor(len(used))])
+        self._largest = max(self._largest, used.abs().max().item() if len(used) else 0.0)
+
+    def gap(self) -> Gap:
+        """Over all ranks. Collective."""
+        total, beyond, count = _summed(self._totals, self._setting.groups)
+        return Gap(
+            tokens=int(count),
+            mean=total / count if count else math.nan,
+            largest=max(gather_lists([self._largest], group=self._setting.groups.dp_cp)),
+            beyond=beyond / count if count else math.nan,
+        )
+
+
+def check_mismatch(
+    batches: Sequence[MicroBatch], seen: FreshTokens, setting: Setting
+) -> tuple[dict[str, float], str | None]:
+    """Look at one rollout. Collective; scores a few micro-batches again if something is wrong.
+
+    Args:
+        batches: this rank's, with the old pass's log-probs.
+        seen: all of these micro-batches.
+
+    Returns:
+        ``rollout/mismatch_alarm``: 1 or 0, NaN where the present weights sampled nothing; and what to tell
+        the user, if anything.
+    """
+    gap = seen.gap()
+    if not gap.tokens:
+        return {"rollout/mismatch_alarm": math.nan}, None
+    if gap.mean <= setting.limit:
+        return {"rollout/mismatch_alarm": 0.0}, None
+    text = (
+        f"sampler and trainer differ by {gap.mean:.2g} nats per token (at most {gap.largest:.2g}) over "
+        f"{gap.tokens:,} tokens of the present weights, version {setting.version}; "
+        f"rollout.mismatch_limit is {setting.limit:g}. "
+        f"Likeliest cause: {find_cause(batches, seen.fresh, gap, setting)}"
+    )
+    return {"rollout/mismatch_alarm": 1.0}, text
+
+
+def find_cause(batches: Sequence[MicroBatch], fresh: Tensor, gap: Gap, setting: Setting) -> str:
+    """Return the likeliest cause of a ``gap`` over fresh tokens, with its evidence. Collective."""
+    other = find_temperature(batches[: setting.probe], fresh, setting)
+    if other is not None:
+        what = (
+            "log-probs before the temperature (a server without --logprobs-mode processed_logprobs), or a "
+            "sampler that ignores it"
+            if other == 1
+            else "another temperature"
+        )
+        return (
+            f"{what}: scored at {other:.3g} instead of rollout.temperature = {setting.temperature:g}, the "
+            "difference vanishes"
+        )
+    if gap.beyond <= _EXCEPTIONS:
+        why = (
+            f"expected with rollout.top_p = {setting.top_p:g}, as the old pass ignores the cut"
+            if setting.top_p < 1
+            else "but rollout.top_p is 1: look for sampling defaults of the server"
+        )
+        return f"a vocabulary cut by top-p or top-k, and log-probs renormalised over the rest; {why}"
+    return (
+        "other weights than claimed, or other kernels: no temperature explains it, nor a cut vocabulary (see "
+        "rollout/canary_abs_diff_max)"
+    )
+
+
+def find_temperature(batches: Sequence[MicroBatch], fresh: Tensor, setting: Setting) -> float | None:
+    """Return the temperature at which the difference vanishes, 1 before any other; None: there is none.
+    Collective.
+
+    Log-probs are smooth in β = 1/T: Gauss-Newton on Σ Δ², with the derivative from the last two passes.
+    """
+    # Within the limit, and not by a hair's breadth.
+    enough = min(setting.limit, _gap(batches, None, fresh, setting).mean / 4)
+    beta = 1 / setting.temperature
+    scores = [batch.old_log_probs for batch in batches if batch.old_log_probs is not None]
+    following = 1.0 if beta != 1 else 0.9
+    for _ in range(_PASSES):
+        before, before_scores = beta, scores
+        beta = following
+        scores = setting.rescore(batches, 1 / beta)
+        if _gap(batches, scores, fresh, setting).mean <= enough:
+            return 1 / beta
+        totals = scores[0].new_zeros(2, dtype=torch.float64)
+        for batch, old, new in zip(batches, before_scores, scores, strict=True):
+            delta = token_deltas(batch, new)
+            slope = (new.double() - old.double()) / (beta - before)
+            used = _chosen(batch, fresh) & delta.isfinite() & slope.isfinite()
+            totals += torch.stack([(slope * delta)[used].sum(), slope[used].square().sum()])
+        up, down = _summed(totals, setting.groups)
+        step = -up / down if down > 0 else 0.0
+        # A wrong derivative must not throw it out of reach.
+        following = min(max(beta + step, beta / 3), beta * 3)
+        if not abs(following - beta) > 1e-9:
+            return None
+    return None
+
+
+def _gap(
+    batches: Sequence[MicroBatch], scores: Sequence[Tensor] | None, fresh: Tensor, setting: Setting
+) -> Gap:
+    """Over the fresh tokens whose Δ is finite, from the old pass or from other ``scores``. Collective."""
+    seen = FreshTokens(fresh, setting)
+    for number, batch in enumerate(batches):
+        seen.add(batch, token_deltas(batch, None if scores is None else scores[number]))
+    return seen.gap()
+
+
+def _chosen(batch: MicroBatch, fresh: Tensor) -> Tensor:
+    """[t] bool: response tokens predicted at a sample's position ``fresh`` [samples] or later."""
+    first = fresh[batch.sample_index]
+    first = torch.cat([first, first.new_zeros(1)]).index_select(0, batch.segment)
+    return batch.mask & (batch.position_ids[0] >= first)
+
+
+def _summed(totals: Tensor, groups: ParallelGroups) -> list[float]:
+    """Over all ranks with different tokens; the first rank's on all, as what follows on it is collective."""
+    if groups.dp_cp.size() > 1:
+        dist.all_reduce(totals, group=groups.dp_cp)
+    numbers: list[float] = of_first_rank(totals, groups.dp_cp, groups.tp, groups.pp).tolist()
+    return numbers

@@ -1,4 +1,4 @@
-"""What FSPO is, in pure torch: bands, surrogates, advantages, fairness.
+"""FSPO in pure torch: bands, surrogates, advantages, fairness.
 
 Nothing here knows of Megatron, of process groups or of a model; any trainer can use it::
 
@@ -18,9 +18,9 @@ Nothing here knows of Megatron, of process groups or of a model; any trainer can
     >>> new.grad.abs().sum(dim=1).gt(0).tolist()
     [False, True, False, True]
 
-What measures a band (``calibration``, ``exponent``, ``noise``) and what corrects rollouts (``correction``) is
-imported from its module. The paper is arXiv 2509.09177; docstrings say what is seen in it, second-hand or
-ours.
+Measurements of a band (``calibration``, ``exponent``, ``noise``) and corrections of rollouts (``correction``)
+are imported from their modules. The paper is arXiv 2509.09177; docstrings say what is seen in it, second-hand
+or ours.
 """
 
 from megatron_fspo.objective.advantages import group_normalized_advantages, leave_one_out_advantages
@@ -39,9 +39,13 @@ from megatron_fspo.objective.fairness import (
     effective_sample_size,
     length_reweighting_error,
 )
-from megatron_fspo.objective.losses import PolicyObjective, PrefixLevel, SequenceLevel, TokenLevel
-from megatron_fspo.objective.surrogate import Surrogate, sequence_surrogate
-from megatron_fspo.objective.token_level import TokenSurrogate, aggregation_weight, token_surrogate
+from megatron_fspo.objective.policy_objective import PolicyObjective, PrefixLevel, SequenceLevel, TokenLevel
+from megatron_fspo.objective.surrogate import (
+    Surrogate,
+    aggregation_weight,
+    sequence_surrogate,
+    unclipped,
+)
 
 __all__ = [
     "ClipBand",
@@ -58,12 +62,11 @@ __all__ = [
     "SequenceLevel",
     "Surrogate",
     "TokenLevel",
-    "TokenSurrogate",
     "aggregation_weight",
     "effective_sample_size",
     "group_normalized_advantages",
     "leave_one_out_advantages",
     "length_reweighting_error",
     "sequence_surrogate",
-    "token_surrogate",
+    "unclipped",
 ]

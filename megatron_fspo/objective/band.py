@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+DEFAULT_C = 0.03
+"""Both sides of FSPO's band where nothing else is given, in nats per √token."""
+
 
 class ClipBand(Protocol):
     """A band low <= S <= high, and the importance ratio exp(scale·S) that it belongs to."""
+
+    @property
+    def drift(self) -> float:
+        """Centre of the band in nats per token."""
+        ...
 
     def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """(low [N], high [N]) on S in nats: float32, or the dtype of ``lengths`` if that is floating."""
@@ -80,11 +88,12 @@ class RLOOBand:
     Raises ``ValueError`` unless 0 < eps_low < 1 and eps_high > 0.
     """
 
+    drift: ClassVar[float] = 0.0
     eps_low: float
     eps_high: float
 
     def __post_init__(self) -> None:
-        require_epsilons("RLOOBand", self.eps_low, self.eps_high)
+        _require_epsilons("RLOOBand", self.eps_low, self.eps_high)
 
     def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         one = torch.ones_like(_floating(lengths))
@@ -102,11 +111,12 @@ class GSPOBand:
     Raises ``ValueError`` unless 0 < eps_low < 1 and eps_high > 0.
     """
 
+    drift: ClassVar[float] = 0.0
     eps_low: float
     eps_high: float
 
     def __post_init__(self) -> None:
-        require_epsilons("GSPOBand", self.eps_low, self.eps_high)
+        _require_epsilons("GSPOBand", self.eps_low, self.eps_high)
 
     def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         length = _floating(lengths)
@@ -161,7 +171,7 @@ def _floating(lengths: Tensor) -> Tensor:
     return lengths if lengths.is_floating_point() else lengths.float()
 
 
-def require_epsilons(owner: str, eps_low: float, eps_high: float) -> None:
+def _require_epsilons(owner: str, eps_low: float, eps_high: float) -> None:
     """Raise ``ValueError`` unless 0 < eps_low < 1 and 0 < eps_high; ``owner`` goes before the name."""
     _require_positive(f"{owner}.eps_low", eps_low)
     _require_positive(f"{owner}.eps_high", eps_high)

@@ -107,44 +107,19 @@ class BandCalibrator:
             "multiple": multiple,
             "exponent": exponent,
         }
+        self.mini_batches = mini_batches
+        self.c: float | None = None
+        """Nats per token^a; ``None`` until the first window is full, constant once ``steady``."""
+        self.steady = False
+        """Two windows agreed: the measurement is over."""
+        self.exponent = 0.5 if exponent == "measured" else exponent
+        """a of the band; where it is to be measured, ½ until ``steady``."""
+        self.measured: Exponent | None = None
+        """The measurement that ``exponent`` was taken from, if there was one."""
+        self.refusal: str | None = None
+        """The reason why a could not be measured."""
         # |S| and L of the last full window and of the one under way; emptied once σ̂ is steady.
         self._seen: list[tuple[list[float], list[float]]] = []
-        self._c: float | None = None
-        self._steady = False
-        self._exponent = 0.5 if exponent == "measured" else exponent
-        self._measured: Exponent | None = None
-        self._refusal: str | None = None
-
-    @property
-    def c(self) -> float | None:
-        """Nats per token^a; ``None`` until the first window is full, constant once ``steady``."""
-        return self._c
-
-    @property
-    def mini_batches(self) -> int:
-        """Of one window."""
-        size: int = self._settings["mini_batches"]
-        return size
-
-    @property
-    def steady(self) -> bool:
-        """Whether two windows agreed: the measurement is over."""
-        return self._steady
-
-    @property
-    def exponent(self) -> float:
-        """a of the band; where it is to be measured, ½ until ``steady``."""
-        return self._exponent
-
-    @property
-    def measured(self) -> Exponent | None:
-        """What ``exponent`` was taken from; ``None`` without a measurement."""
-        return self._measured
-
-    @property
-    def refusal(self) -> str | None:
-        """Why a could not be measured."""
-        return self._refusal
 
     def observe(self, log_ratio_sums: Tensor, lengths: Tensor) -> None:
         """Take S [N] in nats and L [N] of one off-policy mini-batch. Does nothing once ``steady``.
@@ -152,7 +127,7 @@ class BandCalibrator:
         A mini-batch without any finite S does not count as one. Raises ``ValueError`` if most S are 0: that
         is the first mini-batch after a rollout, on policy, which has no noise to measure.
         """
-        if self._steady:
+        if self.steady:
             return
         sums, kept = usable(log_ratio_sums, lengths)
         if len(sums) == 0:
@@ -172,34 +147,34 @@ class BandCalibrator:
                 self._finish()
                 return
             self._seen = self._seen[size:]
-        self._c = now if self._c is None else min(self._c, now)
+        self.c = now if self.c is None else min(self.c, now)
 
     def _width(self, batches: Sequence[tuple[list[float], list[float]]]) -> float:
-        return self._settings["multiple"] * sigma_hat(*_pooled(batches), self._exponent)
+        return float(self._settings["multiple"]) * sigma_hat(*_pooled(batches), self.exponent)
 
     def _finish(self) -> None:
         if self._settings["exponent"] == "measured":
             sizes = torch.tensor([len(batch) for batch, _ in self._seen])
             try:
-                self._measured = measure_exponent(
+                self.measured = measure_exponent(
                     *_pooled(self._seen), torch.arange(len(sizes)).repeat_interleave(sizes)
                 )
-                self._exponent = self._measured.bounded()
+                self.exponent = self.measured.bounded()
             except ValueError as error:
-                self._refusal = str(error)
-        self._c = self._width(self._seen)
-        self._steady = True
+                self.refusal = str(error)
+        self.c = self._width(self._seen)
+        self.steady = True
         self._seen = []
 
     def state_dict(self) -> dict[str, Any]:
         """All state and the settings it was measured with, in plain JSON types."""
         return {
             "settings": dict(self._settings),
-            "c": self._c,
-            "steady": self._steady,
-            "exponent": self._exponent,
-            "measured": None if self._measured is None else asdict(self._measured),
-            "refusal": self._refusal,
+            "c": self.c,
+            "steady": self.steady,
+            "exponent": self.exponent,
+            "measured": None if self.measured is None else asdict(self.measured),
+            "refusal": self.refusal,
             "seen": [[list(column) for column in batch] for batch in self._seen],
         }
 
@@ -209,10 +184,10 @@ class BandCalibrator:
             raise ValueError(
                 f"this calibrator has {self._settings}, its saved state was measured with {state['settings']}"
             )
-        self._c, self._steady = state["c"], state["steady"]
-        self._exponent, self._refusal = state["exponent"], state["refusal"]
+        self.c, self.steady = state["c"], state["steady"]
+        self.exponent, self.refusal = state["exponent"], state["refusal"]
         measured = state["measured"]
-        self._measured = (
+        self.measured = (
             None if measured is None else Exponent(**measured | {"interval": tuple(measured["interval"])})
         )
         self._seen = [(list(sums), list(lengths)) for sums, lengths in state["seen"]]

@@ -23,11 +23,7 @@ from torch import Tensor
 def truncated_weight(log_ratio: Tensor, cap: float) -> Tensor:
     """min(exp(x), cap) [N] of x = Δ_t (``token_tis``) or Σ_t Δ_t (``sequence_tis``); 0 where x is not finite.
 
-    Args:
-        log_ratio: x [N] in nats, float32 or float64, also the dtype of the result.
-        cap: above 0. The weight is truncated where x > log(cap).
-
-    Raises ``ValueError`` for another cap.
+    ``log_ratio`` is x [N] in nats. Raises ``ValueError`` unless cap is above 0.
     """
     _require_positive("cap", cap)
     return torch.where(log_ratio.isfinite(), log_ratio.clamp(max=math.log(cap)).exp(), 0.0)
@@ -36,11 +32,7 @@ def truncated_weight(log_ratio: Tensor, cap: float) -> Tensor:
 def masked_weight(log_ratio: Tensor, low: float, high: float) -> Tensor:
     """exp(x) [N] of x = Δ_t where low <= exp(x) <= high, else 0 (``icepop``, arXiv 2510.18855).
 
-    Args:
-        log_ratio: x [N] in nats, float32 or float64, also the dtype of the result.
-        low, high: 0 < low <= high.
-
-    Raises ``ValueError`` for other limits.
+    Raises ``ValueError`` as ``within_ratio`` does.
     """
     return torch.where(within_ratio(log_ratio, low, high), log_ratio, -math.inf).exp()
 
@@ -49,12 +41,7 @@ def within_ratio(log_ratio_sums: Tensor, low: float, high: float) -> Tensor:
     """bool [N]: low <= exp(Σ_t Δ_t) <= high. False where the sum is not finite.
 
     One limit for every length: independent noise makes the sum spread as √L, so it rejects long responses.
-
-    Args:
-        log_ratio_sums: Σ_t Δ_t [N] in nats.
-        low, high: 0 < low <= high.
-
-    Raises ``ValueError`` for other limits.
+    Raises ``ValueError`` unless 0 < low <= high.
     """
     _require_positive("low", low)
     _require_positive("high", high)
@@ -68,14 +55,8 @@ def length_fair_gate(log_ratio_sums: Tensor, lengths: Tensor, c: float) -> Tenso
 
     Independent noise with a deviation of σ per token gives the sum the deviation σ·√L: the gate rejects the
     share P(|Z| > c/σ) at every length. A constant limit on the sum rejects the long ones, a constant limit on
-    the mean ΣΔ/L the short ones. Source: ours, FSPO's argument for its band applied to the sampler's noise.
-
-    Args:
-        log_ratio_sums: Σ_t Δ_t [N] in nats.
-        lengths: L [N], response tokens.
-        c: nats per √token, above 0; three to four σ leaves sound responses alone.
-
-    Raises ``ValueError`` for another c.
+    the mean ΣΔ/L the short ones. With c of three to four σ, in nats per √token, sound responses stay.
+    Raises ``ValueError`` unless c is above 0. Source: ours, FSPO's argument applied to the sampler's noise.
     """
     _require_positive("c", c)
     return log_ratio_sums.isfinite() & (log_ratio_sums.abs() <= c * lengths.to(log_ratio_sums.dtype).sqrt())

@@ -23,12 +23,11 @@ from torch import Tensor
 from megatron_fspo.objective.fairness import length_bins
 
 QUANTILE = 0.7
-"""Of |S| within a length bin."""
+"""The quantile of |S| within a length bin that stands for its spread."""
 LEAST_SPAN = 3.0
 """Length of the longest bin over that of the shortest, below which no exponent is measured."""
 _LEAST_BINS = 4
 _LEAST_IN_BIN = 16
-_NORMAL_975 = 1.959963984540054
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ def measure_exponent(log_ratio_sums: Tensor, lengths: Tensor, blocks: Tensor, nu
         ValueError: fewer than 3 blocks; too few sequences with S ≠ 0; or lengths that span too little to say
             anything of growth.
     """
-    numbers = blocks.unique().tolist()
+    numbers = sorted(set(blocks.tolist()))
     if len(numbers) < 3:
         raise ValueError(f"{len(numbers)} independent groups of sequences; an interval needs 3")
     sums, kept, steps = usable(log_ratio_sums, lengths, blocks)
@@ -104,7 +103,7 @@ def measure_exponent(log_ratio_sums: Tensor, lengths: Tensor, blocks: Tensor, nu
 def _points(sums: Tensor, lengths: Tensor, bins: Tensor) -> list[tuple[float, float]]:
     """(log L, log spread) of every bin that has one, short to long."""
     points = []
-    for number in bins.unique().tolist():
+    for number in sorted(set(bins.tolist())):
         here = bins == number
         spread = sums[here].abs().quantile(QUANTILE).item()
         if spread > 0:
@@ -128,10 +127,10 @@ def student_t(degrees: int) -> float:
     """97.5% quantile of Student's t: exact at 1 and 2 degrees, to 1% above (Abramowitz and Stegun 26.7.5)."""
     if degrees <= 2:
         return math.tan(math.pi * 0.475) if degrees == 1 else 0.95 * math.sqrt(2 / (1 - 0.95**2))
-    z = _NORMAL_975
+    z = 1.959963984540054
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
+    return float(z + sum(term / degrees**power for power, term in enumerate(terms, start=1)))

@@ -25,7 +25,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class LengthBin:
-    """Sequences with low <= L <= high, the shortest and the longest length found in the bin."""
+    """Sequences with low <= L <= high, the shortest and the longest length in the bin."""
 
     low: int
     high: int
@@ -53,7 +53,7 @@ class LengthReweightingError:
     accepted_rate: float
     """ā: accepted share of all sequences."""
     bins: tuple[LengthBin, ...]
-    """From short to long; fewer than asked for where many lengths are equal."""
+    """Short lengths first; fewer bins than asked for where many lengths are equal."""
 
 
 _UNKNOWN = LengthReweightingError(
@@ -141,7 +141,8 @@ def length_bins(lengths: Tensor, num_bins: int) -> Tensor:
     ranks = torch.arange(1, num_bins, device=lengths.device) * len(lengths) // num_bins
     edges = lengths.sort().values[ranks]
     # A bin is a function of the length alone. Equal edges leave empty bins between them: renumber the rest.
-    return torch.bucketize(lengths, edges, right=True).unique(return_inverse=True)[1]
+    bins: Tensor = torch.unique(torch.bucketize(lengths, edges, right=True), return_inverse=True)[1]
+    return bins
 
 
 def _check(accepted: Tensor, lengths: Tensor, num_bins: int, permutations: int, bootstrap: int) -> None:

@@ -1,29 +1,40 @@
 """The clipped surrogate of a sequence and its derivative with respect to the sequence log-ratio.
 
-The gradient of every objective here is one number per sequence times Σ_t ∇log π(y_t). So that number,
+The gradient of a sequence-level objective is one number per sequence times Σ_t ∇log π(y_t). So that number,
 ``weight``, is worked out analytically and detached, and a trainer backpropagates −Σ_i weight_i·Σ_t log
 π(y_it) / N over whatever part of the tokens it holds: no gradient has to cross a collective.
 
-Shapes: N sequences. Units: S, limits and log-ratios in nats.
+Token-level objectives, GRPO and DAPO, have one ratio and one clip decision per token: the surrogate of
+sequences of one token, with the limits of ``RLOOBand``. They differ in the limits and in how tokens are added
+up (``aggregation_weight``):
+
+* GRPO (arXiv 2402.03300): 0.2 on both sides; "sequence-mean", where every sequence weighs the same.
+* DAPO (arXiv 2503.14476): 0.2 below, 0.28 above; "token-mean", where every token weighs the same.
+
+Shapes: N sequences; T response tokens of all sequences, packed, without prompts. Units: nats.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_fspo.objective.band import ClipBand, DualClip
 
+Aggregation = Literal["sequence-mean", "token-mean"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Surrogate:
-    """Objective, derivative and flags of N sequences; all tensors [N], detached.
+    """Objective, derivative and flags of N sequences, or of T tokens in their place; all tensors detached.
 
     A sequence that is ``nonfinite`` has no other flag, and an empty one has none at all. The denominator of
-    every rate is therefore the number of sequences with ``(lengths > 0) & ~nonfinite``.
+    every rate is therefore the number of sequences with ``(lengths > 0) & ~nonfinite``. A rate over tokens is
+    a share of tokens and must not be compared with a share of sequences.
     """
 
     objective: Tensor
@@ -54,6 +65,22 @@ class Surrogate:
     def out_of_band(self) -> Tensor:
         """Out-of-band rejection [N]: S on either side of the band, whatever the sign of A."""
         return self.below | self.above
+
+
+def unclipped(objective: Tensor, weight: Tensor, ratio: Tensor, nonfinite: Tensor) -> Surrogate:
+    """A surrogate without limits: no flag but ``nonfinite`` is set."""
+    nowhere = torch.zeros_like(nonfinite)
+    return Surrogate(
+        objective=objective,
+        weight=weight,
+        ratio=ratio,
+        clipped_low=nowhere,
+        clipped_high=nowhere,
+        dual_clipped=nowhere,
+        below=nowhere,
+        above=nowhere,
+        nonfinite=nonfinite,
+    )
 
 
 def sequence_surrogate(
@@ -87,8 +114,11 @@ def sequence_surrogate(
     Raises:
         ValueError: the three tensors are not [N] alike, S is of another dtype, or temper is out of range.
 
+    For a token-level objective the N are tokens, L = 1 for each. One that is not finite is then reported for
+    itself only: whether its sequence is dropped is the caller's decision.
+
     Source: the min-form on exp(S) without 1/L for FSPO is second-hand; GSPO's is in arXiv 2507.18071; the
-    handling of A = 0, L = 0 and non-finite values is ours.
+    handling of A = 0, L = 0 and non-finite values is ours. Tokens: PPO (arXiv 1707.06347).
     """
     check_rows(log_ratio_sum, lengths=lengths, advantages=advantages)
     if not 0.0 <= temper <= 1.0:
@@ -114,7 +144,7 @@ def min_form(
     cooling: Tensor,
     present: Tensor,
 ) -> Surrogate:
-    """The common part of ``sequence_surrogate`` and ``token_surrogate``; all tensors [N].
+    """``sequence_surrogate`` of limits that are given as numbers; all tensors [N].
 
     Once the sign of A is known, min and max of multiples of A are one clamp of the exponent, before exp::
 
@@ -163,3 +193,51 @@ def check_rows(log_ratio: Tensor, **others: Tensor) -> None:
             raise ValueError(
                 f"log-ratios and {name} must both be [N], got {[*log_ratio.shape]} and {[*tensor.shape]}"
             )
+
+
+def aggregation_weight(
+    kind: Aggregation, lengths_of_token: Tensor, num_sequences: int, num_tokens: int
+) -> Tensor:
+    """Factor [T] of each token's objective, such that Σ_t factor_t·J_t is the mean that ``kind`` names::
+
+        "sequence-mean":  1 / (num_sequences·L)                  L: length of the token's own sequence
+        "token-mean":     1 / num_tokens
+
+    Args:
+        kind: which mean.
+        lengths_of_token: [T], length of the response that the token is part of; 0 outside, for a factor of 0.
+        num_sequences: non-empty sequences of the whole optimizer step, over all ranks and micro-batches.
+        num_tokens: response tokens of the same.
+
+    Returns [T] in float32, or in the dtype of ``lengths_of_token`` if that is floating.
+    Raises ``ValueError`` for another kind or a count below 1.
+    """
+    if num_sequences < 1 or num_tokens < 1:
+        raise ValueError(
+            f"num_sequences and num_tokens must be at least 1, got {num_sequences} and {num_tokens}"
+        )
+    lengths = lengths_of_token if lengths_of_token.is_floating_point() else lengths_of_token.float()
+    if kind == "sequence-mean":
+        factor = 1.0 / (num_sequences * lengths)
+    elif kind == "token-mean":
+        factor = torch.full_like(lengths, 1.0 / num_tokens)
+    else:
+        raise ValueError(f'kind must be "sequence-mean" or "token-mean", got {kind!r}')
+    return torch.where(lengths > 0, factor, 0.0)
+
+
+def k3_kl(log_ratio_tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum, count) over masked tokens of k3 = r − 1 − log r, r = π_new/π_old: KL(old‖new) is sum/count.
+
+    Args:
+        log_ratio_tokens: log r [T] in nats, of tokens sampled from the old policy.
+        mask: bool [T]; False tokens may hold anything.
+
+    Returns two float64 scalars, to be added up over ranks before one is divided by the other. Tokens with a
+    non-finite k3 are in neither.
+    """
+    # expm1(x) − x keeps the digits of x²/2 that exp(x) − 1 − x loses.
+    log_ratio = log_ratio_tokens.detach().double()
+    k3 = log_ratio.expm1() - log_ratio
+    counted = mask & k3.isfinite()
+    return torch.where(counted, k3, 0.0).sum(), counted.sum().double()

@@ -1,17 +1,112 @@
-"""From sequences to the packed tensors of one micro-batch (THD: all sequences in one row, end to end)."""
+"""Sequences, and the packed tensors of micro-batches (THD: all sequences in one row, end to end).
+
+Under context parallel every sequence is cut into 2·size equal chunks; rank r holds chunk r and chunk
+2·size - 1 - r of each (zigzag). Under a causal mask a late chunk attends to more keys than an early one, so
+the pairs cost all ranks the same. It is the layout that Transformer Engine's context-parallel attention and
+Megatron's packed RoPE expect. ``borders`` are cumulative padded lengths from 0; every length is a multiple of
+2·size.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from megatron_fspo.packing.sequences import Sequences
-from megatron_fspo.packing.zigzag import chunks_per_sequence, local_runs
+Row = Tensor | Sequence[int] | Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """m sequences, each a prompt with its response, laid end to end on the CPU, 8 bytes per token.
+
+    They may be a part of those of the step: what a rank of a data-parallel job holds.
+
+    Example::
+
+        Sequences.of(prompts=[[9], [1, 2]], responses=[[8], [3, 0, 5]], advantages=[1.0, -1.0])
+    """
+
+    index: Tensor
+    """[m] number of each in the step (or the whole rollout): what packs name it by."""
+    tokens: Tensor
+    """[Σ (P + L)] int32 ids, prompt and response of the first, of the second, …"""
+    log_probs: Tensor
+    """[Σ L] fp32 the sampler's log-probs of the response tokens, in nats; 0 where there was no sampler."""
+    prompt_lengths: Tensor
+    """[m] P ≥ 1."""
+    lengths: Tensor
+    """[m] L ≥ 0, tokens of the response."""
+    advantages: Tensor
+    """[m] fp32."""
+
+    @cached_property
+    def places(self) -> Tensor:
+        """[m, 4] P, L, and where tokens and log-probs of each begin."""
+        whole = self.prompt_lengths + self.lengths
+        begins = (whole.cumsum(0) - whole, self.lengths.cumsum(0) - self.lengths)
+        return torch.stack([self.prompt_lengths, self.lengths, *begins], dim=1)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        prompts: Sequence[Row],
+        responses: Sequence[Row],
+        advantages: Sequence[float] | Tensor,
+        log_probs: Sequence[Row] | None = None,
+        index: Sequence[int] | None = None,
+    ) -> Sequences:
+        """From one row of ids per prompt and per response.
+
+        Args:
+            log_probs: one row per response; none for responses that no sampler wrote.
+            index: numbers of the sequences in the step; by default they are all of it.
+
+        Raises:
+            ValueError: an empty prompt, or rows that do not fit each other.
+        """
+        prompt_lengths = torch.tensor([len(row) for row in prompts], dtype=torch.long)
+        lengths = torch.tensor([len(row) for row in responses], dtype=torch.long)
+        if not len(prompts) == len(responses) == len(advantages):
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(responses)} responses, {len(advantages)} advantages"
+            )
+        if (prompt_lengths == 0).any():
+            raise ValueError(f"prompt {int((prompt_lengths == 0).nonzero()[0])} has no token")
+        sampled = torch.zeros(int(lengths.sum())) if log_probs is None else _flat(log_probs, torch.float32)
+        if log_probs is not None and [len(row) for row in log_probs] != lengths.tolist():
+            raise ValueError("a response and its log-probs differ in length")
+        pairs = [row for pair in zip(prompts, responses, strict=True) for row in pair]
+        return cls(
+            index=torch.arange(len(prompts)) if index is None else torch.tensor(index, dtype=torch.long),
+            tokens=_flat(pairs, torch.int32),
+            log_probs=sampled,
+            prompt_lengths=prompt_lengths,
+            lengths=lengths,
+            advantages=torch.as_tensor(advantages, dtype=torch.float32),
+        )
+
+
+def as_row(row: Row, dtype: torch.dtype) -> Tensor:
+    """A row as a tensor; an ``array`` or tensor of that type is not copied."""
+    if isinstance(row, Tensor):
+        return row.to("cpu", dtype)
+    if isinstance(row, array) and len(row):
+        return torch.frombuffer(row, dtype=_ARRAYS[row.typecode]).to(dtype)
+    return torch.tensor(row, dtype=dtype)
+
+
+_ARRAYS: dict[str, Any] = {"i": torch.int32, "f": torch.float32}
+
+
+def _flat(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=dtype), *(as_row(row, dtype) for row in rows)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +148,7 @@ class MicroBatch:
     rollout_weights: Tensor | None = None
     """[t] finite factors on each token's policy gradient, from a rollout correction; None: all 1."""
     totals: StepTotals
-    """Of the optimizer step that it is a part of."""
+    """Totals of its optimizer step."""
 
     @property
     def late(self) -> Tensor:
@@ -62,7 +157,7 @@ class MicroBatch:
         return 2 * self.position_ids[0] >= torch.cat([padded, padded.new_tensor([2**31 - 1])])[self.segment]
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same with its tensors on a device; no copy of those that are there."""
+        """Move its tensors to a device; those that are there are not copied."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
         return MicroBatch(**{**values, **moved})
@@ -77,7 +172,7 @@ class StepTotals:
     num_tokens: int
     """T: their response tokens."""
     packed_tokens: int
-    """Those that are in a pack: what Megatron counts and divides by. Less than T where sequences without a
+    """Tokens that are in a pack: what Megatron counts and divides by. Less than T where sequences without a
     gradient are left out."""
 
 
@@ -86,114 +181,106 @@ def padded_length(length: int, context: int = 1) -> int:
     return length + -length % chunks_per_sequence(context)
 
 
-def collate(
-    sequences: Sequences,
-    rows: Sequence[int],
-    *,
-    totals: StepTotals,
-    context_rank: int = 0,
-    context_size: int = 1,
-    multiple_of: int = 1,
-) -> MicroBatch:
-    """Pack some of the sequences, and keep the tokens of one context-parallel rank. On the CPU.
+def chunks_per_sequence(size: int) -> int:
+    """Chunks that every sequence is cut into for ``size`` ranks; its padded length is a multiple of it."""
+    return 2 * size if size > 1 else 1
+
+
+def local_runs(padded_lengths: Tensor, rank: int, size: int) -> Tensor:
+    """Return where in each sequence the tokens lie that ``rank`` holds, in the order it holds them.
 
     Args:
-        rows: places of the sequences in ``sequences``.
-        context_rank, context_size: which rank of how many; its tokens are those of :mod:`.zigzag`.
-        multiple_of: make t a multiple of this (tensor parallel size under sequence parallel). An empty
-            micro-batch becomes one tail, so that every rank runs the same collectives.
+        padded_lengths: [n], multiples of 2·size where size > 1.
+
+    Returns:
+        [n, runs, 2] first position and end of each run.
+
+    Raises:
+        ValueError: a length that does not split.
     """
-    chosen = torch.tensor(rows, dtype=torch.long)
-    prompts, lengths, *_ = sequences.places.index_select(0, chosen).unbind(1)
-    whole = prompts + lengths
-    chunks = chunks_per_sequence(context_size)
-    padding = -whole % chunks
-    filled = int((whole + padding).sum())
-    # A tail must split into chunks as well; the rank's share of the whole row is what multiple_of is about.
-    step = math.lcm(chunks, context_size * multiple_of)
-    tail = -filled % step if filled else step
-    padded = torch.cat([whole + padding, padding.new_tensor([tail] if tail else [])])
-    # What positions of a sequence are: before the mask, in it, the last token, padding. A tail is padding.
-    ends = torch.stack([prompts - 1, whole - 1, whole], dim=1)
-    edges = torch.stack([torch.zeros_like(padded), *_filled(ends, len(padded)).unbind(1), padded], dim=1)
-    held = local_runs(padded, context_rank, context_size)
-    sizes = edges[:, None].clamp(held[..., :1], held[..., 1:]).diff(dim=-1)
-    borders = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
-    flat = _rows(sequences, chosen, held.tolist())
-    return MicroBatch(
-        **_per_token(flat, sizes, held[..., 0], nobody=len(rows)),
-        borders=borders.to(torch.int32),
-        longest=int(padded.max()),
-        lengths=lengths,
-        advantages=sequences.advantages[chosen],
-        sample_index=sequences.index[chosen],
-        totals=totals,
-    )
+    chunks = chunks_per_sequence(size)
+    if (padded_lengths % chunks).any():
+        wrong = int(padded_lengths[padded_lengths % chunks != 0][0])
+        raise ValueError(f"a sequence of {wrong} tokens does not split into {chunks} chunks")
+    numbers = padded_lengths.new_tensor([0] if size == 1 else [rank, chunks - 1 - rank])
+    first = padded_lengths[:, None] // chunks * numbers
+    return torch.stack([first, first + padded_lengths[:, None] // chunks], dim=-1)
 
 
-def _filled(rows: Tensor, count: int) -> Tensor:
-    """``count`` rows, of zeros where there are no more."""
-    return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
+def local_positions(borders: Tensor, rank: int, size: int) -> Tensor:
+    """Positions in the whole row [t / size] of the tokens that ``rank`` holds, in the order it holds them."""
+    borders = borders.long()
+    runs = (local_runs(borders.diff(), rank, size) + borders[:-1, None, None]).flatten(0, 1)
+    lengths = runs.diff(dim=1)[:, 0]
+    run = torch.repeat_interleave(lengths)
+    return torch.arange(len(run), device=run.device) + (runs[:, 0] - lengths.cumsum(0) + lengths)[run]
 
 
-def _rows(sequences: Sequences, chosen: Tensor, held: Sequence[Sequence[Sequence[int]]]) -> list[Tensor]:
-    """Tokens, labels and sampled log-probs where this rank holds them: pieces of the flat arrays, copied
-    once.
+def gathered_positions(borders: Tensor, size: int) -> Tensor:
+    """For each position of the whole row [t], where it is when the ranks' rows are laid end to end."""
+    laid = torch.cat([local_positions(borders, rank, size) for rank in range(size)])
+    where = torch.empty_like(laid)
+    where[laid] = torch.arange(len(laid), device=laid.device)
+    return where
+
+
+class Packs(Sequence[MicroBatch]):
+    """Micro-batches of one rank, collated once on the CPU, 37 bytes per token that the rank holds; each is on
+    the device only while it is at work.
 
     Args:
-        held: of each sequence, and of the tail, the runs [first, end) of its positions.
+        sequences: that the micro-batches are made of.
+        batches: in the order of their turns; those of several optimizer steps may follow each other.
+        columns: per-token fields of :class:`MicroBatch` to add, one tensor [t] for each micro-batch.
     """
-    places = _filled(sequences.places.index_select(0, chosen), len(held)).tolist()
-    longest = max(end - first for runs in held for first, end in runs)
-    no_token, no_log_prob = sequences.tokens.new_zeros(longest), sequences.log_probs.new_zeros(longest)
-    tokens, labels, sampled = [no_token[:0]], [no_token[:0]], [no_log_prob[:0]]
-    for (prompt, length, start, sampled_start), runs in zip(places, held, strict=True):
-        whole = prompt + length
-        for run in runs:
-            tokens += _cut(sequences.tokens, start, (0, whole), run, no_token)
-            labels += _cut(sequences.tokens, start + 1, (0, whole - 1), run, no_token)
-            span = (prompt - 1, whole - 1)
-            sampled += _cut(sequences.log_probs, sampled_start, span, run, no_log_prob)
-    return [torch.cat(pieces) for pieces in (tokens, labels, sampled)]
 
+    def __init__(
+        self,
+        sequences: Sequences,
+        batches: Sequence[MicroBatch],
+        device: torch.device | str,
+        columns: Mapping[str, Sequence[Tensor]] | None = None,
+    ) -> None:
+        self._sequences, self._batches, self._device = sequences, list(batches), device
+        self._columns = {name: list(tensors) for name, tensors in (columns or {}).items()}
 
-def _cut(flat: Tensor, start: int, span: tuple[int, int], run: Sequence[int], zeros: Tensor) -> list[Tensor]:
-    """The entries of one run of positions: those in ``span`` come from ``flat``, others are 0."""
-    (low, high), (first, end) = span, run
-    after = max(first, min(low, end))
-    stop = max(after, min(high, end))
-    pieces = [zeros[: after - first]] if after > first else []
-    if stop > after:
-        pieces.append(flat[start + after - low : start + stop - low])
-    return [*pieces, zeros[: end - stop]] if end > stop else pieces
+    def __len__(self) -> int:
+        return len(self._batches)
 
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Packs: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | Packs:
+        if isinstance(index, slice):
+            some = {name: tensors[index] for name, tensors in self._columns.items()}
+            return Packs(self._sequences, self._batches[index], self._device, some)
+        columns: dict[str, Any] = {name: tensors[index] for name, tensors in self._columns.items()}
+        return replace(self._batches[index].to(self._device), **columns)
 
-def _per_token(rows: Sequence[Tensor], sizes: Tensor, firsts: Tensor, *, nobody: int) -> dict[str, Any]:
-    """The fields of a :class:`MicroBatch` that have t entries.
+    @property
+    def sequences(self) -> Sequences:
+        """The sequences that they are made of."""
+        return self._sequences
 
-    Args:
-        rows: tokens, labels and sampled log-probs [t].
-        sizes: [n, runs, 4] positions in each run of each sequence, and of the tail, by what they are.
-        firsts: [n, runs] first positions of the runs.
-        nobody: the segment of padding.
-    """
-    tokens, labels, sampled = rows
-    kind = torch.repeat_interleave(sizes.flatten().int(), output_size=len(tokens))
-    number = torch.arange(len(sizes))
-    segment = torch.stack([number, number, number, torch.full_like(number, nobody)], dim=1)
-    mask = torch.tensor([False, True, False, False])
-    ends = sizes.sum(-1).flatten().cumsum(0).view(firsts.shape)
-    shift = firsts - ends + sizes.sum(-1)
+    @property
+    def columns(self) -> Mapping[str, Sequence[Tensor]]:
+        """The per-token fields that were added to them."""
+        return self._columns
 
-    def per_token(values: Tensor) -> Tensor:
-        return values.expand(sizes.shape).flatten().index_select(0, kind)
+    @property
+    def tokens(self) -> int:
+        """Count the tokens of all of them on this rank, padding included."""
+        return sum(batch.mask.numel() for batch in self._batches)
 
-    place = torch.arange(len(tokens))
-    return {
-        "tokens": tokens.long()[None],
-        "position_ids": place.add_(per_token(shift[..., None]))[None],
-        "labels": labels.long(),
-        "mask": per_token(mask),
-        "segment": per_token(segment[:, None]),
-        "sampled_log_probs": sampled,
-    }
+    @property
+    def totals(self) -> StepTotals:
+        """The totals of the optimizer step of the first of them."""
+        return self._batches[0].totals
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (self[index] for index in range(len(self)))
+
+    def with_columns(self, **columns: Sequence[Tensor]) -> Packs:
+        """Return them with more per-token fields, one tensor [t] for each micro-batch."""
+        return Packs(self._sequences, self._batches, self._device, {**self._columns, **columns})

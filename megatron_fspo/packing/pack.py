@@ -1,27 +1,34 @@
 """The one way from sequences to micro-batches: the trainer, scoring, ``verify`` and plugins all take it.
 
 ``plan_step`` decides which sequence goes to which rank and pack, from lengths alone; ``collate_packs`` makes
-the tensors; ``Packs`` moves those of a pack to the device when its turn comes. ``pack`` does all of it for a
-program that holds its sequences itself.
+the tensors. ``pack`` does both for a program that holds its sequences itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, overload
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fspo.packing.batch import MicroBatch, StepTotals, collate, padded_length
+from megatron_fspo.packing.batch import (
+    MicroBatch,
+    Packs,
+    Sequences,
+    StepTotals,
+    chunks_per_sequence,
+    local_runs,
+    padded_length,
+)
 from megatron_fspo.packing.plan import plan_micro_batches
-from megatron_fspo.packing.sequences import Sequences
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackLayout:
-    """What packs must fit: the parallel layout, and what a micro-batch may hold."""
+    """The parallel layout that packs must fit, and the tokens that a micro-batch may hold."""
 
     max_tokens: int | None = None
     """Tokens of a micro-batch over all context ranks; None: whatever the sequences need, in one."""
@@ -44,10 +51,10 @@ Plan = list[list[list[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """What goes into one micro-batch."""
+    """The sequences of one micro-batch."""
 
     numbers: tuple[int, ...]
-    """Of the sequences, in the step."""
+    """Numbers of the sequences in the step."""
     totals: StepTotals
 
 
@@ -86,66 +93,117 @@ def plan_step(
     return [[[first + packed[i] for i in numbers] for numbers in rank] for rank in plan], totals
 
 
-class Packs(Sequence[MicroBatch]):
-    """Micro-batches of one rank, collated once on the CPU, 37 bytes per token that the rank holds; each is on
-    the device only while it is at work.
+def collate(
+    sequences: Sequences,
+    rows: Sequence[int],
+    *,
+    totals: StepTotals,
+    context_rank: int = 0,
+    context_size: int = 1,
+    multiple_of: int = 1,
+) -> MicroBatch:
+    """Pack some of the sequences, and keep the tokens of one context-parallel rank. On the CPU.
 
     Args:
-        sequences: that the micro-batches are made of.
-        batches: in the order of their turns; those of several optimizer steps may follow each other.
-        columns: per-token fields of :class:`MicroBatch` to add, one tensor [t] for each micro-batch.
+        rows: places of the sequences in ``sequences``.
+        context_rank, context_size: which rank of how many; its tokens are those of :func:`local_runs`.
+        multiple_of: make t a multiple of this (tensor parallel size under sequence parallel). An empty
+            micro-batch becomes one tail, so that every rank runs the same collectives.
     """
+    chosen = torch.tensor(rows, dtype=torch.long)
+    prompts, lengths, *_ = sequences.places.index_select(0, chosen).unbind(1)
+    whole = prompts + lengths
+    chunks = chunks_per_sequence(context_size)
+    padding = -whole % chunks
+    filled = int((whole + padding).sum())
+    # A tail must split into chunks as well; the rank's share of the whole row is what multiple_of is about.
+    step = math.lcm(chunks, context_size * multiple_of)
+    tail = -filled % step if filled else step
+    padded = torch.cat([whole + padding, padding.new_tensor([tail] if tail else [])])
+    # What positions of a sequence are: before the mask, in it, the last token, padding. A tail is padding.
+    ends = torch.stack([prompts - 1, whole - 1, whole], dim=1)
+    edges = torch.stack([torch.zeros_like(padded), *_filled(ends, len(padded)).unbind(1), padded], dim=1)
+    held = local_runs(padded, context_rank, context_size)
+    sizes = edges[:, None].clamp(held[..., :1], held[..., 1:]).diff(dim=-1)
+    borders = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
+    flat = _rows(sequences, chosen, held.tolist())
+    return MicroBatch(
+        **_per_token(flat, sizes, held[..., 0], nobody=len(rows)),
+        borders=borders.to(torch.int32),
+        longest=int(padded.max()),
+        lengths=lengths,
+        advantages=sequences.advantages[chosen],
+        sample_index=sequences.index[chosen],
+        totals=totals,
+    )
 
-    def __init__(
-        self,
-        sequences: Sequences,
-        batches: Sequence[MicroBatch],
-        device: torch.device | str,
-        columns: Mapping[str, Sequence[Tensor]] | None = None,
-    ) -> None:
-        self._sequences, self._batches, self._device = sequences, list(batches), device
-        self._columns = {name: list(tensors) for name, tensors in (columns or {}).items()}
 
-    def __len__(self) -> int:
-        return len(self._batches)
+def _filled(rows: Tensor, count: int) -> Tensor:
+    """``count`` rows, of zeros where there are no more."""
+    return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
 
-    @overload
-    def __getitem__(self, place: int) -> MicroBatch: ...
-    @overload
-    def __getitem__(self, place: slice) -> Packs: ...
-    def __getitem__(self, place: int | slice) -> MicroBatch | Packs:
-        if isinstance(place, slice):
-            some = {name: tensors[place] for name, tensors in self._columns.items()}
-            return Packs(self._sequences, self._batches[place], self._device, some)
-        columns: dict[str, Any] = {name: tensors[place] for name, tensors in self._columns.items()}
-        return replace(self._batches[place].to(self._device), **columns)
 
-    @property
-    def sequences(self) -> Sequences:
-        """What they are made of."""
-        return self._sequences
+def _rows(sequences: Sequences, chosen: Tensor, held: Sequence[Sequence[Sequence[int]]]) -> list[Tensor]:
+    """Tokens, labels and sampled log-probs where this rank holds them: pieces of the flat arrays, copied
+    once.
 
-    @property
-    def columns(self) -> Mapping[str, Sequence[Tensor]]:
-        """What was added to them."""
-        return self._columns
+    Args:
+        held: of each sequence, and of the tail, the runs [first, end) of its positions.
+    """
+    places = _filled(sequences.places.index_select(0, chosen), len(held)).tolist()
+    longest = max(end - first for runs in held for first, end in runs)
+    no_token, no_log_prob = sequences.tokens.new_zeros(longest), sequences.log_probs.new_zeros(longest)
+    tokens, labels, sampled = [no_token[:0]], [no_token[:0]], [no_log_prob[:0]]
+    for (prompt, length, start, sampled_start), runs in zip(places, held, strict=True):
+        whole = prompt + length
+        for run in runs:
+            tokens += _cut(sequences.tokens, start, (0, whole), run, no_token)
+            labels += _cut(sequences.tokens, start + 1, (0, whole - 1), run, no_token)
+            span = (prompt - 1, whole - 1)
+            sampled += _cut(sequences.log_probs, sampled_start, span, run, no_log_prob)
+    return [torch.cat(pieces) for pieces in (tokens, labels, sampled)]
 
-    @property
-    def tokens(self) -> int:
-        """Of all of them on this rank, padding included."""
-        return sum(batch.mask.numel() for batch in self._batches)
 
-    @property
-    def totals(self) -> StepTotals:
-        """Of the optimizer step of the first of them."""
-        return self._batches[0].totals
+def _cut(flat: Tensor, start: int, span: tuple[int, int], run: Sequence[int], zeros: Tensor) -> list[Tensor]:
+    """The entries of one run of positions: those in ``span`` come from ``flat``, others are 0."""
+    (low, high), (first, end) = span, run
+    after = max(first, min(low, end))
+    stop = max(after, min(high, end))
+    pieces = [zeros[: after - first]] if after > first else []
+    if stop > after:
+        pieces.append(flat[start + after - low : start + stop - low])
+    return [*pieces, zeros[: end - stop]] if end > stop else pieces
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return (self[place] for place in range(len(self)))
 
-    def with_columns(self, **columns: Sequence[Tensor]) -> Packs:
-        """The same with more per-token fields, one tensor [t] for each micro-batch."""
-        return Packs(self._sequences, self._batches, self._device, {**self._columns, **columns})
+def _per_token(rows: Sequence[Tensor], sizes: Tensor, firsts: Tensor, *, nobody: int) -> dict[str, Any]:
+    """The fields of a :class:`MicroBatch` that have t entries.
+
+    Args:
+        rows: tokens, labels and sampled log-probs [t].
+        sizes: [n, runs, 4] positions in each run of each sequence, and of the tail, by what they are.
+        firsts: [n, runs] first positions of the runs.
+        nobody: the segment of padding.
+    """
+    tokens, labels, sampled = rows
+    kind = torch.repeat_interleave(sizes.flatten().int(), output_size=len(tokens))
+    number = torch.arange(len(sizes))
+    segment = torch.stack([number, number, number, torch.full_like(number, nobody)], dim=1)
+    mask = torch.tensor([False, True, False, False])
+    ends = sizes.sum(-1).flatten().cumsum(0).view(firsts.shape)
+    shift = firsts - ends + sizes.sum(-1)
+
+    def per_token(values: Tensor) -> Tensor:
+        return values.expand(sizes.shape).flatten().index_select(0, kind)
+
+    positions = torch.arange(len(tokens))
+    return {
+        "tokens": tokens.long()[None],
+        "position_ids": positions.add_(per_token(shift[..., None]))[None],
+        "labels": labels.long(),
+        "mask": per_token(mask),
+        "segment": per_token(segment[:, None]),
+        "sampled_log_probs": sampled,
+    }
 
 
 def collate_packs(sequences: Sequences, packs: Sequence[Pack], layout: PackLayout) -> Packs:
@@ -182,6 +240,6 @@ def pack(sequences: Sequences, layout: PackLayout, *, plan: Plan | None = None) 
     Raises:
         ValueError: a sequence does not fit a micro-batch.
     """
-    found, totals = plan_step(sequences.prompt_lengths.tolist(), sequences.lengths.tolist(), layout)
-    mine = (found if plan is None else plan)[layout.data_rank]
+    planned, totals = plan_step(sequences.prompt_lengths.tolist(), sequences.lengths.tolist(), layout)
+    mine = (planned if plan is None else plan)[layout.data_rank]
     return collate_packs(sequences, [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine], layout)

@@ -1,4 +1,4 @@
-"""Which sequence goes to which rank and micro-batch. Integers only: the same answer on every rank.
+"""The plan of which sequence goes to which rank and micro-batch. Integers only: the same on every rank.
 
 Invariants (asserted by the tests): every sequence is placed exactly once; every rank gets the same number
 of micro-batches; no micro-batch holds more than ``max_tokens``; the plan depends on the arguments alone.
@@ -50,7 +50,7 @@ def plan_micro_batches(
     fewest = max(-(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths))
     bins = _first_that_fits(
         lambda per_rank: _fill(lengths, costs, order, per_rank * ranks, max_tokens),
-        start=_round_up(max(1, -(-fewest // ranks)), count_multiple_of),
+        start=-(-max(1, -(-fewest // ranks)) // count_multiple_of) * count_multiple_of,
         step=count_multiple_of,
     )
     bins.sort(key=lambda bin: (-sum(costs[i] for i in bin), bin))
@@ -79,21 +79,21 @@ def attention_costs(lengths: Sequence[int], *, linear_size: int, attention_size:
 def _first_that_fits(
     fill: Callable[[int], list[list[int]] | None], *, start: int, step: int
 ) -> list[list[int]]:
-    """What ``fill`` makes of the smallest count ``start + k · step`` that it does not refuse.
+    """Return the bins of ``fill`` with the smallest count ``start + k · step`` that it does not refuse.
 
     Doubles the stride until a count fits, then halves the gap. Now and then the heuristic refuses a count
     after a smaller one that fits; a smaller one is then missed.
     """
     too_few, enough, stride = start - step, start, step
-    while (found := fill(enough)) is None:
+    while (bins := fill(enough)) is None:
         too_few, enough, stride = enough, enough + stride, 2 * stride
     while enough - too_few > step:
         middle = too_few + (enough - too_few) // (2 * step) * step
         if (fewer := fill(middle)) is None:
             too_few = middle
         else:
-            enough, found = middle, fewer
-    return found
+            enough, bins = middle, fewer
+    return bins
 
 
 def _fill(
@@ -124,7 +124,3 @@ def _fill(
         room[number] -= length
         heapreplace(cheapest, (cost + costs[index], number))
     return [sorted(bin) for bin in bins]
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return count + -count % multiple

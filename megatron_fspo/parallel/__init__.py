@@ -1,1 +1,1 @@
-"""How one sequence on many ranks becomes one number: reductions over process groups, which are arguments."""
+"""Reductions over process groups, which are arguments: one sequence on many ranks becomes one number."""

@@ -1,4 +1,4 @@
-"""How ranks wait for each other where a wait may be long: outside of collectives.
+"""Long waits of ranks for each other: outside of collectives.
 
 A collective has a short time-out, because whoever hangs in one is lost. Servers, graders and disks take as
 long as they take. So before the first collective after such a time all ranks :meth:`Control.meet`, and ranks
@@ -65,12 +65,12 @@ class Wait:
 
 
 class Control:
-    """Of a job of one process."""
+    """The control of a job of one process, which waits for nobody."""
 
     def __init__(self, patience: Patience | None = None) -> None:
         self.patience = patience or Patience()
         self.waits = ""
-        """What this rank waits for, outside of collectives; "" while it works."""
+        """The thing this rank waits for, outside of collectives; "" while it works."""
         self._stop_here = False
 
     def tell(self, word: str) -> None:
@@ -128,7 +128,7 @@ class Control:
             self.waits = before
 
     def check(self) -> None:
-        """Nothing, while the job is well.
+        """Do nothing while the job is well.
 
         Raises:
             TrainingError: another rank failed or is gone; or the store does not answer.
@@ -140,8 +140,8 @@ class Control:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether some rank was asked to stop. Ranks learn of it within seconds, not at once: they decide by
-        what :meth:`meet` returns, or by what the first rank tells."""
+        """True once some rank was asked to stop. Ranks learn of it within seconds, not at once: they decide
+        by what :meth:`meet` returns, or by what the first rank tells."""
         return self._stop_here
 
     def fail(self, error: BaseException) -> None:

@@ -1,7 +1,9 @@
-"""The process groups of a run, handed down as an argument; nothing below asks for globals."""
+"""The process groups of a run, handed down as an argument: nothing below asks for globals. And tensors that
+change ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +33,16 @@ class ParallelGroups:
     dp_cp: dist.ProcessGroup
     """Data and context parallel together: all ranks with different tokens."""
     control: Control = field(default_factory=Control)
-    """Where ranks wait for each other outside of collectives; the default waits for nobody."""
+    """Lets ranks wait for each other outside of collectives; the default waits for nobody."""
+
+    @property
+    def first_of_copy(self) -> bool:
+        """True on the rank of a model copy that holds its responses."""
+        return self.tp.rank() == self.cp.rank() == self.pp.rank() == 0
 
     @classmethod
     def of(cls, parallel_state: Any, control: Control | None = None) -> ParallelGroups:
-        """Those of ``megatron.core.parallel_state``, once its ``initialize_model_parallel`` has made them."""
+        """Take the groups that ``megatron.core.parallel_state.initialize_model_parallel`` has made."""
         return cls(
             tp=parallel_state.get_tensor_model_parallel_group(),
             pp=parallel_state.get_pipeline_model_parallel_group(),
@@ -55,7 +62,7 @@ def pack_layout(
     interleaved: bool = False,
     align: int = 1,
 ) -> PackLayout:
-    """What this rank's packs must fit, whatever they may hold.
+    """Return the layout that this rank's packs must fit, whatever they may hold.
 
     Args:
         sequence: sequence parallel: tensor-parallel ranks share the tokens of a pack.
@@ -91,3 +98,33 @@ def of_first_rank(values: Tensor, *groups: dist.ProcessGroup) -> Tensor:
     for group in several:
         dist.broadcast(values, src=dist.get_process_group_ranks(group)[0], group=group)
     return values
+
+
+def exchange(
+    rows: Sequence[Sequence[Tensor]], dtype: torch.dtype, *, group: dist.ProcessGroup
+) -> tuple[Tensor, list[int]]:
+    """Give every rank of the group its share, straight from who has it, without pickles. Collective: one
+    all-to-all, and one of the sizes before it.
+
+    Copies what is sent once, and what is received not at all.
+
+    Args:
+        rows: for each rank of the group what goes to it: rows of one dimension and any lengths.
+        dtype: of the rows.
+
+    Returns:
+        all that this rank was given, one rank's after the other's, on the CPU; and how much from each.
+    """
+    together = torch.cat([torch.zeros(0, dtype=dtype), *(row for some in rows for row in some)])
+    if group.size() == 1:
+        return together, [len(together)]
+    nccl = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    sizes = torch.tensor([sum(len(row) for row in some) for some in rows], device=device)
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes, group=group)
+    counts = coming.tolist()
+    together = together.to(device)
+    received = together.new_empty(sum(counts))
+    dist.all_to_all_single(received, together, counts, sizes.tolist(), group=group)
+    return received.cpu(), counts

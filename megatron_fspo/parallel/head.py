@@ -101,13 +101,14 @@ def linear_log_probs(
         sequence_parallel=sequence_parallel and tp > 1,
         chunk_tokens=chunk_tokens,
     )
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, rows, labels, head)
+    apply: Any = _LinearLogProbs.apply
+    log_probs, entropy = apply(hidden, weight, rows, labels, head)
     return log_probs, entropy
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """What a call knows beside its tensors. This rank has the ids from first to first + width (may be 0)."""
+    """The constants of a call. This rank has the ids from first to first + width (may be 0)."""
 
     group: dist.ProcessGroup
     tokens: int
@@ -126,12 +127,13 @@ class _Head:
         size = max(1, -(-len(rows) // count))
         buffer = hidden.new_empty(min(size, len(rows)), self.width, dtype=self.dtype)
         for first in range(0, len(rows) if self.width else 0, size):
-            part = slice(first, first + size)
-            states = hidden[rows[part]].to(weight.dtype)
+            chunk = slice(first, first + size)
+            states = hidden[rows[chunk]].to(weight.dtype)
             logits = buffer[: len(states)]
-            for some, z in zip(weight[: self.width].split(columns), logits.split(columns, 1), strict=True):
-                _product(z, states, some.t(), scale=1 / self.temperature)
-            yield part, states, logits
+            for start in range(0, self.width, columns):
+                some = slice(start, min(start + columns, self.width))
+                _product(logits[:, some], states, weight[some].t(), scale=1 / self.temperature)
+            yield chunk, states, logits
 
     def blocks(self, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Slice of the rows of a chunk, their logits, and scratch of the same shape."""
@@ -142,7 +144,7 @@ class _Head:
             yield block, logits[block], scratch[: len(logits) - first]
 
     def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Which labels are this rank's [c, 1], and their columns [c, 1] (of others, some column)."""
+        """Return which labels are this rank's [c, 1], and their columns [c, 1] (of others, some column)."""
         columns = (labels - self.first)[:, None]
         return (columns >= 0) & (columns < self.width), columns.clamp(0, self.width - 1)
 
@@ -185,9 +187,9 @@ def _statistics(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, he
     table = hidden.new_zeros(4, len(rows), dtype=head.dtype)
     # The max of no column at all. After -inf, _combine would meet 0 · inf.
     table[0] = torch.finfo(table.dtype).min
-    for part, _, logits in head.chunks(hidden, _operand(weight, hidden, head), rows):
-        top, exps, weighted, target = table[:, part]
-        mine, column = head.columns(labels[part])
+    for chunk, _, logits in head.chunks(hidden, _operand(weight, hidden, head), rows):
+        top, exps, weighted, target = table[:, chunk]
+        mine, column = head.columns(labels[chunk])
         target.copy_(torch.where(mine, logits.gather(1, column), 0.0)[:, 0])
         for block, z, exp in head.blocks(logits):
             torch.amax(z, -1, out=top[block])
@@ -213,20 +215,20 @@ def _combine(table: Tensor) -> Tensor:
 def _gradients(
     ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, stats: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """This rank's part of the gradient of the rows' hidden states [n, H], and that of the weight."""
+    """This rank's share of the gradient of the rows' hidden states [n, H], and that of the weight."""
     head: _Head = ctx.head
     partial = stats.new_zeros(len(rows), hidden.shape[1]) if ctx.needs_input_grad[0] else None
     total = _accumulator(ctx.parameter, head.dtype) if ctx.needs_input_grad[1] else None
     weight = _operand(weight, hidden, head)
     with_entropy = bool((stats[4] != 0).any())
-    for part, states, logits in head.chunks(hidden, weight, rows):
-        column = _to_gradient(logits, labels[part], stats[:, part], with_entropy, head)
-        scale = (1.0 if with_entropy else stats[3, part, None]) / (stats[1, part, None] * head.temperature)
+    for chunk, states, logits in head.chunks(hidden, weight, rows):
+        column = _to_gradient(logits, labels[chunk], stats[:, chunk], with_entropy, head)
+        scale = (1.0 if with_entropy else stats[3, chunk, None]) / (stats[1, chunk, None] * head.temperature)
         if partial is not None:
             # The label's is by far the largest term: added last, it is rounded once.
             largest = logits.gather(1, column)
-            _product(partial[part], logits.scatter_(1, column, 0.0).to(weight.dtype), weight[: head.width])
-            partial[part].addcmul_(largest, weight[column[:, 0]]).mul_(-scale)
+            _product(partial[chunk], logits.scatter_(1, column, 0.0).to(weight.dtype), weight[: head.width])
+            partial[chunk].addcmul_(largest, weight[column[:, 0]]).mul_(-scale)
             logits.scatter_(1, column, largest)
         if total is not None:
             states = (states * scale).to(weight.dtype)
@@ -255,14 +257,14 @@ def _to_gradient(logits: Tensor, labels: Tensor, stats: Tensor, with_entropy: bo
 
 
 def _accumulator(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where the chunks' weight gradients add up: in main_grad itself if that has the dtype."""
+    """Return the sum of the chunks' weight gradients to be: main_grad itself if that has the dtype."""
     main_grad: Any = getattr(weight, "main_grad", None)
     straight = main_grad is not None and main_grad.dtype == dtype
     return main_grad if straight else torch.zeros_like(weight, dtype=dtype)
 
 
 def _deliver(weight: Tensor, total: Tensor) -> Tensor:
-    """What autograd gets for the weight."""
+    """Return the gradient that autograd gets for the weight."""
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None:
         return total.to(weight.dtype)
@@ -273,7 +275,7 @@ def _deliver(weight: Tensor, total: Tensor) -> Tensor:
 
 
 def _hidden_gradient(partial: Tensor, rows: Tensor, dtype: torch.dtype, head: _Head) -> Tensor:
-    """Gradient of hidden, shaped as it came in, from this rank's part [n, H] of that of the rows."""
+    """Gradient of hidden, shaped as it came in, from this rank's share [n, H] of that of the rows."""
     shape, tp = (head.tokens, partial.shape[1]), head.group.size()
     if head.sequence_parallel:
         mine = partial.new_zeros(shape[0] // tp, shape[1])

@@ -64,11 +64,6 @@ def means(totals: Totals) -> dict[str, float]:
     return {name: total / count if count else float("nan") for name, (total, count) in totals.items()}
 
 
-def reduce_metrics(pairs: Mapping[str, Tensor], *, group: dist.ProcessGroup) -> dict[str, float]:
-    """:func:`means` of :func:`sum_metrics`."""
-    return means(sum_metrics(pairs, group=group))
-
-
 def gather_lists(items: list[T], *, group: dist.ProcessGroup) -> list[T]:
     """All ranks' lists, one after the other in rank order, on every rank."""
     if group.size() == 1:
@@ -88,10 +83,10 @@ def share(item: T, *, group: dist.ProcessGroup, source: int = 0) -> T:
 
 
 def any_rank(flag: bool, *, device: torch.device) -> bool:
-    """Whether the flag is set on any rank of the job."""
-    found = torch.tensor(int(flag), device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found.item())
+    """Return True if the flag is set on any rank of the job. Collective."""
+    flags = torch.tensor(int(flag), device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
 
 
 def agreed(item: T, groups: ParallelGroups) -> T:

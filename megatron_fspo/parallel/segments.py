@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fspo.packing.zigzag import chunks_per_sequence
+from megatron_fspo.packing.batch import chunks_per_sequence
 
 _BITS = 28
 _UNITS = (2.0**24, 2.0**-4, 2.0**-32, 2.0**-60)
 _LARGEST = 2.0**52
 _MINUS = 1 << 31
-"""What an infinity below zero counts; one above counts 1, and NaN is both."""
+"""An infinity below zero counts this much; one above counts 1, and NaN is both."""
 
 
 class ExactSums:
@@ -141,7 +141,7 @@ def prefix_sums(
     last = max(chunks_per_sequence(group.size()), 2) - 1
     held = torch.tensor([group.rank(), last - group.rank()], device=values.device)
     chunks = digits.new_zeros(last + 1, *digits.shape[:2], num_segments + 1)
-    chunks[held] = own.unflatten(2, (-1, 2)).movedim(-1, 0)
+    chunks[held] = own.view(*own.shape[:2], -1, 2).movedim(-1, 0)
     before = (added_up(chunks, group).cumsum(0) - chunks)[held].movedim(0, -1).flatten(2)
     # The running sum of the row begins with the chunks that lie before the token's own in it.
     before -= own.cumsum(2) - own

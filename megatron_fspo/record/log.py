@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.job.heart import Activity, ranges
+from megatron_fspo.job.rank_status import Activity, ranges
 from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.record.trackers import Tracker, start_trackers
 
@@ -34,7 +34,7 @@ PHASES = {
     "update_actor": "update",
     "update_weights": "weights to the sampler",
 }
-"""Of a step, by their names in the metrics, in their order."""
+"""The phases of a step: names in the metrics → words, in their order."""
 REMIND = 20
 """Steps between two lines about a state that lasts."""
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
@@ -45,6 +45,7 @@ class RunLog:
     """The log of one run. On ranks other than 0 every method does nothing, and finds nothing.
 
     Args:
+        config: of the run.
         writer: whether this is rank 0.
         resume_step: keep what is logged up to this step and drop the rest; None starts afresh.
 
@@ -59,44 +60,45 @@ class RunLog:
         self._folder = config.run_folder
         self._trackers: list[Tracker] = []
         self._speeds: list[dict[str, float]] = []
-        self._told: dict[str, int] = {}
+        self._reminded: dict[str, int] = {}
         self._warned: set[str] = set()
         self._began = resume_step or 0
         self.activity = Activity()
-        """Of this rank; each has its own."""
+        """The activity of this rank; each has its own."""
         if not writer:
             return
         more = [name for name in (JOBS, WARNINGS) if (self._folder / name).exists()]
         names = (METRICS, SEQUENCES, SAMPLES, *more)
-        sizes = {self._folder / name: _size_up_to(self._folder / name, resume_step) for name in names}
+        sizes = {name: _size_up_to(self._folder / name, resume_step) for name in names}
         missing = _missing_steps(self._folder / METRICS, resume_step)
         self._trackers = start_trackers(config, resume_step=resume_step)
-        for path, size in sizes.items():
-            _truncate(path, size)
+        for name, size in sizes.items():
+            with _writing(self._folder / name) as path, path.open("ab") as file:
+                file.truncate(size)
         self._warned = {row["title"] for row in read_rows(self._folder / WARNINGS)}
         if missing:
             text = f"{self._folder / METRICS} has no row of {len(missing)} steps: {ranges(missing)}"
             self.warn("missing rows", f"{text}. They are missing from the report; training is not affected")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of one step: to the file, to the trackers, and as one line on the console."""
+        """Give the metrics of one step to the file and the trackers, and as one line to the console."""
         if not self._writer:
             return
         self._speeds.append({k: v for k, v in metrics.items() if k.startswith(("timing_s/", "perf/"))})
-        row = {"step": step, **{k: _json_number(v) for k, v in metrics.items()}}
+        # JSON has no NaN and no infinity.
+        row = {"step": step, **{k: v if math.isfinite(v) else None for k, v in metrics.items()}}
         # On the disk before the checkpoint of the step has its name.
-        _append(self._folder / METRICS, row, sync=True)
+        self._append(METRICS, row, sync=True)
         for tracker in self._trackers:
             tracker.step(step, metrics)
         self.say(describe(step, self._config.run.steps, metrics))
 
     def job(self, step: int, machine: Mapping[str, Any]) -> None:
-        """A job that goes on after this step, and what it computes on."""
-        if self._writer:
-            _append(self._folder / JOBS, {"step": step, **machine})
+        """Note a job that goes on after this step, and what it computes on."""
+        self._append(JOBS, {"step": step, **machine})
 
     def steps_without_spread(self) -> int:
-        """How many of the last steps in a row had rewards without spread."""
+        """Count the last steps in a row whose rewards had no spread."""
         rows = rows_from_end(self._folder / METRICS) if self._writer else iter(())
         return sum(1 for _ in takewhile(lambda row: row.get("critic/no_spread") == 1, rows))
 
@@ -104,7 +106,7 @@ class RunLog:
         """Keep an even sample of the off-policy records that are in a rate, for the report's pictures."""
         limit = self._config.log.sequences
         counted = [r for r in records if r.counts]
-        if not self._writer or not counted or not limit:
+        if not counted or not limit:
             return
         kept = counted[:: math.ceil(len(counted) / limit)]
         row = {
@@ -117,47 +119,44 @@ class RunLog:
             "out_of_band": [r.out_of_band for r in kept],
             "ratio": [r.ratio for r in kept],
         }
-        _append(self._folder / SEQUENCES, row)
+        self._append(SEQUENCES, row)
 
     def responses(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep responses of an evaluation."""
-        if self._writer:
-            for row in rows:
-                _append(self._folder / SAMPLES, {"step": step, **row})
+        for row in rows:
+            self._append(SAMPLES, {"step": step, **row})
 
     def pictures(self, step: int, draw: Callable[[Path], Mapping[str, str]] | None) -> None:
-        """For the trackers, before the metrics of the step: what ``draw`` makes of the folder of the run."""
+        """Give the trackers what ``draw`` makes of the folder of the run; before the metrics of the step."""
         if self._trackers and draw is not None:
             svgs = draw(self._folder)
             for tracker in self._trackers:
                 tracker.pictures(step, svgs)
 
     def say(self, text: str) -> None:
-        """A line on the console, above any progress bar."""
+        """Print a line on the console, above any progress bar."""
         if self._writer:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
     def warn(self, title: str, text: str) -> None:
-        """The same, an alert of the trackers, and a line of the report."""
+        """Print a line, which is also an alert of the trackers and a line of the report."""
         self.say(text)
-        if not self._writer:
-            return
         self._warned.add(title)
         step = max(self.activity.step, self._began)
-        _append(self._folder / WARNINGS, {"step": step, "title": title, "text": text})
+        self._append(WARNINGS, {"step": step, "title": title, "text": text})
         for tracker in self._trackers:
             tracker.alert(title, text)
 
     def warn_once(self, title: str, text: str) -> None:
-        """The same, unless the run has warned under this title before."""
+        """Warn, unless the run has warned under this title before."""
         if title not in self._warned:
             self.warn(title, text)
 
     def remind(self, topic: str, step: int, text: str) -> None:
-        """The same, but not again about this topic for :data:`REMIND` steps."""
-        if step >= self._told.get(topic, -REMIND) + REMIND:
-            self._told[topic] = step
+        """Warn, but not again about this topic for :data:`REMIND` steps."""
+        if step >= self._reminded.get(topic, -REMIND) + REMIND:
+            self._reminded[topic] = step
             self.warn(topic, f"step {step}: {text}")
 
     @contextmanager
@@ -191,15 +190,24 @@ class RunLog:
         timings[f"timing_s/{name}"] = timings.get(f"timing_s/{name}", 0.0) + seconds
 
     def close(self, table: Callable[[Sequence[Mapping[str, float]]], str] | None = None) -> None:
-        """Say what ``table`` makes of the times of this job's steps, and end the trackers."""
+        """Print what ``table`` makes of the times of this job's steps, and end the trackers."""
         if table is not None and self._speeds:
             self.say(f"\n{table(self._speeds)}")
         for tracker in self._trackers:
             tracker.close()
 
+    def _append(self, name: str, row: Mapping[str, Any], *, sync: bool = False) -> None:
+        if not self._writer:
+            return
+        with _writing(self._folder / name) as path, path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+
 
 def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:
-    """One step as a line a person reads; without the numbers that the step does not have."""
+    """Format one step as a line a person reads; without the numbers that the step does not have."""
     parts = [f"step {step:>4}/{steps}"]
     for label, name, form in (
         ("reward", "critic/rewards/mean", ".3f"),
@@ -221,7 +229,7 @@ def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def is_accuracy(name: str) -> bool:
-    """Whether a metric is the ``mean@k`` of an evaluation, and not an end of its interval."""
+    """True for the ``mean@k`` of an evaluation; not for an end of its interval."""
     return re.fullmatch(r"val/.+/mean@\d+", name) is not None
 
 
@@ -240,12 +248,12 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def rows_from_end(path: Path) -> Iterator[dict[str, Any]]:
-    """The same rows, last first; no more of the file is read than the caller asks for."""
+    """The rows of such a file, last first; no more of the file is read than the caller asks for."""
     return (row for _, row in _rows_from_end(path))
 
 
 def _rows_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Where each row ends in the file, in bytes, and the row."""
+    """The end of each row in the file, in bytes, and the row."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -265,16 +273,15 @@ def _rows_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             rest = rest[:whole] if whole else rest if begin else b""
 
 
-def parse_row(line: bytes, place: object) -> dict[str, Any]:
+def parse_row(line: bytes, where: object) -> dict[str, Any]:
     """One line of such a file; ``InputError`` with its place if it is no row."""
     try:
         row: dict[str, Any] = json.loads(line)
-        known = isinstance(row["step"], int)
+        if isinstance(row["step"], int):
+            return row
     except (ValueError, TypeError, KeyError):
-        known = False
-    if not known:
-        raise InputError(f"{place}: not a row of this trainer: mend the line, or remove it")
-    return row
+        pass
+    raise InputError(f"{where}: not a row of this trainer: mend the line, or remove it")
 
 
 def _size_up_to(path: Path, step: int | None) -> int:
@@ -285,7 +292,7 @@ def _size_up_to(path: Path, step: int | None) -> int:
 
 
 def _missing_steps(path: Path, step: int | None) -> list[int]:
-    """Those up to ``step`` without a row."""
+    """The steps up to ``step`` without a row."""
     if not step:
         return []
     there = set()
@@ -293,36 +300,18 @@ def _missing_steps(path: Path, step: int | None) -> list[int]:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 # Parsed, the rows of a long run would take many seconds.
-                found = _STEP.match(line) if line.endswith(b"}\n") else None
-                if found or line.endswith(b"\n"):
-                    there.add(int(found[1]) if found else parse_row(line, f"{path}:{number}")["step"])
+                match = _STEP.match(line) if line.endswith(b"}\n") else None
+                if match or line.endswith(b"\n"):
+                    there.add(int(match[1]) if match else parse_row(line, f"{path}:{number}")["step"])
     return [one for one in range(1, step + 1) if one not in there]
 
 
-def _truncate(path: Path, size: int) -> None:
-    with _writing(path), path.open("ab") as file:
-        file.truncate(size)
-
-
-def _append(path: Path, row: Mapping[str, Any], *, sync: bool = False) -> None:
-    with _writing(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-
-
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[Path]:
     try:
-        yield
+        yield path
     except OSError as error:
         raise TrainingError(
             f"{path} cannot be written: {error.strerror}. The checkpoints of the run are whole: mend that, "
             "then continue with --resume"
         ) from None
-
-
-def _json_number(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
-    return value if math.isfinite(value) else None

@@ -15,13 +15,13 @@ from torch import Tensor
 from megatron_fspo.objective import effective_sample_size, length_reweighting_error
 from megatron_fspo.objective.calibration import sigma_hat
 from megatron_fspo.objective.exponent import fit_exponent
-from megatron_fspo.objective.losses import LossTerms
+from megatron_fspo.objective.policy_objective import LossTerms
 from megatron_fspo.packing.batch import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceRecord:
-    """What one optimizer step did with one sequence."""
+    """The fate of one sequence in one optimizer step."""
 
     sample: int
     """Index into the rollout's samples."""
@@ -42,46 +42,34 @@ class SequenceRecord:
 
     @property
     def counts(self) -> bool:
-        """Whether it is in the denominator of a rate: it has a response, and was not dropped."""
+        """True if it is in the denominator of a rate: it has a response, and was not dropped."""
         return self.length > 0 and not self.nonfinite
 
     @property
     def clipped(self) -> float:
-        """On any side."""
+        """The part of it that is clipped, on any side."""
         return self.clipped_low + self.clipped_high + self.dual_clipped
 
 
 def records_of(batch: MicroBatch, terms: LossTerms, rank: int) -> list[SequenceRecord]:
     """The records of one micro-batch."""
-    columns = [
-        batch.sample_index,
-        batch.lengths,
-        terms.log_ratio_sum,
-        batch.advantages,
-        terms.clipped_low,
-        terms.clipped_high,
-        terms.dual_clipped,
-        terms.out_of_band,
-        terms.nonfinite,
-        terms.ratio,
-    ]
+    columns = {
+        "sample": batch.sample_index,
+        "length": batch.lengths,
+        "log_ratio_sum": terms.log_ratio_sum,
+        "advantage": batch.advantages,
+        "clipped_low": terms.clipped_low,
+        "clipped_high": terms.clipped_high,
+        "dual_clipped": terms.dual_clipped,
+        "out_of_band": terms.out_of_band,
+        "nonfinite": terms.nonfinite,
+    }
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
     return [
         SequenceRecord(
-            sample=sample,
-            rank=rank,
-            length=length,
-            log_ratio_sum=s,
-            advantage=advantage,
-            clipped_low=low,
-            clipped_high=high,
-            dual_clipped=dual,
-            out_of_band=out,
-            nonfinite=nonfinite,
-            ratio=None if math.isnan(ratio) else ratio,
+            rank=rank, ratio=None if math.isnan(ratio) else ratio, **dict(zip(columns, row, strict=True))
         )
-        for sample, length, s, advantage, low, high, dual, out, nonfinite, ratio in zip(
-            *(column.tolist() for column in columns), strict=True
-        )
+        for row, ratio in zip(rows, terms.ratio.tolist(), strict=True)
     ]
 
 
@@ -143,16 +131,16 @@ def clip_metrics(records: Sequence[SequenceRecord], *, seed: int, exponent: floa
 
 
 def weight_metrics(records: Sequence[SequenceRecord]) -> dict[str, float]:
-    """How evenly the sequences carry the gradient, by the importance weights of those with an advantage.
+    """Measure how evenly the sequences with an advantage carry the gradient, by their importance weights.
 
     Returns:
         ``fspo/ess``, their effective sample size as a share of their number (clipped ones weigh 0), and
         ``fspo/weight_max_share``, the largest one's part of their sum. Nothing with a token-level loss.
     """
-    found = [r.ratio for r in records if r.counts and r.advantage != 0]
-    if not found or None in found:
+    weights = [r.ratio for r in records if r.counts and r.advantage != 0]
+    if not weights or None in weights:
         return {}
-    ratios = torch.tensor(found, dtype=torch.float64)
+    ratios = torch.tensor(weights, dtype=torch.float64)
     total = ratios.sum().item()
     return {
         "fspo/ess": effective_sample_size(ratios),

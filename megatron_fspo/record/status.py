@@ -1,4 +1,4 @@
-"""What a run does at the moment, read from its folder alone, by anybody who can read that."""
+"""The state of a run, read from its folder alone, by anybody who can read that."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.folder import checkpoints_in
-from megatron_fspo.job.heart import ENDED, FAILED, RANKS, Sign, named_ranks, read_sign, sign_file
 from megatron_fspo.job.lock import LOCK, STALE_SECONDS, Owner, now_there, read_owner, refreshed
+from megatron_fspo.job.rank_status import ENDED, FAILED, RANKS, RankStatus, named_ranks, read_status
 from megatron_fspo.record.log import METRICS, describe, rows_from_end
 
 SILENT_SECONDS = 60.0
@@ -22,28 +22,29 @@ STUCK_SECONDS = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankStatus:
+class SeenRank:
     """One rank as its file shows it."""
 
     rank: int
-    sign: Sign | None
+    status: RankStatus | None
     """None: there is no file."""
-    silent: float
+    silent: float = 0.0
     """Seconds since the file was written."""
-    no_progress: float
+    no_progress: float = 0.0
     """Seconds since its main thread came further."""
 
     @property
     def has_left(self) -> bool:
-        return self.sign is not None and self.sign.phase in (ENDED, FAILED)
+        """True once the rank has left the job."""
+        return self.status is not None and self.status.phase in (ENDED, FAILED)
 
     @property
     def problem(self) -> str:
-        """What is wrong with it; "" if nothing is."""
-        if self.sign is None:
+        """The complaint about this rank; "" if all is well."""
+        if self.status is None:
             return "not heard of"
         if self.has_left:
-            return "" if self.sign.phase == ENDED else "its error is in the output of the job"
+            return "" if self.status.phase == ENDED else "its error is in the output of the job"
         if self.silent > SILENT_SECONDS:
             return f"not heard of for {self.silent:.0f} s"
         if self.no_progress > STUCK_SECONDS:
@@ -51,46 +52,50 @@ class RankStatus:
         return ""
 
     @property
-    def doing(self) -> str:
-        """In words."""
-        if self.sign is None:
-            return "no sign of life yet"
-        waits = f", waiting for {self.sign.waits}" if self.sign.waits and not self.has_left else ""
-        return f"{self.sign.phase}{waits}, step {self.sign.step}"
+    def line(self) -> str:
+        """The activity of the rank, in words; with a problem also that, and where it runs."""
+        if self.status is None:
+            return f"no sign of life yet; {self.problem}"
+        status, where = self.status, ""
+        waits = f", waiting for {status.waits}" if status.waits and not self.has_left else ""
+        if self.problem:
+            where = f"; {self.problem}"
+            where += "" if self.has_left else f" ({status.host}, process {status.process})"
+        return f"{status.phase}{waits}, step {status.step}{where}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status:
+class RunStatus:
     """A run as its folder shows it."""
 
     folder: Path
     owner: Owner | None
-    """Of the lock; None: no job is at work."""
+    """Owner of the lock; None: no job is at work."""
     alive: bool | None
-    """Whether the owner is; None where there is none."""
+    """True if the owner is; None where there is none."""
     step: int
     """Steps done."""
     steps: int | None
-    """Of the whole run; None if it has not come to write that down."""
+    """Steps of the whole run; None if it has not come to write that down."""
     metrics: dict[str, Any]
-    """Of the last step."""
+    """Metrics of the last step."""
     checkpoint: str | None
     """The newest."""
-    ranks: tuple[RankStatus, ...]
+    ranks: tuple[SeenRank, ...]
 
     @property
     def problems(self) -> list[str]:
         """A line for all that is wrong."""
-        found = [] if self.alive is not False else [f"the job is gone: its lock is that of {self.owner}"]
-        return found + [f"rank {one.rank}: {one.problem}" for one in self.ranks if one.problem]
+        gone = [] if self.alive is not False else [f"the job is gone: its lock is that of {self.owner}"]
+        return gone + [f"rank {one.rank}: {one.problem}" for one in self.ranks if one.problem]
 
     def as_json(self) -> dict[str, Any]:
-        """JSON types only."""
+        """The status in JSON types only."""
         ranks = [
             {
-                **(asdict(one.sign) if one.sign else {"rank": one.rank}),
-                "silent_seconds": round(one.silent, 1) if one.sign else None,
-                "no_progress_seconds": round(one.no_progress, 1) if one.sign else None,
+                **(asdict(one.status) if one.status else {"rank": one.rank}),
+                "silent_seconds": round(one.silent, 1) if one.status else None,
+                "no_progress_seconds": round(one.no_progress, 1) if one.status else None,
                 "problem": one.problem,
             }
             for one in self.ranks
@@ -107,22 +112,31 @@ class Status:
         }
 
 
-def examine(folder: Path) -> Status:
+def examine(folder: Path) -> RunStatus:
     """Look into the folder of a run.
 
     Raises:
         InputError: no run is there, or a file of it is none of ours.
     """
-    there, owner = _owner(folder)
-    if not there and not (folder / "config.toml").exists():
+    try:
+        locked, owner = True, read_owner(folder)
+    except OSError:
+        locked, owner = False, None
+    if not locked and not (folder / "config.toml").exists():
         raise InputError(f"there is no run in {folder}")
-    now = _now(folder)
+    try:
+        now = now_there(folder)
+    except OSError:  # nothing may be written there: our own clock
+        now = time.time()
+    alive = owner.lives() if owner is not None else None
+    if locked and alive is None:
+        alive = now - refreshed(folder / LOCK) < STALE_SECONDS
     row = next(rows_from_end(folder / METRICS), {})
     newest = checkpoints_in(folder)
-    return Status(
+    return RunStatus(
         folder=folder,
         owner=owner,
-        alive=_lives(folder, owner, now) if there else None,
+        alive=alive,
         step=row.get("step", 0),
         steps=_steps(folder),
         metrics=row,
@@ -131,8 +145,8 @@ def examine(folder: Path) -> Status:
     )
 
 
-def render(status: Status) -> str:
-    """For a person; ranks that do the same share a line."""
+def render(status: RunStatus) -> str:
+    """Format the status for a person; ranks that do the same share a line."""
     if status.alive is None:
         done = status.steps is not None and status.step >= status.steps
         job = "finished" if done else "no job is at work here"
@@ -142,73 +156,43 @@ def render(status: Status) -> str:
     table = [("job", job), ("steps", progress), ("checkpoint", status.checkpoint or "none yet")]
     if status.metrics:
         table.insert(2, ("last", " ".join(describe(status.step, status.steps or 0, status.metrics).split())))
-    table += _rank_lines(status.ranks) or ([("ranks", "no sign of life yet")] if status.alive else [])
+    groups: dict[str, list[SeenRank]] = {}
+    for one in status.ranks:
+        groups.setdefault(one.line, []).append(one)
+    table += [
+        (named_ranks([one.rank for one in group]), text + _since(group)) for text, group in groups.items()
+    ]
+    if not groups and status.alive:
+        table.append(("ranks", "no sign of life yet"))
     width = max(len(name) for name, _ in table) + 2
     return "\n".join([str(status.folder), *(f"  {name:<{width}}{text}" for name, text in table)])
 
 
-def _rank_lines(ranks: Sequence[RankStatus]) -> list[tuple[str, str]]:
-    """Which ranks, and what they do: those with a problem are told one by one, and where they run."""
-    groups: dict[str, list[RankStatus]] = {}
-    for one in ranks:
-        text = one.doing
-        if one.problem:
-            silent = one.sign is not None and not one.has_left
-            where = f" ({one.sign.host}, process {one.sign.process})" if silent and one.sign else ""
-            text += f"; {one.problem}{where}"
-        groups.setdefault(text, []).append(one)
-    return [
-        (named_ranks([one.rank for one in group]), text + _since(group)) for text, group in groups.items()
-    ]
-
-
-def _since(group: Sequence[RankStatus]) -> str:
+def _since(group: Sequence[SeenRank]) -> str:
     """The longest time without progress, where it is worth a word."""
     longest = max(one.no_progress for one in group)
-    quiet = all(one.sign and not one.problem and not one.has_left for one in group)
+    quiet = all(one.status and not one.problem and not one.has_left for one in group)
     return f", for {longest:.0f} s" if quiet and longest >= 1 else ""
 
 
-def _ranks(folder: Path, owner: Owner | None, now: float) -> tuple[RankStatus, ...]:
-    """Of the job that holds the lock; without one, of the last job that was there."""
-    found = [sign for path in sorted((folder / RANKS).glob("*.json")) if (sign := read_sign(path))]
-    if not found:
+def _ranks(folder: Path, owner: Owner | None, now: float) -> tuple[SeenRank, ...]:
+    """The ranks of the job that holds the lock; without one, of the last job that was there."""
+    files = [read for path in sorted((folder / RANKS).glob("*.json")) if (read := read_status(path))]
+    if not files:
         return ()
-    job = owner.nonce if owner else max(found, key=lambda one: one[1])[0].job
-    size = max((sign.size for sign, _ in found if sign.job == job), default=0)
-    return tuple(_rank(folder, rank, job, now) for rank in range(size))
-
-
-def _rank(folder: Path, rank: int, job: str, now: float) -> RankStatus:
-    found = read_sign(sign_file(folder, rank))
-    if found is None or found[0].job != job:
-        return RankStatus(rank=rank, sign=None, silent=0.0, no_progress=0.0)
-    sign, written = found
-    silent = max(now - written, 0.0)
-    return RankStatus(
-        rank=rank, sign=sign, silent=silent, no_progress=silent + max(sign.written - sign.progress, 0.0)
-    )
-
-
-def _owner(folder: Path) -> tuple[bool, Owner | None]:
-    """Whether there is a lock, and whose it is as far as it can be read."""
-    try:
-        return True, read_owner(folder)
-    except OSError:
-        return False, None
-
-
-def _lives(folder: Path, owner: Owner | None, now: float) -> bool:
-    lives = owner.lives() if owner is not None else None
-    return lives if lives is not None else now - refreshed(folder / LOCK) < STALE_SECONDS
-
-
-def _now(folder: Path) -> float:
-    """On the file system's clock; on ours where nothing may be written."""
-    try:
-        return now_there(folder)
-    except OSError:
-        return time.time()
+    job = owner.nonce if owner else max(files, key=lambda file: file[1])[0].job
+    ranks = {
+        status.rank: SeenRank(
+            rank=status.rank,
+            status=status,
+            silent=max(now - written, 0.0),
+            no_progress=max(now - written, 0.0) + max(status.written - status.progress, 0.0),
+        )
+        for status, written in files
+        if status.job == job
+    }
+    size = max((one.status.size for one in ranks.values() if one.status), default=0)
+    return tuple(ranks.get(rank, SeenRank(rank=rank, status=None)) for rank in range(size))
 
 
 def _steps(folder: Path) -> int | None:

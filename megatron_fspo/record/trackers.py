@@ -11,7 +11,7 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_fspo.config import Config, Log
 from megatron_fspo.errors import InputError
@@ -22,24 +22,8 @@ _ALERT_SECONDS = 60
 _ALERT_CHARACTERS = 2000
 
 
-class Tracker(Protocol):
-    """Where a run tells what it tells."""
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step, each step once and in their order."""
-
-    def pictures(self, step: int, svgs: Mapping[str, str]) -> None:
-        """Name → the text of an ``<svg>`` element; before the metrics of the step."""
-
-    def alert(self, title: str, text: str) -> None:
-        """Something that a person should know of now."""
-
-    def close(self, *, failed: bool = False) -> None:
-        """Hand over what is still on its way."""
-
-
 class WandbTracker:
-    """A run of wandb's.
+    """A run in wandb.
 
     Its id is drawn once and kept in ``wandb/run-id.txt``: runs of one name in several folders are several
     curves, and a run that is resumed goes on with its own.
@@ -60,7 +44,7 @@ class WandbTracker:
                 name=config.run.name,
                 group=log.group,
                 tags=list(log.tags) or None,
-                id=_run_id(files, config.run.name, resuming=resuming),
+                id=_run_id(files, resuming=resuming),
                 resume="allow" if resuming else None,
                 mode="online" if log.wandb == "online" else "offline",
                 dir=str(config.run_folder),
@@ -78,22 +62,27 @@ class WandbTracker:
         self._html = wandb.Html
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step, each step once and in their order."""
         self._run.log(dict(metrics), step=step)
 
     def pictures(self, step: int, svgs: Mapping[str, str]) -> None:
+        """Log pictures, name → the text of an ``<svg>`` element; before the metrics of the step."""
         self._run.log({f"pictures/{name}": self._html(svg) for name, svg in svgs.items()}, step=step)
 
     def alert(self, title: str, text: str) -> None:
+        """Tell what a person should know of now."""
         self._run.alert(title=title, text=text[:_ALERT_CHARACTERS], wait_duration=_ALERT_SECONDS)
 
     def close(self, *, failed: bool = False) -> None:
+        """Hand over what is still on its way."""
         self._run.finish(exit_code=int(failed))
 
 
 class TensorBoardTracker:
-    """Event files in ``tensorboard/``; pictures, which TensorBoard cannot show as SVG, stay in the report.
+    """Event files in ``tensorboard/``; methods as :class:`WandbTracker` has them.
 
     Args:
+        config: of the run.
         after: the run goes on after this step; what an earlier job logged later is hidden.
     """
 
@@ -112,7 +101,7 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def pictures(self, step: int, svgs: Mapping[str, str]) -> None:
-        """Nothing."""
+        """Do nothing: TensorBoard cannot show SVG, so pictures stay in the report."""
 
     def alert(self, title: str, text: str) -> None:
         self._writer.add_text(title, text, self._last)
@@ -121,60 +110,58 @@ class TensorBoardTracker:
         self._writer.close()
 
 
+Tracker = WandbTracker | TensorBoardTracker
+
+
 def check_trackers(log: Log) -> None:
-    """``InputError`` unless what ``log`` asks for is installed, and wandb has a key. Asked on the first rank
-    only."""
+    """Raise ``InputError`` on the first rank unless what ``log`` asks for is installed, and wandb has a
+    key."""
     if os.environ.get("RANK", "0") != "0":
         return
     if log.wandb != "off":
-        _check_wandb(log.wandb)
+        try:
+            import wandb
+        except ImportError:
+            raise _not_installed(f"log.wandb = {log.wandb}", "wandb", "log.wandb = off") from None
+        if log.wandb == "online" and not wandb.login(prompt=False, verify=False):
+            raise InputError(
+                "log.wandb = online, but wandb has no API key here: run `wandb login`, set WANDB_API_KEY, or "
+                "set log.wandb = offline"
+            )
     if log.tensorboard:
         try:
             import torch.utils.tensorboard  # noqa: F401
         except ImportError:
-            raise InputError(
-                "log.tensorboard = true needs the package tensorboard, which is not installed: install it, "
-                "or set log.tensorboard = false"
-            ) from None
+            wanted, other = "log.tensorboard = true", "log.tensorboard = false"
+            raise _not_installed(wanted, "tensorboard", other) from None
+
+
+def _not_installed(wanted: str, package: str, other: str) -> InputError:
+    return InputError(
+        f"{wanted} needs the package {package}, which is not installed: install it, or set {other}"
+    )
 
 
 def start_trackers(config: Config, *, resume_step: int | None) -> list[Tracker]:
-    """Those that the configuration asks for.
+    """Start the trackers that the configuration asks for.
 
     Raises:
         InputError: one does not take the run.
     """
-    found: list[Tracker] = []
+    trackers: list[Tracker] = []
     if config.log.wandb != "off":
-        found.append(WandbTracker(config, resuming=resume_step is not None))
+        trackers.append(WandbTracker(config, resuming=resume_step is not None))
     if config.log.tensorboard:
-        found.append(TensorBoardTracker(config, after=resume_step))
-    return found
+        trackers.append(TensorBoardTracker(config, after=resume_step))
+    return trackers
 
 
-def _check_wandb(mode: str) -> None:
-    try:
-        import wandb
-    except ImportError:
-        raise InputError(
-            f"log.wandb = {mode} needs the package wandb, which is not installed: install it, or set "
-            "log.wandb = off"
-        ) from None
-    if mode == "online" and not wandb.login(prompt=False, verify=False):
-        raise InputError(
-            "log.wandb = online, but wandb has no API key here: run `wandb login`, set WANDB_API_KEY, or set "
-            "log.wandb = offline"
-        )
-
-
-def _run_id(files: Path, name: str, *, resuming: bool) -> str:
-    """Of the run whose wandb files are in ``files``."""
+def _run_id(files: Path, *, resuming: bool) -> str:
+    """The id of the run whose wandb files are in ``files``, drawn if it has none."""
     path = files / _ID
     if resuming and path.exists():
         return path.read_text(encoding="utf-8").strip()
-    if resuming and files.exists():  # it began when the name was the id
-        return name
-    found = secrets.token_hex(6)
+    run_id = secrets.token_hex(6)
     files.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{found}\n", encoding="utf-8")
-    return found
+    path.write_text(f"{run_id}\n", encoding="utf-8")
+    return run_id

@@ -6,18 +6,18 @@ waits (for a network, a file, a judge) is called for many responses at a time.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import inspect
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from megatron_fspo.remote import Loop
 from megatron_fspo.rewards.extract import extract
 from megatron_fspo.rewards.normalise import canonical
 from megatron_fspo.rewards.part import Outcome
@@ -25,8 +25,6 @@ from megatron_fspo.rewards.registry import AnyReward
 from megatron_fspo.rewards.verdict import Failure, Interrupted, Request, awaited, called
 
 T = TypeVar("T")
-
-_GRACE_SECONDS = 2.0  # for what was cancelled to clean up
 
 
 class Threads:
@@ -103,41 +101,6 @@ class Threads:
         finally:
             with self._lock:
                 self._running.pop(thread, None)
-
-
-class Loop:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name="async rewards", daemon=True)
-        self._thread.start()
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """The coroutine's result to come, or its error."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def close(self) -> None:
-        """Cancel what runs, and end. A second call does nothing."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_GRACE_SECONDS)
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.run_until_complete(_cancel_all())
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
-
-
-async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Function:

@@ -16,7 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_fspo.errors import Attempts, InputError
-from megatron_fspo.rewards.functions import Function, Loop, Quick, Threads
+from megatron_fspo.remote import Loop
+from megatron_fspo.rewards.functions import Function, Quick, Threads
 from megatron_fspo.rewards.part import Answer, Outcome, Part
 from megatron_fspo.rewards.registry import GRADED, get_reward
 from megatron_fspo.rewards.shaping import Format, overlong
@@ -97,7 +98,7 @@ class Grader:
         self._names = config.names
         self._adds = bool(config.also or config.overlong_tokens)
         self._max_response_tokens = max_response_tokens
-        self._loop = Loop()
+        self._loop = Loop("async rewards", grace_seconds=2)
         self._threads = Threads(config.concurrency or CALLS)
         self._lock = threading.Lock()
         self._waiting: set[Verdict] = set()

@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import random
 from concurrent.futures import Future
 from contextlib import suppress
 
 import httpx
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.rewards.functions import Loop
+from megatron_fspo.remote import Loop, TryAgain, attempted, http_client
 from megatron_fspo.rewards.part import Outcome
 from megatron_fspo.rewards.verdict import Failure, Request, one_line
 
@@ -26,12 +25,6 @@ _FIRST_WAIT = 0.5  # seconds before the second attempt; it doubles from there
 _LONGEST_WAIT = 30.0
 _GRACE_SECONDS = 2.0
 _LARGEST = 2**20  # bytes of an answer
-# A generator of its own: the global one belongs to the run, whose numbers repeat.
-_jitter = random.Random()
-
-
-class _TryAgain(Exception):
-    """An attempt failed in a way that may pass."""
 
 
 class Remote:
@@ -54,11 +47,8 @@ class Remote:
         self._seconds = seconds
         self._retries = retries
         self._loop = loop
-        self._places = asyncio.Semaphore(concurrency)
-        self._http = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,  # no proxies for the cluster's own machines, and no keys from a ~/.netrc
-        )
+        self._open = asyncio.Semaphore(concurrency)
+        self._http = http_client()
 
     def grade(self, request: Request) -> Future[Outcome | Failure]:
         return self._loop.submit(self._grade(request))
@@ -74,20 +64,15 @@ class Remote:
             return request.failure(
                 f"cannot be asked: the prompt's fields are no JSON: {one_line(str(error))}"
             )
-        reason = ""
-        for attempt in range(1 + self._retries):
-            if attempt:
-                wait = min(_FIRST_WAIT * 2 ** (attempt - 1), _LONGEST_WAIT)
-                await asyncio.sleep(wait * _jitter.uniform(0.5, 1.5))
-            try:
-                async with self._places:
-                    status, answer = await self._attempt(body)
-            except _TryAgain as error:
-                reason = str(error)
-            else:
-                return self._read(status, answer, request)
-        attempts = f"attempt {1 + self._retries} of {1 + self._retries}"
-        return request.failure(f"got no verdict from {self._url}: {reason} ({attempts})")
+        attempts = 1 + self._retries
+        try:
+            status, answer = await attempted(
+                lambda: self._attempt(body), attempts, first_wait=_FIRST_WAIT, longest_wait=_LONGEST_WAIT
+            )
+        except TryAgain as error:
+            last = f"attempt {attempts} of {attempts}"
+            return request.failure(f"got no verdict from {self._url}: {error} ({last})")
+        return self._read(status, answer, request)
 
     async def _attempt(self, body: bytes) -> tuple[int, bytes]:
         """Status, and no more of the answer than tells that it is too large."""
@@ -96,6 +81,7 @@ class Remote:
         answer = bytearray()
         try:
             async with (
+                self._open,
                 asyncio.timeout(self._seconds),
                 self._http.stream("POST", self._url, content=body, headers=headers, timeout=None) as response,
             ):
@@ -104,11 +90,11 @@ class Remote:
                     if len(answer) > _LARGEST:
                         break
         except TimeoutError:
-            raise _TryAgain(f"no answer in {self._seconds:g} s (reward.seconds)") from None
+            raise TryAgain(f"no answer in {self._seconds:g} s (reward.seconds)") from None
         except httpx.RequestError as error:
-            raise _TryAgain(one_line(f"{type(error).__name__} {error}")) from None
+            raise TryAgain(one_line(f"{type(error).__name__} {error}")) from None
         if response.status_code >= 500 or response.status_code == 429:
-            raise _TryAgain(f"{response.status_code} {_said(bytes(answer))}")
+            raise TryAgain(f"{response.status_code} {_said(bytes(answer))}")
         return response.status_code, bytes(answer)
 
     def _read(self, status: int, content: bytes, request: Request) -> Outcome | Failure:

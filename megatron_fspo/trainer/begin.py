@@ -1,40 +1,58 @@
-"""How a step begins: prompts → responses → rewards → advantages → packs → old log-probs."""
+"""The begin of a step: prompts → responses → rewards → advantages → packs → old log-probs."""
 
 from __future__ import annotations
 
-from megatron_fspo.errors import StopRequested
-from megatron_fspo.trainer.batches import make_mini_batches
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_fspo.config import Config
+from megatron_fspo.errors import RewardError, StopRequested
+from megatron_fspo.job.folder import newest_checkpoint
+from megatron_fspo.mismatch.correction import correct, little_is_left
+from megatron_fspo.mismatch.measure import FP8_LIMIT, LIMIT, FreshTokens, Setting, check_mismatch, measure
+from megatron_fspo.parallel.metrics import agreed
 from megatron_fspo.trainer.build import Training
-from megatron_fspo.trainer.dynamic import fill
-from megatron_fspo.trainer.no_spread import check_spread
-from megatron_fspo.trainer.optimize import add_old_log_probs, score_reference
-from megatron_fspo.trainer.rollout import Rollout, without_tokens
-from megatron_fspo.trainer.rollout_queue import staleness_metrics
+from megatron_fspo.trainer.optimize import Step, drop_from_old_pass
+from megatron_fspo.trainer.prepare import Inputs
+from megatron_fspo.trainer.rollout import (
+    Rollout,
+    join,
+    make_mini_batches,
+    sampling_metrics,
+    select,
+    staleness_metrics,
+)
 from megatron_fspo.trainer.sampling import (
     Batch,
     add_advantages,
     collect_and_grade,
+    response_text,
     reward_metrics,
-    sampling_metrics,
 )
-from megatron_fspo.trainer.step import Step
 
 MOST_ENDED = 0.05
-"""Share of verdicts that are 0 for want of a worker that lived, above which the run says so."""
+"""Share of grades that are 0 for want of a worker that lived, above which the run says so."""
+_SHOWN = 3
+"""Responses in the message of a step without spread."""
+_CHARACTERS = 80
+"""Length of a text in that message."""
 
 
 def begin_step(run: Training) -> Step:
     """All of a step up to its first optimizer step. Collective.
 
     Raises:
-        StopRequested: the job was asked to stop, and did in or after the rollout.
+        StopRequested: the job was asked to stop before all this was done.
         RewardError: the rewards of the rollout are no use.
     """
     responses, metrics = roll_out(run)
     if run.stopping():
         raise StopRequested("a stop was requested during the rollout")
     run.engine.rest()
-    return with_packs(run, responses, metrics)
+    step = with_packs(run, responses, metrics)
+    if run.stopping():
+        raise StopRequested("a stop was requested during the old pass")
+    return step
 
 
 def roll_out(run: Training) -> tuple[Rollout, dict[str, float]]:
@@ -74,21 +92,223 @@ def _responses(run: Training, batch: Batch) -> Rollout:
     return add_advantages(run.inputs, run.groups, graded)
 
 
+Round = Callable[[int, int], Rollout]
+"""``(number, prompts)`` → responses to so many further prompts, with their advantages. Numbers count from 1;
+the batch that the step began with is round 0. Collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled:
+    """The batch of a step, and what it was chosen from by dynamic sampling (DAPO, arXiv 2503.14476).
+
+    Groups whose rewards are all equal have no gradient. They are replaced by groups of further prompts,
+    sampled in rounds by the present weights, until the batch is full or the rounds are used up. Groups are
+    taken in the order of their prompts, and every round is waited for to its last response, so that speed
+    decides nothing. Lengths of lists, and which advantages are 0, are the same on every rank: all agree.
+    """
+
+    batch: Rollout
+    """As many groups as the first round had."""
+    sampled: Rollout
+    """All groups of all rounds."""
+    rounds: int
+
+    @property
+    def unfilled(self) -> int:
+        """Groups of the batch without spread."""
+        return int((~self.batch.spread).sum())
+
+    def __str__(self) -> str:
+        return (
+            f"{self.unfilled} of {len(self.batch.prompts)} groups have no spread after "
+            f"{self.rounds} rounds with {len(self.sampled.prompts)} prompts (rollout.max_rounds)"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Under ``rollout/dynamic/``: ``rounds`` and ``prompts_sampled``, the first round included; of their
+        groups ``groups_dropped`` for want of spread and ``groups_surplus``, with spread but too late;
+        ``unfilled``, groups of the batch without spread; and rewards and lengths of the batch."""
+        spread, kept = int(self.sampled.spread.sum()), int(self.batch.spread.sum())
+        sampled = len(self.sampled.prompts)
+        numbers = {
+            "rounds": self.rounds,
+            "prompts_sampled": sampled,
+            "groups_dropped": sampled - spread - self.unfilled,
+            "groups_surplus": spread - kept,
+            "unfilled": self.unfilled,
+            "batch_rewards/mean": self.batch.rewards.mean().item(),
+            "batch_response_length/mean": self.batch.lengths.double().mean().item(),
+        }
+        return {f"rollout/dynamic/{name}": float(value) for name, value in numbers.items()}
+
+
+def fill(first: Rollout, further: Round, *, max_rounds: int) -> Filled:
+    """Sample further prompts until as many groups as the first round has have a spread. Collective.
+
+    Args:
+        max_rounds: at most, the first included. If they do not suffice, groups without spread stay in the
+            batch: its size, and so N and the number of optimizer steps, is the same in every step.
+    """
+    size = len(first.prompts)
+    rounds, full, sampled = [first], int(first.spread.sum()), size
+    while full < size and len(rounds) < max_rounds:
+        count = prompts_to_ask(size - full, full, sampled, limit=size)
+        rounds.append(further(len(rounds), count))
+        full += int(rounds[-1].spread.sum())
+        sampled += count
+    together = join(rounds)
+    chosen = choose(together.spread.tolist(), size)
+    return Filled(batch=select(together, chosen), sampled=together, rounds=len(rounds))
+
+
+def prompts_to_ask(missing: int, full: int, sampled: int, *, limit: int) -> int:
+    """Return how many prompts will give ``missing`` groups with spread, if ``full`` of ``sampled`` did."""
+    return min(limit, -(-missing * sampled // full)) if full else limit
+
+
+def choose(spread: list[bool], size: int) -> list[int]:
+    """``size`` of the groups: the first ones with spread; if they are too few, also the first ones without.
+
+    Returns:
+        their numbers, ascending: those without are among the others and not in one mini-batch.
+    """
+    order = sorted(range(len(spread)), key=lambda group: not spread[group])
+    return sorted(order[:size])
+
+
+def check_spread(run: Training, sampled: Rollout) -> None:
+    """Tell of a step in which no two responses to a prompt have different rewards, with a few responses.
+    Collective.
+
+    Most often the reward is to blame: one that wants the bare answer, of a policy that explains it, gives 0
+    to everything, for days.
+
+    Args:
+        sampled: all responses of the step, those included that dynamic sampling left out.
+
+    Raises:
+        RewardError: it is one too many in a row (``reward.max_steps_without_spread``); on every rank.
+    """
+    if sampled.spread.any():
+        return
+    count = 1 + agreed(run.log.steps_without_spread(), run.groups)
+    options = run.inputs.config.reward
+    lowest, highest = sampled.rewards.min().item(), sampled.rewards.max().item()
+    if lowest == highest:
+        what = f"all {len(sampled)} rewards are {lowest:g}"
+    else:
+        what = f"no two of a prompt's {sampled.samples} rewards differ (they are {lowest:g} to {highest:g})"
+    text = f"step {run.step + 1}: {what}: nothing to learn from (steps in a row: {count})"
+    run.log.warn("rewards without spread", "\n  ".join([text, *shown(run.inputs, sampled)]))
+    limit = options.max_steps_without_spread
+    if limit and count >= limit:
+        good = newest_checkpoint(run.inputs.config, step=run.step + 1 - count)
+        before = f"{good} is from before them: to go on from it, remove those after it" if good else ""
+        raise RewardError(
+            f"reward {options.name!r}: {what}, and {count} steps in a row had nothing to learn from "
+            f"(reward.max_steps_without_spread = {limit}; 0: never an error). "
+            f"{before or 'No checkpoint is from before them'}"
+        )
+
+
+def shown(inputs: Inputs, rollout: Rollout) -> list[str]:
+    """A line for each of a few responses that this rank holds, of as many prompts as there are."""
+    numbers = sorted(rollout.held, key=lambda number: (number % rollout.samples, number))[:_SHOWN]
+    return [
+        f"prompt {prompt.index} {_short(prompt.text)}: response {_short(text)}, "
+        f"answer {_short(prompt.answer)}, reward {rollout.rewards[number]:g}"
+        for number in numbers
+        for prompt in [rollout.prompts[number // rollout.samples]]
+        for text in [response_text(inputs, rollout.held[number])]
+    ]
+
+
+def _short(text: str) -> str:
+    """On one line, with its beginning and its end, where an answer is."""
+    half = _CHARACTERS // 2
+    return repr(text if len(text) <= _CHARACTERS else f"{text[:half]} … {text[-half:]}")
+
+
 def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> Step:
-    """The step on these responses: packs, with their old log-probs. Collective."""
+    """Return the step on these responses. Collective.
+
+    Its packs have the log-probs that S starts from, unless these equal the new ones; the weights of a
+    correction; and for a KL penalty the log-probs of the reference policy.
+    """
     config = run.inputs.config
     metrics |= staleness_metrics(responses, run.step, limit=config.rollout.max_staleness)
     device = run.inputs.backend.device
     packs, sizes = make_mini_batches(config, run.inputs.arch, responses, run.groups, device)
-    responses = without_tokens(responses)
     step = Step(
-        rollout=responses,
+        rollout=replace(responses, held={}, grades={}),  # the tokens are in packs, the grades counted
         packs=packs,
         sizes=sizes,
         metrics=metrics,
         warm=run.policy.optimizer_steps >= config.optimizer.warmup_steps,
     )
-    add_old_log_probs(run, step)
+    if config.rollout.old_log_probs == "sampled":
+        sampled = [batch.sampled_log_probs for batch in packs]
+        step.packs = packs.with_columns(old_log_probs=sampled)
+    elif needs_old_pass(config):
+        score_old(run, step)
     if run.reference is not None:
-        step.packs = score_reference(run, step.packs)
+        with run.log.phase("ref", len(packs), "pack", run.timings) as progress:
+            scores = run.reference.score(step.packs, run.scoring)
+            progress(len(packs))
+        step.packs = step.packs.with_columns(reference_log_probs=scores)
     return step
+
+
+def needs_old_pass(config: Config) -> bool:
+    """Return True if the trainer scores the responses before the first update.
+
+    Before a single optimizer step old and new log-probs are the same. But a sampler apart from the trainer is
+    to be measured all the same, and a correction needs the measurement.
+    """
+    if config.rollout.old_log_probs == "sampled":
+        return False
+    several = config.batch.mini_batches * config.batch.epochs > 1
+    return several or config.rollout.engine == "vllm" or config.correction.name != "none"
+
+
+def score_old(run: Training, step: Step) -> None:
+    """Log-probs before the first update, with the packs of the training pass; compared with the sampler's.
+
+    Gives the packs old log-probs and rollout weights, and the step the metrics of mismatch and correction.
+    """
+    with run.log.phase("old_log_prob", len(step.packs), "pack", run.timings) as progress:
+        step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
+        if drop_from_old_pass(run, step):
+            # Old and new pass see the same packs.
+            step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
+        progress(len(step.packs))
+    setting = _alarm_setting(run)
+    fresh = FreshTokens(step.rollout.fresh_from(run.step), setting)
+    mismatch = measure(step.packs, len(step.rollout), group=run.groups.dp_cp, also=fresh.add)
+    alarm, text = check_mismatch(step.packs, fresh, setting)
+    if text is not None:
+        run.log.warn("sampler and trainer differ", f"step {run.step + 1}: {text}")
+    rule = run.inputs.config.correction
+    step.packs, correction = correct(rule, step.packs, mismatch, groups=run.groups)
+    metrics = mismatch.metrics | alarm | correction
+    if (text := little_is_left(rule, metrics)) is not None:
+        run.log.remind("correction", run.step + 1, text)
+    step.metrics |= metrics
+
+
+def _alarm_setting(run: Training) -> Setting:
+    rollout, parallel = run.inputs.config.rollout, run.inputs.config.parallel
+    usual = FP8_LIMIT if run.inputs.config.fp8.on else LIMIT[run.inputs.dtype]
+    return Setting(
+        version=run.step,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        limit=rollout.mismatch_limit or usual,
+        rescore=lambda batches, temperature: run.policy.score(
+            batches, replace(run.scoring, temperature=temperature)
+        ),
+        # The interleaved schedule takes micro-batches by the number of stages.
+        probe=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        groups=run.groups,
+        device=run.inputs.backend.device,
+    )

@@ -1,15 +1,16 @@
-"""Wiring: from checked inputs to the parts of a running job, new or resumed."""
+"""Wiring: from checked inputs to what a run consists of, new or resumed; evaluation shares some of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.data.cursor import make_cursor
@@ -22,27 +23,29 @@ from megatron_fspo.job.folder import (
     remove_old_checkpoints,
     write_config,
 )
-from megatron_fspo.job.heart import beating
+from megatron_fspo.losses import LossState
 from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
-from megatron_fspo.mcore.fp8 import probe_fp8
-from megatron_fspo.mcore.hf_weights import load_hf
+from megatron_fspo.mcore.decode import Decoder
+from megatron_fspo.mcore.fp8 import probe_fp8, without_fp8
+from megatron_fspo.mcore.hf_weights import hf_tensors, load_hf
+from megatron_fspo.mcore.offload import Offload
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
+from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.mcore.startup import start
+from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import any_rank
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.rewards import Grader
+from megatron_fspo.rollout.client import proof
+from megatron_fspo.rollout.client.connect import connect, settle
+from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
+from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.rollout.engine import RolloutEngine
-from megatron_fspo.trainer.batches import make_mini_batches
-from megatron_fspo.trainer.losses import LossState, band_notes
-from megatron_fspo.trainer.made_with import check_made_with, made_with
-from megatron_fspo.trainer.parts import build_engine, build_policy, load_model, open_servers
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.rollout_queue import RolloutQueue
-from megatron_fspo.trainer.sampling import make_grader
-from megatron_fspo.trainer.spikes import GradientSpikes
-from megatron_fspo.trainer.step import Step, is_under_way, read_step
+from megatron_fspo.trainer.rollout import layout_of
+from megatron_fspo.trainer.sampling import RolloutQueue, make_grader
 
 Draw = Callable[[Path], Mapping[str, str]]
 """The folder of a run → name → the text of an ``<svg>``."""
@@ -56,25 +59,29 @@ class Training:
     groups: ParallelGroups
     policy: Policy
     reference: Model | None
-    """What a KL penalty pulls towards: ``model.checkpoint``, for good."""
+    """The policy that a KL penalty pulls towards: ``model.checkpoint``, for good."""
     engine: RolloutEngine
     grader: Grader | None
     """On ranks that grade."""
     scoring: Scoring
+    layout: PackLayout
     loss: LossState
-    spikes: GradientSpikes
+    norms: deque[float]
+    """Norms of the last gradients that were no spikes."""
+    skips_in_a_row: int
+    """Optimizer steps skipped, as spikes, since the last that was taken."""
     queue: RolloutQueue
     log: RunLog
     step: int
     """Steps done. The weight version: one per step."""
     resumed: bool
-    """Whether it goes on from a checkpoint."""
+    """True if it goes on from a checkpoint."""
+    saved: int
+    """Steps after which ``--resume`` goes on: those of the newest checkpoint; 0 without one."""
     fp8_modules: int = 0
     """Matrices of the policy that multiply in FP8."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds of the phases of the step under way."""
-    under_way: Step | None = None
-    """The step whose optimizer steps are being taken."""
     draw: Draw | None = None
     """Makes pictures for the trackers, from the folder of the run."""
     slow_for: dict[int, int] = field(default_factory=dict)
@@ -83,50 +90,30 @@ class Training:
     """The checkpoint whose files are being written."""
 
     def save(self, *, wait: bool, cursor: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint of the steps done, and of the one under way; :meth:`end_save` gives it its name.
-        Collective.
+        """Write a checkpoint of the steps done; :meth:`end_save` gives it its name. Collective.
 
         Args:
             wait: until its files are written, even with ``checkpoint.asynchronous``.
-            cursor: where the walk over the prompts stood, if not where it stands.
+            cursor: where the prompts stood, if not where they stand.
         """
         self.end_save(wait=True)
         self.engine.rest()
-        config, step = self.inputs.config, self.under_way
-        folder = checkpoint_folder(config, self.step, len(step.updates) if step else 0)
+        folder = checkpoint_folder(self.inputs.config, self.step)
         if not any_rank(folder.exists(), device=self.inputs.backend.device):
             state = {
                 "step": self.step,
                 "cursor": self.queue.state_dict() if cursor is None else cursor,
                 "loss": self.loss.state_dict(),
-                "spikes": self.spikes.state_dict(),
-                "under_way": step.state_dict() if step else None,
-                "made_with": made_with(config, dist.get_world_size()),
+                "spikes": {"norms": list(self.norms), "in_a_row": self.skips_in_a_row},
             }
-            asynchronous = config.checkpoint.asynchronous and not wait
-            self.saving = begin_save(
-                self.policy,
-                folder,
-                state,
-                snapshot=asynchronous,
-                more=partial(step.write, groups=self.groups) if step else None,
-            )
+            asynchronous = self.inputs.config.checkpoint.asynchronous and not wait
+            self.saving = begin_save(self.policy, folder, state, snapshot=asynchronous)
             if not asynchronous:
                 self.saving.written(wait=True)
-
-    def beating(self, job: str) -> AbstractContextManager[None]:
-        """Signs of life in the folder of the run; ``job`` is the nonce of its lock."""
-        return beating(
-            self.inputs.config.run_folder,
-            job,
-            self.log.activity,
-            lambda: self.groups.control.waits,
-            rank=dist.get_rank(),
-            size=dist.get_world_size(),
-        )
+        self.saved = self.step
 
     def stopping(self) -> bool:
-        """Whether the job was asked to stop; the same on all ranks. Collective."""
+        """Return True if the job was asked to stop; the same on all ranks. Collective."""
         return any_rank(self.groups.control.stop_requested, device=self.inputs.backend.device)
 
     def end_save(self, *, wait: bool, prune: bool = True) -> None:
@@ -154,30 +141,32 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     config = inputs.config
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
     servers = open_servers(inputs, groups)
-    policy = build_policy(inputs, groups)
-    loss = LossState(
-        config.loss,
+    policy = Policy(
+        inputs.arch,
+        inputs.backend,
+        groups,
+        parallel=config.parallel,
+        dtype=inputs.dtype,
+        optimizer=config.optimizer.over(config.optimizer_steps),
+        recompute=config.model.recompute == "full",
+        fp8=config.fp8,
+    )
+    loss = config.loss.start(
         inputs.noise,
         longest=config.rollout.max_response_tokens,
         updates=config.off_policy_updates,
     )
-    spikes = GradientSpikes(config.optimizer)
-    cursor = make_cursor(inputs.train, config.data, config.run.seed)
-    walk = PromptWalk(cursor, config.rollout.prompts)
+    prompts = PromptWalk(make_cursor(inputs.train, config.data, config.run.seed), config.rollout.prompts)
     step = 0
-    under_way: Step | None = None
+    spikes: dict[str, Any] = {"norms": [], "in_a_row": 0}
     damaged: list[str] = []
     if not checkpoints:
         load_hf(policy, config.model.checkpoint)
     else:
-        checkpoint, state, damaged = _load_newest(policy, checkpoints, older=older)
-        step = state["step"]
-        walk.load_state_dict(state["cursor"])
+        state, damaged = _load_newest(policy, checkpoints, older=older)
+        step, spikes = state["step"], state["spikes"]
+        prompts.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
-        if "spikes" in state:  # not in a checkpoint of before they were looked for
-            spikes.load_state_dict(state["spikes"])
-        if is_under_way(state):
-            under_way = _read_step(inputs, checkpoint, state, groups)
     groups.control.meet("the weights to be loaded")
     fp8_modules = probe_fp8(policy)
     reference = load_model(inputs, groups) if config.loss.kl_coef else None
@@ -198,23 +187,24 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         scoring=Scoring(
             groups=groups, vocab_size=inputs.arch.vocab_size, temperature=config.rollout.temperature
         ),
+        layout=layout_of(config, inputs.arch, groups, inputs.backend.device),
         loss=loss,
-        spikes=spikes,
-        # A step under way has its prompts.
-        queue=RolloutQueue(inputs, engine, groups, grader, walk, step + (under_way is not None)),
+        norms=deque(spikes["norms"], maxlen=config.optimizer.skip_window),
+        skips_in_a_row=spikes["in_a_row"],
+        queue=RolloutQueue(inputs, engine, groups, grader, prompts, step),
         log=log,
         step=step,
         resumed=bool(checkpoints),
+        saved=step,
         fp8_modules=fp8_modules,
-        under_way=under_way,
     )
 
 
 def _load_newest(
     policy: Policy, checkpoints: Sequence[Path], *, older: bool
-) -> tuple[Path, dict[str, Any], list[str]]:
-    """The newest checkpoint, loaded, and its state; with ``older`` the newest that can be read, and what is
-    wrong with those after it, newest first. Collective.
+) -> tuple[dict[str, Any], list[str]]:
+    """Load the newest checkpoint, or with ``older`` the newest that can be read; returns its state, and what
+    is wrong with those after it, newest first. Collective.
 
     Raises:
         InputError: on every rank; the newest cannot be read, and no other may be taken or can be.
@@ -222,7 +212,7 @@ def _load_newest(
     problems: list[str] = []
     for checkpoint in reversed(checkpoints):
         try:
-            return checkpoint, load_checkpoint(policy, checkpoint), problems
+            return load_checkpoint(policy, checkpoint), problems
         except InputError as error:
             problems.append(str(error))
         if not older:
@@ -232,15 +222,6 @@ def _load_newest(
     raise InputError(
         f"{problems[0]}. The checkpoint before it is {checkpoints[-2]}: go on from there with --resume auto"
     )
-
-
-def _read_step(inputs: Inputs, checkpoint: Path, state: dict[str, Any], groups: ParallelGroups) -> Step:
-    """The step under way that a checkpoint holds."""
-    config = inputs.config
-    check_made_with(config, dist.get_world_size(), state.get("made_with"))
-    device = inputs.backend.device
-    pack = partial(make_mini_batches, config, inputs.arch, groups=groups, device=device)
-    return read_step(checkpoint, state["under_way"], inputs.train, pack)
 
 
 def _open_folder(
@@ -260,7 +241,12 @@ def _open_folder(
     write_config(config)
     for checkpoint, problem in zip(reversed(checkpoints), damaged, strict=False):
         log.say(f"{problem}. It is now {put_aside(checkpoint).name}, and the run goes on from the one before")
-    for note in band_notes(config):
+    for note in config.loss.notes(
+        steps=config.run.steps,
+        updates=config.batch.mini_batches * config.batch.epochs,
+        off_policy_updates=config.off_policy_updates,
+        warmup_updates=config.optimizer.warmup_steps,
+    ):
         log.warn_once(note, note)
     _prune(config, log, step or 0)  # a killed run may not have come to its end
     for change in changes:
@@ -273,3 +259,82 @@ def _prune(config: Config, log: RunLog, step: int) -> None:
     stays = remove_old_checkpoints(config, good_step=step - log.steps_without_spread())
     for path, problem in stays.items():
         log.warn_once(f"{path.name} stays", f"{path} cannot be removed ({problem}): remove it by hand")
+
+
+def load_model(inputs: Inputs, groups: ParallelGroups) -> Model:
+    """``model.checkpoint`` in the policy's layout, without gradients or an optimizer. Collective."""
+    config = inputs.config
+    model = Model(
+        inputs.arch, inputs.backend, groups, parallel=config.parallel, dtype=inputs.dtype, fp8=config.fp8
+    )
+    load_hf(model, config.model.checkpoint)
+    return model
+
+
+def open_servers(inputs: Inputs, groups: ParallelGroups) -> Leader | None:
+    """On the first rank, what talks to the servers. To be called before a model is built: servers on the
+    trainer's GPUs give up their memory. Collective.
+
+    Raises:
+        TrainingError: one did not.
+        InputError: one cannot.
+    """
+    config, leader = inputs.config, None
+    if config.rollout.engine != "vllm":
+        return None
+    if dist.get_rank() == 0:
+        leader = connect(config.vllm, inputs.arch.vocab_size)
+        leader.loop.run(settle(leader, colocated=config.vllm.colocated))
+    groups.control.meet("the servers to give up their memory")
+    return leader
+
+
+def build_engine(inputs: Inputs, model: Model, servers: Leader | None, *others: Model) -> RolloutEngine:
+    """The sampler that ``rollout.engine`` names.
+
+    Args:
+        model: what it samples from.
+        servers: of :func:`open_servers`.
+        others: models that only training needs.
+    """
+    if inputs.config.rollout.engine == "vllm":
+        return _build_vllm(inputs, model, servers, others)
+    decoder = Decoder(model.chunks, model.groups, vocab_size=inputs.arch.vocab_size)
+    return EmbeddedEngine(decoder, max_batch=inputs.config.rollout.max_batch)
+
+
+def _build_vllm(inputs: Inputs, model: Model, leader: Leader | None, others: Sequence[Model]) -> VLLMEngine:
+    vocab_size, options = inputs.arch.vocab_size, inputs.config.vllm
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        # Data and context parallel ranks hold the same weights: one copy of the model sends.
+        if model.groups.dp_cp.rank() == 0:
+            yield from hf_tensors(model, [chunk.named_parameters() for chunk in model.chunks])
+
+    return VLLMEngine(
+        Trainer(tensors=tensors, score=partial(canary_scores, model)),
+        model.groups,
+        leader,
+        canary_sequences=proof.canary_sequences(vocab_size, inputs.arch.max_position_embeddings),
+        dtype=inputs.dtype,
+        tolerance=options.canary_tolerance,
+        memory=Offload(model, *others) if options.colocated else None,
+    )
+
+
+def canary_scores(model: Model, sequences: Sequence[Sequence[int]]) -> list[Tensor] | None:
+    """Per sequence of n tokens the log-probs [n - 1] of all but the first, on the first rank. Collective.
+
+    In bfloat16 also where training multiplies in FP8: what is to be proven is that weights are equal, and
+    noise would cover small differences.
+    """
+    scoring = Scoring(groups=model.groups, vocab_size=model.arch.vocab_size, temperature=1.0)
+    with without_fp8(model):
+        return score_sequences(
+            lambda batches: model.score(batches, scoring),
+            sequences,
+            arch=model.arch,
+            groups=model.groups,
+            parallel=model.parallel,
+            device=model.backend.device,
+        )

@@ -25,7 +25,7 @@ from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout
-from megatron_fspo.trainer.sampling import ask, collect_and_grade, is_first_of_copy, response_text
+from megatron_fspo.trainer.sampling import ask, collect_and_grade, response_text
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 # Evaluation has streams of its own: the same before and after training, never those of a rollout.
@@ -65,10 +65,10 @@ class Entry:
     the tokens."""
 
     number: int
-    """Of the portion's completions."""
+    """Its number among the completions of the portion."""
     record: Record
     row: tuple[int, dict[str, Any]] | None
-    """For ``samples.jsonl`` of a run, with its place there."""
+    """The row in ``samples.jsonl`` of a run, after its number there; None where it is not kept."""
 
 
 def sets_of(inputs: Inputs) -> dict[str, list[Prompt]]:
@@ -80,21 +80,21 @@ def sets_of(inputs: Inputs) -> dict[str, list[Prompt]]:
 
 
 def portions(inputs: Inputs, data_ranks: int) -> list[Portion]:
-    """What is asked for together: as many prompts as fill one batch of the embedded engine on every
+    """Cut the sets into what is asked for together: as many prompts as fill one batch of the engine on every
     data-parallel rank."""
     config = inputs.config
-    found = []
+    every = []
     for name, prompts in sets_of(inputs).items():
         samples = config.evaluation_samples[name]
         size = max(1, config.rollout.max_batch // samples) * data_ranks
         for start in range(0, len(prompts), size):
             some = tuple(prompts[start : start + size])
-            found.append(Portion(dataset=name, prompts=some, samples=samples))
-    return found
+            every.append(Portion(dataset=name, prompts=some, samples=samples))
+    return every
 
 
 def responses_of(inputs: Inputs) -> int:
-    """How many responses an evaluation asks for, over all ranks."""
+    """Count the responses that an evaluation asks for, over all ranks."""
     samples = inputs.config.evaluation_samples
     return sum(samples[prompt.dataset] for prompt in inputs.validation)
 
@@ -134,23 +134,23 @@ def sample_and_grade(
     Returns:
         on the first rank every completion, without its text; where there is a file, nothing.
     """
-    done = agreed(file.done if file is not None else 0, groups)
-    left = portions(inputs, groups.dp.size())[done:]
+    first = agreed(file.done if file is not None else 0, groups)
+    left = portions(inputs, groups.dp.size())[first:]
     asked = deque(
         (portion, ask(inputs, engine, groups, grader, portion.prompts, _sampling(inputs, portion.samples)))
         for portion in left
     )
-    places = _places(inputs)
-    found: list[Entry] = []
+    turns = _turns(inputs)
+    done: list[Entry] = []
     while asked:
         portion, batch = asked.popleft()  # and with it go its tokens
         rollout = collect_and_grade(inputs, groups, batch, progress)
-        graded = _gathered(_entries(inputs, portion, rollout, places), _answers(rollout), groups)
+        graded = _gathered(_entries(inputs, portion, rollout, turns), _answers(rollout), groups)
         if file is not None:
             file.append([one.record for one in graded])
         else:
-            found += [replace(one, record=replace(one.record, response="")) for one in graded]
-    return found
+            done += [replace(one, record=replace(one.record, response="")) for one in graded]
+    return done
 
 
 def _sampling(inputs: Inputs, samples: int) -> SamplingParams:
@@ -167,9 +167,9 @@ def _sampling(inputs: Inputs, samples: int) -> SamplingParams:
     )
 
 
-def _places(inputs: Inputs) -> dict[tuple[int, int], int]:
-    """Place in ``samples.jsonl`` by prompt and number of the sample, of those that are kept there: the first
-    response to every prompt, then the second where there is one, and so on."""
+def _turns(inputs: Inputs) -> dict[tuple[int, int], int]:
+    """Return which row of ``samples.jsonl`` a response is, by prompt and number, of those kept there: the
+    first response to every prompt, then the second where there is one, and so on."""
     samples = inputs.config.evaluation_samples
     order = (
         (prompt.index, number)
@@ -177,14 +177,14 @@ def _places(inputs: Inputs) -> dict[tuple[int, int], int]:
         for prompt in inputs.validation
         if number < samples[prompt.dataset]
     )
-    return {key: place for place, key in enumerate(islice(order, inputs.config.log.responses))}
+    return {key: turn for turn, key in enumerate(islice(order, inputs.config.log.responses))}
 
 
 def _entries(
-    inputs: Inputs, portion: Portion, rollout: Rollout, places: Mapping[tuple[int, int], int]
+    inputs: Inputs, portion: Portion, rollout: Rollout, turns: Mapping[tuple[int, int], int]
 ) -> list[Entry]:
-    """What this rank holds, in the order of the records."""
-    found = []
+    """Make the entries of the completions that this rank holds, in the order of the records."""
+    entries = []
     for number in sorted(rollout.held):
         completion = rollout.held[number]
         position, sample = divmod(number, rollout.samples)
@@ -200,17 +200,17 @@ def _entries(
             tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
         )
-        place = places.get((record.index, sample))
+        turn = turns.get((record.index, sample))
         row = None
-        if place is not None:
-            row = (place, _row(inputs, rollout.prompts[position], completion, score))
-        found.append(Entry(number, record, row))
-    return found
+        if turn is not None:
+            row = (turn, _row(inputs, rollout.prompts[position], completion, score))
+        entries.append(Entry(number, record, row))
+    return entries
 
 
 def _answers(rollout: Rollout) -> dict[int, str | None]:
-    """What this rank's verdicts took for the answers, by number."""
-    return {number: graded.answer for number, graded in rollout.verdicts.items()}
+    """Return by number what this rank's grades took for the answers."""
+    return {number: graded.answer for number, graded in rollout.grades.items()}
 
 
 def _row(inputs: Inputs, prompt: Prompt, completion: Completion, score: float) -> dict[str, Any]:
@@ -228,9 +228,9 @@ def _row(inputs: Inputs, prompt: Prompt, completion: Completion, score: float) -
 
 
 def _gathered(mine: list[Entry], answers: dict[int, str | None], groups: ParallelGroups) -> list[Entry]:
-    """Those of all data-parallel ranks in the order of the records, with their answers, on the first rank;
-    else none. Collective over the first ranks of the model copies."""
-    if not is_first_of_copy(groups):
+    """Gather the entries of all data-parallel ranks in the order of the records, with answers, on the first
+    rank; else none. Collective over the first ranks of the model copies."""
+    if not groups.first_of_copy:
         return []
     parts: list[tuple[list[Entry], dict[int, str | None]]] = [(mine, answers)]
     if groups.dp.size() > 1:

@@ -21,13 +21,14 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation import table
 from megatron_fspo.evaluation.records import Manifest, Problem, RecordFile, Saved, hash_of_prompts, load
 from megatron_fspo.evaluation.summary import compare, match, per_problem, summarize
+from megatron_fspo.job.consistency import prove_same
 from megatron_fspo.job.lock import FolderLock
-from megatron_fspo.job.same import prove_same
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import agreed
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
+from megatron_fspo.trainer.build import build_engine, load_model, open_servers
 from megatron_fspo.trainer.evaluate import (
     evaluate,
     portions,
@@ -36,7 +37,6 @@ from megatron_fspo.trainer.evaluate import (
     sets_of,
     shared,
 )
-from megatron_fspo.trainer.parts import build_engine, load_model, open_servers
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.sampling import make_grader
 from megatron_fspo.types import Prompt
@@ -80,20 +80,20 @@ def facts(inputs: Inputs, sets: Mapping[str, Sequence[Prompt]], ranks: int) -> d
     """
     config = inputs.config
     sections = config.model_dump(mode="json")
-    found: dict[str, Any] = {"model.checkpoint sha256": hash_of_checkpoint(config.model.checkpoint)}
-    found |= {f"{name} sha256": hash_of_prompts(prompts) for name, prompts in sets.items()}
+    known: dict[str, Any] = {"model.checkpoint sha256": hash_of_checkpoint(config.model.checkpoint)}
+    known |= {f"{name} sha256": hash_of_prompts(prompts) for name, prompts in sets.items()}
     keys = ["evaluation.samples", "evaluation.temperature", "evaluation.top_p", "run.seed", "model.dtype"]
     keys += ["rollout.max_response_tokens", "rollout.engine"] + ["rollout.stop"] * bool(config.rollout.stop)
     keys += [f"{section}.{key}" for section in ("fp8", "reward") for key in sections[section]]
     if config.rollout.engine == "embedded":
         keys += ["rollout.max_batch", "parallel.tensor", "parallel.pipeline", "parallel.virtual_pipeline"]
         keys += ["parallel.context", "parallel.expert"]
-        found |= {"ranks": ranks, "device": inputs.backend.device.type, "layers": inputs.backend.layers}
+        known |= {"ranks": ranks, "device": inputs.backend.device.type, "layers": inputs.backend.layers}
     for section, _, key in (key.partition(".") for key in keys):
-        found[f"{section}.{key}"] = sections[section][key]
+        known[f"{section}.{key}"] = sections[section][key]
     # What holds in the end: a set that says what another has by default is no other evaluation.
-    found["evaluation.samples"] = _one_if_equal(config.evaluation_samples)
-    return found | {"stop tokens": list(inputs.stop_token_ids)}
+    known["evaluation.samples"] = _one_if_equal(config.evaluation_samples)
+    return known | {"stop tokens": list(inputs.stop_token_ids)}
 
 
 def _one_if_equal(samples: dict[str, int]) -> int | dict[str, int]:
@@ -103,18 +103,18 @@ def _one_if_equal(samples: dict[str, int]) -> int | dict[str, int]:
 
 
 def hash_of_checkpoint(folder: Path) -> str:
-    """Of the names and contents of all its files, documents and hidden ones left out."""
+    """Hash the names and contents of all files of a checkpoint, documents and hidden ones left out."""
     paths = sorted(
         path
         for path in folder.rglob("*")
         if path.is_file() and path.suffix != ".md"
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not any(name.startswith(".") for name in path.relative_to(folder).parts)
     )
     with ThreadPoolExecutor(4) as pool:  # the lock of Python is free meanwhile
         digests = list(pool.map(_digest, paths))
     names = (path.relative_to(folder).as_posix() for path in paths)
-    told = "".join(f"{name}\0{digest}\0" for name, digest in zip(names, digests, strict=True))
-    return hashlib.sha256(told.encode()).hexdigest()
+    listing = "".join(f"{name}\0{digest}\0" for name, digest in zip(names, digests, strict=True))
+    return hashlib.sha256(listing.encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

@@ -11,19 +11,15 @@ from contextlib import nullcontext
 
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import Resume
-from megatron_fspo.job.place import Place, in_folder
+from megatron_fspo.job.run_folder import RunFolder, hold_run_folder
 from megatron_fspo.mcore.hf_weights import export_hf
 from megatron_fspo.mcore.startup import join
 from megatron_fspo.trainer.begin import begin_step
 from megatron_fspo.trainer.build import Draw, Training, build
 from megatron_fspo.trainer.evaluate import evaluate, responses_of
-from megatron_fspo.trainer.leave import fail_after_save, stopped
-from megatron_fspo.trainer.machine import machine
-from megatron_fspo.trainer.optimize import optimize, update_metrics
-from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.profile import profiled
-from megatron_fspo.trainer.slow import slow_rank_metrics
-from megatron_fspo.trainer.speed import speed_metrics, table
+from megatron_fspo.trainer.metrics import profiled, slow_rank_metrics, speed_metrics, table, update_metrics
+from megatron_fspo.trainer.optimize import optimize
+from megatron_fspo.trainer.prepare import Inputs, machine
 
 
 def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
@@ -39,14 +35,15 @@ def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
         RewardError: the rewards of a step or an evaluation are no use. A checkpoint has the steps done.
     """
     control = join(inputs.backend, parallel=inputs.config.parallel)
-    with in_folder(inputs.config, control, resume) as place:
-        run = build(inputs, place.checkpoints, older=resume == "auto")
+    with hold_run_folder(inputs.config, control, resume) as folder:
+        run = build(inputs, folder.checkpoints, older=resume == "auto")
         run.draw = draw
-        with run.grader or nullcontext(), run.beating(place.job), run.log.ending():
-            return _train(run, place)
+        folder.report(run.log.activity)
+        with run.grader or nullcontext(), run.log.ending():
+            return _train(run, folder)
 
 
-def _train(run: Training, place: Place) -> bool:
+def _train(run: Training, folder: RunFolder) -> bool:
     config, control = run.inputs.config, run.groups.control
     signal.signal(signal.SIGTERM, lambda number, frame: control.request_stop())
     run.log.job(run.step, machine(run.inputs.backend))
@@ -56,7 +53,7 @@ def _train(run: Training, place: Place) -> bool:
         with profiled(run):
             metrics = train_step(run)
         if metrics is None:
-            return stopped(run)
+            return _stopped(run)
         run.step += 1
         last = run.step == config.run.steps
         stopping = control.meet(f"the end of step {run.step}")
@@ -73,14 +70,14 @@ def _train(run: Training, place: Place) -> bool:
         if end or any(_due(run.step, n) for n in (config.checkpoint.every, config.checkpoint.milestones)):
             with run.log.phase("save_checkpoint", 1, "", run.timings):
                 run.save(wait=end)
-        place.check()
+        folder.check()
         # First the row, then the name of the checkpoint: a run that resumes from it has the row.
         run.log.step(run.step, metrics | run.timings)
         run.end_save(wait=failed is not None, prune=failed is None)
         if failed is not None:
             raise failed
         if stopping and not last:
-            return stopped(run)
+            return _stopped(run)
     run.engine.rest()
     export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
     run.engine.close()
@@ -92,29 +89,27 @@ def train_step(run: Training) -> dict[str, float] | None:
     """One rollout and all optimizer steps on it.
 
     Returns:
-        its metrics; None where the job was asked to stop before its end. It left a checkpoint then: of the
-        steps before it, if no optimizer step was taken yet, else of all that was done.
+        its metrics; None where the job was asked to stop and the step was thrown away. There is a checkpoint
+        of the steps before it then, or nothing was done yet: ``--resume`` makes the step again.
     """
     run.timings.clear()
     run.log.activity.step = run.step + 1
     began = time.perf_counter()
     cursor = run.queue.state_dict()
-    if run.under_way is None:
-        try:
-            run.under_way = begin_step(run)
-        except StopRequested:
-            run.save(wait=True, cursor=cursor)
-            return None
-        except RewardError as error:
-            fail_after_save(run, error, cursor)
-    else:  # the checkpoint that the run goes on from had it
-        run.queue.ask(run.step)
-        run.engine.rest()
-    step = run.under_way
-    if not optimize(run, step):
-        run.save(wait=True)
+    try:
+        step = begin_step(run)
+    except StopRequested:
+        run.save(wait=True, cursor=cursor)
         return None
-    run.under_way = None
+    except RewardError as error:
+        going_on = "--resume starts over"  # of no steps there is nothing to keep
+        if run.step:
+            run.save(wait=True, cursor=cursor)
+            run.end_save(wait=True, prune=False)
+            going_on = f"--resume goes on after step {run.step}"
+        raise RewardError(f"step {run.step + 1}: {error}; {going_on}") from error
+    if not optimize(run, step):
+        return None
     metrics = step.metrics | update_metrics(run, step) | slow_rank_metrics(run, step)
 
     with run.log.phase("update_weights", 1, "", run.timings):
@@ -123,6 +118,15 @@ def train_step(run: Training) -> dict[str, float] | None:
 
     metrics |= speed_metrics(run, step, time.perf_counter() - began)
     return metrics | {"training/weight_version": float(run.step + 1)}
+
+
+def _stopped(run: Training) -> bool:
+    """End a run that SIGTERM stopped and whose checkpoint is written."""
+    run.end_save(wait=True)
+    run.log.say(f"stopped by SIGTERM after step {run.step}; continue with --resume")
+    run.engine.close()
+    run.log.close(table)
+    return False
 
 
 def _evaluate(run: Training) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What ``calibrate`` found out about the noise in S, and what a run does with it.
+"""The file of ``calibrate``, which holds the noise in S, and the check of a run's band against it.
 
 The file says which passes were compared. Of these one is what the S of a run consists of before it has
 learned anything: the sampler's log-probs against the trainer's where old log-probs are the sampler's; else,
@@ -7,7 +7,7 @@ as both passes are the trainer's, what its precision adds after the optimizer st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -16,10 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
-from megatron_fspo.losses import FSPOLoss
-from megatron_fspo.objective import FSPOBand, PolicyObjective, SequenceLevel
 from megatron_fspo.objective.noise import Estimate, Noise
-from megatron_fspo.record.records import SequenceRecord, as_tensors
 
 Interval = tuple[float | None, float | None, float | None]
 """A figure and its 95% interval; null where there is none."""
@@ -30,7 +27,7 @@ class _Record(BaseModel):
 
 
 class AtLength(_Record):
-    """Of responses of one length."""
+    """Responses of one length."""
 
     length: int
     clip_rate: Interval
@@ -38,7 +35,7 @@ class AtLength(_Record):
 
 
 class Check(_Record):
-    """Of responses of similar lengths: what the others predict for them, and what was measured."""
+    """Responses of similar lengths: the clip rate that the others predict for them, and theirs."""
 
     low: int
     high: int
@@ -61,7 +58,7 @@ class NoiseRecord(_Record):
     crossover: Interval
     """L*; null where no drift was seen."""
     smallest_c: Interval
-    """Of a band that leaves no more than 1% outside at the run's longest length."""
+    """The c that leaves no more than 1% outside at the run's longest length."""
     smallest_c_centred: Interval
     """The same with the drift as its centre."""
     lengths: tuple[int, ...]
@@ -71,7 +68,7 @@ class NoiseRecord(_Record):
     checks: tuple[Check, ...]
 
     def noise(self) -> Noise:
-        """To predict with."""
+        """The noise as it is predicted with."""
         assert self.drift[0] is not None
         lengths, residuals = (torch.tensor(x, dtype=torch.float64) for x in (self.lengths, self.residuals))
         return Noise(drift=self.drift[0], lengths=lengths, residuals=residuals)
@@ -82,7 +79,7 @@ class Calibration(_Record):
 
     format: Literal[1] = 1
     version: str
-    """Of this package."""
+    """The version of this package."""
     model: str
     dtype: str
     recipe: str
@@ -93,9 +90,9 @@ class Calibration(_Record):
     prompts: int
     tokens: int
     longest: int
-    """Response, in tokens."""
+    """The longest response, in tokens."""
     max_response_tokens: int
-    """Of the run."""
+    """The run's limit."""
     band: str
     """The run's, in words."""
     comparisons: tuple[NoiseRecord, ...]
@@ -134,7 +131,7 @@ class Calibration(_Record):
 
 
 def own_precision(config: Config) -> str:
-    """In which the layers of a run multiply."""
+    """The precision in which the layers of a run multiply."""
     return config.fp8.recipe if config.fp8.on else config.model.dtype
 
 
@@ -160,27 +157,14 @@ def noise_of_run(config: Config) -> Noise | None:
     Raises:
         InputError: ``loss.noise`` is of another run, or the band lies inside the noise.
     """
-    loss = config.loss
-    if not isinstance(loss, FSPOLoss) or loss.noise is None:
+    path = config.loss.noise_file()
+    if path is None:
         return None
-    record = read_calibration(loss.noise).of_run(config)
+    record = read_calibration(path).of_run(config)
     noise = record.noise()
-    band = band_of(loss, noise)
     lengths = lengths_up_to(config.rollout.max_response_tokens)
-    rates = noise.clip_rates(torch.tensor(lengths), band)
-    if (worst := rates.max().item()) > loss.max_noise_clip_rate:
-        raise InputError(
-            f"the band lies inside the noise: {record.kind} ({record.precision}) alone puts {worst:.1%} of "
-            f"the responses of {lengths[int(rates.argmax())]} tokens outside c_low = {loss.c_low:g}, "
-            f"c_high = {loss.c_high:g}; loss.max_noise_clip_rate allows {loss.max_noise_clip_rate:.1%}. See "
-            f"{loss.noise} for the smallest c"
-        )
+    config.loss.check_noise(noise, lengths, f"{record.kind} ({record.precision})")
     return noise
-
-
-def band_of(loss: FSPOLoss, noise: Noise) -> FSPOBand:
-    """The band at the start of a run."""
-    return (loss.centred(noise.drift) if loss.drift == "measured" else loss).band()
 
 
 def lengths_up_to(longest: int) -> list[int]:
@@ -188,26 +172,8 @@ def lengths_up_to(longest: int) -> list[int]:
     return [*(2**i for i in range(4, 31) if 2**i < longest), longest]
 
 
-def noise_metrics(
-    noise: Noise | None, records: Sequence[SequenceRecord], objective: PolicyObjective
-) -> dict[str, float]:
-    """Of the off-policy sequences of a step: ``fspo/noise_clip_rate``, the share that noise alone is expected
-    to put outside the band, and ``fspo/noise_clip_share``, what part that is of ``fspo/out_of_band``."""
-    records = [record for record in records if record.counts]
-    if noise is None or not records:
-        return {}
-    assert isinstance(objective, SequenceLevel)
-    rate = noise.clip_rates(as_tensors(records)[1], objective.band).mean().item()
-    outside = sum(record.out_of_band for record in records) / len(records)
-    return {
-        "fspo/noise_clip_rate": rate,
-        "fspo/noise_clip_share": min(1.0, rate / outside) if outside else float("nan"),
-    }
-
-
-def interval(found: Estimate) -> Interval:
-    """As JSON has it."""
-    low, value, high = (
-        x if x == x and abs(x) != float("inf") else None for x in (found.low, found.value, found.high)
-    )
+def interval(estimate: Estimate) -> Interval:
+    """The figure as JSON has it."""
+    figures = (estimate.value, estimate.low, estimate.high)
+    value, low, high = (x if math.isfinite(x) else None for x in figures)
     return value, low, high

@@ -1,207 +1,345 @@
-"""The optimizer steps on one rollout, and what they report."""
+"""The optimizer steps on one rollout, each in the order in which it happens.
+
+1. Forward and backward on the packs of a mini-batch: the gradient, and a record of every sequence.
+2. Responses that make the gradient not finite leave the packs, and 1. is done again.
+3. Sequences whose loss is not finite are named and counted, up to the share that a run allows.
+4. A policy too far from the one that S starts from ends the run (``optimizer.max_kl``).
+5. A gradient far larger than those before it moves nothing (``optimizer.skip_norm_ratio``): clipping bounds
+   the size of such a step, not its direction, and Adam remembers it.
+6. The weights move, and the band of the loss learns from S.
+
+Until 6. the weights are those of before the optimizer step, also where the run ends.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NoReturn
 
-from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
+from megatron_fspo.job.folder import checkpoints
+from megatron_fspo.losses import LossState
+from megatron_fspo.mcore.nonfinite import culprits, packs_to_blame, suspects_of, without
 from megatron_fspo.mcore.policy import Update
 from megatron_fspo.mcore.policy_loss import Observer, PolicyLoss
-from megatron_fspo.mismatch.alarm import FP8_LIMIT, LIMIT, FreshTokens, Setting, check_mismatch
-from megatron_fspo.mismatch.correction import correct, little_is_left
-from megatron_fspo.mismatch.measure import measure, outlier_share
-from megatron_fspo.packing.pack import Packs
+from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import Totals, agreed, gather_lists, means, pool, share
-from megatron_fspo.record.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
+from megatron_fspo.parallel.metrics import Totals, agreed, any_rank, gather_lists, means, share
+from megatron_fspo.record.records import SequenceRecord, as_tensors, records_of, sigma_of
 from megatron_fspo.trainer.build import Training
-from megatron_fspo.trainer.limits import check_kl, is_to_be_skipped
-from megatron_fspo.trainer.losses import LossState
-from megatron_fspo.trainer.noise import noise_metrics
-from megatron_fspo.trainer.nonfinite import check_finite, drop_from_old_pass, drop_from_update
 from megatron_fspo.trainer.rollout import Rollout
-from megatron_fspo.trainer.step import Step
 
-OFF_POLICY = ("actor/ppo_kl", "fspo/kl_k3")
-"""Metrics that compare the policy with the old one."""
-
-
-def needs_old_pass(config: Config) -> bool:
-    """Whether the trainer scores the responses before the first update.
-
-    Before a single optimizer step old and new log-probs are the same. But a sampler apart from the trainer is
-    to be measured all the same, and a correction needs the measurement.
-    """
-    if config.rollout.old_log_probs == "sampled":
-        return False
-    several = config.batch.mini_batches * config.batch.epochs > 1
-    return several or config.rollout.engine == "vllm" or config.correction.name != "none"
+FEWEST_NORMS = 8
+"""Gradient norms that must be known before one is judged."""
+_NAMED = 8
+"""Responses that a message names at most."""
 
 
-def add_old_log_probs(run: Training, step: Step) -> None:
-    """Give the packs the log-probs that S starts from, as ``rollout.old_log_probs`` has them. Collective.
+@dataclass(kw_only=True)
+class Step:
+    """A training step from its responses to its last optimizer step."""
 
-    They get none where these equal the new ones. A pass also gives them the weights of a correction, and the
-    step the metrics of the pass.
-    """
-    config = run.inputs.config
-    if config.rollout.old_log_probs == "sampled":
-        step.packs = step.packs.with_columns(old_log_probs=[batch.sampled_log_probs for batch in step.packs])
-    elif needs_old_pass(config):
-        score_old(run, step)
+    rollout: Rollout
+    packs: Packs
+    """The packs of all mini-batches, with their old log-probs."""
+    sizes: list[int]
+    """Packs of each mini-batch."""
+    metrics: dict[str, float]
+    """Metrics of responses and old pass."""
+    warm: bool
+    """True if it began after the learning rate's warm-up."""
+    updates: list[Update] = field(default_factory=list)
+    """One for every optimizer step taken."""
+    first: list[SequenceRecord] = field(default_factory=list)
+    """Records of the first of them, before the policy has moved."""
+    off_policy: list[SequenceRecord] = field(default_factory=list)
+    nonfinite: int = 0
+    """Sequences that optimizer steps had to do without, each counted in every one."""
+    dropped: list[SequenceRecord] = field(default_factory=list)
+    """Records of responses that had to leave the packs, as they made a pass not finite."""
 
+    @property
+    def turn(self) -> int:
+        """The number of the next mini-batch."""
+        return len(self.updates) % len(self.sizes)
 
-def score_old(run: Training, step: Step) -> None:
-    """Log-probs before the first update, with the packs of the training pass; compared with the sampler's.
+    def packs_of(self, turn: int) -> Packs:
+        """The packs of a mini-batch."""
+        first = sum(self.sizes[:turn])
+        return self.packs[first : first + self.sizes[turn]]
 
-    Gives the packs old log-probs and rollout weights, and the step the metrics of mismatch and correction.
-    """
-    with run.log.phase("old_log_prob", len(step.packs), "pack", run.timings) as progress:
-        step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
-        if drop_from_old_pass(run, step):
-            # Old and new pass see the same packs.
-            step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
-        progress(len(step.packs))
-    setting = _alarm_setting(run)
-    fresh = FreshTokens(step.rollout.fresh_from(run.step), setting)
-    mismatch = measure(step.packs, len(step.rollout), group=run.groups.dp_cp, also=fresh.add)
-    alarm, text = check_mismatch(step.packs, fresh, setting)
-    if text is not None:
-        run.log.warn("sampler and trainer differ", f"step {run.step + 1}: {text}")
-    rule = run.inputs.config.correction
-    step.packs, correction = correct(rule, step.packs, mismatch, groups=run.groups)
-    metrics = mismatch.metrics | alarm | correction
-    if (text := little_is_left(rule, metrics)) is not None:
-        run.log.remind("correction", run.step + 1, text)
-    step.metrics |= metrics
-
-
-def _alarm_setting(run: Training) -> Setting:
-    rollout, parallel = run.inputs.config.rollout, run.inputs.config.parallel
-    usual = FP8_LIMIT if run.inputs.config.fp8.on else LIMIT[run.inputs.dtype]
-    return Setting(
-        version=run.step,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        limit=rollout.mismatch_limit or usual,
-        rescore=lambda batches, temperature: run.policy.score(
-            batches, replace(run.scoring, temperature=temperature)
-        ),
-        # The interleaved schedule takes micro-batches by the number of stages.
-        probe=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
-        groups=run.groups,
-        device=run.inputs.backend.device,
-    )
-
-
-def score_reference(run: Training, packs: Packs) -> Packs:
-    """Log-probs under the reference policy, for the KL penalty."""
-    assert run.reference is not None
-    with run.log.phase("ref", len(packs), "pack", run.timings) as progress:
-        scores = run.reference.score(packs, run.scoring)
-        progress(len(packs))
-    return packs.with_columns(reference_log_probs=scores)
+    def dropped_from(self, turn: int) -> list[SequenceRecord]:
+        """Records of the responses of a mini-batch that left the packs."""
+        turns, n = len(self.sizes), self.rollout.lengths.numel()
+        return [record for record in self.dropped if record.sample * turns // n == turn]
 
 
 def optimize(run: Training, step: Step) -> bool:
-    """The optimizer steps that are still to be taken: every mini-batch, ``batch.epochs`` times. Collective.
+    """Take the optimizer steps of a step: every mini-batch, ``batch.epochs`` times. Collective.
+
+    When the job is asked to stop after the first of them, the weights have moved. Where the steps before are
+    saved, this one is thrown away at once: it can be made again. Where they are not, it is finished first.
 
     Returns:
-        False where the job was asked to stop before the last.
+        False where the step was thrown away.
     """
     turns = len(step.sizes) * run.inputs.config.batch.epochs
     with run.log.phase("update_actor", turns, "step", run.timings) as progress:
-        progress(len(step.updates))
         while len(step.updates) < turns:
             on_policy = _is_on_policy(run, step)
             update, records = _update(run, step)
             if not step.updates:  # the weights are still those of the old pass
-                step.first = _first_update(update, records, sampled=not on_policy)
+                step.first = records
             if on_policy:
                 _check_on_policy(run, records, step.rollout)
             else:
                 step.off_policy += records
-                kl_k3 = update.metrics["fspo/kl_k3"]
-                told = run.loss.calibrated()
-                observe(run.loss, records, kl_k3=kl_k3, warm=step.warm, groups=run.groups)
-                if (text := run.loss.calibrated()) != told:
+                before = run.loss.calibrated()
+                observe(
+                    run.loss, records, kl_k3=update.metrics["fspo/kl_k3"], warm=step.warm, groups=run.groups
+                )
+                if (text := run.loss.calibrated()) != before:
                     run.log.say(f"step {run.step + 1}: the band from here on: {text}")
             step.updates.append(update)
             progress(1)
-            if len(step.updates) < turns and run.stopping():
+            if run.saved == run.step and len(step.updates) < turns and run.stopping():
                 return False
     return True
 
 
-def update_metrics(run: Training, step: Step) -> dict[str, float]:
-    """What the optimizer steps of a step report, once all are taken."""
-    updates = step.updates
-    run.log.sequences(run.step + 1, step.off_policy)
-    on_policy = _on_policy_updates(run, step)
-    metrics = pooled_metrics([update.totals for update in updates], on_policy=on_policy) | {
-        "actor/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
-        "actor/grad_norm/max": max(update.grad_norm for update in updates),
-        "actor/lr": updates[-1].learning_rate,
-        "fspo/nonfinite": float(step.nonfinite),
-    }
-    if run.spikes.on:
-        metrics["actor/skipped_updates"] = float(sum(update.skipped for update in updates))
-    if run.inputs.config.fp8.on:
-        metrics["fspo/fp8_modules"] = float(run.fp8_modules)
-    band = run.loss.metrics()
-    clips = clip_metrics(
-        step.off_policy, seed=run.inputs.config.run.seed, exponent=band.get("fspo/exponent", 0.5)
+def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
+    """Take the next optimizer step; returns it, and the records of its sequences on all ranks.
+
+    Sequences that had to leave the packs are not among them.
+    """
+    totals, records = _gradient(run, step)
+    while not math.isfinite(grad_norm := run.policy.grad_norm()):
+        _drop_from_update(run, step, records)
+        totals, records = _gradient(run, step)
+    broken = [record for record in records if record.nonfinite]
+    _name(run, step, broken)
+    count = len(broken) + len(step.dropped_from(step.turn))
+    _check_share(run, step, step.turn, count)
+    step.nonfinite += count
+    check_kl(run, step, totals)
+    if is_to_be_skipped(run, step, totals, grad_norm):
+        return run.policy.skip(totals, grad_norm), records
+    return run.policy.step(totals, grad_norm), records
+
+
+def _gradient(run: Training, step: Step) -> tuple[Totals, list[SequenceRecord]]:
+    """Backward on the next mini-batch: sums of its metrics, and the records of its sequences on all ranks."""
+    mine: list[SequenceRecord] = []
+    rank = run.groups.dp.rank()
+    loss = _loss(run, step, lambda batch, terms: mine.extend(records_of(batch, terms, rank)))
+    totals = run.policy.backward(step.packs_of(step.turn), loss)
+    # Every context-parallel rank saw the whole of its sequences; of a pipeline, only the last stage did. What
+    # follows on the records stops the run, so all have those of one rank.
+    records = share(mine, group=run.groups.pp, source=-1)
+    for group in (run.groups.tp, run.groups.cp):
+        records = share(records, group=group)
+    return totals, gather_lists(records, group=run.groups.dp)
+
+
+def _loss(run: Training, step: Step, observer: Observer | None = None) -> PolicyLoss:
+    config = run.inputs.config.loss
+    return PolicyLoss(
+        objective=run.loss.objective(on_policy=_is_on_policy(run, step)),
+        scoring=run.scoring,
+        entropy_coef=config.entropy_coef,
+        kl_coef=config.kl_coef,
+        observer=observer,
     )
-    for topic, text in run.loss.doubts(clips | band, warm=step.warm).items():
-        run.log.warn_once(topic, f"step {run.step + 1}: {text}")
-    clips |= noise_metrics(run.inputs.noise, step.off_policy, run.loss.objective())
-    return metrics | step.first | clips | band
 
 
-def pooled_metrics(updates: Sequence[Totals], *, on_policy: int) -> dict[str, float]:
-    """Metrics of several optimizer steps as one: sums over sums, so that no split into mini-batches shows.
+def _is_on_policy(run: Training, step: Step) -> bool:
+    """Return True if S = 0 before the next update: nothing has moved the policy since the old pass."""
+    none_taken = all(update.skipped for update in step.updates)
+    return none_taken and run.inputs.config.rollout.old_log_probs != "sampled"
 
-    ============================================  ==========  ====================================
-    metric                                        mean over   of the optimizer steps
-    ============================================  ==========  ====================================
-    ``actor/pg_loss``                             sequences   all
-    ``actor/entropy``, ``actor/kl_loss``          tokens      all
-    ``actor/ppo_kl``, ``fspo/kl_k3``              tokens      off-policy
-    ============================================  ==========  ====================================
 
-    The first optimizer step of a rollout is on-policy: old and new log-probs are the same, and what compares
-    them is 0. It is left out of the last row, which is NaN where there is no other; :func:`_first_update`
-    reports it. Where S starts from the sampler, all are off-policy.
+def drop_from_old_pass(run: Training, step: Step) -> bool:
+    """Take the responses out of the packs that made the old pass, in its last column, not finite. Collective.
+
+    Returns:
+        True if there were any: the packs are others then, to be scored again.
+
+    Raises:
+        TrainingError: more than ``loss.max_nonfinite_share`` of a mini-batch.
+    """
+    suspects = suspects_of(step.packs, step.packs.columns["old_log_probs"], run.groups)
+    return _drop_culprits(run, step, step.packs, suspects)
+
+
+def _drop_from_update(run: Training, step: Step, records: Sequence[SequenceRecord]) -> None:
+    """Take the responses out of the packs that made the gradient of the next optimizer step not finite, and
+    forget the gradient. Collective.
 
     Args:
-        on_policy: how many are, from the first: one, and one more for each that was skipped before the policy
-            moved.
+        records: of this optimizer step, of all ranks.
+
+    Raises:
+        TrainingError: more than ``loss.max_nonfinite_share`` of the mini-batch, or no response is to blame.
     """
-    found = means(pool(updates))
-    apart = means(pool(updates[on_policy:]))
-    return found | {name: apart.get(name, math.nan) for name in OFF_POLICY}
+    run.policy.zero_gradients()
+    packs, rank = step.packs_of(step.turn), run.groups.dp.rank()
+    suspects = [r.sample for r in records if r.rank == rank and not math.isfinite(r.log_ratio_sum)]
+    if _drop_culprits(run, step, packs, suspects):
+        return
+    blamed = packs_to_blame(run.policy, packs, _loss(run, step), layout=run.layout)
+    where = "; ".join(
+        f"Look at pack {' and '.join(str(number + 1) for number in turns)} of {len(packs)} of each "
+        f"data-parallel rank ({_names(step, numbers)})"
+        for turns, numbers in blamed
+    )
+    raise TrainingError(
+        f"{_which(run, step)}: the gradient is not finite, "
+        f"though every log-prob is. {where or 'That of each pack alone is finite, their sum is not'}. The "
+        "weights are those of before this optimizer step. Resume from the last checkpoint with a smaller "
+        "optimizer.lr, or look for what overflows in the backward pass."
+    )
 
 
-def _first_update(update: Update, records: Sequence[SequenceRecord], *, sampled: bool) -> dict[str, float]:
-    """What the first update of a rollout shows: no update has moved the policy yet.
+def _drop_culprits(run: Training, step: Step, packs: Packs, suspects: Sequence[int]) -> bool:
+    """Take the suspects that are not finite out of all packs of the step; returns whether there are any.
+    Collective."""
+    guilty = culprits(
+        packs,
+        suspects,
+        score=lambda batches: run.policy.score(batches, run.scoring),
+        layout=run.layout,
+        groups=run.groups,
+    )
+    if not guilty:
+        return False
+    new = [
+        SequenceRecord(
+            sample=number,
+            rank=rank,
+            length=int(step.rollout.lengths[number]),
+            log_ratio_sum=math.nan,
+            advantage=float(step.rollout.advantages[number]),
+            clipped_low=0.0,
+            clipped_high=0.0,
+            dual_clipped=0.0,
+            out_of_band=False,
+            nonfinite=True,
+        )
+        for number, rank in guilty.items()
+    ]
+    before = [sum(r.length for r in step.dropped_from(turn)) for turn in range(len(step.sizes))]
+    step.dropped += new
+    _name(run, step, new)
+    gone: list[int] = []
+    for turn, size in enumerate(step.sizes):
+        dropped = step.dropped_from(turn)
+        _check_share(run, step, turn, len(dropped))
+        gone += [sum(r.length for r in dropped) - before[turn]] * size
+    step.packs = without(step.packs, guilty.keys(), gone, run.layout)
+    return True
 
-    S must be 0 then. From the sampler's log-probs it is the mismatch instead, of the first mini-batch: all
-    there is to measure it by without a pass.
+
+def _name(run: Training, step: Step, dropped: Sequence[SequenceRecord]) -> None:
+    for record in dropped[:_NAMED]:
+        run.log.say(
+            f"step {run.step + 1}: dropped a sequence that is not finite: {step.rollout.name(record.sample)} "
+            f"(data-parallel rank {record.rank}, S = {record.log_ratio_sum}, L = {record.length})"
+        )
+
+
+def _names(step: Step, numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
+    return "; ".join(step.rollout.name(number) for number in numbers[:_NAMED]) + more
+
+
+def _check_share(run: Training, step: Step, turn: int, count: int) -> None:
+    """Raise where ``count`` dropped sequences are too many for one mini-batch."""
+    of, limit = step.packs_of(turn).totals.num_sequences, run.inputs.config.loss.max_nonfinite_share
+    if count > limit * of:
+        raise TrainingError(
+            f"step {run.step + 1}: {count} of {of} sequences of one optimizer step are not "
+            f"finite; loss.max_nonfinite_share allows {limit}. The weights are those of before this "
+            "optimizer step. Resume from the last checkpoint with a smaller optimizer.lr, or look for what "
+            "makes the logits non-finite."
+        )
+
+
+def check_kl(run: Training, step: Step, totals: Totals) -> None:
+    """End a run whose policy has left the one that S starts from: what follows would be learned from noise.
+    Collective.
+
+    By k1, the mean of log π_old - log π: it is unbiased, and a token moves it by its log-ratio only. In k3
+    one rare token that became likely counts e^15, which is no reason to stop.
+
+    Raises:
+        TrainingError: a row of the step so far is in the log.
     """
-    if not sampled:
-        largest = max((abs(r.log_ratio_sum) for r in records if r.counts), default=math.nan)
-        alone = {f"{name}/on_policy": update.metrics[name] for name in OFF_POLICY}
-        return {"fspo/on_policy_abs_s_max": largest} | alone
-    sigma = sigma_of(records) or math.nan
-    return {
-        "rollout/kl_k1": update.metrics["actor/ppo_kl"],
-        "rollout/kl_k3": update.metrics["fspo/kl_k3"],
-        "rollout/mismatch_sigma": sigma,
-        "rollout/mismatch_outliers": outlier_share(*as_tensors(records), sigma),
-    }
+    metrics = means(totals)
+    kl, limit = metrics["actor/ppo_kl"], run.inputs.config.optimizer.max_kl
+    # Tensor-parallel ranks need not agree on the last bits.
+    if any_rank(kl > limit, device=run.inputs.backend.device):
+        _end(
+            run,
+            step,
+            metrics,
+            f"the policy is {kl:.3g} nats per token (actor/ppo_kl) from the one that S starts from; "
+            f"optimizer.max_kl allows {limit:g}",
+        )
+
+
+def is_to_be_skipped(run: Training, step: Step, totals: Totals, grad_norm: float) -> bool:
+    """Return True, with a warning, if the gradient is a spike. Collective.
+
+    That is a global norm, before clipping, of more than ``optimizer.skip_norm_ratio`` times the median of the
+    last ones, which a few spikes do not move. Norms of spikes are not remembered, as they would become usual;
+    nor is 0, which a mini-batch without any advantage has.
+
+    Raises:
+        TrainingError: more than ``optimizer.max_skips`` in a row; a row of the step so far is in the log.
+    """
+    options = run.inputs.config.optimizer
+    if options.skip_norm_ratio is None:
+        return False
+    usual = median(run.norms) if len(run.norms) >= FEWEST_NORMS else 0.0
+    spike = usual > 0 and grad_norm > options.skip_norm_ratio * usual
+    if not any_rank(spike, device=run.inputs.backend.device):
+        run.skips_in_a_row = 0
+        if grad_norm > 0:
+            run.norms.append(grad_norm)
+        return False
+    run.skips_in_a_row += 1
+    reason = f"the gradient norm is {grad_norm:.3g}, the median of those before it {usual:.3g}"
+    if run.skips_in_a_row > options.max_skips:
+        _end(
+            run,
+            step,
+            means(totals) | {"actor/grad_norm": grad_norm},
+            f"{reason}, a spike in {run.skips_in_a_row} steps in a row; optimizer.skip_norm_ratio = "
+            f"{options.skip_norm_ratio:g} skips such a step, optimizer.max_skips allows {options.max_skips}",
+        )
+    run.log.warn(
+        "gradient spike", f"{_which(run, step)}: skipped, as {reason} (in a row: {run.skips_in_a_row})"
+    )
+    return True
+
+
+def _end(run: Training, step: Step, metrics: Mapping[str, float], reason: str) -> NoReturn:
+    """End the run before the optimizer step, with a row of the step so far. Collective."""
+    run.end_save(wait=True, prune=False)
+    run.log.step(run.step + 1, {**step.metrics, **metrics, **run.timings})
+    written = checkpoints(run.inputs.config)
+    last = f"The last checkpoint is {written[-1]}" if written else "There is no checkpoint yet"
+    raise TrainingError(
+        f"{_which(run, step)}: {reason}. {last}. "
+        "Use a smaller optimizer.lr, or fewer batch.mini_batches or batch.epochs"
+    )
+
+
+def _which(run: Training, step: Step) -> str:
+    return f"step {run.step + 1}, optimizer step {len(step.updates) + 1} of it"
 
 
 def _check_on_policy(run: Training, records: Sequence[SequenceRecord], rollout: Rollout) -> None:
@@ -225,62 +363,6 @@ def _check_on_policy(run: Training, records: Sequence[SequenceRecord], rollout: 
         f"{text}: with fp8.recipe = {fp8.recipe} the passes of old and new log-probs differ. Likeliest "
         "causes: one of them began without fresh FP8 copies of the weights, or had other packs. The last "
         "checkpoint is of before this step; fp8.recipe = none trains in bfloat16"
-    )
-
-
-def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
-    """The next optimizer step, and the records of its sequences on all ranks.
-
-    Sequences that had to leave the packs are not among them. The weights move only when the gradient is known
-    to be finite. Until it is, what spoils it is dropped; a round without anything to drop is an error.
-    """
-    totals, records = _gradient(run, step)
-    while not math.isfinite(grad_norm := run.policy.grad_norm()):
-        drop_from_update(run, step, records, _loss(run, step, None))
-        totals, records = _gradient(run, step)
-    step.nonfinite += check_finite(run, step, records)
-    check_kl(run, step, totals)
-    if is_to_be_skipped(run, step, totals, grad_norm):
-        return run.policy.skip(totals, grad_norm), records
-    return run.policy.step(totals, grad_norm), records
-
-
-def _gradient(run: Training, step: Step) -> tuple[Totals, list[SequenceRecord]]:
-    """Backward on the next mini-batch: sums of its metrics, and the records of its sequences on all ranks."""
-    mine: list[SequenceRecord] = []
-    rank = run.groups.dp.rank()
-    loss = _loss(run, step, lambda batch, terms: mine.extend(records_of(batch, terms, rank)))
-    totals = run.policy.backward(step.mini_batch, loss)
-    # Every context-parallel rank saw the whole of its sequences; of a pipeline, only the last stage did. What
-    # follows on the records stops the run, so all have those of one rank.
-    records = share(mine, group=run.groups.pp, source=-1)
-    for group in (run.groups.tp, run.groups.cp):
-        records = share(records, group=group)
-    return totals, gather_lists(records, group=run.groups.dp)
-
-
-def _is_on_policy(run: Training, step: Step) -> bool:
-    """Whether the next update is one before which S = 0: nothing has moved the policy since the old pass."""
-    none_taken = all(update.skipped for update in step.updates)
-    return none_taken and run.inputs.config.rollout.old_log_probs != "sampled"
-
-
-def _on_policy_updates(run: Training, step: Step) -> int:
-    """How many of the updates were such."""
-    if run.inputs.config.rollout.old_log_probs == "sampled":
-        return 0
-    taken = [number for number, update in enumerate(step.updates, 1) if not update.skipped]
-    return taken[0] if taken else len(step.updates)
-
-
-def _loss(run: Training, step: Step, observer: Observer | None) -> PolicyLoss:
-    config = run.inputs.config.loss
-    return PolicyLoss(
-        objective=run.loss.objective(on_policy=_is_on_policy(run, step)),
-        scoring=run.scoring,
-        entropy_coef=config.entropy_coef,
-        kl_coef=config.kl_coef,
-        observer=observer,
     )
 
 

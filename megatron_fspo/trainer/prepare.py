@@ -1,13 +1,18 @@
-"""Everything a run needs from disk, checked before the first process group forms."""
+"""Everything a run needs from disk, checked before the first process group forms; and what it computes on."""
 
 from __future__ import annotations
 
+import os
+import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_fspo.config import Config
 from megatron_fspo.data.check import examine
@@ -15,20 +20,23 @@ from megatron_fspo.data.cursor import mixture, most_at_once
 from megatron_fspo.data.presets import Source, sources_of
 from megatron_fspo.data.prompts import LoadedSet, load_sets, notes
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
-from megatron_fspo.errors import Attempts, InputError
+from megatron_fspo.errors import Attempts, InputError, InputErrors
+from megatron_fspo.job.consistency import versions
+from megatron_fspo.job.folder import Resume, check_writable, checkpoints_to_resume
 from megatron_fspo.mcore.backend import Backend, check_dtype, choose_backend
 from megatron_fspo.mcore.fp8 import check_fp8
 from megatron_fspo.mcore.sizes import check_parallel, check_trainable, check_world
 from megatron_fspo.objective.noise import Noise
 from megatron_fspo.record.trackers import check_trackers
 from megatron_fspo.rewards import check_reward
-from megatron_fspo.rollout.vllm.connect import check_options
+from megatron_fspo.rollout.client.connect import absent_servers, check_options
 from megatron_fspo.trainer.noise import noise_of_run
 from megatron_fspo.types import Prompt
 from megatron_fspo.weights import Architecture, check_checkpoint, open_checkpoint, read_architecture
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """By ``model.dtype``."""
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +49,9 @@ class Inputs:
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     train: tuple[Prompt, ...]
-    """Of all training sets, numbered through."""
+    """Prompts of all training sets, numbered through."""
     validation: tuple[Prompt, ...]
-    """Of all evaluation sets, numbered through; ``Prompt.dataset`` tells them apart."""
+    """Prompts of all evaluation sets, numbered through; ``Prompt.dataset`` tells them apart."""
     noise: Noise | None
     """In S, where ``loss.noise`` says."""
     notes: tuple[str, ...] = ()
@@ -56,7 +64,7 @@ class Inputs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and activations."""
+        """The dtype of parameters and activations."""
         return DTYPES[self.config.model.dtype]
 
 
@@ -164,10 +172,9 @@ def _no_validation() -> None:
 
 
 def _check_rows(source: Source) -> None:
-    """What can be seen of a file without a tokenizer."""
-    found = examine(source, None, 0)
-    if found.broken:
-        raise InputError(found.broken[0])
+    """``InputError`` for what is wrong with a file even without a tokenizer."""
+    if broken := examine(source, None, 0).broken:
+        raise InputError(broken[0])
 
 
 def _prompts(sets: Sequence[LoadedSet]) -> tuple[Prompt, ...]:
@@ -190,3 +197,55 @@ def _check_context(config: Config, arch: Architecture) -> None:
             f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}, but the model's "
             f"max_position_embeddings is {arch.max_position_embeddings}"
         )
+
+
+def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) -> list[str]:
+    """Check what a run reads, its folder and its servers, all at once, for ``train --check``.
+
+    Args:
+        here: the run will be on this machine, and now. If it need not be (on a login node, say), a server
+            that does not answer is no problem; nor is a missing GPU, and what only one can tell is left out.
+
+    Returns:
+        what was not checked or is not there yet, a line each.
+
+    Raises:
+        InputErrors: everything that is wrong.
+    """
+    elsewhere = not here and config.model.backend == "cuda" and not torch.cuda.is_available()
+    attempt = Attempts()
+    attempt(lambda: prepare(config, world_size=world_size, elsewhere=elsewhere))
+    attempt(lambda: checkpoints_to_resume(config, resume))
+    attempt(lambda: check_writable(config.run_folder, probe=True))
+    absent = attempt(lambda: _absent(config, here=here))
+    attempt.end()
+    notes = ["no GPU here: model.layers and fp8 were not tried"] if elsewhere else []
+    return notes + (absent or [])
+
+
+def _absent(config: Config, *, here: bool) -> list[str]:
+    absent = absent_servers(config.vllm) if config.rollout.engine == "vllm" else []
+    if absent and here:
+        raise InputErrors(absent)
+    return absent
+
+
+def machine(backend: Backend) -> dict[str, Any]:
+    """Describe the first rank's machine, as JSON types, for the report of the run: ``processes`` of the job,
+    their ``device`` by name, the ``cpu`` and its ``cores``, whose ``layers``, ``versions`` of packages."""
+    cpu = cpu_name(_CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.exists() else "")
+    cuda = {"CUDA": torch.version.cuda} if backend.device.type == "cuda" and torch.version.cuda else {}
+    return {
+        "processes": dist.get_world_size(),
+        "device": torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "CPU",
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "layers": backend.layers,
+        "versions": {"Python": platform.python_version(), **versions(), **cuda},
+    }
+
+
+def cpu_name(cpuinfo: str) -> str:
+    """From the text of Linux's ``/proc/cpuinfo``; the architecture where that does not say."""
+    name = re.search(r"^model name\s*:\s*(\S.*?)\s*$", cpuinfo, re.MULTILINE)
+    return name[1] if name else platform.machine()

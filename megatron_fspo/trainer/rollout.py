@@ -1,4 +1,5 @@
-"""The responses of one step: what every rank knows of them, and the tokens, which few ranks hold."""
+"""The responses of one step: what every rank knows of them, the tokens, which few ranks hold, and how the
+tokens come into the packs of the ranks that train on them."""
 
 from __future__ import annotations
 
@@ -10,8 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_fspo.config import Config
+from megatron_fspo.errors import TrainingError
+from megatron_fspo.packing.batch import Packs, Sequences, as_row
+from megatron_fspo.packing.pack import Pack, PackLayout, Plan, collate_packs, plan_step
+from megatron_fspo.packing.plan import attention_costs
+from megatron_fspo.parallel.groups import ParallelGroups, exchange, of_first_rank, pack_layout
 from megatron_fspo.rewards import Graded
 from megatron_fspo.types import Completion, Prompt, VersionSpan
+from megatron_fspo.weights import Architecture
 
 T = TypeVar("T")
 
@@ -28,7 +36,7 @@ class Rollout:
     rewards: Tensor
     """float64: what is learned from."""
     scores: Tensor
-    """float64: the first reward's verdict alone, what accuracy is made of."""
+    """float64: the grade of the first reward alone, what accuracy is made of."""
     advantages: Tensor
     """float64; NaN until they are known."""
     truncated: Tensor
@@ -46,9 +54,9 @@ class Rollout:
     owner: Tensor
     """int64, the data-parallel rank that holds its tokens."""
     held: Mapping[int, Completion]
-    """What this rank holds, by number: on the first rank of each model copy; others hold nothing."""
-    verdicts: Mapping[int, Graded]
-    """What this rank graded, by number; not always what it holds."""
+    """Responses that this rank holds, by number: on the first rank of each model copy; others hold none."""
+    grades: Mapping[int, Graded]
+    """Grades that this rank gave, by number; not always of what it holds."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -66,7 +74,7 @@ class Rollout:
         return (self.advantages.view(-1, self.samples) != 0).any(1)
 
     def name(self, number: int) -> str:
-        """Which response, for messages."""
+        """Name a response in a message."""
         prompt = self.prompts[number // self.samples]
         return f"prompt {prompt.index}, response {number % self.samples}"
 
@@ -84,7 +92,7 @@ COLUMNS = (
 """Fields of the table that ranks make together: those that :func:`describe` gives, in its order, then
 :data:`GRADES`."""
 GRADES = 2
-"""How many of them whoever grades fills in."""
+"""The last columns, which the rank that grades fills in."""
 _PER_RESPONSE = (*COLUMNS, "advantages")
 _TYPES = {"rewards": torch.float64, "scores": torch.float64, "truncated": torch.bool}
 
@@ -111,7 +119,7 @@ def rollout_of(
     samples: int,
     table: Tensor,
     held: Mapping[int, Completion],
-    verdicts: Mapping[int, Graded] | None = None,
+    grades: Mapping[int, Graded] | None = None,
 ) -> Rollout:
     """From a table [n, columns] with the fields of :data:`COLUMNS`; advantages are still to come."""
     columns = {
@@ -120,46 +128,41 @@ def rollout_of(
     }
     unknown = torch.full((len(table),), float("nan"), dtype=torch.float64)
     return Rollout(
-        prompts=prompts, samples=samples, held=held, verdicts=verdicts or {}, advantages=unknown, **columns
+        prompts=prompts, samples=samples, held=held, grades=grades or {}, advantages=unknown, **columns
     )
 
 
 def with_advantages(rollout: Rollout, advantages: Tensor) -> Rollout:
-    """The same, with [prompts, samples] advantages."""
+    """Return the rollout with these [prompts, samples] advantages."""
     return replace(rollout, advantages=advantages.flatten().double())
 
 
-def without_tokens(rollout: Rollout) -> Rollout:
-    """The same, once its tokens are in packs and its verdicts counted."""
-    return replace(rollout, held={}, verdicts={})
-
-
-def join(parts: Sequence[Rollout]) -> Rollout:
+def join(rollouts: Sequence[Rollout]) -> Rollout:
     """The groups of several rollouts, one rollout after the other, each response with whoever holds it.
 
     Raises:
-        ValueError: no parts, or groups of different sizes.
+        ValueError: no rollouts, or groups of different sizes.
     """
-    if len({part.samples for part in parts}) != 1:
-        raise ValueError(f"rollouts with groups of {[part.samples for part in parts]} do not join")
-    starts = list(accumulate(map(len, parts), initial=0))
+    if len({one.samples for one in rollouts}) != 1:
+        raise ValueError(f"rollouts with groups of {[one.samples for one in rollouts]} do not join")
+    starts = list(accumulate(map(len, rollouts), initial=0))
     columns: dict[str, Any] = {
-        name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_RESPONSE
+        name: torch.cat([getattr(one, name) for one in rollouts]) for name in _PER_RESPONSE
     }
     return replace(
-        parts[0],
-        prompts=[prompt for part in parts for prompt in part.prompts],
-        held=_renumbered([part.held for part in parts], starts),
-        verdicts=_renumbered([part.verdicts for part in parts], starts),
+        rollouts[0],
+        prompts=[prompt for one in rollouts for prompt in one.prompts],
+        held=_renumbered([one.held for one in rollouts], starts),
+        grades=_renumbered([one.grades for one in rollouts], starts),
         **columns,
     )
 
 
-def _renumbered(parts: Sequence[Mapping[int, T]], starts: Sequence[int]) -> dict[int, T]:
+def _renumbered(items: Sequence[Mapping[int, T]], starts: Sequence[int]) -> dict[int, T]:
     return {
         start + number: item
-        for part, start in zip(parts, starts, strict=False)
-        for number, item in part.items()
+        for some, start in zip(items, starts, strict=False)
+        for number, item in some.items()
     }
 
 
@@ -172,6 +175,147 @@ def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
         rollout,
         prompts=[rollout.prompts[group] for group in groups],
         held={new: rollout.held[old] for new, old in enumerate(numbers) if old in rollout.held},
-        verdicts={new: rollout.verdicts[old] for new, old in enumerate(numbers) if old in rollout.verdicts},
+        grades={new: rollout.grades[old] for new, old in enumerate(numbers) if old in rollout.grades},
         **columns,
+    )
+
+
+def sampling_metrics(rollout: Rollout) -> dict[str, float]:
+    """Rewards, advantages and lengths of one rollout: of all responses, in a pack or not.
+
+    ``critic/no_spread`` is the share of groups whose advantages are all 0.
+    """
+    columns = {
+        "critic/score": rollout.scores,
+        "critic/rewards": rollout.rewards,
+        "critic/advantages": rollout.advantages,
+        "response_length": rollout.lengths.double(),
+        "prompt_length": rollout.prompt_lengths.double(),
+    }
+    metrics = {}
+    for name, values in columns.items():
+        metrics[f"{name}/mean"] = values.mean().item()
+        metrics[f"{name}/max"] = values.max().item()
+        metrics[f"{name}/min"] = values.min().item()
+    metrics["response_length/clip_ratio"] = rollout.truncated.double().mean().item()
+    metrics["critic/no_spread"] = (~rollout.spread).double().mean().item()
+    return metrics
+
+
+def staleness_metrics(rollout: Rollout, step: int, *, limit: int) -> dict[str, float]:
+    """Measure how many versions older than the trainer's the weights were that sampled.
+
+    Returns:
+        ``rollout/staleness/mean`` over tokens and ``/max``; ``rollout/partial``: share of responses that an
+        update met half-way, so that several versions wrote them.
+
+    Raises:
+        TrainingError: a token is older than ``limit`` versions.
+    """
+    tokens = int(rollout.lengths.sum())
+    oldest = step - int(rollout.oldest_version.min())
+    if oldest > limit:
+        raise TrainingError(
+            f"step {step + 1}: a response is from weights {oldest} versions old, "
+            f"rollout.max_staleness = {limit}"
+        )
+    return {
+        "rollout/staleness/mean": (step * tokens - int(rollout.version_tokens.sum())) / max(tokens, 1),
+        "rollout/staleness/max": float(oldest),
+        "rollout/partial": (rollout.spans > 1).double().mean().item(),
+    }
+
+
+def layout_of(config: Config, arch: Architecture, groups: ParallelGroups, device: torch.device) -> PackLayout:
+    """The layout that all packs of a run have."""
+
+    def costs(tokens: Sequence[int]) -> list[int]:
+        return attention_costs(tokens, linear_size=arch.layer_size, attention_size=arch.q_size)
+
+    return replace(
+        pack_layout(
+            groups,
+            device,
+            sequence=config.parallel.sequence,
+            interleaved=config.parallel.interleaved,
+            align=config.fp8.align,
+        ),
+        max_tokens=config.batch.max_tokens,
+        costs=costs if config.batch.balance == "attention" else None,
+    )
+
+
+def make_mini_batches(
+    config: Config,
+    arch: Architecture,
+    rollout: Rollout,
+    groups: ParallelGroups,
+    device: torch.device,
+) -> tuple[Packs, list[int]]:
+    """This rank's micro-batches of all mini-batches, and how many each has. Collective.
+
+    A mini-batch is a run of whole prompts. Every rank knows all lengths and computes the same plan, so N and
+    T need no collective and do not depend on how the batch is split. Then each token goes from the rank
+    that holds it to the one that trains on it.
+
+    A response with A = 0 has no policy gradient. Unless a bonus on the entropy or a penalty on the KL wants
+    it, it counts in N and T and is in no pack.
+    """
+    layout = layout_of(config, arch, groups, device)
+    idle = left_out(config, rollout)
+    prompt_lengths, lengths = rollout.prompt_lengths.tolist(), rollout.lengths.tolist()
+    per_batch = len(rollout) // config.batch.mini_batches
+    plans: list[Plan] = []
+    packs: list[Pack] = []
+    sizes: list[int] = []
+    for first in range(0, len(rollout), per_batch):
+        some = slice(first, first + per_batch)
+        plan, totals = plan_step(
+            prompt_lengths[some], lengths[some], layout, first=first, left_out=idle[some].tolist()
+        )
+        mine = plan[groups.dp.rank()]
+        packs += [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine]
+        plans.append(plan)
+        sizes.append(len(mine))
+    return collate_packs(_spread(rollout, plans, groups, device), packs, layout), sizes
+
+
+def left_out(config: Config, rollout: Rollout, dropped: Sequence[int] = ()) -> Tensor:
+    """bool [responses]: which are in no pack; ``dropped`` are numbers of those that had to leave theirs."""
+    only_policy_gradient = not config.loss.entropy_coef and not config.loss.kl_coef
+    idle = rollout.advantages == 0 if only_policy_gradient else rollout.lengths < 0
+    return idle.index_fill(0, torch.tensor(dropped, dtype=torch.long), True)
+
+
+def _spread(
+    rollout: Rollout, plans: Sequence[Plan], groups: ParallelGroups, device: torch.device
+) -> Sequences:
+    """The sequences that this data-parallel rank's packs need. Collective.
+
+    The first ranks of the model copies exchange them; each hands its own on to those that share its model.
+    """
+    size, rank = groups.dp.size(), groups.dp.rank()
+    owner = rollout.owner.tolist()
+    wanted = [sorted(n for plan in plans for pack in plan[to] for n in pack) for to in range(size)]
+    # In the order in which they come: owner after owner.
+    numbers = sorted(wanted[rank], key=lambda number: (owner[number], number))
+    lengths = rollout.lengths[numbers].tolist()
+    prompts = [rollout.prompts[number // rollout.samples].token_ids for number in numbers]
+
+    def column(name: str, dtype: torch.dtype) -> list[Tensor]:
+        if groups.first_of_copy:
+            outgoing = [[as_row(getattr(held[n], name), dtype) for n in to if n in held] for to in wanted]
+            flat, _ = exchange(outgoing, dtype, group=groups.dp)
+        else:
+            flat = torch.zeros(sum(lengths), dtype=dtype)
+        flat = of_first_rank(flat.to(device), groups.pp, groups.cp, groups.tp).cpu()
+        return list(torch.split(flat, lengths))
+
+    held = rollout.held
+    return Sequences.of(
+        prompts=prompts,
+        responses=column("token_ids", torch.int32),
+        log_probs=column("log_probs", torch.float32),
+        advantages=rollout.advantages[numbers],
+        index=numbers,
     )

@@ -1,34 +1,47 @@
-"""Responses with their verdicts: what the policy writes, scored by the reward, over all ranks.
+"""The next prompts, the responses of the policy, and their grades, over all ranks.
 
-Tokens stay on the rank that has them; all ranks learn the lengths, rewards and versions.
+The batch of step k is trained on weights k. With ``rollout.max_staleness`` = K the batches up to k + K are
+asked for before step k trains, and sampled meanwhile: no token is from weights older than K versions when it
+is learned from. K = 0 is the synchronous algorithm. Further prompts of step k are asked for at its turn, and
+sampled by weights k.
+
+Batches are made of prompts in their order and waited for to the last response. To train on whoever is done
+first would favour short responses. Tokens stay on the rank that has them; all ranks learn the lengths,
+rewards and versions.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.config import Config
+from megatron_fspo.data.walk import PromptWalk
+from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
 from megatron_fspo.parallel.control import SLICE, Control
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.parallel.metrics import Totals, means
 from megatron_fspo.rewards import Failure, Graded, Grader, Verdict, tally
 from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine
-from megatron_fspo.trainer.failed_reward import raise_first
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import COLUMNS, GRADES, Rollout, describe, rollout_of, with_advantages
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
+FAILED_REWARD = "reward_error.json"
+"""The file with the response for which the reward failed."""
 _SLACK_SECONDS = 60.0
 """Beyond ``parallel.wait_seconds``, for the main thread of a rank whose reward computes without end."""
 _STOP_SECONDS = 3.0
@@ -40,14 +53,14 @@ class Batch:
     """Responses that were asked for."""
 
     prompts: Sequence[Prompt]
-    """Of all ranks."""
+    """The prompts of all ranks."""
     samples: int
     """Responses to each."""
     mine: range
     """Positions of this data-parallel rank's prompts."""
     pending: Pending
-    verdicts: Mapping[int, Verdict]
-    """Of the responses that this rank grades, by number: all of them once ``pending`` has returned."""
+    grades: Mapping[int, Verdict]
+    """Grades to come of the responses that this rank grades, by number: all once ``pending`` has returned."""
 
 
 def make_grader(config: Config, groups: ParallelGroups) -> Grader | None:
@@ -55,7 +68,7 @@ def make_grader(config: Config, groups: ParallelGroups) -> Grader | None:
     the servers, or the first one of each model copy. None on the others, so that a reward may be slow,
     random or a remote call."""
     servers = config.rollout.engine == "vllm"
-    if not (dist.get_rank() == 0 if servers else is_first_of_copy(groups)):
+    if not (dist.get_rank() == 0 if servers else groups.first_of_copy):
         return None
     grader = Grader(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     threading.Thread(target=_watch, args=(grader, groups.control), name="grades", daemon=True).start()
@@ -83,20 +96,86 @@ def ask(
     """Ask for responses to all prompts; each data-parallel rank for its share. Each is graded as soon as it
     is there, while others are sampled and the trainer learns. Collective."""
     mine = range(groups.dp.rank(), len(prompts), groups.dp.size())
-    verdicts: dict[int, Verdict] = {}
+    grades: dict[int, Verdict] = {}
 
     def grade(number: int, completion: Completion) -> None:
         assert grader is not None
         text = response_text(inputs, completion)
-        verdicts[number] = grader.submit(prompts[number // params.n], completion, text)
+        grades[number] = grader.submit(prompts[number // params.n], completion, text)
 
     pending = engine.submit(prompts, params, mine, grade if grader is not None else None)
-    return Batch(prompts=prompts, samples=params.n, mine=mine, pending=pending, verdicts=verdicts)
+    return Batch(prompts=prompts, samples=params.n, mine=mine, pending=pending, grades=grades)
 
 
-def is_first_of_copy(groups: ParallelGroups) -> bool:
-    """Whether this is the rank of its model copy that holds responses."""
-    return groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
+class RolloutQueue:
+    """Batches that were asked for and are still to be learned from.
+
+    Args:
+        step: the first to ask for.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        engine: RolloutEngine,
+        groups: ParallelGroups,
+        grader: Grader | None,
+        prompts: PromptWalk,
+        step: int,
+    ) -> None:
+        self._inputs = inputs
+        self._engine = engine
+        self._groups = groups
+        self._grader = grader
+        self._prompts = prompts
+        self._next = step
+        self._asked: deque[Batch] = deque()
+
+    def take(self, step: int) -> Batch:
+        """The batch of this step. Collective."""
+        self._ask_until(step)
+        self._prompts.close()
+        return self._asked.popleft()
+
+    def further(self, step: int, number: int, prompts: int) -> Batch:
+        """Ask for so many prompts more, in a further round of the step under way. Collective.
+
+        Args:
+            number: of the round: 1 after the batch itself.
+        """
+        return self._ask(self._prompts.further(prompts), self._params(step, number))
+
+    def ask(self, step: int) -> None:
+        """Ask for all that may be sampled while this step trains. Collective."""
+        config = self._inputs.config
+        self._ask_until(min(step + config.rollout.max_staleness, config.run.steps - 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the prompts to resume with: what was only asked for is asked for again."""
+        return self._prompts.state_dict()
+
+    def _ask_until(self, step: int) -> None:
+        while self._next <= step:
+            self._asked.append(self._ask(self._prompts.batch(), self._params(self._next)))
+            self._next += 1
+
+    def _ask(self, indices: Sequence[int], params: SamplingParams) -> Batch:
+        prompts = [self._inputs.train[i] for i in indices]
+        return ask(self._inputs, self._engine, self._groups, self._grader, prompts, params)
+
+    def _params(self, step: int, number: int = 0) -> SamplingParams:
+        rollout = self._inputs.config.rollout
+        return SamplingParams(
+            n=rollout.samples,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            max_tokens=rollout.max_response_tokens,
+            stop_token_ids=self._inputs.stop_token_ids,
+            stop=rollout.stop,
+            decode=self._inputs.decode,
+            # A prompt that comes again in a later step, or in a later round, gets other responses.
+            seed=self._inputs.config.run.seed * 1_000_000_007 + step + (number << 64),
+        )
 
 
 def collect_and_grade(
@@ -120,14 +199,14 @@ def collect_and_grade(
     """
     completions = batch.pending(progress, stops=stops)
     held: dict[int, Completion] = {}
-    if is_first_of_copy(groups):
+    if groups.first_of_copy:
         for position, row in zip(batch.mine, completions, strict=True):
             held |= dict(enumerate(row, start=position * batch.samples))
-    verdicts, failures = _awaited(batch.verdicts, groups.control, progress, stops=stops)
+    grades, failures = _awaited(batch.grades, groups.control, progress, stops=stops)
     table = torch.zeros(len(batch.prompts) * batch.samples, len(COLUMNS), dtype=torch.float64)
     for number, completion in held.items():
         table[number, :-GRADES] = torch.tensor(describe(completion, groups.dp.rank()), dtype=torch.float64)
-    for number, graded in verdicts.items():
+    for number, graded in grades.items():
         table[number, -GRADES:] = torch.tensor([graded.reward, graded.score], dtype=torch.float64)
     table[list(failures), -GRADES:] = math.nan
     # A rank may still sample, and then wait for its grades: who is late there says for which prompt.
@@ -137,47 +216,45 @@ def collect_and_grade(
     table = _summed_over_all(table, inputs.backend.device)
     if table.isnan().any():  # on every rank
         raise_first(inputs.config, failures, batch.samples)
-    return rollout_of(batch.prompts, batch.samples, table, held, verdicts)
+    return rollout_of(batch.prompts, batch.samples, table, held, grades)
 
 
 def _awaited(
     pending: Mapping[int, Verdict], control: Control, progress: Progress | None, *, stops: bool
 ) -> tuple[dict[int, Graded], dict[int, Failure | None]]:
-    """The verdicts up to the first failure, and that; None for one that a request to stop left open."""
-    verdicts: dict[int, Graded] = {}
+    """The grades up to the first failure, and that; None for one that a request to stop left open."""
+    grades: dict[int, Graded] = {}
     limit = control.patience.wait
     # Two slices more, so that :func:`_watch` comes first: a call that it interrupts says where it was.
     too_late, stop_by = time.monotonic() + limit + 2 * SLICE, math.inf
     problem = f"gave no verdict in {limit:g} s (parallel.wait_seconds)"
     # Without a limit of its own: if this rank raised alone, there would be no checkpoint.
     with control.waiting("grades", seconds=math.inf) as waiting:
-        for number, verdict in sorted(pending.items()):
-            while not wait([verdict], timeout=SLICE).done:
+        for number, grade in sorted(pending.items()):
+            while not wait([grade], timeout=SLICE).done:
                 waiting.check()
                 now = time.monotonic()
                 if control.stop_requested:
                     stop_by = min(stop_by, now + (0 if stops else _STOP_SECONDS))
                 if now >= stop_by:
-                    return verdicts, {number: None}
-                if failed := [n for n, one in pending.items() if one.done() and _failed(one)]:
+                    return grades, {number: None}
+                if failed := [
+                    n for n, one in pending.items() if one.done() and isinstance(one.result(), Failure)
+                ]:
                     number = min(failed)
                     break
                 if now > too_late:
-                    return verdicts, {number: verdict.missing(problem)}
+                    return grades, {number: grade.missing(problem)}
             graded = pending[number].result()
             if isinstance(graded, Failure):
                 if graded.interrupted:
                     graded = replace(graded, problem=f"{problem} and {graded.problem}")
-                    return verdicts, {number: None if control.stop_requested else graded}
-                return verdicts, {number: graded}
-            verdicts[number] = graded
+                    return grades, {number: None if control.stop_requested else graded}
+                return grades, {number: graded}
+            grades[number] = graded
             if progress is not None:
                 progress(0)  # it came further, for `status`
-    return verdicts, {}
-
-
-def _failed(verdict: Verdict) -> bool:
-    return isinstance(verdict.result(), Failure)
+    return grades, {}
 
 
 def _summed_over_all(table: Tensor, device: torch.device) -> Tensor:
@@ -185,14 +262,6 @@ def _summed_over_all(table: Tensor, device: torch.device) -> Tensor:
     table = table.to(device)
     dist.all_reduce(table)
     return table.cpu()
-
-
-def response_text(inputs: Inputs, completion: Completion) -> str:
-    """What a reward is given to read. A stop token is not part of it, a stop string is."""
-    ids = list(completion.token_ids)
-    if ids and ids[-1] in inputs.stop_token_ids:
-        ids = ids[:-1]
-    return inputs.decode(ids)
 
 
 def add_advantages(inputs: Inputs, groups: ParallelGroups, rollout: Rollout) -> Rollout:
@@ -227,8 +296,8 @@ def advantages_of(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
 
 
 def reward_metrics(inputs: Inputs, rollout: Rollout) -> dict[str, float]:
-    """``reward/…``: how the verdicts came about, over the responses of all ranks. Collective."""
-    totals = tally(inputs.config.reward, rollout.verdicts.values())
+    """``reward/…``: how the grades came about, over the responses of all ranks. Collective."""
+    totals = tally(inputs.config.reward, rollout.grades.values())
     if not totals:
         return {}
     table = torch.tensor(list(totals.values()), dtype=torch.float64)
@@ -237,23 +306,40 @@ def reward_metrics(inputs: Inputs, rollout: Rollout) -> dict[str, float]:
     return means(together)
 
 
-def sampling_metrics(rollout: Rollout) -> dict[str, float]:
-    """Rewards, advantages and lengths of one rollout: of all responses, in a pack or not.
+def response_text(inputs: Inputs, completion: Completion) -> str:
+    """Return the text that a reward reads: without a stop token, with a stop string."""
+    ids = list(completion.token_ids)
+    if ids and ids[-1] in inputs.stop_token_ids:
+        ids = ids[:-1]
+    return inputs.decode(ids)
 
-    ``critic/no_spread`` is the share of groups whose advantages are all 0.
+
+def raise_first(config: Config, failures: Mapping[int, Failure | None], samples: int) -> NoReturn:
+    """End all ranks with the first failure of any; the first rank writes its response to a file. Collective.
+
+    Args:
+        failures: this rank's, by number of the response in the batch; some rank has one. None: there was no
+            grade yet when the job was asked to stop.
+        samples: responses to each prompt.
+
+    Raises:
+        RewardError: one line, the same on every rank.
+        StopRequested: on every rank; no reward failed.
     """
-    columns = {
-        "critic/score": rollout.scores,
-        "critic/rewards": rollout.rewards,
-        "critic/advantages": rollout.advantages,
-        "response_length": rollout.lengths.double(),
-        "prompt_length": rollout.prompt_lengths.double(),
-    }
-    metrics = {}
-    for name, values in columns.items():
-        metrics[f"{name}/mean"] = values.mean().item()
-        metrics[f"{name}/max"] = values.max().item()
-        metrics[f"{name}/min"] = values.min().item()
-    metrics["response_length/clip_ratio"] = rollout.truncated.double().mean().item()
-    metrics["critic/no_spread"] = (~rollout.spread).double().mean().item()
-    return metrics
+    every: list[dict[int, Failure | None]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, dict(failures))
+    failed = {number: one for some in every for number, one in some.items() if one is not None}
+    if not failed:
+        raise StopRequested("a stop was requested during the wait for grades")
+    number, failure = min(failed.items())
+    # ``evaluate`` makes no folder, and one made here would be taken for a run.
+    run = config.run_folder
+    path = run / FAILED_REWARD if run.is_dir() else run.with_name(f"{run.name}.{FAILED_REWARD}")
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        evidence = {"reward": config.reward.name, "sample": number % samples, **failure.evidence()}
+        path.write_text(json.dumps(evidence, indent=1) + "\n", encoding="utf-8")
+    raise RewardError(
+        f"reward {config.reward.name!r} {failure.problem} on prompt {failure.prompt.index}, "
+        f"response {number % samples} (written to {path})"
+    )

@@ -18,10 +18,9 @@ from megatron_fspo.mcore.backend import Backend
 from megatron_fspo.mcore.model import layer_offset
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.objective.losses import LossTerms
-from megatron_fspo.packing.batch import MicroBatch, padded_length
-from megatron_fspo.packing.pack import Packs, pack
-from megatron_fspo.packing.sequences import Sequences
+from megatron_fspo.objective.policy_objective import LossTerms
+from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, padded_length
+from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import ParallelGroups, pack_layout
 from megatron_fspo.parallel.metrics import means, share
 from megatron_fspo.types import Sample

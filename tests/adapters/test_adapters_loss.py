@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launch import REPO
-from megatron_fspo.adapters.loss import FSPO, log_ratio_sums, mean_loss, metrics
+from megatron_fspo.adapters.sequence_loss import FSPO, log_ratio_sums, mean_loss, metrics
 
 
 def padded() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -87,7 +87,7 @@ def test_limits_are_checked(limits: dict[str, float], found: str) -> None:
 
 def test_the_package_needs_no_peer_and_the_shared_part_no_megatron() -> None:
     program = (
-        "import sys, megatron_fspo.adapters.loss\n"
+        "import sys, megatron_fspo.adapters.sequence_loss\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} "
         "& {'trl', 'verl', 'tinker', 'megatron', 'pydantic', 'transformers'}))"
     )

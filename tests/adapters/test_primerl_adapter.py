@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fspo.adapters.loss import FSPO, log_ratio_sums
+from megatron_fspo.adapters.sequence_loss import FSPO, log_ratio_sums
 from megatron_fspo.losses import FSPOLoss
 
 SOURCE = os.environ.get("PRIME_RL_SOURCE")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch import REPO
-from megatron_fspo.cli.evaluation import KEYS, config_of
+from megatron_fspo.cli.evaluate import KEYS, config_of
 from megatron_fspo.cli.parser import make_parser
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import legal_keys
@@ -97,8 +97,8 @@ def test_samples_given_hold_before_those_of_a_file(tmp_path: Path) -> None:
         ("", "evaluate needs --model, --data, --reward, --out, or --config"),
         (f"--model {MODEL} --out {{tmp}}", "evaluate needs --data, --reward, or --config"),
         (f"--config {RUN} --compare {{tmp}}", "--compare needs --out, the folder of this evaluation"),
-        (f"--config {RUN} --out {{tmp}}/file", "--out {tmp}/file: {tmp}/file is a file"),
-        (f"--config {RUN} --out {{tmp}}/file/x", "--out {tmp}/file/x: {tmp}/file is a file"),
+        (f"--config {RUN} --out {{tmp}}/file", "--out: {tmp}/file cannot be made: {tmp}/file is a file"),
+        (f"--config {RUN} --out {{tmp}}/file/x", "--out: {tmp}/file/x cannot be made: {tmp}/file is a file"),
         (f"--config {RUN} --samples 0", "--evaluation.samples = 0: input should be greater than 0"),
         (
             f"--config {RUN} --samples 2 3",

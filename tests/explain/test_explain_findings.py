@@ -16,7 +16,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.lab.explain.chance import lre_of
 from megatron_fspo.lab.explain.dump import Dump, read_dump
 from megatron_fspo.lab.explain.findings import factor_for, findings
-from megatron_fspo.lab.explain.losses import BAND_LOSSES, FATES, judge, known_for, reach, scaled, with_limits
+from megatron_fspo.lab.explain.losses import BAND_LOSSES, FATES, judge, known_for, reach, with_limits
 from megatron_fspo.lab.explain.noise import noise_alone
 from megatron_fspo.lab.explain.parts import take_apart
 from megatron_fspo.lab.explain.table import as_json
@@ -185,7 +185,7 @@ def test_ctpo_is_its_definition(tmp_path: Path) -> None:
         assert found.mass[number].item() == pytest.approx(slope.abs().sum().item() * mean)
         weights = found.weights[found.owner == number]
         assert torch.allclose(weights * abs(row["advantage"]), slope.abs() * mean)
-    wide = scaled(loss, 1.5)
+    wide = loss.scaled(1.5)
     assert torch.equal(reach(loss, dump) > 1.5, judge(wide, dump).outside)
 
 
@@ -224,7 +224,7 @@ def test_scaled_limits_give_the_rate_that_was_asked_for(dump: Dump, loss: object
     assert isinstance(loss, tuple(map(type, BAND_LOSSES)))
     far = reach(loss, dump)
     assert torch.equal(far > 1, judge(loss, dump).outside)
-    same = scaled(loss, factor_for(far, rate))
+    same = loss.scaled(factor_for(far, rate))
     assert judge(same, dump).outside.double().mean().item() == pytest.approx(rate, abs=1e-9)
 
 
@@ -253,7 +253,7 @@ def test_blocks_of_tokens_make_no_difference(
 def test_a_drift_moves_the_band(dump: Dump) -> None:
     loss = BAND_LOSSES[0].centred(-0.001)
     assert torch.equal(reach(loss, dump) > 1, judge(loss, dump).outside)
-    wide = scaled(loss, 1.7)
+    wide = loss.scaled(1.7)
     assert wide.band() == FSPOBand(c_low=1.7 * 0.03, c_high=1.7 * 0.03, drift=-0.001)
     assert torch.equal(reach(loss, dump) > 1.7, judge(wide, dump).outside)
 

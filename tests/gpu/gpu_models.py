@@ -21,8 +21,9 @@ from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
-from megatron_fspo.objective.losses import SequenceLevel
-from megatron_fspo.packing.pack import Packs, pack
+from megatron_fspo.objective.policy_objective import SequenceLevel
+from megatron_fspo.packing.batch import Packs
+from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import pack_layout
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.verify.cases import random_samples

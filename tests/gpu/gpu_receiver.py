@@ -11,7 +11,7 @@ import torch
 from fake_workers import Workers
 from gpu_sending import digest
 
-from megatron_fspo.parallel.links import join_gloo, join_nccl
+from megatron_fspo.rollout.links import join_gloo, join_nccl
 
 
 def main() -> None:

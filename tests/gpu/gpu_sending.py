@@ -18,10 +18,10 @@ from torch import Tensor
 
 from backend import FAKE
 from megatron_fspo.mcore.hf_weights import hf_tensors
-from megatron_fspo.rollout.vllm import update
-from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.senders import BroadcastSender
-from megatron_fspo.rollout.vllm.server import Server, http_client
+from megatron_fspo.remote import Loop, http_client
+from megatron_fspo.rollout.client import weights as client_weights
+from megatron_fspo.rollout.client.server import Server
+from megatron_fspo.rollout.client.weights import BroadcastSender
 
 KIND = "gloo" if FAKE else "nccl"
 
@@ -81,11 +81,11 @@ def _end(receiver: subprocess.Popen[str]) -> None:
 def _update(model: Any, url: str, version: int) -> float:
     """Seconds, the joining of the group included."""
     sender = BroadcastSender(KIND, address="127.0.0.1", timeout_seconds=120)
-    with Loop() as loop:
+    with Loop("rollout") as loop:
         http = http_client()
         tensors = hf_tensors(model, [chunk.named_parameters() for chunk in model.chunks])
         begin = time.perf_counter()
-        problem = update.send_weights([Server(url, http)], sender, loop, tensors, version)
+        problem = client_weights.send_weights([Server(url, http)], sender, loop, tensors, version)
         seconds = time.perf_counter() - begin
         loop.run(http.aclose())
     assert problem is None, problem

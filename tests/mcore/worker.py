@@ -23,7 +23,7 @@ from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.startup import start, stop
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
-from megatron_fspo.objective.losses import SequenceLevel
+from megatron_fspo.objective.policy_objective import SequenceLevel
 from megatron_fspo.packing.pack import PackLayout, pack
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.rollout.embedded import EmbeddedEngine

@@ -1,4 +1,4 @@
-"""Of every loss: value, weights and flags against autograd through its own definition."""
+"""Value, weights and flags of every loss against autograd through its own definition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from test_policy import LENGTHS, inputs, part
 from torch import Tensor
 
 from megatron_fspo.losses import Definition, Loss, loss_sections
-from megatron_fspo.objective.losses import LossInputs
+from megatron_fspo.losses.cispo import CISPOLoss
+from megatron_fspo.objective.policy_objective import LossInputs
 
 LOSSES: dict[str, Loss] = {
     **{section.__name__: section() for section in loss_sections()},
@@ -22,21 +23,21 @@ LOSSES: dict[str, Loss] = {
 
 def defined(loss: Loss, batch: LossInputs, log_ratio: Tensor) -> tuple[Tensor, list[Definition | None]]:
     """J of the whole batch and each response's definition, from log-ratios [t] with a graph."""
-    total, found = torch.zeros((), dtype=torch.float64), []
+    total, responses = torch.zeros((), dtype=torch.float64), []
     for number, advantage in enumerate(batch.advantages.tolist()):
         own = batch.mask & (batch.segment == number)
         if not own.any():
-            found.append(None)
+            responses.append(None)
             continue
         tokens = log_ratio[own]
         log_probs = batch.log_probs[own] + tokens - tokens.detach()
         one = loss.definition(tokens, advantage, log_probs)
-        found.append(one)
+        responses.append(one)
         if one.mean == "sequence":
             total = total + one.objective.mean() / batch.num_sequences
         else:
             total = total + one.objective.sum() / batch.num_tokens
-    return total, found
+    return total, responses
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -48,7 +49,7 @@ def test_weights_are_the_derivative_of_the_definition(name: str, seed: int, leng
     if seed % 3 == 0:
         batch.advantages[0] = 0.0
     variable = batch.log_ratio.clone().requires_grad_()
-    want, found = defined(loss, batch, variable)
+    want, responses = defined(loss, batch, variable)
     terms = loss.objective()(batch)
     assert terms.objective.item() / batch.num_sequences == pytest.approx(want.item(), rel=1e-9, abs=1e-12)
     if want.requires_grad:
@@ -56,7 +57,7 @@ def test_weights_are_the_derivative_of_the_definition(name: str, seed: int, leng
         gradient = torch.where(batch.mask, gradient, 0.0) * batch.num_sequences
         torch.testing.assert_close(terms.weight, gradient, rtol=1e-9, atol=1e-12)
     clipped = terms.clipped_low + terms.clipped_high + terms.dual_clipped
-    for number, one in enumerate(found):
+    for number, one in enumerate(responses):
         assert clipped[number].item() == pytest.approx(one.clipped if one else 0.0)
         assert bool(terms.out_of_band[number]) is (one is not None and one.out_of_band)
     assert not terms.nonfinite.any()
@@ -115,3 +116,12 @@ def test_on_policy_no_loss_clips_and_all_have_gradients() -> None:
         a = torch.cat([batch.advantages, torch.zeros(1)])[batch.segment]
         assert torch.equal(terms.weight.sign(), torch.where(batch.mask, a, 0.0).sign()), loss
         assert not (terms.clipped_low + terms.clipped_high + terms.dual_clipped).any()
+
+
+@pytest.mark.parametrize("eps_low", [None, 0.03])
+def test_what_cispo_clips_keeps_its_gradient(eps_low: float | None) -> None:
+    batch = inputs(LENGTHS)
+    terms = CISPOLoss(eps_low=eps_low, eps_high=0.04).objective()(batch)
+    assert terms.clipped_high.any() and bool(terms.clipped_low.any()) == (eps_low is not None)
+    assert (terms.weight[batch.mask] != 0).all()
+    assert terms.ratio.isnan().all(), "tokens have weights of their own"

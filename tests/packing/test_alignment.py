@@ -10,8 +10,8 @@ import torch
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import FP8
+from megatron_fspo.packing.batch import Sequences
 from megatron_fspo.packing.pack import PackLayout, pack, plan_step
-from megatron_fspo.packing.sequences import Sequences
 from megatron_fspo.parallel.groups import ParallelGroups, pack_layout
 
 LENGTHS = [1, 2, 3, 15, 16, 17, 31, 33, 64, 97]

@@ -18,7 +18,6 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.job.control import JobControl
-from megatron_fspo.job.pulse import Pulse
 from megatron_fspo.parallel.control import Control, Patience
 
 SILENCE, GRACE = 8.0, 2.0
@@ -97,7 +96,7 @@ def be_rank(work: Callable[[Control, int], None], rank: int, folder: Path) -> in
         time.sleep(0.05)
     store = TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
     patience = Patience(silence=SILENCE, grace=GRACE)
-    control = JobControl(Pulse(PrefixStore(work.__name__, store).clone(), rank, RANKS, patience))
+    control = JobControl(PrefixStore(work.__name__, store).clone(), rank, RANKS, patience)
     control.meet("the start")
     began, said = time.monotonic(), "done"
     try:

@@ -15,8 +15,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from megatron_fspo.errors import InputError, StopRequested, TrainingError
-from megatron_fspo.job.control import JobControl
-from megatron_fspo.job.pulse import Pulse
+from megatron_fspo.job.control import JobControl, Silence
 from megatron_fspo.parallel.control import Control, Patience
 
 T = TypeVar("T")
@@ -30,11 +29,17 @@ class Job:
     def __init__(self, size: int, patience: Patience) -> None:
         self.store = HashStore()
         self.ended: list[int] = []
-        self.pulses = [
-            Pulse(self.store, rank, size, patience, end=lambda _, rank=rank: self._end(rank), speaks=False)
+        self.ranks = [
+            JobControl(
+                self.store,
+                rank,
+                size,
+                patience,
+                end=lambda _, rank=rank: self.ended.append(rank),
+                speaks=False,
+            )
             for rank in range(size)
         ]
-        self.ranks = [JobControl(pulse) for pulse in self.pulses]
 
     def run(self, work: Callable[[Control, int], T]) -> list[T | Exception]:
         """On all ranks at once: what each returned or raised."""
@@ -48,9 +53,6 @@ class Job:
         with ThreadPoolExecutor(len(self.ranks)) as pool:
             return list(pool.map(attempt, range(len(self.ranks))))
 
-    def _end(self, rank: int) -> None:
-        self.ended.append(rank)
-
 
 @contextmanager
 def job(size: int = 3, patience: Patience = QUICK) -> Iterator[Job]:
@@ -60,7 +62,7 @@ def job(size: int = 3, patience: Patience = QUICK) -> Iterator[Job]:
 
 
 def keys(job: Job) -> int:
-    """Keys in the store that are not of the pulse."""
+    """Keys in the store that are not of the heartbeat."""
     return job.store.num_keys() - len(job.ranks) - 2
 
 
@@ -184,10 +186,10 @@ def test_an_error_of_one_ends_the_waits_of_all(error: Exception, text: str) -> N
         assert sorted(ranks.ended) == [0, 1, 2]
 
 
-def stand_still(pulse: Pulse) -> None:
+def stand_still(control: JobControl) -> None:
     """The thread ends, as with its process."""
-    pulse._leave = lambda: None  # type: ignore[method-assign]
-    pulse._requests.put(None)
+    control._leave = lambda: None  # type: ignore[method-assign]
+    control._requests.put(None)
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -201,7 +203,7 @@ def test_a_silent_rank_is_named_whether_or_not_another_waits(
         ranks.run(lambda control, _: control.meet("the start"))
         time.sleep(2 * patience.beat)  # until all have said that they wait no more
         began = time.monotonic()
-        stand_still(ranks.pulses[1])
+        stand_still(ranks.ranks[1])
         if waits:
             with pytest.raises(TrainingError, match="rank 1 "):
                 ranks.ranks[2].meet("the grades")
@@ -209,7 +211,7 @@ def test_a_silent_rank_is_named_whether_or_not_another_waits(
             time.sleep(0.05)
         assert sorted(ranks.ended) == [0, 2]
         assert time.monotonic() - began < 1.2 + 2 * patience.beat + 2
-        problems = {ranks.pulses[rank].problem for rank in (0, 2)}
+        problems = {ranks.ranks[rank].problem for rank in (0, 2)}
         assert len(problems) == 1
         problem = str(problems.pop())
         assert re.match(r"rank 1 \(\S+, local rank 3, process \d+\) was not heard of for 1 s", problem)
@@ -219,47 +221,40 @@ def test_a_silent_rank_is_named_whether_or_not_another_waits(
 
 def test_who_was_stopped_itself_has_not_seen_silence() -> None:
     """All processes of a starved machine stand still together; who wakes up first must not blame the next."""
-    with job(2) as ranks:
-        ranks.run(lambda control, _: control.meet("the start"))
-        pulse = ranks.pulses[0]
-
-        def look_twice(_: object) -> float | None:
-            pulse._look()
-            pulse._looked -= 1000
-            pulse._look()
-            return pulse._silent or None  # 0: there was a beat between the two
-
-        assert pulse.until(look_twice).result(timeout=10) <= QUICK.silence / 2
+    silence = Silence(QUICK)
+    assert silence.look("a beat") == 0
+    silence._looked -= 1000
+    assert 0 < silence.look("a beat") <= QUICK.silence / 2
+    assert silence.look("the next beat") == 0
 
 
-def test_a_store_that_does_not_answer() -> None:
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_store_that_does_not_answer_or_is_gone(gone: bool) -> None:
     with job(2) as ranks:
         answers = threading.Event()
-        ranks.pulses[0].until(lambda store: answers.wait())
-        with pytest.raises(TrainingError, match=r"has not answered for [23] s: is the first machine gone\?"):
+
+        def broken() -> bool | None:
+            if gone:
+                raise ConnectionError("Connection was likely closed")
+            return answers.wait() or None
+
+        ranks.ranks[0]._until(broken)
+        text = (
+            r"is gone, .*: Connection was likely closed" if gone else r"has not answered for [23] s: is the"
+        )
+        with pytest.raises(TrainingError, match=text):
             ranks.ranks[0].meet("the grades")
         answers.set()
-
-
-def test_a_store_that_is_gone() -> None:
-    with job(2) as ranks:
-
-        def broken(store: object) -> None:
-            raise ConnectionError("Connection was likely closed")
-
-        ranks.pulses[0].until(broken)
-        with pytest.raises(TrainingError, match=r"is gone, .*: Connection was likely closed"):
-            ranks.ranks[0].meet("the grades")
         time.sleep(1)
-        assert ranks.ended == [0]
+        assert 0 in ranks.ended and (1 not in ranks.ended or not gone)
 
 
 def test_a_stop_is_everybodys_and_decided_alike() -> None:
     def work(control: Control, rank: int) -> list[bool]:
-        found = [control.meet("step 1")]
+        stops = [control.meet("step 1")]
         if rank == 1:
             control.request_stop()
-        return [*found, control.meet("step 2"), control.meet("step 3")]
+        return [*stops, control.meet("step 2"), control.meet("step 3")]
 
     with job() as ranks:
         assert ranks.run(work) == [[False, True, True]] * 3

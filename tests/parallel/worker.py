@@ -14,14 +14,13 @@ import torch.distributed as dist
 
 from megatron_fspo.config import Optimizer, Reward
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.packing.zigzag import local_positions
+from megatron_fspo.packing.batch import local_positions
 from megatron_fspo.parallel.control import Control
-from megatron_fspo.parallel.exchange import exchange
-from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
-from megatron_fspo.parallel.metrics import add_metrics, any_rank, gather_lists, reduce_metrics, share
+from megatron_fspo.parallel.groups import ParallelGroups, exchange, of_first_rank
+from megatron_fspo.parallel.metrics import add_metrics, any_rank, gather_lists, means, share, sum_metrics
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
-from megatron_fspo.rollout.vllm.hand_out import hand_out
-from megatron_fspo.trainer.limits import check_kl
+from megatron_fspo.rollout.client.hand_out import hand_out
+from megatron_fspo.trainer.optimize import check_kl
 from megatron_fspo.trainer.rollout import COLUMNS, rollout_of
 from megatron_fspo.trainer.sampling import add_advantages
 from megatron_fspo.types import Completion, Prompt, VersionSpan
@@ -154,7 +153,7 @@ def check_metrics() -> None:
         parts = [
             {"a": torch.stack([v.sum(), torch.tensor(float(len(v)))]), "none": torch.zeros(2)} for v in mine
         ]
-        reduced = reduce_metrics(add_metrics(parts), group=dist.group.WORLD)
+        reduced = means(sum_metrics(add_metrics(parts), group=dist.group.WORLD))
         assert abs(reduced["a"] - want) < 1e-12 and reduced["none"] != reduced["none"]
     try:
         add_metrics([{"a": torch.ones(2)}, {"b": torch.ones(2)}])

@@ -15,13 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from megatron_fspo.api_key import api_key
-from megatron_fspo.parallel.tensor_stats import Stats
-from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.senders import BroadcastSender
-from megatron_fspo.rollout.vllm.server import Server, http_client
-from megatron_fspo.rollout.vllm.statistics import counted, prove
-from megatron_fspo.rollout.vllm.update import resume, send_weights
+from megatron_fspo.remote import Loop, http_client
+from megatron_fspo.rollout.checksum import Checksum
+from megatron_fspo.rollout.client.proof import prove, with_checksums
+from megatron_fspo.rollout.client.server import Server
+from megatron_fspo.rollout.client.weights import BroadcastSender, resume, send_weights
+from megatron_fspo.rollout.common import api_key
 
 FLAGS = ("--max-model-len", "128", "--max-num-seqs", "4")
 PROMPT = torch.randint(0, 14, (48,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -114,8 +113,8 @@ def statistics_say(routes: Routes, tensors: dict[str, Tensor]) -> str:
 
     async def main() -> str:
         async with http_client() as http:
-            mine: dict[str, Stats] = {}
-            list(counted(tensors.items(), mine))
+            mine: dict[str, Checksum] = {}
+            list(with_checksums(tensors.items(), mine))
             return (await prove(Server(routes.url, http, api_key=api_key()), mine))[1]
 
     return asyncio.run(main())
@@ -128,7 +127,7 @@ def distance(routes: Routes, checkpoint: Path) -> float:
 
 def send(url: str, tensors: dict[str, Tensor], version: int) -> Exception | None:
     """A whole update by the trainer's own sender, over gloo; what went wrong."""
-    with Loop() as loop:
+    with Loop("rollout") as loop:
         http = http_client()
         server = Server(url, http, api_key=api_key())
         sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=60)

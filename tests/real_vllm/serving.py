@@ -127,7 +127,7 @@ def register():
 
     def loader(name):
         def load():
-            from megatron_fspo.vllm_plugin import transfer
+            from megatron_fspo.rollout.server.inside import transfer
 
             transfer.repack = lambda model: 0
             return getattr(transfer, name)

@@ -17,16 +17,16 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from fake_vllm import until
-from megatron_fspo.api_key import api_key
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.rollout.vllm import update
-from megatron_fspo.rollout.vllm.canary import canary_sequences
-from megatron_fspo.rollout.vllm.engine import Leader, Trainer, VLLMEngine
-from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.pool import Pool
-from megatron_fspo.rollout.vllm.senders import BroadcastSender, in_buckets
-from megatron_fspo.rollout.vllm.server import Server, http_client
-from megatron_fspo.rollout.vllm.turns import Memory
+from megatron_fspo.remote import Loop, http_client
+from megatron_fspo.rollout.client import weights as client_weights
+from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
+from megatron_fspo.rollout.client.pool import Pool
+from megatron_fspo.rollout.client.proof import canary_sequences
+from megatron_fspo.rollout.client.server import Server
+from megatron_fspo.rollout.client.turns import Memory
+from megatron_fspo.rollout.client.weights import BroadcastSender, in_buckets
+from megatron_fspo.rollout.common import api_key
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 from real_server import distance, random_like, weights
 from serving import Served
@@ -85,7 +85,7 @@ class Job:
         self.engine = VLLMEngine(
             Trainer(tensors=model.tensors, score=model.score),
             ParallelGroups(tp=world, pp=world, cp=world, ep=world, dp=world, dp_cp=world),
-            Leader(loop=Loop(), http=http, pool=self.pool, sender=sender),
+            Leader(loop=Loop("rollout"), http=http, pool=self.pool, sender=sender),
             canary_sequences=canary_sequences(VOCAB_SIZE, 128),
             dtype=torch.float32,
             tolerance=TOLERANCE,
@@ -170,7 +170,7 @@ def test_one_stands_still_in_the_middle_of_an_update(
     """For longer than the sender waits. The other goes on; what answers has one version as a whole."""
     goes_on, stops = pair
     old, new = checkpoints
-    monkeypatch.setattr(update, "in_buckets", partial(in_buckets, bucket_bytes=2**15))
+    monkeypatch.setattr(client_weights, "in_buckets", partial(in_buckets, bucket_bytes=2**15))
     job = Job(model, pair)
     model.checkpoint = new
     job.engine.update_weights(1)

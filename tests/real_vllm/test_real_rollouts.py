@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from megatron_fspo.api_key import api_key
 from megatron_fspo.data.tokenizer import load_tokenizer
+from megatron_fspo.remote import http_client
+from megatron_fspo.rollout.client.pool import Pool, Request
+from megatron_fspo.rollout.client.server import Refused, Server
+from megatron_fspo.rollout.common import api_key
 from megatron_fspo.rollout.stop import kept
-from megatron_fspo.rollout.vllm.pool import Pool, Request
-from megatron_fspo.rollout.vllm.server import Refused, Server, http_client
 from megatron_fspo.types import Completion, Prompt, SamplingParams, VersionSpan
 from real_server import random_like, send, weights
 from serving import Served

@@ -24,11 +24,11 @@ TRAINER = """
 import sys, time
 from functools import partial
 from pathlib import Path
-from megatron_fspo.rollout.vllm import update
-from megatron_fspo.rollout.vllm.senders import in_buckets
+from megatron_fspo.rollout.client import weights as client_weights
+from megatron_fspo.rollout.client.weights import in_buckets
 from real_server import send, weights
 
-update.in_buckets = partial(in_buckets, bucket_bytes=2**15)
+client_weights.in_buckets = partial(in_buckets, bucket_bytes=2**15)
 
 class Slow(dict):
     def items(self):

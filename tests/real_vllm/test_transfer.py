@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fake_vllm import is_running, until
 from launch import environment
-from megatron_fspo.serve import ServerOptions, ServerProcess
+from megatron_fspo.rollout.server.flags import ServerOptions
+from megatron_fspo.rollout.server.process import ServerProcess
 from real_server import FLAGS, Routes, distance, make_checkpoint, send, statistics_say, weights
 from serving import serving
 from test_serve import free_port

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from megatron_fspo.rollout.vllm import server as server_module
+from megatron_fspo.rollout.client import server as server_module
 
 
 @pytest.fixture(scope="module")

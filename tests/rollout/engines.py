@@ -14,13 +14,13 @@ from torch import Tensor
 
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.remote import Loop, http_client
+from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
+from megatron_fspo.rollout.client.pool import Pool
+from megatron_fspo.rollout.client.server import Server
+from megatron_fspo.rollout.client.turns import Memory
+from megatron_fspo.rollout.client.weights import DiskSender
 from megatron_fspo.rollout.sampling import stream_seed
-from megatron_fspo.rollout.vllm.engine import Leader, Trainer, VLLMEngine
-from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.pool import Pool
-from megatron_fspo.rollout.vllm.senders import DiskSender
-from megatron_fspo.rollout.vllm.server import Server, http_client
-from megatron_fspo.rollout.vllm.turns import Memory
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 PROMPTS = [Prompt(index=i, token_ids=(1, 2), text="", answer="") for i in range(3)]
@@ -54,7 +54,7 @@ def running(
 ) -> Iterator[tuple[VLLMEngine, list[FakeServer], Weights]]:
     """An engine, its servers, and the weights that it sends."""
     with ExitStack() as stack:
-        servers_loop = stack.enter_context(Loop())
+        servers_loop = stack.enter_context(Loop("rollout"))
         fakes = []
         for _ in range(count):
             fake = FakeServer()
@@ -70,7 +70,7 @@ def running(
             probe_seconds=0.02,
             attempts=1,
         )
-        leader = Leader(loop=Loop(), http=http, pool=pool, sender=DiskSender(folder))
+        leader = Leader(loop=Loop("rollout"), http=http, pool=pool, sender=DiskSender(folder))
         weights = Weights()
         world = dist.group.WORLD
         assert world is not None

@@ -14,9 +14,10 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_fspo.parallel.tensor_stats import tensor_stats
-from megatron_fspo.rollout.vllm.pool import Pool, Request
-from megatron_fspo.rollout.vllm.server import Server, http_client
+from megatron_fspo.remote import http_client
+from megatron_fspo.rollout.checksum import checksum
+from megatron_fspo.rollout.client.pool import Pool, Request
+from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.types import Completion, SamplingParams
 
 MAX_TOKENS = 3
@@ -199,7 +200,7 @@ class FakeServer:
         if route in self.answers:
             return await self._send(writer, 200, json.dumps(self.answers[route]).encode())
         if route == "/collective_rpc":
-            told = {name: tensor_stats(tensor).to_words() for name, tensor in self.weights.items()}
+            told = {name: checksum(tensor).to_words() for name, tensor in self.weights.items()}
             return await self._send(writer, 200, json.dumps({"results": [told]}).encode())
         if route.split("?")[0] in ("/sleep", "/wake_up", "/is_sleeping"):
             return await self._turn(writer, route)

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fspo.parallel.links import Join, join_gloo
-from megatron_fspo.vllm_plugin.receive import Receiver
+from megatron_fspo.rollout.links import Join, Receiver, join_gloo
 
 CPU = torch.device("cpu")
 

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from launch import REPO, run_worker
-from megatron_fspo.parallel.links import join_nccl
-from megatron_fspo.rollout.vllm import senders, update
-from megatron_fspo.rollout.vllm.loop import Loop
-from megatron_fspo.rollout.vllm.senders import BroadcastSender, Link, in_buckets
-from megatron_fspo.rollout.vllm.server import Server, http_client
+from megatron_fspo.remote import Loop, http_client
+from megatron_fspo.rollout.client import weights as client_weights
+from megatron_fspo.rollout.client.server import Server
+from megatron_fspo.rollout.client.weights import BroadcastSender, in_buckets
+from megatron_fspo.rollout.links import join_nccl
 
 BUCKET_BYTES = 40_000
 TIMEOUT_SECONDS = 4.0
@@ -136,10 +136,10 @@ WEIGHTS = {
 
 def exchange(kind: str, count: int = 2) -> tuple[list[Any], list[dict[str, Tensor]]]:
     """An update in this process: what the server was asked, and what its workers have."""
-    with Workers(count) as server, Loop() as loop:
+    with Workers(count) as server, Loop("rollout") as loop:
         http = http_client()
         sender = BroadcastSender(kind, address="127.0.0.1", timeout_seconds=30)
-        problem = update.send_weights([Server(server.url, http)], sender, loop, WEIGHTS.items(), 5)
+        problem = client_weights.send_weights([Server(server.url, http)], sender, loop, WEIGHTS.items(), 5)
         loop.run(http.aclose())
         assert problem is None
         return server.asked, server.finished["5"]
@@ -156,16 +156,16 @@ def test_nccl_sends_as_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def join(*arguments: Any) -> Any:
         joined.append(arguments)
-        return senders.LINKS["gloo"].join(*arguments)
+        return client_weights.LINKS["gloo"][0](*arguments)
 
-    monkeypatch.setitem(senders.LINKS, "nccl", Link(join, torch.device("cpu")))
+    monkeypatch.setitem(client_weights.LINKS, "nccl", (join, torch.device("cpu")))
     asked_by_nccl, loaded_by_nccl = exchange("nccl")
     ((_, rank, size, timeout, address),) = joined
     assert (rank, size, timeout, address) == (0, 3, timedelta(seconds=30), "127.0.0.1")
     assert without_port(asked) == without_port(asked_by_nccl)
     for worker in [*loaded, *loaded_by_nccl]:
         assert not differing(worker, {name: tensor.contiguous() for name, tensor in WEIGHTS.items()})
-    assert senders.LINKS["gloo"].device == torch.device("cpu")
+    assert client_weights.LINKS["gloo"][1] == torch.device("cpu")
 
 
 def test_the_nccl_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_a_group_listens_on_its_address_only() -> None:
     """Who reaches its ports could take part in it."""
     address = "127.0.0.5"
     before = listening()
-    with Workers(2) as server, Loop() as loop:
+    with Workers(2) as server, Loop("rollout") as loop:
         http = http_client()
         sender = BroadcastSender("gloo", address=address, timeout_seconds=30)
         loop.run(sender.connect([Server(server.url, http)]))
@@ -211,7 +211,7 @@ def listening() -> set[tuple[str, int]]:
 
 
 def test_workers_of_both_kinds_differ_in_their_link_only() -> None:
-    tree = ast.parse((REPO / "megatron_fspo/vllm_plugin/transfer.py").read_text())
+    tree = ast.parse((REPO / "megatron_fspo/rollout/server/inside/transfer.py").read_text())
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     for name in ("GlooTransfer", "NCCLTransfer"):
         assert [ast.unparse(base) for base in classes[name].bases] == ["_BroadcastTransfer"]

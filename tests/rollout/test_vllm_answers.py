@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.rollout.vllm.answers import (
+from megatron_fspo.rollout.client.answers import (
     BadAnswer,
     StoppedElsewhere,
     parse,

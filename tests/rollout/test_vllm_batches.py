@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from fake_server import FakeServer, check_all, requests, run, tokens_of
 
-from megatron_fspo.rollout.vllm.answers import BadAnswer
-from megatron_fspo.rollout.vllm.pool import Pool
-from megatron_fspo.rollout.vllm.server import Server
+from megatron_fspo.rollout.client.answers import BadAnswer
+from megatron_fspo.rollout.client.pool import Pool
+from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.types import Completion
 
 

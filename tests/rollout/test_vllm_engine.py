@@ -13,8 +13,8 @@ from fake_server import KEY, MAX_TOKENS, UPDATE
 
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.parallel.control import Control
-from megatron_fspo.parallel.tensor_stats import tensor_stats
-from megatron_fspo.rollout.vllm.canary import WrongWeights
+from megatron_fspo.rollout.checksum import checksum
+from megatron_fspo.rollout.client.proof import WrongWeights
 from megatron_fspo.types import Completion, VersionSpan
 
 pytestmark = pytest.mark.usefixtures("one_rank", "short_waits")
@@ -140,7 +140,7 @@ def test_a_server_without_statistics_is_proven_by_the_canary_alone(tmp_path: Pat
 
 def tells(name: str) -> dict[str, object]:
     """What a server answers that has the tensor under this name."""
-    return {"/collective_rpc": {"results": [{name: tensor_stats(torch.ones(2)).to_words()}]}}
+    return {"/collective_rpc": {"results": [{name: checksum(torch.ones(2)).to_words()}]}}
 
 
 @pytest.mark.parametrize(("rounding", "tolerance"), [(0.0, 1e-4), (4e-5, 3.2e-4), (5e-4, 4e-3), (5e-3, 1e-2)])

@@ -15,11 +15,12 @@ import torch
 from fake_server import KEY, PARAMS, UPDATE, FakeServer, good_answer, run, tokens_of
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.rollout.vllm import server as server_module
-from megatron_fspo.rollout.vllm import statistics, update
-from megatron_fspo.rollout.vllm.answers import BadAnswer
-from megatron_fspo.rollout.vllm.senders import BroadcastSender
-from megatron_fspo.rollout.vllm.server import Refused, Server, ServerLost
+from megatron_fspo.rollout.client import proof
+from megatron_fspo.rollout.client import server as server_module
+from megatron_fspo.rollout.client import weights as client_weights
+from megatron_fspo.rollout.client.answers import BadAnswer
+from megatron_fspo.rollout.client.server import Refused, Server, ServerLost
+from megatron_fspo.rollout.client.weights import BroadcastSender
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +177,7 @@ def test_the_odd_answer_of_a_control_route_is_shown_without_the_key(answer: obje
         with pytest.raises(BadAnswer, match=r"/get_world_size: .*\*\*\*.* is not a number of workers") as one:
             await BroadcastSender("gloo", address="127.0.0.1").connect([server])
         with pytest.raises(BadAnswer, match=r"/reset_prefix_cache: .*\*\*\*.* leaves keys and values") as two:
-            await update._finish([server], 3)
+            await client_weights._finish([server], 3)
         for raised in (one, two):
             assert KEY not in str(raised.value) and "\n" not in str(raised.value)
 
@@ -186,7 +187,7 @@ def test_the_odd_answer_of_a_control_route_is_shown_without_the_key(answer: obje
 def test_what_a_server_calls_its_tensors_is_shown_without_the_key() -> None:
     async def work(server: Server, fake: FakeServer) -> None:
         fake.weights = {f"weight.{KEY}": torch.ones(2)}
-        _, said = await statistics.prove(server, {})
+        _, said = await proof.prove(server, {})
         assert "on one side only: 1, such as weight.***" in said
 
     ask(work)

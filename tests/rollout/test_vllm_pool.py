@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.rollout.client import server as server_module
+from megatron_fspo.rollout.client.pool import MAX_LOSSES, Pool, Request
+from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.sampling import stream_seed
-from megatron_fspo.rollout.vllm import server as server_module
-from megatron_fspo.rollout.vllm.pool import MAX_LOSSES, Pool, Request
-from megatron_fspo.rollout.vllm.server import Server, ServerLost
 from megatron_fspo.types import Completion, Prompt
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_fspo.config import VLLM
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.parallel.control import Control
-from megatron_fspo.rollout.vllm.connect import connect, settle
+from megatron_fspo.rollout.client.connect import connect, settle
 
 pytestmark = pytest.mark.usefixtures("one_rank", "short_waits")
 

@@ -17,7 +17,6 @@ from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.report.history import History, Records
 from megatron_fspo.lab.sweep.match import matched_loss, steady
-from megatron_fspo.losses import band_of
 
 RUN = REPO / "examples/make_sum/run.toml"
 
@@ -57,7 +56,7 @@ def test_as_large_a_share_lies_outside(tmp_path: Path, keys: dict[str, Any]) -> 
     records, before = walks(), config_with(tmp_path, **keys)
     found = matched_loss(before, records)
     assert found["name"] == keys["name"] and not found.get("calibrate")
-    band = band_of(config_with(tmp_path, **found).loss)
+    band = config_with(tmp_path, **found).loss.band()
     assert band is not None
     low, high = band.bounds(torch.from_numpy(records.length).double())
     outside = (records.log_ratio_sum < low.numpy()) | (records.log_ratio_sum > high.numpy())

@@ -34,12 +34,13 @@ from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
-from megatron_fspo.objective.losses import SequenceLevel
-from megatron_fspo.packing.pack import Packs, pack
+from megatron_fspo.objective.policy_objective import SequenceLevel
+from megatron_fspo.packing.batch import Packs
+from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import pack_layout
 from megatron_fspo.parallel.metrics import gather_lists, share
-from megatron_fspo.trainer import parts
-from megatron_fspo.trainer.parts import canary_scores
+from megatron_fspo.trainer import build as build_module
+from megatron_fspo.trainer.build import canary_scores
 from megatron_fspo.weights import read_architecture
 from packs import sequences_of
 
@@ -157,8 +158,8 @@ def canary(policy: Policy) -> Tensor:
 def canary_in_fp8(policy: Policy) -> Tensor:
     """The same without the care that it takes."""
     with (
-        patch.object(parts, "without_fp8", nullcontext),
-        patch.object(parts, "score_sequences", partial(score_sequences, align=policy.fp8.align)),
+        patch.object(build_module, "without_fp8", nullcontext),
+        patch.object(build_module, "score_sequences", partial(score_sequences, align=policy.fp8.align)),
     ):
         return canary(policy)
 

@@ -19,10 +19,8 @@ from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import start
-from megatron_fspo.mismatch.alarm import LIMIT, FreshTokens, Setting, check_mismatch
-from megatron_fspo.mismatch.measure import token_deltas
-from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.packing.pack import Packs
+from megatron_fspo.mismatch.measure import LIMIT, FreshTokens, Setting, check_mismatch, token_deltas
+from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, VersionSpan

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_fspo.cli import main
 from megatron_fspo.trainer import begin
-from megatron_fspo.trainer.rollout_queue import RolloutQueue
+from megatron_fspo.trainer.sampling import RolloutQueue
 from runs import CONFIG, SMALL
 
 BATCHES = "batches.jsonl"

@@ -15,7 +15,7 @@ LIMIT = 2
 
 
 def newest(run: Path) -> int | None:
-    """The step of the newest checkpoint under its name, those that SIGTERM left in mid-step apart."""
+    """The step of the newest checkpoint under its name."""
     names = [path.name.removeprefix("step_") for path in (run / "checkpoints").glob("step_*")]
     return max((int(name) for name in names if name.isdigit()), default=None)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -33,11 +34,10 @@ from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.mismatch.correction import correct
 from megatron_fspo.mismatch.measure import measure
-from megatron_fspo.packing.pack import Packs
+from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.metrics import gather_lists
-from megatron_fspo.trainer import batches
+from megatron_fspo.trainer import rollout as rollout_module
 from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages
-from megatron_fspo.trainer.sampling import is_first_of_copy
 from megatron_fspo.types import Completion, Prompt
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights
@@ -78,7 +78,7 @@ def make_rollout(policy: Policy) -> Rollout:
             weight_version=0,
         )
         table.append((*describe(completion, owner), 0.0, 0.0))
-        if is_first_of_copy(groups) and owner == groups.dp.rank():
+        if groups.first_of_copy and owner == groups.dp.rank():
             held[number] = completion
     rollout = rollout_of(prompts, SAMPLES, torch.tensor(table, dtype=torch.float64), held)
     pattern = torch.tensor([1.0, 0.0, -1.5])
@@ -88,7 +88,7 @@ def make_rollout(policy: Policy) -> Rollout:
 @contextmanager
 def nobody_left_out() -> Iterator[None]:
     """The reference: every response is in a pack."""
-    with mock.patch.object(batches, "no_term_but_the_policy_gradient", lambda config: False):
+    with mock.patch.object(rollout_module, "left_out", lambda config, rollout: rollout.lengths < 0):
         yield
 
 
@@ -100,7 +100,7 @@ def settings(policy: Policy, loss: PolicyLossConfig) -> Any:
 
 def packs_of(policy: Policy, rollout: Rollout, loss: PolicyLossConfig) -> list[Packs]:
     """Of each mini-batch, with old log-probs that lie below and above the policy's."""
-    packs, sizes = batches.make_mini_batches(
+    packs, sizes = rollout_module.make_mini_batches(
         settings(policy, loss), policy.arch, rollout, policy.groups, policy.backend.device
     )
     scores = policy.score(packs, scoring(policy))
@@ -115,7 +115,8 @@ def packs_of(policy: Policy, rollout: Rollout, loss: PolicyLossConfig) -> list[P
         return found
 
     packs = packs.with_columns(old_log_probs=moved(1), reference_log_probs=moved(2))
-    return batches.split(packs, sizes)
+    ends = list(accumulate(sizes, initial=0))
+    return [packs[start:end] for start, end in pairwise(ends)]
 
 
 def scoring(policy: Policy) -> Scoring:
@@ -154,7 +155,7 @@ def without_any(policy: Policy) -> dict[str, dict[str, float]]:
     """Correction → what the old pass says of a rollout of which nothing is in a pack."""
     rollout = make_rollout(policy)
     rollout = replace(rollout, advantages=torch.zeros_like(rollout.advantages))
-    packs = batches.make_mini_batches(
+    packs = rollout_module.make_mini_batches(
         settings(policy, LOSSES["fspo"]), policy.arch, rollout, policy.groups, policy.backend.device
     )[0]
     packs = packs.with_columns(old_log_probs=policy.score(packs, scoring(policy)))

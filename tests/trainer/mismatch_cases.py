@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_fspo.packing.pack import Packs
+from megatron_fspo.packing.batch import Packs
 from megatron_fspo.types import Completion, Prompt, Sample
 from packs import packs_of
 

@@ -9,9 +9,9 @@ import os
 import sys
 
 from megatron_fspo.cli import main
-from megatron_fspo.job import same
+from megatron_fspo.job import consistency
 
 if __name__ == "__main__":
     os.chdir(f"{sys.argv[1]}/node{os.environ['RANK']}")
-    same.VISIBLE_SECONDS = 1.0  # this is no network file system
+    consistency.VISIBLE_SECONDS = 1.0  # this is no network file system
     sys.exit(main(sys.argv[2:]))

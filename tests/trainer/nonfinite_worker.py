@@ -26,13 +26,9 @@ from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.metrics import gather_lists
-from megatron_fspo.trainer import batches
-from megatron_fspo.trainer.losses import LossState
-from megatron_fspo.trainer.nonfinite import drop_from_old_pass
-from megatron_fspo.trainer.optimize import _update
-from megatron_fspo.trainer.rollout import with_advantages
-from megatron_fspo.trainer.spikes import GradientSpikes
-from megatron_fspo.trainer.step import Step
+from megatron_fspo.trainer import rollout as rollout_module
+from megatron_fspo.trainer.optimize import Step, _update, drop_from_old_pass
+from megatron_fspo.trainer.rollout import Rollout, layout_of, make_mini_batches, with_advantages
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights, with_layers
 from megatron_fspo.verify.layouts import parse_layout
@@ -114,8 +110,8 @@ class Situation:
             policy=policy,
             groups=self.groups,
             scoring=scoring(policy),
-            loss=LossState(LOSS, longest=100),
-            spikes=GradientSpikes(config.optimizer),
+            loss=LOSS.start(longest=100),
+            layout=layout_of(config, self.arch, self.groups, self.backend.device),
             log=SimpleNamespace(say=said.append),
             said=said,
             step=2,
@@ -126,9 +122,15 @@ class Situation:
         rollout = make_rollout(run.policy)
         pattern = torch.tensor([1.0, -0.5, -1.5]).expand(len(rollout.prompts), -1)
         rollout = with_advantages(rollout, pattern)
-        packs, sizes = batches.make_mini_batches(
-            run.inputs.config, self.arch, rollout, self.groups, self.backend.device, dropped=dropped
-        )
+        left_out = rollout_module.left_out
+
+        def also_dropped(config: Any, rollout: Rollout) -> Tensor:
+            return left_out(config, rollout, dropped)
+
+        with mock.patch.object(rollout_module, "left_out", also_dropped):
+            packs, sizes = make_mini_batches(
+                run.inputs.config, self.arch, rollout, self.groups, self.backend.device
+            )
         # Each token by its response and place, whoever holds it.
         old = [
             score - 0.02 * torch.sin(3.0 * batch.position_ids[0] + _numbers(batch)).to(score)
@@ -218,7 +220,8 @@ def stepped(situation: Situation, fault: Fault | None, dropped: Sequence[int] = 
         "said": run.said,
         "dropped": [record.sample for record in step.dropped],
         "totals": [
-            getattr(step.mini_batch.totals, n) for n in ("num_sequences", "num_tokens", "packed_tokens")
+            getattr(step.packs_of(step.turn).totals, n)
+            for n in ("num_sequences", "num_tokens", "packed_tokens")
         ],
         "moved": not untouched(before, run.policy),
         "finite": all(tensor.isfinite().all().item() for tensor in weights_of(run.policy)),

@@ -13,10 +13,10 @@ from typing import Any
 from unittest import mock
 
 from megatron_fspo.cli import main
-from megatron_fspo.job import heart
-from megatron_fspo.trainer import optimize
+from megatron_fspo.job import lock
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.record.status import examine, render
+from megatron_fspo.trainer import optimize
 
 
 def run() -> int:
@@ -35,12 +35,12 @@ def run() -> int:
 
     def watched(run: Any, step: Any) -> Any:
         if os.environ["RANK"] == "0" and run.step == 2 and len(step.updates) == 1:
-            time.sleep(5 * heart.REFRESH_SECONDS)  # until both hearts have told of this step
+            time.sleep(5 * lock.REFRESH_SECONDS)  # until both ranks have written this step
             out.write_text(render(examine(folder)), encoding="utf-8")
         return update(run, step)
 
     with (
-        mock.patch.object(heart, "REFRESH_SECONDS", 0.2),
+        mock.patch.object(lock, "REFRESH_SECONDS", 0.2),
         mock.patch.object(PolicyLoss, "forward_step", slow),
         mock.patch.object(optimize, "_update", watched),
     ):

@@ -13,9 +13,7 @@ from megatron_fspo.config.fp8 import BF16
 from megatron_fspo.packing.batch import StepTotals
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parallel.metrics import gather_lists, share
-from megatron_fspo.trainer.batches import make_mini_batches, split
-from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages
-from megatron_fspo.trainer.sampling import is_first_of_copy
+from megatron_fspo.trainer.rollout import Rollout, describe, make_mini_batches, rollout_of, with_advantages
 from megatron_fspo.types import Completion, Prompt
 
 LENGTHS = [[5, 9, 2], [1, 1, 30], [4, 0, 7], [12, 3, 6], [2, 2, 2], [8, 17, 1]]
@@ -40,7 +38,7 @@ def rollout_on(groups: ParallelGroups) -> tuple[Rollout, list[Completion]]:
     ]
     owner = [number // 3 % groups.dp.size() for number in range(len(completions))]
     table = [(*describe(c, rank), 1.0, 1.0) for c, rank in zip(completions, owner, strict=True)]
-    mine = [n for n, rank in enumerate(owner) if is_first_of_copy(groups) and rank == groups.dp.rank()]
+    mine = [n for n, rank in enumerate(owner) if groups.first_of_copy and rank == groups.dp.rank()]
     rollout = rollout_of(
         prompts, 3, torch.tensor(table, dtype=torch.float64), {n: completions[n] for n in mine}
     )
@@ -60,7 +58,8 @@ def check_spreading(groups: ParallelGroups, parallel: Parallel) -> None:
         rollout, completions = rollout_on(groups)
         packs, sizes = make_mini_batches(config, SimpleNamespace(), rollout, groups, torch.device("cpu"))  # type: ignore[arg-type]
         left_out = {3 * i + j for i in IDLE for j in range(3)} if not entropy else set()
-        for part, batches in enumerate(split(packs, sizes)):
+        for part, size in enumerate(sizes):
+            batches = packs[sum(sizes[:part]) :][:size]
             numbers = range(9 * part, 9 * part + 9)
             lengths = {n: len(completions[n].token_ids) for n in numbers}
             want = StepTotals(

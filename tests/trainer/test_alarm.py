@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 import torch
 
 from alarm_worker import ALONE, LAYOUTS, OLDER, RESPONSES
-from launch import found_by
-from megatron_fspo.trainer.optimize import _alarm_setting
-from test_made_with import config
+from launch import REPO, found_by
+from megatron_fspo.config import Config
+from megatron_fspo.trainer.begin import _alarm_setting
 
 RAW = "log-probs before the temperature"
 OTHER_TEMPERATURE = "another temperature: scored at {:.3g} instead of rollout.temperature = {:g}"
@@ -92,9 +93,14 @@ def test_the_fresh_tokens_of_a_response_are_counted(said: dict[str, Any]) -> Non
 
 
 def test_a_trainer_in_fp8_may_differ_more_from_its_sampler() -> None:
+    base = tomllib.loads((REPO / "examples/make_sum/run.toml").read_text(encoding="utf-8"))
+    base["model"] |= {"dtype": "bfloat16", "backend": "cuda"}
+    base["parallel"] = {}
+
     def limit(recipe: str, **rollout: Any) -> float:
+        words = base | {"fp8": {"recipe": recipe}, "rollout": base["rollout"] | rollout}
         inputs = SimpleNamespace(
-            config=config(recipe, rollout=rollout),
+            config=Config.model_validate(words),
             dtype=torch.bfloat16,
             backend=SimpleNamespace(device=torch.device("cpu")),
         )

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fspo.trainer.dynamic import Filled, choose, fill, prompts_to_ask
+from megatron_fspo.trainer.begin import choose, fill, prompts_to_ask
 from megatron_fspo.trainer.rollout import (
     COLUMNS,
     Rollout,
@@ -124,11 +124,11 @@ def test_a_batch_is_filled_with_the_first_groups_that_have_spread(
 
 
 def test_how_many_prompts_are_asked_for() -> None:
-    assert prompts_to_ask(4, found=4, sampled=8, limit=8) == 8
-    assert prompts_to_ask(1, found=7, sampled=8, limit=8) == 2  # 8 / 7, rounded up
-    assert prompts_to_ask(6, found=2, sampled=8, limit=8) == 8  # 24 are too many at once
-    assert prompts_to_ask(3, found=0, sampled=8, limit=8) == 8
-    assert prompts_to_ask(2, found=30, sampled=60, limit=32) == 4
+    assert prompts_to_ask(4, full=4, sampled=8, limit=8) == 8
+    assert prompts_to_ask(1, full=7, sampled=8, limit=8) == 2  # 8 / 7, rounded up
+    assert prompts_to_ask(6, full=2, sampled=8, limit=8) == 8  # 24 are too many at once
+    assert prompts_to_ask(3, full=0, sampled=8, limit=8) == 8
+    assert prompts_to_ask(2, full=30, sampled=60, limit=32) == 4
 
 
 def test_groups_without_spread_that_stay_are_among_the_others() -> None:
@@ -136,9 +136,3 @@ def test_groups_without_spread_that_stay_are_among_the_others() -> None:
     assert choose([False, True, False, True, False, True], 4) == [0, 1, 3, 5]
     assert choose([True] * 5, 3) == [0, 1, 2]
     assert choose([False] * 5, 3) == [0, 1, 2]
-
-
-def test_what_the_console_says() -> None:
-    sampled = make([True, False, False, False], count(1))
-    filled = Filled(batch=select(sampled, [0, 1]), sampled=sampled, rounds=4)
-    assert str(filled) == "1 of 2 groups have no spread after 4 rounds with 4 prompts (rollout.max_rounds)"

@@ -14,8 +14,7 @@ import torch
 
 from launch import found_by
 from left_out_worker import CORRECTIONS, LAYOUTS, LOSSES, PROMPTS, SAMPLES, SPREAD
-from megatron_fspo.trainer.rollout import COLUMNS, rollout_of, with_advantages
-from megatron_fspo.trainer.sampling import sampling_metrics
+from megatron_fspo.trainer.rollout import COLUMNS, rollout_of, sampling_metrics, with_advantages
 from megatron_fspo.types import Prompt
 
 ALL = list(range(PROMPTS * SAMPLES))

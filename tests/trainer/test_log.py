@@ -35,19 +35,17 @@ def make_config(folder: Path, **log: Any) -> Config:
 
 
 def record(number: int, **changes: Any) -> SequenceRecord:
-    values: dict[str, Any] = {
+    values = {
         "sample": number,
         "rank": 0,
         "length": number + 1,
         "log_ratio_sum": number / 8,
         "advantage": -1.0,
-        "clipped_low": 0.0,
-        "clipped_high": 0.0,
-        "dual_clipped": 0.0,
-        "out_of_band": False,
-        "nonfinite": False,
     }
-    return SequenceRecord(**values | changes)
+    clips = dict.fromkeys(("clipped_low", "clipped_high", "dual_clipped"), 0.0)
+    return SequenceRecord(
+        **{**values, **clips, "advantage": -1.0, "out_of_band": False, "nonfinite": False, **changes}
+    )
 
 
 def strict_rows(path: Path) -> list[Any]:
@@ -111,13 +109,8 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     assert [row["step"] for row in sequences] == [0, 1, 2, 3]
     assert [row["response"] for row in samples[-2:]] == ["3\u2028a", "3b"]
     assert {path.name for path in config.run_folder.iterdir()} == set(FILES)
-
-
-def test_a_new_run_starts_empty(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    filled(config, 2)
     RunLog(config, writer=True, resume_step=None)
-    assert [(config.run_folder / name).read_text() for name in FILES] == ["", "", ""]
+    assert [(config.run_folder / name).read_text() for name in FILES] == ["", "", ""], "a new run"
 
 
 def test_a_line_that_a_crash_cut_short_is_gone_after_a_resume(tmp_path: Path) -> None:
@@ -137,12 +130,16 @@ def test_a_line_that_a_crash_cut_short_is_gone_after_a_resume(tmp_path: Path) ->
 def test_sequences_are_thinned_evenly(tmp_path: Path) -> None:
     config = make_config(tmp_path, sequences=4)
     log = RunLog(config, writer=True, resume_step=None)
-    for count in (1, 4, 5, 10, 12):
+    for count in (0, 1, 4, 5, 10, 12):
         log.sequences(count, [record(i) for i in range(count)])
+    log.sequences(13, [record(0, nonfinite=True)])
     rows = strict_rows(config.run_folder / "sequences.jsonl")
     kept = {row["step"]: [length - 1 for length in row["length"]] for row in rows}
     assert kept == {1: [0], 4: [0, 1, 2, 3], 5: [0, 2, 4], 10: [0, 3, 6, 9], 12: [0, 3, 6, 9]}
     assert rows[-1]["log_ratio_sum"] == [0.0, 3 / 8, 6 / 8, 9 / 8]
+    config = make_config(tmp_path / "none", sequences=0)
+    RunLog(config, writer=True, resume_step=None).sequences(1, [record(0)])
+    assert (config.run_folder / "sequences.jsonl").read_text() == ""
 
 
 def test_the_columns_of_sequences(tmp_path: Path) -> None:
@@ -172,13 +169,6 @@ def test_the_columns_of_sequences(tmp_path: Path) -> None:
             "ratio": [0.0, 2.0, None],
         }
     ]
-
-
-@pytest.mark.parametrize(("limit", "records"), [(0, [record(0)]), (4, []), (4, [record(0, nonfinite=True)])])
-def test_no_sequences_no_row(tmp_path: Path, limit: int, records: list[SequenceRecord]) -> None:
-    config = make_config(tmp_path, sequences=limit)
-    RunLog(config, writer=True, resume_step=None).sequences(1, records)
-    assert (config.run_folder / "sequences.jsonl").read_text() == ""
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,15 +230,13 @@ def test_a_run_of_wandb_has_an_id_of_its_own_and_keeps_it(
     def started(folder: Path, resume_step: int | None) -> str:
         log = RunLog(make_config(folder, wandb="offline"), writer=True, resume_step=resume_step)
         assert wandb.run is not None
-        found = str(wandb.run.id)
+        run_id = str(wandb.run.id)
         log.close()
-        return found
+        return run_id
 
     first = started(tmp_path / "a", None)
     assert started(tmp_path / "a", 3) == first != "one"
     assert started(tmp_path / "b", None) != first, "the same name in another folder"
-    (tmp_path / "b/one/wandb/run-id.txt").unlink()
-    assert started(tmp_path / "b", 3) == "one", "as it was called before ids were drawn"
 
 
 class Told:
@@ -272,17 +260,21 @@ def test_trackers_hear_of_warnings_and_of_the_end(
     told = Told()
     monkeypatch.setattr(log_module, "start_trackers", lambda config, resume_step: [told])
     log = RunLog(make_config(tmp_path), writer=True, resume_step=None)
-    log.remind("weights", 3, "too small")
-    log.remind("weights", 4, "too small")
+    for step in range(3, 25):
+        log.remind("weights", step, "too small")
+    log.remind("another", 25, "too large")
     log.say("hello")
     with pytest.raises(TrainingError), log.ending():
         raise TrainingError("the gradient is not finite")
     assert told.heard == [
         ("weights", "step 3: too small"),
+        ("weights", "step 23: too small"),
+        ("another", "step 25: too large"),
         ("the run ended itself", "the gradient is not finite"),
         ("closed", True),
     ]
-    assert capsys.readouterr().out == "step 3: too small\nhello\n"
+    lines = "step 3: too small\nstep 23: too small\nstep 25: too large\nhello\n"
+    assert capsys.readouterr().out == lines
 
 
 def test_a_warning_is_kept_and_given_once_per_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,8 +304,8 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     log.step(3, {"critic/rewards/mean": 8.0})
     log.close()
     events = EventAccumulator(str(config.run_folder / "tensorboard")).Reload()
-    found = [(event.step, event.value) for event in events.Scalars("critic/rewards/mean")]
-    assert found == [(1, 0.25), (2, 0.5), (3, 8.0)] and events.Tags()["scalars"] == ["critic/rewards/mean"]
+    values = [(event.step, event.value) for event in events.Scalars("critic/rewards/mean")]
+    assert values == [(1, 0.25), (2, 0.5), (3, 8.0)] and events.Tags()["scalars"] == ["critic/rewards/mean"]
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,19 +318,6 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
             patched.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
             check_trackers(log)
     check_trackers(Log())
-
-
-def test_what_lasts_is_told_now_and_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = RunLog(make_config(tmp_path), writer=True, resume_step=None)
-    for step in range(3, 50):
-        log.remind("weights", step, "too small")
-    log.remind("another", 50, "too large")
-    assert capsys.readouterr().out.splitlines() == [
-        "step 3: too small",
-        "step 23: too small",
-        "step 43: too small",
-        "step 50: too large",
-    ]
 
 
 def test_a_full_disk_stops_the_run_with_one_line(tmp_path: Path) -> None:

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from launch import forked, why
 from megatron_fspo.config import Optimizer
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.trainer.limits import check_kl
+from megatron_fspo.trainer.optimize import check_kl
 from runs import PROGRAM, rows, train_words
-
-
-@pytest.fixture
-def job() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def check(folder: Path, kl: float, **optimizer: float) -> list[Any]:

@@ -17,9 +17,9 @@ from megatron_fspo.config.loading import load_config
 from megatron_fspo.data.cursor import make_cursor
 from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.same import _facts
+from megatron_fspo.job.consistency import facts
 from megatron_fspo.trainer.prepare import Inputs, prepare
-from megatron_fspo.trainer.rollout_queue import RolloutQueue
+from megatron_fspo.trainer.sampling import RolloutQueue
 from megatron_fspo.types import Prompt, SamplingParams
 
 PROMPTS = tuple(
@@ -127,7 +127,7 @@ def test_a_run_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         inputs.notes
         == ("a.jsonl: 20 prompts of 23 rows; left out: 3 with the prompt and answer of an earlier row",) * 2
     )
-    named = {fact for fact in _facts(inputs.config, trains=True) if fact.startswith("the file of data")}
+    named = {fact for fact in facts(inputs.config, trains=True) if fact.startswith("the file of data")}
     assert named == {f"the file of data.{key}, {x}.jsonl," for key in ("train", "validation") for x in "ab"}
     with pytest.raises(InputError) as caught:
         read(tmp_path, prompts=64)

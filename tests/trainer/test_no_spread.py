@@ -10,7 +10,7 @@ import pytest
 
 from megatron_fspo.errors import RewardError
 from megatron_fspo.record.log import RunLog
-from megatron_fspo.trainer.no_spread import check_spread
+from megatron_fspo.trainer.begin import check_spread
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.types import Completion, Prompt, Sample
 from mismatch_cases import ALONE
@@ -84,16 +84,6 @@ def test_a_step_without_spread_is_told_with_three_responses(
     ]
 
 
-def test_one_prompt_shows_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Run(tmp_path, limit=0).learn([[1.0, 1.0]])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("step 1: all 2 rewards are 1: ")
-    assert [line.split(",")[0] for line in lines[1:-1]] == [
-        "  prompt 10 '^0': response 'yes'",
-        "  prompt 10 '^0': response 'n\\no'",
-    ]
-
-
 def test_only_steps_in_a_row_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(tmp_path, limit=3)
     for rewards in (FLAT, FLAT, SPREAD, FLAT, FLAT):
@@ -103,28 +93,16 @@ def test_only_steps_in_a_row_count(tmp_path: Path, capsys: pytest.CaptureFixture
         run.learn(FLAT)
 
 
-def test_a_limit_of_0_is_none(tmp_path: Path) -> None:
-    run = Run(tmp_path, limit=0)
-    for _ in range(12):
-        run.learn(FLAT)
-
-
 def test_the_count_is_of_the_log(tmp_path: Path) -> None:
     """A run that resumes keeps its rows up to there, and so its count."""
     run = Run(tmp_path, limit=3)
+    run.log.step(0, {"val/x": 1.0})  # an evaluation before the first step is no step
     run.learn(FLAT)
     run.learn(FLAT)
     assert run.log.steps_without_spread() == 2
     run.log = RunLog(run.inputs.config, writer=True, resume_step=1)
     assert run.log.steps_without_spread() == 1
     assert RunLog(run.inputs.config, writer=False, resume_step=1).steps_without_spread() == 0
-
-
-def test_an_evaluation_before_the_first_step_is_no_step(tmp_path: Path) -> None:
-    run = Run(tmp_path, limit=3)
-    run.log.step(0, {"val/x": 1.0})
-    run.learn(FLAT)
-    assert run.log.steps_without_spread() == 1
 
 
 def test_the_error_names_the_checkpoint_from_before(tmp_path: Path) -> None:

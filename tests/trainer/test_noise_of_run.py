@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from calibrations import DRIFT, calibration, config
 from megatron_fspo.errors import InputError
-from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
-from megatron_fspo.objective.losses import SequenceLevel
-from megatron_fspo.record.records import SequenceRecord
-from megatron_fspo.trainer.losses import LossState
-from megatron_fspo.trainer.noise import noise_metrics, noise_of_run
+from megatron_fspo.objective.policy_objective import SequenceLevel
+from megatron_fspo.trainer.noise import noise_of_run
 
 SAMPLED = ["--rollout.old-log-probs", "sampled"]
 
@@ -91,7 +88,7 @@ def test_the_drift_of_the_sampler_is_the_centre_of_the_band_where_s_starts_from_
     run = config(*wide(file, *SAMPLED, "--loss.drift", "measured"))
     noise = noise_of_run(run)
     assert noise is not None and noise.drift == pytest.approx(DRIFT["sampler"], rel=0.7)
-    assert LossState(run.loss, noise, longest=1000).objective() == SequenceLevel(
+    assert run.loss.start(noise, longest=1000).objective() == SequenceLevel(
         band=FSPOBand(c_low=0.2, c_high=0.2, drift=noise.drift),
         dual_clip=LengthFairDualClip(c=0.4, drift=noise.drift),
     )
@@ -109,29 +106,17 @@ def test_a_measured_drift_needs_passes_that_differ(words: list[str], said: str) 
         config("--loss.drift", "measured", *words)
 
 
-def record(length: int, **changes: Any) -> SequenceRecord:
-    plain = {"sample": 0, "rank": 0, "length": length, "log_ratio_sum": 0.0, "advantage": 1.0}
-    flags = dict.fromkeys(["clipped_low", "clipped_high", "dual_clipped"], 0.0)
-    return SequenceRecord(**{**plain, **flags, "out_of_band": False, "nonfinite": False, **changes})
-
-
 def test_todays_clips_are_compared_with_those_of_noise(file: str) -> None:
     run = config(*wide(file, "--loss.max-noise-clip-rate", "1", "--loss.c-low", "0.04"))
     noise = noise_of_run(run)
-    assert noise is not None and isinstance(run.loss, FSPOLoss)
-    objective = LossState(run.loss, noise, longest=1000).objective()
-    records = [
-        record(20, out_of_band=True),
-        *(record(n) for n in (20, 20, 300)),
-        record(0),
-        record(9, nonfinite=True),
-    ]
-    found = noise_metrics(noise, records, objective)
-    assert isinstance(objective, SequenceLevel)
-    want = noise.clip_rates(torch.tensor([20, 20, 20, 300]), objective.band).mean().item()
+    assert noise is not None
+    state = run.loss.start(noise, longest=1000)
+    lengths = torch.tensor([20, 20, 20, 300])
+    want = noise.clip_rates(lengths, FSPOBand(c_low=0.04, c_high=0.2)).mean().item()
     assert 0.05 < want < 0.25
-    assert found == {"fspo/noise_clip_rate": want, "fspo/noise_clip_share": pytest.approx(want / 0.25)}
-    assert noise_metrics(noise, records[:1], objective)["fspo/noise_clip_share"] < 1
-    none_out = noise_metrics(noise, records[1:4], objective)
-    assert none_out["fspo/noise_clip_share"] != none_out["fspo/noise_clip_share"]  # nan
-    assert noise_metrics(None, records, objective) == noise_metrics(noise, [], objective) == {}
+    by_noise = {"fspo/noise_clip_rate": want, "fspo/noise_clip_share": want / 0.25}
+    assert state.noise_metrics(lengths, 0.25) == pytest.approx(by_noise)
+    assert state.noise_metrics(lengths, 0.01)["fspo/noise_clip_share"] == 1
+    assert math.isnan(state.noise_metrics(lengths, 0.0)["fspo/noise_clip_share"])
+    assert state.noise_metrics(lengths[:0], math.nan) == {}
+    assert run.loss.start(longest=1000).noise_metrics(lengths, 0.25) == {}

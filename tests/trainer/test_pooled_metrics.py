@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_fspo.mcore.policy import Update
-from megatron_fspo.trainer.optimize import pooled_metrics, update_metrics
+from megatron_fspo.trainer.metrics import pooled_metrics, update_metrics
 
 # Tokens 10, 1000 and 90; N = 4, 2 and 2.
 UPDATES = [
@@ -92,14 +92,12 @@ def test_what_a_step_reports() -> None:
                 rollout=SimpleNamespace(old_log_probs="recompute"),
                 fp8=SimpleNamespace(on=False),
                 run=SimpleNamespace(seed=1),
+                optimizer=SimpleNamespace(skip_norm_ratio=10.0),
             ),
         ),
-        spikes=SimpleNamespace(on=True),
         loss=SimpleNamespace(objective=lambda: None, metrics=lambda: {}, doubts=lambda metrics, warm: {}),
     )
-    step: Any = SimpleNamespace(
-        updates=updates, off_policy=[], first={"fspo/kl_k3/on_policy": 0.0}, nonfinite=3, warm=True
-    )
+    step: Any = SimpleNamespace(updates=updates, off_policy=[], first=[], nonfinite=3, warm=True)
     got = update_metrics(run, step)
     assert got["fspo/kl_k3"] == pytest.approx(29 / 1090) and got["fspo/kl_k3/on_policy"] == 0
     # Of the optimizer steps, each counted once.

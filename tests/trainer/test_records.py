@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fspo.objective.losses import LossTerms
+from megatron_fspo.objective.policy_objective import LossTerms
 from megatron_fspo.record.records import (
     SequenceRecord,
     as_tensors,
@@ -22,16 +22,9 @@ from packs import collate
 
 
 def record(length: int, s: float, advantage: float, **flags: Any) -> SequenceRecord:
-    values: dict[str, Any] = {
-        "clipped_low": 0.0,
-        "clipped_high": 0.0,
-        "dual_clipped": 0.0,
-        "out_of_band": False,
-        "nonfinite": False,
-    }
-    return SequenceRecord(
-        sample=0, rank=0, length=length, log_ratio_sum=s, advantage=advantage, **values | flags
-    )
+    values: dict[str, Any] = dict.fromkeys(("clipped_low", "clipped_high", "dual_clipped"), 0.0)
+    values |= {"sample": 0, "rank": 0, "out_of_band": False, "nonfinite": False}
+    return SequenceRecord(**values | flags, length=length, log_ratio_sum=s, advantage=advantage)
 
 
 # Two lengths, so two bins: 4 records of L = 4, 6 of L = 100.
@@ -148,32 +141,9 @@ def test_records_carry_what_the_loss_said() -> None:
         nonfinite=torch.tensor([False, True]),
     )
     one, two = records_of(batch, terms, rank=3)
-    assert one == SequenceRecord(
-        sample=0,
-        rank=3,
-        length=3,
-        log_ratio_sum=1.5,
-        advantage=0.5,
-        clipped_low=0.0,
-        clipped_high=1.0,
-        dual_clipped=0.0,
-        out_of_band=True,
-        nonfinite=False,
-        ratio=0.0,
-    )
-    assert two == SequenceRecord(
-        sample=2,
-        rank=3,
-        length=4,
-        log_ratio_sum=-math.inf,
-        advantage=0.25,
-        clipped_low=0.25,
-        clipped_high=0.5,
-        dual_clipped=0.125,
-        out_of_band=False,
-        nonfinite=True,
-        ratio=2.5,
-    )
+    assert one == record(3, 1.5, 0.5, rank=3, clipped_high=1.0, out_of_band=True, ratio=0.0)
+    clips = {"clipped_low": 0.25, "clipped_high": 0.5, "dual_clipped": 0.125}
+    assert two == record(4, -math.inf, 0.25, sample=2, rank=3, nonfinite=True, ratio=2.5, **clips)
     s, lengths = as_tensors([one, two])
     assert s.tolist() == [1.5, -math.inf] and s.dtype == torch.float64 and lengths.tolist() == [3, 4]
 

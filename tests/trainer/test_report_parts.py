@@ -18,8 +18,8 @@ from megatron_fspo.lab.report.samples import SHOWN, before_after, shortened
 from megatron_fspo.lab.report.times import machines, phases
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.record.log import RunLog, read_rows
-from megatron_fspo.trainer import machine as machine_module
-from megatron_fspo.trainer.machine import cpu_name, machine
+from megatron_fspo.trainer import prepare as machine_module
+from megatron_fspo.trainer.prepare import cpu_name, machine
 from report_runs import make_config, read_page, records_from, table, write_run
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import threading
 import time
@@ -13,10 +14,10 @@ import pytest
 
 from launch import forked, why
 from megatron_fspo.config import Reward
+from megatron_fspo.errors import RewardError
 from megatron_fspo.parallel.control import Control, Patience
 from megatron_fspo.rewards import Failure, Graded, Grader
-from megatron_fspo.trainer.failed_reward import _path
-from megatron_fspo.trainer.sampling import _awaited, _watch
+from megatron_fspo.trainer.sampling import _awaited, _watch, raise_first
 from megatron_fspo.types import Completion, Prompt
 from runs import numbers, rows, train_words
 from test_log import make_config
@@ -184,9 +185,13 @@ def test_steps_that_teach_nothing_are_told_and_too_many_end_the_run(tmp_path: Pa
     assert [row["step"] for row in rows(tmp_path, "run")] == [1]
 
 
-def test_the_file_is_no_run_where_there_is_none(tmp_path: Path) -> None:
+def test_the_file_is_no_run_where_there_is_none(tmp_path: Path, job: None) -> None:
     """``evaluate`` makes no folder, and ``train`` would take one for a run."""
     config = make_config(tmp_path)
-    assert _path(config) == tmp_path / "one/reward_error.json"
-    config.run_folder.rmdir()
-    assert _path(config) == tmp_path / "one.reward_error.json"
+    completion = Completion(token_ids=(1,), log_probs=(0.0,), finish_reason="stop", weight_version=0)
+    failure = Failure(prompt=prompt("1", 7), completion=completion, response="2", problem="failed")
+    for path in (tmp_path / "one/reward_error.json", tmp_path / "one.reward_error.json"):
+        with pytest.raises(RewardError, match=r"failed on prompt 7, response 1 \(written to "):
+            raise_first(config, {3: failure}, samples=2)
+        assert json.loads(path.read_text())["sample"] == 1
+        shutil.rmtree(config.run_folder, ignore_errors=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fspo.trainer.rollout_queue import staleness_metrics
+from megatron_fspo.trainer.rollout import staleness_metrics
 from megatron_fspo.types import Completion, Prompt, Sample, VersionSpan
 from rollouts import as_rollout
 

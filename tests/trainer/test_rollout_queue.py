@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.trainer.rollout_queue import RolloutQueue, staleness_metrics
+from megatron_fspo.trainer.rollout import staleness_metrics
+from megatron_fspo.trainer.sampling import RolloutQueue
 from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
 from rollouts import as_rollout
 
@@ -191,10 +192,3 @@ def test_staleness_counts_tokens() -> None:
     }
     with pytest.raises(TrainingError, match="step 6: a response is from weights 2 versions old"):
         staleness_metrics(as_rollout(samples), 5, limit=1)
-
-
-def test_an_engine_that_says_one_version_for_all() -> None:
-    whole = Completion(token_ids=(1, 2), log_probs=(0.0, 0.0), finish_reason="stop", weight_version=4)
-    one = Sample(prompt=PROMPTS[0], number=0, completion=whole, reward=0.0, advantage=0.0)
-    assert staleness_metrics(as_rollout([one]), 4, limit=0)["rollout/staleness/mean"] == 0
-    assert staleness_metrics(as_rollout([one]), 5, limit=1)["rollout/staleness/mean"] == 1

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from launch import forked, why
 from megatron_fspo.config import Log
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.peak import peak_of, peak_tflops
 from megatron_fspo.parallel.control import Control
-from megatron_fspo.trainer.profile import profiled
-from megatron_fspo.trainer.speed import table
+from megatron_fspo.trainer.metrics import profiled, table
 from megatron_fspo.weights import Architecture
 from megatron_fspo.weights.flops import forward_flops
 from runs import PROGRAM, rows, train_words
@@ -38,23 +35,6 @@ def test_flops_by_hand() -> None:
     want = 3 * (2 * 7 * matrices + 2 * attention) + 2 * 100 * 8 * 4
     assert forward_flops(ARCH, [3], [4]) == want
     assert forward_flops(ARCH, [3, 3], [4, 4]) == 2 * want and forward_flops(ARCH, [], []) == 0
-
-
-def test_flops_are_those_that_torch_counts() -> None:
-    """Products of the layers and the head, as the profiler of torch sees them in plain matrices."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    length, q, kv = 7, ARCH.q_size, ARCH.kv_size
-    hidden = torch.zeros(length, ARCH.hidden_size)
-    with FlopCounterMode(display=False) as counter:
-        for _ in range(ARCH.num_layers):
-            for rows_, columns in ((8, q), (8, kv), (8, kv), (8, 16), (8, 16)):
-                hidden @ torch.zeros(rows_, columns)
-            torch.zeros(length, q) @ torch.zeros(q, 8)
-            torch.zeros(length, 16) @ torch.zeros(16, 8)
-        hidden @ torch.zeros(8, ARCH.vocab_size)
-    attention = ARCH.num_layers * 2 * q * length**2
-    assert forward_flops(ARCH, [0], [length]) == counter.get_total_flops() + attention
 
 
 @pytest.mark.parametrize(
@@ -92,13 +72,6 @@ def test_the_table_of_phases() -> None:
         ["step", "9.00", "100%", "100"],
     ]
     assert table([evaluation]) == ""
-
-
-@pytest.fixture
-def job() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow

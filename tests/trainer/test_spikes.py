@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from launch import forked, why
 from megatron_fspo.config import Optimizer
-from megatron_fspo.trainer.spikes import FEWEST, GradientSpikes
+from megatron_fspo.trainer.optimize import is_to_be_skipped
 from runs import rows, train_words
 
 WORDS = (
@@ -21,36 +24,38 @@ WORDS = (
 ).split()
 
 
-def spikes(**options: Any) -> GradientSpikes:
-    found = GradientSpikes(Optimizer(**{"skip_norm_ratio": 10.0, "skip_window": 9, **options}))
-    for norm in (1.0, 2.0, 0.0, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0):
-        assert not found.is_spike(1e9), "too few are known"
-        found.taken(norm)
-    return found
+def skipped(run: Any, norm: float) -> bool:
+    return is_to_be_skipped(run, SimpleNamespace(updates=[]), {}, norm)  # type: ignore[arg-type]
 
 
-def test_more_than_so_many_times_the_median_is_a_spike() -> None:
-    found = spikes()
-    assert found.median == 2.0 and found.is_spike(20.01) and not found.is_spike(20.0)
-    found.skipped()
-    found.skipped()
-    assert found.in_a_row == 2 and found.median == 2.0
+def make(**options: Any) -> Any:
+    """A run that has taken nine optimizer steps."""
+    optimizer = Optimizer(**{"skip_norm_ratio": 10.0, "skip_window": 9, **options})
+    run = SimpleNamespace(
+        inputs=SimpleNamespace(
+            config=SimpleNamespace(optimizer=optimizer), backend=SimpleNamespace(device=torch.device("cpu"))
+        ),
+        norms=deque[float](maxlen=optimizer.skip_window),
+        skips_in_a_row=0,
+        step=4,
+        log=SimpleNamespace(warn=lambda topic, text: None),
+    )
+    for norm in (1.0, 2.0, 0.0, 3.0, 2.0, 2.0, 2.0, 1e9, 2.0, 2.0):
+        assert not skipped(run, norm), "too few are known"
+    return run
+
+
+def test_more_than_so_many_times_the_median_is_a_spike(job: None) -> None:
+    run = make()
+    assert skipped(run, 20.01) and skipped(run, 20.02) and run.skips_in_a_row == 2
+    assert not skipped(run, 20.0) and run.skips_in_a_row == 0
     for _ in range(5):
-        found.taken(8.0)
-    assert found.in_a_row == 0 and found.median == 8.0, "of the last 9"
+        assert not skipped(run, 8.0)
+    assert not skipped(run, 80.0) and skipped(run, 80.01), "the median is of the last 9"
 
 
-def test_off_unless_asked_for() -> None:
-    found = spikes(skip_norm_ratio=None)
-    assert not found.on and not found.is_spike(1e9)
-
-
-def test_a_resume_goes_on_with_it() -> None:
-    before = spikes()
-    before.skipped()
-    after = GradientSpikes(Optimizer(skip_norm_ratio=10.0, skip_window=FEWEST))
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert (after.in_a_row, after.median, after.is_spike(20.01)) == (1, 2.0, True)
+def test_off_unless_asked_for(job: None) -> None:
+    assert not skipped(make(skip_norm_ratio=None), 1e9)
 
 
 def train(folder: Path, name: str, steps: str, *extra: str) -> tuple[Any, list[Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import pytest
 
 from launch import forked, why
 from megatron_fspo.cli import main
-from megatron_fspo.job.heart import Activity, Heart, beating, read_sign, sign_file
 from megatron_fspo.job.lock import FolderLock
+from megatron_fspo.job.rank_status import Activity, status_file, status_writer
+from megatron_fspo.job.run_folder import RunFolder
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.record.status import examine, render
-from megatron_fspo.trainer.slow import Pace, lines, ratios
+from megatron_fspo.trainer.metrics import Pace, lines, ratios
 from runs import rows, train_words
 
 PLAIN = "--parallel.tensor 1 --parallel.sequence false --evaluation.every 0 --checkpoint.every 2".split()
@@ -49,7 +51,7 @@ def test_a_run_under_way_and_at_its_end(
     slow: tuple[Path, str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _, within = slow
-    assert f"at work: process {examine(folder).ranks[0].sign.process} on" in within  # type: ignore[union-attr]
+    assert f"at work: process {examine(folder).ranks[0].status.process} on" in within  # type: ignore[union-attr]
     assert "2 of 3 done" in within and "step_000002" in within and "reward" in within
     assert "ranks 0-1" in within and "update, step 3" in within
     assert main(["status", str(folder)]) == 0
@@ -68,14 +70,11 @@ def make_run(folder: Path) -> Path:
     return folder
 
 
-def heart_of(folder: Path, job: str, rank: int, phase: str, waits: str = "", size: int = 4) -> Heart:
-    """A heart that has beaten once."""
+def write(folder: Path, job: str, rank: int, phase: str, waits: str = "", size: int = 4) -> None:
+    """The file of a rank of a job."""
     activity = Activity()
     activity.step, activity.phase = 12, phase
-    heart = Heart(folder, job, activity, lambda: waits, rank=rank, size=size)
-    while read_sign(sign_file(folder, rank)) is None:
-        time.sleep(0.01)
-    return heart
+    status_writer(folder, job, activity, lambda: waits, rank=rank, size=size)()
 
 
 def test_ranks_that_do_the_same_share_a_line_and_the_silent_one_is_named(
@@ -83,11 +82,12 @@ def test_ranks_that_do_the_same_share_a_line_and_the_silent_one_is_named(
 ) -> None:
     folder = make_run(tmp_path / "run")
     lock = FolderLock(folder)
-    hearts = [heart_of(folder, lock.owner.nonce, rank, "update") for rank in (0, 1)]
-    hearts.append(heart_of(folder, lock.owner.nonce, 2, "sampling", "responses of the servers"))
+    for rank in (0, 1):
+        write(folder, lock.owner.nonce, rank, "update")
+    write(folder, lock.owner.nonce, 2, "sampling", "responses of the servers")
     assert main(["status", str(folder)]) == 1
     assert "rank 3      no sign of life yet; not heard of\n" in capsys.readouterr().out
-    hearts.append(heart_of(folder, lock.owner.nonce, 3, "old pass"))
+    write(folder, lock.owner.nonce, 3, "old pass")
     assert main(["status", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "ranks 0-1   update, step 12\n" in out and "rank 3      old pass, step 12\n" in out
@@ -95,12 +95,12 @@ def test_ranks_that_do_the_same_share_a_line_and_the_silent_one_is_named(
     assert "11 of 30 done" in out and "step_000010" in out and "reward 0.500" in out
 
     past = time.time() - 95
-    os.utime(sign_file(folder, 3), (past, past))
+    os.utime(status_file(folder, 3), (past, past))
     assert main(["status", str(folder)]) == 1
     here = f"({socket.gethostname()}, process {os.getpid()})"
     assert f"rank 3      old pass, step 12; not heard of for 95 s {here}\n" in capsys.readouterr().out
-    for heart in hearts:
-        heart.close("ended")
+    for rank in range(4):
+        write(folder, lock.owner.nonce, rank, "ended")
     assert examine(folder).problems == []
     lock.release()
     assert "no job is at work here" in render(examine(folder))
@@ -111,35 +111,41 @@ def test_a_rank_without_progress_is_stuck_also_when_it_waits(
 ) -> None:
     folder = make_run(tmp_path / "run")
     lock = FolderLock(folder)
-    hearts = [
-        heart_of(folder, lock.owner.nonce, rank, "update", waits, size=2)
-        for rank, waits in enumerate(("", "grades"))
-    ]
-    for rank in (0, 1):
-        path = sign_file(folder, rank)
+    for rank, waits in enumerate(("", "grades")):
+        write(folder, lock.owner.nonce, rank, "update", waits, size=2)
+        path = status_file(folder, rank)
         path.write_text(json.dumps(json.loads(path.read_text()) | {"progress": time.time() - 2000}))
     for rank, problem in enumerate(examine(folder).problems):
         assert problem.startswith(f"rank {rank}: no progress for ")
     assert rank == 1 and main(["status", str(folder)]) == 1
     assert "waiting for grades" in capsys.readouterr().out
-    for heart in hearts:
-        heart.close("ended")
     lock.release()
 
 
-def test_a_rank_that_fails_says_so_and_a_smaller_job_forgets_the_others(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run")
+def test_one_thread_writes_lock_and_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last word of a rank stays; a smaller job removes the files of the ranks beyond it."""
+    monkeypatch.setattr("megatron_fspo.job.lock.REFRESH_SECONDS", 0.02)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    folder, threads = make_run(tmp_path / "run"), threading.active_count()
     for rank in range(3):
-        heart_of(folder, "before", rank, "update").close("ended")
-    control = Control()
-    with (
-        pytest.raises(RuntimeError),
-        beating(folder, "now", Activity(), lambda: control.waits, rank=0, size=1),
-        control.waiting("grades"),
-    ):
-        raise RuntimeError
+        write(folder, "before", rank, "update")
+    lock, control = FolderLock(folder), Control()
+    run = RunFolder(folder, control, [], lock, lock.owner.nonce)
+    run.report(Activity())
     assert [path.name for path in (folder / "ranks").iterdir()] == ["00000.json"]
+    assert threading.active_count() == threads + 1
+    with control.waiting("grades"):
+        for path, text in ((folder / "job.lock", ""), (status_file(folder, 0), '"waits": "grades"')):
+            os.utime(path, (1, 1))
+            deadline = time.monotonic() + 20
+            while path.stat().st_mtime < 2 or text not in path.read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    run.close("failed")
+    assert threading.active_count() == threads
     assert examine(folder).problems == ["rank 0: its error is in the output of the job"]
+    lock.release()
 
 
 def test_a_job_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +166,7 @@ def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_folder_that_takes_no_file_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "ranks").touch()  # a file in the place of the folder
-    Heart(tmp_path, "job", Activity(), str, rank=0, size=1).close("ended")
+    write(tmp_path, "job", 0, "ended")
 
 
 def test_ranks_are_compared_within_their_pipeline_stage() -> None:

@@ -29,14 +29,13 @@ from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.mismatch import correction
 from megatron_fspo.mismatch.measure import measure
-from megatron_fspo.objective import surrogate, token_level
+from megatron_fspo.objective import surrogate
 from megatron_fspo.objective.calibration import BandCalibrator
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.parallel.metrics import gather_lists, share
 from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.rollout import embedded
 from megatron_fspo.rollout.embedded import EmbeddedEngine
-from megatron_fspo.trainer.losses import LossState
 from megatron_fspo.trainer.optimize import observe
 from megatron_fspo.types import Prompt, SamplingParams
 from megatron_fspo.verify import production
@@ -96,7 +95,6 @@ def apart(what: set[str], *, here: bool) -> Patch:
 
     stack = ExitStack()
     stack.enter_context(wrap(surrogate, "min_form", decide))
-    stack.enter_context(wrap(token_level, "min_form", decide))
     stack.enter_context(wrap(policy_loss.PolicyLoss, "loss", loss))
     return stack
 
@@ -152,7 +150,7 @@ class Place:
 
     def calibrated(self) -> list[str]:
         """A calibrated c, forced apart in the calibration."""
-        loss = LossState(FSPOLoss(calibrate=1, drift="k3"), longest=256)
+        loss = FSPOLoss(calibrate=1, drift="k3").start(longest=256)
         records = [record(number) for number in range(8)]
 
         def nudge(real: Callable[..., None], calibrator: Any, *args: Any) -> None:

@@ -16,7 +16,7 @@ from patching import ALONE, CP, DP, PP, SP, TP, Patch, fault, wrap
 from torch import Tensor
 
 from megatron_fspo.mcore import layers, policy, policy_loss
-from megatron_fspo.packing import batch as packing
+from megatron_fspo.packing import pack as packing
 from megatron_fspo.parallel import head
 
 # Their packages have functions of the same names.

@@ -13,8 +13,8 @@ from reference_rows import SHAPES, load, random_rows, relative_error, samples
 from torch import Tensor
 
 from megatron_fspo.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
-from megatron_fspo.objective import aggregation_weight, sequence_surrogate, token_surrogate
-from megatron_fspo.objective.losses import SequenceLevel, TokenLevel
+from megatron_fspo.objective import ConstantDualClip, RLOOBand, aggregation_weight, sequence_surrogate
+from megatron_fspo.objective.policy_objective import SequenceLevel, TokenLevel
 from megatron_fspo.verify.reference import Scores, forward, reference
 from megatron_fspo.verify.reference_model import log_probs_and_entropy
 
@@ -175,12 +175,13 @@ def production(
         slope = (rows.weight / sequences).repeat_interleave(lengths)
         return rows.objective.sum().item() / sequences, slope, rows.clipped.double(), rows.out_of_band
     assert isinstance(objective, TokenLevel)
-    rows = token_surrogate(
-        torch.cat(list(drifts)),
+    ratio, log_ratio = objective.dual_clip_ratio, torch.cat(list(drifts))
+    rows = sequence_surrogate(
+        log_ratio,
+        torch.ones_like(log_ratio),
         a.repeat_interleave(lengths),
-        objective.eps_low,
-        objective.eps_high,
-        objective.dual_clip_ratio,
+        RLOOBand(eps_low=objective.eps_low, eps_high=objective.eps_high),
+        None if ratio is None else ConstantDualClip(ratio=ratio),
     )
     own = lengths.double().repeat_interleave(lengths)
     share = aggregation_weight(objective.aggregation, own, sequences, tokens)

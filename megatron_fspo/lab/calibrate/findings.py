@@ -13,8 +13,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.lab.calibrate.passes import Difference, Measured
 from megatron_fspo.lab.report.history import wilson_interval
-from megatron_fspo.losses import FSPOLoss
-from megatron_fspo.objective import ClipBand
+from megatron_fspo.objective import ClipBand, FSPOBand
 from megatron_fspo.objective.exponent import fit_exponent
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.objective.noise import estimate, noise_of, two_sigma
@@ -47,10 +46,9 @@ def band_of_run(config: Config) -> Band:
     Raises:
         InputError: its loss has none on √L.
     """
-    loss = config.loss
-    if not isinstance(loss, FSPOLoss):
-        raise InputError(f"calibrate measures the noise in FSPO's band; loss.name is {loss.name}")
-    band = loss.band()
+    band = config.loss.band()
+    if not isinstance(band, FSPOBand):
+        raise InputError(f"calibrate measures the noise in FSPO's band; loss.name is {config.loss.name}")
     words = (
         f"c_low = {band.c_low:g}, c_high = {band.c_high:g}, exponent = {band.exponent:g}, "
         f"drift = {band.drift:g}"

@@ -18,21 +18,18 @@ from torch import Tensor
 from megatron_fspo.config import Config
 from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.lab.calibrate.responses import Row, as_rollout, groups_of
-from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.mcore.emulate import emulate_fp8
 from megatron_fspo.mcore.hf_weights import export_hf, load_hf
 from megatron_fspo.mcore.policy import Model
 from megatron_fspo.mismatch.measure import per_sample
-from megatron_fspo.packing.batch import MicroBatch, padded_length
-from megatron_fspo.packing.pack import Packs
+from megatron_fspo.packing.batch import MicroBatch, Packs, padded_length
 from megatron_fspo.record.records import as_tensors
-from megatron_fspo.trainer.batches import make_mini_batches
 from megatron_fspo.trainer.begin import roll_out, with_packs
 from megatron_fspo.trainer.build import Training, build
 from megatron_fspo.trainer.noise import own_precision
 from megatron_fspo.trainer.optimize import optimize
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.rollout import Rollout, with_advantages
+from megatron_fspo.trainer.rollout import Rollout, make_mini_batches, with_advantages
 
 Kind = Literal["repeat", "packs", "sampler", "precision", "updates"]
 
@@ -76,12 +73,8 @@ def quiet(config: Config, *, given: bool) -> Config:
     }
     if given:
         changes["rollout"]["engine"] = "embedded"
-    if isinstance(config.loss, FSPOLoss):
-        drift = "none" if config.loss.drift == "measured" else config.loss.drift
-        changes["loss"] = {"noise": None, "drift": drift}
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()}
-    )
+    sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()}
+    return config.model_copy(update={**sections, "loss": config.loss.unmeasured()})
 
 
 def measure(inputs: Inputs, emulated: Sequence[FP8], given: Sequence[Row]) -> Measured:

@@ -11,7 +11,6 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of
-from megatron_fspo.trainer.sampling import is_first_of_copy
 from megatron_fspo.types import Completion, Prompt
 from megatron_fspo.weights import Architecture
 
@@ -68,9 +67,7 @@ def as_rollout(rows: list[Row], groups: ParallelGroups) -> Rollout:
     table = torch.tensor(
         [(*describe(completion, i % size), 0.0, 0.0) for i, completion in enumerate(completions)]
     )
-    held = (
-        {i: one for i, one in enumerate(completions) if i % size == rank} if is_first_of_copy(groups) else {}
-    )
+    held = {i: one for i, one in enumerate(completions) if i % size == rank} if groups.first_of_copy else {}
     return rollout_of(prompts, 1, table.double(), held)
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.explain.chance import NUM_BINS, lre_of
 from megatron_fspo.lab.explain.dump import Dump
-from megatron_fspo.lab.explain.losses import BandLoss, Verdict, judge, limits, reach, scaled, widest
+from megatron_fspo.lab.explain.losses import Verdict, judge, reach
 from megatron_fspo.lab.explain.noise import Source, noise_alone
 from megatron_fspo.lab.explain.parts import Parts, blocks_of, take_apart
+from megatron_fspo.losses import PolicyLossConfig
 from megatron_fspo.objective import LengthReweightingError
 from megatron_fspo.objective.calibration import sigma_hat
 from megatron_fspo.objective.exponent import Exponent, measure_exponent
@@ -134,7 +135,7 @@ class Findings:
     disagreements: tuple[Disagreement, ...]
 
 
-def findings(dump: Dump, losses: Sequence[BandLoss], rate: float | None = None) -> Findings:
+def findings(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float | None = None) -> Findings:
     """Everything.
 
     Args:
@@ -156,8 +157,8 @@ def findings(dump: Dump, losses: Sequence[BandLoss], rate: float | None = None) 
     matched: list[OfLoss] = []
     if 0 < wanted < 1:
         for loss, far, by_noise in zip(losses, reaches, noisy, strict=True):
-            factor = min(factor_for(far, wanted), widest(loss))
-            same = scaled(loss, factor)
+            factor = min(factor_for(far, wanted), loss.widest())
+            same = loss.scaled(factor)
             matched.append(_of_loss(same, dump, judge(same, dump), by_noise > factor, bins))
     return Findings(
         dump=dump,
@@ -198,17 +199,17 @@ def _exponent(dump: Dump) -> Exponent | str:
 
 
 def _limits_for(
-    losses: Sequence[BandLoss], reaches: Sequence[Tensor], given: Sequence[OfLoss]
+    losses: Sequence[PolicyLossConfig], reaches: Sequence[Tensor], given: Sequence[OfLoss]
 ) -> list[Matched]:
     found = []
     for (loss, far), target in itertools.product(zip(losses, reaches, strict=True), given):
         if loss.name != target.name and target.out_of_band < 1:
-            factor = min(factor_for(far, target.out_of_band), widest(loss))
+            factor = min(factor_for(far, target.out_of_band), loss.widest())
             found.append(
                 Matched(
                     name=loss.name,
                     to=target.name,
-                    limits=limits(scaled(loss, factor)),
+                    limits=loss.scaled(factor).limits(),
                     factor=factor,
                     out_of_band=(far > factor).double().mean().item(),
                 )
@@ -216,14 +217,14 @@ def _limits_for(
     return found
 
 
-def _of_loss(loss: BandLoss, dump: Dump, verdict: Verdict, by_noise: Tensor, bins: Tensor) -> OfLoss:
+def _of_loss(loss: PolicyLossConfig, dump: Dump, verdict: Verdict, by_noise: Tensor, bins: Tensor) -> OfLoss:
     """``by_noise`` [a multiple of N] bool: outside, of the responses of ``noise_alone``."""
     counts, judged = ~verdict.dropped, ~verdict.dropped & (dump.advantages != 0)
     noisy = by_noise.double().view(-1, len(dump)).mean(0)
     clipped, lengths = verdict.clipped > 0, dump.lengths
     return OfLoss(
         name=loss.name,
-        limits=limits(loss),
+        limits=loss.limits(),
         out_of_band=_mean(verdict.outside[counts]),
         clip_low=_mean(verdict.clipped_low[counts]),
         clip_high=_mean(verdict.clipped_high[counts]),

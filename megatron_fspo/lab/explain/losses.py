@@ -19,29 +19,20 @@ from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.explain.dump import Dump
-from megatron_fspo.losses import CTPOLoss, FSPOLoss, GSPOLoss, RLOOLoss
-from megatron_fspo.objective import effective_sample_size
-from megatron_fspo.objective.losses import LossInputs
+from megatron_fspo.losses import Loss, PolicyLossConfig, loss_sections
+from megatron_fspo.objective import ClipBand, effective_sample_size
+from megatron_fspo.objective.policy_objective import LossInputs
 
-BandLoss = FSPOLoss | GSPOLoss | RLOOLoss | CTPOLoss
-BAND_LOSSES: tuple[BandLoss, ...] = (FSPOLoss(), GSPOLoss(), RLOOLoss(), CTPOLoss())
-"""The losses, with their default limits. The first is what the others are matched to."""
-
-_LEGAL = (
-    "c_low",
-    "c_high",
-    "exponent",
-    "temper",
-    "dual_clip",
-    "c_dual",
-    "eps_low",
-    "eps_high",
-    "dual_clip_ratio",
+_FIRST = ("fspo", "gspo")
+BAND_LOSSES: tuple[PolicyLossConfig, ...] = tuple(
+    sorted(
+        (section() for section in loss_sections() if section.COMPARED and section().limits()),
+        key=lambda loss: (*_FIRST, loss.name).index(loss.name),
+    )
 )
-"""Keys of a loss that say what is clipped in a batch; the others are about a run."""
+"""The losses with limits, at their defaults. The first is what the others are matched to."""
 
 _BLOCK_TOKENS = 1 << 16
-_MOST_NATS = 36.0
 
 KEPT, CLIPPED, IN_PART, DROPPED, NO_ADVANTAGE = "kept", "clipped", "in part", "dropped", "no advantage"
 FATES = (KEPT, CLIPPED, IN_PART, DROPPED, NO_ADVANTAGE)
@@ -84,7 +75,7 @@ class Verdict:
         return effective_sample_size(chosen) if len(chosen) else math.nan
 
 
-def with_limits(words: Sequence[str]) -> tuple[BandLoss, ...]:
+def with_limits(words: Sequence[str]) -> tuple[PolicyLossConfig, ...]:
     """The losses with the limits of the command line: ``--fspo.c-high 0.04``.
 
     Raises:
@@ -106,8 +97,9 @@ def with_limits(words: Sequence[str]) -> tuple[BandLoss, ...]:
     return tuple(_checked(loss, given[loss.name]) for loss in BAND_LOSSES)
 
 
-def _checked(loss: BandLoss, keys: Mapping[str, Any]) -> BandLoss:
-    legal = [name for name in type(loss).model_fields if name in _LEGAL]
+def _checked(loss: PolicyLossConfig, keys: Mapping[str, Any]) -> PolicyLossConfig:
+    about_a_run = {"name", *Loss.model_fields, *loss.RUN_KEYS}
+    legal = [name for name in type(loss).model_fields if name not in about_a_run]
     try:
         for key in keys:
             if key not in legal:
@@ -120,60 +112,36 @@ def _checked(loss: BandLoss, keys: Mapping[str, Any]) -> BandLoss:
         raise InputError(f"--{loss.name}.{first['loc'][0]} {first['input']}: {first['msg']}") from None
 
 
-def known_for(dump: Dump, losses: Sequence[BandLoss]) -> list[BandLoss]:
-    """Those whose decisions follow from the dump: CTPO's need tokens."""
-    return [loss for loss in losses if dump.log_ratio is not None or not isinstance(loss, CTPOLoss)]
+def known_for(dump: Dump, losses: Sequence[PolicyLossConfig]) -> list[PolicyLossConfig]:
+    """Those whose decisions follow from the dump: limits on prefixes need tokens."""
+    return [loss for loss in losses if dump.log_ratio is not None or loss.prefix_band() is None]
 
 
-def _limits(loss: BandLoss) -> tuple[str, ...]:
-    return ("eps_low", "eps_high") if isinstance(loss, GSPOLoss | RLOOLoss) else ("c_low", "c_high")
-
-
-def limits(loss: BandLoss) -> dict[str, float]:
-    """The two limits of its band, by name."""
-    return {name: getattr(loss, name) for name in _limits(loss)}
-
-
-def widest(loss: BandLoss) -> float:
-    """The largest factor for ``scaled``: a ratio's limit 1 − eps_low is 0 in float64 beyond 37 nats."""
-    if isinstance(loss, FSPOLoss | CTPOLoss):
-        return math.inf
-    return _MOST_NATS / max(-math.log1p(-loss.eps_low), math.log1p(loss.eps_high))
-
-
-def scaled(loss: BandLoss, factor: float) -> BandLoss:
-    """The loss with a band so many times as wide, in nats; lower and upper limit keep their ratio."""
-    if isinstance(loss, FSPOLoss):
-        return loss.moved(c_low=factor * loss.c_low, c_high=factor * loss.c_high)
-    if isinstance(loss, CTPOLoss):
-        c_dual = None if loss.c_dual is None else factor * loss.c_dual
-        wider = {"c_low": factor * loss.c_low, "c_high": factor * loss.c_high, "c_dual": c_dual}
-        return loss.model_copy(update=wider)
-    log_low, log_high = math.log1p(-loss.eps_low), math.log1p(loss.eps_high)
-    low, high = -math.expm1(factor * log_low), math.expm1(factor * log_high)
-    return loss.model_copy(update={"eps_low": low, "eps_high": high})
-
-
-def reach(loss: BandLoss, dump: Dump) -> Tensor:
+def reach(loss: PolicyLossConfig, dump: Dump) -> Tensor:
     """[N] the factor by which the band has to be scaled for S to lie on its edge; above 1 outside.
 
-    For CTPO, whose band holds for every prefix, the largest of those of the prefixes.
+    Where a band holds for every prefix, the largest of those of the prefixes.
     """
-    if isinstance(loss, CTPOLoss):
+    if (prefix_band := loss.prefix_band()) is not None:
         segment, tokens = _tokens(dump)
         prefix, place = _prefix_sums(torch.stack([tokens, torch.ones_like(tokens)]), dump.lengths)
-        low, high = loss.objective().band.bounds(place)
-        far = prefix / torch.where(prefix < 0, low, high)
+        far = _reach(prefix_band, prefix, place)
         return far.new_zeros(len(dump)).scatter_reduce_(0, segment, far, "amax")
-    low, high = loss.band().bounds(dump.lengths.double())
-    centre = loss.band().drift * dump.lengths if isinstance(loss, FSPOLoss) else torch.zeros_like(low)
-    off = dump.log_ratio_sum - centre
+    band = loss.band()
+    assert band is not None
+    return _reach(band, dump.log_ratio_sum, dump.lengths.double())
+
+
+def _reach(band: ClipBand, sums: Tensor, lengths: Tensor) -> Tensor:
+    low, high = band.bounds(lengths)
+    centre = band.drift * lengths
+    off = sums - centre
     return off / torch.where(off < 0, low - centre, high - centre)
 
 
-def judge(loss: BandLoss, dump: Dump) -> Verdict:
+def judge(loss: PolicyLossConfig, dump: Dump) -> Verdict:
     """What the loss makes of the dump."""
-    if isinstance(loss, CTPOLoss):
+    if loss.prefix_band() is not None:
         return _judge_tokens(loss, dump)
     # All tokens of a response have one weight: a row stands for them.
     inputs = _inputs(dump, slice(None), dump.log_ratio_sum, torch.arange(len(dump)))
@@ -190,7 +158,7 @@ def judge(loss: BandLoss, dump: Dump) -> Verdict:
     )
 
 
-def _judge_tokens(loss: CTPOLoss, dump: Dump) -> Verdict:
+def _judge_tokens(loss: PolicyLossConfig, dump: Dump) -> Verdict:
     """In blocks of responses that caches hold: more than twice as fast as all tokens in one tensor."""
     ends, blocks, start = dump.lengths.cumsum(0), [], 0
     while start < len(dump):
@@ -202,7 +170,7 @@ def _judge_tokens(loss: CTPOLoss, dump: Dump) -> Verdict:
     return Verdict(**{name: torch.cat(parts) for name, parts in columns.items()})
 
 
-def _judge_block(loss: CTPOLoss, dump: Dump, responses: slice, tokens: slice) -> Verdict:
+def _judge_block(loss: PolicyLossConfig, dump: Dump, responses: slice, tokens: slice) -> Verdict:
     """Of some responses of the dump, and of the tokens that these have."""
     assert dump.log_ratio is not None
     lengths, advantages = dump.lengths[responses], dump.advantages[responses]

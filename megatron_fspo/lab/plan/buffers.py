@@ -10,7 +10,7 @@ from megatron_fspo.weights import Architecture
 from megatron_fspo.weights.table import whole_model
 
 BUCKET = 256 * 2**20
-"""Of a weight update: the default of ``in_buckets`` in :mod:`megatron_fspo.rollout.vllm.senders`."""
+"""Of a weight update: the default of ``in_buckets`` in :mod:`megatron_fspo.rollout.client.weights`."""
 _FP32 = 4
 
 

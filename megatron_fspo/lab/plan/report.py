@@ -279,7 +279,7 @@ def _server(config: Config, shape: Shape, given: Given) -> Server:
 
 
 def _turns(stages: Sequence[Stage], shape: Shape, found: Server, given: Given) -> dict[str, float]:
-    """See :mod:`megatron_fspo.rollout.vllm.turns`; the trainer's own turn is in its stages."""
+    """See :mod:`megatron_fspo.rollout.client.turns`; the trainer's own turn is in its stages."""
     weights = max(stage.always["parameters"] for stage in stages)
     return {
         "update": weights + sending_bytes(shape) + found.weights + found.receiving,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.report.change import Change, accuracy_change, first_and_last_samples
 from megatron_fspo.lab.report.history import History, Records, pooled_lre, read_records
-from megatron_fspo.losses import FSPOLoss, band_of
 from megatron_fspo.objective import ClipBand, LengthReweightingError
 from megatron_fspo.objective.exponent import Exponent, measure_exponent
 from megatron_fspo.record.log import JOBS, WARNINGS, read_rows
@@ -54,7 +52,7 @@ class Findings:
     @property
     def token_level(self) -> bool:
         """Clip rates are shares of tokens then, and there is no band on S."""
-        return band_of(self.config.loss) is None
+        return self.config.loss.band() is None
 
     @property
     def steps(self) -> list[int]:
@@ -112,13 +110,5 @@ def exponent_of(records: Records) -> Exponent | str:
 
 def band_at_end(config: Config, history: History) -> ClipBand | None:
     """The band at the end of a run, if there is one on S."""
-    loss = config.loss
-    if isinstance(loss, FSPOLoss):
-        names = ("fspo/c_low", "fspo/c_high", "fspo/drift")
-        c_low, c_high, drift = (history.series(name).last(1) for name in names)
-        if math.isnan(c_low + c_high + drift):
-            return None
-        exponent = history.series("fspo/exponent").last(1)  # runs of earlier versions did not log it
-        measured = None if math.isnan(exponent) else exponent
-        loss = loss.moved(c_low=c_low, c_high=c_high, drift=drift, exponent=measured)
-    return band_of(loss)
+    loss = config.loss.reported(lambda name: history.series(name).last(1))
+    return None if loss is None else loss.band()

@@ -11,9 +11,8 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.explain.dump import Dump
 from megatron_fspo.lab.explain.findings import factor_for
-from megatron_fspo.lab.explain.losses import BandLoss, reach, scaled, widest
+from megatron_fspo.lab.explain.losses import reach
 from megatron_fspo.lab.report.history import History, Records
-from megatron_fspo.losses import FSPOLoss, band_of
 
 
 def steady(records: Records, history: History) -> Records:
@@ -31,7 +30,7 @@ def matched_loss(config: Config, records: Records) -> dict[str, Any]:
         InputError: the loss has no band on S.
     """
     loss = config.loss
-    if not isinstance(loss, BandLoss) or band_of(loss) is None:
+    if loss.band() is None:
         raise InputError(f"loss.name = {loss.name} has no band on S that could be matched: leave `match` out")
     dump = Dump(
         path=config.run_folder,
@@ -49,8 +48,6 @@ def matched_loss(config: Config, records: Records) -> dict[str, Any]:
     )
     rate = float(records.out_of_band.mean())
     factor = factor_for(reach(loss, dump), rate)
-    if factor > widest(loss):
+    if factor > loss.widest():
         raise InputError(f"loss.name = {loss.name}: no limits leave {rate:.1%} outside; S is beyond ±36 nats")
-    keys = scaled(loss, factor).model_dump(mode="json", exclude_none=True)
-    # What it would calibrate itself to is another share.
-    return keys | {"calibrate": 0} if isinstance(loss, FSPOLoss) else keys
+    return loss.scaled(factor).model_dump(mode="json", exclude_none=True)

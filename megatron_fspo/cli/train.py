@@ -1,0 +1,115 @@
+"""The command ``train``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_fspo.cli import command
+from megatron_fspo.config.loading import describe_keys, load_config
+from megatron_fspo.console import each_line, import_megatron
+from megatron_fspo.doctor import absent, what_is_required
+from megatron_fspo.errors import TrainingError
+
+_HELP = """\
+Train a policy with FSPO (or RLOO, GSPO, GRPO, DAPO, CISPO) from a Hugging Face checkpoint to a better one.
+
+One node, 2 processes:    megatron-fspo train --config examples/make_sum/run.toml --nproc 2
+Under torchrun:           torchrun --nproc-per-node 8 -m megatron_fspo train --config run.toml
+Change a key:             ... --loss.c-high 0.04 --run.name wider
+Change some for good:     ... --config run.toml --config wider.toml
+Check without training:   megatron-fspo train --config run.toml --check
+Continue a stopped run:   megatron-fspo train --config run.toml --resume
+Continue or start:        megatron-fspo train --config run.toml --resume auto
+
+Results are in runs/<run.name>/: config.toml, metrics.jsonl, checkpoints/, hf/ and report/index.html.
+"""
+
+
+def add_train(commands: command.Commands) -> None:
+    """Declare the command."""
+    keys = f"keys of the configuration:\n{describe_keys()}"
+    train = command.add(commands, "train", run, "train a policy", _HELP, epilog=keys, keys=True)
+    command.add_config(train, required=True)
+    command.add_nproc(train)
+    train.add_argument(
+        "--resume",
+        nargs="?",
+        choices=["newest", "auto"],
+        const="newest",
+        default="no",
+        metavar="auto",
+        help="continue the run from its newest checkpoint; auto: if there is one, from the newest that is "
+        "whole, else start (for schedulers that requeue)",
+    )
+    train.add_argument("--check", action="store_true", help="say all that is wrong, and stop")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Train; the exit status is 143 where SIGTERM stopped the run."""
+    if args.check:
+        return each_line(lambda: _check(args, overrides), "megatron-fspo")
+    config = load_config(args.config, overrides)  # before the imports that take seconds
+    import_megatron()
+
+    from megatron_fspo.job.folder import check_writable, checkpoints_to_resume
+    from megatron_fspo.mcore.startup import job
+    from megatron_fspo.trainer.prepare import prepare
+
+    with job():
+        inputs = prepare(config, world_size=command.world_size(args))
+        checkpoints_to_resume(config, args.resume)
+        check_writable(config.run_folder)
+        command.start_ranks(args)
+
+        from megatron_fspo.trainer.loop import train
+
+        pages = not absent("lab")
+        finished = train(inputs, resume=args.resume, draw=_draw if pages else None)
+        if finished and os.environ.get("RANK", "0") == "0":
+            folder = inputs.config.run_folder
+            report = _report_of(folder) if pages else what_is_required("matplotlib")
+            print(
+                f"\ndone. The run is in {folder}/\n"
+                f"  checkpoint for transformers   {folder / 'hf'}\n"
+                f"  report                        {report}\n"
+                f"  numbers                       {folder / 'metrics.jsonl'}\n"
+                f"  resume from                   {folder / 'checkpoints'}"
+            )
+    return 0 if finished else 143
+
+
+def _report_of(folder: Path) -> Path:
+    from megatron_fspo.lab.report.page import write_report
+
+    try:
+        return write_report(folder)
+    except OSError as error:
+        raise TrainingError(
+            f"{error.filename or folder}: the report cannot be written: {error.strerror}. The run is done; "
+            f"`megatron-fspo report {folder}` writes it"
+        ) from None
+
+
+def _draw(folder: Path) -> Mapping[str, str]:
+    """Draw a run under way; matplotlib is imported only where pictures are wanted."""
+    from megatron_fspo.lab.report.page import fairness_pictures
+
+    return fairness_pictures(folder)
+
+
+def _check(args: argparse.Namespace, overrides: list[str]) -> int:
+    config = load_config(args.config, overrides)
+    import_megatron()
+
+    from megatron_fspo.trainer.prepare import check_run
+
+    # Under torchrun, and in the launch script, the run will be on this machine.
+    here = "WORLD_SIZE" in os.environ
+    notes = check_run(config, world_size=command.world_size(args), resume=args.resume, here=here)
+    print(f"{' + '.join(map(str, args.config))}: fine; the run would be in {config.run_folder}")
+    for note in notes:
+        print(f"note: {note}")
+    return 0

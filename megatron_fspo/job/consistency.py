@@ -1,0 +1,148 @@
+"""Before the first step every rank proves that it has the same run in hand as the others.
+
+Nodes differ in ways that no error tells: a relative ``run.folder`` on disks of their own, another copy of the
+data, a configuration edited on one of them, an environment that was updated on all but one. Such a run would
+train, and be wrong. So what each rank has is compared before any weights are loaded, and a difference is
+named with its ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_fspo.config import Config
+from megatron_fspo.errors import InputError
+from megatron_fspo.job.lock import read_owner
+from megatron_fspo.job.rank_status import named_ranks
+from megatron_fspo.parallel.control import Control
+
+_PACKAGES = ("megatron-fspo", "torch", "megatron-core", "transformer-engine", "transformers", "safetensors")
+_NOTHING = "none"
+VISIBLE_SECONDS = 75.0
+"""How long a network file system may hide a new file from another machine: NFS caches names for a minute."""
+_POLL_SECONDS = 0.5
+
+
+def prove_same(config: Config, *, trains: bool = True, resume: str = "no") -> None:
+    """Check that all ranks have the same configuration, data, tokenizer and versions. Collective.
+
+    Args:
+        config: of this rank.
+        trains: whether training prompts are read.
+        resume: what ``--resume`` says; it has to be the same, too.
+
+    Raises:
+        InputError: on every rank; names the first thing that differs, and the ranks.
+    """
+    if dist.get_world_size() == 1:
+        return
+    every = _gather((socket.gethostname(), {**facts(config, trains=trains), "--resume": resume}))
+    if problem := difference(every):
+        raise InputError(problem)
+
+
+def prove_folder_is_shared(folder: Path, control: Control, nonce: str) -> None:
+    """Check that all ranks see the lock file that the first rank made in the folder of the run. Collective.
+
+    Args:
+        folder: of the run.
+        control: of the job.
+        nonce: of the lock.
+
+    Raises:
+        InputError: on every rank; names the ranks that do not see it.
+    """
+    if dist.get_world_size() == 1:
+        return
+    seen = _lock_appears(folder, nonce)
+    control.meet("all ranks to look into the folder of the run")
+    every = _gather((socket.gethostname(), str(Path.cwd()), seen))
+    blind = [rank for rank, (_, _, seen) in enumerate(every) if not seen]
+    if blind:
+        host, cwd, _ = every[blind[0]]
+        raise InputError(
+            f"run.folder: what rank 0 ({every[0][0]}, started in {every[0][1]}) wrote in {folder} is not "
+            f"seen by {named_ranks(blind)} ({host}, started in {cwd}): all nodes need one shared folder, "
+            "named by its full path"
+        )
+
+
+def difference(every: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
+    """The first fact that is not the same on all ranks, as a line; None if all are.
+
+    Args:
+        every: per rank its host, and its facts by name.
+    """
+    names = dict.fromkeys(name for _, facts in every for name in facts)
+    for name in names:
+        having: dict[str, list[int]] = {}
+        for rank, (_, facts) in enumerate(every):
+            having.setdefault(facts.get(name, _NOTHING), []).append(rank)
+        if len(having) > 1:
+            values = (f"{v} on {named_ranks(ranks)} ({every[ranks[0]][0]})" for v, ranks in having.items())
+            return f"{name} differs between ranks: {'; '.join(values)}"
+    return None
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that numbers depend on, by name; without those that are not installed."""
+    installed = {}
+    for package in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            installed[package] = importlib.metadata.version(package)
+    return installed
+
+
+def facts(config: Config, *, trains: bool) -> dict[str, str]:
+    """Name → value, as a person reads them, of all that must be the same on all ranks; the likelier reason
+    before what follows from it."""
+    packages = dict.fromkeys(_PACKAGES, _NOTHING) | versions()
+    values = {"the version of Python": platform.python_version()}
+    values |= {f"the version of {package}": version for package, version in packages.items()}
+    for section, keys in config.model_dump(mode="json").items():
+        values |= {f"{section}.{key}": repr(value) for key, value in keys.items()}
+    for key, sets in (("train", config.data.train_sets), ("validation", config.data.validation_sets)):
+        for one in sets if trains or key == "validation" else ():
+            values[f"the file of data.{key}, {one.file},"] = _digest([one.file])
+    small = sorted(path for path in config.model.checkpoint.glob("*") if path.suffix in (".json", ".jinja"))
+    values["the configuration and tokenizer in model.checkpoint"] = _digest(small)
+    if config.loss.name == "fspo" and config.loss.noise is not None:
+        values[f"the file of loss.noise, {config.loss.noise},"] = _digest([config.loss.noise])
+    return values
+
+
+def _digest(paths: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return f"SHA-256 {digest.hexdigest()[:16]}"
+
+
+def _lock_appears(folder: Path, nonce: str) -> bool:
+    """Wait for the lock file, not for long; returns whether it is there."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    while True:
+        with suppress(OSError):
+            owner = read_owner(folder)
+            if owner is not None and owner.nonce == nonce:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+
+
+def _gather(mine: Any) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every

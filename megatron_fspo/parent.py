@@ -1,0 +1,26 @@
+"""A process that ends with the one that started it, however that ends. Standard library only."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, also by ``kill -9``. Linux only.
+
+    The parent is, strictly, the thread that started this process. Processes that this one starts do not
+    inherit it.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended just before
+        os._exit(1)

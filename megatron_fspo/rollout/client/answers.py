@@ -1,0 +1,265 @@
+"""What a vLLM server answered, read with suspicion. No I/O.
+
+A log-prob that belongs to another token, or a response cut short, would train the policy on what it did not
+do and show nowhere. So an answer is either exactly what was asked for, or a :class:`BadAnswer`.
+
+One process reads the answers of all servers while it trains, so reading has to be cheap: msgspec checks types
+as it decodes, and makes nothing of the parts that are not named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from megatron_fspo.errors import TrainingError
+from megatron_fspo.rollout.common import MODEL
+from megatron_fspo.rollout.stop import kept
+from megatron_fspo.types import Completion, SamplingParams, VersionSpan
+
+FIRST_VERSION = "default"
+"""What vLLM calls the weights that it started with: version 0."""
+
+_ROUNDING = 1e-6  # nats: a fp32 log-softmax of a certain token may come out this far above 0
+_MINUS_INFINITY = -9999.0  # vLLM writes this for −∞ and NaN
+
+
+class BadAnswer(TrainingError):
+    """A server answered something that cannot be trained on. The message names the server."""
+
+
+class StoppedElsewhere(BadAnswer):
+    """The response ends where a stop string is in the server's text, and not in ours."""
+
+
+class _Wrong(Exception):
+    """What is wrong with an answer; whose it is comes later."""
+
+
+class _Elsewhere(_Wrong):
+    pass
+
+
+# Python's garbage collector need not walk through one object per token.
+class _LogProb(Struct, gc=False):
+    logprob: float
+
+
+class _Token(_LogProb, gc=False):
+    token_id: int
+
+
+class _LogProbs(Struct):
+    content: list[_Token]
+
+
+class _Span(Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(Struct):
+    token_ids: list[Annotated[int, Meta(ge=0, lt=2**31)]]
+    finish_reason: Literal["stop", "length"]
+    logprobs: _LogProbs
+    weight_versions: list[_Span]
+
+
+class _Answer(Struct):
+    error: Any = None
+    model: str | None = None
+
+
+class _Generated(_Answer):
+    choices: list[_Choice] = []
+
+
+class _Scored(_Answer):
+    prompt_logprobs: list[dict[str, _LogProb] | None] = []
+
+
+_A = TypeVar("_A", bound=_Answer)
+_T = TypeVar("_T")
+_GENERATED = msgspec.json.Decoder(_Generated)
+_SCORED = msgspec.json.Decoder(_Scored)
+_ANYTHING = msgspec.json.Decoder()
+
+
+def parse(body: bytes, where: str) -> object:
+    """The JSON of an answer; None for an empty one, which several routes send.
+
+    Raises:
+        BadAnswer: not JSON, or cut off.
+    """
+    with _named(where):
+        return _decode(_ANYTHING, body) if body else None
+
+
+def read_completion(body: bytes, *, params: SamplingParams, where: str) -> Completion:
+    """The one completion of an answer of ``/inference/v1/generate``.
+
+    Args:
+        params: what was asked for; ``n`` is not looked at, a request asks for one. With stop strings a server
+            may go on where it should stop: what it sampled after them is cut off.
+        where: the server, for messages.
+
+    Raises:
+        StoppedElsewhere: see there.
+        BadAnswer: anything else but that completion.
+    """
+    with _named(where):
+        answer = _checked(_decode(_GENERATED, body))
+        if len(answer.choices) != 1:
+            raise _Wrong(f"{len(answer.choices)} choices where 1 was asked for")
+        (choice,) = answer.choices
+        token_ids = choice.token_ids
+        end = kept(token_ids, params)
+        _check_end(token_ids, choice.finish_reason, params, stopped=end is not None)
+        log_probs = _log_probs(choice.logprobs.content, token_ids)
+        spans = _spans(choice.weight_versions, len(token_ids))
+    if params.temperature == 0:
+        # A greedy choice is certain. vLLM reports the log-prob at temperature 1.
+        log_probs = [0.0] * len(token_ids)
+    if end is not None:
+        spans = tuple(replace(span, end=min(span.end, end)) for span in spans if span.start < end)
+    return Completion(
+        token_ids=token_ids[:end],
+        log_probs=log_probs[:end],
+        finish_reason=choice.finish_reason if end is None else "stop",
+        weight_version=min(span.version for span in spans),
+        version_spans=spans,
+    )
+
+
+def read_prompt_log_probs(body: bytes, token_ids: Sequence[int], where: str) -> list[float]:
+    """Log-prob of each prompt token but the first, given those before it, in nats.
+
+    Args:
+        token_ids: the prompt that was sent, N tokens.
+        where: the server, for messages.
+
+    Returns:
+        N − 1 numbers.
+
+    Raises:
+        BadAnswer: anything but these log-probs.
+    """
+    with _named(where):
+        entries = _checked(_decode(_SCORED, body)).prompt_logprobs
+        if len(entries) != len(token_ids):
+            raise _Wrong(f"{len(entries)} prompt log-probs for {len(token_ids)} tokens")
+        found = []
+        for i, (entry, token) in enumerate(zip(entries[1:], token_ids[1:], strict=True), start=1):
+            if entry is None or str(token) not in entry:
+                raise _Wrong(f"prompt position {i} has no log-prob of token {token}")
+            found.append(entry[str(token)].logprob)
+        _check_range(found, "prompt position", first=1)
+        return found
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    try:
+        yield
+    except _Wrong as wrong:
+        kind = StoppedElsewhere if isinstance(wrong, _Elsewhere) else BadAnswer
+        raise kind(f"{where}: {wrong}") from None
+
+
+def _decode(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _Wrong(f"the answer is not what was asked for: {error}") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise _Wrong(f"the answer of {len(body)} bytes is not JSON ({error})") from None
+
+
+def _checked(answer: _A) -> _A:
+    """An answer of the policy."""
+    if answer.error is not None:
+        raise _Wrong(f"the answer is an error: {_short(answer.error)}")
+    if answer.model != MODEL:
+        raise _Wrong(f"the answer is from model {_short(answer.model)}, not {MODEL!r}")
+    return answer
+
+
+def _check_end(token_ids: list[int], reason: str, params: SamplingParams, *, stopped: bool) -> None:
+    """Args: stopped: whether there is a stop string in the response."""
+    if not token_ids:
+        raise _Wrong("no token in the completion")
+    count = len(token_ids)
+    stops = sorted(token_ids.index(token) for token in params.stop_token_ids if token in token_ids)
+    if count > params.max_tokens:
+        raise _Wrong(f"{count} tokens where at most {params.max_tokens} were asked for")
+    if stops and stops[0] < count - 1:
+        raise _Wrong(f"stop token {token_ids[stops[0]]} at position {stops[0]} of {count}, not at the end")
+    if stopped:  # the rest is cut off
+        return
+    if reason == "stop" and not stops:
+        wrong = f"finish_reason 'stop' without a stop token: the last is {token_ids[-1]}"
+        raise _Elsewhere(wrong) if params.stop else _Wrong(wrong)
+    if reason == "length" and stops:
+        raise _Wrong(f"finish_reason 'length' with stop token {token_ids[-1]} at the end")
+    if reason == "length" and count < params.max_tokens:
+        raise _Wrong(
+            f"cut off after {count} of {params.max_tokens} tokens:"
+            " --max-model-len has to hold prompt and completion"
+        )
+
+
+def _log_probs(content: list[_Token], token_ids: list[int]) -> list[float]:
+    if len(content) != len(token_ids):
+        raise _Wrong(f"{len(content)} log-probs for {len(token_ids)} tokens")
+    named = [entry.token_id for entry in content]
+    if named != token_ids:
+        i = next(i for i, token in enumerate(token_ids) if named[i] != token)
+        raise _Wrong(f"log-prob {i} is of token {named[i]}, the token is {token_ids[i]}")
+    found = [entry.logprob for entry in content]
+    _check_range(found, "token", first=0)
+    return found
+
+
+def _check_range(log_probs: Sequence[float], what: str, *, first: int) -> None:
+    """``first``: number of the first, for the message."""
+    for worst in (min(log_probs, default=0.0), max(log_probs, default=0.0)):
+        if not _MINUS_INFINITY < worst <= _ROUNDING:
+            i = first + log_probs.index(worst)
+            raise _Wrong(f"the log-prob of {what} {i} is {worst}, not a finite number up to 0")
+
+
+def _spans(entries: list[_Span], count: int) -> tuple[VersionSpan, ...]:
+    spans, position = [], 0
+    for entry in entries:
+        if entry.start != position or entry.end <= entry.start:
+            raise _Wrong(
+                f"weight_versions goes from {entry.start} to {entry.end} where {position} comes next"
+            )
+        spans.append(VersionSpan(version=_version(entry.version), start=entry.start, end=entry.end))
+        position = entry.end
+    if position != count:
+        raise _Wrong(f"weight_versions covers {position} of {count} tokens")
+    return tuple(spans)
+
+
+def _version(text: str) -> int:
+    if text == FIRST_VERSION:
+        return 0
+    if not (text.isascii() and text.isdigit()) or len(text) > 18:
+        raise _Wrong(f"weight version {_short(text)}, not a number or {FIRST_VERSION!r}")
+    return int(text)
+
+
+def _short(value: object) -> str:
+    """A value on one line, for a message."""
+    try:
+        text = repr(value)
+    except RecursionError:  # lists in lists in lists
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 120 else text[:120] + "…"

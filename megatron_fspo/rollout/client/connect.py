@@ -1,0 +1,150 @@
+"""From the configuration's ``[vllm]`` section to what talks to the servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from megatron_fspo.config import VLLM
+from megatron_fspo.errors import InputError, InputErrors
+from megatron_fspo.remote import Loop, http_client
+from megatron_fspo.rollout.client.engine import Leader
+from megatron_fspo.rollout.client.pool import Find, Pool
+from megatron_fspo.rollout.client.server import Server
+from megatron_fspo.rollout.client.turns import sleep, wake
+from megatron_fspo.rollout.client.weights import BroadcastSender, DiskSender, Sender
+from megatron_fspo.rollout.common import announced, api_key, is_loopback
+from megatron_fspo.rollout.links import listen
+
+LARGEST_TEMPERATURE = 2.0  # vLLM refuses more
+
+
+def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: bool) -> None:
+    """Before any server is asked.
+
+    Args:
+        temperatures: that will be sampled at, by key of the configuration.
+        cuda: whether the trainer's tensors are on a GPU.
+
+    Raises:
+        InputErrors: what is wrong.
+    """
+    problems = []
+    urls = [server.url for server in _servers(options.urls, http_client())]
+    twice = next((url for i, url in enumerate(urls) if url in urls[:i]), None)
+    if twice is not None:
+        problems.append(f"vllm.urls names {twice} twice")
+    if options.transfer == "disk" and options.folder is None:
+        problems.append("vllm.transfer = disk needs vllm.folder, which trainer and servers share")
+    if options.transfer == "nccl" and not cuda:
+        problems.append("vllm.transfer = nccl needs a trainer on GPUs; gloo and disk work everywhere")
+    far = _far(urls)
+    if options.transfer != "disk" and far and options.address and is_loopback(options.address):
+        problems.append(
+            f"vllm.address = {options.address} is this machine to itself only: name it as {far} sees it"
+        )
+    for key, temperature in temperatures.items():
+        if temperature > LARGEST_TEMPERATURE:
+            problems.append(f"{key} = {temperature}: vLLM takes at most {LARGEST_TEMPERATURE:g}")
+    if problems:
+        raise InputErrors(problems)
+
+
+def absent_servers(options: VLLM) -> list[str]:
+    """Per server that does not answer within seconds, a line that names it."""
+    return asyncio.run(_absent_servers(options))
+
+
+async def _absent_servers(options: VLLM) -> list[str]:
+    urls = options.urls if options.discovery is None else announced(options.discovery)
+    async with http_client() as http:
+        servers = _servers(urls, http)
+        answered = await asyncio.gather(*(server.healthy() for server in servers))
+    return [
+        f"vllm.urls: no server answers at {server.url}; `megatron-fspo serve` starts one"
+        for server, there in zip(servers, answered, strict=True)
+        if not there
+    ]
+
+
+def connect(options: VLLM, vocab_size: int) -> Leader:
+    """For the first rank. The API key comes from ``VLLM_API_KEY``, and goes nowhere else."""
+    http = http_client()
+    find = None if options.discovery is None else _finder(options.discovery, http)
+    pool = Pool(
+        _servers(options.urls, http) if find is None else find(),
+        find=find,
+        vocab_size=vocab_size,
+        max_in_flight_per_server=options.in_flight,
+        recovery_seconds=options.recovery_seconds,
+    )
+    return Leader(loop=Loop("rollout"), http=http, pool=pool, sender=_sender(options))
+
+
+async def settle(leader: Leader, *, colocated: bool) -> None:
+    """Before a trainer takes memory: have the servers that are there give up theirs where GPUs are shared;
+    else wake those that a job before this one left asleep.
+
+    Raises:
+        TrainingError: one did not sleep.
+        InputError: one cannot.
+    """
+    servers = await leader.pool.reachable()
+    await sleep(servers) if colocated else await wake(servers)
+
+
+def _servers(urls: Sequence[str], http: httpx.AsyncClient) -> list[Server]:
+    key = api_key()
+    return [Server(url, http, api_key=key) for url in urls]
+
+
+def _finder(folder: Path, http: httpx.AsyncClient) -> Find:
+    known: dict[str, Server] = {}
+
+    def find() -> list[Server]:
+        urls = announced(folder)
+        new = [url for url in urls if url not in known]
+        known.update(zip(new, _servers(new, http), strict=True))
+        return [known[url] for url in urls]
+
+    return find
+
+
+def _sender(options: VLLM) -> Sender:
+    if options.transfer == "disk":
+        assert options.folder is not None
+        return DiskSender(options.folder)
+    _check_address(options)
+    return BroadcastSender(options.transfer, address=options.address)
+
+
+def _check_address(options: VLLM) -> None:
+    """Whether servers elsewhere can reach what listens on the address; asked on the machine that will listen.
+
+    Raises:
+        InputError: this machine does not have the address, or is all that it reaches.
+    """
+    if options.address is None:
+        return
+    try:
+        with listen(options.address) as listener:
+            found = listener.getsockname()[0]
+    except OSError as error:
+        raise InputError(
+            f"vllm.address = {options.address}: {error.strerror or error}; it has to be a name or address of "
+            "this machine"
+        ) from None
+    far = _far(options.urls)
+    if far is not None and is_loopback(found):
+        raise InputError(
+            f"vllm.address = {options.address} is {found} here, this machine to itself only: give the "
+            f"address that {far} sees"
+        )
+
+
+def _far(urls: Sequence[str]) -> str | None:
+    """The first server that is on another machine, if any."""
+    return next((url for url in urls if not is_loopback(httpx.URL(url).host)), None)

@@ -1,0 +1,400 @@
+"""Rollouts from vLLM servers, as the trainer sees them: generate, and new weights that are proven.
+
+The first rank of the job leads: it talks to the servers, and tells the others what to do together with it:
+they gather weights and score the canary. While it waits for servers the others wait for its
+word, outside of collectives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+import httpx
+import torch
+from torch import Tensor
+
+from megatron_fspo.errors import InputError, StopRequested, TrainingError
+from megatron_fspo.parallel.control import SLICE
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.remote import Loop
+from megatron_fspo.rollout.checksum import Checksum
+from megatron_fspo.rollout.client import proof, turns, weights
+from megatron_fspo.rollout.client.hand_out import hand_out
+from megatron_fspo.rollout.client.pool import Pool, Request
+from megatron_fspo.rollout.client.server import Server, ServerLost
+from megatron_fspo.rollout.client.turns import Memory, Turn, Turns
+from megatron_fspo.rollout.engine import Arrived, Pending, Progress
+from megatron_fspo.types import Completion, Prompt, SamplingParams
+
+T = TypeVar("T")
+
+ATTEMPTS = 3
+_TURN = "turn: "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """What the engine asks of the trainer. Every rank calls both at the same time."""
+
+    tensors: Callable[[], Iterator[tuple[str, Tensor]]]
+    """The weights under their Hugging Face names, on the first rank; collective."""
+    score: Callable[[Sequence[Sequence[int]]], list[Tensor] | None]
+    """Per sequence of n tokens the log-probs [n - 1] of all but the first, at temperature 1, on the first
+    rank; collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leader:
+    """What only the first rank has."""
+
+    loop: Loop
+    http: httpx.AsyncClient
+    pool: Pool
+    sender: weights.Sender
+
+
+class _Batch:
+    """Completions under way on the first rank. The loop's thread counts those that are done."""
+
+    work: Future[list[Completion]]
+
+    def __init__(self, arrived: Arrived | None) -> None:
+        self._arrived = arrived
+        self._lock = threading.Lock()
+        self._unreported = 0
+        self._progress: Progress | None = None
+
+    def arrive(self, number: int, completion: Completion) -> None:
+        """One more is done; called in the thread of the loop."""
+        if self._arrived is not None:
+            self._arrived(number, completion)
+        self._report(1, None)
+
+    def report_to(self, progress: Progress | None) -> None:
+        """From here on tell ``progress``, also of what is done already."""
+        self._report(0, progress)
+
+    def _report(self, more: int, progress: Progress | None) -> None:
+        with self._lock:
+            self._progress = progress or self._progress
+            self._unreported += more
+            if self._progress is not None and self._unreported:
+                self._progress(self._unreported)
+                self._unreported = 0
+
+
+class VLLMEngine:
+    """A :class:`~megatron_fspo.rollout.engine.RolloutEngine`.
+
+    Args:
+        leader: None on all ranks but the first.
+        canary_sequences: token ids that trainer and servers score after every update.
+        dtype: of the trainer's weights.
+        tolerance: largest |Δ log-prob| allowed there, in nats; None: taken from the model, at the first
+            update.
+        memory: of this rank, where trainer and servers share GPUs; the servers are asleep then.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        groups: ParallelGroups,
+        leader: Leader | None,
+        *,
+        canary_sequences: Sequence[Sequence[int]],
+        dtype: torch.dtype = torch.float32,
+        tolerance: float | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._groups = groups
+        self._control = groups.control
+        self._leader = leader
+        self._canary = canary_sequences
+        self._dtype = dtype
+        self._tolerance = tolerance
+        self._version = 0
+        # Servers that came back and wait for weights, with what to answer; None: some batch is done.
+        self._events: SimpleQueue[tuple[Server, asyncio.Future[bool]] | None] = SimpleQueue()
+        self._canary_error = float("nan")
+        self._proven = False
+        self._turns = Turns(memory, groups.control)
+        if leader is not None:
+            leader.pool.admit = self._admit
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        mine: range | None = None,
+        arrived: Arrived | None = None,
+    ) -> Pending:
+        """See the protocol. The servers are asked at once, and answer while the trainer does something else.
+
+        Responses that are under way during a weight update go on after it, with the new weights. A server
+        that dies is done without, and served again when it is back. The first rank hears of every completion
+        that arrives, in the thread of the loop.
+        """
+        self._turn_to(Turn.SERVERS)
+        wanted = range(len(prompts)) if mine is None else mine
+        requests = [Request.of(prompt, params, number) for prompt in prompts for number in range(params.n)]
+        batch = _Batch(arrived)
+        if self._leader is not None:
+            pool = self._leader.pool
+            work = pool.generate(requests, batch.arrive, oldest_version=self._version)
+            batch.work = self._leader.loop.submit(work)
+            batch.work.add_done_callback(lambda _: self._events.put(None))
+
+        def collect(progress: Progress | None = None, *, stops: bool = False) -> list[list[Completion]]:
+            done: list[Completion] = []
+            if self._leader is not None:
+                done = self._collect(self._leader, batch, progress, stops)
+            else:
+                self._follow("responses of the servers")
+            return self._hand_out(done, params.n, wanted)
+
+        return collect
+
+    def _collect(
+        self, leader: Leader, batch: _Batch, progress: Progress | None, stops: bool
+    ) -> list[Completion]:
+        """Wait for the completions; meanwhile give servers that come back the current weights."""
+        batch.report_to(progress)
+        what = "responses of the servers"
+        with self._leading(), self._control.waiting(what, stops=stops) as wait:
+            while not batch.work.done():
+                try:
+                    wait.check()
+                except StopRequested:
+                    self._control.tell("stop")
+                    raise
+                try:
+                    event = self._events.get(timeout=SLICE)
+                except Empty:
+                    continue
+                if event is not None and not event[1].done():
+                    server, admitted = event
+                    same = self._update([server]) is None
+                    self._enter(Turn.SERVERS)
+                    leader.loop.run(_answer(admitted, same))
+            completions = batch.work.result()
+            self._control.tell("done")
+        return completions
+
+    async def _admit(self, server: Server) -> bool:
+        """Give a server that came back the current weights; False if it did not take them. For the pool."""
+        admitted = asyncio.get_running_loop().create_future()
+        self._events.put((server, admitted))
+        return await admitted
+
+    def _hand_out(self, done: Sequence[Completion], samples: int, wanted: range) -> list[list[Completion]]:
+        """From the first rank to the first ranks of the model copies; what each wants of all the prompts."""
+        groups = self._groups
+        if not groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
+            return []
+        shares = [
+            [c for i in share for c in done[i * samples : (i + 1) * samples]]
+            for share in gather_lists([wanted], group=groups.dp)
+        ]
+        mine = hand_out(shares, group=groups.dp)
+        return [mine[i : i + samples] for i in range(0, len(mine), samples)]
+
+    def _follow(self, what: str) -> None:
+        """On the other ranks: do what the first one says, until it is done."""
+        while (word := self._control.hear(what)) != "done":
+            if word == "stop":
+                raise StopRequested(f"a stop was requested during the wait for {what}")
+            if word == "score":
+                self._trainer.score(self._canary)
+            elif word.startswith(_TURN):
+                self._turns.take(Turn(word.removeprefix(_TURN)))
+            else:
+                for _ in self._trainer.tensors():
+                    pass
+
+    def rest(self) -> None:
+        """Where servers are on the trainer's GPUs: have them give up the memory. Collective.
+
+        Raises:
+            TrainingError: on every rank; one did not.
+        """
+        self._turn_to(Turn.TRAINER)
+
+    def _turn_to(self, turn: Turn) -> None:
+        """Collective."""
+        if self._turns.is_now(turn):
+            return
+        if self._leader is None:
+            self._follow(f"the turn of the {turn.value}")
+            return
+        with self._leading():
+            self._enter(turn)
+            self._control.tell("done")
+
+    def _enter(self, turn: Turn, servers: Sequence[Server] = ()) -> None:
+        """On the first rank, while the others follow. Memory is given before any is taken.
+
+        Args:
+            servers: that have their weights in the turn ``update``.
+
+        Raises:
+            ServerLost: one of them does not wake.
+        """
+        if not self._turns.shared or (self._turns.is_now(turn) and turn is not Turn.UPDATE):
+            return
+        assert self._leader is not None
+        loop, pool = self._leader.loop, self._leader.pool
+        began = time.perf_counter()
+        if turn is not Turn.SERVERS:
+            loop.run(turns.sleep(loop.run(pool.reachable())))
+        self._control.tell(f"{_TURN}{turn.value}")
+        self._turns.take(turn)
+        if turn is Turn.SERVERS:
+            loop.run(turns.wake(loop.run(pool.reachable())))
+        elif turn is Turn.UPDATE:
+            loop.run(turns.wake_weights(servers))
+        self._turns.seconds += time.perf_counter() - began
+
+    def update_weights(self, version: int) -> None:
+        """Send the trainer's weights to every server and prove that they arrived. Collective.
+
+        A server on which that fails stays out of rotation, and is tried again while there is work.
+
+        Raises:
+            TrainingError: on every rank; a server has other weights than the trainer, or servers were
+                reachable and none took them.
+            InputError: the same, where servers refused, as they do without their key.
+        """
+        self._version = version
+        if self._leader is None:
+            self._follow("the servers to have new weights")
+            return
+        with self._leading():
+            self._update_all()
+            self._control.tell("done")
+
+    def _update_all(self) -> None:
+        assert self._leader is not None
+        loop, pool = self._leader.loop, self._leader.pool
+        for _ in range(ATTEMPTS):
+            servers = loop.run(pool.reachable())
+            problem = self._update(servers) if servers else None
+            if problem is None:
+                break
+            if len(loop.run(pool.reachable())) < len(servers):
+                continue  # with those that did not die
+            # One that fails makes an update of all fail: each alone tells which.
+            servers = [server for server in servers if self._update([server]) is None]
+            if servers:
+                break
+        else:
+            if isinstance(problem, InputError):  # such as a wrong key
+                raise problem
+            raise TrainingError(
+                f"no weight update to version {self._version} in {ATTEMPTS} attempts: {problem}"
+            )
+        loop.run(pool.serve(servers))
+
+    def _update(self, servers: Sequence[Server]) -> Exception | None:
+        """Send the weights and prove them, together with the other ranks; returns why servers did not take
+        them.
+
+        Raises:
+            WrongWeights: a server took other weights.
+        """
+        assert self._leader is not None
+        loop = self._leader.loop
+        try:
+            self._enter(Turn.UPDATE, servers)
+        except ServerLost as error:
+            return error
+        self._control.tell("score")
+        want = self._trainer.score(self._canary)
+        assert want is not None
+        mine: dict[str, Checksum] = {}
+        tensors = proof.with_checksums(self._gather(), mine)
+        problem = weights.send_weights(servers, self._leader.sender, loop, tensors, self._version)
+        if problem is not None:
+            return problem
+        try:  # before they serve again
+            proofs = loop.run(_gathered(proof.prove(server, mine) for server in servers))
+        except Exception as error:
+            return error
+        for server, (same, text) in zip(servers, proofs, strict=True):
+            if same is False:
+                raise proof.WrongWeights(server.url, self._version, text)
+        self._enter(Turn.SERVERS)
+        try:
+            loop.run(weights.resume(servers))
+            scores = loop.run(_gathered(proof.canary_scores(server, self._canary) for server in servers))
+        except Exception as error:
+            return error
+        self._proven = all(same for same, _ in proofs)
+        gaps = [(got - torch.cat(want)).abs() for got in scores]
+        self._canary_error = max(gap.max().item() for gap in gaps)
+        if self._tolerance is None:
+            self._tolerance = proof.tolerance(self._canary_error if self._proven else 0.0, self._dtype)
+        for server, gap, (_, text) in zip(servers, gaps, proofs, strict=True):
+            if not gap.max().item() <= self._tolerance:
+                raise proof.WrongWeights(
+                    server.url,
+                    self._version,
+                    f"log-probs of {gap.numel()} canary tokens differ by up to {gap.max():.3g} nats, on "
+                    f"average by {gap.mean():.3g}; {self._tolerance:.3g} is allowed\n{text}",
+                )
+        return None
+
+    def _gather(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights, from all ranks; the others begin when the first tensor is asked for."""
+        self._control.tell("gather")
+        yield from self._trainer.tensors()
+
+    @contextmanager
+    def _leading(self) -> Iterator[None]:
+        """What the first rank does while the others follow: they hear of its failure, wherever they are."""
+        try:
+            yield
+        except StopRequested:  # the others heard of it
+            raise
+        except Exception as error:
+            self._control.fail(error)
+            raise
+
+    def metrics(self) -> dict[str, float]:
+        if self._leader is None:
+            return {}
+        turns = {"rollout/turns_seconds": self._turns.spent()} if self._turns.shared else {}
+        return turns | {
+            "rollout/canary_abs_diff_max": self._canary_error,
+            "rollout/weights_proven": float(self._proven),
+            "rollout/canary_tolerance": math.nan if self._tolerance is None else self._tolerance,
+            "rollout/servers": float(len(self._leader.pool.live())),
+        }
+
+    def close(self) -> None:
+        """Let go of servers and groups; what is under way is dropped."""
+        if self._leader is not None:
+            self._leader.sender.close()
+            # Before the client closes: a request that is just connecting would keep its connection.
+            self._leader.loop.cancel()
+            self._leader.loop.run(self._leader.http.aclose())
+            self._leader.loop.close()
+
+
+async def _gathered(work: Iterable[Awaitable[T]]) -> list[T]:
+    return await asyncio.gather(*work)
+
+
+async def _answer(admitted: asyncio.Future[bool], same: bool) -> None:
+    if not admitted.done():  # else the batch failed meanwhile, and cancelled its probes
+        admitted.set_result(same)

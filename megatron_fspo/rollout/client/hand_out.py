@@ -1,0 +1,65 @@
+"""Completions from the rank that has them all to those that want them: each once, and without pickles."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fspo.parallel.groups import exchange
+from megatron_fspo.types import Completion, VersionSpan
+
+_ROWS = msgspec.msgpack.Decoder(
+    list[tuple[bytes, bytes, Literal["stop", "length"], int, list[tuple[int, int, int]]]]
+)
+
+
+def hand_out(shares: Sequence[Sequence[Completion]], *, group: dist.ProcessGroup) -> list[Completion]:
+    """Give every rank of the group its completions. Collective.
+
+    Args:
+        shares: what goes to each rank; empty lists on a rank that has none. What stays is not copied.
+
+    Returns:
+        this rank's, in their order.
+    """
+    here = group.rank()
+    sent = [[_encode(share)] if share and rank != here else [] for rank, share in enumerate(shares)]
+    received, counts = exchange(sent, torch.uint8, group=group)
+    pieces = received.split(counts)
+    return [
+        completion
+        for rank, piece in enumerate(pieces)
+        for completion in (shares[here] if rank == here else _decode(piece))
+    ]
+
+
+def _encode(completions: Sequence[Completion]) -> Tensor:
+    buffer = bytearray()
+    msgspec.msgpack.Encoder(enc_hook=array.tobytes).encode_into([_row(c) for c in completions], buffer)
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _row(c: Completion) -> tuple[Any, ...]:
+    spans = [(span.version, span.start, span.end) for span in c.version_spans]
+    return c.token_ids, c.log_probs, c.finish_reason, c.weight_version, spans
+
+
+def _decode(encoded: Tensor) -> list[Completion]:
+    return [
+        Completion(
+            token_ids=array("i", token_ids),
+            log_probs=array("f", log_probs),
+            finish_reason=finish_reason,
+            weight_version=version,
+            version_spans=tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in spans),
+        )
+        for token_ids, log_probs, finish_reason, version, spans in (
+            _ROWS.decode(encoded.numpy().data) if len(encoded) else []
+        )
+    ]

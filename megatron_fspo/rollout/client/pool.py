@@ -1,0 +1,372 @@
+"""Several vLLM servers as one sampler: every request is answered once, whichever servers die on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.rollout.client.server import Server, ServerLost
+from megatron_fspo.rollout.engine import Arrived
+from megatron_fspo.rollout.sampling import stream_seed
+from megatron_fspo.types import Completion, Prompt, SamplingParams
+
+Find = Callable[[], Sequence[Server]]
+"""Where servers are now, the same object for the same server; called in a thread of its own."""
+Admit = Callable[[Server], Awaitable[bool]]
+"""Asked before a server that was lost serves again: the place to load the current weights into it. False, or
+:class:`~megatron_fspo.rollout.client.server.ServerLost`, keeps it out until the next probe."""
+
+MAX_LOSSES = 8
+"""A request that lost its server this often is taken for the reason, and stops the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One completion that is wanted."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    """``n`` and ``seed`` are not looked at."""
+    seed: int
+    """In [0, 2³¹)."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, params: SamplingParams, number: int) -> Request:
+        """For completion ``number`` of a prompt, with the random stream of that name."""
+        seed = stream_seed(params.seed, prompt.index, number)
+        return cls(prompt_ids=prompt.token_ids, params=params, seed=seed)
+
+
+class _Slot:
+    """A server's place in the rotation."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.up = True
+        self.losses = 0
+        self.reason = ""
+        self.open = 0
+        self.sampling: set[asyncio.Task[Completion]] = set()
+        self.probe: asyncio.Task[None] | None = None
+
+
+async def _always(server: Server) -> bool:
+    return True
+
+
+class Pool:
+    """Spreads requests over servers.
+
+    A server that is lost leaves the rotation and its requests go to the others. While there is work its
+    ``/health`` is probed; once that answers and ``admit`` agrees, it serves again. A pool belongs to one
+    event loop: all of its methods are called there.
+
+    Args:
+        servers: those that are known; at least one, without ``find``. All count as up at first.
+        max_in_flight_per_server: requests open at one server at most.
+        vocab_size: of the model. A token id outside it would kill a server, so it is refused here.
+        admit: see :data:`Admit`; by default every healthy server is admitted.
+        recovery_seconds: how long to wait for a server when none is up.
+        request_seconds: how long one request may take; longer, and its server counts as lost. Requests wait
+            while a server is paused.
+        attempts: per request and server, see :meth:`Server.post`.
+        find: finds servers that come while there is work, or before a weight update. They are like lost ones
+            that come back; a lost one that is found no more is forgotten.
+        probe_seconds: between two looks at a lost server, or for new ones; at a lost one it doubles with
+            every refused admission, up to 64 times.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        *,
+        max_in_flight_per_server: int,
+        vocab_size: int,
+        admit: Admit = _always,
+        recovery_seconds: float = 600.0,
+        request_seconds: float = 1800.0,
+        attempts: int = 3,
+        find: Find | None = None,
+        probe_seconds: float = 2.0,
+    ) -> None:
+        if not servers and find is None:
+            raise InputError("no rollout servers are named")
+        self._slots = [_Slot(server) for server in servers]
+        self._find = find
+        self._search: asyncio.Task[None] | None = None  # runs while there is work, with ``find``
+        self.max_in_flight = max_in_flight_per_server
+        self.vocab_size = vocab_size
+        self.admit = admit
+        self.recovery_seconds = recovery_seconds
+        self.request_seconds = request_seconds
+        self.attempts = attempts
+        self.probe_seconds = probe_seconds
+        self._turns = count()
+        self._queue: list[tuple[int, asyncio.Future[_Slot]]] = []  # who waits for a server, a heap by turn
+        self._batches: set[asyncio.Future[None]] = set()  # one per call of generate(); an error ends the call
+        self._patience: asyncio.TimerHandle | None = None  # runs while no server is up
+
+    def live(self) -> list[Server]:
+        """The servers in rotation."""
+        return [slot.server for slot in self._slots if slot.up]
+
+    async def reachable(self) -> list[Server]:
+        """The servers whose ``/health`` answers now, in rotation or not."""
+        await self._look_around()
+        healthy = await asyncio.gather(*(slot.server.healthy() for slot in self._slots))
+        return [slot.server for slot, well in zip(self._slots, healthy, strict=True) if well]
+
+    async def serve(self, servers: Sequence[Server]) -> None:
+        """From here on these serve, and no others: they have the current weights.
+
+        Requests that are open at the others are asked anew.
+        """
+        for slot in self._slots:
+            if slot.server in servers:
+                slot.up = True
+            else:
+                _take_out(slot, f"{slot.server.url}: not reached by the last weight update")
+                for task in slot.sampling:
+                    task.cancel()
+        self._reschedule()
+
+    async def generate(
+        self,
+        requests: Sequence[Request],
+        arrived: Arrived | None = None,
+        *,
+        oldest_version: int = 0,
+    ) -> list[Completion]:
+        """One completion per request, in their order. Requests of an earlier call go first.
+
+        Args:
+            arrived: called in the event loop's thread; the number is that of the request.
+            oldest_version: no completion may have a token from weights before these. A server that samples
+                with older ones was restarted behind our back: its answer is dropped, and it has to be
+                admitted again.
+
+        Raises:
+            InputError: a prompt that is empty or has a token id outside the vocabulary; a server refused.
+            BadAnswer: a server answered what was not asked for. The other requests are cancelled.
+            TrainingError: no server for ``recovery_seconds``, or a request that no server survives.
+        """
+        for position, request in enumerate(requests):
+            self._check(position, request)
+        trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._batches.add(trouble)
+        self._reschedule()
+        tasks = [
+            asyncio.create_task(self._answer(position, request, arrived, oldest_version))
+            for position, request in enumerate(requests)
+        ]
+        answers = asyncio.gather(*tasks)
+        try:
+            ends: list[asyncio.Future[Any]] = [answers, trouble]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if trouble.done():
+                trouble.result()
+            return answers.result()
+        finally:
+            self._batches.discard(trouble)
+            ending: list[asyncio.Future[Any]] = [*tasks, *self._reschedule(), answers]
+            for future in ending:
+                future.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+
+    def _check(self, position: int, request: Request) -> None:
+        ids = request.prompt_ids
+        if not ids:
+            raise InputError(f"rollout request {position} has an empty prompt")
+        for what, tokens in (("prompt", ids), ("stop", request.params.stop_token_ids)):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+                wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
+                raise InputError(
+                    f"rollout request {position}: {what} token {wrong} is outside the model's vocabulary"
+                    f" of {self.vocab_size}"
+                )
+
+    async def _answer(
+        self, position: int, request: Request, arrived: Arrived | None, oldest_version: int
+    ) -> Completion:
+        """Ask servers until one has answered."""
+        turn = next(self._turns)
+        for _ in range(MAX_LOSSES):
+            try:
+                completion = await self._ask(turn, request, oldest_version)
+            except ServerLost as error:
+                lost = error
+            else:
+                if arrived is not None:
+                    arrived(position, completion)
+                return completion
+        raise TrainingError(
+            f"rollout request {position} lost its server {MAX_LOSSES} times; the last: {lost}"
+        ) from lost
+
+    async def _ask(self, turn: int, request: Request, oldest_version: int) -> Completion:
+        """Wait for a server and ask it."""
+        while True:
+            slot = await self._turn_of(turn)
+            losses = slot.losses
+            sampling = asyncio.create_task(self._sample(slot.server, request, oldest_version))
+            slot.sampling.add(sampling)
+            try:
+                await asyncio.wait([sampling])
+                if not sampling.cancelled():  # else its server was taken out under it
+                    return sampling.result()
+            except ServerLost as error:
+                if slot.losses == losses:  # else it was lost, and perhaps came back, since it was asked
+                    _take_out(slot, str(error))
+                raise
+            except asyncio.CancelledError:
+                sampling.cancel()
+                await asyncio.wait([sampling])
+                raise
+            finally:
+                slot.sampling.discard(sampling)
+                slot.open -= 1
+                self._reschedule()
+
+    async def _turn_of(self, turn: int) -> _Slot:
+        """A place at the least loaded server, once it is this turn's."""
+        place: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
+        heappush(self._queue, (turn, place))
+        self._hand_out()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if not place.cancelled():  # handed out in the same moment
+                place.result().open -= 1
+                self._hand_out()
+            raise
+
+    def _hand_out(self) -> None:
+        """Give free places to those whose turn it is."""
+        while self._queue:
+            free = [slot for slot in self._slots if slot.up and slot.open < self.max_in_flight]
+            if not free:
+                return
+            _, place = heappop(self._queue)
+            if not place.done():  # else its batch was cancelled
+                slot = min(free, key=lambda slot: slot.open)
+                slot.open += 1
+                place.set_result(slot)
+
+    async def _sample(self, server: Server, request: Request, oldest_version: int) -> Completion:
+        completion = await server.generate(
+            request.prompt_ids,
+            request.params,
+            seed=request.seed,
+            timeout=self.request_seconds,
+            attempts=self.attempts,
+        )
+        if completion.weight_version < oldest_version:
+            raise ServerLost(
+                f"{server.url}: sampled with weights {completion.weight_version}, older than"
+                f" {oldest_version}: was it restarted?"
+            )
+        return completion
+
+    def _reschedule(self) -> list[asyncio.Task[None]]:
+        """While there is work, look after lost servers and for new ones; called whenever something changed.
+
+        Returns:
+            looks that were cancelled.
+        """
+        self._hand_out()
+        at_work = bool(self._batches)
+        cancelled = []
+        if at_work and self._find is not None and self._search is None:
+            self._search = asyncio.create_task(self._keep_looking())
+        elif not at_work and self._search is not None:
+            self._search.cancel()
+            cancelled.append(self._search)
+            self._search = None
+        for slot in self._slots:
+            wanted = at_work and not slot.up
+            if wanted and (slot.probe is None or slot.probe.done()):
+                slot.probe = asyncio.create_task(self._bring_back(slot))
+            elif not wanted and slot.probe is not None:
+                slot.probe.cancel()
+                cancelled.append(slot.probe)
+                slot.probe = None
+        none_up = at_work and not self.live()
+        if none_up and self._patience is None:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_later(self.recovery_seconds, self._give_up)
+            _say(
+                f"no vLLM server serves: {self._reasons()}; waiting up to {self.recovery_seconds:g} s for one"
+            )
+        elif not none_up and self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        return cancelled
+
+    def _give_up(self) -> None:
+        self._fail(TrainingError(f"no rollout server for {self.recovery_seconds:g} s: {self._reasons()}"))
+
+    def _reasons(self) -> str:
+        return "; ".join(slot.reason for slot in self._slots) or "none has announced itself"
+
+    def _fail(self, error: Exception) -> None:
+        """End every batch."""
+        for trouble in self._batches:
+            if not trouble.done():
+                trouble.set_exception(error)
+
+    async def _keep_looking(self) -> None:
+        while True:
+            if await self._look_around():
+                self._reschedule()
+            await asyncio.sleep(self.probe_seconds)
+
+    async def _look_around(self) -> bool:
+        """Know the servers that :attr:`_find` finds, out of rotation as yet; whether anything changed."""
+        if self._find is None:
+            return False
+        found = await asyncio.to_thread(self._find)
+        known = [slot.server for slot in self._slots]
+        gone = [slot for slot in self._slots if not slot.up and slot.server not in found]
+        new = [_Slot(server) for server in found if server not in known]
+        for slot in new:
+            _take_out(slot, f"{slot.server.url}: has no weights of the trainer yet")
+        for slot in gone:
+            if slot.probe is not None:
+                slot.probe.cancel()
+        self._slots = [slot for slot in self._slots if slot not in gone] + new
+        return bool(new or gone)
+
+    async def _bring_back(self, slot: _Slot) -> None:
+        """Put a lost server into rotation again once it is healthy and admitted."""
+        wait = self.probe_seconds
+        while True:
+            if await slot.server.healthy():
+                try:
+                    if await self.admit(slot.server):
+                        break
+                    wait = min(2 * wait, 64 * self.probe_seconds)
+                except ServerLost as error:
+                    slot.reason = str(error)
+                except Exception as error:
+                    self._fail(error)
+                    return
+            await asyncio.sleep(wait)
+        slot.up = True
+        slot.probe = None
+        self._reschedule()
+
+
+def _take_out(slot: _Slot, reason: str) -> None:
+    slot.up = False
+    slot.losses += 1
+    slot.reason = reason
+
+
+def _say(line: str) -> None:
+    print(f"megatron-fspo: {line}", file=sys.stderr, flush=True)

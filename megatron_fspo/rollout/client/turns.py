@@ -1,0 +1,134 @@
+"""Trainer and servers on the same GPUs, in turns (``vllm.colocated``).
+
+========  =======================  ==================
+turn      the trainer has          servers have
+========  =======================  ==================
+trainer   everything               nothing
+update    its weights              their weights
+servers   nothing                  weights, KV cache
+========  =======================  ==================
+
+From turn to turn memory is given up before any is taken: a GPU has to hold the largest row, and no sum of
+two. Servers give up theirs by vLLM's sleep of level 1, which keeps the weights on the host: whatever fails, a
+server that wakes has whole weights, and says of which version. Requests that are under way freeze, and are
+computed anew from their tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+from megatron_fspo.errors import TrainingError
+from megatron_fspo.parallel.control import Control
+from megatron_fspo.rollout.client.server import Refused, Server, ServerLost
+
+SECONDS = 300.0
+"""For a server to give up its memory or to take it, weights included."""
+
+
+class Turn(Enum):
+    """See the table of the module."""
+
+    TRAINER = "trainer"
+    UPDATE = "update"
+    SERVERS = "servers"
+
+
+class Memory(Protocol):
+    """Of one rank of the trainer (:class:`~megatron_fspo.mcore.offload.Offload`)."""
+
+    def hold(self, *, weights: bool, rest: bool) -> None:
+        """Have the weights on the device, and the rest, or not. Not collective."""
+        ...
+
+
+class Turns:
+    """Whose turn it is, as this rank knows it. At first it is the trainer's.
+
+    Args:
+        memory: None: trainer and servers have GPUs of their own. It is everybody's turn then, all the time.
+
+    Attributes:
+        seconds: that changes of turn took since :meth:`spent` was last called; whoever leads them adds to it.
+    """
+
+    def __init__(self, memory: Memory | None, control: Control) -> None:
+        self._memory = memory
+        self._control = control
+        self._turn = Turn.TRAINER
+        self.seconds = 0.0
+
+    @property
+    def shared(self) -> bool:
+        """Whether there are turns at all."""
+        return self._memory is not None
+
+    def is_now(self, turn: Turn) -> bool:
+        """Whether it is this turn already."""
+        return self._memory is None or self._turn is turn
+
+    def take(self, turn: Turn) -> None:
+        """Give and take this rank's memory; returns when every rank has done its own. Collective."""
+        assert self._memory is not None
+        self._turn = turn
+        self._memory.hold(weights=turn is not Turn.SERVERS, rest=turn is Turn.TRAINER)
+        self._control.meet(f"the memory of all ranks for the turn of the {turn.value}")
+
+    def spent(self) -> float:
+        """Seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+async def sleep(servers: Sequence[Server]) -> None:
+    """Have the servers give up their memory; a server that is gone has none.
+
+    Raises:
+        TrainingError: one that is there did not.
+        Refused: it has no such route.
+    """
+    await asyncio.gather(*(_sleep(server) for server in servers))
+
+
+async def _sleep(server: Server) -> None:
+    try:
+        await server.post("/sleep", params={"level": "1", "mode": "keep"}, timeout=SECONDS)
+        asleep = await server.get("/is_sleeping")
+    except Refused as error:
+        raise Refused(
+            f"{error}; vllm.colocated needs a server of `megatron-fspo serve --colocated`"
+        ) from None
+    except ServerLost as error:
+        if not await server.healthy():
+            return
+        raise TrainingError(f"{error}: it still has its GPU's memory, which training needs") from error
+    if asleep != {"is_sleeping": True}:
+        raise server.bad_answer("is_sleeping", asleep, "comes from a server that was told to sleep")
+
+
+async def wake_weights(servers: Sequence[Server]) -> None:
+    """Have the servers take memory for their weights, with the weights in it.
+
+    Raises:
+        ServerLost: one did not.
+    """
+    await asyncio.gather(
+        *(server.post("/wake_up", params={"tags": "weights"}, timeout=SECONDS) for server in servers)
+    )
+
+
+async def wake(servers: Sequence[Server]) -> None:
+    """Have the servers take all of their memory, and go on with what they were asked; one that does not is
+    lost, which whoever waits for its answers will notice."""
+    await asyncio.gather(*(_wake(server) for server in servers))
+
+
+async def _wake(server: Server) -> None:
+    try:
+        if await server.get("/is_sleeping") != {"is_sleeping": False}:
+            await server.post("/wake_up", timeout=SECONDS)
+    except ServerLost:
+        return

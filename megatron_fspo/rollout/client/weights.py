@@ -1,0 +1,263 @@
+"""New weights for servers that go on serving: pause → start → tensors → finish → reset the cache → resume.
+
+Tensors go by broadcast over gloo or NCCL, or as files on a shared disk; the workers' end is in
+``rollout.server.inside``. Until :func:`resume` servers stay paused, also after a failure: none answers with
+half of an update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from megatron_fspo.remote import Loop
+from megatron_fspo.rollout.client.server import Server, ServerLost
+from megatron_fspo.rollout.common import is_loopback
+from megatron_fspo.rollout.links import address_towards, join_gloo, join_nccl, listen
+
+CONTROL_SECONDS = 150.0
+"""For each step of an update but the tensors; a server that takes longer counts as lost."""
+LINKS = {"gloo": (join_gloo, torch.device("cpu")), "nccl": (join_nccl, torch.device("cuda"))}
+"""Kind of broadcast → what makes its group, and the device that it sends from."""
+
+Bucket = Sequence[tuple[str, Tensor]]
+
+
+class Sender(Protocol):
+    """One way to the workers, used by the first rank."""
+
+    async def connect(self, servers: Sequence[Server]) -> None:
+        """Make ``servers`` those that :meth:`send` reaches."""
+        ...
+
+    async def send(self, bucket: Bucket) -> None:
+        """Have every worker load the tensors; returns when all have."""
+        ...
+
+    def close(self) -> None:
+        """Let go of groups and files."""
+        ...
+
+
+def send_weights(
+    servers: Sequence[Server],
+    sender: Sender,
+    loop: Loop,
+    tensors: Iterable[tuple[str, Tensor]],
+    version: int,
+) -> Exception | None:
+    """Leave ``servers`` paused with ``version`` of the weights; returns what went wrong, if anything.
+
+    ``tensors`` is a collective of the trainer's ranks, so it is read to its end whatever happens here.
+    """
+    problem = _attempt(loop, _begin(servers, sender)) if servers else None
+    for bucket in in_buckets(tensors):
+        if servers and problem is None:
+            problem = _attempt(loop, sender.send(bucket))
+    sender.close()
+    return problem or _attempt(loop, _finish(servers, version))
+
+
+def _attempt(loop: Loop, work: Any) -> Exception | None:
+    try:
+        loop.run(work)
+    except Exception as error:
+        return error
+    return None
+
+
+async def _begin(servers: Sequence[Server], sender: Sender) -> None:
+    # Requests under way freeze, and go on with the new weights.
+    await _all(servers, "/pause", params={"mode": "keep"})
+    await sender.connect(servers)
+    await asyncio.gather(*(_start(server) for server in servers))
+
+
+async def _start(server: Server) -> None:
+    try:
+        await server.post("/start_weight_update", timeout=CONTROL_SECONDS)
+    except ServerLost:  # in the middle of an update that failed: end that one, this one brings every tensor
+        await server.post("/finish_weight_update", timeout=CONTROL_SECONDS)
+        await server.post("/start_weight_update", timeout=CONTROL_SECONDS)
+
+
+async def _finish(servers: Sequence[Server], version: int) -> None:
+    await _all(servers, "/finish_weight_update", {"weight_version": str(version)})
+    # What is cached belongs to the old weights. Frozen requests hold some of it, and vLLM would leave all of
+    # it in place for them; so they give theirs up, and compute it again with the new weights.
+    answers = await _all(servers, "/reset_prefix_cache", params={"reset_running_requests": "true"})
+    for server, answer in zip(servers, answers, strict=True):
+        if answer != {"success": True}:
+            raise server.bad_answer("reset_prefix_cache", answer, "leaves keys and values of old weights")
+
+
+async def resume(servers: Sequence[Server]) -> None:
+    """Serve again."""
+    await _all(servers, "/resume")
+
+
+async def _all(
+    servers: Sequence[Server],
+    route: str,
+    body: Any = None,
+    params: Mapping[str, str] | None = None,
+    timeout: float = CONTROL_SECONDS,
+) -> list[object]:
+    return await asyncio.gather(
+        *(server.post(route, body, params=params, timeout=timeout) for server in servers)
+    )
+
+
+def in_buckets(
+    tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = 256 * 2**20
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Tensors in runs of at most ``bucket_bytes``, or one tensor.
+
+    A bucket is emptied when the next is asked for, so no more than one is held, and the tensor after it.
+    """
+    bucket: list[tuple[str, Tensor]] = []
+    held = 0
+    for name, tensor in tensors:
+        if bucket and held + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket.clear()  # the consumer's list
+            bucket, held = [], 0
+        bucket.append((name, tensor))
+        held += tensor.nbytes
+    if bucket:
+        yield bucket
+        bucket.clear()
+
+
+class BroadcastSender:
+    """Rank 0 of a group with all workers of all servers.
+
+    Args:
+        kind: ``gloo`` (through the CPU) or ``nccl``.
+        address: name or IP of this machine, as the servers see it. The group listens there, and nowhere else.
+            None: the address from which this machine reaches the first server that is elsewhere.
+        timeout_seconds: for joining the group and for each broadcast.
+    """
+
+    def __init__(self, kind: str, *, address: str | None, timeout_seconds: float = 120.0) -> None:
+        self._join, self._device = LINKS[kind]
+        self._address = address
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._answer_seconds = timeout_seconds + 10
+        self._servers: Sequence[Server] = ()
+        self._group: Any = None
+
+    async def connect(self, servers: Sequence[Server]) -> None:
+        self.close()
+        sizes = await asyncio.gather(*(_workers(server) for server in servers))
+        address = self._address or _address_towards(servers)
+        listener = listen(address)
+        ip, port = listener.getsockname()[:2]
+        store = TCPStore(
+            ip,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self._timeout,
+            master_listen_fd=listener.detach(),  # otherwise it would listen on all addresses
+        )
+        size = 1 + sum(sizes)
+        group = {
+            "master_address": address,
+            "master_port": port,
+            "world_size": size,
+            "timeout_seconds": self._timeout.total_seconds(),
+        }
+        asked: list[Awaitable[object]] = [
+            server.post(
+                "/init_weight_transfer_engine",
+                {"init_info": group | {"rank_offset": offset}},
+                timeout=self._answer_seconds,
+            )
+            for server, offset in zip(servers, accumulate(sizes[:-1], initial=1), strict=True)
+        ]
+        joining = asyncio.to_thread(self._join, store, 0, size, self._timeout, ip)
+        self._group, *_ = await asyncio.gather(joining, *asked)
+        self._servers = servers
+
+    async def send(self, bucket: Bucket) -> None:
+        info = {
+            "names": [name for name, _ in bucket],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+        }
+        sending = asyncio.to_thread(_broadcast, self._group, self._device, bucket)
+        loading = _all(self._servers, "/update_weights", {"update_info": info}, timeout=self._answer_seconds)
+        await asyncio.gather(sending, loading)
+
+    def close(self) -> None:
+        # A gloo group that is still referenced at the interpreter's exit aborts it now and then.
+        self._group = None
+        self._servers = ()
+
+
+async def _workers(server: Server) -> int:
+    answer = await server.get("/get_world_size")
+    if not isinstance(answer, dict) or type(answer.get("world_size")) is not int:
+        raise server.bad_answer("get_world_size", answer, "is not a number of workers")
+    return int(answer["world_size"])
+
+
+def _address_towards(servers: Sequence[Server]) -> str:
+    elsewhere = (url for url in (httpx.URL(server.url) for server in servers) if not is_loopback(url.host))
+    if (url := next(elsewhere, None)) is None:
+        return "127.0.0.1"
+    try:
+        return address_towards(url.host, url.port or 80)
+    except OSError as error:
+        raise ServerLost(f"{url}: there is no way to it: {error.strerror or error}") from None
+
+
+def _broadcast(group: Any, device: torch.device, bucket: Bucket) -> None:
+    # The group is an argument: after a failure this thread may still wait while the sender joins another.
+    for name, tensor in bucket:
+        try:
+            group.broadcast([tensor.to(device).contiguous()], dist.BroadcastOptions()).wait()
+        except RuntimeError as error:
+            first = str(error).split(". ")[0]  # gloo's second sentence wishes good luck
+            raise ServerLost(f"the broadcast of {name} failed: {first}") from error
+
+
+class DiskSender:
+    """Safetensors files in a folder that the servers see under the same name; gone once they are loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._servers: Sequence[Server] = ()
+
+    async def connect(self, servers: Sequence[Server]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        await _all(servers, "/init_weight_transfer_engine", {"init_info": {}}, timeout=60)
+        self._servers = servers
+
+    async def send(self, bucket: Bucket) -> None:
+        path = self._folder.resolve() / f"weights-{uuid.uuid4().hex}.safetensors"
+        try:
+            # Complete under its name or not there at all.
+            partial = path.with_suffix(".partial")
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket}
+            await asyncio.to_thread(save_file, tensors, partial, {"format": "pt"})
+            partial.rename(path)
+            await _all(self._servers, "/update_weights", {"update_info": {"paths": [str(path)]}}, timeout=600)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._servers = ()

@@ -1,0 +1,1 @@
+"""Starts vLLM with the flags that this trainer needs, watches it, and leaves no process behind."""

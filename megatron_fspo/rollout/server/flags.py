@@ -1,0 +1,232 @@
+"""vLLM's program, flags and environment for this trainer, and what is refused before it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.rollout.common import KEY_VARIABLE, MODEL, api_key, is_loopback
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What the CPU attention of vLLM 0.32 can do."""
+BACKENDS = {"gloo": "gloo", "disk": "disk", "nccl": "torch_nccl"}
+"""Our word for a way of weights → the name under which the plugin registers it in vLLM."""
+EXTENSION = "megatron_fspo.rollout.server.inside.checksums.WorkerExtension"
+"""Lets the trainer ask for checksums of the weights."""
+GUARD = "megatron_fspo.rollout.server.inside.require_key.RequireKey"
+"""Asks for the key on every route of the server but health."""
+
+# What is in vLLM's environment, told by its own Python without importing vLLM, which takes seconds.
+_PROBE = """
+from importlib.metadata import entry_points, version
+import json
+plugins = [entry.name for entry in entry_points(group="vllm.general_plugins")]
+print(json.dumps({"version": version("vllm"), "plugin": "megatron_fspo" in plugins}))
+"""
+# Of torchrun and of the trainer's Python. With the agent's store named in its environment, vLLM would try to
+# join the trainer's process group.
+_NOT_FOR_VLLM = re.compile(
+    r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|PYTHON(PATH|HOME)"
+)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """One server: what it serves, where, and how it takes new weights."""
+
+    model: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    backend: Literal["gloo", "disk", "nccl"] = "gloo"
+    dtype: str = "auto"
+    log: Path | None = None
+    """Default: ``runs/vllm-PORT.log``."""
+    program: str | None = None
+    """Path of ``vllm``. Default: ``$VLLM_BIN``, then ``vllm`` on PATH."""
+    extra: tuple[str, ...] = ()
+    """More flags of ``vllm serve``."""
+    start_seconds: float = 1800.0
+    """For loading and compiling a large model."""
+    gpus: tuple[str, ...] = ()
+    """The only ones that it sees; of several each has a part of the model (tensor parallel)."""
+    colocated: bool = False
+    """It gives up its GPUs' memory when the trainer on them asks (``vllm.colocated``)."""
+    announce: Path | None = None
+    """Folder in which the trainer finds the server (:func:`megatron_fspo.rollout.common.announce`)."""
+    anyone_may_run_code: bool = False
+    """Listen beyond this machine without a key: whoever reaches the port runs code here."""
+
+    @property
+    def log_file(self) -> Path:
+        return self.log or Path("runs", f"vllm-{self.port}.log")
+
+    @property
+    def connect_host(self) -> str:
+        """Where this machine reaches the server."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.connect_host}]" if ":" in self.connect_host else self.connect_host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def public_url(self) -> str:
+        """Where other machines reach the server."""
+        if self.host in ("0.0.0.0", "::"):
+            return f"http://{socket.gethostname()}:{self.port}"
+        return self.url
+
+    @property
+    def loopback_only(self) -> bool:
+        return is_loopback(self.host)
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A vLLM."""
+
+    program: Path
+    version: str
+
+    @property
+    def on_cpu(self) -> bool:
+        return "cpu" in self.version
+
+
+def find_vllm(options: ServerOptions) -> Installation:
+    """The program and its version.
+
+    Raises:
+        InputError: it is not there, or its environment lacks our plugin.
+    """
+    named = options.program or os.environ.get("VLLM_BIN") or "vllm"
+    path = shutil.which(named)
+    if path is None:
+        raise InputError(
+            f"vLLM: no program {named}; name one with --vllm PATH or $VLLM_BIN "
+            "(`make .venv-vllm/.ready` installs one for a CPU)"
+        )
+    program = Path(os.path.abspath(path))
+    python = program.parent / "python"  # not resolved: a link out of a virtual environment would leave it
+    if not python.exists():
+        raise InputError(f"vLLM: {program} has no python beside it; name the program in vLLM's environment")
+    probe = subprocess.run(
+        [python, "-c", _PROBE], capture_output=True, text=True, env=environment(on_cpu=False)
+    )
+    if probe.returncode != 0:
+        reason = (probe.stderr.strip() or "no reason given").splitlines()[-1]
+        raise InputError(f"vLLM: {python} knows of no package vllm: {reason}")
+    answer = json.loads(probe.stdout)
+    if not answer["plugin"]:
+        raise InputError(
+            f"vLLM: {python} lacks our plugin; run `{python} -m pip install --no-deps -e .` "
+            "in a checkout of megatron_fspo"
+        )
+    return Installation(program, answer["version"])
+
+
+def check(options: ServerOptions, vllm: Installation) -> None:
+    """Refuse what would fail minutes later, or would show a secret.
+
+    Raises:
+        InputError
+    """
+    # Flags that go round what is checked here, in every way in which vLLM takes them.
+    for word in options.extra:
+        name = word.split("=")[0].replace("_", "-")
+        if not name.startswith("--") or name == "--":
+            continue
+        if "--api-key".startswith(name):
+            raise InputError(
+                f"--api-key: every user of the machine can read it there; set {KEY_VARIABLE} instead"
+            )
+        if "--host".startswith(name) or "--port".startswith(name):
+            raise InputError(f"{name} after --: it is a flag of serve, which has to know; name it before")
+    if api_key() is None and not (options.loopback_only or options.anyone_may_run_code):
+        raise InputError(
+            f"--host {options.host}: without a key whoever reaches port {options.port} runs code here; "
+            f"set {KEY_VARIABLE} to the same secret here and for the trainer (`openssl rand -hex 32` makes "
+            "one), or accept that with --anyone-may-run-code"
+        )
+    head_dim = _head_dim(_model_config(options.model))
+    if vllm.on_cpu and head_dim is not None and head_dim not in CPU_HEAD_DIMS:
+        raise InputError(
+            f"{options.model}/config.json: head_dim {head_dim}: vLLM on a CPU can do "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}"
+        )
+
+
+def _model_config(model: Path) -> dict[str, Any]:
+    path = model / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise InputError(
+            f"--model {model}: no Hugging Face checkpoint there ({path} cannot be read)"
+        ) from None
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return content
+
+
+def _head_dim(config: Mapping[str, Any]) -> int | None:
+    if config.get("head_dim"):
+        return int(config["head_dim"])
+    if "hidden_size" in config and config.get("num_attention_heads"):
+        return int(config["hidden_size"]) // int(config["num_attention_heads"])
+    return None
+
+
+def command(options: ServerOptions, vllm: Installation) -> list[str]:
+    """vLLM's command line. Nothing secret: every user of the machine can read it."""
+    dtype = options.dtype
+    if dtype == "auto":  # the checkpoint's own: vLLM's "auto" halves float32
+        config = _model_config(options.model)
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
+    words = [str(vllm.program), "serve", str(options.model)]
+    words += ["--host", options.host, "--port", str(options.port), "--dtype", dtype]
+    words += ["--served-model-name", MODEL, "--enable-scale-out"]
+    # With a tokenizer it can stop at strings (rollout.stop); else it goes on, and the trainer cuts off.
+    tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((options.model / name).is_file() for name in tokenizers):
+        words += ["--skip-tokenizer-init"]
+    words += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    words += ["--weight-transfer-config", json.dumps({"backend": BACKENDS[options.backend]})]
+    words += ["--worker-extension-cls", EXTENSION]
+    if vllm.on_cpu:
+        # A prompt that is read in parts has its random stream set back, which torch cannot do on a CPU: the
+        # engine would die, also of responses that are read again because an update met them.
+        words += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    elif options.colocated:  # on a CPU the routes are there without it, and move nothing
+        words += ["--enable-sleep-mode"]
+    if len(options.gpus) > 1:
+        words += ["--tensor-parallel-size", str(len(options.gpus))]
+    words += options.extra
+    # Last: vLLM puts the middleware that it is told of last before all others.
+    return words if api_key() is None else [*words, "--middleware", GUARD]
+
+
+def environment(*, on_cpu: bool, gpus: Sequence[str] = ()) -> dict[str, str]:
+    """vLLM's environment: ours, VLLM_API_KEY included, without torchrun's part and our Python's.
+
+    Args:
+        gpus: the only ones that it is to see; default all.
+    """
+    kept = {name: value for name, value in os.environ.items() if not _NOT_FOR_VLLM.fullmatch(name)}
+    defaults = {"VLLM_NO_USAGE_STATS": "1"} | ({"VLLM_CPU_KVCACHE_SPACE": "1"} if on_cpu else {})  # GiB
+    if gpus:
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    # Its other front end has no middleware.
+    return defaults | kept | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_RUST_FRONTEND": "0"}

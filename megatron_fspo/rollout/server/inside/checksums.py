@@ -1,0 +1,71 @@
+"""Checksums of the weights in a vLLM worker, by which the trainer proves that they are its own.
+
+``--worker-extension-cls`` adds :class:`WorkerExtension` to vLLM's workers; ``POST /collective_rpc
+{"method": "weight_checksums"}`` calls its method in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fspo.rollout.checksum import PACKED, checksum
+
+_ROWS = 256  # of unit vectors at a time
+
+
+class WorkerExtension:
+    """Becomes a base of vLLM's worker."""
+
+    get_model: Any  # the worker's
+
+    def weight_checksums(self) -> dict[str, list[str]]:
+        """``Checksum.to_words`` of each tensor of this worker."""
+        return {name: checksum(tensor).to_words() for name, tensor in weights(self.get_model())}
+
+
+@torch.no_grad()
+def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """A vLLM model's weights under Hugging Face names, this worker's shards of them.
+
+    Fused ones are cut into what they were fused from, and rows that pad the vocabulary are cut off. On a CPU
+    a linear layer computes with a packed copy, most often the only one: it is NAME (packed).
+    """
+    fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    names = {id(parameter): name for name, parameter in model.named_parameters()}  # of a tied one, the first
+    for path, layer in model.named_modules():
+        for key, parameter in layer.named_parameters(recurse=False):
+            name = names[id(parameter)]
+            if parameter.numel() and name == f"{path}.{key}":
+                yield from _pieces(name, parameter, layer, fused)
+            # An embedding has such a copy, too, and does not compute with it.
+            computes = hasattr(layer, "cpu_linear") and type(layer).__name__ != "VocabParallelEmbedding"
+            if key == "weight" and computes:
+                for piece, tensor in _pieces(name, _packed(layer), layer, fused):
+                    yield piece + PACKED, tensor
+
+
+def _packed(layer: Any) -> Tensor:
+    """[out, in]: what the layer multiplies with, from its answers to unit vectors."""
+    sizes = ("input_size_per_partition", "input_size", "embedding_dim")
+    inputs = next(getattr(layer, name) for name in sizes if hasattr(layer, name))
+    units = torch.eye(inputs, dtype=layer.weight.dtype)
+    return torch.cat([layer.cpu_linear(rows, layer.weight, None) for rows in units.split(_ROWS)]).t()
+
+
+def _pieces(
+    name: str, tensor: Tensor, layer: Any, fused: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, Tensor]]:
+    if hasattr(layer, "shard_indices"):  # of the vocabulary
+        tensor = tensor[: layer.shard_indices.num_org_elements]
+    path, module, key = ("." + name).rsplit(".", 2)
+    modules = fused.get(module, ())
+    sizes = getattr(layer, "output_partition_sizes", ())
+    if len(modules) == len(sizes) > 0 and tensor.shape[0] == sum(sizes):
+        for one, piece in zip(modules, tensor.split(sizes), strict=True):
+            yield f"{path}.{one}.{key}"[1:], piece
+    else:
+        yield name, tensor

@@ -1,0 +1,179 @@
+"""Weight-transfer engines for vLLM's routes ``/init_weight_transfer_engine`` … ``/finish_weight_update``.
+
+Tensors come under their Hugging Face names and go through the model's ``load_weights``, as at start-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from megatron_fspo.rollout.links import Join, Receiver, join_gloo, join_nccl
+
+
+class _CheckpointTransfer(WeightTransferEngine):
+    """Loads what :meth:`tensors` yields, layer by layer, in place."""
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Nothing to prepare."""
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            self.abandon()
+            raise
+        # vLLM's own would synchronise an accelerator, also where there is none.
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: WeightTransferUpdateInfo) -> None:
+        self.model.load_weights(self.tensors(update_info))
+
+    def tensors(self, update_info: WeightTransferUpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        raise NotImplementedError
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack(self.model)
+
+    def abandon(self) -> None:
+        """End a half-done update: layers that are not complete keep the weights that they had.
+
+        Otherwise they would stay without weights, and the next update would be added to the half of this one.
+        What is served now is a mixture, until the next update is done.
+        """
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        self.finish_weight_update()
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+def repack(model: torch.nn.Module) -> int:
+    """Pack every weight of the CPU backend again; returns how many.
+
+    On a CPU a linear layer multiplies with a packed copy of its weight. A reload replaces the weight and
+    packs again, except the head of a model that ties it to the embedding: it would go on with the old
+    weights, and answer as if nothing were wrong.
+    """
+    count = 0
+    module: Any  # one of vLLM's layers
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and weight is not None and weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+            count += 1
+    return count
+
+
+@dataclass
+class BroadcastInit(WeightTransferInitInfo):
+    """Where the ranks of the transfer meet. Rank 0 is the trainer."""
+
+    master_address: str
+    master_port: int
+    world_size: int
+    rank_offset: int
+    """Rank of this server's first worker."""
+    timeout_seconds: float = 300.0
+
+
+@dataclass
+class BroadcastUpdate(WeightTransferUpdateInfo):
+    """The tensors that the trainer broadcasts now, in this order."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class _BroadcastTransfer(_CheckpointTransfer):
+    """Broadcasts in a group of the trainer's first rank and all workers."""
+
+    init_info_cls = BroadcastInit
+    update_info_cls = BroadcastUpdate
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._receiver = Receiver(*self.link())
+
+    def link(self) -> tuple[Join, torch.device]:
+        """What makes the group, and where its tensors arrive: all that the kinds differ in."""
+        raise NotImplementedError
+
+    def init_transfer_engine(self, init_info: BroadcastInit) -> None:
+        parallel = self.parallel_config
+        self._receiver.connect(
+            init_info.master_address,
+            init_info.master_port,
+            rank=init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            size=init_info.world_size,
+            timeout=timedelta(seconds=init_info.timeout_seconds),
+        )
+
+    def tensors(self, update_info: BroadcastUpdate) -> Iterator[tuple[str, Tensor]]:
+        sent = self._receiver.tensors(update_info.names, update_info.dtype_names, update_info.shapes)
+        for name, tensor in sent:
+            yield name, tensor.to(self.device)
+
+    def shutdown(self) -> None:
+        self._receiver.close()
+
+
+class GlooTransfer(_BroadcastTransfer):
+    """Through the CPU and TCP: works everywhere."""
+
+    def link(self) -> tuple[Join, torch.device]:
+        return join_gloo, torch.device("cpu")
+
+
+class NCCLTransfer(_BroadcastTransfer):
+    """From GPU to GPU."""
+
+    def link(self) -> tuple[Join, torch.device]:
+        return join_nccl, self.device
+
+
+@dataclass
+class DiskInit(WeightTransferInitInfo):
+    """Nothing to agree on."""
+
+
+@dataclass
+class DiskUpdate(WeightTransferUpdateInfo):
+    """Safetensors files that this server can read."""
+
+    paths: list[str]
+
+
+class DiskTransfer(_CheckpointTransfer):
+    """From files on a disk that trainer and server share."""
+
+    init_info_cls = DiskInit
+    update_info_cls = DiskUpdate
+
+    def tensors(self, update_info: DiskUpdate) -> Iterator[tuple[str, Tensor]]:
+        for path in update_info.paths:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    yield name, file.get_tensor(name).to(self.device)

@@ -1,0 +1,174 @@
+"""One vLLM server as a child: start, health, stop."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.rollout.common import api_key
+from megatron_fspo.rollout.server import guard
+from megatron_fspo.rollout.server.flags import ServerOptions, check, command, environment, find_vllm
+
+LOG_LINES = 20
+GRACE_SECONDS = 10.0
+"""From SIGTERM to SIGKILL, for the whole process group."""
+_GUARDED = "/is_paused"
+"""A development route that changes nothing."""
+
+
+class ServerProcess:
+    """A vLLM server that ends, workers and all, with :meth:`stop` or with this process, even by kill -9.
+
+    Raises:
+        InputError: vLLM is not there, or cannot serve this.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+        self._vllm = find_vllm(options)
+        check(options, self._vllm)
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+
+    @property
+    def url(self) -> str:
+        return self.options.url
+
+    @property
+    def alive(self) -> bool:
+        """True while the process runs. It may still be loading."""
+        return self._guard is not None and self._guard.poll() is None
+
+    def start(self) -> None:
+        """Start and wait until it serves.
+
+        Raises:
+            InputError: the port is taken.
+            TrainingError: it ended, or took more than ``start_seconds``, with the last lines of its log; or
+                it has a key and answers without.
+        """
+        self.launch()
+        try:
+            self.wait()
+        except BaseException:
+            self.stop()
+            raise
+
+    def launch(self) -> None:
+        """Start, and do not wait."""
+        self.stop()
+        self._check_port()
+        log = self.options.log_file
+        log.parent.mkdir(parents=True, exist_ok=True)
+        words = command(self.options, self._vllm)
+        with log.open("ab") as file:
+            self._log_start = file.tell()
+            # In a session of its own: Ctrl-C in the terminal reaches us alone, and we end the group in order.
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", str(Path(guard.__file__)), str(GRACE_SECONDS), *words],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment(on_cpu=self._vllm.on_cpu, gpus=self.options.gpus),
+            )
+
+    def wait(self, pause: Callable[[], None] = lambda: time.sleep(0.25)) -> None:
+        """Until it serves; errors as :meth:`start`, and what ``pause`` raises between two looks."""
+        end = time.monotonic() + self.options.start_seconds
+        while not self.healthy():
+            if not self.alive:
+                raise TrainingError(f"vLLM ended while it started; {self.log_end()}")
+            if time.monotonic() > end:
+                raise TrainingError(
+                    f"vLLM is not ready after {self.options.start_seconds:g} s; {self.log_end()}"
+                )
+            pause()
+        if api_key() is not None and (status := self._status(_GUARDED, timeout_seconds=60)) != 401:
+            raise TrainingError(
+                f"vLLM should ask for the key and does not: {self.url}{_GUARDED} answers {status} without it"
+            )
+
+    def healthy(self, timeout_seconds: float = 5.0) -> bool:
+        """True if it answers that it serves."""
+        return self.alive and self._status("/health", timeout_seconds) == 200
+
+    def _status(self, route: str, timeout_seconds: float) -> int | None:
+        """Of the answer to a GET without the key; None for no answer."""
+        # Not through urllib: a proxy in the environment is no way to this machine.
+        connection = http.client.HTTPConnection(
+            self.options.connect_host, self.options.port, timeout=timeout_seconds
+        )
+        try:
+            connection.request("GET", route)
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    def stop(self) -> None:
+        """End it and all that it started, within some 15 seconds. May be called again, and before a start."""
+        process, self._guard = self._guard, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(GRACE_SECONDS + 5)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            _end_group(process.pid)  # also where the guard itself was killed
+            process.wait()
+
+    def log_end(self) -> str:
+        """The file, and the last lines of this start."""
+        log = self.options.log_file
+        with log.open("rb") as file:
+            file.seek(self._log_start)
+            lines = file.read().decode(errors="replace").splitlines()
+        return "\n  ".join([f"the end of {log}:", *lines[-LOG_LINES:]])
+
+    def _check_port(self) -> None:
+        """Another server there would pass for ours."""
+        host, port = self.options.host, self.options.port
+        if not 0 < port < 2**16:  # getaddrinfo takes the rest of the division
+            raise InputError(f"--port {port}: a port is from 1 to 65535")
+        try:
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
+                probe.bind(address)
+        except OSError as error:
+            raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _end_group(group: int) -> None:
+    """Kill a process group and wait, some seconds at most, until its memory and ports are free."""
+    end = time.monotonic() + 5
+    try:
+        while time.monotonic() < end:
+            os.killpg(group, signal.SIGKILL)
+            time.sleep(0.02)
+    except (ProcessLookupError, PermissionError):  # the latter on macOS, for what is dead and not yet reaped
+        pass

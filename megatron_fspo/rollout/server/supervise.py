@@ -1,0 +1,183 @@
+"""``megatron-fspo serve``: keep servers running until told to stop, each on GPUs of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.rollout.common import announce, api_key
+from megatron_fspo.rollout.server.flags import ServerOptions
+from megatron_fspo.rollout.server.process import ServerProcess
+
+MAX_RESTARTS = 3
+RESTART_WINDOW = 600.0
+"""Seconds: more restarts than the maximum in this time is no accident."""
+_POLL_SECONDS = 0.5
+
+
+class Stop(BaseException):
+    """SIGTERM came, or the parent is gone."""
+
+
+def gpu_numbers(text: str) -> tuple[str, ...]:
+    """``0-3,6`` → 0, 1, 2, 3 and 6.
+
+    Raises:
+        InputError: it is not that, or names one twice.
+    """
+    numbers: list[str] = []
+    for entry in text.split(","):
+        first, dash, last = entry.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() if dash else not last)):
+            raise InputError(f"--gpus {text}: numbers and ranges are wanted, such as 0-3,6")
+        numbers += map(str, range(int(first), int(last or first) + 1))
+    if len(set(numbers)) < len(numbers) or not numbers:
+        raise InputError(f"--gpus {text}: names a GPU twice, or none")
+    return tuple(numbers)
+
+
+def assign_gpus(options: ServerOptions, gpus: Sequence[str], per_server: int) -> list[ServerOptions]:
+    """One server for each run of ``per_server`` GPUs, on ports that follow one another.
+
+    Raises:
+        InputError: GPUs would be left over; or one log file is named for several servers.
+    """
+    if per_server < 1 or len(gpus) % per_server:
+        raise InputError(f"--gpus-per-server {per_server} does not divide the {len(gpus)} of --gpus")
+    shares = [tuple(gpus[i : i + per_server]) for i in range(0, len(gpus), per_server)]
+    if options.log is not None and len(shares) > 1:
+        raise InputError(f"--log {options.log}: {len(shares)} servers cannot share one")
+    return [replace(options, gpus=share, port=options.port + i) for i, share in enumerate(shares)]
+
+
+def supervise_all(servers: Sequence[ServerOptions], *, keep_alive: bool) -> int:
+    """Supervise each, in a process of its own if there are several, until told to stop.
+
+    A server that is given up leaves the others alone.
+
+    Args:
+        keep_alive: stay when the parent ends.
+
+    Returns:
+        0 after SIGTERM or the parent's end; 1 when all servers have ended by themselves. Ctrl-C goes on as
+        KeyboardInterrupt.
+
+    Raises:
+        InputError, TrainingError: as of :meth:`ServerProcess.start`, or it crashed too often; from the only
+            server.
+    """
+    # Taken first, so that a parent that ends while we start is noticed.
+    parent = None if keep_alive else os.getppid()
+    if len(servers) == 1:
+        return _supervise(servers[0], parent)
+    spawn = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = []
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        for options in servers:
+            process = spawn.Process(target=_one_of_several, args=(options,))
+            process.start()
+            processes.append(process)
+        while any(process.is_alive() for process in processes):
+            _pause(parent)
+        return 1
+    except Stop:
+        return 0
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for child in processes:
+            child.terminate()
+        for child in processes:
+            child.join()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _one_of_several(options: ServerOptions) -> None:
+    parent = os.getppid()
+    # Ctrl-C reaches every process of the terminal; the first ends the others in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        sys.exit(_supervise(options, parent))
+    except (InputError, TrainingError) as error:
+        _say(f"GPU {','.join(options.gpus)}, port {options.port}: {error}")
+        sys.exit(1)
+
+
+def _supervise(options: ServerOptions, parent: int | None) -> int:
+    """Serve until SIGTERM, Ctrl-C, or the parent's end; a server that crashed starts again.
+
+    After a restart it serves the checkpoint's weights, under the version ``default``: who sent it newer ones
+    has to send them again.
+    """
+    announcement: Path | None = None
+    server = ServerProcess(options)
+    if api_key() is None and not options.loopback_only:
+        _say(f"--host {options.host}: no key, so whoever reaches port {options.port} runs any code here")
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        server.launch()
+        server.wait(lambda: _pause(parent))
+        print(f"vLLM is ready at {server.url}, its log is {options.log_file}", flush=True)
+        if options.announce is not None:
+            announcement = announce(options.announce, options.public_url)
+        _watch(server, parent)
+    except Stop:
+        return 0
+    finally:
+        # Nothing interrupts the end: what is left over would hold the port and the memory.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if announcement is not None:
+            announcement.unlink(missing_ok=True)
+        server.stop()
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _watch(server: ServerProcess, parent: int | None) -> NoReturn:
+    restarts: deque[float] = deque()
+    while True:
+        _pause(parent)
+        if server.alive:
+            continue
+        now = time.monotonic()
+        while restarts and restarts[0] < now - RESTART_WINDOW:
+            restarts.popleft()
+        if len(restarts) == MAX_RESTARTS:
+            raise TrainingError(
+                f"vLLM ended {MAX_RESTARTS + 1} times in {RESTART_WINDOW / 60:g} minutes; {server.log_end()}"
+            )
+        restarts.append(now)
+        _say(f"vLLM ended; restart {len(restarts)}, of at most {MAX_RESTARTS} in {RESTART_WINDOW / 60:g} min")
+        server.launch()
+        try:
+            server.wait(lambda: _pause(parent))
+            print(f"vLLM is ready again at {server.url}, with the checkpoint's weights", flush=True)
+        except TrainingError:
+            server.stop()  # one that hangs is one that crashed
+
+
+def _pause(parent: int | None) -> None:
+    """Wait between two looks; raises Stop if the parent is gone."""
+    if parent is not None and os.getppid() != parent:
+        raise Stop
+    time.sleep(_POLL_SECONDS)
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise Stop
+
+
+def _say(line: str) -> None:
+    print(f"megatron-fspo: {line}", file=sys.stderr, flush=True)

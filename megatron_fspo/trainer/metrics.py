@@ -1,0 +1,249 @@
+"""The metrics of a step: losses and clips of its optimizer steps, its speed, slow ranks; and its profile.
+
+Ranks that compute slower than the others have a hot GPU, share a core, or have a bad memory module. Compared
+is what a rank needs per token for its own micro-batches, forward and backward, in the optimizer steps of a
+step: on a CPU the time its main thread computes, so without any wait; on a GPU the time until it comes to the
+meeting of all data-parallel ranks. There, ranks that share a copy of the model wait for each other within
+that time, so a slow one shows on all of its copy, and they are named together.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median_low
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_fspo.job.rank_status import named_ranks
+from megatron_fspo.mcore.peak import peak_tflops
+from megatron_fspo.mismatch.measure import outlier_share
+from megatron_fspo.parallel.metrics import Totals, any_rank, gather_lists, means, pool
+from megatron_fspo.record.log import PHASES
+from megatron_fspo.record.records import as_tensors, clip_metrics, sigma_of
+from megatron_fspo.trainer.build import Training
+from megatron_fspo.trainer.optimize import Step
+from megatron_fspo.trainer.rollout import left_out
+from megatron_fspo.weights.flops import BACKWARD, forward_flops
+
+OFF_POLICY = ("actor/ppo_kl", "fspo/kl_k3")
+"""Metrics that compare the policy with the old one."""
+SLOW_RATIO = 1.3
+"""Times the median: slow."""
+SLOW_STEPS = 3
+"""In a row until a rank is named."""
+PROFILE_WISH = "profile"
+"""The file that asks for a profile; the first rank removes it."""
+
+
+def update_metrics(run: Training, step: Step) -> dict[str, float]:
+    """Metrics of the optimizer steps of a step, once all are taken; the sequences go to the log."""
+    updates, config = step.updates, run.inputs.config
+    run.log.sequences(run.step + 1, step.off_policy)
+    sampled = config.rollout.old_log_probs == "sampled"
+    # Those before which S = 0: up to the first that moved the policy.
+    moved = [number for number, update in enumerate(updates, 1) if not update.skipped]
+    on_policy = 0 if sampled else moved[0] if moved else len(updates)
+    metrics = pooled_metrics([update.totals for update in updates], on_policy=on_policy) | {
+        "actor/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
+        "actor/grad_norm/max": max(update.grad_norm for update in updates),
+        "actor/lr": updates[-1].learning_rate,
+        "fspo/nonfinite": float(step.nonfinite),
+    }
+    if config.optimizer.skip_norm_ratio is not None:
+        metrics["actor/skipped_updates"] = float(sum(update.skipped for update in updates))
+    if config.fp8.on:
+        metrics["fspo/fp8_modules"] = float(run.fp8_modules)
+    band = run.loss.metrics()
+    clips = clip_metrics(step.off_policy, seed=config.run.seed, exponent=band.get("fspo/exponent", 0.5))
+    for topic, text in run.loss.doubts(clips | band, warm=step.warm).items():
+        run.log.warn_once(topic, f"step {run.step + 1}: {text}")
+    counted = [record for record in step.off_policy if record.counts]
+    clips |= run.loss.noise_metrics(as_tensors(counted)[1], clips.get("fspo/out_of_band", math.nan))
+    return metrics | _first_update(step, sampled=sampled) | clips | band
+
+
+def pooled_metrics(updates: Sequence[Totals], *, on_policy: int) -> dict[str, float]:
+    """Metrics of several optimizer steps as one: sums over sums, so that no split into mini-batches shows.
+
+    ============================================  ==========  ====================================
+    metric                                        mean over   of the optimizer steps
+    ============================================  ==========  ====================================
+    ``actor/pg_loss``                             sequences   all
+    ``actor/entropy``, ``actor/kl_loss``          tokens      all
+    ``actor/ppo_kl``, ``fspo/kl_k3``              tokens      off-policy
+    ============================================  ==========  ====================================
+
+    The first optimizer step of a rollout is on-policy: old and new log-probs are the same, and what compares
+    them is 0. It is left out of the last row, which is NaN where there is no other; :func:`_first_update`
+    reports it. Where S starts from the sampler, all are off-policy.
+
+    Args:
+        on_policy: how many are, from the first: one, and one more for each that was skipped before the policy
+            moved.
+    """
+    off_policy = means(pool(updates[on_policy:]))
+    return means(pool(updates)) | {name: off_policy.get(name, math.nan) for name in OFF_POLICY}
+
+
+def _first_update(step: Step, *, sampled: bool) -> dict[str, float]:
+    """Metrics of the first update of a rollout, before which no other has moved the policy.
+
+    S must be 0 then. From the sampler's log-probs it is the mismatch instead, of the first mini-batch: all
+    there is to measure it by without a pass.
+    """
+    metrics, records = step.updates[0].metrics, step.first
+    if not sampled:
+        largest = max((abs(r.log_ratio_sum) for r in records if r.counts), default=math.nan)
+        alone = {f"{name}/on_policy": metrics[name] for name in OFF_POLICY}
+        return {"fspo/on_policy_abs_s_max": largest} | alone
+    sigma = sigma_of(records) or math.nan
+    return {
+        "rollout/kl_k1": metrics["actor/ppo_kl"],
+        "rollout/kl_k3": metrics["fspo/kl_k3"],
+        "rollout/mismatch_sigma": sigma,
+        "rollout/mismatch_outliers": outlier_share(*as_tensors(records), sigma),
+    }
+
+
+def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]:
+    """Tokens per second and GPU of a step, and the share of what the GPUs can do (MFU)."""
+    ranks, rollout = dist.get_world_size(), step.rollout
+    run.timings["timing_s/step"] = seconds
+    tokens = int((rollout.prompt_lengths + rollout.lengths).sum())
+    metrics = {
+        "perf/throughput": tokens / seconds,
+        "perf/tokens_per_second_per_gpu": tokens / seconds / ranks,
+    }
+    config = run.inputs.config
+    peak = config.log.peak_tflops or peak_tflops(run.inputs.backend, run.inputs.dtype)
+    if peak is None:
+        return metrics
+    packed = ~left_out(config, rollout, [record.sample for record in step.dropped])
+    flops = forward_flops(
+        run.inputs.arch, rollout.prompt_lengths[packed].tolist(), rollout.lengths[packed].tolist()
+    )
+    flops *= (1 + BACKWARD) * config.batch.epochs
+    return metrics | {"perf/mfu": flops / run.timings["timing_s/update_actor"] / (ranks * peak * 1e12)}
+
+
+def table(steps: Sequence[Mapping[str, float]]) -> str:
+    """Format the seconds of each phase of some steps, a line each; "" without steps.
+
+    Args:
+        steps: their metrics.
+    """
+    steps = [one for one in steps if one.get("timing_s/step")]
+    if not steps:
+        return ""
+    whole = _mean(steps, "timing_s/step")
+    # Per rank: tokens of a step over the ranks that share them.
+    tokens = sum(one["perf/tokens_per_second_per_gpu"] * one["timing_s/step"] for one in steps) / len(steps)
+    lines = [
+        f"{f'phase, mean of {len(steps)} steps':<28}{'s':>9}{'share':>8}{'tokens/s per rank':>19}{'MFU':>8}"
+    ]
+    rows = [(words, f"timing_s/{name}") for name, words in PHASES.items()] + [("step", "timing_s/step")]
+    for words, name in rows:
+        seconds = _mean(steps, name)
+        if seconds > 0:
+            mfu = _mean(steps, "perf/mfu") if name == "timing_s/update_actor" else 0.0
+            cells = f"{seconds:>9.2f}{seconds / whole:>8.0%}{tokens / seconds:>19,.0f}"
+            lines.append(f"{words:<28}{cells}{f'{mfu:>8.1%}' if mfu else ''}")
+    return "\n".join(lines)
+
+
+def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
+    return sum(one.get(name, 0.0) for one in steps) / len(steps)
+
+
+class Pace(NamedTuple):
+    """The pace of a rank in one step."""
+
+    seconds: float
+    """Per token, for its own forward and backward passes."""
+    stage: int
+    """Pipeline stage; stages have unlike work, and are not compared."""
+    host: str
+
+
+def slow_rank_metrics(run: Training, step: Step) -> dict[str, float]:
+    """The slowest rank of the step, and by how much; says who has been slow for several. Collective."""
+    world = dist.group.WORLD
+    assert world is not None
+    tokens = step.packs.tokens * run.inputs.config.batch.epochs
+    mine = Pace(run.policy.busy_seconds / max(tokens, 1), run.groups.pp.rank(), socket.gethostname())
+    run.policy.busy_seconds = 0.0
+    paces = gather_lists([mine], group=world)
+    over = ratios(paces)
+    slow = [rank for rank, ratio in enumerate(over) if ratio >= SLOW_RATIO]
+    run.slow_for = {rank: run.slow_for.get(rank, 0) + 1 for rank in slow}
+    for host, line in lines(run.slow_for, over, paces).items():
+        run.log.remind(f"slow ranks on {host}", run.step + 1, line)
+    slowest = max(range(len(over)), key=over.__getitem__)
+    return {"perf/slowest_rank": float(slowest), "perf/slowest_rank_over_median": over[slowest]}
+
+
+def ratios(paces: Sequence[Pace]) -> list[float]:
+    """Per rank its seconds per token over the median of its pipeline stage."""
+    stages = {one.stage: [other.seconds for other in paces if other.stage == one.stage] for one in paces}
+    medians = {stage: median_low(seconds) for stage, seconds in stages.items()}
+    # 0: a stage that had nothing to do.
+    return [one.seconds / medians[one.stage] if medians[one.stage] else 1.0 for one in paces]
+
+
+def lines(slow_for: Mapping[int, int], over: Sequence[float], paces: Sequence[Pace]) -> dict[str, str]:
+    """Return host → a line on its ranks that have been slow for :data:`SLOW_STEPS` steps or more."""
+    by_host: dict[str, list[int]] = {}
+    for rank, steps in sorted(slow_for.items()):
+        if steps >= SLOW_STEPS:
+            by_host.setdefault(paces[rank].host, []).append(rank)
+    said = {}
+    for host, ranks in by_host.items():
+        ratio, steps = max(over[rank] for rank in ranks), min(slow_for[rank] for rank in ranks)
+        said[host] = (
+            f"{named_ranks(ranks)} on {host} needed {ratio:.2f} times the median of seconds per token in "
+            f"forward and backward, for {steps} steps in a row: all others wait for that"
+        )
+    return said
+
+
+@contextmanager
+def profiled(run: Training) -> Iterator[None]:
+    """Record the step inside by torch's profiler where somebody asked for that. Collective.
+
+    ``log.profile`` names steps; a file ``profile``, put into the folder of a run, asks for the next step.
+    Each rank writes ``profiles/step_000012/rank_00003.json.gz``, for Perfetto or chrome://tracing.
+    """
+    config, step = run.inputs.config, run.step + 1
+    first, last = config.log.profile or (0, 0)
+    if not (_wished(run) or first <= step <= last):
+        yield
+        return
+    activities = [ProfilerActivity.CPU]
+    if run.inputs.backend.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as recorded:
+        yield
+    path = config.run_folder / f"profiles/step_{step:06d}/rank_{dist.get_rank():05d}.json.gz"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(path))
+    except (OSError, RuntimeError) as error:  # a full disk is no reason to lose the step
+        run.log.say(f"step {step}: {path} could not be written: {error}")
+    run.log.say(f"step {step}: profiled, see {path.parent}")
+
+
+def _wished(run: Training) -> bool:
+    """Return True if the file is there, as the first rank sees it; it is gone then. Collective."""
+    # Not in a collective: before this step the first rank writes rows, and removes old checkpoints.
+    run.groups.control.meet("the first rank to write its records")
+    wish: Path = run.inputs.config.run_folder / PROFILE_WISH
+    wished = dist.get_rank() == 0 and wish.exists()
+    if wished:
+        wish.unlink(missing_ok=True)
+    return any_rank(wished, device=run.inputs.backend.device)

@@ -1,0 +1,290 @@
+"""From the ``loss`` section to an objective; what calibration and drift do to it during a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.losses import FSPOLoss, LossState, PolicyLossConfig
+from megatron_fspo.losses.fspo import WATCHED
+from megatron_fspo.objective import (
+    ConstantDualClip,
+    FSPOBand,
+    LengthFairDualClip,
+    sequence_surrogate,
+)
+from megatron_fspo.objective.calibration import sigma_hat
+from megatron_fspo.objective.policy_objective import SequenceLevel, TokenLevel
+
+LENGTHS = torch.tensor([1, 10, 100, 1000])
+
+
+def state(name: str, *, longest: int = 9, updates: int = 1, **keys: Any) -> LossState:
+    adapter: TypeAdapter[PolicyLossConfig] = TypeAdapter(PolicyLossConfig)
+    return adapter.validate_python({"name": name, **keys}).start(longest=longest, updates=updates)
+
+
+def sums(seed: int, sigma: float = 0.05) -> Tensor:
+    noise = torch.randn(4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return noise * sigma * LENGTHS.sqrt()
+
+
+def observe(loss: LossState, s: Tensor, *, kl: float = 0.0, warm: bool = True) -> None:
+    loss.observe(s, LENGTHS, kl_k3=kl, sigma=sigma_hat(s, LENGTHS), warm=warm)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "objective"),
+    [
+        (
+            "fspo",
+            {"c_low": 0.02, "c_high": 0.05, "exponent": 0.6},
+            SequenceLevel(
+                band=FSPOBand(c_low=0.02, c_high=0.05, exponent=0.6),
+                dual_clip=LengthFairDualClip(c=0.1, exponent=0.6),
+            ),
+        ),
+        (
+            "fspo",
+            {"drift": "given", "drift_value": -0.001, "c_dual": 0.2},
+            SequenceLevel(
+                band=FSPOBand(c_low=0.03, c_high=0.03, drift=-0.001),
+                dual_clip=LengthFairDualClip(c=0.2, drift=-0.001),
+            ),
+        ),
+        (
+            "fspo",
+            {"drift_value": -0.001, "dual_clip": "off"},  # drift = none: the value is not used
+            SequenceLevel(band=FSPOBand(c_low=0.03, c_high=0.03), dual_clip=None),
+        ),
+        (
+            "fspo",
+            {"dual_clip": "constant", "dual_clip_ratio": 4.0},
+            SequenceLevel(band=FSPOBand(c_low=0.03, c_high=0.03), dual_clip=ConstantDualClip(ratio=4.0)),
+        ),
+        ("dapo", {}, TokenLevel(eps_low=0.2, eps_high=0.28, aggregation="token-mean")),
+    ],
+)
+def test_every_configuration_has_its_objective(name: str, keys: dict[str, Any], objective: object) -> None:
+    loss = state(name, **keys)
+    assert loss.objective() == objective
+    observe(loss, sums(1), kl=0.5)
+    assert loss.objective() == objective
+    assert (loss.metrics() == {}) == (name != "fspo")
+    assert loss.doubts({}, warm=True) == {}
+
+
+def test_calibration_waits_for_warm_batches_then_stays() -> None:
+    # Windows are of whole rollouts: 2 mini-batches are rounded up to 3.
+    loss = state("fspo", calibrate=2, updates=3, c_low=0.02, c_high=0.04)
+    given = {"fspo/c_low": 0.02, "fspo/c_high": 0.04, "fspo/drift": 0.0, "fspo/exponent": 0.5}
+    for seed in range(3):
+        observe(loss, sums(seed, sigma=1e-4), warm=False)
+    loss.observe(torch.zeros(4), LENGTHS, kl_k3=0.0, sigma=0.0, warm=True)  # nothing has moved: says nothing
+    loss.observe(sums(4) * math.nan, LENGTHS, kl_k3=math.nan, sigma=None, warm=True)
+    assert loss.metrics() == given and loss.calibrated() is None
+    batch = torch.cat([sums(seed) for seed in range(50)])
+    lengths = LENGTHS.repeat(50)
+    for number in range(6):
+        assert (loss.metrics() == given) == (number < 3)
+        assert (loss.calibrated() is None) == (number < 3)
+        loss.observe(batch, lengths, kl_k3=0.0, sigma=0.05, warm=True)
+
+    c = 2 * sigma_hat(batch, lengths)
+    # The two sides keep their ratio, and c is their mean.
+    moved = {"fspo/c_low": c / 1.5, "fspo/c_high": c / 0.75, "fspo/drift": 0.0, "fspo/exponent": 0.5}
+    assert loss.metrics() == pytest.approx(moved)
+    objective = loss.objective()
+    assert isinstance(objective, SequenceLevel)
+    assert isinstance(objective.dual_clip, LengthFairDualClip)
+    assert objective.dual_clip.c == pytest.approx(2 * c / 0.75)
+    observe(loss, sums(5, sigma=3.0))
+    assert loss.objective() == objective
+
+
+@pytest.mark.parametrize(
+    ("sigma", "clipped", "topic"),
+    [
+        (0.009, 0.10, "wide band"),
+        (0.015, 0.009, "wide band"),
+        (0.0101, 0.10, None),
+        (0.0199, 0.39, None),
+        (0.0201, 0.10, "narrow band"),
+        (0.015, 0.41, "narrow band"),
+    ],
+)
+def test_a_band_that_does_not_fit_is_doubted(sigma: float, clipped: float, topic: str | None) -> None:
+    """c = 0.03: 1.5 to 3 σ̂ and a clip rate of 1% to 40% are in order; one step says nothing."""
+    loss = state("fspo", c_low=0.02, c_high=0.04)
+    row = loss.metrics() | {"fspo/sigma_hat": sigma, "actor/pg_clipfrac": clipped}
+    for _ in range(WATCHED - 1):
+        assert loss.doubts(row, warm=True) == {}
+    assert loss.doubts(row | {"fspo/sigma_hat": 7.0, "actor/pg_clipfrac": 1.0}, warm=False) == {}
+    assert loss.doubts(loss.metrics(), warm=True) == {}  # a step without off-policy sequences
+    doubts = loss.doubts(row | {"fspo/sigma_hat": 7.0}, warm=True)  # an outlier moves no median
+    assert list(doubts) == [topic] * (topic is not None)
+    assert all(f"c = 2 sigma-hat is {2 * sigma:.2g}" in text for text in doubts.values())
+    # A band that has moved is judged anew.
+    assert loss.doubts(row | {"fspo/c_low": 0.021}, warm=True) == {}
+
+
+def test_a_measured_exponent_comes_with_the_width_and_stays() -> None:
+    loss = state("fspo", calibrate=3, exponent="measured", c_low=0.02, c_high=0.04, c_dual=0.1, longest=1000)
+    lengths = torch.arange(1, 400).repeat(3)
+    for seed in range(7):
+        assert (loss.calibrated() is None) == (seed < 3)
+        noise = torch.randn(len(lengths), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        loss.observe(0.02 * noise * lengths**0.8, lengths, kl_k3=0.0, sigma=0.1, warm=True)
+    objective = loss.objective()
+    assert isinstance(objective, SequenceLevel) and isinstance(objective.band, FSPOBand)
+    assert isinstance(objective.dual_clip, LengthFairDualClip)
+    assert objective.band.exponent == objective.dual_clip.exponent == loss.metrics()["fspo/exponent"]
+    assert objective.band.exponent == pytest.approx(0.8, abs=0.1)
+    assert objective.band.c_low == pytest.approx(objective.band.c_high / 2)
+    assert objective.dual_clip.c == pytest.approx(2.5 * objective.band.c_high)
+    assert "95% interval" in str(loss.calibrated())
+    resumed = state("fspo", calibrate=3, exponent="measured", c_low=0.02, c_high=0.04, c_dual=0.1, longest=9)
+    resumed.load_state_dict(json.loads(json.dumps(loss.state_dict())))
+    assert resumed.objective() == objective and resumed.calibrated() == loss.calibrated()
+
+
+def test_an_exponent_that_cannot_be_measured_is_said() -> None:
+    loss = state("fspo", calibrate=3, exponent="measured")
+    assert loss.metrics()["fspo/exponent"] == 0.5
+    for _ in range(6):
+        observe(loss, sums(1))
+    assert loss.metrics()["fspo/exponent"] == 0.5
+    assert "the exponent stays 0.5, it cannot be measured: 24 sequences" in str(loss.calibrated())
+    with pytest.raises(ValueError, match=r"measured needs loss\.calibrate of 3 or more, not 2"):
+        state("fspo", calibrate=2, exponent="measured")
+
+
+@pytest.mark.parametrize("c_dual", [0.05, 0.5])
+def test_a_dual_clip_follows_the_band(c_dual: float) -> None:
+    """A given one would end inside a band that calibration made wider."""
+    loss = state("fspo", calibrate=1, c_low=0.04, c_high=0.02, c_dual=c_dual)
+    observe(loss, sums(1))
+    objective = loss.objective()
+    assert isinstance(objective, SequenceLevel)
+    assert isinstance(objective.band, FSPOBand) and isinstance(objective.dual_clip, LengthFairDualClip)
+    assert objective.band.c_high == pytest.approx(objective.band.c_low / 2)
+    assert objective.dual_clip.c / objective.band.c_high == pytest.approx(c_dual / 0.02)
+
+
+@pytest.mark.parametrize("drift", ["k3", "half_variance"])
+def test_an_estimated_drift_waits_for_an_update_before_which_the_policy_has_moved(drift: str) -> None:
+    """The first update of a rollout is on policy: S = 0 for every sequence, and none may be clipped."""
+    loss = state("fspo", drift=drift, longest=32_000, drift_cap=0.5)
+    loss.observe(sums(1), LENGTHS, kl_k3=0.02, sigma=0.2, warm=True)
+    lengths = torch.tensor([1, 50, 1000, 32_000])
+    zero, one = torch.zeros(4), torch.ones(4)
+    for on_policy in (True, False):
+        objective = loss.objective(on_policy=on_policy)
+        assert isinstance(objective, SequenceLevel) and isinstance(objective.band, FSPOBand)
+        assert (objective.band.drift == 0) == on_policy
+        # Even off policy, an estimate never moves S = 0 out of the band.
+        low, high = objective.band.bounds(lengths)
+        assert (low <= 0).all() and (high >= 0).all()
+        assert not sequence_surrogate(zero, lengths, one, objective.band).clipped.any()
+    assert loss.metrics()["fspo/drift"] == pytest.approx(-0.03 / math.sqrt(32_000), rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps", "off_policy", "warmup", "key"),
+    [
+        # The warm-up of 5 lasts for two rollouts: so many less are left for two windows of two rollouts.
+        ({"calibrate": 4}, 5, 3, 5, "loss.calibrate = 4"),
+        ({"calibrate": 4}, 6, 3, 5, None),
+        ({}, 30, 0, 5, "on policy"),
+        ({"c_high": 0.2}, 30, 3, 5, "loss.c_high = 0.2"),
+        ({"c_high": 0.2, "calibrate": 14}, 30, 3, 0, None),
+    ],
+)
+def test_a_band_that_will_not_act_is_noted_before_the_run(
+    keys: dict[str, Any], steps: int, off_policy: int, warmup: int, key: str | None
+) -> None:
+    notes = FSPOLoss(**keys).notes(
+        steps=steps, updates=4, off_policy_updates=off_policy, warmup_updates=warmup
+    )
+    assert len(notes) == (key is not None)
+    assert all(key in note for note in notes)
+
+
+def test_calibration_measures_with_the_exponent_of_the_band() -> None:
+    loss = state("fspo", calibrate=1, exponent=0.25)
+    observe(loss, sums(1))
+    assert loss.metrics()["fspo/c_low"] == pytest.approx(2 * sigma_hat(sums(1), LENGTHS, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("keys", "kl", "drift"),
+    [
+        ({"drift": "none"}, 0.004, 0.0),
+        ({"drift": "k3"}, 0.004, -0.004),
+        ({"drift": "k3", "drift_cap": 0.001}, 0.004, -0.001),
+        ({"drift": "k3"}, -1e-9, 0.0),
+        ({"drift": "k3"}, math.nan, 0.0),
+        ({"drift": "half_variance"}, 0.5, -(0.1**2) / 2),
+        ({"drift": "half_variance", "drift_cap": 0.003}, 0.5, -0.003),
+    ],
+)
+def test_drift_follows_its_estimate_up_to_the_cap(keys: dict[str, Any], kl: float, drift: float) -> None:
+    loss = state("fspo", **keys)
+    loss.observe(sums(1), LENGTHS, kl_k3=kl, sigma=0.1, warm=False)
+    assert loss.metrics()["fspo/drift"] == pytest.approx(drift)
+    objective = loss.objective()
+    assert isinstance(objective, SequenceLevel)
+    assert isinstance(objective.band, FSPOBand) and isinstance(objective.dual_clip, LengthFairDualClip)
+    assert objective.band.drift == objective.dual_clip.drift == pytest.approx(drift)
+
+
+def test_drift_follows_the_last_batch_that_says_something() -> None:
+    loss = state("fspo", drift="k3")
+    for kl in (0.004, 0.002, math.nan):
+        observe(loss, sums(1), kl=kl)
+    assert loss.metrics()["fspo/drift"] == -0.002
+
+
+@pytest.mark.parametrize("seen", [0, 1, 2, 3])
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(seen: int) -> None:
+    keys = {"calibrate": 2, "drift": "k3"}
+    whole, first, second = (state("fspo", **keys) for _ in range(3))
+    for step in range(4):
+        observe(whole, sums(step), kl=step / 1000)
+    for step in range(seen):
+        observe(first, sums(step), kl=step / 1000)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.objective() == first.objective()
+    for step in range(seen, 4):
+        observe(second, sums(step), kl=step / 1000)
+    assert second.objective() == whole.objective()
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_the_configuration_wins_over_a_checkpoint() -> None:
+    measured = state("fspo", drift="k3", calibrate=1)
+    observe(measured, sums(1), kl=0.005)
+    fixed = state("fspo", drift="given", drift_value=-0.002)
+    fixed.load_state_dict(measured.state_dict())
+    given = {"fspo/c_low": 0.03, "fspo/c_high": 0.03, "fspo/drift": -0.002, "fspo/exponent": 0.5}
+    assert fixed.metrics() == given
+    # The other way round, a run that calibrates from now on.
+    late = state("fspo", calibrate=1)
+    late.load_state_dict(fixed.state_dict())
+    assert late.metrics()["fspo/c_low"] == 0.03
+    state("rloo").load_state_dict(measured.state_dict())
+
+
+def test_a_calibration_of_other_settings_is_refused() -> None:
+    measured = state("fspo", calibrate=3)
+    with pytest.raises(
+        InputError, match=r"^loss\.calibrate or loss\.exponent is not what it was: .*'mini_batches': 3"
+    ):
+        state("fspo", calibrate=4).load_state_dict(measured.state_dict())

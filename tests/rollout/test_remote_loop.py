@@ -1,0 +1,129 @@
+"""The loop in a thread: results, errors, interrupts, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from launch import REPO, environment
+from megatron_fspo.remote import Loop
+
+
+async def double(value: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * value
+
+
+def test_results_and_errors() -> None:
+    async def fail() -> None:
+        raise ValueError("no")
+
+    with Loop("rollout") as loop:
+        assert loop.run(double(2)) == 4
+        with pytest.raises(ValueError, match="no"):
+            loop.run(fail())
+        assert loop.submit(double(4)).result(5) == 8
+
+
+def test_coroutines_of_two_callers_run_side_by_side() -> None:
+    async def meet() -> asyncio.Event:
+        return asyncio.Event()
+
+    with Loop("rollout") as loop:
+        event = loop.run(meet())
+
+        async def wait() -> str:
+            await event.wait()
+            return "met"
+
+        async def tell() -> None:
+            event.set()
+
+        waiting = loop.submit(wait())
+        loop.run(tell())
+        assert waiting.result(5) == "met"
+
+
+def test_an_interrupt_cancels_and_waits() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+            ended.append("cleaned up")
+
+    with Loop("rollout") as loop:
+        start = time.monotonic()
+        timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])  # as a terminal sends it
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(work())
+        timer.join()
+        assert ended == ["cleaned up"]
+        assert time.monotonic() - start < 30
+        assert loop.run(double(1)) == 2
+
+
+def test_close_cancels_and_is_final() -> None:
+    ended = threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    loop = Loop("rollout")
+    future = loop.submit(work())
+    loop.run(double(1))
+    loop.close()
+    loop.close()
+    assert ended.is_set()
+    assert future.cancelled()
+    with pytest.raises(RuntimeError, match="closed loop"):
+        loop.run(double(1))
+
+
+def test_its_own_coroutines_may_not_wait_for_it() -> None:
+    with Loop("rollout") as loop:
+
+        async def nested() -> int:
+            return loop.run(double(1))
+
+        with pytest.raises(RuntimeError, match="own loop"):
+            loop.run(nested())
+
+
+def test_the_interpreter_ends_with_work_under_way() -> None:
+    program = """
+import asyncio
+from megatron_fspo.remote import Loop
+async def work():
+    try:
+        await asyncio.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
+async def nothing(): ...
+loop = Loop("rollout")
+loop.submit(work())
+loop.run(nothing())
+"""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", program],
+        env=environment(),
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "cleaned up\n", "")
+    assert time.monotonic() - start < 30

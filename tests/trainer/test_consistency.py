@@ -1,0 +1,68 @@
+"""Ranks that do not have the same run in hand are refused before the first step, by name."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch import REPO, forked
+from megatron_fspo.job.consistency import difference
+from megatron_fspo.job.rank_status import named_ranks
+from runs import CONFIG
+
+MAKE_SUM = REPO / "examples/make_sum"
+
+
+def test_what_differs_is_named_with_its_ranks() -> None:
+    every = [("node-a", {"x": "1", "y": "same"})] * 4 + [("node-b", {"x": "2", "y": "same"})] * 4
+    assert difference(every) == "x differs between ranks: 1 on ranks 0-3 (node-a); 2 on ranks 4-7 (node-b)"
+    assert difference(every[:4]) is None
+    older = ("node-c", {"y": "same"})
+    assert difference([every[0], older]) == (
+        "x differs between ranks: 1 on rank 0 (node-a); none on rank 1 (node-c)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([0, 1, 2, 8], "ranks 0-2, 8"),
+        (range(0, 20, 2), "ranks 0, 2, 4, 6, 8, 5 more ranges"),
+    ],
+)
+def test_ranks_are_named_in_ranges(ranks: list[int], text: str) -> None:
+    assert named_ranks(ranks) == text
+
+
+def train(nodes: Path, folder: str, validation: str) -> subprocess.CompletedProcess[str]:
+    """On two ranks, each in a folder of its own."""
+    for rank in range(2):
+        (nodes / f"node{rank}").mkdir(exist_ok=True)
+    worker = str(Path(__file__).with_name("node_worker.py"))
+    words = f"train --config {CONFIG} --run.folder {folder} --run.name one --run.steps 1 --rollout.prompts 8"
+    files = f"--model.checkpoint {MAKE_SUM}/checkpoint --data.train {MAKE_SUM}/train.jsonl"
+    arguments = [*words.split(), *files.split(), "--data.validation", validation]
+    return forked([worker, str(nodes), *arguments], nproc=2)
+
+
+def test_a_relative_folder_that_is_not_shared(tmp_path: Path) -> None:
+    result = train(tmp_path, "runs", f"{MAKE_SUM}/validation.jsonl")
+    assert result.returncode != 0
+    (line,) = [x for x in result.stderr.splitlines() if x.startswith("megatron-fspo: run.folder")]
+    assert "wrote in runs/one is not seen by rank 1 (" in line and f"started in {tmp_path}/node1)" in line
+    assert not any((tmp_path / f"node{rank}/runs").exists() for rank in range(2)), "something was written"
+
+
+def test_data_that_differs(tmp_path: Path) -> None:
+    lines = (MAKE_SUM / "validation.jsonl").read_text().splitlines(keepends=True)
+    for rank in range(2):
+        (tmp_path / f"node{rank}").mkdir()
+        (tmp_path / f"node{rank}/data.jsonl").write_text("".join(lines[rank:]))
+    result = train(tmp_path, str(tmp_path / "runs"), "data.jsonl")
+    assert result.returncode != 0
+    assert "the file of data.validation, data.jsonl, differs between ranks: SHA-256" in result.stderr
+    assert "on rank 0 (" in result.stderr and "on rank 1 (" in result.stderr
+    assert not (tmp_path / "runs").exists()
