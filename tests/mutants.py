@@ -163,6 +163,15 @@ MUTANTS = {
     "pass@k: of the right ones": Mutant(
         "math.comb(n - right, k)", "math.comb(right, k)", "test_estimators.py",
     ),
+    "a server's other weights agree": Mutant(
+        "return max(gaps) if max(gaps) > allowed else 0.0", "return 0.0", "test_proof.py",
+    ),
+    "a server's half of a tensor agrees": Mutant(
+        "if rest or not copies:", "if not copies:", "test_proof.py",
+    ),
+    "the limit of the KL on the other side": Mutant(
+        "any_rank(kl > limit,", "any_rank(kl < limit,", "test_max_kl.py",
+    ),
     # what comes from outside
     "any key opens": Mutant("hmac.compare_digest(_digest(key), self._digest)", "key", "test_require_key.py"),
     "a server started without its guard": Mutant(
