@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import random
 import statistics
+import subprocess
 import sys
 import time
 from concurrent.futures import Future, wait
@@ -27,13 +27,10 @@ from machine import ROOT, machine
 from megatron_fspo.config import Reward
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rewards.extract import extract, reference
-from megatron_fspo.rewards.math import LIBRARIES
-from megatron_fspo.rewards.normalise import Verdict, canonical, compare
+from megatron_fspo.rewards.math import TIER2
+from megatron_fspo.rewards.normalise import Sameness, canonical, compare
 from megatron_fspo.rewards.pool import KillablePool
-from megatron_fspo.rewards.processes import Context
-from megatron_fspo.rewards.worker import same_mathematics
 from megatron_fspo.types import Completion, Prompt
-from rewards_alone import alone
 
 AIM = 20_000
 STOPPED = Completion(token_ids=(1,), log_probs=(-0.1,), finish_reason="stop", weight_version=0)
@@ -86,7 +83,7 @@ def tier1(count: int) -> float:
         found = extract(response, "auto")
         assert found is not None
         canonical(found)
-        if compare(reference(gold), found) is Verdict.UNSURE:
+        if compare(reference(gold), found) is Sameness.UNSURE:
             raise AssertionError(f"{gold} and {found} are for tier 2")
     return count / (time.process_time() - began)
 
@@ -105,34 +102,25 @@ def through_grader(grader: Grader, count: int) -> float:
 
 def pool_against_alone(workers: int, count: int, turns: int) -> list[tuple[float, float]]:
     """(verdicts per second of the pool, of as many processes without one), turn by turn."""
-    context = Context(LIBRARIES)
-    ports, processes = [], []
-    for _ in range(workers):
-        mine, its = multiprocessing.Pipe()
-        process = context.Process(target=alone, args=(its,), daemon=True)
-        process.start()
-        its.close()
-        ports.append(mine)
-        processes.append(process)
+    command = [sys.executable, str(Path(__file__).with_name("rewards_alone.py"))]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(workers)]
     tasks = algebra(count * (turns + 1))
     rates = []
-    with KillablePool(
-        same_mathematics, workers=workers, seconds=60.0, memory_gb=1.0, libraries=LIBRARIES
-    ) as pool:
+    with KillablePool(TIER2, workers=workers, seconds=60.0, memory_gb=1.0) as pool:
         for turn in range(turns + 1):
             part = tasks[turn * count : (turn + 1) * count]
             began = time.perf_counter()
-            futures: list[Future[Any]] = [pool.submit(gold, found, 60.0) for gold, found in part]
+            futures: list[Future[Any]] = [pool.submit(gold, answer) for gold, answer in part]
             wait(futures)
             pooled = count / (time.perf_counter() - began)
             assert all(future.exception() is None for future in futures)
-            for number, port in enumerate(ports):
-                port.send(part[number::workers])
-            rates.append((pooled, sum(port.recv() for port in ports)))
-    for port, process in zip(ports, processes, strict=True):
-        port.send(None)
-        process.join()
-    context.close()
+            for number, process in enumerate(processes):
+                print(json.dumps(part[number::workers]), file=process.stdin, flush=True)
+            alone = [float(process.stdout.readline()) for process in processes if process.stdout is not None]
+            rates.append((pooled, sum(alone)))
+    for process in processes:
+        process.communicate()
     return rates[1:]  # the first one warms up
 
 

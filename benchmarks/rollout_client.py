@@ -22,9 +22,9 @@ from typing import Any
 
 from machine import ROOT, machine
 from megatron_fspo.remote import http_client
-from megatron_fspo.rollout.client.answers import MODEL
-from megatron_fspo.rollout.client.pool import Pool, Request
+from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server
+from megatron_fspo.rollout.common import MODEL
 from megatron_fspo.types import SamplingParams
 
 LENGTHS = (256, 1024, 8192)
@@ -77,7 +77,7 @@ async def ask(port: int, length: int, count: int) -> float:
         server = Server(f"http://127.0.0.1:{port}", http)
         pool = Pool([server], max_in_flight_per_server=IN_FLIGHT, vocab_size=VOCAB_SIZE)
         params = SamplingParams(max_tokens=length)
-        requests = [Request(prompt_ids=(1,) * PROMPT, params=params, seed=i) for i in range(count)]
+        requests = [CompletionRequest(prompt_ids=(1,) * PROMPT, params=params, seed=i) for i in range(count)]
         await pool.generate(requests[:IN_FLIGHT])
         began = time.process_time()
         await pool.generate(requests)

@@ -26,7 +26,8 @@ from machine import ROOT
 from megatron_fspo.config import Config
 from megatron_fspo.mcore.policy import Update
 from megatron_fspo.objective.policy_objective import LossTerms
-from megatron_fspo.rollout.client.answers import MODEL, read_completion
+from megatron_fspo.rollout.client.answers import read_completion
+from megatron_fspo.rollout.common import MODEL
 from megatron_fspo.types import Prompt
 
 PROMPT = 512  # tokens
@@ -122,7 +123,7 @@ class Servers:
             with self._clock("made up"):
                 body = self._answers.body(number, length)
             with self._clock("read"):
-                found.append(read_completion(body, params=request.params, where="a server"))
+                found.append(read_completion(body, request.params))
             if arrived is not None and arrived.__code__.co_argcount > 2:
                 with self._clock("grade"):
                     arrived(number, found[-1])

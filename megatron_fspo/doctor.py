@@ -39,7 +39,7 @@ _MODULES = {
         "pyarrow": "pyarrow",
     },
     "lab": {"jinja2": "jinja2", "markupsafe": "markupsafe", "matplotlib": "matplotlib"},
-    "math": {"math-verify": "math_verify", "sympy": "sympy", "pebble": "pebble"},
+    "math": {"math-verify": "math_verify", "sympy": "sympy"},
     "gym": {"reasoning-gym": "reasoning_gym"},
 }
 """Extra ("" for what any run takes) → package → its module: the dependencies of pyproject.toml."""

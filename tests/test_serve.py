@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -63,23 +65,45 @@ def options(fake: FakeVLLM, model: Path, tmp_path: Path) -> Callable[..., Server
     return make
 
 
+def start(options: ServerOptions) -> ServerProcess:
+    """A server that serves; one that does not is stopped."""
+    server = ServerProcess(options)
+    try:
+        server.launch()
+        server.wait()
+    except BaseException:
+        server.stop()
+        raise
+    return server
+
+
+@contextmanager
+def started(options: ServerOptions) -> Iterator[ServerProcess]:
+    server = start(options)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+CPU, GPU = (flags.Installation(Path("vllm"), version) for version in ("0.32.0+cpu", "0.32.0"))
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_the_dtype_is_the_checkpoints_unless_told(model: Path, key: str) -> None:
     """vLLM's own choice for float32 is half of it."""
-    vllm = flags.Installation(Path("vllm"), "0.32.0+cpu")
     write_config(model, **{key: "float32"})
-    for told, want in (("auto", "float32"), ("bfloat16", "bfloat16")):
-        words = flags.command(ServerOptions(model, dtype=told), vllm)
+    for asked, want in (("auto", "float32"), ("bfloat16", "bfloat16")):
+        words = flags.command(ServerOptions(model, dtype=asked), CPU)
         assert words[words.index("--dtype") + 1] == want
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "vocab.json", None])
-def test_a_server_has_the_tokenizer_of_its_checkpoint(model: Path, name: str | None) -> None:
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "vocab.json"])
+def test_a_server_has_the_tokenizer_of_its_checkpoint(model: Path, name: str) -> None:
     """With one it stops at strings; vLLM does not start with one that is not there."""
-    if name is not None:
-        (model / name).write_text("{}")
-    words = flags.command(ServerOptions(model), flags.Installation(Path("vllm"), "0.32.0+cpu"))
-    assert ("--skip-tokenizer-init" in words) == (name is None)
+    assert "--skip-tokenizer-init" in flags.command(ServerOptions(model), CPU)
+    (model / name).write_text("{}")
+    assert "--skip-tokenizer-init" not in flags.command(ServerOptions(model), CPU)
 
 
 def test_flags_and_environment(
@@ -94,7 +118,7 @@ def test_flags_and_environment(
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
     settings = options(backend="disk", dtype="float32", extra=("--max-num-seqs", "8"))
-    with ServerProcess(settings) as server:
+    with started(settings) as server:
         assert server.alive
         assert server.healthy()
         assert server.url == f"http://127.0.0.1:{settings.port}"
@@ -123,38 +147,34 @@ def test_flags_and_environment(
     assert KEY not in settings.log_file.read_text()
 
 
-def test_a_gpu_build_gets_no_cpu_flags(
-    fake: FakeVLLM, options: Callable[..., ServerOptions], model: Path
-) -> None:
-    fake.write(version="0.32.0")
+def test_a_gpu_build_gets_no_cpu_flags(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_config(model, head_dim=24)
-    with ServerProcess(options(backend="nccl")):
-        pass
-    (start,) = fake.starts
-    assert "--enforce-eager" not in start["argv"]
-    assert '{"backend": "torch_nccl"}' in start["argv"], "vLLM's own backend of that name is another"
-    assert ("VLLM_CPU_KVCACHE_SPACE" in start["environ"]) == ("VLLM_CPU_KVCACHE_SPACE" in os.environ)
+    options = ServerOptions(model, backend="nccl")
+    flags.check(options, GPU)
+    words = flags.command(options, GPU)
+    assert "--enforce-eager" not in words
+    assert '{"backend": "torch_nccl"}' in words, "vLLM's own backend of that name is another"
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in flags.environment(on_cpu=False)
 
 
 @pytest.mark.parametrize(
-    ("config", "found"),
+    ("config", "head_dim"),
     [
-        ({"head_dim": 24}, "head_dim 24: vLLM on a CPU can do 32, 64, 80, 96"),
-        ({"hidden_size": 96, "num_attention_heads": 4}, "head_dim 24: "),
-        ({"head_dim": 128}, ""),
-        ({"hidden_size": 256, "num_attention_heads": 4}, ""),
-        ({}, ""),
+        ({"head_dim": 24}, 24),
+        ({"hidden_size": 96, "num_attention_heads": 4}, 24),
+        ({"head_dim": 128}, None),
+        ({"hidden_size": 256, "num_attention_heads": 4}, None),
+        ({}, None),
     ],
 )
-def test_head_dim_on_a_cpu(
-    config: dict, found: str, options: Callable[..., ServerOptions], model: Path
-) -> None:
+def test_head_dim_on_a_cpu(config: dict, head_dim: int | None, model: Path) -> None:
     write_config(model, **config)
-    if not found:
-        ServerProcess(options())
+    if head_dim is None:
+        flags.check(ServerOptions(model), CPU)
         return
-    with pytest.raises(InputError, match=found):
-        ServerProcess(options())
+    with pytest.raises(InputError, match=f"head_dim {head_dim}: vLLM on a CPU can do 32, 64, 80, 96"):
+        flags.check(ServerOptions(model), CPU)
 
 
 def test_refusals(
@@ -190,34 +210,29 @@ def test_refusals(
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "10.0.0.7", "node7"])
-def test_beyond_this_machine_only_with_a_key(
-    host: str, fake: FakeVLLM, options: Callable[..., ServerOptions], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for key in (None, ""):
-        monkeypatch.delenv("VLLM_API_KEY", raising=False)
-        if key is not None:
-            monkeypatch.setenv("VLLM_API_KEY", key)
-        with pytest.raises(InputError, match=f"--host {host}: without a key .*; set VLLM_API_KEY") as refused:
-            ServerProcess(options(host=host))
+def test_beyond_this_machine_only_with_a_key(host: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ServerOptions(model, host=host)
+    for key in ("", None):
+        monkeypatch.setenv("VLLM_API_KEY", key) if key is not None else monkeypatch.delenv("VLLM_API_KEY")
+        with pytest.raises(InputError, match=f"--host {host}: without a key .*set VLLM_API_KEY") as refused:
+            flags.check(options, GPU)
         assert "--anyone-may-run-code" in str(refused.value)
-    ServerProcess(options(host=host, anyone_may_run_code=True))
+    flags.check(replace(options, anyone_may_run_code=True), GPU)
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    ServerProcess(options(host=host))
+    flags.check(options, GPU)
     monkeypatch.setenv("VLLM_API_KEY", f"not a {KEY}")
     with pytest.raises(InputError, match="the API key in VLLM_API_KEY has to be") as refused:
-        ServerProcess(options(host=host))
+        flags.check(options, GPU)
     assert KEY not in str(refused.value)
-    assert fake.starts == []
 
 
 def test_the_guard_comes_after_the_users_middleware(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM lets the last one see a request first."""
-    vllm, theirs = flags.Installation(Path("vllm"), "0.32.0"), ("--middleware", "a.B")
+    options = ServerOptions(model, extra=("--middleware", "a.B"))
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    assert flags.command(ServerOptions(model, extra=theirs), vllm)[-2:] == [*theirs]
+    assert flags.command(options, GPU)[-2:] == ["--middleware", "a.B"]
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    words = flags.command(ServerOptions(model, extra=theirs), vllm)
-    assert words[-4:] == [*theirs, "--middleware", flags.GUARD]
+    assert flags.command(options, GPU)[-4:] == ["--middleware", "a.B", "--middleware", flags.GUARD]
 
 
 def test_a_guard_that_does_not_guard(
@@ -226,7 +241,7 @@ def test_a_guard_that_does_not_guard(
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     fake.set_mode("open")
     with pytest.raises(TrainingError, match=r"should ask for the key and does not: .*/is_paused answers 404"):
-        ServerProcess(options()).start()
+        start(options())
     assert len(fake.starts) == 1 and fake.running == []
 
 
@@ -234,9 +249,9 @@ def test_the_port_of_another(fake: FakeVLLM, options: Callable[..., ServerOption
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(InputError, match=f"--port {port}: Address already in use"):
-            ServerProcess(options(port=port)).start()
+            start(options(port=port))
     with pytest.raises(InputError, match=r"--host no\.such\.host\.invalid"):
-        ServerProcess(options(host="no.such.host.invalid")).start()
+        start(options(host="no.such.host.invalid"))
     assert fake.starts == []
 
 
@@ -248,7 +263,7 @@ def test_a_crash_at_the_start_shows_the_end_of_the_log(
     settings.log_file.write_text("of another day\n")
     fake.set_mode("crash")
     with pytest.raises(TrainingError, match="vLLM ended while it started") as crash:
-        ServerProcess(settings).start()
+        start(settings)
     assert str(crash.value).splitlines() == [
         f"vLLM ended while it started; the end of {settings.log_file}:",
         "  loading",
@@ -260,7 +275,7 @@ def test_a_crash_at_the_start_shows_the_end_of_the_log(
 def test_a_server_that_is_never_ready(fake: FakeVLLM, options: Callable[..., ServerOptions]) -> None:
     fake.set_mode("slow")
     with pytest.raises(TrainingError, match="not ready after 1 s"):
-        ServerProcess(options(start_seconds=1)).start()
+        start(options(start_seconds=1))
     assert fake.running == []
 
 
@@ -269,8 +284,7 @@ def test_a_deaf_server_is_killed(
 ) -> None:
     monkeypatch.setattr(process, "GRACE_SECONDS", 0.3)
     fake.set_mode("deaf")
-    server = ServerProcess(options())
-    server.start()
+    server = start(options())
     assert len(fake.running) == 2
     server.stop()
     assert fake.running == []
@@ -280,26 +294,31 @@ def test_a_deaf_server_is_killed(
 def test_nothing_stays_when_the_guard_is_killed(
     fake: FakeVLLM, options: Callable[..., ServerOptions]
 ) -> None:
-    server = ServerProcess(options())
-    server.start()
+    server = start(options())
     os.kill(server._guard.pid, signal.SIGKILL)
     until(lambda: not server.alive, "the end is noticed")
     server.stop()
     assert fake.running == []
 
 
-def test_urls() -> None:
-    def options(host: str) -> ServerOptions:
-        return ServerOptions(model=Path(), host=host)
-
-    assert options("0.0.0.0").url == "http://127.0.0.1:8000"
-    assert options("::").url == options("::1").url == "http://[::1]:8000"
-    assert options("node7").url == "http://node7:8000"
-    assert [options(host).loopback_only for host in ("127.0.0.1", "::1", "localhost", "127.1.2.3")] == [
-        True
-    ] * 4
-    assert [options(host).loopback_only for host in ("0.0.0.0", "::", "node7", "10.0.0.1")] == [False] * 4
-    assert options("::1").log_file == Path("runs/vllm-8000.log")
+@pytest.mark.parametrize(
+    ("host", "url", "public", "loopback"),
+    [
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1", True),
+        ("127.1.2.3", "127.1.2.3", "127.1.2.3", True),
+        ("localhost", "localhost", "localhost", True),
+        ("::1", "[::1]", "[::1]", True),
+        ("::", "[::1]", socket.gethostname(), False),
+        ("0.0.0.0", "127.0.0.1", socket.gethostname(), False),
+        ("node7", "node7", "node7", False),
+        ("10.0.0.1", "10.0.0.1", "10.0.0.1", False),
+    ],
+)
+def test_urls(host: str, url: str, public: str, loopback: bool) -> None:
+    options = ServerOptions(model=Path(), host=host)
+    assert options.url == f"http://{url}:8000" and options.public_url == f"http://{public}:8000"
+    assert options.loopback_only == loopback
+    assert options.log_file == Path("runs/vllm-8000.log")
 
 
 class Command:
@@ -442,44 +461,29 @@ def test_a_crash_at_the_start_is_not_tried_again(serve: Callable[..., Command], 
 
 
 @pytest.mark.slow
-def test_another_host_without_a_key(
-    serve: Callable[..., Command], fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("key", ["", KEY])
+def test_another_host(
+    key: str, serve: Callable[..., Command], fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    refused = serve("--host", "0.0.0.0")
-    assert refused.process.wait(60) == 2
-    (line,) = refused.said
-    assert line.startswith("megatron-fspo: --host 0.0.0.0: without a key whoever reaches port ")
-    assert fake.starts == [] and not refused.log.exists()
-    command = serve("--host", "0.0.0.0", "--anyone-may-run-code")
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    if not key:
+        refused = serve("--host", "0.0.0.0")
+        assert refused.process.wait(60) == 2
+        (line,) = refused.said
+        assert line.startswith("megatron-fspo: --host 0.0.0.0: without a key whoever reaches port ")
+        assert fake.starts == [] and not refused.log.exists()
+    command = serve("--host", "0.0.0.0", *(() if key else ("--anyone-may-run-code",)))
     command.until_ready()
-    warning, ready = command.said
-    assert warning == (
-        f"megatron-fspo: --host 0.0.0.0: no key, so whoever reaches port {command.port} runs any code here"
-    )
+    *warning, ready = command.said
     assert ready.startswith(f"vLLM is ready at http://127.0.0.1:{command.port}, ")
+    assert [f"port {command.port} runs any code here" in line for line in warning] == [True] * (not key)
 
 
-@pytest.mark.slow
-def test_another_host_with_a_key(serve: Callable[..., Command], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", KEY)
-    command = serve("--host", "0.0.0.0")
-    command.until_ready()
-    (ready,) = command.said
-    assert ready.startswith(f"vLLM is ready at http://127.0.0.1:{command.port}, ")
-
-
-@pytest.mark.parametrize(
-    ("text", "found"), [("0", ["0"]), ("0-3,6", ["0", "1", "2", "3", "6"]), ("5,1", ["5", "1"])]
-)
-def test_gpu_numbers(text: str, found: list[str]) -> None:
-    assert gpu_numbers(text) == tuple(found)
-
-
-@pytest.mark.parametrize("text", ["", "a", "0,", "3-", "-1", "0,0", "1-3,2", "3-1", "0-1-2"])
-def test_what_is_no_list_of_gpus(text: str) -> None:
-    with pytest.raises(InputError, match=f"--gpus {text}: "):
-        gpu_numbers(text)
+def test_gpu_numbers() -> None:
+    assert gpu_numbers("0-3,6") == ("0", "1", "2", "3", "6") and gpu_numbers("5,1") == ("5", "1")
+    for text in ("", "a", "0,", "3-", "-1", "0,0", "1-3,2", "3-1", "0-1-2"):
+        with pytest.raises(InputError, match=f"--gpus {text}: "):
+            gpu_numbers(text)
 
 
 def test_every_server_has_gpus_and_a_port_of_its_own(model: Path) -> None:
@@ -489,20 +493,14 @@ def test_every_server_has_gpus_and_a_port_of_its_own(model: Path) -> None:
         (("0", "1"), 8100, "vllm-8100.log"),
         (("2", "3"), 8101, "vllm-8101.log"),
     ]
-    vllm = flags.Installation(Path("vllm"), "0.32.0")
-    words = flags.command(placed[1], vllm)
+    words = flags.command(placed[1], GPU)
     assert words[words.index("--tensor-parallel-size") + 1] == "2"
-    assert "--tensor-parallel-size" not in flags.command(options, vllm)
+    assert "--tensor-parallel-size" not in flags.command(options, GPU)
     for count in (0, 3):
         with pytest.raises(InputError, match=f"--gpus-per-server {count} does not divide the 4"):
             assign_gpus(options, gpu_numbers("0-3"), count)
     with pytest.raises(InputError, match="4 servers cannot share one"):
         assign_gpus(ServerOptions(model, log=Path("log")), gpu_numbers("0-3"), 1)
-
-
-@pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())])
-def test_the_url_that_is_announced(host: str, url: str, model: Path) -> None:
-    assert ServerOptions(model, host=host).public_url == f"http://{url}:8000"
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from megatron_fspo.cli import main
 from megatron_fspo.config import Reward
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.sweep.file import config_of, planned, read_sweep
-from megatron_fspo.rewards import Graded, Grader
+from megatron_fspo.rewards import Grade, Grader
 from megatron_fspo.types import Completion, Prompt
 from snippets import PAGES, Block, Command, blocks_of, commands_of
 
@@ -175,7 +175,7 @@ def own_rewards(block: Block, folder: Path) -> None:
     config = Reward(name="my_rewards:brevity", also={"my_rewards:judge": 0.5})
     with Grader(config, max_response_tokens=9) as grader:
         found = grader.submit(prompt, completion, "It is 5.").result(timeout=60)
-    assert isinstance(found, Graded) and (found.score, found.reward) == (1.0, 1.5)
+    assert isinstance(found, Grade) and (found.score, found.reward) == (1.0, 1.5)
 
 
 def gym(block: Block, folder: Path) -> None:

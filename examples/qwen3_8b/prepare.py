@@ -26,12 +26,11 @@ from typing import Any
 from megatron_fspo.config.data import TEMPLATES, Data, DataSet, PresetName
 from megatron_fspo.console import exit_status
 from megatron_fspo.data.check import examine
-from megatron_fspo.data.presets import Source, source_of
 from megatron_fspo.data.rows import read_rows
-from megatron_fspo.data.tasks import Task, gradable, read_task
+from megatron_fspo.data.tasks import Source, Task, gradable, read_task, source_of
 from megatron_fspo.errors import InputError
 from megatron_fspo.rewards.extract import extract, reference
-from megatron_fspo.rewards.normalise import Verdict, compare_forms, form
+from megatron_fspo.rewards.normalise import Sameness, compare_forms, form
 
 RUN = 30
 """Words and numbers in a row that two different problems do not share: the usual closing sentence of a
@@ -140,7 +139,7 @@ def can_be_right(answer: str) -> bool:
     given = extract(f"So it follows.\nAnswer: {answer}", "auto")
     if given is None or not gradable(answer):
         return False
-    return compare_forms(form(reference(answer)), form(given)) is not Verdict.DIFFERENT
+    return compare_forms(form(reference(answer)), form(given)) is not Sameness.DIFFERENT
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pydantic import (
 from megatron_fspo.section import Section
 
 PresetName = Literal["raw", "dapo", "math500", "aime", "amc", "gsm8k", "slime"]
-"""Formats of public data sets; ``megatron_fspo.data.presets`` has what each stands for."""
+"""Formats of public data sets; ``megatron_fspo.data.tasks`` has what each stands for."""
 
 TEMPLATES = {
     "plain": "{prompt}",

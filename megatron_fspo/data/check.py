@@ -1,4 +1,4 @@
-"""What a data file holds, before a run: counts, lengths, what is wrong, and what prompts look like."""
+"""Reads a data file before a run: counts, lengths, what is wrong, and what prompts look like."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_fspo.data.presets import Source
 from megatron_fspo.data.prompts import Seen
 from megatron_fspo.data.rows import Row, read_rows
-from megatron_fspo.data.tasks import Task, check_source, conversation, gradable, read_task, render, tokens
+from megatron_fspo.data.tasks import (
+    Source,
+    Task,
+    check_source,
+    conversation,
+    gradable,
+    read_task,
+    render,
+    tokens,
+)
 from megatron_fspo.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,17 +32,17 @@ _BAR = 40
 
 
 @dataclass(kw_only=True)
-class Findings:
-    """Of one file. Its prompts are the rows that are prompts, those in conflict or too long among them."""
+class FileCheck:
+    """The contents of one file. Its prompts are the rows that are prompts, also in conflict or too long."""
 
     source: Source
     unit: str
-    """Of the lengths: ``tokens``, or ``characters`` where no tokenizer was given."""
+    """The unit of the lengths: ``tokens``, or ``characters`` where no tokenizer was given."""
     samples: int | None = None
     """Responses to each prompt, of an evaluation set of a run."""
     rows: int = 0
     lengths: list[int] = field(default_factory=list)
-    """Of the prompts."""
+    """One for each prompt."""
     duplicates: int = 0
     """Rows whose prompt and answer came before."""
     conflicts: list[str] = field(default_factory=list)
@@ -50,20 +58,20 @@ class Findings:
 
     @property
     def fine(self) -> bool:
-        """Whether a run would take the file, and could grade every answer."""
+        """Return whether a run would take the file, and could grade every answer."""
         refused = self.broken + self.ungradable
         refused += self.conflicts if self.source.conflicts == "error" else []
         refused += self.too_long if self.source.too_long == "error" else []
         return bool(self.lengths) and not refused
 
     def histogram(self) -> list[tuple[int, int, int]]:
-        """First and last length of a bin, and how many prompts are in it; bins end before powers of two."""
+        """Return first and last length and the prompts of each bin; bins end before powers of two."""
         bins = Counter(length.bit_length() for length in self.lengths)
         span = range(min(bins), max(bins) + 1) if bins else ()
         return [(2 ** (bits - 1), 2**bits - 1, bins[bits]) for bits in span]
 
 
-def examine(source: Source, tokenizer: PreTrainedTokenizerBase | None, max_prompt_tokens: int) -> Findings:
+def examine(source: Source, tokenizer: PreTrainedTokenizerBase | None, max_prompt_tokens: int) -> FileCheck:
     """Read the whole file, and go on after rows that are wrong.
 
     Raises:
@@ -71,110 +79,114 @@ def examine(source: Source, tokenizer: PreTrainedTokenizerBase | None, max_promp
     """
     if tokenizer is not None:
         check_source(source, tokenizer)
-    found = Findings(source=source, unit="characters" if tokenizer is None else "tokens")
+    checked = FileCheck(source=source, unit="characters" if tokenizer is None else "tokens")
     seen = Seen()
     for row in read_rows(source.file, (source.prompt_key, source.answer_key)):
-        found.rows += 1
+        checked.rows += 1
         try:
-            _examine_row(row, found, seen, tokenizer, max_prompt_tokens)
+            _examine_row(row, checked, seen, tokenizer, max_prompt_tokens)
         except InputError as error:
-            found.broken.append(str(error))
-    if not found.rows:
+            checked.broken.append(str(error))
+    if not checked.rows:
         raise InputError(f"{source.file}: holds no prompts")
-    return found
+    return checked
 
 
 def _examine_row(
     row: Row,
-    found: Findings,
+    checked: FileCheck,
     seen: Seen,
     tokenizer: PreTrainedTokenizerBase | None,
     max_prompt_tokens: int,
 ) -> None:
-    source = found.source
+    source = checked.source
     task = read_task(row, source)
     question = task.question
-    verdict = seen.add(question, task)
-    if verdict == "conflict":
-        answer, place = seen.first(question)
-        found.conflicts.append(f"{row.place}: {task.answer[:40]!r}, but {answer[:40]!r} at {place}")
-    if verdict == "duplicate":
-        found.duplicates += 1
+    novelty = seen.add(question, task)
+    if novelty == "conflict":
+        answer, location = seen.first(question)
+        checked.conflicts.append(f"{row.location}: {task.answer[:40]!r}, but {answer[:40]!r} at {location}")
+    if novelty == "duplicate":
+        checked.duplicates += 1
         if source.duplicates == "drop":
             return
     text = _shown(task, source) if tokenizer is None else render(task, source, tokenizer)
     length = len(text) if tokenizer is None else len(tokens(task, text, source, tokenizer))
-    found.lengths.append(length)
+    checked.lengths.append(length)
     if not gradable(task.answer):
-        found.ungradable.append(f"{row.place}: {source.answer_key!r} is {task.answer[:40]!r}")
+        checked.ungradable.append(f"{row.location}: {source.answer_key!r} is {task.answer[:40]!r}")
     if tokenizer is not None and length > max_prompt_tokens:
-        found.too_long.append(f"{row.place}: {length} tokens, max_prompt_tokens is {max_prompt_tokens}")
-    if len(found.rendered) < _SHOWN:
-        found.rendered.append(f"{row.place}, answer {task.answer[:200]!r}\n{text}")
+        checked.too_long.append(f"{row.location}: {length} tokens, max_prompt_tokens is {max_prompt_tokens}")
+    if len(checked.rendered) < _SHOWN:
+        checked.rendered.append(f"{row.location}, answer {task.answer[:200]!r}\n{text}")
 
 
 def _shown(task: Task, source: Source) -> str:
-    """The prompt without a tokenizer: where its chat template would be, messages with their roles."""
+    """Return the prompt without a tokenizer: where its chat template would be, messages with their roles."""
     messages = conversation(task, source)
     if not source.chat_template:
         return str(messages[0]["content"])
     return "\n".join(f"<{message['role']}> {message['content']}" for message in messages)
 
 
-def as_json(found: Findings) -> dict[str, Any]:
-    """The findings as JSON types; of what is wrong the number and the first examples. ``too_long`` is there
-    only if lengths are in tokens."""
-    wrong = {key: getattr(found, key) for key in ("broken", "conflicts", "too_long", "ungradable")}
-    if found.unit == "characters":
+def as_json(checked: FileCheck) -> dict[str, Any]:
+    """Return the check as JSON types; of what is wrong the number and the first examples. ``too_long`` is
+    there only if lengths are in tokens."""
+    wrong = {key: getattr(checked, key) for key in ("broken", "conflicts", "too_long", "ungradable")}
+    if checked.unit == "characters":
         wrong.pop("too_long")
-    lengths = found.lengths
+    lengths = checked.lengths
     return {
-        "file": str(found.source.file),
-        **({} if found.samples is None else {"samples": found.samples}),
-        "fine": found.fine,
-        "rows": found.rows,
+        "file": str(checked.source.file),
+        **({} if checked.samples is None else {"samples": checked.samples}),
+        "fine": checked.fine,
+        "rows": checked.rows,
         "prompts": len(lengths),
-        "duplicates": found.duplicates,
+        "duplicates": checked.duplicates,
         **{key: {"count": len(lines), "first": lines[:_SHOWN]} for key, lines in wrong.items()},
         "length": {
-            "unit": found.unit,
+            "unit": checked.unit,
             "min": min(lengths, default=None),
             "median": statistics.median(lengths) if lengths else None,
             "max": max(lengths, default=None),
-            "histogram": found.histogram(),
+            "histogram": checked.histogram(),
         },
-        "rendered": found.rendered,
+        "rendered": checked.rendered,
     }
 
 
-def describe(found: Findings) -> str:
-    """The findings for a person."""
-    source = found.source
+def describe(checked: FileCheck) -> str:
+    """Return the check for a person."""
+    source = checked.source
     after = f" after {source.answer_after!r}" if source.answer_after else ""
     lines = [
         f"{source.file}: prompt from {source.prompt_key!r}, answer from {source.answer_key!r}{after}",
-        _count("rows", found.rows),
-        _count("prompts", len(found.lengths)),
-        *([] if found.samples is None else [_count("samples", found.samples, "responses to each prompt")]),
-        _count("duplicates", found.duplicates, "left out" if source.duplicates == "drop" else "kept"),
+        _count("rows", checked.rows),
+        _count("prompts", len(checked.lengths)),
+        *(
+            []
+            if checked.samples is None
+            else [_count("samples", checked.samples, "responses to each prompt")]
+        ),
+        _count("duplicates", checked.duplicates, "left out" if source.duplicates == "drop" else "kept"),
     ]
     refused = {"error": "a run refuses the file", "drop": "a run leaves them out", "keep": "kept"}
-    lines += _wrong("conflicting answers", found.conflicts, refused[source.conflicts])
-    lines += _wrong("broken rows", found.broken, refused["error"])
-    if found.unit == "tokens":
-        lines += _wrong("too long", found.too_long, refused[source.too_long])
+    lines += _wrong("conflicting answers", checked.conflicts, refused[source.conflicts])
+    lines += _wrong("broken rows", checked.broken, refused["error"])
+    if checked.unit == "tokens":
+        lines += _wrong("too long", checked.too_long, refused[source.too_long])
     else:
         lines.append("  too long             not counted: no tokenizer given")
-    lines += _wrong("un-gradable answers", found.ungradable, "no verifier of mathematics reads them")
-    if found.lengths:
-        lengths = found.lengths
-        bare = ", without the chat template" if found.unit == "characters" and source.chat_template else ""
+    lines += _wrong("un-gradable answers", checked.ungradable, "no verifier of mathematics reads them")
+    if checked.lengths:
+        lengths = checked.lengths
+        bare = ", without the chat template" if checked.unit == "characters" and source.chat_template else ""
         lines.append(
-            f"  length in {found.unit}{bare}: {min(lengths)} to {max(lengths)}, "
+            f"  length in {checked.unit}{bare}: {min(lengths)} to {max(lengths)}, "
             f"median {statistics.median(lengths):g}"
         )
-        lines += _bars(found.histogram())
-    for text in found.rendered:
+        lines += _bars(checked.histogram())
+    for text in checked.rendered:
         head, _, prompt = text.partition("\n")
         lines += [f"  {head}", *(f"  | {line}" for line in prompt.split("\n"))]
     return "\n".join(lines)

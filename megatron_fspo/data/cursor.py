@@ -4,140 +4,89 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_fspo.config.data import Data
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Prompt
 
-
-class Cursor(Protocol):
-    """An endless walk over prompt indices that can be stopped and resumed anywhere."""
-
-    def take(self, n: int) -> list[int]:
-        """The next ``n`` prompt indices, each once: ``ValueError`` if there are too few prompts."""
-
-    def place(self) -> dict[str, Any]:
-        """Where the walk stands, for JSON."""
-
-    def seek(self, place: dict[str, Any]) -> None:
-        """Go to a place; ``InputError`` if it is none."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place, and over what the walk goes; for JSON."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; ``InputError`` if it comes from other data, another seed or another order."""
+Sets = Sequence[tuple[str, int, float]]
+"""Name, number of prompts and weight of each set."""
+Position = list[list[int]]
+"""For each set its epoch, the offset in it, and how many prompts it has given; for JSON."""
 
 
 class PromptCursor:
-    """A walk over the ``num_prompts`` prompts of one set.
+    """Hands out prompt indices without end, and can be stopped and resumed anywhere.
 
-    Each epoch has an order that depends on ``(seed, epoch)`` alone; without ``shuffle`` it is the file's.
+    Each epoch of a set has an order that depends on seed, set and epoch alone; without ``shuffle`` it is the
+    file's. Which set is next is the one that is furthest behind its share, so that after t prompts a set with
+    the share w has given more than w·t − (sets − 1) and less than w·t + 1 of them. The arithmetic is exact.
+    Shuffled, what is handed out at once is in random order: dealt out to ranks and mini-batches, no one of
+    them gets a set more than others.
 
-    Raises ``InputError`` if there are no prompts.
-    """
-
-    def __init__(self, num_prompts: int, seed: int | str, shuffle: bool = True) -> None:
-        if num_prompts < 1:
-            raise InputError(f"at least one prompt is needed, found {num_prompts}")
-        self._identity = {"num_prompts": num_prompts, "seed": seed, "shuffle": shuffle}
-        self._num_prompts = num_prompts
-        self._go(epoch=0, offset=0)
-
-    def _go(self, epoch: int, offset: int) -> None:
-        self._epoch, self._offset = epoch, offset
-        self._order = list(range(self._num_prompts))
-        if self._identity["shuffle"]:
-            # A string seeds the generator through SHA-512: neighbouring seeds and epochs share nothing.
-            random.Random(f"{self._identity['seed']}/{epoch}").shuffle(self._order)
-
-    def __len__(self) -> int:
-        return self._num_prompts
-
-    def take(self, n: int) -> list[int]:
-        """The next ``n`` prompt indices, each once: ``ValueError`` if there are fewer prompts.
-
-        Shuffled, what is left of an epoch but too short for the batch is skipped, and no prompt for good,
-        since every epoch has another order. Unshuffled, the batch goes on at the top of the file.
-        """
-        if n > len(self._order):
-            raise ValueError(f"{n} prompts at once, but there are only {len(self._order)}")
-        if self._identity["shuffle"] and self._offset + n > len(self._order):
-            self._go(self._epoch + 1, 0)
-        taken: list[int] = []
-        while len(taken) < n:
-            step = self._order[self._offset : self._offset + n - len(taken)]
-            taken += step
-            self._offset += len(step)
-            if self._offset == len(self._order):
-                self._go(self._epoch + 1, 0)
-        return taken
-
-    def place(self) -> dict[str, Any]:
-        """``epoch`` and ``offset`` in it."""
-        return {"epoch": self._epoch, "offset": self._offset}
-
-    def seek(self, place: dict[str, Any]) -> None:
-        """Go to a place; ``InputError`` if it is none of this walk."""
-        epoch, offset = place["epoch"], place["offset"]
-        if not (_is_count(epoch) and _is_count(offset) and offset < len(self._order)):
-            raise InputError(
-                f"prompt cursor: epoch {epoch!r}, offset {offset!r} is no place in {len(self._order)} prompts"
-            )
-        self._go(epoch, offset)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the walk stands, and over what: integers and a boolean, for JSON."""
-        return {**self.place(), **self._identity}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; ``InputError`` if it comes from other data, another seed or another order."""
-        _check_identity(state, self._identity, ("epoch", "offset"))
-        self.seek(state)
-
-
-class MixedCursor:
-    """A walk over several sets, each of which comes as often as its weight says.
-
-    Which set is next is the one that is furthest behind its share, so that after t prompts a set with the
-    share w has given more than w·t − (sets − 1) and less than w·t + 1 of them. The arithmetic is exact. Each
-    set is walked through by a :class:`PromptCursor` with a seed of its own. Shuffled, what one ``take`` gives
-    is in random order: dealt out to ranks and mini-batches, no one of them gets a set more than others.
-
-    The sets' prompts are numbered one after the other.
+    Sampling ahead takes the batches of later steps before a step takes further prompts. So the cursor stands
+    somewhere else than where those batches began, and a run that resumes needs both: it gets the same
+    batches again, then goes on where the cursor stood.
 
     Args:
-        sets: name, number of prompts and weight of each.
+        sets: their prompts are numbered one set after the other.
+        size: prompts of a batch.
 
     Raises:
         InputError: a set has no prompts.
     """
 
-    def __init__(self, sets: Sequence[tuple[str, int, float]], seed: int, shuffle: bool = True) -> None:
-        whole = sum(_exact(weight) for _, _, weight in sets)
-        shares = [_exact(weight) / whole for _, _, weight in sets]
-        self._parts = [PromptCursor(size, f"{seed}/{name}", shuffle) for name, size, _ in sets]
-        self._first = [sum(size for _, size, _ in sets[:n]) for n in range(len(sets))]
+    def __init__(self, sets: Sets, seed: int, *, size: int, shuffle: bool = True) -> None:
+        if empty := [name for name, prompts, _ in sets if prompts < 1]:
+            raise InputError(f"at least one prompt is needed, found 0 in {empty[0]!r}")
+        shares = _shares(sets)
+        self._size = size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epochs = [
+            _Epochs(prompts, f"{seed}/{name}" if len(sets) > 1 else str(seed), shuffle)
+            for name, prompts, _ in sets
+        ]
+        self._first = [sum(prompts for _, prompts, _ in sets[:n]) for n in range(len(sets))]
         self._taken = [0] * len(sets)
-        # Integers in the ratio of the shares.
-        unit = math.lcm(*(share.denominator for share in shares))
-        self._weights = [int(share * unit) for share in shares]
-        self._unit = unit
+        self._unit = math.lcm(*(share.denominator for share in shares))
+        self._weights = [int(share * self._unit) for share in shares]
+        self._open: deque[Position] = deque()
+        """Positions before the batches that were taken and not closed."""
+        self._again: deque[Position] = deque()
+        """Positions before the batches that a run had open when it was saved, not taken again yet."""
         self._identity = {
+            "sets": [[name, prompts, str(w)] for (name, prompts, _), w in zip(sets, shares, strict=True)],
             "seed": seed,
             "shuffle": shuffle,
-            "mixed": [
-                {"name": name, "num_prompts": size, "share": str(share)}
-                for (name, size, _), share in zip(sets, shares, strict=True)
-            ],
         }
 
-    def take(self, n: int) -> list[int]:
-        """The next ``n`` prompt indices, each once: ``ValueError`` if a set has too few for its part."""
+    def batch(self) -> list[int]:
+        """Return the prompt indices of the next batch, each once. It stays open: see :meth:`close`."""
+        if not self._again:
+            self._open.append(self._position())
+            return self.further(self._size)
+        now = self._position()
+        self._open.append(self._again.popleft())
+        self._seek(self._open[-1])
+        taken = self.further(self._size)
+        self._seek(now)
+        return taken
+
+    def close(self) -> None:
+        """The oldest open batch is being learned from: a state saved from here on goes on after it."""
+        self._open.popleft()
+
+    def further(self, n: int) -> list[int]:
+        """Return ``n`` prompt indices beside the batches, each once.
+
+        Raises:
+            ValueError: a set has too few prompts for that.
+        """
         first = sum(self._taken)
         taken = list(self._taken)
         order = []
@@ -146,92 +95,106 @@ class MixedCursor:
             order.append(behind.index(max(behind)))
             taken[order[-1]] += 1
         counts = [now - before for now, before in zip(taken, self._taken, strict=True)]
-        for part, count in zip(self._parts, counts, strict=True):
-            if count > len(part):
-                raise ValueError(f"{count} prompts at once, but a set has only {len(part)}")
-        if self._identity["shuffle"]:
-            random.Random(f"order {self._identity['seed']} {first}").shuffle(order)
+        for epochs, count in zip(self._epochs, counts, strict=True):
+            if count > len(epochs.order):
+                raise ValueError(f"{count} prompts at once, but a set has only {len(epochs.order)}")
+        if self._shuffle:
+            random.Random(f"order {self._seed} {first}").shuffle(order)
         self._taken = taken
-        given = [iter(part.take(count)) for part, count in zip(self._parts, counts, strict=True)]
+        given = [iter(epochs.take(count)) for epochs, count in zip(self._epochs, counts, strict=True)]
         return [self._first[number] + next(given[number]) for number in order]
 
-    def place(self) -> dict[str, Any]:
-        """Of each set its place, and how many it has given."""
-        places = [part.place() for part in self._parts]
-        return {"sets": [{**at, "taken": t} for at, t in zip(places, self._taken, strict=True)]}
-
-    def seek(self, place: dict[str, Any]) -> None:
-        """Go to a place; ``InputError`` if it is none of this walk."""
-        sets = place["sets"]
-        keys = {"epoch", "offset", "taken"}
-        if not (
-            isinstance(sets, list)
-            and len(sets) == len(self._parts)
-            and all(isinstance(at, dict) and at.keys() == keys and _is_count(at["taken"]) for at in sets)
-        ):
-            raise InputError(f"prompt cursor: {sets!r} is no place in {len(self._parts)} sets")
-        before = [part.place() for part in self._parts]
-        try:
-            for part, at in zip(self._parts, sets, strict=True):
-                part.seek(at)
-        except InputError:
-            for part, at in zip(self._parts, before, strict=True):
-                part.seek(at)
-            raise
-        self._taken = [at["taken"] for at in sets]
-
     def state_dict(self) -> dict[str, Any]:
-        """The place, and the sets with their shares; for JSON."""
-        return {**self.place(), **self._identity}
+        """Return over what the cursor goes, where it stands, and where the open batches began; for JSON."""
+        return {**self._identity, "position": self._position(), "open": [*self._open, *self._again]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; ``InputError`` if it comes from other data, weights, seed or order."""
-        _check_identity(state, self._identity, ("sets",))
-        self.seek(state)
+        """Go on from ``state``.
+
+        Raises:
+            InputError: it comes from other data, weights, another seed or another order, or makes no sense.
+        """
+        if state.keys() != (mine := self.state_dict()).keys():
+            raise InputError(f"prompt cursor: the state has the keys {sorted(state)}, not {sorted(mine)}")
+        for key, value in self._identity.items():
+            if state[key] != value:
+                raise InputError(
+                    f"prompt cursor: the checkpoint has {key} = {state[key]!r}, this run {value!r};"
+                    " resume with the same data and seed, or start a new run"
+                )
+        opened = state["open"] if isinstance(state["open"], list) else [state["open"]]
+        for position in (state["position"], *opened):
+            if not self._is_position(position):
+                raise InputError(f"prompt cursor: {position!r} is no position in {self._identity['sets']}")
+        self._seek(state["position"])
+        self._open.clear()
+        self._again = deque(opened)
+
+    def _position(self) -> Position:
+        return [[one.epoch, one.offset, t] for one, t in zip(self._epochs, self._taken, strict=True)]
+
+    def _seek(self, position: Position) -> None:
+        for epochs, (epoch, offset, _) in zip(self._epochs, position, strict=True):
+            epochs.seek(epoch, offset)
+        self._taken = [taken for _, _, taken in position]
+
+    def _is_position(self, position: Any) -> bool:
+        return (
+            isinstance(position, list)
+            and len(position) == len(self._epochs)
+            and all(isinstance(at, list) and len(at) == 3 for at in position)
+            and all(type(number) is int and number >= 0 for at in position for number in at)
+            and all(at[1] < len(epochs.order) for at, epochs in zip(position, self._epochs, strict=True))
+        )
 
 
-def mixture(prompts: Sequence[Prompt], data: Data) -> list[tuple[str, int, float]]:
-    """Name, number of prompts and weight of the training sets; without weights all prompts weigh the same."""
+class _Epochs:
+    """One set, epoch after epoch."""
+
+    def __init__(self, prompts: int, seed: str, shuffle: bool) -> None:
+        self.order = list(range(prompts))
+        self.epoch = -1
+        self.offset = 0
+        self._seed = seed
+        self._shuffle = shuffle
+        self.seek(0, 0)
+
+    def seek(self, epoch: int, offset: int) -> None:
+        if self._shuffle and epoch != self.epoch:
+            self.order.sort()
+            # A string seeds the generator through SHA-512: neighbouring seeds and epochs share nothing.
+            random.Random(f"{self._seed}/{epoch}").shuffle(self.order)
+        self.epoch, self.offset = epoch, offset
+
+    def take(self, n: int) -> list[int]:
+        """Return ``n`` indices, each once.
+
+        Shuffled, what is left of an epoch but too short is skipped, and no prompt for good, since every epoch
+        has another order. Unshuffled, it goes on at the top of the file.
+        """
+        if self._shuffle and self.offset + n > len(self.order):
+            self.seek(self.epoch + 1, 0)
+        taken: list[int] = []
+        while len(taken) < n:
+            step = self.order[self.offset : self.offset + n - len(taken)]
+            taken += step
+            self.offset += len(step)
+            if self.offset == len(self.order):
+                self.seek(self.epoch + 1, 0)
+        return taken
+
+
+def mixture(prompts: Sequence[Prompt], data: Data) -> Sets:
+    """Return the training sets of a run; without weights all prompts weigh the same."""
     sizes = Counter(prompt.dataset for prompt in prompts)
     return [(one.title, sizes[one.title], one.weight or float(sizes[one.title])) for one in data.train_sets]
 
 
-def make_cursor(prompts: Sequence[Prompt], data: Data, seed: int) -> Cursor:
-    """The walk over a run's training prompts."""
-    sets = mixture(prompts, data)
-    if len(sets) == 1:
-        return PromptCursor(len(prompts), seed, data.shuffle)
-    return MixedCursor(sets, seed, data.shuffle)
+def most_at_once(sets: Sets, n: int) -> list[int]:
+    """Return for each set the most prompts that ``n`` prompts in a row of the mixture may hold."""
+    return [math.ceil(share * n + len(sets)) - 1 for share in _shares(sets)]
 
 
-def most_at_once(sets: Sequence[tuple[str, int, float]], n: int) -> list[int]:
-    """Of each set the most prompts that ``n`` prompts in a row of the mixture may hold."""
-    whole = sum(_exact(weight) for _, _, weight in sets)
-    return [math.ceil(_exact(weight) / whole * n + len(sets)) - 1 for _, _, weight in sets]
-
-
-def _exact(weight: float) -> Fraction:
-    """As it is written: 0.1 is a tenth."""
-    return Fraction(str(weight))
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _check_identity(state: dict[str, Any], mine: dict[str, Any], place: tuple[str, ...]) -> None:
-    legal = {*place, *mine}
-    if ("mixed" in state) != ("mixed" in mine):
-        one, other = ("several sets", "one") if "mixed" in state else ("one set", "several")
-        raise InputError(
-            f"prompt cursor: the checkpoint is from a run over {one}, this run is over {other};"
-            " resume with the same data, or start a new run"
-        )
-    if set(state) != legal:
-        raise InputError(f"prompt cursor: the state has the keys {sorted(state)}, not {sorted(legal)}")
-    for key, value in mine.items():
-        if state[key] != value:
-            raise InputError(
-                f"prompt cursor: the checkpoint has {key} = {state[key]!r}, this run {value!r};"
-                " resume with the same data and seed, or start a new run"
-            )
+def _shares(sets: Sets) -> list[Fraction]:
+    weights = [Fraction(str(weight)) for _, _, weight in sets]  # as it is written: 0.1 is a tenth
+    return [weight / sum(weights) for weight in weights]

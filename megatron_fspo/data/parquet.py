@@ -15,8 +15,8 @@ _BATCH_ROWS = 1024
 
 
 def read_parquet(path: Path, needed: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """The rows, as JSON types. A column of a type that JSON has no word for (binary, decimal, dates, …) is
-    left out.
+    """Yield the rows, as JSON types. A column of a type that JSON has no word for (binary, decimal, dates, …)
+    is left out.
 
     Args:
         needed: keys of a row that may not be left out; dots lead into objects.
@@ -43,7 +43,7 @@ def read_parquet(path: Path, needed: Sequence[str] = ()) -> Iterator[dict[str, A
 
 
 def _values(path: Path, batch: pyarrow.RecordBatch, before: int) -> list[dict[str, Any]]:
-    """The rows of a batch, of a file that has so many before it."""
+    """Return the rows of a batch; ``before``: those before it in the file."""
     wrong = (UnicodeError, KeyError, RecursionError)  # KeyError: a map has a key twice
     try:
         if not batch.num_columns:
@@ -61,7 +61,7 @@ def _values(path: Path, batch: pyarrow.RecordBatch, before: int) -> list[dict[st
 
 
 def _column(column: pyarrow.Array) -> list[Any]:
-    """Its values, one for each row."""
+    """Return the values of a column, one for each row."""
     from pyarrow import types
 
     kind = column.type
@@ -75,7 +75,7 @@ def _column(column: pyarrow.Array) -> list[Any]:
 
 
 def _columns(path: Path, schema: pyarrow.Schema, needed: Sequence[str]) -> list[str] | None:
-    """Names of the columns that are read; None for all."""
+    """Return the names of the columns that are read; None for all."""
     for name in schema.names:
         if schema.names.count(name) > 1:
             raise InputError(f"{path}: has the column {name!r} twice")

@@ -1,7 +1,7 @@
 """The rows of a data file, JSON lines or parquet, one after the other: never the whole file at once.
 
-A row keeps its place, and reads itself only when asked: so whoever wants to know all that is wrong with a
-file can go on after a bad row. A file that cannot be read on at all ends the walk.
+A row keeps its location, and reads itself only when asked: so whoever wants to know all that is wrong with a
+file can go on after a bad row. A file that cannot be read on at all ends the iteration.
 
 JSON lines are UTF-8. A byte order mark at the start is skipped, and a carriage return before the line feed is
 white space, as JSON has it. A key that an object has twice is an error: readers do not agree on which holds.
@@ -32,16 +32,16 @@ class Row:
     """One row of a file and where it stands. ``tree()`` is its object: JSON types, numbers from JSON lines as
     :class:`Number`, those from parquet as they are."""
 
-    place: str
+    location: str
     """``train.jsonl:7``, lines as editors number them; or ``train.parquet: row 7``, also from 1."""
     _read: Callable[[], Any]
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
-        """``InputError`` with the place in front."""
-        raise InputError(f"{self.place}: {what}") from cause
+        """Raise ``InputError`` with the location in front."""
+        raise InputError(f"{self.location}: {what}") from cause
 
     def tree(self) -> dict[str, Any]:
-        """Raises ``InputError`` if the row is no JSON object in UTF-8."""
+        """Return the row's object; ``InputError`` if it is no JSON object in UTF-8."""
         try:
             row = self._read()
             json.dumps(row, ensure_ascii=False).encode("utf-8")  # "\ud800" is JSON, but no tokenizer takes it
@@ -57,7 +57,7 @@ class Row:
         return row
 
     def fields(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """``tree`` with numbers as numbers. NaN and infinities, which JSON has no words for, become None."""
+        """Return ``tree`` with numbers as numbers; NaN and infinities, no words of JSON's, become None."""
         fields = {}
         for key, value in tree.items():
             try:
@@ -70,8 +70,8 @@ class Row:
 
 
 def read_rows(path: Path, needed: Sequence[str] = ()) -> Iterator[Row]:
-    """The rows of a file that its suffix tells the format of: ``.parquet``, or else JSON lines, blank lines
-    left out.
+    """Yield the rows of a file whose suffix says the format: ``.parquet``, or else JSON lines, without blank
+    lines.
 
     Args:
         needed: keys of a row; a column of parquet that cannot be read is left out, if it is none of these.
@@ -90,11 +90,7 @@ def read_rows(path: Path, needed: Sequence[str] = ()) -> Iterator[Row]:
     except OSError as error:
         raise InputError(f"{path}: cannot read the prompts: {error.strerror}") from error
     for number, row in enumerate(read_parquet(path, needed), start=1):
-        yield Row(f"{path}: row {number}", partial(_given, row))
-
-
-def _given(row: Any) -> Any:
-    return row
+        yield Row(f"{path}: row {number}", row.copy)
 
 
 def _parse(raw: bytes) -> Any:
@@ -104,12 +100,12 @@ def _parse(raw: bytes) -> Any:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice[:40]!r} is there twice")
-    return found
+    return tree
 
 
 def _natural(value: Any) -> Any:
@@ -126,7 +122,7 @@ def _natural(value: Any) -> Any:
 
 
 def kind(value: Any) -> str:
-    """What a JSON value is, in JSON's own words."""
+    """Return what a JSON value is, in JSON's own words."""
     if value is None:
         return "null"
     if isinstance(value, float) and not math.isfinite(value):

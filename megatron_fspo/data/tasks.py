@@ -1,4 +1,5 @@
-"""A row as a task: its question as chat messages, its answer as text, and the prompt made of them."""
+"""A row as a task: how a file is read, its question as chat messages, its answer as text, and the prompt made
+of them."""
 
 from __future__ import annotations
 
@@ -6,39 +7,102 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_fspo.data.presets import Source
+from megatron_fspo.config.data import TEMPLATES, Data, DataSet, PresetName, Reading
 from megatron_fspo.data.rows import Row, kind
 from megatron_fspo.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Which = Literal["train", "validation"]
+"""The training or the evaluation files of a run."""
 LONGEST_GRADABLE = 1000
 """Characters of an answer."""
+_BOXED = {
+    "prompt_key": "problem",
+    "answer_key": "answer",
+    "answer_after": "",
+    "template": "boxed",
+    "chat_template": True,
+    "system_prompt": "",
+}
+PRESETS: dict[PresetName, dict[str, Any]] = {
+    "raw": {**_BOXED, "prompt_key": "prompt", "template": "plain", "chat_template": False},
+    "dapo": {
+        **_BOXED,
+        "prompt_key": "prompt",
+        "answer_key": "reward_model.ground_truth",
+        "template": "plain",
+    },
+    "math500": _BOXED,
+    "aime": _BOXED,
+    "amc": _BOXED,
+    "gsm8k": {**_BOXED, "prompt_key": "question", "answer_after": "####"},
+    "slime": {**_BOXED, "prompt_key": "prompt", "answer_key": "label", "template": "plain"},
+}
+"""The keys that depend on the format of a file; what they mean is in the configuration. The prompts of DAPO's
+and slime's files hold their instruction already; the others are bare questions, and are asked for an answer
+in a box."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A file, and all that says how its rows become prompts. ``template`` is text with ``{prompt}``."""
+
+    file: Path
+    name: str
+    weight: float | None = None
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    answer_after: str = ""
+    template: str = "{prompt}"
+    chat_template: bool = False
+    system_prompt: str = ""
+    too_long: str = "error"
+    duplicates: str = "drop"
+    conflicts: str = "error"
+
+
+def sources_of(data: Data, which: Which) -> tuple[Source, ...]:
+    """Return the files of a run, in the order of the configuration."""
+    sets = data.train_sets if which == "train" else data.validation_sets
+    return tuple(source_of(data, one) for one in sets)
+
+
+def source_of(data: Data, one: DataSet) -> Source:
+    """Return how the file of a set is read: what the set's table gives holds; else what ``[data]`` gives;
+    else what the preset says, the set's own or that of ``[data]``."""
+    keys = dict(PRESETS[one.preset or data.preset])
+    for given in (data, one):
+        values = {key: getattr(given, key) for key in Reading.model_fields if key != "preset"}
+        keys |= {key: value for key, value in values.items() if value is not None}
+    keys["template"] = TEMPLATES.get(keys["template"], keys["template"])
+    return Source(file=one.file, name=one.title, weight=one.weight, **keys)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a row asks, and what is right."""
+    """A question and its answer."""
 
     row: Row
     fields: dict[str, Any]
     messages: list[dict[str, Any]]
     """With ``role`` and ``content``, as the file has them; a question that is text is one of the user."""
     answer: str
-    """As the file spells it; never blank."""
+    """The answer as the file spells it; never blank."""
 
     @property
     def question(self) -> bytes:
-        """A digest of the messages: the same for the same question."""
+        """Return a digest of the messages: the same for the same question."""
         text = json.dumps(self.messages, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def read_task(row: Row, source: Source) -> Task:
-    """Raises ``InputError`` with the file, the line and the field that is wrong."""
+    """Return the task of a row; ``InputError`` with the file, the line and the field that is wrong."""
     tree = row.tree()
     fields = row.fields(tree)
     messages = _messages(row, _value(row, fields, source.prompt_key), source)
@@ -46,8 +110,8 @@ def read_task(row: Row, source: Source) -> Task:
 
 
 def gradable(answer: str) -> bool:
-    """Whether a verifier of mathematics could read the answer: at most 1,000 characters, a letter or a digit
-    among them."""
+    """Return whether a verifier of mathematics could read the answer: at most 1,000 characters, a letter or a
+    digit among them."""
     return len(answer) <= LONGEST_GRADABLE and any(character.isalnum() for character in answer)
 
 
@@ -62,7 +126,7 @@ def check_source(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def conversation(task: Task, source: Source) -> list[dict[str, Any]]:
-    """The messages with the words of the template around the last of the user, and the system prompt."""
+    """Return the messages with the template around the last one of the user, and the system prompt."""
     messages = [dict(message) for message in task.messages]
     if source.template != "{prompt}":
         asked = [message for message in messages if message["role"] == "user"]
@@ -77,7 +141,7 @@ def conversation(task: Task, source: Source) -> list[dict[str, Any]]:
 
 
 def render(task: Task, source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What the model reads, as text: through the chat template, up to where the assistant begins, or bare."""
+    """Return what the model reads: through the chat template, up to where the assistant begins, or bare."""
     messages = conversation(task, source)
     if not source.chat_template:
         return str(messages[0]["content"])
@@ -89,7 +153,7 @@ def render(task: Task, source: Source, tokenizer: PreTrainedTokenizerBase) -> st
 
 
 def tokens(task: Task, text: str, source: Source, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Of the text, no special token added; ``InputError`` if there are none."""
+    """Return the token ids of the text, no special token added; ``InputError`` if there are none."""
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         task.row.fail(f"{source.prompt_key!r} is empty: it has no tokens ({text[:40]!r})")
@@ -97,20 +161,20 @@ def tokens(task: Task, text: str, source: Source, tokenizer: PreTrainedTokenizer
 
 
 def _value(row: Row, tree: dict[str, Any], key: str) -> Any:
-    """What the key names; a key with dots that is not there as it stands leads into objects."""
+    """Return the value of a key; one with dots that is not there as it stands leads into objects."""
     if key in tree:
         return tree[key]
-    found: Any = tree
+    value: Any = tree
     way: list[str] = []
-    for part in key.split("."):
-        if not isinstance(found, dict):
-            row.fail(f"no key {key!r}: {'.'.join(way)!r} is {kind(found)}")
-        if part not in found:
+    for name in key.split("."):
+        if not isinstance(value, dict):
+            row.fail(f"no key {key!r}: {'.'.join(way)!r} is {kind(value)}")
+        if name not in value:
             inside = f" in {'.'.join(way)!r}" if way else ""
-            row.fail(f"no key {key!r}; the keys{inside or ' here'} are {_listed(found)}")
-        found = found[part]
-        way.append(part)
-    return found
+            row.fail(f"no key {key!r}; the keys{inside or ' here'} are {_listed(value)}")
+        value = value[name]
+        way.append(name)
+    return value
 
 
 def _listed(keys: dict[str, Any]) -> str:
@@ -122,10 +186,10 @@ def _messages(row: Row, prompt: Any, source: Source) -> list[dict[str, Any]]:
     key = source.prompt_key
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
-        found = json.dumps(prompt)[:80] if isinstance(prompt, list) else kind(prompt)
+        held = json.dumps(prompt)[:80] if isinstance(prompt, list) else kind(prompt)
         row.fail(
             f"{key!r} must be a string or a list of messages, objects with the strings"
-            f" 'role' and 'content'; found {found}"
+            f" 'role' and 'content'; found {held}"
         )
     if not any(message["content"] for message in messages):
         row.fail(f"{key!r} is empty: it has no text")
@@ -151,8 +215,8 @@ def _answer(row: Row, tree: dict[str, Any], source: Source) -> str:
         row.fail(f"{key!r} must be a string or a number, found {kind(value)}")
     answer = str(value) if isinstance(value, str) else repr(value)
     if mark := source.answer_after:
-        _, found, answer = answer.rpartition(mark)
-        if not found:
+        _, has_mark, answer = answer.rpartition(mark)
+        if not has_mark:
             row.fail(f"{key!r} has no {mark!r}, which the answer should follow")
         answer = answer.strip()
     if not answer.strip():

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(checkpoint_dir: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face checkpoint on disk: no download, no code out of the checkpoint.
+    """Return the tokenizer of a Hugging Face checkpoint on disk: no download, no code out of the checkpoint.
 
     Raises ``InputError`` if the folder is not there or holds no tokenizer that transformers can read.
     """
@@ -48,7 +48,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, checkpoint_dir: str | Path, further: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """The ids that end a response: the tokenizer's eos, then those of ``generation_config.json``, each once.
+    """Return the ids that end a response, each once: the tokenizer's eos, then ``generation_config.json``'s.
 
     Chat models list more than one there (Qwen3: ``<|im_end|>`` and ``<|endoftext|>``).
 
@@ -84,8 +84,8 @@ def _generation_eos(path: Path) -> list[int]:
         raise InputError(f"{path}: not JSON: {error}") from error
     if not isinstance(config, dict):
         raise InputError(f"{path}: a JSON object is needed, found {type(config).__name__}")
-    found = config.get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+    given = config.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(token) is int and token >= 0 for token in ids):
-        raise InputError(f"{path}: eos_token_id must be a token id or a list of them, found {found!r}")
+        raise InputError(f"{path}: eos_token_id must be a token id or a list of them, found {given!r}")
     return ids

@@ -1,4 +1,4 @@
-"""Where the answer stands in a response.
+"""Finds the answer in a response.
 
 The text is a model's: any length, any nesting. What is looked at is bounded: the last few marks, and an
 answer of at most ``LONGEST`` characters behind each.
@@ -25,17 +25,17 @@ _NUMBER = re.compile(
 
 
 def extract(response: str, rule: str) -> str | None:
-    """The answer as it stands in ``response``, without white space at its ends; None where there is none.
+    """Return the answer in ``response`` as it stands, without white space at its ends; None where none is.
 
     Args:
         rule: a value of ``reward.extract``.
     """
-    found = _RULES[rule](response)
-    return found.strip() or None if found is not None else None
+    answer = _RULES[rule](response)
+    return answer.strip() or None if answer is not None else None
 
 
 def boxed(response: str) -> str | None:
-    r"""What the last ``\boxed{}`` holds whose braces close; of nested ones, the innermost."""
+    r"""Return what the last ``\boxed{}`` holds whose braces close; of nested ones, the innermost."""
     for start in _from_the_end(response, "\\boxed"):
         opening = _OPEN.match(response, start + len("\\boxed"))
         if opening is None:
@@ -49,7 +49,7 @@ def boxed(response: str) -> str | None:
 
 
 def answer_line(response: str) -> str | None:
-    """The rest of the line behind the last ``Answer:``, or the next line where that is empty."""
+    """Return the rest of the line behind the last ``Answer:``, or the next line where that is empty."""
     lower, upper = _from_the_end(response, "nswer"), _from_the_end(response, "NSWER")
     for start in sorted([*lower, *upper], reverse=True):
         colon = _COLON.match(response, start)
@@ -62,7 +62,7 @@ def answer_line(response: str) -> str | None:
 
 
 def hashes(response: str) -> str | None:
-    """The rest of the line behind the last ``####``."""
+    """Return the rest of the line behind the last ``####``."""
     start = response.rfind("####")
     if start < 0:
         return None
@@ -71,7 +71,7 @@ def hashes(response: str) -> str | None:
 
 
 def last_number(response: str) -> str | None:
-    """The last number in decimal digits: with a sign, commas, a point, an exponent or a denominator."""
+    """Return the last decimal number: with a sign, commas, a point, an exponent or a denominator."""
     for window in (256, LONGEST):
         tail = response[-window:]
         numbers = list(_NUMBER.finditer(tail))
@@ -82,16 +82,16 @@ def last_number(response: str) -> str | None:
 
 
 def auto(response: str) -> str | None:
-    """The last box, else the last answer line, else what follows the last hashes."""
+    """Return the last box, else the last answer line, else what follows the last hashes."""
     for rule in (boxed, answer_line, hashes):
-        found = rule(response)
-        if found is not None and found.strip():
-            return found
+        answer = rule(response)
+        if answer is not None and answer.strip():
+            return answer
     return None
 
 
 def whole(response: str) -> str:
-    """All of it."""
+    """Return all of it."""
     return response
 
 
@@ -106,16 +106,16 @@ _RULES: dict[str, Callable[[str], str | None]] = {
 
 
 def reference(answer: str) -> str:
-    """The answer of a data set: what its box holds or follows its hashes (GSM8K), else all of it."""
+    """Return the answer of a data set: what its box holds or follows its hashes (GSM8K), else all of it."""
     for rule in (boxed, hashes):
-        found = rule(answer)
-        if found is not None and found.strip():
-            return found.strip()
+        inner = rule(answer)
+        if inner is not None and inner.strip():
+            return inner.strip()
     return answer.strip()
 
 
 def _from_the_end(text: str, mark: str) -> Iterator[int]:
-    """Where ``mark`` stands, the last place first, the last few."""
+    """Yield where ``mark`` stands, from the end, a few times at most."""
     end = len(text)
     for _ in range(_MARKS):
         end = text.rfind(mark, 0, end)
@@ -125,7 +125,7 @@ def _from_the_end(text: str, mark: str) -> Iterator[int]:
 
 
 def _without_marks(line: str) -> str:
-    """A line without the Markdown around it."""
+    """Return a line without the Markdown around it."""
     line = line.strip()
     for mark in ("**", "__", "*", "`"):
         while line.endswith(mark):

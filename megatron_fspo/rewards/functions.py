@@ -19,10 +19,17 @@ from typing import Any, TypeVar
 
 from megatron_fspo.remote import Loop
 from megatron_fspo.rewards.extract import extract
+from megatron_fspo.rewards.grade import (
+    Failure,
+    Grade,
+    GradeOrFailure,
+    GradeRequest,
+    Interrupted,
+    awaited,
+    called,
+)
 from megatron_fspo.rewards.normalise import canonical
-from megatron_fspo.rewards.part import Outcome
 from megatron_fspo.rewards.registry import AnyReward
-from megatron_fspo.rewards.verdict import Failure, Interrupted, Request, awaited, called
 
 T = TypeVar("T")
 
@@ -44,7 +51,7 @@ class Threads:
         self._unfinished = 0
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """The call's result to come, or its error."""
+        """Return the call's result to come, or its error."""
         future: Future[T] = Future()
         self._queue.put((future, call))
         with self._lock:
@@ -104,62 +111,47 @@ class Threads:
 
 
 class Function:
-    """A reward that is a function of one's own.
+    """A reward that is a function.
 
     Args:
         extract: where the answer stands that majority votes count, a value of ``reward.extract``.
-        threads: for a plain function.
+        threads: for a plain function; None for one that is over at once, which is called in place.
         loop: for an ``async`` one.
     """
 
-    def __init__(self, name: str, reward: AnyReward, *, extract: str, threads: Threads, loop: Loop) -> None:
-        self.name = name
+    def __init__(self, reward: AnyReward, *, extract: str, threads: Threads | None, loop: Loop) -> None:
         self._reward = reward
         self._extract = extract
         self._threads = threads
         self._loop = loop
         self._is_async = any(map(inspect.iscoroutinefunction, (reward, type(reward).__call__)))
 
-    def grade(self, request: Request) -> Future[Outcome | Failure]:
+    def grade(self, request: GradeRequest) -> GradeOrFailure | Future[GradeOrFailure]:
         if self._is_async:
             return self._loop.submit(self._call_awaited(request))
+        if self._threads is None:
+            return self._grade_of(called(self._reward, request), request)
         return self._threads.submit(partial(self._call, request))
-
-    def _call(self, request: Request) -> Outcome | Failure:
-        value = called(self._reward, request)
-        if inspect.isawaitable(value):
-            return self._loop.submit(self._await(value, request)).result()
-        return _outcome(value, request, self._extract)
-
-    async def _call_awaited(self, request: Request) -> Outcome | Failure:
-        return await self._await(called(self._reward, request), request)
-
-    async def _await(self, value: object, request: Request) -> Outcome | Failure:
-        return _outcome(await awaited(value, request), request, self._extract)
 
     def close(self) -> None:
         """Threads and loop are their owner's."""
 
+    def _call(self, request: GradeRequest) -> GradeOrFailure:
+        value = called(self._reward, request)
+        if inspect.isawaitable(value):
+            return self._loop.submit(self._await(value, request)).result()
+        return self._grade_of(value, request)
 
-class Quick:
-    """A built-in function, which is over at once: called in place."""
+    async def _call_awaited(self, request: GradeRequest) -> GradeOrFailure:
+        return await self._await(called(self._reward, request), request)
 
-    def __init__(self, name: str, reward: AnyReward, *, extract: str) -> None:
-        self.name = name
-        self._reward = reward
-        self._extract = extract
+    async def _await(self, value: object, request: GradeRequest) -> GradeOrFailure:
+        return self._grade_of(await awaited(value, request), request)
 
-    def grade(self, request: Request) -> Outcome | Failure:
-        return _outcome(called(self._reward, request), request, self._extract)
-
-    def close(self) -> None:
-        """It has started nothing."""
-
-
-def _outcome(value: object, request: Request, rule: str) -> Outcome | Failure:
-    """The verdict in what a reward returned, with the answer as votes count it."""
-    verdict = value if isinstance(value, Failure) else request.verdict(value)
-    if isinstance(verdict, Failure):
-        return verdict
-    found = extract(request.response, rule)
-    return Outcome(value=verdict, answer=None if found is None else canonical(found))
+    def _grade_of(self, value: object, request: GradeRequest) -> GradeOrFailure:
+        """Return the grade in what a reward returned, with the answer as votes count it."""
+        score = value if isinstance(value, Failure) else request.number(value)
+        if isinstance(score, Failure):
+            return score
+        answer = extract(request.response, self._extract)
+        return Grade(score=score, answer=None if answer is None else canonical(answer))

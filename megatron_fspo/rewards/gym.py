@@ -10,16 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_fspo.errors import InputError
+from megatron_fspo.remote import Loop
 from megatron_fspo.rewards.extract import extract
-from megatron_fspo.rewards.gym_worker import NoVerdict, score
-from megatron_fspo.rewards.part import Answer, Outcome, after
-from megatron_fspo.rewards.pool import KillablePool, Unfinished
-from megatron_fspo.rewards.verdict import Failure, Request
+from megatron_fspo.rewards.grade import Failure, Grade, GradeOrFailure, GradeRequest, after
+from megatron_fspo.rewards.pool import KillablePool, Unfinished, WorkerError
 
-LIBRARIES = ("reasoning_gym",)
+if TYPE_CHECKING:
+    from megatron_fspo.config import Reward  # at run time it would bring torch to the worker processes
+
 LONGEST = 100_000
 """Characters of an answer that a scorer is given."""
 _LEFT_OUT = {
@@ -30,53 +31,50 @@ _FIELDS = ("task", "config", "metadata")
 
 
 class ReasoningGym:
-    """The reward ``reasoning_gym``: a scorer's number, mostly from 0 to 1.
+    """The reward ``reasoning_gym``: a scorer's number, mostly from 0 to 1."""
 
-    Args: as of :class:`~megatron_fspo.rewards.math.Mathematics`.
-    """
-
-    name = "reasoning_gym"
-
-    def __init__(self, *, extract: str, workers: int, seconds: float, memory_gb: float) -> None:
-        self._extract = extract
-        self._seconds = seconds
+    def __init__(self, config: Reward, loop: Loop) -> None:
+        self._extract = config.extract
         self._pool = KillablePool(
-            score, workers=workers, seconds=seconds, memory_gb=memory_gb, libraries=LIBRARIES
+            "megatron_fspo.rewards.gym_worker:score",
+            workers=config.workers,
+            seconds=config.seconds,
+            memory_gb=config.memory_gb,
         )
 
-    def grade(self, request: Request) -> Answer:
+    def grade(self, request: GradeRequest) -> GradeOrFailure | Future[GradeOrFailure]:
         fields = request.prompt.fields
         if missing := [name for name in _FIELDS if name not in fields]:
             return request.failure(
                 f"found no field {missing[0]!r} in the prompt's row: make rows with gym_rows"
             )
-        found = extract(request.response, self._extract)
-        if found is None or len(found) > LONGEST:
-            return Outcome(value=0.0, parsed=False)
+        answer = extract(request.response, self._extract)
+        if answer is None or len(answer) > LONGEST:
+            return Grade(score=0.0, parsed=False)
         row = json.dumps({name: fields[name] for name in _FIELDS} | {"answer": request.prompt.answer})
 
-        def told(work: Future[tuple[float, bool]]) -> Outcome | Failure:
+        def grade(work: Future[Any]) -> GradeOrFailure:
             error = work.exception()
-            if isinstance(error, Unfinished | MemoryError | RecursionError):
-                return Outcome(value=0.0, answer=found, timed_out=True)
-            if isinstance(error, NoVerdict):
-                return request.failure(f"cannot score the row's own answer: {error}")
+            if isinstance(error, Unfinished):
+                return Grade(score=0.0, answer=answer, timed_out=True)
+            if isinstance(error, WorkerError) and error.kind == "BadRowError":
+                return request.failure(f"cannot score the row's own answer: {error.text}")
             if error is not None:
-                return request.raised(error)
+                return request.failure(f"raised {error}", error)
             value, taken = work.result()
-            verdict = request.verdict(value)
-            if isinstance(verdict, Failure):
-                return verdict
-            return Outcome(value=verdict, answer=found, parsed=taken)
+            score = request.number(value)
+            if isinstance(score, Failure):
+                return score
+            return Grade(score=score, answer=answer, parsed=taken)
 
-        return after(self._pool.submit(row, found, self._seconds), told)
+        return after(self._pool.submit(row, answer), grade)
 
     def close(self) -> None:
         self._pool.close()
 
 
 def gym_rows(task: str, size: int, seed: int, **config: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a data file for ``reward.name = "reasoning_gym"``.
+    """Return rows of a data file for ``reward.name = "reasoning_gym"``.
 
     Example::
 
@@ -105,33 +103,30 @@ def gym_rows(task: str, size: int, seed: int, **config: Any) -> Iterator[dict[st
         settings = json.dumps(_plain(config))
     except (ValueError, TypeError, AssertionError) as error:
         raise InputError(f"reasoning_gym task {task!r} with {config}: {error}") from error
-    return _rows(dataset, task, size, settings)
-
-
-def _rows(dataset: Any, task: str, size: int, settings: str) -> Iterator[dict[str, Any]]:
-    for index in range(size):
-        entry = dataset[index]
-        yield {
+    return (
+        {
             "prompt": entry["question"],
             "answer": "" if entry["answer"] is None else str(entry["answer"]),
             "task": task,
             "config": settings,
             "metadata": json.dumps(_plain(entry["metadata"])),
         }
+        for entry in map(dataset.__getitem__, range(size))
+    )
 
 
 def _plain(value: Any) -> Any:
-    """JSON types from which ``gym_worker.rich`` makes the same again: scorers compare tuples."""
+    """Return JSON types from which ``gym_worker.rich`` makes the same again: scorers compare tuples."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, tuple):
-        return {"__tuple__": [_plain(part) for part in value]}
+        return {"__tuple__": [_plain(item) for item in value]}
     if isinstance(value, list):
-        return [_plain(part) for part in value]
+        return [_plain(item) for item in value]
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
-            return {key: _plain(part) for key, part in value.items()}
-        return {"__dict__": [[_plain(key), _plain(part)] for key, part in value.items()]}
+            return {key: _plain(item) for key, item in value.items()}
+        return {"__dict__": [[_plain(key), _plain(item)] for key, item in value.items()]}
     if isinstance(value, set | frozenset):
         return {"__set__": sorted(map(_plain, value), key=repr)}
     if hasattr(value, "item"):  # a number of numpy

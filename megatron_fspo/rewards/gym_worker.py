@@ -14,10 +14,13 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
-from megatron_fspo.rewards.worker import begin, end
+import reasoning_gym
+import sympy
+from reasoning_gym.factory import DATASETS
+from sympy.parsing import sympy_parser
 
 LITERAL = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 FORMULA = (
@@ -30,61 +33,55 @@ _NAMES = frozenset(
     "Abs E I Integer Rational C acos acosh acot acsc asec asin asinh atan atan2 atanh cos cosh cot coth csc"
     " csch erf exp factorial ln log oo pi sec sech sign sin sinh sqrt tan tanh".split()
 )
-_guarded = False
 
 
-class NoVerdict(Exception):
+class BadRowError(Exception):
     """The scorer does not even take the row's own answer."""
 
 
-def score(row: str, answer: str, seconds: float) -> tuple[float, bool]:
-    """(the scorer's number, whether the scorer took the answer at all).
+def score(row: str, answer: str) -> tuple[float, bool]:
+    """Return the scorer's number, and whether the scorer took the answer at all.
 
     Args:
         row: JSON of ``task``, ``config``, ``metadata`` and ``answer``, as ``gym_rows`` writes them.
 
     Raises:
-        NoVerdict: the row is no good.
+        BadRowError: the row is no good.
     """
-    begin(seconds)
+    fields = json.loads(row)
     try:
-        fields = json.loads(row)
+        scorer = _scorer(fields["task"], _text(fields["config"]))
+        own = fields["answer"] or None  # several tasks have no single one
+        entry = {"answer": own, "metadata": rich(json.loads(_text(fields["metadata"])))}
+    except Exception as error:
+        raise BadRowError(f"{type(error).__name__}: {error}") from error
+    try:
+        return scorer(answer, entry), True
+    except (MemoryError, RecursionError):
+        raise
+    except Exception as error:
+        # Some raise for text that is no answer. What raises for the right one too is no scorer of this row.
         try:
-            scorer = _scorer(fields["task"], _text(fields["config"]))
-            own = fields["answer"] or None  # several tasks have no single one
-            entry = {"answer": own, "metadata": rich(json.loads(_text(fields["metadata"])))}
-        except Exception as error:
-            raise NoVerdict(f"{type(error).__name__}: {error}") from error
-        try:
-            return scorer(answer, entry), True
-        except (MemoryError, RecursionError):
-            raise
-        except Exception as error:
-            # Some raise for text that is no answer. What raises for the right one too is no scorer of this
-            # row.
-            try:
-                if own is not None:
-                    scorer(own, entry)
-            except Exception:
-                raise NoVerdict(f"{type(error).__name__}: {error}") from error
-            return 0.0, False
-    finally:
-        end()
+            if own is not None:
+                scorer(own, entry)
+        except Exception:
+            raise BadRowError(f"{type(error).__name__}: {error}") from error
+        return 0.0, False
 
 
 def rich(value: Any) -> Any:
-    """What ``gym_rows`` made JSON of."""
+    """Return what ``gym_rows`` made JSON of."""
     if isinstance(value, list):
-        return [rich(part) for part in value]
+        return [rich(item) for item in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {"__tuple__"}:
-        return tuple(rich(part) for part in value["__tuple__"])
+        return tuple(rich(item) for item in value["__tuple__"])
     if value.keys() == {"__set__"}:
-        return {rich(part) for part in value["__set__"]}
+        return {rich(item) for item in value["__set__"]}
     if value.keys() == {"__dict__"}:
-        return {rich(key): rich(part) for key, part in value["__dict__"]}
-    return {key: rich(part) for key, part in value.items()}
+        return {rich(key): rich(item) for key, item in value["__dict__"]}
+    return {key: rich(item) for key, item in value.items()}
 
 
 def check_formula(text: str) -> None:
@@ -103,8 +100,6 @@ def _text(field: Any) -> str:
 
 @lru_cache(maxsize=256)
 def _scorer(task: str, config: str) -> Callable[[str, dict[str, Any]], float]:
-    import reasoning_gym
-
     _guard()
     scorer: Callable[[str, dict[str, Any]], float] = reasoning_gym.create_dataset(
         task, **rich(json.loads(config))
@@ -112,15 +107,9 @@ def _scorer(task: str, config: str) -> Callable[[str, dict[str, Any]], float]:
     return scorer
 
 
+@cache
 def _guard() -> None:
     """Take ``eval`` and ``parse_expr`` from the scorers that use them; once in a process."""
-    global _guarded
-    if _guarded:
-        return
-    import sympy
-    from reasoning_gym.factory import DATASETS
-    from sympy.parsing import sympy_parser
-
     parse = sympy_parser.parse_expr
 
     def parse_formula(text: str, *args: Any, **kwargs: Any) -> Any:
@@ -134,4 +123,3 @@ def _guard() -> None:
         if "parse_expr" in names:
             names["parse_expr"] = parse_formula
     sympy.parse_expr = parse_formula
-    _guarded = True

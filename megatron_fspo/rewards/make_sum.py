@@ -7,15 +7,15 @@ from megatron_fspo.types import Completion, Prompt
 
 
 def digits_sum_to(response: str, answer: str) -> bool:
-    """Whether ``response`` is groups of three digits, the first of each 1–9, and these sum to ``answer``.
+    """Return whether ``response`` is groups of three digits whose first ones, 1–9, sum to ``answer``.
 
     Only the sum is judged. The last two digits of a group are the policy's own notes (the remainder, as
     it was taught), and notes that are wrong but lead to the right sum are no mistake.
     """
     if len(response) % 3 or not (response.isascii() and response.isdigit()):
         return False
-    parts = response[::3]
-    return "0" not in parts and str(sum(map(int, parts))) == answer
+    digits = response[::3]
+    return "0" not in digits and str(sum(map(int, digits))) == answer
 
 
 @register("make_sum")

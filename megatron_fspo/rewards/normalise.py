@@ -25,8 +25,8 @@ CLOSE = Fraction(1, 10_000)
 """Decimals that differ by a smaller share may be one number, rounded: tier 2 says."""
 
 
-class Verdict(Enum):
-    """Of tier 1."""
+class Sameness(Enum):
+    """Tier 1's comparison of an answer with its reference."""
 
     EQUAL = "equal"
     DIFFERENT = "different"
@@ -99,28 +99,28 @@ _HOSTILE = {
 }
 
 
-def compare(gold: str, found: str) -> Verdict:
-    """Whether the answer ``found`` is the reference ``gold``, as far as that is certain."""
-    return compare_forms(form(gold), form(found))
+def compare(gold: str, answer: str) -> Sameness:
+    """Return whether ``answer`` is the reference ``gold``, as far as that is certain."""
+    return compare_forms(form(gold), form(answer))
 
 
-def compare_forms(gold: Form, found: Form) -> Verdict:
-    """The same of answers that are undressed already."""
-    if gold.number is not None and found.number is not None:
-        return _compare_numbers(gold.number, found.number)
-    same = gold.text == found.text or (
-        gold.text.lower() == found.text.lower() and _WORDS.fullmatch(gold.text) is not None
+def compare_forms(gold: Form, answer: Form) -> Sameness:
+    """:func:`compare` for answers that are undressed already."""
+    if gold.number is not None and answer.number is not None:
+        return _compare_numbers(gold.number, answer.number)
+    same = gold.text == answer.text or (
+        gold.text.lower() == answer.text.lower() and _WORDS.fullmatch(gold.text) is not None
     )
-    return Verdict.EQUAL if same and gold.text else Verdict.UNSURE
+    return Sameness.EQUAL if same and gold.text else Sameness.UNSURE
 
 
 def canonical(answer: str) -> str:
-    """One text for answers that :func:`compare` takes for equal: the key of a majority vote."""
+    """Return one text for answers that :func:`compare` takes for equal: the key of a majority vote."""
     return canonical_form(form(answer))
 
 
 def canonical_form(written: Form) -> str:
-    """The same of an answer that is undressed already."""
+    """:func:`canonical` for an answer that is undressed already."""
     if written.number is None and (named := _NAMED.match(written.text)) is not None:
         value = form(written.text[named.end() :])
         written = value if value.number is not None else written
@@ -134,7 +134,7 @@ def canonical_form(written: Form) -> str:
 
 
 def form(answer: str) -> Form:
-    """An answer without what is around it, and the number that it is, if it plainly is one."""
+    """Return an answer without what is around it, and the number that it is, if it plainly is one."""
     if len(answer) > LONGEST:
         return Form(answer.strip(), None)
     text = answer.strip().translate(_MINUS)
@@ -150,7 +150,7 @@ def form(answer: str) -> Form:
 
 
 def number_of(text: str) -> Number | None:
-    """The number that an undressed answer is; None where it is not plainly one."""
+    """Return the number that an undressed answer is; None where it is not plainly one."""
     percent = text.endswith("%")
     text = text.removesuffix("%").rstrip()
     number = _plain_number(text) or _fraction(text) or _scientific(text) or _in_base(text)
@@ -160,7 +160,7 @@ def number_of(text: str) -> Number | None:
 
 
 def too_much(text: str) -> str | None:
-    """Why an answer is nothing to do algebra with; None where it may be."""
+    """Return why an answer is nothing to do algebra with; None where it may be."""
     if len(text) > LONGEST:
         return f"more than {LONGEST} characters"
     depth = deepest = 0
@@ -182,18 +182,18 @@ def too_much(text: str) -> str | None:
     return None
 
 
-def _compare_numbers(gold: Number, found: Number) -> Verdict:
-    if gold.percent != found.percent or (gold.base != found.base and 10 in (gold.base, found.base)):
-        return Verdict.UNSURE
-    if gold.base != found.base:
-        return Verdict.DIFFERENT
-    if gold.value == found.value:
-        return Verdict.EQUAL
-    if gold.decimal or found.decimal:
-        one, other = Fraction(gold.value), Fraction(found.value)
+def _compare_numbers(gold: Number, answer: Number) -> Sameness:
+    if gold.percent != answer.percent or (gold.base != answer.base and 10 in (gold.base, answer.base)):
+        return Sameness.UNSURE
+    if gold.base != answer.base:
+        return Sameness.DIFFERENT
+    if gold.value == answer.value:
+        return Sameness.EQUAL
+    if gold.decimal or answer.decimal:
+        one, other = Fraction(gold.value), Fraction(answer.value)
         if abs(one - other) <= CLOSE * max(abs(one), abs(other)):
-            return Verdict.UNSURE
-    return Verdict.DIFFERENT
+            return Sameness.UNSURE
+    return Sameness.DIFFERENT
 
 
 def _undressed(text: str) -> str:
@@ -206,7 +206,7 @@ def _undressed(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Without a full stop and what is around the whole."""
+    """Return the text without a full stop and what is around the whole."""
     for _ in range(4):
         before = text
         text = text.strip()
@@ -226,7 +226,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _is_whole(inner: str) -> bool:
-    """Whether no brace in it closes one before it."""
+    """Return whether no brace in it closes one before it."""
     depth = 0
     for brace in BRACES.finditer(inner):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)

@@ -1,92 +1,91 @@
 """Worker processes that can be killed: where text of a model meets a library that may hang on it.
 
-pebble's ``ProcessPool``, because a task that is over its time must end while the others go on. Of the
-standard library, ``concurrent.futures`` kills no worker (``Future.cancel`` does nothing to a task that
-runs, and a dead worker breaks the whole pool), ``multiprocessing.Pool`` waits for ever for the task of a
-worker that died, and alarms are for the main thread of a process and are not heard by code in C, such as
-``10**10**10``. pebble kills the worker of the one task, starts another, and gives each task a future.
+A worker is an interpreter of its own, with the libraries and without the trainer's memory: the trainer has
+threads, GPUs and process groups, and must not be forked. A thread for each worker hands it one task after
+the other, and kills and replaces the process of a task that is over its time while the others go on. What
+comes back is JSON, so nothing that a worker was made to send is run here.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+import time
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
-
-from megatron_fspo.rewards.processes import Context
-from megatron_fspo.rewards.worker import limit
-
-T = TypeVar("T")
+from megatron_fspo.rewards import worker
 
 _START_SECONDS = 120.0
-_TASKS_PER_WORKER = 5000  # then a fresh one: libraries keep a little of everything
-_ATTEMPTS = 3  # of a task whose pool broke around it
+_LARGEST = 2**20  # bytes of an answer
 
 
 class Unfinished(Exception):
-    """A task was killed: it was over its time, or twice over its CPU time, or what else a worker dies of."""
+    """A task hit a limit: of time, memory or recursion, or twice one of which the worker died."""
 
 
-class KillablePool(Generic[T]):
+class WorkerError(Exception):
+    """The function raised: ``kind`` is the name of the exception's type, ``text`` what it said."""
+
+    def __init__(self, kind: str, text: str, traceback: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind, self.text = kind, text
+        self.add_note(traceback)
+
+
+class KillablePool:
     """Runs a function in worker processes, each call with limits.
 
     Example::
 
         pool = KillablePool(
-            same_mathematics, workers=4, seconds=5.0, memory_gb=1.0, libraries=("math_verify",)
+            "megatron_fspo.rewards.math_worker:compare", workers=4, seconds=5.0, memory_gb=1.0
         )
-        futures = [pool.submit("1/2", found, 5.0) for found in answers]
+        futures = [pool.submit("1/2", answer) for answer in answers]
 
     Args:
-        function: of a module that is light to import.
-        seconds: of wall-clock time for each call, from when a worker takes it.
-        memory_gb: of each worker, beyond the libraries'.
-        libraries: modules that the function works with.
+        function: as ``module:name``; takes and returns what JSON has words for.
+        seconds: of wall-clock time for each call, from when a worker takes it, and of CPU time.
+        memory_gb: of each worker, beyond what it has when the module is imported.
 
     Raises:
-        RuntimeError: no worker comes up.
+        RuntimeError: a worker does not come up.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., T],
-        *,
-        workers: int,
-        seconds: float,
-        memory_gb: float,
-        libraries: tuple[str, ...],
-    ) -> None:
-        self._function = function
-        self._workers = workers
-        self._seconds = seconds
-        self._memory = int(memory_gb * 2**30)
-        self._libraries = libraries
+    def __init__(self, function: str, *, workers: int, seconds: float, memory_gb: float) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[Future[T], _Call] = {}
         self._closed = False
-        self._renewal: threading.Thread | None = None
-        self._context = Context((*libraries, limit.__module__))
-        self._pool = self._started()
+        self._tasks: SimpleQueue[tuple[Future[Any], bytes] | None] = SimpleQueue()
+        self._workers = [_Worker(function, seconds, int(memory_gb * 2**30)) for _ in range(workers)]
+        ready: list[Future[None]] = [Future() for _ in self._workers]
+        self._threads = [
+            threading.Thread(target=self._serve, args=pair, name="grader worker", daemon=True)
+            for pair in zip(self._workers, ready, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
         try:
-            self._pool.schedule(_ready).result(timeout=_START_SECONDS)
+            for one in ready:
+                one.result()
         except Exception as error:
             self.close()
             raise RuntimeError(f"no grader process starts: {type(error).__name__} {error}") from error
 
-    def submit(self, *args: Any) -> Future[T]:
-        """The function's result to come, or :class:`Unfinished`, or what it raised. Does not wait."""
-        result: Future[T] = Future()
+    def submit(self, *args: Any) -> Future[Any]:
+        """Return the result to come; see :meth:`_Worker.call`. Does not wait."""
+        result: Future[Any] = Future()
+        task = json.dumps(args).encode() + b"\n"
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
-            self._waiting[result] = _Call(args)
-            pool = self._pool
-        self._schedule(pool, result, args)
+            self._tasks.put((result, task))
         return result
 
     def close(self) -> None:
@@ -95,102 +94,134 @@ class KillablePool(Generic[T]):
             if self._closed:
                 return
             self._closed = True
-            waiting, self._waiting = self._waiting, {}
-            renewal = self._renewal
-        for future in waiting:
-            future.cancel()
-        if renewal is not None:
-            renewal.join()
-        self._context.wake()
-        self._pool.stop()
-        self._pool.join()
-        self._context.close()
+        with suppress(Empty):
+            while (item := self._tasks.get_nowait()) is not None:
+                item[0].cancel()
+        for one in self._workers:
+            self._tasks.put(None)
+            one.end()
+        for thread in self._threads:
+            thread.join()
 
-    def __enter__(self) -> KillablePool[T]:
+    def __enter__(self) -> KillablePool:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _started(self) -> ProcessPool:
-        return ProcessPool(
-            max_workers=self._workers,
-            max_tasks=_TASKS_PER_WORKER,
-            initializer=limit,
-            initargs=(self._memory, self._libraries),
-            context=self._context,
-        )
-
-    def _schedule(self, pool: ProcessPool, result: Future[T], args: tuple[Any, ...]) -> None:
+    def _serve(self, process: _Worker, ready: Future[None]) -> None:
+        """Work of the thread of one worker. Only it starts the process, which would end with its thread."""
         try:
-            task = pool.schedule(self._function, args=args, timeout=self._seconds)
-        except RuntimeError:
-            self._renew(pool)
+            process.start()
+        except Exception as error:
+            ready.set_exception(error)
         else:
-            task.add_done_callback(lambda task: self._settle(pool, task, result))
+            ready.set_result(None)
+        while (item := self._tasks.get()) is not None:
+            result, task = item
+            if result.cancelled():
+                continue
+            try:
+                settle = partial(result.set_result, process.call(task))
+            except Exception as error:
+                settle = partial(result.set_exception, error)
+            with suppress(InvalidStateError):  # cancelled meanwhile
+                if self._closed:
+                    result.cancel()
+                else:
+                    settle()
+        process.stop()
 
-    def _settle(self, pool: ProcessPool, task: Future[T], result: Future[T]) -> None:
-        if task.cancelled():
-            return
-        error = task.exception()
-        if isinstance(error, BrokenProcessPool):
-            self._renew(pool)
-            return
+
+class _Worker:
+    """A worker process, replaced where it died. One thread's, but for :meth:`end`."""
+
+    def __init__(self, function: str, seconds: float, memory_bytes: int) -> None:
+        self._settings = (os.getpid(), function, seconds, memory_bytes)
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._ended = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._tasks = 0
+        """That the process has been given; an answer with another number is none."""
+        self._socket = socket.socket()
+
+    def start(self) -> None:
+        """Start the process, and wait for its libraries. Raises what is wrong with them, or ``OSError``."""
+        self.stop()
+        self._socket, theirs = socket.socketpair()
+        with theirs, self._lock:
+            if self._ended:
+                raise ConnectionError("the pool is closed")
+            code = (
+                f"import sys; sys.path[:] = {sys.path!r}; from {worker.__name__} import main; "
+                f"main({theirs.fileno()}, *{self._settings!r})"
+            )
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        self._tasks = 0
+        self._answer(b"", _START_SECONDS)
+
+    def call(self, task: bytes) -> Any:
+        """Return the function's value. A task whose worker dies is tried once more: that may not be the
+        task's doing, as the system was out of memory, or somebody killed the worker.
+
+        Raises:
+            Unfinished: the task hit a limit, or two workers died of it.
+            WorkerError: the function raised.
+        """
+        for _ in range(2):
+            try:
+                if self._process is None or self._process.poll() is not None:
+                    self.start()
+                self._tasks += 1
+                return self._answer(task, self._seconds)
+            except TimeoutError:
+                self.stop()
+                raise Unfinished(f"over its time of {self._seconds:g} s") from None
+            except (OSError, ValueError):
+                self.stop()
+        raise Unfinished("two workers died of it")
+
+    def stop(self) -> None:
+        """Kill the process, if there is one."""
+        self._socket.close()
         with self._lock:
-            call = self._waiting.get(result)
-            if call is None:  # another pool has done it, or this one is closed
-                return
-            # Perhaps not the task's doing: the system was out of memory, or somebody killed the worker.
-            again = isinstance(error, ProcessExpired) and not call.died
-            if again:
-                call.died, pool = True, self._pool
-            else:
-                del self._waiting[result]
-        if again:
-            self._schedule(pool, result, call.args)
-        elif error is None:
-            result.set_result(task.result())
-        elif isinstance(error, TimeoutError | ProcessExpired):
-            result.set_exception(Unfinished(f"{type(error).__name__}: {error}"))
-        else:
-            result.set_exception(error)
+            process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
 
-    def _renew(self, broken: ProcessPool) -> None:
-        """Replace a pool that broke: pebble's does when a worker dies that has no task.
-        In a thread, as this may be one of the pool's own, which it would wait for."""
+    def end(self) -> None:
+        """Kill the process, and start none again. Any thread may call this."""
         with self._lock:
-            if self._closed or self._renewal is not None or broken is not self._pool:
-                return
-            self._renewal = threading.Thread(target=self._replace, name="grader pool", daemon=True)
-        self._renewal.start()
+            self._ended = True
+            if self._process is not None:
+                self._process.kill()
 
-    def _replace(self) -> None:
-        self._pool.stop()
-        self._pool.join()
-        with self._lock:
-            self._renewal = None
-            if self._closed:
-                return
-            self._pool = pool = self._started()
-            for call in self._waiting.values():
-                call.attempts += 1
-            given_up = [result for result, call in self._waiting.items() if call.attempts > _ATTEMPTS]
-            for result in given_up:
-                del self._waiting[result]
-            again = list(self._waiting.items())
-        for result in given_up:
-            result.set_exception(Unfinished(f"the pool broke {_ATTEMPTS} times"))
-        for result, call in again:
-            self._schedule(pool, result, call.args)
-
-
-@dataclass
-class _Call:
-    args: tuple[Any, ...]
-    attempts: int = 1
-    died: bool = False
-    """A worker did, with it."""
-
-
-def _ready() -> None:
-    """The first task of a pool: a worker is there."""
+    def _answer(self, task: bytes, seconds: float) -> Any:
+        end = time.monotonic() + seconds
+        self._socket.settimeout(seconds)
+        self._socket.sendall(task)
+        line = b""
+        while not line.endswith(b"\n"):
+            self._socket.settimeout(max(end - time.monotonic(), 1e-3))
+            piece = self._socket.recv(2**16)
+            if not piece or len(line) > _LARGEST:
+                raise ConnectionError("the worker died")
+            line += piece
+        number, value, error, last = json.loads(line)
+        if number != self._tasks:
+            raise ConnectionError("the worker answers something else")
+        if last:
+            self.stop()
+        if error is None:
+            return value
+        if error[0] in ("MemoryError", "RecursionError"):
+            raise Unfinished(": ".join(error[:2]))
+        raise WorkerError(*error)

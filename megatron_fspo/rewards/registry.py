@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Completion, Prompt
@@ -21,8 +22,31 @@ AnyReward = Callable[[Prompt, Completion, str], "float | Awaitable[float]"]
 """A reward, or an ``async`` one."""
 
 _REWARDS: dict[str, Reward] = {}
-GRADED = ("format", "http", "math", "reasoning_gym")
-"""Rewards that are no plain function: a :class:`~megatron_fspo.rewards.grader.Grader` has them."""
+
+
+class VerifierEntry(NamedTuple):
+    """A built-in reward that is no plain function: a :class:`~megatron_fspo.rewards.grader.Grader` has it."""
+
+    factory: str
+    """``module:name``; called with the section ``reward`` and the grader's event loop, it returns a
+    :class:`~megatron_fspo.rewards.grade.Verifier`."""
+    metrics: tuple[str, ...] = ()
+    """Names under ``reward/``, of those that the grader can count."""
+    package: str = ""
+    """The package that the reward needs, as it is imported."""
+    extra: str = ""
+    """The extra of ours that has the package."""
+
+
+_ROOM = "megatron_fspo.rewards"
+_FAILS = ("timeout_rate", "parse_fail_rate")
+VERIFIERS = {
+    "format": VerifierEntry(f"{_ROOM}.shaping:Format", ("parse_fail_rate",)),
+    "http": VerifierEntry(f"{_ROOM}.remote:verifier"),
+    "math": VerifierEntry(f"{_ROOM}.math:Mathematics", (*_FAILS, "tier1", "tier2"), "math_verify", "math"),
+    "reasoning_gym": VerifierEntry(f"{_ROOM}.gym:ReasoningGym", _FAILS, "reasoning_gym", "gym"),
+}
+"""By name; one more is a file with its verifier, and a line here."""
 
 
 def register(name: str) -> Callable[[Reward], Reward]:
@@ -31,7 +55,7 @@ def register(name: str) -> Callable[[Reward], Reward]:
         raise InputError(
             f"a reward's name is not empty and holds no ':' (that is module:function), found {name!r}"
         )
-    if name in GRADED:
+    if name in VERIFIERS:
         raise InputError(f"reward {name!r} is built in")
 
     def add(reward: Reward) -> Reward:
@@ -44,17 +68,17 @@ def register(name: str) -> Callable[[Reward], Reward]:
 
 
 def get_reward(name: str) -> Reward:
-    """The reward registered as ``name``, or the function ``"package.module:function"``.
+    """Return the reward registered as ``name``, or the function ``"package.module:function"``.
 
     Modules in the working directory are found. Raises ``InputError`` if there is none. A module that fails
     for any other reason than an import keeps its own traceback, since that is what its author needs.
     """
     if ":" in name:
         return _imported(name)
-    if name in GRADED:
+    if name in VERIFIERS:
         raise InputError(f"reward {name!r} is no function of its own: a Grader has it")
     if name not in _REWARDS:
-        names = sorted([*_REWARDS, *GRADED])
+        names = sorted([*_REWARDS, *VERIFIERS])
         nearest = difflib.get_close_matches(name, names, n=1)
         hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
         raise InputError(
@@ -77,10 +101,10 @@ def _imported(path: str) -> Reward:
         gone = error.name == module_name.partition(".")[0]
         where = f" in {os.getcwd()} or among what is installed" if gone else ""
         raise InputError(f"reward {path!r}: cannot import {module_name!r}: {error}{where}") from error
-    reward = vars(module).get(attribute)
+    reward: Reward | None = vars(module).get(attribute)
     if not callable(reward):
-        found = "nothing" if reward is None else f"a {type(reward).__name__}, not a function,"
-        raise InputError(f"reward {path!r}: module {module_name!r} holds {found} called {attribute!r}")
+        held = "nothing" if reward is None else f"a {type(reward).__name__}, not a function,"
+        raise InputError(f"reward {path!r}: module {module_name!r} holds {held} called {attribute!r}")
     try:
         inspect.signature(reward).bind("prompt", "completion", "response")
     except TypeError as error:

@@ -13,14 +13,19 @@ import json
 import math
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import httpx
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.remote import Loop, TryAgain, attempted, http_client
-from megatron_fspo.rewards.part import Outcome
-from megatron_fspo.rewards.verdict import Failure, Request, one_line
+from megatron_fspo.rewards.grade import Failure, Grade, GradeOrFailure, GradeRequest, one_line
 
+if TYPE_CHECKING:
+    from megatron_fspo.config import Reward
+
+REQUESTS = 64
+"""``reward.concurrency``, where the configuration says none."""
 _FIRST_WAIT = 0.5  # seconds before the second attempt; it doubles from there
 _LONGEST_WAIT = 30.0
 _GRACE_SECONDS = 2.0
@@ -50,14 +55,14 @@ class Remote:
         self._open = asyncio.Semaphore(concurrency)
         self._http = http_client()
 
-    def grade(self, request: Request) -> Future[Outcome | Failure]:
+    def grade(self, request: GradeRequest) -> Future[GradeOrFailure]:
         return self._loop.submit(self._grade(request))
 
     def close(self) -> None:
         with suppress(TimeoutError):
             self._loop.submit(self._http.aclose()).result(_GRACE_SECONDS)
 
-    async def _grade(self, request: Request) -> Outcome | Failure:
+    async def _grade(self, request: GradeRequest) -> GradeOrFailure:
         try:
             body = _body(request)
         except (TypeError, ValueError) as error:
@@ -97,7 +102,7 @@ class Remote:
             raise TryAgain(f"{response.status_code} {_said(bytes(answer))}")
         return response.status_code, bytes(answer)
 
-    def _read(self, status: int, content: bytes, request: Request) -> Outcome | Failure:
+    def _read(self, status: int, content: bytes, request: GradeRequest) -> GradeOrFailure:
         said = _said(content)
         if status != 200:
             return request.failure(f"was refused by {self._url} with {status}: {said}")
@@ -114,8 +119,8 @@ class Remote:
             return request.failure(
                 f'got no {{"reward": number}}, with "answer": text or without, from {self._url}: {said}'
             )
-        verdict = request.verdict(number)
-        return verdict if isinstance(verdict, Failure) else Outcome(value=verdict, answer=answer)
+        score = request.number(number)
+        return score if isinstance(score, Failure) else Grade(score=score, answer=answer)
 
 
 def check_url(url: str) -> None:
@@ -128,7 +133,7 @@ def check_url(url: str) -> None:
         raise InputError(f"reward.url = {url!r}: must be http://host:port/path, or https")
 
 
-def _body(request: Request) -> bytes:
+def _body(request: GradeRequest) -> bytes:
     """ASCII: a response may hold halves of characters, which UTF-8 has no bytes for."""
     asked = {
         "prompt": request.prompt.text,
@@ -141,3 +146,15 @@ def _body(request: Request) -> bytes:
 
 def _said(content: bytes) -> str:
     return one_line(content[:2000].decode("utf-8", "replace"), 200) or "(nothing)"
+
+
+def verifier(config: Reward, loop: Loop) -> Remote:
+    """Return the verifier of a run."""
+    assert config.url is not None
+    return Remote(
+        config.url,
+        seconds=config.seconds,
+        retries=config.retries,
+        concurrency=config.concurrency or REQUESTS,
+        loop=loop,
+    )

@@ -1,26 +1,29 @@
-"""What is added to a verdict for the shape of a response: its format and its length."""
+"""Rewards for the shape of a response: its format and its length."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from megatron_fspo.remote import Loop
 from megatron_fspo.rewards.extract import extract
+from megatron_fspo.rewards.grade import Grade, GradeRequest
 from megatron_fspo.rewards.normalise import canonical
-from megatron_fspo.rewards.part import Outcome
-from megatron_fspo.rewards.verdict import Request
+
+if TYPE_CHECKING:
+    from megatron_fspo.config import Reward  # at run time it would bring torch to the worker processes
 
 
 class Format:
     """The reward ``format``: 1 if there is an answer where ``reward.extract`` looks for it, else 0."""
 
-    name = "format"
+    def __init__(self, config: Reward, loop: Loop) -> None:
+        self._extract = config.extract
 
-    def __init__(self, *, extract: str) -> None:
-        self._extract = extract
-
-    def grade(self, request: Request) -> Outcome:
-        found = extract(request.response, self._extract)
-        if found is None:
-            return Outcome(value=0.0, parsed=False)
-        return Outcome(value=1.0, answer=canonical(found))
+    def grade(self, request: GradeRequest) -> Grade:
+        answer = extract(request.response, self._extract)
+        if answer is None:
+            return Grade(score=0.0, parsed=False)
+        return Grade(score=1.0, answer=canonical(answer))
 
     def close(self) -> None:
         """It has started nothing."""

@@ -24,7 +24,7 @@ class Checksum:
     """Sums over all elements, in float64; NaN where an element is."""
 
     dtype: str
-    """Of the tensor, as ``bfloat16``."""
+    """The tensor's, as ``bfloat16``."""
     count: int
     total: float
     squares: float
@@ -47,7 +47,7 @@ class Checksum:
         )
 
     def to_words(self) -> list[str]:
-        """As text, exactly: JSON knows no NaN."""
+        """Write it as text, exactly: JSON knows no NaN."""
         return [self.dtype, str(self.count), repr(self.total), repr(self.squares)]
 
     @classmethod
@@ -62,7 +62,7 @@ def checksum(tensor: Tensor) -> Checksum:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if not tensor.numel():
         return Checksum(dtype, 0, 0.0, 0.0)
-    chunks = tensor.detach().reshape(-1).split(_GPU_CHUNK if tensor.is_cuda else _CHUNK)
+    chunks = torch.split(tensor.detach().reshape(-1), _GPU_CHUNK if tensor.is_cuda else _CHUNK)
     rows = (values.to(torch.float64) for values in chunks)
     total, squares = torch.stack([torch.stack([row.sum(), row.dot(row)]) for row in rows]).sum(0).tolist()
     return Checksum(dtype, tensor.numel(), total, squares)

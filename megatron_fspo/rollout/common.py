@@ -1,4 +1,4 @@
-"""What a trainer and its vLLM servers agree on: names, the key, and the folder in which servers are found.
+"""Conventions of a trainer and its vLLM servers: names, the key, and the folder that tells where servers are.
 
 The key comes from the environment on both sides: a command line and a configuration file are for others to
 read. In the folder each server has a file with its URL, which is written under another name first, because
@@ -19,8 +19,8 @@ MODEL = "policy"
 CHECKSUMS = "weight_checksums"
 """The method that our plugin adds to vLLM's workers."""
 KEY_VARIABLE = "VLLM_API_KEY"
-# A bearer token of RFC 6750. JSON and repr write none of its characters another way, so it can be found and
-# hidden wherever a server repeats it.
+# A bearer token of RFC 6750. JSON and repr write none of its characters another way, so a search
+# finds it, and it can be hidden, wherever a server repeats it.
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 
 

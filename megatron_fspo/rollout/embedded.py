@@ -1,12 +1,12 @@
 """Samples from the training model itself: no second copy of the weights, no server.
 
-For small models, tests and the demo. Every rank of a model copy calls :meth:`EmbeddedEngine.generate` with
-the same arguments and sees the same logits; the tokens are those that the first of them draws.
+For small models, tests and the demo. Every rank of a model copy asks for the same and sees the same logits;
+the tokens are those that the first of them draws.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -41,7 +41,7 @@ class _Row:
     """See :data:`~megatron_fspo.rollout.engine.Arrived`."""
     prompt: Prompt
     draws: Sequence[float]
-    """Of its random stream, one a token."""
+    """Its random stream, one number a token."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
@@ -81,51 +81,33 @@ class EmbeddedEngine:
         arrived: Arrived | None = None,
     ) -> Pending:
         """See the protocol."""
-        wanted = range(len(prompts)) if mine is None else mine
 
         def collect(progress: Progress | None = None, *, stops: bool = False) -> list[list[Completion]]:
-            return self._generate(prompts, params, wanted, progress, arrived)
+            rows = [
+                _Row(
+                    number=position * params.n + number,
+                    prompt=prompts[position],
+                    draws=uniforms(params.seed, prompts[position].index, number, params.max_tokens).tolist(),
+                )
+                for position in (range(len(prompts)) if mine is None else mine)
+                for number in range(params.n)
+            ]
+
+            def finished(done: list[_Row]) -> None:
+                if progress is not None and done:
+                    progress(len(done))
+                if arrived is not None:
+                    for row in done:
+                        arrived(row.number, self._completion(row))
+
+            # Prompts of like length share a batch: a row waits for no one while its prompt is read.
+            by_length = sorted(rows, key=lambda row: len(row.prompt.token_ids))
+            for start in range(0, len(rows), self._max_batch):
+                self._decode(by_length[start : start + self._max_batch], params, finished)
+            completions = [self._completion(row) for row in rows]
+            return [completions[i : i + params.n] for i in range(0, len(rows), params.n)]
 
         return collect
-
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, progress: Progress | None = None
-    ) -> list[list[Completion]]:
-        """Completions of the prompts, in their order."""
-        return self.submit(prompts, params)(progress)
-
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        mine: range,
-        progress: Progress | None,
-        arrived: Arrived | None,
-    ) -> list[list[Completion]]:
-        """Completions of ``mine`` of the prompts, in their order."""
-        rows = [
-            _Row(
-                number=position * params.n + number,
-                prompt=prompts[position],
-                draws=uniforms(params.seed, prompts[position].index, number, params.max_tokens).tolist(),
-            )
-            for position in mine
-            for number in range(params.n)
-        ]
-
-        def finished(done: list[_Row]) -> None:
-            if progress is not None and done:
-                progress(len(done))
-            if arrived is not None:
-                for row in done:
-                    arrived(row.number, self._completion(row))
-
-        # Prompts of like length share a batch: a row waits for no one while its prompt is read.
-        by_length = sorted(rows, key=lambda row: len(row.prompt.token_ids))
-        for batch in _chunks(by_length, self._max_batch):
-            self._decode(batch, params, finished)
-        done = [self._completion(row) for row in rows]
-        return [done[i : i + params.n] for i in range(0, len(done), params.n)]
 
     def _decode(
         self, batch: list[_Row], params: SamplingParams, finished: Callable[[list[_Row]], None]
@@ -187,14 +169,9 @@ class EmbeddedEngine:
 
 def _split(lanes: list[list[_Row]], position: int) -> tuple[list[list[_Row]], list[int]]:
     """Lanes with each row that writes at ``position`` in one of its own, and which lane each comes from."""
-    parts = [
-        (part, origin)
+    pairs = [
+        (rows, origin)
         for origin, lane in enumerate(lanes)
-        for part in ([lane] if position < len(lane[0].prompt.token_ids) else [[row] for row in lane])
+        for rows in ([lane] if position < len(lane[0].prompt.token_ids) else [[row] for row in lane])
     ]
-    return [part for part, _ in parts], [origin for _, origin in parts]
-
-
-def _chunks(rows: list[_Row], size: int) -> Iterator[list[_Row]]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
+    return [rows for rows, _ in pairs], [origin for _, origin in pairs]

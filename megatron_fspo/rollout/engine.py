@@ -1,4 +1,4 @@
-"""What the trainer asks of anything that samples."""
+"""The protocol of a rollout engine: the trainer asks this of anything that samples."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Pending(Protocol):
         prompts. Once. Only the first rank of each copy of the model is sure to get them.
 
         Args:
-            stops: whether a request to stop the job may end the wait, as ``StopRequested`` on every rank. An
-                engine that samples in this process goes on to the end.
+            stops: a request to stop the job may end the wait, as ``StopRequested`` on every rank. An engine
+                that samples in this process goes on to the end.
         """
         ...
 
@@ -48,7 +48,7 @@ class RolloutEngine(Protocol):
 
         Args:
             prompts: of all ranks.
-            mine: places of those whose completions this data-parallel rank is to hold; default all.
+            mine: positions of those whose completions this data-parallel rank is to hold; default all.
             arrived: hears of each completion that this rank learns of at first hand. One of the first ranks
                 of the model copies does so of each, not always the one that is to hold it.
 
@@ -67,7 +67,7 @@ class RolloutEngine(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Of the last weight update, on the first rank."""
+        """Metrics of the last weight update, on the first rank."""
         ...
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ class Receiver:
     def tensors(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> Iterator[tuple[str, Tensor]]:
-        """What the trainer broadcasts now, in this order; one at a time in memory.
+        """Yield what the trainer broadcasts now, in this order; one at a time in memory.
 
         Raises:
             RuntimeError: no group, or no tensor in time.

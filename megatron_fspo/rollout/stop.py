@@ -21,7 +21,7 @@ _REST = 3  # of a character that is cut in two: bytes, and so tokens and U+FFFD,
 
 
 def completes_stop(token_ids: Sequence[int], params: SamplingParams) -> bool:
-    """Whether the last token of a response completes a stop string, where no token before it did.
+    """True if the last token of a response completes a stop string, where no token before it did.
 
     Args:
         token_ids: the response so far; at least one.
@@ -34,9 +34,8 @@ def completes_stop(token_ids: Sequence[int], params: SamplingParams) -> bool:
 
 
 def kept(token_ids: Sequence[int], params: SamplingParams) -> int | None:
-    """How many tokens of a response are left when it ends with the first that completes a stop string; None
-    if none does. Arguments as of :func:`completes_stop`.
-    """
+    """The number of tokens that are left when a response ends with the first that completes a stop string;
+    None if none does. Arguments as of :func:`completes_stop`."""
     if not params.stop:
         return None
     decode, strings = params.decode, params.stop

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.config import Config
-from megatron_fspo.data.cursor import make_cursor
-from megatron_fspo.data.walk import PromptWalk
+from megatron_fspo.data.cursor import PromptCursor, mixture
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.folder import (
     checkpoint_folder,
@@ -151,12 +150,10 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         recompute=config.model.recompute == "full",
         fp8=config.fp8,
     )
-    loss = config.loss.start(
-        inputs.noise,
-        longest=config.rollout.max_response_tokens,
-        updates=config.off_policy_updates,
-    )
-    prompts = PromptWalk(make_cursor(inputs.train, config.data, config.run.seed), config.rollout.prompts)
+    longest, updates = config.rollout.max_response_tokens, config.off_policy_updates
+    loss = config.loss.start(inputs.noise, longest=longest, updates=updates)
+    mixed, size, shuffle = mixture(inputs.train, config.data), config.rollout.prompts, config.data.shuffle
+    prompts = PromptCursor(mixed, config.run.seed, size=size, shuffle=shuffle)
     step = 0
     spikes: dict[str, Any] = {"norms": [], "in_a_row": 0}
     damaged: list[str] = []

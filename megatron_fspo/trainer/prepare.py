@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import re
@@ -17,8 +18,8 @@ import torch.distributed as dist
 from megatron_fspo.config import Config
 from megatron_fspo.data.check import examine
 from megatron_fspo.data.cursor import mixture, most_at_once
-from megatron_fspo.data.presets import Source, sources_of
 from megatron_fspo.data.prompts import LoadedSet, load_sets, notes
+from megatron_fspo.data.tasks import Source, sources_of
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_fspo.errors import Attempts, InputError, InputErrors
 from megatron_fspo.job.consistency import versions
@@ -224,7 +225,7 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
 
 
 def _absent(config: Config, *, here: bool) -> list[str]:
-    absent = absent_servers(config.vllm) if config.rollout.engine == "vllm" else []
+    absent = asyncio.run(absent_servers(config.vllm)) if config.rollout.engine == "vllm" else []
     if absent and here:
         raise InputErrors(absent)
     return absent

@@ -17,7 +17,7 @@ from megatron_fspo.packing.batch import Packs, Sequences, as_row
 from megatron_fspo.packing.pack import Pack, PackLayout, Plan, collate_packs, plan_step
 from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.parallel.groups import ParallelGroups, exchange, of_first_rank, pack_layout
-from megatron_fspo.rewards import Graded
+from megatron_fspo.rewards import Grade
 from megatron_fspo.types import Completion, Prompt, VersionSpan
 from megatron_fspo.weights import Architecture
 
@@ -55,7 +55,7 @@ class Rollout:
     """int64, the data-parallel rank that holds its tokens."""
     held: Mapping[int, Completion]
     """Responses that this rank holds, by number: on the first rank of each model copy; others hold none."""
-    grades: Mapping[int, Graded]
+    grades: Mapping[int, Grade]
     """Grades that this rank gave, by number; not always of what it holds."""
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ def rollout_of(
     samples: int,
     table: Tensor,
     held: Mapping[int, Completion],
-    grades: Mapping[int, Graded] | None = None,
+    grades: Mapping[int, Grade] | None = None,
 ) -> Rollout:
     """From a table [n, columns] with the fields of :data:`COLUMNS`; advantages are still to come."""
     columns = {

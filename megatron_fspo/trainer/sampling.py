@@ -28,13 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.config import Config
-from megatron_fspo.data.walk import PromptWalk
+from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
 from megatron_fspo.parallel.control import SLICE, Control
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.parallel.metrics import Totals, means
-from megatron_fspo.rewards import Failure, Graded, Grader, Verdict, tally
+from megatron_fspo.rewards import Failure, Grade, Grader, PendingGrade, tally
 from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import COLUMNS, GRADES, Rollout, describe, rollout_of, with_advantages
@@ -59,7 +59,7 @@ class Batch:
     mine: range
     """Positions of this data-parallel rank's prompts."""
     pending: Pending
-    grades: Mapping[int, Verdict]
+    grades: Mapping[int, PendingGrade]
     """Grades to come of the responses that this rank grades, by number: all once ``pending`` has returned."""
 
 
@@ -96,7 +96,7 @@ def ask(
     """Ask for responses to all prompts; each data-parallel rank for its share. Each is graded as soon as it
     is there, while others are sampled and the trainer learns. Collective."""
     mine = range(groups.dp.rank(), len(prompts), groups.dp.size())
-    grades: dict[int, Verdict] = {}
+    grades: dict[int, PendingGrade] = {}
 
     def grade(number: int, completion: Completion) -> None:
         assert grader is not None
@@ -120,7 +120,7 @@ class RolloutQueue:
         engine: RolloutEngine,
         groups: ParallelGroups,
         grader: Grader | None,
-        prompts: PromptWalk,
+        prompts: PromptCursor,
         step: int,
     ) -> None:
         self._inputs = inputs
@@ -220,10 +220,10 @@ def collect_and_grade(
 
 
 def _awaited(
-    pending: Mapping[int, Verdict], control: Control, progress: Progress | None, *, stops: bool
-) -> tuple[dict[int, Graded], dict[int, Failure | None]]:
+    pending: Mapping[int, PendingGrade], control: Control, progress: Progress | None, *, stops: bool
+) -> tuple[dict[int, Grade], dict[int, Failure | None]]:
     """The grades up to the first failure, and that; None for one that a request to stop left open."""
-    grades: dict[int, Graded] = {}
+    grades: dict[int, Grade] = {}
     limit = control.patience.wait
     # Two slices more, so that :func:`_watch` comes first: a call that it interrupts says where it was.
     too_late, stop_by = time.monotonic() + limit + 2 * SLICE, math.inf

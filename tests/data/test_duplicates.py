@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from megatron_fspo.config.data import Data
-from megatron_fspo.data import LoadedSet, load_sets
-from megatron_fspo.data.prompts import notes
+from megatron_fspo.data.prompts import LoadedSet, load_sets, notes
 from megatron_fspo.errors import InputError
 
 Rows = list[tuple[str, str]]
@@ -35,7 +34,7 @@ def pairs(found: LoadedSet) -> Rows:
 def test_a_row_that_comes_again_is_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     found = load(tmp_path, tokenizer, [A, B, A, A, B])
     assert pairs(found) == [A, B]
-    assert (found.rows, found.duplicates) == (5, 3)
+    assert (found.rows, found.dropped) == (5, {"duplicate": 3})
     assert notes([found]) == (
         f"{tmp_path}/rows.jsonl: 2 prompts of 5 rows; "
         "left out: 3 with the prompt and answer of an earlier row",
@@ -52,7 +51,7 @@ def test_two_answers_to_a_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerF
         'set data.conflicts to "drop" (none of them is taken) or "keep"'
     )
     dropped = load(tmp_path, tokenizer, [A, B, C, A], conflicts="drop")
-    assert pairs(dropped) == [B] and (dropped.conflicting, dropped.duplicates) == (2, 1)
+    assert pairs(dropped) == [B] and dropped.dropped == {"conflicting": 2, "duplicate": 1}
     assert pairs(load(tmp_path, tokenizer, [A, B, C, A], conflicts="keep")) == [A, B, C]
     with pytest.raises(InputError, match=r"rows.jsonl: holds no prompts: all 2 rows are left out"):
         load(tmp_path, tokenizer, [A, C], conflicts="drop")
@@ -72,7 +71,7 @@ def test_a_text_and_one_message_of_the_user_are_the_same_question(
 ) -> None:
     message = [{"role": "user", "content": "p"}]
     found = load(tmp_path, tokenizer, [A, (message, "1"), B], chat_template=True)  # type: ignore[list-item]
-    assert found.duplicates == 1 and len(found.prompts) == 2
+    assert found.dropped == {"duplicate": 1} and len(found.prompts) == 2
 
 
 def test_sets_are_numbered_through_and_each_cleared_by_itself(
@@ -112,4 +111,4 @@ def test_against_a_table_of_all_rows(
         return
     found = load(tmp_path, tokenizer, rows, duplicates=duplicates, conflicts=conflicts)
     assert pairs(found) == expected
-    assert found.rows == len(found.prompts) + found.duplicates + found.conflicting + found.too_long
+    assert found.rows == len(found.prompts) + found.dropped.total()

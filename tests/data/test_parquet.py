@@ -17,8 +17,8 @@ from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 from megatron_fspo.config.data import Data
-from megatron_fspo.data import load_sets
 from megatron_fspo.data.parquet import read_parquet
+from megatron_fspo.data.prompts import load_sets
 from megatron_fspo.data.rows import read_rows
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Prompt
@@ -78,9 +78,7 @@ def test_a_map_is_an_object(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) 
     )
     (prompt,) = load(write(tmp_path, table), tokenizer)
     assert prompt.fields["m"] == {"x": 1, "y": 2}
-    twice = pyarrow.table(
-        {"prompt": ["a"], "answer": ["1"], "m": pyarrow.array([[("x", 1), ("x", 2)]], kind)}
-    )
+    twice = table.set_column(2, "m", pyarrow.array([[("x", 1), ("x", 2)]], kind))
     with pytest.raises(InputError, match=r"rows.parquet: row 1: 'm' cannot be read"):
         load(write(tmp_path, twice), tokenizer)
 
@@ -129,7 +127,7 @@ def test_a_file_is_read_in_batches(tmp_path: Path) -> None:
     before = pyarrow.total_allocated_bytes()
     most = 0
     for number, row in enumerate(read_rows(path)):
-        assert row.place == f"{path}: row {number + 1}"
+        assert row.location == f"{path}: row {number + 1}"
         if number % 1000 == 0:
             assert row.tree()["prompt"] == f"{number}{text}"
             most = max(most, pyarrow.total_allocated_bytes() - before)
@@ -143,21 +141,12 @@ GOOD = {"prompt": "a", "answer": "1"}
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        ([GOOD, {"prompt": "b", "answer": None}], "row 2: 'answer' must be a string or a number, found null"),
-        ([GOOD, {"prompt": "b", "answer": ""}], "row 2: 'answer' is empty"),
-        ([GOOD, {"prompt": None, "answer": "2"}], "row 2: 'prompt' must be a string or .* found null"),
-        ([GOOD, {"prompt": "", "answer": "2"}], "row 2: 'prompt' is empty: it has no text"),
-        ([{"prompt": 3, "answer": "1"}], "row 1: 'prompt' must be a string or .* found a number"),
-        ([{"prompt": "a", "answer": True}], "row 1: 'answer' must be a string or a number, found a boolean"),
-        ([{"prompt": "a", "answer": ["1"]}], "row 1: 'answer' must be a string or a number, found a list"),
-        ([{"prompt": "a", "answer": {"x": 1}}], "row 1: 'answer' must be .* found an object"),
-        ([{"prompt": "a", "answer": float("nan")}], "row 1: 'answer' must be .* found NaN or an infinity"),
-        ([{"prompt": "a"}], "row 1: no key 'answer'; the keys here are 'prompt'"),
-        ([{"prompt": b"a", "answer": "1"}], "the column 'prompt' is of type binary: text, numbers, "),
-        (
-            [{"prompt": [{"role": "user", "content": None}], "answer": "1"}],
-            "row 1: 'prompt' must be a string or",
-        ),
+        ([GOOD, {"prompt": "b", "answer": None}], "row 2: 'answer' .* found null"),
+        ([GOOD, {"prompt": None, "answer": "2"}], "row 2: 'prompt' .* found null"),
+        ([{"prompt": "a", "answer": {"x": 1}}], "row 1: 'answer' .* found an object"),
+        ([{"prompt": "a", "answer": float("nan")}], "row 1: 'answer' .* found NaN or an infinity"),
+        ([{"prompt": b"a", "answer": "1"}], "the column 'prompt' is of type binary"),
+        ([{"prompt": [{"role": "user", "content": None}], "answer": "1"}], "row 1: 'prompt' must be"),
     ],
 )
 def test_wrong_rows(
@@ -168,22 +157,18 @@ def test_wrong_rows(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("model", "told"),
-    [
-        (None, "'reward_model' is null"),
-        ({"ground_truth": None}, "'reward_model.ground_truth' must be a string or a number, found null"),
-    ],
-)
-def test_nulls_inside(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, model: Any, told: str) -> None:
+def test_nulls_inside(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     question = [{"role": "user", "content": "a"}]
     good = {"prompt": question, "reward_model": {"ground_truth": "1"}}
-    path = write(tmp_path, [good, {"prompt": [{"role": "user", "content": "b"}], "reward_model": model}])
-    with pytest.raises(InputError, match=f"rows.parquet: row 2: .*{told}"):
-        load(path, tokenizer, preset="dapo")
-    path = write(tmp_path, [good, {**good, "prompt": None}])
-    with pytest.raises(InputError, match=r"rows.parquet: row 2: 'prompt' must be a string or .* found null"):
-        load(path, tokenizer, preset="dapo")
+    for change, told in (
+        ({"reward_model": None}, "'reward_model' is null"),
+        ({"reward_model": {"ground_truth": None}}, "'reward_model.ground_truth' must be .* found null"),
+        ({"prompt": None}, "'prompt' must be a string or .* found null"),
+    ):
+        other = {"prompt": [{"role": "user", "content": "b"}]}
+        path = write(tmp_path, [good, {**good, **other, **change}])
+        with pytest.raises(InputError, match=f"rows.parquet: row 2: .*{told}"):
+            load(path, tokenizer, preset="dapo")
 
 
 def test_text_that_is_not_utf_8(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -197,17 +182,9 @@ def test_text_that_is_not_utf_8(tmp_path: Path, tokenizer: PreTrainedTokenizerFa
 def test_files_that_are_not_parquet(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     whole = write(tmp_path, [GOOD] * 100, compression="none").read_bytes()
     path = tmp_path / "broken.parquet"
-    for content in (
-        b"",
-        whole[:-1],
-        whole[:100],
-        b'{"prompt": "a", "answer": "1"}\n',
-        b"\xef\xbb\xbf" + whole,
-    ):
+    for content in (b"", whole[:-1], whole[:100], b'{"prompt": "a"}\n', b"\xef\xbb\xbf" + whole):
         path.write_bytes(content)
-        with pytest.raises(
-            InputError, match=r"broken.parquet: not parquet, cut short or damaged: "
-        ) as caught:
+        with pytest.raises(InputError, match=r"broken.parquet: not parquet, cut short or") as caught:
             load(path, tokenizer)
         assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match=r"none.parquet: cannot read the prompts: No such file"):

@@ -11,14 +11,17 @@ from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 from megatron_fspo.config.data import TEMPLATES, Data, PresetName
-from megatron_fspo.data import load_sets
-from megatron_fspo.data.presets import PRESETS, sources_of
+from megatron_fspo.data.prompts import load_sets
+from megatron_fspo.data.tasks import PRESETS, sources_of
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Prompt
 
 SAMPLES = Path(__file__).with_name("samples")
 BOXED = " Let's think step by step and output the final answer within \\boxed{}."
 DAPO_QUESTION = TEMPLATES["dapo"].replace("{prompt}", "What is 6 times 7?")
+TRAIN = "A train covers 27 miles in 30 minutes. How many miles is that in an hour?"
+PLUMS = "4 bags of 6 plums and eats 5 plums. How many are left?"
+PRIME = "Name the largest prime below 20."
 DAPO = [
     {
         "data_source": "ours",
@@ -58,22 +61,9 @@ def test_every_preset_is_there() -> None:
             ["\\frac{3}{4}", "4"],
         ),
         ("aime", f"[user]How many positive divisors has $2^5 \\cdot 3^4$?{BOXED};[assistant]", ["030", "1"]),
-        (
-            "amc",
-            f"[user]A train covers 27 miles in 30 minutes. How many miles is that in an hour?{BOXED}"
-            ";[assistant]",
-            ["54.0", "5.0"],
-        ),
-        (
-            "gsm8k",
-            f"[user]Ida has 4 bags of 6 plums and eats 5 plums. How many are left?{BOXED};[assistant]",
-            ["19", "1,200"],
-        ),
-        (
-            "slime",
-            "[user]Name the largest prime below 20. End with: Answer: <number>;[assistant]",
-            ["19", "42"],
-        ),
+        ("amc", f"[user]{TRAIN}{BOXED};[assistant]", ["54.0", "5.0"]),
+        ("gsm8k", f"[user]Ida has {PLUMS}{BOXED};[assistant]", ["19", "1,200"]),
+        ("slime", f"[user]{PRIME} End with: Answer: <number>;[assistant]", ["19", "42"]),
     ],
 )
 def test_a_preset(tokenizer: PreTrainedTokenizerFast, preset: str, text: str, answers: list[str]) -> None:
@@ -88,13 +78,6 @@ def test_dapo(tokenizer: PreTrainedTokenizerFast, dapo: Path) -> None:
     assert prompt.text == f"[user]{DAPO_QUESTION};[assistant]"
     assert prompt.answer == "42"
     assert prompt.fields == DAPO[0]
-
-
-def test_fields_of_a_row_are_all_there(tokenizer: PreTrainedTokenizerFast) -> None:
-    first, second = load(tokenizer, train=SAMPLES / "aime.jsonl", preset="aime")
-    assert (first.fields["id"], first.fields["year"], second.fields["answer"]) == (60, "2024", 1)
-    (slime, _) = load(tokenizer, train=SAMPLES / "slime.jsonl", preset="slime")
-    assert slime.fields["metadata"] == {"level": 2}
 
 
 def test_base_models_get_text(tokenizer: PreTrainedTokenizerFast, dapo: Path) -> None:
@@ -174,30 +157,32 @@ def test_what_does_not_fit(
         load(tokenizer, **{"train": path, "prompt_key": "p", "answer_key": "a"} | keys)
 
 
-def test_a_key_with_a_dot_of_its_own(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.parametrize(
+    ("row", "keys", "expected"),
+    [
+        ('{"a.b": "1", "a": {"b": "2"}, "prompt": "x"}', {"answer_key": "a.b"}, ("x", "1")),
+        ('{"prompt": "x", "answer": "#### 3 no\\n#### 4 "}', {"answer_after": "####"}, ("x", "4")),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, '
+            '{"role": "user", "content": "c"}], "answer": "1"}',
+            {"chat_template": True, "template": "<{prompt}>"},
+            ("[user]a;[assistant]b;[user]<c>;[assistant]", "1"),
+        ),
+    ],
+)
+def test_a_key_with_a_dot_the_last_mark_and_the_last_message(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    row: str,
+    keys: dict[str, Any],
+    expected: tuple[str, str],
+) -> None:
     path = tmp_path / "x.jsonl"
-    path.write_text('{"a.b": "1", "a": {"b": "2"}, "prompt": "x"}')
-    (prompt,) = load(tokenizer, train=path, answer_key="a.b")
-    assert prompt.answer == "1"
-
-
-def test_the_last_mark_counts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"prompt": "x", "answer": "#### 3 is wrong\\n#### 4 "}')
-    (prompt,) = load(tokenizer, train=path, answer_after="####")
-    assert prompt.answer == "4"
+    path.write_text(row)
+    (prompt,) = load(tokenizer, train=path, **keys)
+    assert (prompt.text, prompt.answer) == expected
 
 
 def test_a_system_prompt_needs_a_chat(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(InputError, match=r"raw.jsonl: system_prompt needs chat_template = true"):
         load(tokenizer, train=SAMPLES / "raw.jsonl", system_prompt="Be brief.")
-
-
-def test_the_template_goes_around_the_last_message_of_the_user(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    path = tmp_path / "x.jsonl"
-    messages = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, '
-    path.write_text('{"prompt": ' + messages + '{"role": "user", "content": "c"}], "answer": "1"}')
-    (prompt,) = load(tokenizer, train=path, chat_template=True, template="<{prompt}>")
-    assert prompt.text == "[user]a;[assistant]b;[user]<c>;[assistant]"

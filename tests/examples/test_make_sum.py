@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
-from megatron_fspo.data import check_vocabulary, load_prompts, load_tokenizer, stop_token_ids
+from megatron_fspo.data.prompts import load_set
+from megatron_fspo.data.tasks import Source
+from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_fspo.rewards import get_reward
 from megatron_fspo.types import Completion, Prompt
 
@@ -106,7 +108,7 @@ def test_shipped_prompts_read_as_prompts() -> None:
     check_vocabulary(tokenizer, json.loads((CHECKPOINT / "config.json").read_text())["vocab_size"])
     assert stop_token_ids(tokenizer, CHECKPOINT) == (12,)
     splits = [
-        load_prompts(FOLDER / f"{name}.jsonl", tokenizer, max_prompt_tokens=4)
+        load_set(Source(file=FOLDER / f"{name}.jsonl", name=name), tokenizer, max_prompt_tokens=4).prompts
         for name in ("train", "validation")
     ]
     for prompt in (prompt for split in splits for prompt in split):

@@ -105,8 +105,8 @@ def decoding() -> dict[str, Any]:
     params = SamplingParams(
         n=1, max_tokens=size.response, temperature=1.0, stop_token_ids=(size.model.vocab_size,), seed=1
     )
-    engine.generate(prompts[:2], params)
-    rows, seconds = timed(lambda: engine.generate(prompts, params))
+    engine.submit(prompts[:2], params)()
+    rows, seconds = timed(lambda: engine.submit(prompts, params)())
     sampled = [completion for row in rows for completion in row]
     lengths = [len(completion.token_ids) for completion in sampled]
     assert set(lengths) == {size.response}

@@ -117,8 +117,8 @@ def decode(policy: Policy) -> dict[str, torch.Tensor]:
     prompts = [Prompt(index=i, token_ids=tuple(range(1, 2 + 2 * i)), text="", answer="") for i in range(4)]
     params = SamplingParams(n=3, max_tokens=20, temperature=TEMPERATURE, stop_token_ids=(5, 6), seed=7)
     decoder = Decoder(policy.chunks, policy.groups, vocab_size=policy.arch.vocab_size)
-    wide = EmbeddedEngine(decoder, max_batch=12).generate(prompts, params)
-    narrow = EmbeddedEngine(decoder, max_batch=5).generate(prompts, params)
+    wide = EmbeddedEngine(decoder, max_batch=12).submit(prompts, params)()
+    narrow = EmbeddedEngine(decoder, max_batch=5).submit(prompts, params)()
     assert [[c.token_ids for c in row] for row in wide] == [[c.token_ids for c in row] for row in narrow]
     assert all(chunk.training for chunk in policy.chunks)
     worst = 0.0

@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_fspo.remote import Loop, http_client
 from megatron_fspo.rollout.checksum import Checksum
-from megatron_fspo.rollout.client.proof import prove, with_checksums
+from megatron_fspo.rollout.client.proof import Proof, prove, with_checksums
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.client.weights import BroadcastSender, resume, send_weights
 from megatron_fspo.rollout.common import api_key
@@ -108,14 +108,14 @@ class Routes:
         return self.do("/weight_info")["weight_version"]
 
 
-def statistics_say(routes: Routes, tensors: dict[str, Tensor]) -> str:
+def proof_of(routes: Routes, tensors: dict[str, Tensor]) -> Proof:
     """What a trainer with these tensors is told of the server's."""
 
-    async def main() -> str:
+    async def main() -> Proof:
         async with http_client() as http:
             mine: dict[str, Checksum] = {}
             list(with_checksums(tensors.items(), mine))
-            return (await prove(Server(routes.url, http, api_key=api_key()), mine))[1]
+            return await prove(Server(routes.url, http, api_key=api_key()), mine)
 
     return asyncio.run(main())
 

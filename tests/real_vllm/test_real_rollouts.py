@@ -12,7 +12,7 @@ import torch
 
 from megatron_fspo.data.tokenizer import load_tokenizer
 from megatron_fspo.remote import http_client
-from megatron_fspo.rollout.client.pool import Pool, Request
+from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Refused, Server
 from megatron_fspo.rollout.common import api_key
 from megatron_fspo.rollout.stop import kept
@@ -44,7 +44,7 @@ def with_server(url: str, work: Callable[[Server], Awaitable[T]]) -> T:
 
 
 def rollout(url: str, params: SamplingParams) -> list[Completion]:
-    requests = [Request.of(prompt, params, i) for prompt in PROMPTS for i in range(params.n)]
+    requests = [CompletionRequest.of(prompt, params, i) for prompt in PROMPTS for i in range(params.n)]
 
     async def work(server: Server) -> list[Completion]:
         pool = Pool([server], max_in_flight_per_server=16, vocab_size=VOCAB_SIZE, probe_seconds=0.2)

@@ -25,10 +25,9 @@ import sys, time
 from functools import partial
 from pathlib import Path
 from megatron_fspo.rollout.client import weights as client_weights
-from megatron_fspo.rollout.client.weights import in_buckets
 from real_server import send, weights
 
-client_weights.in_buckets = partial(in_buckets, bucket_bytes=2**15)
+client_weights.in_buckets = partial(client_weights.in_buckets, bucket_bytes=2**15)
 
 class Slow(dict):
     def items(self):

@@ -20,16 +20,15 @@ from torch import Tensor
 from fake_vllm import is_running, until
 from launch import environment
 from megatron_fspo.rollout.server.flags import ServerOptions
-from megatron_fspo.rollout.server.process import ServerProcess
-from real_server import FLAGS, Routes, distance, make_checkpoint, send, statistics_say, weights
+from real_server import FLAGS, Routes, distance, make_checkpoint, proof_of, send, weights
 from serving import serving
-from test_serve import free_port
+from test_serve import free_port, started
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
 
 TOLERANCE = 1e-4
 FAR = 0.1
-NO_STATISTICS = ("--worker-extension-cls", "")
+NO_CHECKSUMS = ("--worker-extension-cls", "")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +100,7 @@ def command(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[tuple[subp
     """``megatron-fspo serve`` of tied0, ready."""
     port = free_port()
     words = ["--model", str(checkpoints["tied0"]), "--port", str(port), "--log", str(tmp_path / "log")]
-    words += ["--dtype", "float32", "--", *FLAGS, *NO_STATISTICS]
+    words += ["--dtype", "float32", "--", *FLAGS, *NO_CHECKSUMS]
     process = subprocess.Popen(
         [sys.executable, "-m", "megatron_fspo", "serve", *words],
         stdout=subprocess.PIPE,
@@ -132,9 +131,8 @@ def test_gloo_tied_a_failed_update_and_a_crash(
     trainer.update(weights(new), "v1")
     assert distance(routes, new) < TOLERANCE
     assert routes.version == "v1"
-    assert statistics_say(routes, weights(new)) == (
-        "No statistics of its tensors: `megatron-fspo serve` starts vLLM so that it can tell them."
-    )
+    same, text = proof_of(routes, weights(new))
+    assert same is None and text.startswith("No checksums of its tensors: `megatron-fspo serve` starts vLLM")
     assert distance(routes, new) < TOLERANCE, "asking does no harm"
 
     # Of the fused query, key and value one arrives; the layer keeps what it had, and the rest of the session
@@ -180,21 +178,18 @@ def test_disk_untied(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     options = ServerOptions(
         old, port=free_port(), backend="disk", dtype="float32", log=tmp_path / "log", extra=FLAGS
     )
-    with ServerProcess(options) as server:
+    with started(options) as server:
         routes = Routes(server.url)
         routes.do("/init_weight_transfer_engine", {"init_info": {}})
         assert distance(routes, old) < TOLERANCE
         assert distance(routes, new) > FAR
         disk_update(routes, new / "model.safetensors", "v1")
         assert distance(routes, new) < TOLERANCE
-        agree = statistics_say(routes, weights(new)).splitlines()
-        assert agree == [
-            "The loaded weights agree (25 tensors); what is computed with differs: a stale packed copy, "
-            "another dtype or other rotary or attention settings, or elements that changed places."
-        ]
+        same, text = proof_of(routes, weights(new))
+        assert same is True and text.startswith("The loaded weights agree (25 tensors); ")
         # Only the norms are ones in both.
-        differ = statistics_say(routes, weights(old)).splitlines()
-        assert differ[0].startswith("17 of 26 tensors differ; ")
+        same, text = proof_of(routes, weights(old))
+        assert same is False and text.startswith("17 of 26 tensors differ; ")
 
         # A file that ends too soon, and one of bfloat16.
         routes.do("/start_weight_update", {})
@@ -209,7 +204,7 @@ def test_disk_untied(checkpoints: dict[str, Path], tmp_path: Path) -> None:
 
 
 def test_two_workers_in_one_server(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Tensor parallel: each has its shards, and statistics add up to the whole."""
+    """Tensor parallel: each has its shards, and checksums add up to the whole."""
     old, new = checkpoints["untied0"], checkpoints["untied1"]
     with serving(old, tmp_path, "--dtype", "float32", "--", *FLAGS, "--tensor-parallel-size", "2") as (
         server,
@@ -218,4 +213,4 @@ def test_two_workers_in_one_server(checkpoints: dict[str, Path], tmp_path: Path)
         assert distance(routes, old) < TOLERANCE
         assert send(server.url, weights(new), 1) is None
         assert distance(routes, new) < TOLERANCE
-        assert statistics_say(routes, weights(new)).startswith("The loaded weights agree (25 tensors); ")
+        assert proof_of(routes, weights(new))[0] is True

@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 import time
 
-import pool_tasks
-
 from megatron_fspo.rewards.pool import KillablePool
 
 
 def main(end: str) -> None:
-    pool = KillablePool(pool_tasks.do, workers=2, seconds=600.0, memory_gb=0.25, libraries=())
+    pool = KillablePool("pool_tasks:do", workers=2, seconds=600.0, memory_gb=0.25)
     pool.submit("loop_in_c")
     pool.submit("sleep")
     time.sleep(0.5)

@@ -9,11 +9,15 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 from megatron_fspo.rewards import worker
 
 FORBIDDEN = ("open", "os_open", "system", "popen", "fork", "connect", "remove", "mkdir", "big_file")
+
+
+_kept: list[bytearray] = []
 
 
 def do(task: str, *args: Any) -> Any:
@@ -65,7 +69,7 @@ def _too_much_memory_in_c() -> int:
 
 
 def _burn(seconds: float) -> None:
-    worker.begin(seconds)
+    worker._limit_cpu_time(seconds)
     _loop()
 
 
@@ -73,8 +77,27 @@ def _modules() -> list[str]:
     return sorted(sys.modules)
 
 
-def _hears_sigterm() -> bool:
-    return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+def _length(text: str) -> int:
+    return len(text)
+
+
+def _keep(size: int) -> int:
+    _kept.append(bytearray(size))
+    return size
+
+
+def _returns_object() -> object:
+    return object()
+
+
+def _returns_nothing_json_has() -> object:
+    return {(1, 2): 3}
+
+
+def _forges() -> None:
+    for descriptor in range(3, 20):
+        with suppress(OSError):
+            os.write(descriptor, b'[100000, "forged", null, false]\n')
 
 
 def _shout() -> None:

@@ -57,15 +57,11 @@ MARKS = ["\\boxed{", "}", "{", "\\", "Answer:", "answer", "####", "\n", "7", ","
         ("auto", "#### 5\nAnswer: 4", "4"),
         ("auto", "\\boxed{} #### 5", "5"),
         ("auto", "it is 7", None),
+        *((rule, "", None) for rule in RULES),
     ],
 )
 def test_a_rule_finds_the_last_answer_of_its_kind(rule: str, response: str, found: str | None) -> None:
     assert extract(response, rule) == found
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_nothing_is_found_in_nothing(rule: str) -> None:
-    assert extract("", rule) is None
 
 
 @given(

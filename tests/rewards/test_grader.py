@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import CancelledError, Future
-from pathlib import Path
 from typing import Any
 
 import own_rewards
 import pytest
 from answers import STOPPED, boxed, prompt
-from processes_of import started
+from processes_of import workers
 
-from launch import REPO, environment
 from megatron_fspo.config import Reward
 from megatron_fspo.errors import InputError
-from megatron_fspo.rewards import Failure, Graded, Grader, check_reward, get_reward, tally
+from megatron_fspo.rewards import Failure, Grade, Grader, check_reward, get_reward, tally
 from megatron_fspo.types import Completion
 
 
@@ -26,32 +22,32 @@ def make(**keys: Any) -> Grader:
     return Grader(Reward(**keys), max_response_tokens=100)
 
 
-def ask(grader: Grader, response: str, answer: str = "5", **fields: Any) -> Future[Graded | Failure]:
+def ask(grader: Grader, response: str, answer: str = "5", **fields: Any) -> Future[Grade | Failure]:
     return grader.submit(prompt(answer, index=7, fields=fields), STOPPED, response)
 
 
-def graded(future: Future[Graded | Failure]) -> Graded:
-    found = future.result(timeout=60)
-    assert isinstance(found, Graded), found
-    return found
+def graded(future: Future[Grade | Failure]) -> Grade:
+    grade = future.result(timeout=60)
+    assert isinstance(grade, Grade), grade
+    return grade
 
 
-def failed(future: Future[Graded | Failure]) -> Failure:
-    found = future.result(timeout=60)
-    assert isinstance(found, Failure), found
-    return found
+def failed(future: Future[Grade | Failure]) -> Failure:
+    failure = future.result(timeout=60)
+    assert isinstance(failure, Failure), failure
+    return failure
 
 
 def test_built_in_functions() -> None:
     with make(name="exact_match") as grader:
         found = ask(grader, " 5\n")
         assert found.done(), "it takes no time, so it takes no detour"
-        assert graded(found) == Graded(reward=1.0, score=1.0, answer="5")
+        assert graded(found) == Grade(reward=1.0, score=1.0, answer="5")
         wrong = graded(ask(grader, "6"))
         assert wrong.score == 0.0
         assert tally(Reward(name="exact_match"), [wrong]) == {}
     with make(name="make_sum") as grader:
-        assert graded(ask(grader, "908503300", "17")) == Graded(reward=1.0, score=1.0, answer="908503300")
+        assert graded(ask(grader, "908503300", "17")) == Grade(reward=1.0, score=1.0, answer="908503300")
 
 
 def test_several_rewards_are_summed_by_weight() -> None:
@@ -80,7 +76,7 @@ def test_a_sum_that_is_too_large_is_a_failure() -> None:
 
 
 def test_mathematics_with_a_penalty_on_length() -> None:
-    verdicts = []
+    grades = []
     with make(name="math", workers=1, overlong_tokens=20, overlong_penalty=0.5) as grader:
         for tokens, penalty in ((80, 0.0), (81, -0.025), (90, -0.25), (100, -0.5)):
             long = Completion(
@@ -88,12 +84,10 @@ def test_mathematics_with_a_penalty_on_length() -> None:
             )
             found = graded(grader.submit(prompt("\\frac12"), long, boxed("\\sqrt{\\frac14}")))
             assert (found.score, found.tier, found.answer) == (1.0, 2, "\\sqrt{\\frac14}")
-            assert found.reward == pytest.approx(1 + penalty) and found.parts["overlong"] == pytest.approx(
-                penalty
-            )
-            verdicts.append(found)
-        verdicts.append(graded(ask(grader, "no answer")))
-    metrics = tally(Reward(name="math", overlong_tokens=20), verdicts)
+            assert (found.reward, found.parts["overlong"]) == pytest.approx((1 + penalty, penalty))
+            grades.append(found)
+        grades.append(graded(ask(grader, "no answer")))
+    metrics = tally(Reward(name="math", overlong_tokens=20), grades)
     assert metrics.pop("reward/overlong/mean") == (pytest.approx(-0.775), 5.0)
     assert metrics == {
         "reward/timeout_rate": (0.0, 5.0),
@@ -103,16 +97,11 @@ def test_mathematics_with_a_penalty_on_length() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["field", "field_awaited", "returns_awaitable"])
+@pytest.mark.parametrize("name", ["field", "field_awaited", "returns_awaitable", "instance"])
 def test_a_function_of_ones_own_gets_all_fields(name: str) -> None:
     with make(name=f"own_rewards:{name}") as grader:
         found = graded(ask(grader, "so \\boxed{0.50}", level=3, solution="because"))
-        assert found == Graded(reward=3.0, score=3.0, answer="1/2")
-
-
-def test_an_object_with_an_async_call_runs_on_the_loop() -> None:
-    with make(name="own_rewards:instance") as grader:
-        assert graded(ask(grader, "")).score == 0.25
+        assert found == Grade(reward=3.0, score=3.0, answer="1/2")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +146,7 @@ def test_concurrency_bounds_the_calls() -> None:
     assert own_rewards.places == {"now": 0, "most": 3}
 
 
-def test_verdicts_come_to_whoever_asks_from_any_thread() -> None:
+def test_grades_come_to_whoever_asks_from_any_thread() -> None:
     with make(name="math", workers=2, also={"own_rewards:length": 0.001}) as grader:
         found: dict[int, list[float]] = {}
 
@@ -174,7 +163,7 @@ def test_verdicts_come_to_whoever_asks_from_any_thread() -> None:
 
 
 def test_closing_cancels_and_leaves_nothing() -> None:
-    before = started()
+    before = workers()
     keys: dict[str, Any] = {"also": {"own_rewards:sleeps_awaited": 0.1, "own_rewards:sleeps": 0.1}}
     grader = make(name="math", workers=2, seconds=60.0, **keys)
     grader.submit(prompt("5"), STOPPED, "1").cancel()  # a caller may give up
@@ -186,7 +175,7 @@ def test_closing_cancels_and_leaves_nothing() -> None:
     for future in futures:
         with pytest.raises(CancelledError):
             future.result(timeout=1)
-    assert started() == before
+    assert workers() == before
     assert "async rewards" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(RuntimeError, match="closed"):
         ask(grader, "1")
@@ -200,18 +189,15 @@ def test_closing_cancels_and_leaves_nothing() -> None:
         ({"name": "own_rewards:gone"}, "holds nothing called 'gone'"),
         ({"name": "exact_match", "also": {"no_such_module:f": 1.0}}, "cannot import 'no_such_module'"),
         ({"name": "exact_match", "also": {"exact_match": 1.0}}, "reward.also has 'exact_match'"),
-        ({"name": "http"}, "needs reward.url"),
         ({"name": "http", "url": "localhost:80"}, "must be http"),
-        ({"name": "math", "url": "http://localhost"}, "reward.url = http://localhost is for"),
-        ({"name": "math", "overlong_tokens": 101}, "overlong_tokens = 101 is more than"),
     ],
 )
 def test_what_a_run_cannot_have_is_told_before_it_begins(keys: dict[str, Any], problem: str) -> None:
-    before = started()
+    before = workers()
     for build in (check_reward, Grader):
         with pytest.raises(InputError, match=problem):
             build(Reward(**keys), max_response_tokens=100)
-    assert started() == before
+    assert workers() == before
 
 
 def test_a_package_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,23 +210,3 @@ def test_rewards_that_only_a_grader_has() -> None:
     for name in ("math", "http", "format", "reasoning_gym"):
         with pytest.raises(InputError, match="a Grader has it"):
             get_reward(name)
-
-
-@pytest.mark.slow
-def test_a_module_in_the_working_directory_is_found(tmp_path: Path) -> None:
-    """By a console script too, whose path has its own folder instead. It hides no module of Python's."""
-    (tmp_path / "rewards_here.py").write_text("def f(prompt, completion, response):\n    return 0.5\n")
-    (tmp_path / "statistics.py").write_text("1 / 0\n")
-    script = (
-        "import sys; sys.path = [p for p in sys.path if p]\n"
-        "from megatron_fspo.rewards import get_reward\n"
-        "print(get_reward('rewards_here:f')(None, None, '')); import statistics; statistics.mean\n"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(REPO)),
-        capture_output=True,
-        text=True,
-    )
-    assert (shown.stdout, shown.stderr) == ("0.5\n", "")

@@ -16,7 +16,7 @@ from answers import STOPPED, code, prompt
 from launch import environment
 from megatron_fspo.config import Reward
 from megatron_fspo.errors import InputError
-from megatron_fspo.rewards import Failure, Graded, Grader
+from megatron_fspo.rewards import Failure, Grade, Grader
 from megatron_fspo.rewards.gym import _plain, gym_rows
 from megatron_fspo.rewards.gym_worker import FORMULA, LITERAL, check_formula, rich
 
@@ -35,14 +35,14 @@ def grader() -> Iterator[Grader]:
         yield grader
 
 
-def ask(grader: Grader, row: dict[str, Any], response: str) -> Future[Graded | Failure]:
+def ask(grader: Grader, row: dict[str, Any], response: str) -> Future[Grade | Failure]:
     fields = json.loads(json.dumps(row))
     return grader.submit(prompt(fields["answer"], fields=fields), STOPPED, response)
 
 
-def score(future: Future[Graded | Failure]) -> float:
+def score(future: Future[Grade | Failure]) -> float:
     found = future.result(timeout=60)
-    assert isinstance(found, Graded), found
+    assert isinstance(found, Grade), found
     assert not found.timed_out
     return found.score
 
@@ -71,13 +71,13 @@ def test_the_answer_is_taken_out_of_the_response_first() -> None:
     with Grader(Reward(name="reasoning_gym", workers=1, seconds=10.0), max_response_tokens=9) as grader:
         assert score(ask(grader, row, f"So \\boxed{{{row['answer']}}}")) == 1.0
         found = ask(grader, row, row["answer"]).result(timeout=60)
-    assert isinstance(found, Graded) and (found.score, found.parsed, found.answer) == (0.0, False, None)
+    assert isinstance(found, Grade) and (found.score, found.parsed, found.answer) == (0.0, False, None)
 
 
 def test_a_scorer_that_raises_for_an_answer_says_0(grader: Grader) -> None:
     (row,) = gym_rows("prime_factorization", size=1, seed=1)
     found = ask(grader, row, "no number").result(timeout=60)
-    assert isinstance(found, Graded) and (found.score, found.parsed) == (0.0, False)
+    assert isinstance(found, Grade) and (found.score, found.parsed) == (0.0, False)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_scorers_are_harmless_without_the_workers_limits_too(tmp_path: Path) -> 
         "from megatron_fspo.rewards.gym_worker import score\n"
         "for row, texts in json.load(sys.stdin):\n"
         "    for text in texts:\n"
-        "        assert score(json.dumps(row), text, 60.0)[0] < 0.1\n"
+        "        assert score(json.dumps(row), text)[0] < 0.1\n"
         "print('done')\n"
     )
     shown = subprocess.run(

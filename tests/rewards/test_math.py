@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 from answers import STOPPED, boxed, hostile, pairs, prompt, rows
-from processes_of import started
+from processes_of import workers
 
 from launch import REPO
 from megatron_fspo.config import Reward
-from megatron_fspo.rewards import Failure, Graded, Grader, tally
+from megatron_fspo.rewards import Failure, Grade, Grader, tally
 
 SECONDS = 3.0  # ordinary ones take milliseconds, or a second where the machine does much else
 WORKERS = 2
@@ -27,13 +27,13 @@ def grader() -> Iterator[Grader]:
         yield grader
 
 
-def graded(future: Future[Graded | Failure]) -> Graded:
+def graded(future: Future[Grade | Failure]) -> Grade:
     found = future.result(timeout=120)
-    assert isinstance(found, Graded), found
+    assert isinstance(found, Grade), found
     return found
 
 
-def ask(grader: Grader, gold: str, answer: str) -> Future[Graded | Failure]:
+def ask(grader: Grader, gold: str, answer: str) -> Future[Grade | Failure]:
     return grader.submit(prompt(gold), STOPPED, boxed(answer))
 
 
@@ -98,14 +98,14 @@ def resident() -> int:
 @pytest.mark.slow
 def test_hostile_answers_among_ordinary_ones(tmp_path: Path) -> None:
     """Sixty of them, of which a dozen burn their whole time: what they cost is that time and nothing else."""
-    before = started()
+    before = workers()
     file = tmp_path / "written"
     ordinary = (pairs() * 2)[:500]
     bad = hostile(file)
     assert len(ordinary) >= 480 and len(bad) >= 60
     with Grader(Reward(name="math", workers=WORKERS, seconds=SECONDS), max_response_tokens=100) as grader:
 
-        def run(answers: list[tuple[str, str]]) -> tuple[list[Graded], float]:
+        def run(answers: list[tuple[str, str]]) -> tuple[list[Grade], float]:
             begun = time.monotonic()
             futures = [ask(grader, gold, answer) for gold, answer in answers]
             return [graded(future) for future in futures], time.monotonic() - begun
@@ -136,4 +136,4 @@ def test_hostile_answers_among_ordinary_ones(tmp_path: Path) -> None:
     # A worker that died, of its CPU time perhaps, is tried once more.
     assert together < 3 * alone + 2 * timed_out * SECONDS / WORKERS + 1, (together, alone, timed_out)
     assert not file.exists(), "a response was run"
-    assert started() == before
+    assert workers() == before

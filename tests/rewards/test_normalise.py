@@ -10,9 +10,9 @@ from answers import code, hostile, pairs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fspo.rewards.normalise import LONGEST, Verdict, canonical, compare, form, too_much
+from megatron_fspo.rewards.normalise import LONGEST, Sameness, canonical, compare, form, too_much
 
-EQUAL, DIFFERENT, UNSURE = Verdict.EQUAL, Verdict.DIFFERENT, Verdict.UNSURE
+EQUAL, DIFFERENT, UNSURE = Sameness
 
 
 @pytest.mark.parametrize(
@@ -50,48 +50,19 @@ def test_what_is_plainly_a_number(answer: str, value: int | Fraction) -> None:
     assert number is not None and number.value == value
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *(
-            "",
-            " ",
-            "$",
-            "x",
-            "5x",
-            "5 cm",
-            "1 2",
-            "1,23",
-            "12,34",
-            "1/0",
-            "2 3/2",
-            "2\\frac{-1}{2}",
-            "1/2/3",
-            "--5",
-        ),
-        *(
-            "5!",
-            "2^{10}",
-            "\\sqrt{4}",
-            "\\frac{x}{2}",
-            "1e999",
-            "٣",
-            "²",
-            "５",
-            "inf",
-            "nan",
-            "1_000",
-            "0x10",
-        ),
-        *("12_2", "10_1", "9" * 301, "(5", "5)", "$5$, $6$", "\\text{5}+\\text{6}"),
-    ],
+NOT_NUMBERS = (
+    "$|x|5x|5 cm|1 2|1,23|12,34|1/0|2 3/2|2\\frac{-1}{2}|1/2/3|--5|5!|2^{10}|\\sqrt{4}|\\frac{x}{2}|1e999"
 )
+NOT_NUMBERS += "|٣|²|５|inf|nan|1_000|0x10|12_2|10_1|(5|5)|$5$, $6$|\\text{5}+\\text{6}"
+
+
+@pytest.mark.parametrize("answer", ["", " ", "9" * 301, *NOT_NUMBERS.split("|")])
 def test_what_is_not(answer: str) -> None:
     assert form(answer).number is None
 
 
 @pytest.mark.parametrize(
-    ("gold", "found", "verdict"),
+    ("gold", "answer", "sameness"),
     [
         ("1/2", "0.5", EQUAL),
         ("1/2", "0.51", DIFFERENT),
@@ -124,16 +95,15 @@ def test_what_is_not(answer: str) -> None:
         ("9" * 20_000, "9" * 20_001, UNSURE),
     ],
 )
-def test_verdicts(gold: str, found: str, verdict: Verdict) -> None:
-    assert compare(gold, found) is verdict
+def test_sameness(gold: str, answer: str, sameness: Sameness) -> None:
+    assert compare(gold, answer) is sameness
 
 
 def test_what_is_certain_is_right() -> None:
-    verdicts = [(gold, found, compare(gold, found), right) for gold, found, right in pairs()]
-    wrong = [one for one in verdicts if one[2] is (DIFFERENT if one[3] else EQUAL)]
+    compared = [(gold, answer, compare(gold, answer), right) for gold, answer, right in pairs()]
     # References that are worked solutions are not for tier 1 alone.
-    assert wrong == []
-    assert sum(one[2] is not UNSURE for one in verdicts) > 150
+    assert [one for one in compared if one[2] is (DIFFERENT if one[3] else EQUAL)] == []
+    assert sum(one[2] is not UNSURE for one in compared) > 150
 
 
 numbers = st.integers(-(10**12), 10**12) | st.fractions(max_denominator=10**6)
@@ -146,29 +116,8 @@ def test_fractions_in_any_dress(one: Fraction, other: Fraction) -> None:
     assert compare(dressed, str(other)) is (EQUAL if one == other else DIFFERENT)
 
 
-pieces = [
-    "1",
-    "2",
-    "0",
-    ".",
-    ",",
-    "/",
-    "-",
-    " ",
-    "%",
-    "\\%",
-    "\\frac",
-    "{",
-    "}",
-    "(",
-    ")",
-    "x",
-    "A",
-    "$",
-    "\\text{",
-]
-pieces += ["e", "^", "\\times", "10", "_", "yes", "=", "\\left(", "\\right)"]
-texts = st.text() | st.lists(st.sampled_from(pieces), max_size=12).map("".join)
+pieces = "1 2 0 . , / - % \\% \\frac { } ( ) x A $ \\text{ e ^ \\times 10 _ yes = \\left( \\right)".split()
+texts = st.text() | st.lists(st.sampled_from([" ", *pieces]), max_size=12).map("".join)
 
 
 @given(texts, texts)
@@ -180,9 +129,8 @@ def test_equal_answers_share_a_vote(one: str, other: str) -> None:
 
 
 def test_votes() -> None:
-    assert {canonical(answer) for answer in ("1/2", "0.5", "$\\frac12$", "x = 0.50", "\\boxed{.5}")} == {
-        "1/2"
-    }
+    halves = ("1/2", "0.5", "$\\frac12$", "x = 0.50", "\\boxed{.5}")
+    assert set(map(canonical, halves)) == {"1/2"}
     assert canonical("Yes.") == canonical("\\text{yes}") == "yes"
     assert canonical("50\\%") == "50%" != canonical("50")
     assert len(canonical("x" * 1_000_000)) < 100
@@ -216,8 +164,7 @@ def test_caps_leave_ordinary_answers_alone(answer: str) -> None:
     ],
 )
 def test_caps(answer: str, reason: str) -> None:
-    found = too_much(answer)
-    assert found is not None and reason in found
+    assert reason in (too_much(answer) or "")
 
 
 def test_no_text_takes_long(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -15,7 +15,7 @@ import pytest
 from answers import STOPPED, prompt
 
 from megatron_fspo.config import Reward
-from megatron_fspo.rewards import Failure, Graded, Grader
+from megatron_fspo.rewards import Failure, Grade, Grader
 
 Reply = tuple[int, bytes] | None
 
@@ -85,7 +85,7 @@ def make(verifier: Verifier, **keys: Any) -> Grader:
     return Grader(Reward(**({"name": "http", "url": verifier.url} | keys)), max_response_tokens=10)
 
 
-def ask(grader: Grader, response: str = "x", **fields: Any) -> Future[Graded | Failure]:
+def ask(grader: Grader, response: str = "x", **fields: Any) -> Future[Grade | Failure]:
     return grader.submit(prompt("5", index=3, fields=fields), STOPPED, response)
 
 
@@ -96,7 +96,7 @@ def test_what_is_asked_and_answered(verifier: Verifier) -> None:
     )
     with make(verifier) as grader:
         found = ask(grader, "half a character: \ud800", level=3).result(timeout=20)
-    assert found == Graded(reward=0.5, score=0.5, answer="y")
+    assert found == Grade(reward=0.5, score=0.5, answer="y")
     assert verifier.asked == [
         {"prompt": "?", "response": "half a character: \ud800", "answer": "5", "fields": {"level": 3}}
     ]
@@ -106,7 +106,7 @@ def test_what_is_asked_and_answered(verifier: Verifier) -> None:
 def test_what_may_pass_is_tried_again(verifier: Verifier, bad: Reply) -> None:
     verifier.reply = lambda asked, number: bad if number < 3 else (200, b'{"reward": true}')
     with make(verifier, retries=2) as grader:
-        assert ask(grader).result(timeout=20) == Graded(reward=1.0, score=1.0, answer=None)
+        assert ask(grader).result(timeout=20) == Grade(reward=1.0, score=1.0, answer=None)
     assert len(verifier.asked) == 3
 
 
@@ -170,13 +170,13 @@ def test_concurrency_bounds_the_requests(verifier: Verifier) -> None:
     verifier.reply = slow
     with make(verifier, concurrency=4) as grader:
         found = [future.result(timeout=20) for future in [ask(grader) for _ in range(40)]]
-    assert found == [Graded(reward=0.0, score=0.0, answer=None)] * 40
+    assert found == [Grade(reward=0.0, score=0.0, answer=None)] * 40
     assert 2 <= verifier.most <= 4
 
 
 def test_as_a_further_reward(verifier: Verifier) -> None:
     with make(verifier, name="exact_match", also={"http": 0.5}) as grader:
-        assert ask(grader, "5").result(timeout=20) == Graded(
+        assert ask(grader, "5").result(timeout=20) == Grade(
             reward=1.5, score=1.0, answer="5", parts={"http": 1.0}
         )
 

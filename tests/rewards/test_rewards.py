@@ -19,7 +19,7 @@ STOPPED = Completion(token_ids=(12,), log_probs=(-0.1,), finish_reason="stop", w
 CUT_OFF = Completion(token_ids=(9,), log_probs=(-0.1,), finish_reason="length", weight_version=0)
 
 
-def verdict(name: str, answer: str, response: str, completion: Completion = STOPPED) -> float:
+def reward_of(name: str, answer: str, response: str, completion: Completion = STOPPED) -> float:
     prompt = Prompt(index=0, token_ids=(10,), text="^", answer=answer)
     return get_reward(name)(prompt, completion, response)
 
@@ -47,12 +47,11 @@ def verdict(name: str, answer: str, response: str, completion: Completion = STOP
     ],
 )
 def test_make_sum(answer: str, response: str, right: bool) -> None:
-    assert verdict("make_sum", answer, response) == float(right)
+    assert reward_of("make_sum", answer, response) == float(right)
 
 
 def test_make_sum_wants_the_policy_to_stop_by_itself() -> None:
-    assert verdict("make_sum", "17", "908503300", STOPPED) == 1.0
-    assert verdict("make_sum", "17", "908503300", CUT_OFF) == 0.0
+    assert reward_of("make_sum", "17", "908503300", CUT_OFF) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_make_sum_wants_the_policy_to_stop_by_itself() -> None:
     ],
 )
 def test_exact_match(answer: str, response: str, right: bool) -> None:
-    assert verdict("exact_match", answer, response) == float(right)
+    assert reward_of("exact_match", answer, response) == float(right)
 
 
 @pytest.mark.parametrize("name", ["make_sum", "exact_match"])
@@ -77,7 +76,7 @@ def test_exact_match(answer: str, response: str, right: bool) -> None:
 @example(response="\ud800", answer="9" * 5000)
 def test_rewards_take_any_text(name: str, response: str, answer: str) -> None:
     expected = name == "exact_match" and response.strip() == answer.strip()
-    found = verdict(name, answer, response)
+    found = reward_of(name, answer, response)
     if name == "make_sum" and found:
         assert answer == str(sum(int(digit) for digit in response[::3]))
     else:
@@ -88,7 +87,7 @@ def test_rewards_take_any_text(name: str, response: str, answer: str) -> None:
 @pytest.mark.parametrize("character", ["9", "(", "٣", " "])
 def test_rewards_are_quick_on_giant_text(name: str, character: str) -> None:
     started = time.monotonic()
-    assert verdict(name, "57", character * 3_000_000) == 0.0
+    assert reward_of(name, "57", character * 3_000_000) == 0.0
     assert time.monotonic() - started < 5
 
 
@@ -111,21 +110,18 @@ def test_register_refuses_a_taken_name_and_keeps_the_first() -> None:
     assert get_reward("make_sum") is first
 
 
-@pytest.mark.parametrize("name", ["", "a:b"])
-def test_register_refuses_a_name_nobody_could_ask_for(name: str) -> None:
-    with pytest.raises(InputError, match="not empty and holds no ':'"):
-        register(name)
-
-
-def test_register_returns_the_function_and_makes_it_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_fspo.rewards.registry._REWARDS", {})
+    for name in ("", "a:b"):
+        with pytest.raises(InputError, match="not empty and holds no ':'"):
+            register(name)
 
     @register("half")
     def half(prompt: Prompt, completion: Completion, response: str) -> float:
         return 0.5
 
     assert get_reward("half") is half
-    assert verdict("half", "", "") == 0.5
+    assert reward_of("half", "", "") == 0.5
 
 
 @pytest.fixture
@@ -142,8 +138,8 @@ def user_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("user_modules")
 def test_a_users_own_reward() -> None:
-    assert verdict("mine_for_test:short", "57", "ab") == 1.0
-    assert verdict("mine_for_test:short", "57", "abc") == 0.0
+    assert reward_of("mine_for_test:short", "57", "ab") == 1.0
+    assert reward_of("mine_for_test:short", "57", "abc") == 0.0
 
 
 @pytest.mark.usefixtures("user_modules")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from answers import STOPPED, prompt
 
-from megatron_fspo.rewards.shaping import Format, overlong
-from megatron_fspo.rewards.verdict import Request
+from megatron_fspo.config import Reward
+from megatron_fspo.rewards import Grade, Grader
+from megatron_fspo.rewards.shaping import overlong
 
 
 def test_dapos_soft_overlong_punishment() -> None:
@@ -26,5 +27,6 @@ def test_no_penalty_and_one_from_the_first_token_on() -> None:
 
 @pytest.mark.parametrize(("response", "value"), [("\\boxed{}", 0.0), ("\\boxed{5}", 1.0), ("5", 0.0)])
 def test_format(response: str, value: float) -> None:
-    found = Format(extract="auto").grade(Request(prompt("6"), STOPPED, response))
-    assert found.value == value and found.parsed == bool(value)
+    with Grader(Reward(name="format"), max_response_tokens=9) as grader:
+        grade = grader.submit(prompt("6"), STOPPED, response).result()
+    assert isinstance(grade, Grade) and (grade.score, grade.parsed) == (value, bool(value))

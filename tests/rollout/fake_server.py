@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from inspect import Signature, signature
 from typing import Any
 
 from safetensors.torch import load_file
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from megatron_fspo.remote import http_client
 from megatron_fspo.rollout.checksum import checksum
-from megatron_fspo.rollout.client.pool import Pool, Request
+from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.types import Completion, SamplingParams
 
@@ -36,9 +38,9 @@ UPDATE = (
 """The routes of a weight update with their parameters, in order."""
 
 
-def requests(count: int) -> list[Request]:
+def requests(count: int) -> list[CompletionRequest]:
     """Requests that their seeds tell apart, and so their answers."""
-    return [Request(prompt_ids=(1, 2), params=PARAMS, seed=seed) for seed in range(count)]
+    return [CompletionRequest(prompt_ids=(1, 2), params=PARAMS, seed=seed) for seed in range(count)]
 
 
 def tokens_of(seed: int) -> tuple[int, ...]:
@@ -328,3 +330,30 @@ def run(work: Callable[[Pool, list[FakeServer]], Awaitable[Any]], count: int = 2
             return await work(pool, fakes)
 
     return asyncio.run(main())
+
+
+def with_servers(count: int = 2, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test of a coroutine ``(pool, fakes, …)``: see :func:`running`."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        def call(**arguments: Any) -> None:
+            run(partial(test, **arguments), count, **options)
+
+        # pytest passes what is named here, and its own marks.
+        call.__signature__ = Signature(list(signature(test).parameters.values())[2:])  # type: ignore[attr-defined]
+        call.__name__, call.__doc__ = test.__name__, test.__doc__
+        call.__dict__ |= test.__dict__
+        return call
+
+    return decorate
+
+
+def with_server(test: Callable[..., Any]) -> Callable[..., None]:
+    """Make a test of a coroutine ``(server, fake, …)``."""
+
+    async def with_first(pool: Pool, fakes: list[FakeServer], **arguments: Any) -> None:
+        await test(pool.live()[0], fakes[0], **arguments)
+
+    with_first.__signature__ = signature(test)  # type: ignore[attr-defined]
+    with_first.__name__, with_first.__doc__ = test.__name__, test.__doc__
+    return with_servers(1)(with_first)

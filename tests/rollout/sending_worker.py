@@ -30,7 +30,7 @@ from megatron_fspo.mcore.hf_weights import export_hf, hf_tensors, load_hf
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import start, stop
 from megatron_fspo.remote import Loop, http_client
-from megatron_fspo.rollout.client import weights as client_weights
+from megatron_fspo.rollout.client import weights
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.client.weights import BroadcastSender, in_buckets
 from megatron_fspo.weights import read_architecture
@@ -86,9 +86,7 @@ class Job:
             return {}
         servers = [Server(url, self._http) for url in urls]
         held, begin = Held(self._bucket_bytes if patient else sys.maxsize), time.monotonic()
-        problem = client_weights.send_weights(
-            servers, self._sender, self._loop, held.watch(self.tensors()), version
-        )
+        problem = weights.send_weights(servers, self._sender, self._loop, held.watch(self.tensors()), version)
         return {
             "problem": problem and str(problem),
             "seconds": time.monotonic() - begin,
@@ -141,7 +139,7 @@ def build(checkpoint: Path, dtype: str) -> Policy:
 def main() -> None:
     out, bucket_bytes, timeout_seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     cases = json.loads(sys.argv[4])
-    client_weights.in_buckets = partial(in_buckets, bucket_bytes=bucket_bytes)
+    weights.in_buckets = partial(in_buckets, bucket_bytes=bucket_bytes)
     results = []
     for checkpoint, group in groupby(cases, lambda case: Path(case["checkpoint"])):
         together = list(group)

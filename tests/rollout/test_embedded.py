@@ -97,8 +97,10 @@ def alone(prompt: Prompt, number: int, params: SamplingParams, version: int = 0)
 @pytest.mark.parametrize("max_batch", [1, 2, 4, 7, 15, 100])
 def test_a_batch_is_each_completion_alone(max_batch: int) -> None:
     engine = EmbeddedEngine(Markov(), max_batch=max_batch)
-    found = engine.generate(PROMPTS, PARAMS)
-    assert found == [[alone(prompt, number, PARAMS) for number in range(3)] for prompt in PROMPTS]
+    engine.update_weights(3)
+    assert engine.submit([], PARAMS)() == []
+    found = engine.submit(PROMPTS, PARAMS)()
+    assert found == [[alone(prompt, number, PARAMS, version=3) for number in range(3)] for prompt in PROMPTS]
     flat = [completion for row in found for completion in row]
     assert {completion.finish_reason for completion in flat} == {"stop", "length"}
     assert len({tuple(completion.token_ids) for completion in flat}) > 10
@@ -109,23 +111,9 @@ def test_a_batch_is_each_completion_alone(max_batch: int) -> None:
         assert stops[-1] == (completion.finish_reason == "stop")
 
 
-def test_log_probs_are_those_of_the_model() -> None:
-    params = SamplingParams(n=4, max_tokens=8)
-    for prompt, completions in zip(
-        PROMPTS, EmbeddedEngine(Markov(), max_batch=9).generate(PROMPTS, params), strict=True
-    ):
-        for completion in completions:
-            ids = list(prompt.token_ids)
-            for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True):
-                expected = torch.log_softmax(Markov().logits(ids).double(), -1)[token].item()
-                assert log_prob == pytest.approx(expected, abs=1e-6)
-                ids.append(token)
-            assert completion.finish_reason == "length"
-
-
 def test_the_model_is_fed_live_rows_only_and_each_prompt_once() -> None:
     model = Markov()
-    found = EmbeddedEngine(model, max_batch=100).generate(PROMPTS, PARAMS)
+    found = EmbeddedEngine(model, max_batch=100).submit(PROMPTS, PARAMS)()
     assert model.rows is None
     assert model.sessions == [(5, 7 + 12)]
     # Feed k (from 0) brings a row to the place of its token k + 1; the shortest prompt has one token. A row
@@ -146,16 +134,8 @@ def test_the_model_is_fed_live_rows_only_and_each_prompt_once() -> None:
 
 def test_prompts_of_like_length_share_a_batch() -> None:
     model = Markov()
-    EmbeddedEngine(model, max_batch=6).generate(PROMPTS, PARAMS)
+    EmbeddedEngine(model, max_batch=6).submit(PROMPTS, PARAMS)()
     assert model.sessions == [(2, 1 + 12), (2, 3 + 12), (1, 7 + 12)]
-
-
-def test_one_token_and_several_stops() -> None:
-    params = SamplingParams(n=5, max_tokens=1, stop_token_ids=(0, 1, 2), seed=3)
-    for row in EmbeddedEngine(Markov(), max_batch=4).generate(PROMPTS, params):
-        for completion in row:
-            (token,) = completion.token_ids
-            assert completion.finish_reason == ("stop" if token in (0, 1, 2) else "length")
 
 
 def test_stop_strings_cut_what_would_be_sampled_without_them() -> None:
@@ -163,9 +143,9 @@ def test_stop_strings_cut_what_would_be_sampled_without_them() -> None:
         return "".join("abcde."[token] for token in ids)
 
     params = replace(PARAMS, max_tokens=30, stop_token_ids=())
-    whole = EmbeddedEngine(Markov(), max_batch=4).generate(PROMPTS, params)
+    whole = EmbeddedEngine(Markov(), max_batch=4).submit(PROMPTS, params)()
     asked = replace(params, stop=("ab", "ca"), decode=decode)
-    found = EmbeddedEngine(Markov(), max_batch=4).generate(PROMPTS, asked)
+    found = EmbeddedEngine(Markov(), max_batch=4).submit(PROMPTS, asked)()
     ends = set()
     for long, short in zip(chain(*whole), chain(*found), strict=True):
         text = decode(long.token_ids)
@@ -178,26 +158,18 @@ def test_stop_strings_cut_what_would_be_sampled_without_them() -> None:
     assert len(ends) > 3 and 30 in ends
 
 
-def test_greedy_needs_no_luck() -> None:
-    one, two = (
-        EmbeddedEngine(Markov(), max_batch=3).generate(
-            PROMPTS, SamplingParams(n=2, max_tokens=5, temperature=0.0, seed=seed)
-        )
-        for seed in (1, 2)
-    )
-    assert one == two and all(first == second for first, second in one)
-
-
-def test_another_seed_gives_other_completions() -> None:
-    engine = EmbeddedEngine(Markov(), max_batch=100)
-    one, two = (engine.generate(PROMPTS, SamplingParams(n=4, max_tokens=8, seed=seed)) for seed in (1, 2))
-    pairs = [(a, b) for row in zip(one, two, strict=True) for a, b in zip(*row, strict=True)]
-    assert sum(a.token_ids != b.token_ids for a, b in pairs) > 15
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_what_is_sampled_needs_luck(temperature: float) -> None:
+    engine = EmbeddedEngine(Markov(), max_batch=3)
+    params = [SamplingParams(n=2, max_tokens=8, temperature=temperature, seed=seed) for seed in (1, 2)]
+    one, two = (list(chain(*engine.submit(PROMPTS, each)())) for each in params)
+    other = sum(a.token_ids != b.token_ids for a, b in zip(one + one[::2], two + one[1::2], strict=True))
+    assert other == 0 if temperature == 0 else other > 10
 
 
 def test_progress_adds_up() -> None:
     steps: list[int] = []
-    EmbeddedEngine(Markov(), max_batch=4).generate(PROMPTS, PARAMS, steps.append)
+    EmbeddedEngine(Markov(), max_batch=4).submit(PROMPTS, PARAMS)(steps.append)
     assert sum(steps) == 15 and all(step > 0 for step in steps)
 
 
@@ -214,15 +186,3 @@ def test_each_completion_is_told_when_it_is_done_by_its_number_among_all_ranks()
     }
     assert len(arrived) == 2 * PARAMS.n
     assert engine.submit(PROMPTS, PARAMS, range(0))() == []
-
-
-def test_completions_carry_the_version_of_the_weights() -> None:
-    engine = EmbeddedEngine(Markov(), max_batch=4)
-    engine.update_weights(3)
-    assert engine.generate(PROMPTS[:1], PARAMS) == [
-        [alone(PROMPTS[0], i, PARAMS, version=3) for i in range(3)]
-    ]
-
-
-def test_no_prompts() -> None:
-    assert EmbeddedEngine(Markov(), max_batch=4).generate([], PARAMS) == []

@@ -32,25 +32,6 @@ def test_results_and_errors() -> None:
         assert loop.submit(double(4)).result(5) == 8
 
 
-def test_coroutines_of_two_callers_run_side_by_side() -> None:
-    async def meet() -> asyncio.Event:
-        return asyncio.Event()
-
-    with Loop("rollout") as loop:
-        event = loop.run(meet())
-
-        async def wait() -> str:
-            await event.wait()
-            return "met"
-
-        async def tell() -> None:
-            event.set()
-
-        waiting = loop.submit(wait())
-        loop.run(tell())
-        assert waiting.result(5) == "met"
-
-
 def test_an_interrupt_cancels_and_waits() -> None:
     ended: list[str] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from fake_workers import Workers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from launch import REPO, run_worker
+from launch import run_worker
 from megatron_fspo.remote import Loop, http_client
 from megatron_fspo.rollout.client import weights as client_weights
 from megatron_fspo.rollout.client.server import Server
@@ -208,11 +207,3 @@ def listening() -> set[tuple[str, int]]:
     """Addresses and ports at which this process can be reached."""
     connections = psutil.Process().net_connections("inet")
     return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
-
-
-def test_workers_of_both_kinds_differ_in_their_link_only() -> None:
-    tree = ast.parse((REPO / "megatron_fspo/rollout/server/inside/transfer.py").read_text())
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    for name in ("GlooTransfer", "NCCLTransfer"):
-        assert [ast.unparse(base) for base in classes[name].bases] == ["_BroadcastTransfer"]
-        assert [node.name for node in classes[name].body if not isinstance(node, ast.Expr)] == ["link"]

@@ -43,25 +43,7 @@ def byte_level() -> Tokenizer:
 @cache
 def sentence_pieces() -> Tokenizer:
     """As of Llama 2: a space before words, taken off the front of a text; bytes for what has no piece."""
-    words = [
-        "▁",
-        "▁The",
-        "▁answer",
-        "answer",
-        "a",
-        "e",
-        "s",
-        "n",
-        "r",
-        "w",
-        ":",
-        ".",
-        "</",
-        ">",
-        "▁</",
-        "日",
-        "▁▁",
-    ]
+    words = "▁ ▁The ▁answer answer a e s n r w : . </ > ▁</ 日 ▁▁".split(" ")
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
     vocab |= {word: 256 + i for i, word in enumerate(words)}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
@@ -129,15 +111,17 @@ def strings_of(draw: st.DrawFn, text: str) -> tuple[str, ...]:
     return tuple(string for string in found if string and "\ufffd" not in string) or ("\n\n",)
 
 
+def check_the_rule(core: Tokenizer, case: tuple[list[int], tuple[str, ...]]) -> None:
+    ids, strings = case
+    params = asked(decode_with(core), *strings)
+    assert kept(ids, params) == streamed(ids, params) == naive(ids, params)
+
+
 @given(byte_level_cases())
 @example((ids_of("x") + [MISSING] * 10 + ids_of("</answer>"), ("x<",)))
 @example(([MISSING] * 70 + ids_of("x</answ") + [MISSING] * 90 + ids_of("er>"), ("x</answer>",)))
 def test_byte_level_tokens(case: tuple[list[int], tuple[str, ...]]) -> None:
-    ids, strings = case
-    params = asked(decode_with(byte_level()), *strings)
-    want = naive(ids, params)
-    assert kept(ids, params) == want
-    assert streamed(ids, params) == want
+    check_the_rule(byte_level(), case)
 
 
 @given(sentence_piece_cases())
@@ -146,11 +130,7 @@ def test_byte_level_tokens(case: tuple[list[int], tuple[str, ...]]) -> None:
     ([*"x:日日日é🎉日🎉x:\n\né🎉é🎉éx".encode(), 258, 257, *"🎉x\n\nx:é🎉🎉日\né".encode()], ("é🎉🎉日\né",))
 )
 def test_pieces_with_bytes_for_the_rest(case: tuple[list[int], tuple[str, ...]]) -> None:
-    ids, strings = case
-    params = asked(decode_with(sentence_pieces()), *strings)
-    want = naive(ids, params)
-    assert kept(ids, params) == want
-    assert streamed(ids, params) == want
+    check_the_rule(sentence_pieces(), case)
 
 
 @given(st.lists(st.sampled_from([*b"\n\nab", *"🎉é".encode(), 257, 262]), max_size=150), st.data())

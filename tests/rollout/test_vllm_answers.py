@@ -24,14 +24,13 @@ from megatron_fspo.rollout.client.answers import (
 )
 from megatron_fspo.types import Completion, VersionSpan
 
-WHERE = "http://server:8000"
 SEED = 3 + 50 * 5 + 50 * 50 * 8
 TOKENS = (3, 5, 8)
 STOPPING = replace(PARAMS, stop_token_ids=(8, 9))
 
 
 def read(answer: object, params: Any = PARAMS) -> Completion:
-    return read_completion(json.dumps(answer).encode(), params=params, where=WHERE)
+    return read_completion(json.dumps(answer).encode(), params)
 
 
 def answer(**choice: Any) -> dict[str, Any]:
@@ -111,54 +110,34 @@ def test_a_greedy_choice_is_certain() -> None:
     assert list(read(good_answer(SEED), replace(PARAMS, temperature=0.0)).log_probs) == [0.0, 0.0, 0.0]
 
 
+# What msgspec refuses by its type is for the tests of junk below.
 GARBAGE: dict[str, tuple[object, str]] = {
-    "nothing": (None, "Expected `object`, got `null`"),
-    "list": ([], "Expected `object`, got `array`"),
     "error with status 200": (
         {"error": {"message": "EngineCore"}},
         "the answer is an error: {'message': 'Engi",
     ),
     "error beside an answer": (good_answer(SEED) | {"error": "late"}, "the answer is an error: 'late'"),
     "other model": (good_answer(SEED) | {"model": "base"}, "from model 'base', not 'policy'"),
-    "no model": ({"choices": []}, "from model None"),
     "no choices": ({"model": "policy"}, "0 choices where 1"),
-    "null choices": (good_answer(SEED) | {"choices": None}, "got `null` - at `$.choices`"),
-    "empty choices": (good_answer(SEED) | {"choices": []}, "0 choices where 1"),
     "two choices": (good_answer(SEED) | {"choices": good_answer(SEED)["choices"] * 2}, "2 choices where 1"),
-    "choice of null": (good_answer(SEED) | {"choices": [None]}, "at `$.choices[0]`"),
     "no tokens": (answer(token_ids=[]), "no token in the completion"),
-    "null tokens": (answer(token_ids=None), "got `null` - at `$.choices[0].token_ids`"),
-    "tokens as text": (answer(token_ids=["3", "5", "8"]), "got `str` - at `$.choices[0].token_ids[0]`"),
-    "a token of true": (answer(token_ids=[3, True, 8]), "got `bool` - at `$.choices[0].token_ids[1]`"),
-    "a negative token": (answer(token_ids=[3, -5, 8]), ">= 0 - at `$.choices[0].token_ids[1]`"),
-    "no log-probs": (answer(logprobs=None), "got `null` - at `$.choices[0].logprobs`"),
-    "log-probs without content": (answer(logprobs={"content": None}), "at `$.choices[0].logprobs.content`"),
+    "a token of true": (answer(token_ids=[3, True, 8]), "`$.choices[0].token_ids[1]`"),
+    "a negative token": (answer(token_ids=[3, -5, 8]), "`$.choices[0].token_ids[1]`"),
     "a log-prob too few": (answer(logprobs=content((3, -1), (5, -1))), "2 log-probs for 3 tokens"),
-    "log-prob of null": (answer(logprobs={"content": [None] * 3}), "logprobs.content[0]`"),
-    "other token": (
-        answer(logprobs=content((3, -1), (8, -1), (5, -1))),
-        "log-prob 1 is of token 8, the token is 5",
-    ),
-    "token of 3.0": (answer(logprobs=content((3.0, -1), (5, -1), (8, -1))), "got `float`"),
-    "log-prob as text": (answer(logprobs=content((3, "-1"), (5, -1), (8, -1))), "`float`, got `str`"),
-    "log-prob of true": (answer(logprobs=content((3, False), (5, -1), (8, -1))), "`float`, got `bool`"),
+    "other token": (answer(logprobs=content((3, -1), (8, -1), (5, -1))), "1 is of token 8, the token is 5"),
+    "log-prob of true": (answer(logprobs=content((3, False), (5, -1), (8, -1))), "got `bool`"),
     "NaN": (answer(logprobs=content((3, -1), (5, float("nan")), (8, -1))), "is not JSON"),
-    "infinite": (answer(logprobs=content((3, -1), (5, float("-inf")), (8, -1))), "is not JSON"),
     "vLLM's -9999": (answer(logprobs=content((3, -1), (5, -9999.0), (8, -1))), "token 1 is -9999.0"),
     "positive": (answer(logprobs=content((3, -1), (5, -1), (8, 0.01))), "token 2 is 0.01"),
     "too large for a float": (answer(logprobs=content((3, -(10**400)), (5, -1), (8, -1))), "out of range"),
     "aborted": (answer(finish_reason="abort"), "'abort' - at `$.choices[0].finish_reason`"),
-    "no reason": (answer(finish_reason=None), "at `$.choices[0].finish_reason`"),
     "stop without one": (answer(finish_reason="stop"), "without a stop token: the last is 8"),
-    "no versions": (answer(weight_versions=None), "at `$.choices[0].weight_versions`"),
     "empty versions": (answer(weight_versions=[]), "covers 0 of 3"),
     "versions too short": (answer(weight_versions=spans(("1", 0, 2))), "covers 2 of 3"),
     "versions too long": (answer(weight_versions=spans(("1", 0, 4))), "covers 4 of 3"),
     "a gap": (answer(weight_versions=spans(("1", 0, 1), ("2", 2, 3))), "from 2 to 3 where 1 comes next"),
     "an overlap": (answer(weight_versions=spans(("1", 0, 2), ("2", 1, 3))), "from 1 to 3 where 2"),
     "an empty span": (answer(weight_versions=spans(("1", 0, 0), ("2", 0, 3))), "from 0 to 0"),
-    "span of null": (answer(weight_versions=[None]), "at `$.choices[0].weight_versions[0]`"),
-    "span of text": (answer(weight_versions=spans(("1", "0", "3"))), "weight_versions[0].start`"),
     "version by name": (answer(weight_versions=spans(("v7", 0, 3))), "weight version 'v7'"),
     "version as number": (answer(weight_versions=spans((7, 0, 3))), "weight_versions[0].version`"),
     "negative version": (answer(weight_versions=spans(("-1", 0, 3))), "weight version '-1'"),
@@ -171,7 +150,6 @@ def test_garbage(name: str) -> None:
     with pytest.raises(BadAnswer) as raised:
         read(garbage)
     assert isinstance(raised.value, TrainingError)
-    assert str(raised.value).startswith(f"{WHERE}: ")
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -196,7 +174,7 @@ def paths(value: object, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     children = (
         value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else [])
     )
-    return [path, *(found for key, child in children for found in paths(child, (*path, key)))]
+    return [path, *(inner for key, child in children for inner in paths(child, (*path, key)))]
 
 
 def changed(value: Any, path: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
@@ -223,21 +201,15 @@ JUNK = st.sampled_from(
 )
 
 
-@given(st.sampled_from(PLACES), JUNK)
-def test_junk_anywhere_is_noticed(path: tuple[Any, ...], junk: object) -> None:
-    def put(inner: Any, key: Any) -> None:
-        inner[key] = junk
-
-    assert read_or_bad(changed(GOOD, path, put)) in (None, read(GOOD))
-
-
-@given(st.sampled_from(PLACES), st.sampled_from(["delete", "double"]))
-def test_parts_lost_or_doubled_are_noticed(path: tuple[Any, ...], how: str) -> None:
+@given(st.sampled_from(PLACES), JUNK | st.sampled_from(["delete", "double"]))
+def test_what_is_junk_lost_or_doubled_anywhere_is_noticed(path: tuple[Any, ...], junk: object) -> None:
     def change(inner: Any, key: Any) -> None:
-        if how == "double" and isinstance(inner, list):
+        if junk == "double" and isinstance(inner, list):
             inner.insert(key, copy.deepcopy(inner[key]))
-        else:
+        elif junk in ("delete", "double"):
             del inner[key]
+        else:
+            inner[key] = junk
 
     assert read_or_bad(changed(GOOD, path, change)) in (None, read(GOOD))
 
@@ -246,17 +218,17 @@ def test_no_truncation_is_an_answer() -> None:
     text = json.dumps(GOOD).encode()
     for length in range(len(text)):
         with pytest.raises(BadAnswer, match=r"is not JSON \("):
-            read_completion(text[:length], params=PARAMS, where=WHERE)
+            read_completion(text[:length], PARAMS)
         with pytest.raises(BadAnswer, match="is not JSON") if length else nullcontext():
-            parse(text[:length], WHERE)
+            parse(text[:length])
 
 
 @given(st.binary(max_size=30))
 def test_no_bytes_break_the_parser(body: bytes) -> None:
     with pytest.raises(BadAnswer):
-        read_completion(body, params=PARAMS, where=WHERE)
+        read_completion(body, PARAMS)
     with suppress(BadAnswer):
-        parse(body, WHERE)
+        parse(body)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +238,9 @@ def test_no_bytes_break_the_parser(body: bytes) -> None:
 )
 def test_hostile_json(body: bytes) -> None:
     with pytest.raises(BadAnswer, match=r"is not JSON|out of range"):
-        parse(body, WHERE)
+        parse(body)
     with pytest.raises(BadAnswer):
-        read_completion(body, params=PARAMS, where=WHERE)
+        read_completion(body, PARAMS)
 
 
 def test_an_error_of_any_depth() -> None:
@@ -276,28 +248,25 @@ def test_an_error_of_any_depth() -> None:
     for depth in range(2000):
         body = b'{"error": ' + b"[" * depth + b"0" + b"]" * depth + b"}"
         with pytest.raises(BadAnswer, match=r"is an error|is not JSON"):
-            read_completion(body, params=PARAMS, where=WHERE)
+            read_completion(body, PARAMS)
 
 
 def test_prompt_log_probs() -> None:
     entries = [None, {"5": {"logprob": -6.5, "rank": 2}, "9": {"logprob": -0.1}}, {"7": {"logprob": -1}}]
     good = {"model": "policy", "prompt_logprobs": entries, "choices": []}
-    assert read_prompt_log_probs(json.dumps(good).encode(), [10, 5, 7], WHERE) == [-6.5, -1.0]
+    assert read_prompt_log_probs(json.dumps(good).encode(), [10, 5, 7]) == [-6.5, -1.0]
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (None, r"got `null` - at `\$\.prompt_logprobs`"),
         ([None, {"5": {"logprob": -1}}], "2 prompt log-probs for 3 tokens"),
         ([None, {"6": {"logprob": -1}}, {"7": {"logprob": -1}}], "position 1 has no log-prob of token 5"),
         ([None, None, {"7": {"logprob": -1}}], "position 1 has no log-prob of token 5"),
-        ([None, {"5": {"logprob": float("nan")}}, {"7": {"logprob": -1}}], "is not JSON"),
         ([None, {"5": {"logprob": -1}}, {"7": {"logprob": -9999.0}}], r"prompt position 2 is -9999\.0"),
-        ([None, {"5": {}}, {"7": {"logprob": -1}}], "missing required field `logprob`"),
     ],
 )
 def test_bad_prompt_log_probs(entries: object, message: str) -> None:
-    with pytest.raises(BadAnswer, match=f"{WHERE}: .*{message}"):
+    with pytest.raises(BadAnswer, match=message):
         answer = json.dumps({"model": "policy", "prompt_logprobs": entries}).encode()
-        read_prompt_log_probs(answer, [10, 5, 7], WHERE)
+        read_prompt_log_probs(answer, [10, 5, 7])

@@ -277,24 +277,18 @@ def test_a_later_batch_may_be_collected_first(tmp_path: Path) -> None:
         check_all(earlier())
 
 
-def test_progress_of_what_was_done_before_one_looked(tmp_path: Path) -> None:
-    with running(tmp_path) as (engine, fakes, _):
-        pending = engine.submit(PROMPTS, PARAMS)
-        while sum(len(fake.answered) for fake in fakes) < 12:
-            time.sleep(0.01)
-        time.sleep(0.3)
-        done: list[int] = []
-        check_all(pending(done.append))
-        assert done == [12]
-
-
-def test_progress_of_what_is_done_while_one_looks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("looks_late", [True, False])
+def test_progress(tmp_path: Path, looks_late: bool) -> None:
     with running(tmp_path) as (engine, fakes, _):
         for fake in fakes:
-            fake.delay = 0.3
+            fake.delay = 0.0 if looks_late else 0.3
         done: list[int] = []
-        check_all(engine.submit(PROMPTS, PARAMS)(done.append))
-        assert done == [1] * 12
+        pending = engine.submit(PROMPTS, PARAMS)
+        while looks_late and sum(len(fake.answered) for fake in fakes) < 12:
+            time.sleep(0.01)
+        time.sleep(0.3 if looks_late else 0.0)
+        check_all(pending(done.append))
+        assert done == ([12] if looks_late else [1] * 12)
 
 
 def test_each_completion_is_told_when_it_is_done(tmp_path: Path) -> None:

@@ -91,6 +91,11 @@ def opened(folder: Path, one: Inputs, before_write: Callable[[int], None] = lamb
     return file
 
 
+def full(done: int) -> None:
+    if done == 2:
+        raise TrainingError("the disk is full")
+
+
 def test_all_is_asked_for_at_once_and_a_stopped_one_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grader: Grader
 ) -> None:
@@ -113,11 +118,6 @@ def test_all_is_asked_for_at_once_and_a_stopped_one_goes_on(
         assert sum(len(fake.answered) for fake in fakes) == 3 * PROMPTS
     with running(tmp_path / "weights") as (engine, _, _):
         engine.update_weights(0)
-
-        def full(done: int) -> None:
-            if done == 2:
-                raise TrainingError("the disk is full")
-
         with pytest.raises(TrainingError, match="the disk is full"):
             sample_and_grade(one, engine, groups(), grader, None, opened(tmp_path / "stopped", one, full))
     with running(tmp_path / "weights") as (engine, fakes, _):
@@ -174,11 +174,6 @@ def test_sets_with_samples_of_their_own(tmp_path: Path, grader: Grader) -> None:
 
 def test_sets_with_samples_of_their_own_stopped_and_gone_on_with(tmp_path: Path, grader: Grader) -> None:
     one, out = inputs(sets=OWN), tmp_path / "out"
-
-    def full(done: int) -> None:
-        if done == 2:
-            raise TrainingError("the disk is full")
-
     assert [len(portion.prompts) for portion in portions(one, 1)] == [5, 1, 1]
     with running(tmp_path / "weights") as (engine, _, _):
         engine.update_weights(0)

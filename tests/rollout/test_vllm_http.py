@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,141 +11,123 @@ import fake_server
 import httpx
 import pytest
 import torch
-from fake_server import KEY, PARAMS, UPDATE, FakeServer, good_answer, run, tokens_of
+from fake_server import KEY, PARAMS, UPDATE, FakeServer, good_answer, tokens_of, with_server
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.rollout.client import proof
+from megatron_fspo.rollout.client import proof, weights
 from megatron_fspo.rollout.client import server as server_module
-from megatron_fspo.rollout.client import weights as client_weights
 from megatron_fspo.rollout.client.answers import BadAnswer
 from megatron_fspo.rollout.client.server import Refused, Server, ServerLost
 from megatron_fspo.rollout.client.weights import BroadcastSender
 
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_FIRST_WAIT", 0.005)
-
-
-def ask(server_work: Callable[[Server, FakeServer], Awaitable[Any]]) -> Any:
-    return run(lambda pool, fakes: server_work(pool.live()[0], fakes[0]), count=1)
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
-def test_4xx_is_the_servers_words_and_not_tried_again(status: int) -> None:
-    async def work(server: Server, fake: FakeServer) -> None:
-        fake.always, fake.said = status, f"no model by that name,\nkey {KEY}"
-        with pytest.raises(Refused) as raised:
-            await server.post("inference/v1/generate", {}, attempts=5)
-        assert isinstance(raised.value, InputError)
-        assert f"refused with {status}: no model by that name, key ***" in str(raised.value)
-        assert len(fake.arrived) == 1
-
-    ask(work)
+@with_server
+async def test_4xx_is_the_servers_words_and_not_tried_again(
+    server: Server, fake: FakeServer, status: int
+) -> None:
+    fake.always, fake.said = status, f"no model by that name,\nkey {KEY}"
+    with pytest.raises(Refused) as raised:
+        await server.post("inference/v1/generate", {}, attempts=5)
+    assert isinstance(raised.value, InputError)
+    assert f"refused with {status}: no model by that name, key ***" in str(raised.value)
+    assert len(fake.arrived) == 1
 
 
 @pytest.mark.parametrize("failure", [500, 503, "close", "drop"])
-def test_what_may_pass_is_tried_again(failure: str | int) -> None:
-    async def work(server: Server, fake: FakeServer) -> None:
-        fake.script.extend([failure, failure])
-        assert await server.post("x", {}, attempts=3)
-        assert len(fake.arrived) == 3
-        fake.script.extend([failure, failure])
-        with pytest.raises(ServerLost, match=r"/x: .*\(attempt 2 of 2\)"):
-            await server.post("x", {}, attempts=2)
-        assert len(fake.arrived) == 5
-
-    ask(work)
+@with_server
+async def test_what_may_pass_is_tried_again(server: Server, fake: FakeServer, failure: str | int) -> None:
+    fake.script.extend([failure, failure])
+    assert await server.post("x", {}, attempts=3)
+    assert len(fake.arrived) == 3
+    fake.script.extend([failure, failure])
+    with pytest.raises(ServerLost, match=r"/x: .*\(attempt 2 of 2\)"):
+        await server.post("x", {}, attempts=2)
+    assert len(fake.arrived) == 5
 
 
-def test_a_server_that_stops_at_strings_of_another_text_is_asked_without_them() -> None:
-    async def work(server: Server, fake: FakeServer) -> None:
-        sent = good_answer(7)
-        sent["choices"][0]["finish_reason"] = "stop"
-        whole = fake._send
+@with_server
+async def test_a_server_that_stops_at_strings_of_another_text_is_asked_without_them(
+    server: Server, fake: FakeServer
+) -> None:
+    sent = good_answer(7)
+    sent["choices"][0]["finish_reason"] = "stop"
+    whole = fake._send
 
-        async def send(writer: Any, status: int, body: bytes, length: int | None = None) -> bool:
-            stops = fake.bodies[-1]["sampling_params"]["stop"]
-            return await whole(writer, status, json.dumps(sent).encode() if stops else body, length)
+    async def send(writer: Any, status: int, body: bytes, length: int | None = None) -> bool:
+        stops = fake.bodies[-1]["sampling_params"]["stop"]
+        return await whole(writer, status, json.dumps(sent).encode() if stops else body, length)
 
-        fake._send = send  # type: ignore[method-assign]
-        params = replace(PARAMS, stop=("x",), decode=lambda ids: "")
-        found = await server.generate((1, 2), params, seed=7, timeout=5)
-        assert tuple(found.token_ids) == tokens_of(7) and found.finish_reason == "length"
-        asked = [body["sampling_params"] for body in fake.bodies]
-        told = [(one["stop"], one["detokenize"], one["seed"]) for one in asked]
-        assert told == [(["x"], True, 7), ([], False, 7)]
-
-    ask(work)
+    fake._send = send  # type: ignore[method-assign]
+    params = replace(PARAMS, stop=("x",), decode=lambda ids: "")
+    found = await server.generate((1, 2), params, seed=7, timeout=5)
+    assert tuple(found.token_ids) == tokens_of(7) and found.finish_reason == "length"
+    asked = [body["sampling_params"] for body in fake.bodies]
+    told = [(one["stop"], one["detokenize"], one["seed"]) for one in asked]
+    assert told == [(["x"], True, 7), ([], False, 7)]
 
 
-def test_waits_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+@with_server
+async def test_waits_double_up_to_a_limit(
+    server: Server, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float] = []
 
     async def sleep(seconds: float) -> None:
         waits.append(seconds)
 
-    async def work(server: Server, fake: FakeServer) -> None:
-        fake.kill()
-        monkeypatch.setattr(server_module.asyncio, "sleep", sleep)
-        monkeypatch.setattr(server_module, "_FIRST_WAIT", 1.0)
-        with pytest.raises(ServerLost, match="ConnectError"):
-            await server.get("health", attempts=7)
-
-    ask(work)
+    fake.kill()
+    monkeypatch.setattr(server_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(server_module, "_FIRST_WAIT", 1.0)
+    with pytest.raises(ServerLost, match="ConnectError"):
+        await server.get("health", attempts=7)
     middle = [1, 2, 4, 8, 8, 8]
     assert all(0.5 * m <= wait <= 1.5 * m for wait, m in zip(waits, middle, strict=True))
     assert waits != middle
 
 
-def test_a_server_that_hangs_is_asked_once() -> None:
-    async def work(server: Server, fake: FakeServer) -> None:
-        fake.always = "hang"
-        with pytest.raises(ServerLost, match=r"no answer in 0\.05 s"):
-            await server.post("x", {}, attempts=3, timeout=0.05)
-        assert len(fake.arrived) == 1
-
-    ask(work)
+@with_server
+async def test_a_server_that_hangs_is_asked_once(server: Server, fake: FakeServer) -> None:
+    fake.always = "hang"
+    with pytest.raises(ServerLost, match=r"no answer in 0\.05 s"):
+        await server.post("x", {}, attempts=3, timeout=0.05)
+    assert len(fake.arrived) == 1
 
 
-def test_half_of_an_answer() -> None:
-    async def work(server: Server, fake: FakeServer) -> None:
-        fake.always = "cut"
-        with pytest.raises(BadAnswer, match=r"/x: the answer of .* bytes is not JSON"):
-            await server.post("x", {}, attempts=3)
-        assert len(fake.arrived) == 1
-
-    ask(work)
+@with_server
+async def test_half_of_an_answer(server: Server, fake: FakeServer) -> None:
+    fake.always = "cut"
+    with pytest.raises(BadAnswer, match=r"/x: the answer of .* bytes is not JSON"):
+        await server.post("x", {}, attempts=3)
+    assert len(fake.arrived) == 1
 
 
-def test_health() -> None:
-    async def work(server: Server, fake: FakeServer) -> None:
-        assert await server.healthy()
-        fake.healthy = False
-        assert not await server.healthy()
-        fake.kill()
-        assert not await server.healthy()
-
-    ask(work)
+@with_server
+async def test_health(server: Server, fake: FakeServer) -> None:
+    assert await server.healthy()
+    fake.healthy = False
+    assert not await server.healthy()
+    fake.kill()
+    assert not await server.healthy()
 
 
 @pytest.mark.parametrize("failure", [400, 500, "close", "cut", "drop", "hang"])
-def test_the_key_is_sent_and_never_told(failure: str | int, caplog: pytest.LogCaptureFixture) -> None:
-    async def work(server: Server, fake: FakeServer) -> str:
-        fake.always, fake.said = failure, f"you said Bearer {KEY}"
-        with pytest.raises((Refused, ServerLost, BadAnswer)) as raised:
-            await server.post("x", {}, timeout=0.2, attempts=2)
-        assert all(f"authorization: bearer {KEY}" in head.lower() for head in fake.headers)
-        error: BaseException | None = raised.value
-        said = []
-        while error is not None:
-            said.append(repr(error))
-            error = error.__cause__ or error.__context__
-        return " ".join([*said, repr(server), str(server), repr(vars(server)["_headers"])])
-
-    with caplog.at_level(logging.DEBUG):
-        said = ask(work)
-    assert KEY not in said
+@with_server
+async def test_the_key_is_sent_and_never_told(
+    server: Server, fake: FakeServer, failure: str | int, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.always, fake.said = failure, f"you said Bearer {KEY}"
+    with caplog.at_level(logging.DEBUG), pytest.raises((Refused, ServerLost, BadAnswer)) as raised:
+        await server.post("x", {}, timeout=0.2, attempts=2)
+    assert all(f"authorization: bearer {KEY}" in head.lower() for head in fake.headers)
+    error: BaseException | None = raised.value
+    said = [repr(server), str(server), repr(vars(server)["_headers"])]
+    while error is not None:
+        said.append(repr(error))
+        error = error.__cause__ or error.__context__
+    assert KEY not in " ".join(said)
     assert KEY not in caplog.text
 
 
@@ -157,40 +138,38 @@ def test_the_key_is_sent_and_never_told(failure: str | int, caplog: pytest.LogCa
         {"model": "policy", "choices": [{"token_ids": [1], "finish_reason": f"{KEY}\n{'x' * 1000}"}]},
     ],
 )
-def test_what_is_wrong_with_an_answer_is_one_line_without_the_key(
-    answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@with_server
+async def test_what_is_wrong_with_an_answer_is_one_line_without_the_key(
+    server: Server, fake: FakeServer, answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def work(server: Server, fake: FakeServer) -> None:
-        monkeypatch.setattr(fake_server, "good_answer", lambda *_: answer)
-        with pytest.raises(BadAnswer, match=rf"^{server.url}: .*\*\*\*") as raised:
-            await server.generate([1], PARAMS, seed=0, timeout=5)
-        assert KEY not in str(raised.value) and "\n" not in str(raised.value)
-        assert len(str(raised.value)) < 400
-
-    ask(work)
+    monkeypatch.setattr(fake_server, "good_answer", lambda *_: answer)
+    with pytest.raises(BadAnswer, match=rf"^{server.url}: .*\*\*\*") as raised:
+        await server.generate([1], PARAMS, seed=0, timeout=5)
+    assert KEY not in str(raised.value) and "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 400
 
 
 @pytest.mark.parametrize("answer", [f"Bearer {KEY}", {"success": KEY}, {KEY: [f"{KEY}\n"]}])
-def test_the_odd_answer_of_a_control_route_is_shown_without_the_key(answer: object) -> None:
-    async def work(server: Server, fake: FakeServer) -> None:
-        fake.answers = {"/get_world_size": answer, UPDATE[-2]: answer}
-        with pytest.raises(BadAnswer, match=r"/get_world_size: .*\*\*\*.* is not a number of workers") as one:
-            await BroadcastSender("gloo", address="127.0.0.1").connect([server])
-        with pytest.raises(BadAnswer, match=r"/reset_prefix_cache: .*\*\*\*.* leaves keys and values") as two:
-            await client_weights._finish([server], 3)
-        for raised in (one, two):
-            assert KEY not in str(raised.value) and "\n" not in str(raised.value)
+@with_server
+async def test_the_odd_answer_of_a_control_route_is_shown_without_the_key(
+    server: Server, fake: FakeServer, answer: object
+) -> None:
+    fake.answers = {"/get_world_size": answer, UPDATE[-2]: answer}
+    with pytest.raises(BadAnswer, match=r"/get_world_size: .*\*\*\*.* is not a number of workers") as one:
+        await BroadcastSender("gloo", address="127.0.0.1").connect([server])
+    with pytest.raises(BadAnswer, match=r"/reset_prefix_cache: .*\*\*\*.* leaves keys and values") as two:
+        await weights._finish([server], 3)
+    for raised in (one, two):
+        assert KEY not in str(raised.value) and "\n" not in str(raised.value)
 
-    ask(work)
 
-
-def test_what_a_server_calls_its_tensors_is_shown_without_the_key() -> None:
-    async def work(server: Server, fake: FakeServer) -> None:
-        fake.weights = {f"weight.{KEY}": torch.ones(2)}
-        _, said = await proof.prove(server, {})
-        assert "on one side only: 1, such as weight.***" in said
-
-    ask(work)
+@with_server
+async def test_what_a_server_calls_its_tensors_is_shown_without_the_key(
+    server: Server, fake: FakeServer
+) -> None:
+    fake.weights = {f"weight.{KEY}": torch.ones(2)}
+    _, said = await proof.prove(server, {})
+    assert "on one side only: 1, such as weight.***" in said
 
 
 @pytest.mark.parametrize("key", ["two words", "line\n", 'quote"', "back\\slash", "ünicode", "", "="])

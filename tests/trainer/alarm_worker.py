@@ -69,7 +69,7 @@ class Situation:
         engine.update_weights(version)
         dp = self.groups.dp
         mine = range(dp.rank(), len(prompts), dp.size())
-        rows = engine.generate([prompts[i] for i in mine], params)
+        rows = engine.submit([prompts[i] for i in mine], params)()
         found = dict(gather_lists(list(zip(mine, rows, strict=True)), group=dp))
         return [
             Sample(prompt=prompt, number=n, completion=completion, reward=0.0, advantage=0.0)

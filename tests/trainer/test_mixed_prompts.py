@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch import REPO
-from megatron_fspo.config.data import Data
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.data.cursor import make_cursor
-from megatron_fspo.data.walk import PromptWalk
+from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.consistency import facts
 from megatron_fspo.trainer.prepare import Inputs, prepare
@@ -25,7 +23,7 @@ from megatron_fspo.types import Prompt, SamplingParams
 PROMPTS = tuple(
     Prompt(index=i, token_ids=(i,), text="", answer="1", dataset="a" if i < 30 else "b") for i in range(50)
 )
-DATA = Data.model_validate({"train": [{"file": "a.jsonl", "weight": 2}, {"file": "b.jsonl", "weight": 1}]})
+SETS = [("a", 30, 2.0), ("b", 20, 1.0)]
 STEPS = 6
 
 
@@ -55,11 +53,11 @@ def make(
     )
     config = SimpleNamespace(rollout=SimpleNamespace(**rollout), run=SimpleNamespace(seed=7, steps=STEPS))
     inputs: Any = SimpleNamespace(config=config, train=PROMPTS, stop_token_ids=(9,), decode=None)
-    walk = PromptWalk(make_cursor(PROMPTS, DATA, seed=7), size)
+    prompts = PromptCursor(SETS, seed=7, size=size)
     if state is not None:
-        walk.load_state_dict(json.loads(json.dumps(state)))
+        prompts.load_state_dict(json.loads(json.dumps(state)))
     engine: Any = Engine()
-    return RolloutQueue(inputs, engine, groups, None, walk, step), engine
+    return RolloutQueue(inputs, engine, groups, None, prompts, step), engine
 
 
 def walk(queue: RolloutQueue, first: int, last: int) -> None:

@@ -16,7 +16,7 @@ from launch import forked, why
 from megatron_fspo.config import Reward
 from megatron_fspo.errors import RewardError
 from megatron_fspo.parallel.control import Control, Patience
-from megatron_fspo.rewards import Failure, Graded, Grader
+from megatron_fspo.rewards import Failure, Grade, Grader
 from megatron_fspo.trainer.sampling import _awaited, _watch, raise_first
 from megatron_fspo.types import Completion, Prompt
 from runs import numbers, rows, train_words
@@ -81,7 +81,7 @@ def test_a_reward_that_loops_on_one_rank_ends_all_with_its_prompt(tmp_path: Path
 
 def awaited(
     reward: Reward, wait: float, *, stop_after: float | None = None, stops: bool = True
-) -> tuple[dict[int, Graded], dict[int, Failure | None], float]:
+) -> tuple[dict[int, Grade], dict[int, Failure | None], float]:
     """What comes of a right and then two wrong responses, and the seconds."""
     control = Control(Patience(wait=wait))
     began = time.monotonic()
@@ -131,11 +131,11 @@ def test_a_failure_behind_a_verdict_that_does_not_come_is_seen_at_once() -> None
 
 
 def test_verdicts_of_frozen_workers_are_failures() -> None:
-    """Stopped by SIGSTOP, with their server: they take no answer, and the pool closes all the same."""
+    """Stopped by SIGSTOP: they take no answer, and the pool closes all the same."""
     with Grader(Reward(name="math", workers=2), max_response_tokens=10) as grader:
-        servers = [one for one in psutil.Process().children() if "forkserver" in " ".join(one.cmdline())]
-        for process in [*servers, *(worker for server in servers for worker in server.children())]:
-            process.suspend()
+        for process in psutil.Process().children():
+            if "rewards.worker" in " ".join(process.cmdline()):
+                process.suspend()
         pending = {i: grader.submit(prompt(r"\sqrt{2}", i), STOPPED, r"\boxed{2^{1/2}}") for i in (7, 9)}
         verdicts, failures = _awaited(pending, Control(Patience(wait=0.5)), None, stops=True)
     assert not verdicts and failures[7] is not None and failures[7].prompt.index == 7

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fspo.data.cursor import PromptCursor
-from megatron_fspo.data.walk import PromptWalk
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.trainer.rollout import staleness_metrics
 from megatron_fspo.trainer.sampling import RolloutQueue
@@ -49,7 +48,7 @@ def make(
     )
     config = SimpleNamespace(rollout=SimpleNamespace(**rollout), run=SimpleNamespace(seed=7, steps=steps))
     inputs: Any = SimpleNamespace(config=config, train=PROMPTS, stop_token_ids=(9,), decode=None)
-    prompts = PromptWalk(PromptCursor(len(PROMPTS), seed=1), rollout["prompts"])
+    prompts = PromptCursor([("", len(PROMPTS), 1.0)], seed=1, size=rollout["prompts"])
     if state is not None:
         prompts.load_state_dict(state)
     engine: Any = Engine()

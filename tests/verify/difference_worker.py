@@ -196,7 +196,7 @@ class Place:
             return real(logits, 1 - draws if self.here else draws, **more)
 
         with wrap(embedded, "sample", draw):
-            mine = engine.generate(prompts, params)
+            mine = engine.submit(prompts, params)()
         groups = (self.groups.tp, self.groups.cp, self.groups.pp)
         return [] if all(mine == share(mine, group=group) for group in groups) else ["responses"]
 

@@ -1,16 +1,15 @@
-"""What a vLLM server answered, read with suspicion. No I/O.
+"""Answers of a vLLM server, read with suspicion. No I/O.
 
 A log-prob that belongs to another token, or a response cut short, would train the policy on what it did not
 do and show nowhere. So an answer is either exactly what was asked for, or a :class:`BadAnswer`.
 
 One process reads the answers of all servers while it trains, so reading has to be cheap: msgspec checks types
-as it decodes, and makes nothing of the parts that are not named here.
+as it decodes, and makes nothing of what is not named here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -23,26 +22,18 @@ from megatron_fspo.rollout.stop import kept
 from megatron_fspo.types import Completion, SamplingParams, VersionSpan
 
 FIRST_VERSION = "default"
-"""What vLLM calls the weights that it started with: version 0."""
+"""Name that vLLM gives the weights that it started with: version 0."""
 
 _ROUNDING = 1e-6  # nats: a fp32 log-softmax of a certain token may come out this far above 0
 _MINUS_INFINITY = -9999.0  # vLLM writes this for −∞ and NaN
 
 
 class BadAnswer(TrainingError):
-    """A server answered something that cannot be trained on. The message names the server."""
+    """A server answered something that cannot be trained on. :class:`Server` adds its name."""
 
 
 class StoppedElsewhere(BadAnswer):
     """The response ends where a stop string is in the server's text, and not in ours."""
-
-
-class _Wrong(Exception):
-    """What is wrong with an answer; whose it is comes later."""
-
-
-class _Elsewhere(_Wrong):
-    pass
 
 
 # Python's garbage collector need not walk through one object per token.
@@ -91,38 +82,35 @@ _SCORED = msgspec.json.Decoder(_Scored)
 _ANYTHING = msgspec.json.Decoder()
 
 
-def parse(body: bytes, where: str) -> object:
+def parse(body: bytes) -> object:
     """The JSON of an answer; None for an empty one, which several routes send.
 
     Raises:
         BadAnswer: not JSON, or cut off.
     """
-    with _named(where):
-        return _decode(_ANYTHING, body) if body else None
+    return _decode(_ANYTHING, body) if body else None
 
 
-def read_completion(body: bytes, *, params: SamplingParams, where: str) -> Completion:
+def read_completion(body: bytes, params: SamplingParams) -> Completion:
     """The one completion of an answer of ``/inference/v1/generate``.
 
     Args:
         params: what was asked for; ``n`` is not looked at, a request asks for one. With stop strings a server
             may go on where it should stop: what it sampled after them is cut off.
-        where: the server, for messages.
 
     Raises:
         StoppedElsewhere: see there.
         BadAnswer: anything else but that completion.
     """
-    with _named(where):
-        answer = _checked(_decode(_GENERATED, body))
-        if len(answer.choices) != 1:
-            raise _Wrong(f"{len(answer.choices)} choices where 1 was asked for")
-        (choice,) = answer.choices
-        token_ids = choice.token_ids
-        end = kept(token_ids, params)
-        _check_end(token_ids, choice.finish_reason, params, stopped=end is not None)
-        log_probs = _log_probs(choice.logprobs.content, token_ids)
-        spans = _spans(choice.weight_versions, len(token_ids))
+    choices = _checked(_decode(_GENERATED, body)).choices
+    if len(choices) != 1:
+        raise BadAnswer(f"{len(choices)} choices where 1 was asked for")
+    (choice,) = choices
+    token_ids = choice.token_ids
+    end = kept(token_ids, params)
+    _check_end(token_ids, choice.finish_reason, params, stopped=end is not None)
+    log_probs = _log_probs(choice.logprobs.content, token_ids)
+    spans = _spans(choice.weight_versions, len(token_ids))
     if params.temperature == 0:
         # A greedy choice is certain. vLLM reports the log-prob at temperature 1.
         log_probs = [0.0] * len(token_ids)
@@ -137,78 +125,61 @@ def read_completion(body: bytes, *, params: SamplingParams, where: str) -> Compl
     )
 
 
-def read_prompt_log_probs(body: bytes, token_ids: Sequence[int], where: str) -> list[float]:
-    """Log-prob of each prompt token but the first, given those before it, in nats.
-
-    Args:
-        token_ids: the prompt that was sent, N tokens.
-        where: the server, for messages.
-
-    Returns:
-        N − 1 numbers.
+def read_prompt_log_probs(body: bytes, token_ids: Sequence[int]) -> list[float]:
+    """Log-prob of each of a prompt's N tokens but the first, given those before it, in nats: N − 1 numbers.
 
     Raises:
         BadAnswer: anything but these log-probs.
     """
-    with _named(where):
-        entries = _checked(_decode(_SCORED, body)).prompt_logprobs
-        if len(entries) != len(token_ids):
-            raise _Wrong(f"{len(entries)} prompt log-probs for {len(token_ids)} tokens")
-        found = []
-        for i, (entry, token) in enumerate(zip(entries[1:], token_ids[1:], strict=True), start=1):
-            if entry is None or str(token) not in entry:
-                raise _Wrong(f"prompt position {i} has no log-prob of token {token}")
-            found.append(entry[str(token)].logprob)
-        _check_range(found, "prompt position", first=1)
-        return found
-
-
-@contextmanager
-def _named(where: str) -> Iterator[None]:
-    try:
-        yield
-    except _Wrong as wrong:
-        kind = StoppedElsewhere if isinstance(wrong, _Elsewhere) else BadAnswer
-        raise kind(f"{where}: {wrong}") from None
+    entries = _checked(_decode(_SCORED, body)).prompt_logprobs
+    if len(entries) != len(token_ids):
+        raise BadAnswer(f"{len(entries)} prompt log-probs for {len(token_ids)} tokens")
+    log_probs = []
+    for i, (entry, token) in enumerate(zip(entries[1:], token_ids[1:], strict=True), start=1):
+        if entry is None or str(token) not in entry:
+            raise BadAnswer(f"prompt position {i} has no log-prob of token {token}")
+        log_probs.append(entry[str(token)].logprob)
+    _check_range(log_probs, "prompt position", first=1)
+    return log_probs
 
 
 def _decode(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _Wrong(f"the answer is not what was asked for: {error}") from None
+        raise BadAnswer(f"the answer is not what was asked for: {error}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise _Wrong(f"the answer of {len(body)} bytes is not JSON ({error})") from None
+        raise BadAnswer(f"the answer of {len(body)} bytes is not JSON ({error})") from None
 
 
 def _checked(answer: _A) -> _A:
     """An answer of the policy."""
     if answer.error is not None:
-        raise _Wrong(f"the answer is an error: {_short(answer.error)}")
+        raise BadAnswer(f"the answer is an error: {_short(answer.error)}")
     if answer.model != MODEL:
-        raise _Wrong(f"the answer is from model {_short(answer.model)}, not {MODEL!r}")
+        raise BadAnswer(f"the answer is from model {_short(answer.model)}, not {MODEL!r}")
     return answer
 
 
 def _check_end(token_ids: list[int], reason: str, params: SamplingParams, *, stopped: bool) -> None:
-    """Args: stopped: whether there is a stop string in the response."""
+    """Check that it ends where it was to; ``stopped``: there is a stop string in the response."""
     if not token_ids:
-        raise _Wrong("no token in the completion")
+        raise BadAnswer("no token in the completion")
     count = len(token_ids)
     stops = sorted(token_ids.index(token) for token in params.stop_token_ids if token in token_ids)
     if count > params.max_tokens:
-        raise _Wrong(f"{count} tokens where at most {params.max_tokens} were asked for")
+        raise BadAnswer(f"{count} tokens where at most {params.max_tokens} were asked for")
     if stops and stops[0] < count - 1:
-        raise _Wrong(f"stop token {token_ids[stops[0]]} at position {stops[0]} of {count}, not at the end")
+        raise BadAnswer(f"stop token {token_ids[stops[0]]} at position {stops[0]} of {count}, not at the end")
     if stopped:  # the rest is cut off
         return
     if reason == "stop" and not stops:
-        wrong = f"finish_reason 'stop' without a stop token: the last is {token_ids[-1]}"
-        raise _Elsewhere(wrong) if params.stop else _Wrong(wrong)
+        kind = StoppedElsewhere if params.stop else BadAnswer
+        raise kind(f"finish_reason 'stop' without a stop token: the last is {token_ids[-1]}")
     if reason == "length" and stops:
-        raise _Wrong(f"finish_reason 'length' with stop token {token_ids[-1]} at the end")
+        raise BadAnswer(f"finish_reason 'length' with stop token {token_ids[-1]} at the end")
     if reason == "length" and count < params.max_tokens:
-        raise _Wrong(
+        raise BadAnswer(
             f"cut off after {count} of {params.max_tokens} tokens:"
             " --max-model-len has to hold prompt and completion"
         )
@@ -216,14 +187,14 @@ def _check_end(token_ids: list[int], reason: str, params: SamplingParams, *, sto
 
 def _log_probs(content: list[_Token], token_ids: list[int]) -> list[float]:
     if len(content) != len(token_ids):
-        raise _Wrong(f"{len(content)} log-probs for {len(token_ids)} tokens")
+        raise BadAnswer(f"{len(content)} log-probs for {len(token_ids)} tokens")
     named = [entry.token_id for entry in content]
     if named != token_ids:
         i = next(i for i, token in enumerate(token_ids) if named[i] != token)
-        raise _Wrong(f"log-prob {i} is of token {named[i]}, the token is {token_ids[i]}")
-    found = [entry.logprob for entry in content]
-    _check_range(found, "token", first=0)
-    return found
+        raise BadAnswer(f"log-prob {i} is of token {named[i]}, the token is {token_ids[i]}")
+    log_probs = [entry.logprob for entry in content]
+    _check_range(log_probs, "token", first=0)
+    return log_probs
 
 
 def _check_range(log_probs: Sequence[float], what: str, *, first: int) -> None:
@@ -231,20 +202,20 @@ def _check_range(log_probs: Sequence[float], what: str, *, first: int) -> None:
     for worst in (min(log_probs, default=0.0), max(log_probs, default=0.0)):
         if not _MINUS_INFINITY < worst <= _ROUNDING:
             i = first + log_probs.index(worst)
-            raise _Wrong(f"the log-prob of {what} {i} is {worst}, not a finite number up to 0")
+            raise BadAnswer(f"the log-prob of {what} {i} is {worst}, not a finite number up to 0")
 
 
 def _spans(entries: list[_Span], count: int) -> tuple[VersionSpan, ...]:
     spans, position = [], 0
     for entry in entries:
         if entry.start != position or entry.end <= entry.start:
-            raise _Wrong(
+            raise BadAnswer(
                 f"weight_versions goes from {entry.start} to {entry.end} where {position} comes next"
             )
         spans.append(VersionSpan(version=_version(entry.version), start=entry.start, end=entry.end))
         position = entry.end
     if position != count:
-        raise _Wrong(f"weight_versions covers {position} of {count} tokens")
+        raise BadAnswer(f"weight_versions covers {position} of {count} tokens")
     return tuple(spans)
 
 
@@ -252,7 +223,7 @@ def _version(text: str) -> int:
     if text == FIRST_VERSION:
         return 0
     if not (text.isascii() and text.isdigit()) or len(text) > 18:
-        raise _Wrong(f"weight version {_short(text)}, not a number or {FIRST_VERSION!r}")
+        raise BadAnswer(f"weight version {_short(text)}, not a number or {FIRST_VERSION!r}")
     return int(text)
 
 

@@ -1,10 +1,10 @@
-"""From the configuration's ``[vllm]`` section to what talks to the servers."""
+"""Makes what talks to the servers, from the configuration's ``[vllm]`` section."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import cache
 
 import httpx
 
@@ -12,7 +12,7 @@ from megatron_fspo.config import VLLM
 from megatron_fspo.errors import InputError, InputErrors
 from megatron_fspo.remote import Loop, http_client
 from megatron_fspo.rollout.client.engine import Leader
-from megatron_fspo.rollout.client.pool import Find, Pool
+from megatron_fspo.rollout.client.pool import Pool
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.client.turns import sleep, wake
 from megatron_fspo.rollout.client.weights import BroadcastSender, DiskSender, Sender
@@ -23,14 +23,14 @@ LARGEST_TEMPERATURE = 2.0  # vLLM refuses more
 
 
 def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: bool) -> None:
-    """Before any server is asked.
+    """Refuse what cannot work, before any server is asked.
 
     Args:
         temperatures: that will be sampled at, by key of the configuration.
-        cuda: whether the trainer's tensors are on a GPU.
+        cuda: the trainer's tensors are on a GPU.
 
     Raises:
-        InputErrors: what is wrong.
+        InputErrors
     """
     problems = []
     urls = [server.url for server in _servers(options.urls, http_client())]
@@ -53,12 +53,8 @@ def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: boo
         raise InputErrors(problems)
 
 
-def absent_servers(options: VLLM) -> list[str]:
-    """Per server that does not answer within seconds, a line that names it."""
-    return asyncio.run(_absent_servers(options))
-
-
-async def _absent_servers(options: VLLM) -> list[str]:
+async def absent_servers(options: VLLM) -> list[str]:
+    """A line for each server that does not answer within seconds."""
     urls = options.urls if options.discovery is None else announced(options.discovery)
     async with http_client() as http:
         servers = _servers(urls, http)
@@ -71,12 +67,16 @@ async def _absent_servers(options: VLLM) -> list[str]:
 
 
 def connect(options: VLLM, vocab_size: int) -> Leader:
-    """For the first rank. The API key comes from ``VLLM_API_KEY``, and goes nowhere else."""
-    http = http_client()
-    find = None if options.discovery is None else _finder(options.discovery, http)
+    """Make what the first rank has. The API key comes from ``VLLM_API_KEY``, and goes nowhere else."""
+    http, folder = http_client(), options.discovery
+    server_at = cache(lambda url: _servers([url], http)[0])
+
+    def find() -> list[Server]:
+        return [server_at(url) for url in (options.urls if folder is None else announced(folder))]
+
     pool = Pool(
-        _servers(options.urls, http) if find is None else find(),
-        find=find,
+        find(),
+        find=None if folder is None else find,
         vocab_size=vocab_size,
         max_in_flight_per_server=options.in_flight,
         recovery_seconds=options.recovery_seconds,
@@ -85,8 +85,8 @@ def connect(options: VLLM, vocab_size: int) -> Leader:
 
 
 async def settle(leader: Leader, *, colocated: bool) -> None:
-    """Before a trainer takes memory: have the servers that are there give up theirs where GPUs are shared;
-    else wake those that a job before this one left asleep.
+    """Prepare the servers that are there for a trainer that takes memory: where GPUs are shared they give up
+    theirs; else those that a job before this one left asleep are woken.
 
     Raises:
         TrainingError: one did not sleep.
@@ -101,18 +101,6 @@ def _servers(urls: Sequence[str], http: httpx.AsyncClient) -> list[Server]:
     return [Server(url, http, api_key=key) for url in urls]
 
 
-def _finder(folder: Path, http: httpx.AsyncClient) -> Find:
-    known: dict[str, Server] = {}
-
-    def find() -> list[Server]:
-        urls = announced(folder)
-        new = [url for url in urls if url not in known]
-        known.update(zip(new, _servers(new, http), strict=True))
-        return [known[url] for url in urls]
-
-    return find
-
-
 def _sender(options: VLLM) -> Sender:
     if options.transfer == "disk":
         assert options.folder is not None
@@ -122,7 +110,7 @@ def _sender(options: VLLM) -> Sender:
 
 
 def _check_address(options: VLLM) -> None:
-    """Whether servers elsewhere can reach what listens on the address; asked on the machine that will listen.
+    """Refuse an address at which servers elsewhere do not reach this machine, the one that will listen.
 
     Raises:
         InputError: this machine does not have the address, or is all that it reaches.
@@ -131,16 +119,16 @@ def _check_address(options: VLLM) -> None:
         return
     try:
         with listen(options.address) as listener:
-            found = listener.getsockname()[0]
+            ip = listener.getsockname()[0]
     except OSError as error:
         raise InputError(
             f"vllm.address = {options.address}: {error.strerror or error}; it has to be a name or address of "
             "this machine"
         ) from None
     far = _far(options.urls)
-    if far is not None and is_loopback(found):
+    if far is not None and is_loopback(ip):
         raise InputError(
-            f"vllm.address = {options.address} is {found} here, this machine to itself only: give the "
+            f"vllm.address = {options.address} is {ip} here, this machine to itself only: give the "
             f"address that {far} sees"
         )
 

@@ -11,12 +11,11 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TypeVar
 
 import httpx
 import torch
@@ -30,13 +29,11 @@ from megatron_fspo.remote import Loop
 from megatron_fspo.rollout.checksum import Checksum
 from megatron_fspo.rollout.client import proof, turns, weights
 from megatron_fspo.rollout.client.hand_out import hand_out
-from megatron_fspo.rollout.client.pool import Pool, Request
+from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server, ServerLost
-from megatron_fspo.rollout.client.turns import Memory, Turn, Turns
+from megatron_fspo.rollout.client.turns import Memory, Turn
 from megatron_fspo.rollout.engine import Arrived, Pending, Progress
 from megatron_fspo.types import Completion, Prompt, SamplingParams
-
-T = TypeVar("T")
 
 ATTEMPTS = 3
 _TURN = "turn: "
@@ -44,7 +41,7 @@ _TURN = "turn: "
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """What the engine asks of the trainer. Every rank calls both at the same time."""
+    """Functions of the trainer for the engine. Every rank calls both at the same time."""
 
     tensors: Callable[[], Iterator[tuple[str, Tensor]]]
     """The weights under their Hugging Face names, on the first rank; collective."""
@@ -55,7 +52,7 @@ class Trainer:
 
 @dataclass(frozen=True, kw_only=True)
 class Leader:
-    """What only the first rank has."""
+    """Held by the first rank only."""
 
     loop: Loop
     http: httpx.AsyncClient
@@ -81,7 +78,7 @@ class _Batch:
         self._report(1, None)
 
     def report_to(self, progress: Progress | None) -> None:
-        """From here on tell ``progress``, also of what is done already."""
+        """Tell ``progress`` from here on, also of what is done already."""
         self._report(0, progress)
 
     def _report(self, more: int, progress: Progress | None) -> None:
@@ -128,7 +125,9 @@ class VLLMEngine:
         self._events: SimpleQueue[tuple[Server, asyncio.Future[bool]] | None] = SimpleQueue()
         self._canary_error = float("nan")
         self._proven = False
-        self._turns = Turns(memory, groups.control)
+        self._memory = memory
+        self._turn = Turn.TRAINER  # as this rank knows it; without memory to share it is everybody's, always
+        self._turn_seconds = 0.0
         if leader is not None:
             leader.pool.admit = self._admit
 
@@ -147,7 +146,7 @@ class VLLMEngine:
         """
         self._turn_to(Turn.SERVERS)
         wanted = range(len(prompts)) if mine is None else mine
-        requests = [Request.of(prompt, params, number) for prompt in prompts for number in range(params.n)]
+        requests = [CompletionRequest.of(prompt, params, i) for prompt in prompts for i in range(params.n)]
         batch = _Batch(arrived)
         if self._leader is not None:
             pool = self._leader.pool
@@ -193,12 +192,12 @@ class VLLMEngine:
 
     async def _admit(self, server: Server) -> bool:
         """Give a server that came back the current weights; False if it did not take them. For the pool."""
-        admitted = asyncio.get_running_loop().create_future()
+        admitted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._events.put((server, admitted))
         return await admitted
 
     def _hand_out(self, done: Sequence[Completion], samples: int, wanted: range) -> list[list[Completion]]:
-        """From the first rank to the first ranks of the model copies; what each wants of all the prompts."""
+        """Give the first rank of each model copy what it wants of all the prompts; others get nothing."""
         groups = self._groups
         if not groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
             return []
@@ -210,20 +209,20 @@ class VLLMEngine:
         return [mine[i : i + samples] for i in range(0, len(mine), samples)]
 
     def _follow(self, what: str) -> None:
-        """On the other ranks: do what the first one says, until it is done."""
+        """Do what the first rank says, on the others, until it is done."""
         while (word := self._control.hear(what)) != "done":
             if word == "stop":
                 raise StopRequested(f"a stop was requested during the wait for {what}")
             if word == "score":
                 self._trainer.score(self._canary)
             elif word.startswith(_TURN):
-                self._turns.take(Turn(word.removeprefix(_TURN)))
+                self._take(Turn(word.removeprefix(_TURN)))
             else:
                 for _ in self._trainer.tensors():
                     pass
 
     def rest(self) -> None:
-        """Where servers are on the trainer's GPUs: have them give up the memory. Collective.
+        """Have servers on the trainer's GPUs give up the memory. Collective.
 
         Raises:
             TrainingError: on every rank; one did not.
@@ -232,7 +231,7 @@ class VLLMEngine:
 
     def _turn_to(self, turn: Turn) -> None:
         """Collective."""
-        if self._turns.is_now(turn):
+        if self._memory is None or self._turn is turn:
             return
         if self._leader is None:
             self._follow(f"the turn of the {turn.value}")
@@ -242,7 +241,7 @@ class VLLMEngine:
             self._control.tell("done")
 
     def _enter(self, turn: Turn, servers: Sequence[Server] = ()) -> None:
-        """On the first rank, while the others follow. Memory is given before any is taken.
+        """Begin a turn, on the first rank, while the others follow. Memory is given before any is taken.
 
         Args:
             servers: that have their weights in the turn ``update``.
@@ -250,7 +249,7 @@ class VLLMEngine:
         Raises:
             ServerLost: one of them does not wake.
         """
-        if not self._turns.shared or (self._turns.is_now(turn) and turn is not Turn.UPDATE):
+        if self._memory is None or (self._turn is turn and turn is not Turn.UPDATE):
             return
         assert self._leader is not None
         loop, pool = self._leader.loop, self._leader.pool
@@ -258,12 +257,19 @@ class VLLMEngine:
         if turn is not Turn.SERVERS:
             loop.run(turns.sleep(loop.run(pool.reachable())))
         self._control.tell(f"{_TURN}{turn.value}")
-        self._turns.take(turn)
+        self._take(turn)
         if turn is Turn.SERVERS:
             loop.run(turns.wake(loop.run(pool.reachable())))
         elif turn is Turn.UPDATE:
             loop.run(turns.wake_weights(servers))
-        self._turns.seconds += time.perf_counter() - began
+        self._turn_seconds += time.perf_counter() - began
+
+    def _take(self, turn: Turn) -> None:
+        """Give and take this rank's memory; returns when every rank has done its own. Collective."""
+        assert self._memory is not None
+        self._turn = turn
+        self._memory.hold(weights=turn is not Turn.SERVERS, rest=turn is Turn.TRAINER)
+        self._control.meet(f"the memory of all ranks for the turn of the {turn.value}")
 
     def update_weights(self, version: int) -> None:
         """Send the trainer's weights to every server and prove that they arrived. Collective.
@@ -280,12 +286,10 @@ class VLLMEngine:
             self._follow("the servers to have new weights")
             return
         with self._leading():
-            self._update_all()
+            self._update_all(self._leader.loop, self._leader.pool)
             self._control.tell("done")
 
-    def _update_all(self) -> None:
-        assert self._leader is not None
-        loop, pool = self._leader.loop, self._leader.pool
+    def _update_all(self, loop: Loop, pool: Pool) -> None:
         for _ in range(ATTEMPTS):
             servers = loop.run(pool.reachable())
             problem = self._update(servers) if servers else None
@@ -327,7 +331,7 @@ class VLLMEngine:
         if problem is not None:
             return problem
         try:  # before they serve again
-            proofs = loop.run(_gathered(proof.prove(server, mine) for server in servers))
+            proofs = loop.run(proof.prove_all(servers, mine))
         except Exception as error:
             return error
         for server, (same, text) in zip(servers, proofs, strict=True):
@@ -336,7 +340,7 @@ class VLLMEngine:
         self._enter(Turn.SERVERS)
         try:
             loop.run(weights.resume(servers))
-            scores = loop.run(_gathered(proof.canary_scores(server, self._canary) for server in servers))
+            scores = loop.run(proof.ask_scores(servers, self._canary))
         except Exception as error:
             return error
         self._proven = all(same for same, _ in proofs)
@@ -346,12 +350,8 @@ class VLLMEngine:
             self._tolerance = proof.tolerance(self._canary_error if self._proven else 0.0, self._dtype)
         for server, gap, (_, text) in zip(servers, gaps, proofs, strict=True):
             if not gap.max().item() <= self._tolerance:
-                raise proof.WrongWeights(
-                    server.url,
-                    self._version,
-                    f"log-probs of {gap.numel()} canary tokens differ by up to {gap.max():.3g} nats, on "
-                    f"average by {gap.mean():.3g}; {self._tolerance:.3g} is allowed\n{text}",
-                )
+                how = proof.describe(gap, self._tolerance)
+                raise proof.WrongWeights(server.url, self._version, f"{how}\n{text}")
         return None
 
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
@@ -361,7 +361,7 @@ class VLLMEngine:
 
     @contextmanager
     def _leading(self) -> Iterator[None]:
-        """What the first rank does while the others follow: they hear of its failure, wherever they are."""
+        """Lead the others, who hear of a failure here wherever they are."""
         try:
             yield
         except StopRequested:  # the others heard of it
@@ -373,7 +373,8 @@ class VLLMEngine:
     def metrics(self) -> dict[str, float]:
         if self._leader is None:
             return {}
-        turns = {"rollout/turns_seconds": self._turns.spent()} if self._turns.shared else {}
+        turns = {} if self._memory is None else {"rollout/turns_seconds": self._turn_seconds}
+        self._turn_seconds = 0.0
         return turns | {
             "rollout/canary_abs_diff_max": self._canary_error,
             "rollout/weights_proven": float(self._proven),
@@ -389,10 +390,6 @@ class VLLMEngine:
             self._leader.loop.cancel()
             self._leader.loop.run(self._leader.http.aclose())
             self._leader.loop.close()
-
-
-async def _gathered(work: Iterable[Awaitable[T]]) -> list[T]:
-    return await asyncio.gather(*work)
 
 
 async def _answer(admitted: asyncio.Future[bool], same: bool) -> None:

@@ -31,7 +31,7 @@ def hand_out(shares: Sequence[Sequence[Completion]], *, group: dist.ProcessGroup
     here = group.rank()
     sent = [[_encode(share)] if share and rank != here else [] for rank, share in enumerate(shares)]
     received, counts = exchange(sent, torch.uint8, group=group)
-    pieces = received.split(counts)
+    pieces = torch.split(received, counts)
     return [
         completion
         for rank, piece in enumerate(pieces)

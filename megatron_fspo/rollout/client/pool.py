@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
@@ -17,9 +17,9 @@ from megatron_fspo.rollout.sampling import stream_seed
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 Find = Callable[[], Sequence[Server]]
-"""Where servers are now, the same object for the same server; called in a thread of its own."""
+"""Returns the servers that are there now, always one object for a server; called in a thread of its own."""
 Admit = Callable[[Server], Awaitable[bool]]
-"""Asked before a server that was lost serves again: the place to load the current weights into it. False, or
+"""Asked before a server that was lost serves again: loads the current weights into it. False, or
 :class:`~megatron_fspo.rollout.client.server.ServerLost`, keeps it out until the next probe."""
 
 MAX_LOSSES = 8
@@ -27,7 +27,7 @@ MAX_LOSSES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CompletionRequest:
     """One completion that is wanted."""
 
     prompt_ids: tuple[int, ...]
@@ -37,23 +37,30 @@ class Request:
     """In [0, 2³¹)."""
 
     @classmethod
-    def of(cls, prompt: Prompt, params: SamplingParams, number: int) -> Request:
-        """For completion ``number`` of a prompt, with the random stream of that name."""
+    def of(cls, prompt: Prompt, params: SamplingParams, number: int) -> CompletionRequest:
+        """The request for completion ``number`` of a prompt, with the random stream of that name."""
         seed = stream_seed(params.seed, prompt.index, number)
         return cls(prompt_ids=prompt.token_ids, params=params, seed=seed)
 
 
+@dataclass(eq=False)
 class _Slot:
-    """A server's place in the rotation."""
+    """A server in the rotation, or out of it."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self.up = True
-        self.losses = 0
-        self.reason = ""
-        self.open = 0
-        self.sampling: set[asyncio.Task[Completion]] = set()
-        self.probe: asyncio.Task[None] | None = None
+    server: Server
+    up: bool = True
+    losses: int = 0
+    reason: str = ""
+    """Why it is out."""
+    open: int = 0
+    """Requests that have it."""
+    sampling: set[asyncio.Task[Completion]] = field(default_factory=set)
+    probe: asyncio.Task[None] | None = None
+
+    def take_out(self, reason: str) -> None:
+        self.up = False
+        self.losses += 1
+        self.reason = reason
 
 
 async def _always(server: Server) -> bool:
@@ -77,7 +84,7 @@ class Pool:
             while a server is paused.
         attempts: per request and server, see :meth:`Server.post`.
         find: finds servers that come while there is work, or before a weight update. They are like lost ones
-            that come back; a lost one that is found no more is forgotten.
+            that come back; a lost one that is there no more is forgotten.
         probe_seconds: between two looks at a lost server, or for new ones; at a lost one it doubles with
             every refused admission, up to 64 times.
     """
@@ -131,14 +138,14 @@ class Pool:
             if slot.server in servers:
                 slot.up = True
             else:
-                _take_out(slot, f"{slot.server.url}: not reached by the last weight update")
+                slot.take_out(f"{slot.server.url}: not reached by the last weight update")
                 for task in slot.sampling:
                     task.cancel()
         self._reschedule()
 
     async def generate(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[CompletionRequest],
         arrived: Arrived | None = None,
         *,
         oldest_version: int = 0,
@@ -179,7 +186,7 @@ class Pool:
                 future.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
 
-    def _check(self, position: int, request: Request) -> None:
+    def _check(self, position: int, request: CompletionRequest) -> None:
         ids = request.prompt_ids
         if not ids:
             raise InputError(f"rollout request {position} has an empty prompt")
@@ -192,7 +199,7 @@ class Pool:
                 )
 
     async def _answer(
-        self, position: int, request: Request, arrived: Arrived | None, oldest_version: int
+        self, position: int, request: CompletionRequest, arrived: Arrived | None, oldest_version: int
     ) -> Completion:
         """Ask servers until one has answered."""
         turn = next(self._turns)
@@ -209,10 +216,10 @@ class Pool:
             f"rollout request {position} lost its server {MAX_LOSSES} times; the last: {lost}"
         ) from lost
 
-    async def _ask(self, turn: int, request: Request, oldest_version: int) -> Completion:
+    async def _ask(self, turn: int, request: CompletionRequest, oldest_version: int) -> Completion:
         """Wait for a server and ask it."""
         while True:
-            slot = await self._turn_of(turn)
+            slot = await self._wait_for_slot(turn)
             losses = slot.losses
             sampling = asyncio.create_task(self._sample(slot.server, request, oldest_version))
             slot.sampling.add(sampling)
@@ -222,7 +229,7 @@ class Pool:
                     return sampling.result()
             except ServerLost as error:
                 if slot.losses == losses:  # else it was lost, and perhaps came back, since it was asked
-                    _take_out(slot, str(error))
+                    slot.take_out(str(error))
                 raise
             except asyncio.CancelledError:
                 sampling.cancel()
@@ -233,32 +240,32 @@ class Pool:
                 slot.open -= 1
                 self._reschedule()
 
-    async def _turn_of(self, turn: int) -> _Slot:
-        """A place at the least loaded server, once it is this turn's."""
-        place: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
-        heappush(self._queue, (turn, place))
-        self._hand_out()
+    async def _wait_for_slot(self, turn: int) -> _Slot:
+        """The least loaded server, once it is this turn's."""
+        granted: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
+        heappush(self._queue, (turn, granted))
+        self._grant()
         try:
-            return await place
+            return await granted
         except asyncio.CancelledError:
-            if not place.cancelled():  # handed out in the same moment
-                place.result().open -= 1
-                self._hand_out()
+            if not granted.cancelled():  # in the same moment
+                granted.result().open -= 1
+                self._grant()
             raise
 
-    def _hand_out(self) -> None:
-        """Give free places to those whose turn it is."""
+    def _grant(self) -> None:
+        """Give servers to those whose turn it is, while any may have more requests."""
         while self._queue:
             free = [slot for slot in self._slots if slot.up and slot.open < self.max_in_flight]
             if not free:
                 return
-            _, place = heappop(self._queue)
-            if not place.done():  # else its batch was cancelled
+            _, granted = heappop(self._queue)
+            if not granted.done():  # else its batch was cancelled
                 slot = min(free, key=lambda slot: slot.open)
                 slot.open += 1
-                place.set_result(slot)
+                granted.set_result(slot)
 
-    async def _sample(self, server: Server, request: Request, oldest_version: int) -> Completion:
+    async def _sample(self, server: Server, request: CompletionRequest, oldest_version: int) -> Completion:
         completion = await server.generate(
             request.prompt_ids,
             request.params,
@@ -279,13 +286,12 @@ class Pool:
         Returns:
             looks that were cancelled.
         """
-        self._hand_out()
+        self._grant()
         at_work = bool(self._batches)
         cancelled = []
         if at_work and self._find is not None and self._search is None:
             self._search = asyncio.create_task(self._keep_looking())
         elif not at_work and self._search is not None:
-            self._search.cancel()
             cancelled.append(self._search)
             self._search = None
         for slot in self._slots:
@@ -293,16 +299,17 @@ class Pool:
             if wanted and (slot.probe is None or slot.probe.done()):
                 slot.probe = asyncio.create_task(self._bring_back(slot))
             elif not wanted and slot.probe is not None:
-                slot.probe.cancel()
                 cancelled.append(slot.probe)
                 slot.probe = None
+        for look in cancelled:
+            look.cancel()
         none_up = at_work and not self.live()
         if none_up and self._patience is None:
             loop = asyncio.get_running_loop()
             self._patience = loop.call_later(self.recovery_seconds, self._give_up)
-            _say(
-                f"no vLLM server serves: {self._reasons()}; waiting up to {self.recovery_seconds:g} s for one"
-            )
+            waits = f"waiting up to {self.recovery_seconds:g} s for one"
+            said = f"megatron-fspo: no vLLM server serves: {self._reasons()}; {waits}"
+            print(said, file=sys.stderr, flush=True)
         elif not none_up and self._patience is not None:
             self._patience.cancel()
             self._patience = None
@@ -327,15 +334,15 @@ class Pool:
             await asyncio.sleep(self.probe_seconds)
 
     async def _look_around(self) -> bool:
-        """Know the servers that :attr:`_find` finds, out of rotation as yet; whether anything changed."""
+        """Know the servers that are there now, new ones out of rotation; returns True if anything changed."""
         if self._find is None:
             return False
-        found = await asyncio.to_thread(self._find)
+        there = await asyncio.to_thread(self._find)
         known = [slot.server for slot in self._slots]
-        gone = [slot for slot in self._slots if not slot.up and slot.server not in found]
-        new = [_Slot(server) for server in found if server not in known]
+        gone = [slot for slot in self._slots if not slot.up and slot.server not in there]
+        new = [_Slot(server) for server in there if server not in known]
         for slot in new:
-            _take_out(slot, f"{slot.server.url}: has no weights of the trainer yet")
+            slot.take_out(f"{slot.server.url}: has no weights of the trainer yet")
         for slot in gone:
             if slot.probe is not None:
                 slot.probe.cancel()
@@ -360,13 +367,3 @@ class Pool:
         slot.up = True
         slot.probe = None
         self._reschedule()
-
-
-def _take_out(slot: _Slot, reason: str) -> None:
-    slot.up = False
-    slot.losses += 1
-    slot.reason = reason
-
-
-def _say(line: str) -> None:
-    print(f"megatron-fspo: {line}", file=sys.stderr, flush=True)

@@ -23,25 +23,25 @@ from megatron_fspo.rollout.common import CHECKSUMS
 
 _COUNT, _LENGTH = 4, 24  # of the canary's sequences
 _FACTOR = 8.0
-"""How much further apart equal weights may score later than they did at first."""
+"""Factor by which equal weights may score further apart later than they did at first."""
 _FLOOR = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 """Tolerance that every model gets, in nats. bf16 rounds every activation, differently on each side."""
 _CAP = {torch.float32: 1e-2, torch.bfloat16: 1.0}
-"""Tolerance that no model gets: a layer in another's place moves a canary by more."""
+"""Tolerance that no model gets: two layers that changed places move a canary by more."""
 _ANSWER_SECONDS = 600.0
 """Responses that were frozen during the update are served first."""
 
 _SHOWN = 5
 _SAME = 1e-13
-"""Of sums in float64, over the tensor's size: hundreds of roundings, as the order of a sum makes some. One
-bf16 step of an element as large as most shows among 4e10."""
+"""Largest difference of equal sums in float64, over the tensor's size: hundreds of roundings, as the order of
+a sum makes some. One bf16 step of an element as large as most shows among 4e10."""
 _EPSILON = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
-"""Of the types that hold values; those of quantised tensors need scales."""
+"""Rounding of the types that hold values; those of quantised tensors need scales."""
 
 Proof = tuple[bool | None, str]
-"""Are the server's tensors the trainer's, and some lines about that. None: no tensor is known to differ, but
-not all are known to agree: the server was not started by ``megatron-fspo serve``, or has them under other
-names or quantised."""
+"""True if the server's tensors are the trainer's, and some lines about that. None: no tensor is known to
+differ, but not all are known to agree: the server was not started by ``megatron-fspo serve``, or has them
+under other names or quantised."""
 
 
 class WrongWeights(TrainingError):
@@ -60,6 +60,11 @@ def with_checksums(
     for name, tensor in tensors:
         into[name] = checksum(tensor)
         yield name, tensor
+
+
+async def prove_all(servers: Sequence[Server], mine: Mapping[str, Checksum]) -> list[Proof]:
+    """:func:`prove` for each, at once."""
+    return await asyncio.gather(*(prove(server, mine) for server in servers))
 
 
 async def prove(server: Server, mine: Mapping[str, Checksum]) -> Proof:
@@ -141,10 +146,14 @@ def canary_sequences(vocab_size: int, max_length: int) -> list[tuple[int, ...]]:
     return [tuple(row) for row in torch.randint(vocab_size, shape, generator=generator).tolist()]
 
 
-async def canary_scores(server: Server, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """The server's log-probs of all tokens of the sequences but the first of each."""
-    rows = await asyncio.gather(*(server.score(ids, timeout=_ANSWER_SECONDS) for ids in sequences))
-    return torch.tensor([log_prob for row in rows for log_prob in row])
+async def ask_scores(servers: Sequence[Server], sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Each server's log-probs of all tokens of the sequences but the first of each."""
+
+    async def ask(server: Server) -> Tensor:
+        rows = await asyncio.gather(*(server.score(ids, timeout=_ANSWER_SECONDS) for ids in sequences))
+        return torch.tensor([log_prob for row in rows for log_prob in row])
+
+    return await asyncio.gather(*(ask(server) for server in servers))
 
 
 def tolerance(rounding: float, dtype: torch.dtype) -> float:
@@ -155,3 +164,11 @@ def tolerance(rounding: float, dtype: torch.dtype) -> float:
         dtype: of the trainer's weights.
     """
     return min(_CAP[dtype], max(_FLOOR[dtype], _FACTOR * rounding))
+
+
+def describe(gap: Tensor, allowed: float) -> str:
+    """The |Δ log-prob| of the canary's tokens, in a message."""
+    return (
+        f"log-probs of {gap.numel()} canary tokens differ by up to {gap.max():.3g} nats, on average by "
+        f"{gap.mean():.3g}; {allowed:.3g} is allowed"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -65,7 +65,9 @@ class Server:
 
     async def get(self, route: str, *, timeout: float = REQUEST_SECONDS, attempts: int = 3) -> object:
         """GET ``/route``; see :meth:`post`."""
-        return self._parse(route, await self._ask("GET", route, None, None, timeout, attempts))
+        answer = await self._ask("GET", route, None, None, timeout, attempts)
+        with self._reading(route):
+            return parse(answer)
 
     async def post(
         self,
@@ -91,10 +93,12 @@ class Server:
             Refused: 4xx, with what the server said.
             BadAnswer: the answer is not JSON.
         """
-        return self._parse(route, await self._ask("POST", route, body, params, timeout, attempts))
+        answer = await self._ask("POST", route, body, params, timeout, attempts)
+        with self._reading(route):
+            return parse(answer)
 
     async def healthy(self) -> bool:
-        """Whether ``/health`` answers 200 within 5 seconds."""
+        """True if ``/health`` answers 200 within 5 seconds."""
         try:
             await self.get("health", timeout=HEALTH_SECONDS, attempts=1)
         except (ServerLost, Refused, BadAnswer):
@@ -117,19 +121,18 @@ class Server:
         A server with a tokenizer stops at ``params.stop`` by itself, which saves what others go on to sample.
 
         Args:
-            seed: in [0, 2³¹); names the random stream, in place of ``params.seed``.
+            seed: in [0, 2³¹); names the random stream, instead of ``params.seed``.
         """
-        asked = params
-        while True:
+        answer = await self._generate(token_ids, params, {"seed": seed}, timeout, attempts)
+        try:
+            with self._reading():
+                return read_completion(answer, params)
+        except StoppedElsewhere:
+            # Its text is not ours, such as by a space that SentencePiece takes off the front of a text.
+            asked = replace(params, stop=())
             answer = await self._generate(token_ids, asked, {"seed": seed}, timeout, attempts)
-            try:
-                with self._reading():
-                    return read_completion(answer, params=params, where=self.url)
-            except StoppedElsewhere:
-                if not asked.stop:
-                    raise
-                # Its text is not ours, such as by a space that SentencePiece takes off the front of a text.
-                asked = replace(params, stop=())
+            with self._reading():
+                return read_completion(answer, params)
 
     async def score(self, token_ids: Sequence[int], *, timeout: float = REQUEST_SECONDS) -> list[float]:
         """Log-probs of all tokens but the first, given those before, at temperature 1, in nats.
@@ -139,7 +142,7 @@ class Server:
         one_token = SamplingParams(max_tokens=1)
         answer = await self._generate(token_ids, one_token, {"seed": 0, "prompt_logprobs": 0}, timeout, 3)
         with self._reading():
-            return read_prompt_log_probs(answer, token_ids, self.url)
+            return read_prompt_log_probs(answer, token_ids)
 
     async def _generate(
         self,
@@ -167,24 +170,23 @@ class Server:
         return await self._ask("POST", "inference/v1/generate", body, None, timeout, attempts)
 
     def bad_answer(self, route: str, answer: object, wrong: str) -> BadAnswer:
-        """For what a route answered and should not have; ``wrong`` says why not."""
+        """The error for what a route answered and should not have; ``wrong`` says why not."""
         return BadAnswer(f"{self._where(route)}: {self._one_line(repr(answer))} {wrong}")
 
     def without_key(self, text: str) -> str:
         """``text``, which may repeat what a server said, for a message."""
         return text.replace(self._key, "***") if self._key else text
 
-    def _parse(self, route: str, answer: bytes) -> object:
-        with self._reading():
-            return parse(answer, self._where(route))
+    def _where(self, route: str) -> str:
+        return f"{self.url}/{route.lstrip('/')}".rstrip("/")
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """What a server answered may be in the message, and a server may echo anything."""
+    def _reading(self, route: str = "") -> Iterator[None]:
+        """Name the server in what is wrong with its answer, of which the message may show some."""
         try:
             yield
         except BadAnswer as error:
-            raise type(error)(self._one_line(str(error))) from None
+            raise type(error)(self._one_line(f"{self._where(route)}: {error}")) from None
 
     async def _ask(
         self,
@@ -205,8 +207,23 @@ class Server:
             timeout=httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout), pool=None),
         )
 
-        def attempt() -> Awaitable[bytes]:
-            return self._attempt(request, where, timeout)
+        async def attempt() -> bytes:
+            try:
+                async with asyncio.timeout(timeout):
+                    response = await self._http.send(request)
+            except httpx.ConnectTimeout:
+                raise TryAgain("no connection in time") from None
+            except (httpx.TimeoutException, TimeoutError):
+                raise ServerLost(f"{where}: no answer in {timeout:g} s") from None
+            except httpx.TransportError as error:
+                raise TryAgain(self._one_line(f"{type(error).__name__} {error}")) from None
+            except httpx.RequestError as error:  # a body that does not unpack
+                raise BadAnswer(f"{where}: {self._one_line(str(error))}") from None
+            if response.status_code >= 500:
+                raise TryAgain(f"{response.status_code} {self._said(response)}")
+            if response.status_code != 200:
+                raise Refused(f"{where}: refused with {response.status_code}: {self._said(response)}")
+            return response.content
 
         try:
             return await attempted(attempt, attempts, first_wait=_FIRST_WAIT, longest_wait=_LONGEST_WAIT)
@@ -214,29 +231,8 @@ class Server:
             tries = "" if attempts == 1 else f" (attempt {attempts} of {attempts})"
             raise ServerLost(f"{where}: {error}{tries}") from None
 
-    def _where(self, route: str) -> str:
-        return f"{self.url}/{route.lstrip('/')}"
-
-    async def _attempt(self, request: httpx.Request, where: str, timeout: float) -> bytes:
-        try:
-            async with asyncio.timeout(timeout):
-                response = await self._http.send(request)
-        except httpx.ConnectTimeout:
-            raise TryAgain("no connection in time") from None
-        except (httpx.TimeoutException, TimeoutError):
-            raise ServerLost(f"{where}: no answer in {timeout:g} s") from None
-        except httpx.TransportError as error:
-            raise TryAgain(self._one_line(f"{type(error).__name__} {error}")) from None
-        except httpx.RequestError as error:  # a body that does not unpack
-            raise BadAnswer(f"{where}: {self._one_line(str(error))}") from None
-        if response.status_code >= 500:
-            raise TryAgain(f"{response.status_code} {self._said(response)}")
-        if response.status_code != 200:
-            raise Refused(f"{where}: refused with {response.status_code}: {self._said(response)}")
-        return response.content
-
     def _said(self, response: httpx.Response) -> str:
-        """What a server says is wrong, on one line; a server may echo anything."""
+        """The server's reason, on one line; a server may echo anything."""
         text = response.content[:10_000].decode("utf-8", "replace")
         try:
             said = json.loads(text)["error"]["message"]

@@ -22,11 +22,10 @@ from enum import Enum
 from typing import Protocol
 
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.parallel.control import Control
 from megatron_fspo.rollout.client.server import Refused, Server, ServerLost
 
 SECONDS = 300.0
-"""For a server to give up its memory or to take it, weights included."""
+"""Limit for a server to give up its memory or to take it, weights included."""
 
 
 class Turn(Enum):
@@ -38,49 +37,11 @@ class Turn(Enum):
 
 
 class Memory(Protocol):
-    """Of one rank of the trainer (:class:`~megatron_fspo.mcore.offload.Offload`)."""
+    """Memory of one rank of the trainer (:class:`~megatron_fspo.mcore.offload.Offload`)."""
 
     def hold(self, *, weights: bool, rest: bool) -> None:
         """Have the weights on the device, and the rest, or not. Not collective."""
         ...
-
-
-class Turns:
-    """Whose turn it is, as this rank knows it. At first it is the trainer's.
-
-    Args:
-        memory: None: trainer and servers have GPUs of their own. It is everybody's turn then, all the time.
-
-    Attributes:
-        seconds: that changes of turn took since :meth:`spent` was last called; whoever leads them adds to it.
-    """
-
-    def __init__(self, memory: Memory | None, control: Control) -> None:
-        self._memory = memory
-        self._control = control
-        self._turn = Turn.TRAINER
-        self.seconds = 0.0
-
-    @property
-    def shared(self) -> bool:
-        """Whether there are turns at all."""
-        return self._memory is not None
-
-    def is_now(self, turn: Turn) -> bool:
-        """Whether it is this turn already."""
-        return self._memory is None or self._turn is turn
-
-    def take(self, turn: Turn) -> None:
-        """Give and take this rank's memory; returns when every rank has done its own. Collective."""
-        assert self._memory is not None
-        self._turn = turn
-        self._memory.hold(weights=turn is not Turn.SERVERS, rest=turn is Turn.TRAINER)
-        self._control.meet(f"the memory of all ranks for the turn of the {turn.value}")
-
-    def spent(self) -> float:
-        """Seconds since the last call."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
 
 
 async def sleep(servers: Sequence[Server]) -> None:

@@ -28,7 +28,7 @@ from megatron_fspo.rollout.common import is_loopback
 from megatron_fspo.rollout.links import address_towards, join_gloo, join_nccl, listen
 
 CONTROL_SECONDS = 150.0
-"""For each step of an update but the tensors; a server that takes longer counts as lost."""
+"""Limit for each step of an update but the tensors; a server that takes longer counts as lost."""
 LINKS = {"gloo": (join_gloo, torch.device("cpu")), "nccl": (join_nccl, torch.device("cuda"))}
 """Kind of broadcast → what makes its group, and the device that it sends from."""
 
@@ -39,10 +39,10 @@ class Sender(Protocol):
     """One way to the workers, used by the first rank."""
 
     async def connect(self, servers: Sequence[Server]) -> None:
-        """Make ``servers`` those that :meth:`send` reaches."""
+        """Prepare an update of these servers."""
         ...
 
-    async def send(self, bucket: Bucket) -> None:
+    async def send(self, servers: Sequence[Server], bucket: Bucket) -> None:
         """Have every worker load the tensors; returns when all have."""
         ...
 
@@ -65,7 +65,7 @@ def send_weights(
     problem = _attempt(loop, _begin(servers, sender)) if servers else None
     for bucket in in_buckets(tensors):
         if servers and problem is None:
-            problem = _attempt(loop, sender.send(bucket))
+            problem = _attempt(loop, sender.send(servers, bucket))
     sender.close()
     return problem or _attempt(loop, _finish(servers, version))
 
@@ -156,7 +156,6 @@ class BroadcastSender:
         self._address = address
         self._timeout = timedelta(seconds=timeout_seconds)
         self._answer_seconds = timeout_seconds + 10
-        self._servers: Sequence[Server] = ()
         self._group: Any = None
 
     async def connect(self, servers: Sequence[Server]) -> None:
@@ -190,22 +189,20 @@ class BroadcastSender:
         ]
         joining = asyncio.to_thread(self._join, store, 0, size, self._timeout, ip)
         self._group, *_ = await asyncio.gather(joining, *asked)
-        self._servers = servers
 
-    async def send(self, bucket: Bucket) -> None:
+    async def send(self, servers: Sequence[Server], bucket: Bucket) -> None:
         info = {
             "names": [name for name, _ in bucket],
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
             "shapes": [list(tensor.shape) for _, tensor in bucket],
         }
         sending = asyncio.to_thread(_broadcast, self._group, self._device, bucket)
-        loading = _all(self._servers, "/update_weights", {"update_info": info}, timeout=self._answer_seconds)
+        loading = _all(servers, "/update_weights", {"update_info": info}, timeout=self._answer_seconds)
         await asyncio.gather(sending, loading)
 
     def close(self) -> None:
         # A gloo group that is still referenced at the interpreter's exit aborts it now and then.
         self._group = None
-        self._servers = ()
 
 
 async def _workers(server: Server) -> int:
@@ -240,14 +237,12 @@ class DiskSender:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._servers: Sequence[Server] = ()
 
     async def connect(self, servers: Sequence[Server]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         await _all(servers, "/init_weight_transfer_engine", {"init_info": {}}, timeout=60)
-        self._servers = servers
 
-    async def send(self, bucket: Bucket) -> None:
+    async def send(self, servers: Sequence[Server], bucket: Bucket) -> None:
         path = self._folder.resolve() / f"weights-{uuid.uuid4().hex}.safetensors"
         try:
             # Complete under its name or not there at all.
@@ -255,9 +250,9 @@ class DiskSender:
             tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket}
             await asyncio.to_thread(save_file, tensors, partial, {"format": "pt"})
             partial.rename(path)
-            await _all(self._servers, "/update_weights", {"update_info": {"paths": [str(path)]}}, timeout=600)
+            await _all(servers, "/update_weights", {"update_info": {"paths": [str(path)]}}, timeout=600)
         finally:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self._servers = ()
+        """Nothing is left."""

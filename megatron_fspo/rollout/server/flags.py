@@ -17,7 +17,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.rollout.common import KEY_VARIABLE, MODEL, api_key, is_loopback
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What the CPU attention of vLLM 0.32 can do."""
+"""Sizes of a head that the CPU attention of vLLM 0.32 can do."""
 BACKENDS = {"gloo": "gloo", "disk": "disk", "nccl": "torch_nccl"}
 """Our word for a way of weights → the name under which the plugin registers it in vLLM."""
 EXTENSION = "megatron_fspo.rollout.server.inside.checksums.WorkerExtension"
@@ -25,15 +25,15 @@ EXTENSION = "megatron_fspo.rollout.server.inside.checksums.WorkerExtension"
 GUARD = "megatron_fspo.rollout.server.inside.require_key.RequireKey"
 """Asks for the key on every route of the server but health."""
 
-# What is in vLLM's environment, told by its own Python without importing vLLM, which takes seconds.
+# Asks vLLM's own Python what is in its environment, without importing vLLM, which takes seconds.
 _PROBE = """
 from importlib.metadata import entry_points, version
 import json
 plugins = [entry.name for entry in entry_points(group="vllm.general_plugins")]
 print(json.dumps({"version": version("vllm"), "plugin": "megatron_fspo" in plugins}))
 """
-# Of torchrun and of the trainer's Python. With the agent's store named in its environment, vLLM would try to
-# join the trainer's process group.
+# Variables of torchrun and of the trainer's Python. With the agent's store named in its environment, vLLM
+# would try to join the trainer's process group.
 _NOT_FOR_VLLM = re.compile(
     r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|PYTHON(PATH|HOME)"
 )
@@ -55,9 +55,9 @@ class ServerOptions:
     extra: tuple[str, ...] = ()
     """More flags of ``vllm serve``."""
     start_seconds: float = 1800.0
-    """For loading and compiling a large model."""
+    """Time to load and compile a large model."""
     gpus: tuple[str, ...] = ()
-    """The only ones that it sees; of several each has a part of the model (tensor parallel)."""
+    """The only ones that it sees; of several each has a shard of the model (tensor parallel)."""
     colocated: bool = False
     """It gives up its GPUs' memory when the trainer on them asks (``vllm.colocated``)."""
     announce: Path | None = None
@@ -71,7 +71,7 @@ class ServerOptions:
 
     @property
     def connect_host(self) -> str:
-        """Where this machine reaches the server."""
+        """The host at which this machine reaches the server."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
 
     @property
@@ -81,7 +81,7 @@ class ServerOptions:
 
     @property
     def public_url(self) -> str:
-        """Where other machines reach the server."""
+        """The URL at which other machines reach the server."""
         if self.host in ("0.0.0.0", "::"):
             return f"http://{socket.gethostname()}:{self.port}"
         return self.url
@@ -219,7 +219,7 @@ def command(options: ServerOptions, vllm: Installation) -> list[str]:
 
 
 def environment(*, on_cpu: bool, gpus: Sequence[str] = ()) -> dict[str, str]:
-    """vLLM's environment: ours, VLLM_API_KEY included, without torchrun's part and our Python's.
+    """vLLM's environment: ours, VLLM_API_KEY included, without the variables of torchrun and our Python.
 
     Args:
         gpus: the only ones that it is to see; default all.

@@ -11,8 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.rollout.common import api_key
@@ -21,7 +19,7 @@ from megatron_fspo.rollout.server.flags import ServerOptions, check, command, en
 
 LOG_LINES = 20
 GRACE_SECONDS = 10.0
-"""From SIGTERM to SIGKILL, for the whole process group."""
+"""Seconds from SIGTERM to SIGKILL, for the whole process group."""
 _GUARDED = "/is_paused"
 """A development route that changes nothing."""
 
@@ -49,23 +47,8 @@ class ServerProcess:
         """True while the process runs. It may still be loading."""
         return self._guard is not None and self._guard.poll() is None
 
-    def start(self) -> None:
-        """Start and wait until it serves.
-
-        Raises:
-            InputError: the port is taken.
-            TrainingError: it ended, or took more than ``start_seconds``, with the last lines of its log; or
-                it has a key and answers without.
-        """
-        self.launch()
-        try:
-            self.wait()
-        except BaseException:
-            self.stop()
-            raise
-
     def launch(self) -> None:
-        """Start, and do not wait."""
+        """Start, and do not wait; an InputError if the port is taken."""
         self.stop()
         self._check_port()
         log = self.options.log_file
@@ -84,7 +67,13 @@ class ServerProcess:
             )
 
     def wait(self, pause: Callable[[], None] = lambda: time.sleep(0.25)) -> None:
-        """Until it serves; errors as :meth:`start`, and what ``pause`` raises between two looks."""
+        """Wait until it serves.
+
+        Raises:
+            TrainingError: it ended, or took more than ``start_seconds``, with the last lines of its log; or
+                it has a key and answers without.
+            BaseException: what ``pause`` raises between two looks.
+        """
         end = time.monotonic() + self.options.start_seconds
         while not self.healthy():
             if not self.alive:
@@ -104,7 +93,7 @@ class ServerProcess:
         return self.alive and self._status("/health", timeout_seconds) == 200
 
     def _status(self, route: str, timeout_seconds: float) -> int | None:
-        """Of the answer to a GET without the key; None for no answer."""
+        """The status of the answer to a GET without the key; None for no answer."""
         # Not through urllib: a proxy in the environment is no way to this machine.
         connection = http.client.HTTPConnection(
             self.options.connect_host, self.options.port, timeout=timeout_seconds
@@ -152,15 +141,6 @@ class ServerProcess:
                 probe.bind(address)
         except OSError as error:
             raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from None
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def _end_group(group: int) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from megatron_fspo.errors import InputError, TrainingError
@@ -26,8 +25,8 @@ RESTART_WINDOW = 600.0
 _POLL_SECONDS = 0.5
 
 
-class Stop(BaseException):
-    """SIGTERM came, or the parent is gone."""
+class _Stop(Exception):
+    """The server is to end: SIGTERM or Ctrl-C came, or the parent is gone."""
 
 
 def gpu_numbers(text: str) -> tuple[str, ...]:
@@ -62,93 +61,78 @@ def assign_gpus(options: ServerOptions, gpus: Sequence[str], per_server: int) ->
 
 
 def supervise_all(servers: Sequence[ServerOptions], *, keep_alive: bool) -> int:
-    """Supervise each, in a process of its own if there are several, until told to stop.
+    """Serve until SIGTERM, Ctrl-C, or the parent's end; a server that crashed starts again.
 
-    A server that is given up leaves the others alone.
+    After a restart it serves the checkpoint's weights, under the version ``default``: who sent it newer ones
+    has to send them again. One of several that is given up leaves the others alone.
 
     Args:
         keep_alive: stay when the parent ends.
 
     Returns:
-        0 after SIGTERM or the parent's end; 1 when all servers have ended by themselves. Ctrl-C goes on as
+        0 after SIGTERM or the parent's end; 1 when all of several have ended by themselves. Ctrl-C goes on as
         KeyboardInterrupt.
 
     Raises:
-        InputError, TrainingError: as of :meth:`ServerProcess.start`, or it crashed too often; from the only
-            server.
+        InputError, TrainingError: as of :class:`ServerProcess`, or it crashed too often; with one server.
     """
     # Taken first, so that a parent that ends while we start is noticed.
     parent = None if keep_alive else os.getppid()
-    if len(servers) == 1:
-        return _supervise(servers[0], parent)
-    spawn = multiprocessing.get_context("spawn")
-    processes: list[BaseProcess] = []
-    before = signal.signal(signal.SIGTERM, _stop)
-    try:
-        for options in servers:
-            process = spawn.Process(target=_one_of_several, args=(options,))
-            process.start()
-            processes.append(process)
-        while any(process.is_alive() for process in processes):
-            _pause(parent)
-        return 1
-    except Stop:
-        return 0
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        for child in processes:
-            child.terminate()
-        for child in processes:
-            child.join()
-        signal.signal(signal.SIGTERM, before)
+    end = threading.Event()
+
+    def pause() -> None:
+        if end.is_set() or (parent is not None and os.getppid() != parent):
+            raise _Stop
+        end.wait(_POLL_SECONDS)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: end.set())
+    with ThreadPoolExecutor(len(servers)) as threads:
+        running = [threads.submit(_supervise, options, pause, len(servers) == 1) for options in servers]
+        try:
+            wait(running)
+        finally:
+            # Nothing interrupts the end: what is left over would hold the port and the memory.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            end.set()
+            wait(running)
+            signal.signal(signal.SIGINT, interrupt)
+            signal.signal(signal.SIGTERM, before)
+    errors = [server.exception() for server in running]
+    if len(errors) == 1 and errors[0] is not None:
+        raise errors[0]
+    return int(all(errors))
 
 
-def _one_of_several(options: ServerOptions) -> None:
-    parent = os.getppid()
-    # Ctrl-C reaches every process of the terminal; the first ends the others in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        sys.exit(_supervise(options, parent))
-    except (InputError, TrainingError) as error:
-        _say(f"GPU {','.join(options.gpus)}, port {options.port}: {error}")
-        sys.exit(1)
-
-
-def _supervise(options: ServerOptions, parent: int | None) -> int:
-    """Serve until SIGTERM, Ctrl-C, or the parent's end; a server that crashed starts again.
-
-    After a restart it serves the checkpoint's weights, under the version ``default``: who sent it newer ones
-    has to send them again.
-    """
+def _supervise(options: ServerOptions, pause: Callable[[], None], alone: bool) -> None:
     announcement: Path | None = None
-    server = ServerProcess(options)
-    if api_key() is None and not options.loopback_only:
-        _say(f"--host {options.host}: no key, so whoever reaches port {options.port} runs any code here")
-    before = signal.signal(signal.SIGTERM, _stop)
     try:
-        server.launch()
-        server.wait(lambda: _pause(parent))
-        print(f"vLLM is ready at {server.url}, its log is {options.log_file}", flush=True)
-        if options.announce is not None:
-            announcement = announce(options.announce, options.public_url)
-        _watch(server, parent)
-    except Stop:
-        return 0
-    finally:
-        # Nothing interrupts the end: what is left over would hold the port and the memory.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if announcement is not None:
-            announcement.unlink(missing_ok=True)
-        server.stop()
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, before)
+        server = ServerProcess(options)
+        if api_key() is None and not options.loopback_only:
+            _say(f"--host {options.host}: no key, so whoever reaches port {options.port} runs any code here")
+        try:
+            server.launch()
+            server.wait(pause)
+            print(f"vLLM is ready at {server.url}, its log is {options.log_file}", flush=True)
+            if options.announce is not None:
+                announcement = announce(options.announce, options.public_url)
+            _watch(server, pause)
+        finally:
+            if announcement is not None:
+                announcement.unlink(missing_ok=True)
+            server.stop()
+    except _Stop:
+        return
+    except (InputError, TrainingError) as error:
+        if not alone:
+            _say(f"GPU {','.join(options.gpus)}, port {options.port}: {error}")
+        raise
 
 
-def _watch(server: ServerProcess, parent: int | None) -> NoReturn:
+def _watch(server: ServerProcess, pause: Callable[[], None]) -> NoReturn:
     restarts: deque[float] = deque()
     while True:
-        _pause(parent)
+        pause()
         if server.alive:
             continue
         now = time.monotonic()
@@ -162,21 +146,10 @@ def _watch(server: ServerProcess, parent: int | None) -> NoReturn:
         _say(f"vLLM ended; restart {len(restarts)}, of at most {MAX_RESTARTS} in {RESTART_WINDOW / 60:g} min")
         server.launch()
         try:
-            server.wait(lambda: _pause(parent))
+            server.wait(pause)
             print(f"vLLM is ready again at {server.url}, with the checkpoint's weights", flush=True)
         except TrainingError:
             server.stop()  # one that hangs is one that crashed
-
-
-def _pause(parent: int | None) -> None:
-    """Wait between two looks; raises Stop if the parent is gone."""
-    if parent is not None and os.getppid() != parent:
-        raise Stop
-    time.sleep(_POLL_SECONDS)
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise Stop
 
 
 def _say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""What runs inside vLLM: ways to take new weights while it serves, checksums of what it has, a guard.
+"""The code that runs inside vLLM: new weights while it serves, checksums of what it has, a guard.
 
 Of this package it imports ``errors`` and ``rollout``'s ``common``, ``links`` and ``checksum``: torch only.
 

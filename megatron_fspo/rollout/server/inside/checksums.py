@@ -53,7 +53,7 @@ def _packed(layer: Any) -> Tensor:
     sizes = ("input_size_per_partition", "input_size", "embedding_dim")
     inputs = next(getattr(layer, name) for name in sizes if hasattr(layer, name))
     units = torch.eye(inputs, dtype=layer.weight.dtype)
-    return torch.cat([layer.cpu_linear(rows, layer.weight, None) for rows in units.split(_ROWS)]).t()
+    return torch.cat([layer.cpu_linear(rows, layer.weight, None) for rows in torch.split(units, _ROWS)]).t()
 
 
 def _pieces(
@@ -65,7 +65,7 @@ def _pieces(
     modules = fused.get(module, ())
     sizes = getattr(layer, "output_partition_sizes", ())
     if len(modules) == len(sizes) > 0 and tensor.shape[0] == sum(sizes):
-        for one, piece in zip(modules, tensor.split(sizes), strict=True):
+        for one, piece in zip(modules, torch.split(tensor, list(sizes)), strict=True):
             yield f"{path}.{one}.{key}"[1:], piece
     else:
         yield name, tensor

@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from megatron_fspo.rollout.links import Join, Receiver, join_gloo, join_nccl
+from megatron_fspo.rollout.links import Receiver, join_gloo, join_nccl
 
 
 class _CheckpointTransfer(WeightTransferEngine):
@@ -77,7 +77,7 @@ def repack(model: torch.nn.Module) -> int:
     weights, and answer as if nothing were wrong.
     """
     count = 0
-    module: Any  # one of vLLM's layers
+    module: Any
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and weight is not None and weight.numel():
@@ -88,7 +88,7 @@ def repack(model: torch.nn.Module) -> int:
 
 @dataclass
 class BroadcastInit(WeightTransferInitInfo):
-    """Where the ranks of the transfer meet. Rank 0 is the trainer."""
+    """The address at which the ranks of the transfer meet. Rank 0 is the trainer."""
 
     master_address: str
     master_port: int
@@ -107,19 +107,19 @@ class BroadcastUpdate(WeightTransferUpdateInfo):
     shapes: list[list[int]]
 
 
-class _BroadcastTransfer(_CheckpointTransfer):
-    """Broadcasts in a group of the trainer's first rank and all workers."""
+class GlooTransfer(_CheckpointTransfer):
+    """Broadcasts through the CPU and TCP, in a group of the trainer's first rank and all workers."""
 
     init_info_cls = BroadcastInit
     update_info_cls = BroadcastUpdate
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._receiver = Receiver(*self.link())
+        self._receiver = self.receiver()
 
-    def link(self) -> tuple[Join, torch.device]:
-        """What makes the group, and where its tensors arrive: all that the kinds differ in."""
-        raise NotImplementedError
+    def receiver(self) -> Receiver:
+        """All that the kinds of broadcast differ in."""
+        return Receiver(join_gloo, torch.device("cpu"))
 
     def init_transfer_engine(self, init_info: BroadcastInit) -> None:
         parallel = self.parallel_config
@@ -140,18 +140,11 @@ class _BroadcastTransfer(_CheckpointTransfer):
         self._receiver.close()
 
 
-class GlooTransfer(_BroadcastTransfer):
-    """Through the CPU and TCP: works everywhere."""
+class NCCLTransfer(GlooTransfer):
+    """Broadcasts from GPU to GPU."""
 
-    def link(self) -> tuple[Join, torch.device]:
-        return join_gloo, torch.device("cpu")
-
-
-class NCCLTransfer(_BroadcastTransfer):
-    """From GPU to GPU."""
-
-    def link(self) -> tuple[Join, torch.device]:
-        return join_nccl, self.device
+    def receiver(self) -> Receiver:
+        return Receiver(join_nccl, self.device)
 
 
 @dataclass
@@ -167,7 +160,7 @@ class DiskUpdate(WeightTransferUpdateInfo):
 
 
 class DiskTransfer(_CheckpointTransfer):
-    """From files on a disk that trainer and server share."""
+    """Reads files on a disk that trainer and server share."""
 
     init_info_cls = DiskInit
     update_info_cls = DiskUpdate

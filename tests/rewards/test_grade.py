@@ -13,15 +13,23 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fspo.rewards import Failure, judge
+from megatron_fspo.rewards import Failure, Reward
+from megatron_fspo.rewards.grade import GradeRequest, called
 from megatron_fspo.types import Completion, Prompt
 
 PROMPT = Prompt(index=7, token_ids=(10, 3), text="^3=", answer="3")
 COMPLETION = Completion(token_ids=(4, 12), log_probs=(-0.1, -0.2), finish_reason="stop", weight_version=5)
 
 
+def number_of(reward: Reward) -> float | Failure:
+    """What comes of a reward's call."""
+    request = GradeRequest(PROMPT, COMPLETION, "4")
+    value = called(reward, request)
+    return value if isinstance(value, Failure) else request.number(value)
+
+
 def returned(value: Any) -> float | Failure:
-    return judge(lambda prompt, completion, response: value, PROMPT, COMPLETION, "4")
+    return number_of(lambda prompt, completion, response: value)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +85,7 @@ def test_what_is_finite_and_too_large_is_a_failure(value: Any) -> None:
 def test_an_exception_is_told_with_its_place_and_the_response(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tmp_path / "mine_for_verdict.py"
+    source = tmp_path / "mine_for_grade.py"
     source.write_text(
         "def reward(prompt, completion, response):\n"
         "    return parsed(response)\n"
@@ -85,10 +93,10 @@ def test_an_exception_is_told_with_its_place_and_the_response(
         "    raise ValueError('no answer\\nin sight')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    import mine_for_verdict  # type: ignore[import-not-found]
+    import mine_for_grade  # type: ignore[import-not-found]
 
-    monkeypatch.delitem(sys.modules, "mine_for_verdict")
-    found = judge(mine_for_verdict.reward, PROMPT, COMPLETION, "4")
+    monkeypatch.delitem(sys.modules, "mine_for_grade")
+    found = number_of(mine_for_grade.reward)
     assert isinstance(found, Failure)
     assert found.problem == f"raised ValueError: no answer in sight ({source}:4)"
     evidence = json.loads(json.dumps(found.evidence()))
@@ -109,20 +117,20 @@ def test_an_exception_is_told_with_its_place_and_the_response(
 
 def test_a_reward_of_other_arguments_and_one_that_exits_are_failures_too() -> None:
     wrong: Any = lambda prompt: 1.0  # noqa: E731
-    found = judge(wrong, PROMPT, COMPLETION, "4")
+    found = number_of(wrong)
     assert isinstance(found, Failure) and "takes 1 positional argument but 3 were given" in found.problem
     assert ".py:" not in found.problem  # ours is no place to look
 
     def leaves(prompt: Prompt, completion: Completion, response: str) -> float:
         sys.exit(0)
 
-    found = judge(leaves, PROMPT, COMPLETION, "4")
+    found = number_of(leaves)
     assert isinstance(found, Failure) and found.problem.startswith("raised SystemExit: 0 (")
 
 
-def test_ctrl_c_is_no_verdict() -> None:
+def test_ctrl_c_is_no_grade() -> None:
     def interrupted(prompt: Prompt, completion: Completion, response: str) -> float:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        judge(interrupted, PROMPT, COMPLETION, "4")
+        number_of(interrupted)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import sys
 from typing import Any
 
 import pytest
 
+from launch import REPO
 from megatron_fspo.errors import InputError
 from megatron_fspo.rollout.server.inside import require_key
 from megatron_fspo.rollout.server.inside.require_key import RequireKey
+from test_layering import imports, read_package
 
 KEY = "a-secret+of/32~letters.and_digits="
 RIGHT = (b"authorization", f"Bearer {KEY}".encode())
@@ -84,15 +87,11 @@ def test_with_the_key(scheme: bytes) -> None:
 
 
 def test_health_alone_is_open() -> None:
-    assert ask("/health") == (True, [])
+    assert ask("/health") == ask("", kind="lifespan") == (True, [])
     assert not ask("/health", method="POST")[0]
     assert not ask("/health", kind="websocket")[0]
     for path in ("/health/", "//health", "/health/../pause", "/x/health", "/Health", "", "/", "/ping"):
         assert not ask(path)[0], path
-
-
-def test_the_start_of_the_application_needs_no_key() -> None:
-    assert ask("", kind="lifespan") == (True, [])
 
 
 def test_no_server_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,3 +116,19 @@ def test_the_time_of_the_comparison_says_nothing(monkeypatch: pytest.MonkeyPatch
         assert ask("/pause", (b"authorization", f"Bearer {given}".encode()))[0] == (given == KEY)
     assert len(compared) == 3
     assert {len(digest) for pair in compared for digest in pair} == {32}
+
+
+def test_what_runs_inside_vllm_is_little_of_this_package() -> None:
+    """vLLM's environment has it without its dependencies."""
+    modules = read_package(REPO)
+    reached = {name for name in modules if name.startswith("megatron_fspo.rollout.server.inside.")}
+    packages: set[str] = set()
+    todo = [*reached]
+    while todo:
+        targets = set(imports(modules[todo.pop()], modules))
+        packages |= {target.partition(".")[0] for target in targets - modules.keys()}
+        todo += targets & modules.keys() - reached
+        reached |= targets & modules.keys()
+    others = {name.removeprefix("megatron_fspo.") for name in reached if ".inside." not in name}
+    assert others == {"errors", "rollout.checksum", "rollout.common", "rollout.links"}
+    assert packages - sys.stdlib_module_names == {"torch", "safetensors", "vllm"}

@@ -1,0 +1,64 @@
+"""Tier 2 of ``math``, in a worker process: math-verify, warmed up by the import of this module."""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+from math_verify import parse, verify
+
+_EXAMPLES = (
+    ("\\frac{1}{2}+\\sqrt{2}", "2^{1/3}"),
+    ("[0,1)", "\\{1,2\\}"),
+    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\begin{pmatrix}1&2\\\\3&5\\end{pmatrix}"),
+    ("\\sin(2x)", "2\\sin(x)\\cos(x)"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("x<1", "(-\\infty,1)\\cup(2,3)"),
+    ("y=2x+1", "2x+1"),
+    ("5\\text{ cm}", "50\\%"),
+)
+
+
+def compare(gold: str, answer: str) -> tuple[bool, bool]:
+    """Return whether math-verify takes ``answer`` for ``gold``, and whether it could read ``answer``.
+
+    The order matters: it is not symmetric (docs/rewards.md). Its own time limits are off, as the pool's
+    replaces them: they are alarms of the main thread that code in C does not hear.
+    """
+    if _is_word(gold) and _is_word(answer):
+        # Else each letter is a factor, and "Friday" is "Fridya".
+        gold, answer = rf"\text{{{gold}}}", rf"\text{{{answer}}}"
+    parsed = _parsed(answer)
+    readable = any(not isinstance(one, str) for one in parsed)
+    return bool(verify(_parsed_reference(gold), parsed, timeout_seconds=None)), readable
+
+
+def _is_word(answer: str) -> bool:
+    """Return whether this is text, as far as a look tells: a short word alone is a product (``xy``)."""
+    return re.fullmatch(r"[A-Za-z]{4,}|[A-Za-z]{2,}(?:[ '-][A-Za-z]{2,})+", answer) is not None
+
+
+def _parsed(answer: str) -> list[Any]:
+    has_marks = "\\boxed" in answer or re.search(r"(?<!\\)\$", answer)
+    whole = answer if has_marks else f"\\boxed{{{_respelt(answer)}}}"
+    parsed: list[Any] = parse(whole, parsing_timeout=None)
+    return parsed
+
+
+_parsed_reference = lru_cache(maxsize=64)(_parsed)
+
+
+def _respelt(answer: str) -> str:
+    """Write ``1.5e3`` and ``2 1/2`` as LaTeX: math-verify takes e for Euler's number, and forgets the 2."""
+    answer = re.sub(
+        r"(?<![\w.])(\d+\.?\d*)[eE]([-+]?\d+)(?![\w.])", r"\1 \\times 10^{\2}", answer, flags=re.ASCII
+    )
+    return re.sub(r"(?<![\w./])(\d+) +(\d+)/(\d+)(?![\w./])", r"\1\\frac{\2}{\3}", answer, flags=re.ASCII)
+
+
+# Its parser and sympy build tables on their first tasks, which takes half a second of a task's time.
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+for _gold, _answer in _EXAMPLES:
+    compare(_gold, _answer)
