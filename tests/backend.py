@@ -14,15 +14,15 @@ from megatron_fspo.config import Parallel
 BACKEND: Literal["cpu", "cuda"] = "cuda" if os.environ.get("TEST_BACKEND") == "cuda" else "cpu"
 LAYERS: Literal["auto", "local"] = "local" if os.environ.get("TEST_LAYERS") == "local" else "auto"
 ENGINE = BACKEND == "cuda" and LAYERS == "auto"
-"""Whether layers are Transformer Engine's."""
+"""True if layers are Transformer Engine's."""
 FAKE = "fake_gpu" in sys.modules
-"""Whether the GPU is the fake one of tests/te/fake."""
+"""True if the GPU is the fake one of tests/te/fake."""
 RANKS = torch.cuda.device_count() if BACKEND == "cuda" and not FAKE else 8
 """The most that a test may start: NCCL wants a GPU for each."""
 
 
 def supported(layouts: dict[str, Parallel], but: Sequence[str] = ()) -> dict[str, Parallel]:
-    """Those that the backend has: in float32 Transformer Engine has no attention under context parallel.
+    """Layouts that the backend has: in float32 Transformer Engine has no attention under context parallel.
 
     Args:
         but: names of others that layers of Transformer Engine leave out for the sake of time.

@@ -1,4 +1,4 @@
-"""Whether a command of the pages is one: its program, options, files and keys, without running it."""
+"""Checks a command of the pages without running it: its program, options, files and keys."""
 
 from __future__ import annotations
 
@@ -32,33 +32,13 @@ YOURS = {
     "math500.jsonl": "examples/make_sum/train.jsonl",
     "aime.jsonl": "examples/make_sum/validation.jsonl",
 }
-"""What a page takes to be there, and a file of the same kind that is."""
-NOT_OURS = (
-    *(
-        "runs/",
-        "/",
-        "Qwen3-8B",
-        "REAL",
-        "OUT",
-        "FOLDER",
-        "FILE",
-        "DIR",
-        "dapo-math-17k.parquet",
-        "test.jsonl",
-    ),
-    *(
-        "amc23.parquet",
-        "aime24.parquet",
-        "aime25.jsonl",
-        "evaluations/",
-        "servers",
-        "sweep.toml",
-        "http://",
-        "tests:",
-    ),
-    *("benchmarks/results/gpu-NAME.md", "megatron_fspo.adapters", ".venv", "fspo-"),
+"""File that a page takes to be there → a file of the same kind that is there."""
+NOT_OURS = tuple(
+    "runs/ build/ / Qwen3-8B REAL OUT FOLDER FILE DIR dapo-math-17k.parquet test.jsonl amc23.parquet "
+    "aime24.parquet aime25.jsonl evaluations/ servers sweep.toml http:// tests: .venv fspo- "
+    "benchmarks/results/gpu-NAME.md megatron_fspo.adapters".split()
 )
-"""How the words begin that name what the reader has, or what another command on the page makes."""
+"""First letters of words that name what the reader has, or what another command on the page makes."""
 _SECONDS = ("megatron.core", "transformers")
 """Not imported for a look at a script's arguments: they take seconds."""
 _MAKEFILE = (REPO / "Makefile").read_text(encoding="utf-8")
@@ -86,7 +66,7 @@ def check(command: Command) -> None:
 
 
 def _wrong(command: Command, message: str) -> BaseException:
-    """What a parser complains of, unless it is of words that the page leaves out."""
+    """The exception for a parser's complaint; none of words that the page leaves out."""
     left_out = command.elided and re.search("required|expected (one|at least one) arg", message)
     return Legal() if left_out else AssertionError(message)
 

@@ -13,7 +13,7 @@ ROW = re.compile(r"^\| `([^`]+)` \|(.*)\|$", flags=re.MULTILINE)
 
 
 def names_of_page() -> list[str]:
-    """As they stand there: ``<…>`` in a name is a place for a word."""
+    """Names as the page has them; ``<…>`` in a name stands for a word."""
     return [name for name, _ in ROW.findall(PAGE.read_text(encoding="utf-8"))]
 
 
@@ -25,7 +25,7 @@ def patterns() -> dict[str, re.Pattern[str]]:
 
 
 def unknown(names: Iterable[str]) -> list[str]:
-    """Those that the page does not have; ``step`` is no metric."""
+    """The names that the page does not have; ``step`` is no metric."""
     known = list(patterns().values())
     return [
         name for name in names if name != "step" and not any(pattern.fullmatch(name) for pattern in known)

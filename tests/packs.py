@@ -12,7 +12,7 @@ from megatron_fspo.types import Sample
 
 
 def sequences_of(samples: Sequence[Sample]) -> Sequences:
-    """All of them."""
+    """All samples as the trainer's sequences."""
     return Sequences.of(
         prompts=[s.prompt.token_ids for s in samples],
         responses=[s.completion.token_ids for s in samples],

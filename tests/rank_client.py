@@ -109,7 +109,7 @@ def run_forked(
 
 
 def _place(rank: int, nproc: int, port: int) -> dict[str, str]:
-    """What torchrun has in the environment of a rank."""
+    """Variables that torchrun sets for a rank."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
@@ -117,7 +117,7 @@ def _place(rank: int, nproc: int, port: int) -> dict[str, str]:
 
 
 def _wait(ranks: Mapping[int, Server], timeout: float) -> bool:
-    """Whether a rank failed: the others are then asked to end."""
+    """Wait for all ranks; True if one failed, upon which the others are asked to end."""
     deadline, failed = time.monotonic() + timeout, False
     while left := [pid for pid, server in ranks.items() if pid not in server.ended]:
         if not failed and any(server.ended.get(pid) for pid, server in ranks.items()):

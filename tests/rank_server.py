@@ -44,7 +44,7 @@ def say(**words: Any) -> None:
 
 
 def start(request: dict[str, Any], living: set[int]) -> list[str] | None:
-    """In the new rank, the program to run; here, None once the process id is told."""
+    """Fork a rank; returns its program in the new process, and None in this one once its id is told."""
     pid = os.fork()
     # Of its own group, in both processes: whichever comes first.
     os.setpgid(pid, pid)
@@ -88,7 +88,7 @@ def next_rank(living: set[int]) -> list[str]:
 
 
 def run(program: list[str]) -> None:
-    """As ``python program...`` does."""
+    """Run the program as ``python program...`` does."""
     paths = os.environ["PYTHONPATH"].split(os.pathsep)
     kept = [path for path in sys.path[1:] if path not in paths]
     if program[0] == "-m":

@@ -20,7 +20,7 @@ _INLINE = re.compile(rf"`({_PROGRAMS} [^`\n]+)`")
 _SPLIT = {";", "&", "&&", "|", "||", "do", "done"}
 
 ELIDED = "…"
-"""In a command, words that the page leaves out; also ``...`` and ``<what you have>``."""
+"""Stands in a command for words that the page leaves out; also ``...`` and ``<what you have>``."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Command:
     variables: dict[str, str] = field(hash=False)
     """Assignments before the program."""
     inline: bool = False
-    """In running text, where it may be no more than a name."""
+    """True in running text, where it may be no more than a name."""
 
     @property
     def text(self) -> str:
@@ -74,7 +74,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def commands_of(page: Path) -> list[Command]:
-    """Of its blocks, then those in its text. A variable that a block sets holds to the end of the page."""
+    """Commands in blocks, then those in text. A variable that a block sets holds to the end of the page."""
     found: list[Command] = []
     variables: dict[str, str] = {}
     for block in blocks_of(page):

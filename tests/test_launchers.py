@@ -1,4 +1,4 @@
-"""What starts torchrun gives ranks the time to save after SIGTERM: its own 30 s are less than many a step."""
+"""Launchers give ranks the time to save after SIGTERM: torchrun's own 30 s are less than many a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 class Started(BaseException):
-    """In place of this process becoming another."""
+    """Raised where this process would become another."""
 
 
 @pytest.mark.parametrize(("given", "seconds"), [(None, 1800), ("90", 90)])

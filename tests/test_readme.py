@@ -15,7 +15,7 @@ from snippets import PAGES
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Anchors of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -65,7 +65,7 @@ THEIRS = {"docs/coming_from.md", "docs/adapters.md"}
 
 
 def quoted(page: Path, pattern: str) -> list[str]:
-    """What stands between backticks and begins so, of our own."""
+    """Names of ours between backticks that match the pattern."""
     if str(page.relative_to(REPO)) in THEIRS:
         return []
     return re.findall(rf"`({pattern})(?![\w./<{{…*])", page.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
 """Every fenced block and every command of the pages is run, or it is said here which test does, or why none.
 
 Python and TOML are run and read as they stand. A command's program, options, files and keys are checked
-(tests/command_check.py); then it is in one of three tables: ``HERE``, ``RUN_BY`` and ``NOT_RUN``. A block or
-command that is in none fails. Blocks of ``text`` are what is printed or drawn.
+(tests/command_check.py); then it is in ``HERE``, or in ``NOT_RUN``, or a test names its subcommand or file.
+Blocks of ``text`` are what is printed or drawn.
 """
 
 from __future__ import annotations
@@ -39,98 +39,15 @@ HERE = (
 )
 """Run by this file, in less than a second each."""
 
-RUN_BY = {
-    r"make demo( DEMO_ARGS=.*)?$": ".ci/run",
-    r"make (test|test-te|test-adapters|lint)( PYTEST_ARGS=-m 'not slow')?$": ".ci/run",
-    r"make test-fast$": "tests/test_fast_lane.py::test_the_makefile_leaves_out_what_is_left_out_here",
-    r"make docs$|python docs/make_": (
-        "tests/test_made_docs.py::test_a_page_made_from_code_is_what_the_code_says"
-    ),
-    r"(make test PYTEST_ARGS=|pytest )": ".ci/run",
-    r"megatron-fspo train .*--check$": "tests/test_cli_input.py::test_check_says_that_all_is_fine",
-    r"(megatron-fspo|(python|torchrun .*) -m megatron_fspo) train|(python|torchrun .*) -m megatron_fspo$": (
-        "tests/trainer/test_runs.py::test_a_run_leaves_what_the_readme_says"
-    ),
-    r".*bash examples/run_fspo_qwen3_8b.sh --smoke|torchrun .*run_fspo_qwen3_8b.sh": (
-        "tests/trainer/test_runs.py::test_the_launch_script_smokes"
-    ),
-    r".*bash examples/run_fspo_qwen3_8b.sh": "tests/test_launchers.py::test_the_script",
-    r"bash examples/run_fspo_qwen3_1_7b.sh": (
-        "tests/test_launchers.py::test_the_other_models_script_is_the_first_ones"
-    ),
-    r".*sbatch ": "tests/examples/test_slurm.py::test_where_the_servers_are",
-    r"(megatron-fspo|torchrun .*) verify .*run.toml": (
-        "tests/verify/test_command.py::test_a_runs_own_layout_and_loss"
-    ),
-    r"(megatron-fspo|torchrun .*) calibrate": (
-        "tests/calibrate/test_calibrate_runs.py::test_the_passes_of_a_run_are_compared"
-    ),
-    r"(megatron-fspo|torchrun .*) evaluate": (
-        "tests/evaluation/test_evaluate.py::test_killed_and_resumed_it_is_the_same"
-    ),
-    r"megatron-fspo explain": "tests/explain/test_explain_command.py::test_text_and_json",
-    r"megatron-fspo sweep": (
-        "tests/sweep/test_sweep_runs.py::test_runs_are_matched_made_once_and_one_that_fails_stops_no_other"
-    ),
-    r"megatron-fspo status": "tests/trainer/test_status.py::test_a_run_under_way_and_at_its_end",
-    r"megatron-fspo report": "tests/trainer/test_report.py::test_runs_that_ended_early",
-    r"megatron-fspo plan": "tests/plan/test_plan_command.py::test_shipped_configurations_of_8b_fit_80_gb",
-    r"megatron-fspo data check": "tests/data/test_check.py::test_the_files_of_a_run_in_tokens",
-    r"(\w+=\S+ )?megatron-fspo serve": "tests/test_serve.py::test_flags_and_environment",
-    r"megatron-fspo doctor verl": (
-        "tests/adapters/test_verl_adapter.py::test_the_entry_point_is_what_registers_it"
-    ),
-    r"megatron-fspo doctor": "tests/test_doctor.py::test_what_is_missing_is_named",
-    r"python tools/convert": "tests/tools/test_tools.py::test_there_and_back_again",
-    r"python tools/verify_checkpoint": (
-        "tests/tools/test_tools.py::test_log_probs_of_transformers_and_of_a_layout_are_compared"
-    ),
-    r"python examples/qwen3_8b/prepare.py": (
-        "tests/examples/test_qwen3_8b.py::test_what_is_left_of_the_public_files"
-    ),
-    r"python examples/make_sum/make_checkpoint.py": (
-        "tests/examples/test_make_sum.py::test_shipped_files_are_what_the_script_writes"
-    ),
-    r"torchrun .*examples/plugin_only": (
-        "tests/examples/test_plugin_only.py::test_it_learns_under_model_parallelism"
-    ),
-    r"python examples/in_tinker": "tests/adapters/test_adapters_loss.py::test_the_example_of_tinker_learns",
-    r".*python examples/in_trl": "tests/adapters/test_trl_adapter.py::test_a_real_run_learns",
-    r"python examples/explain/dump_trl": (
-        "tests/adapters/test_trl_explain.py::test_figures_of_the_dump_are_those_logged"
-    ),
-    r"actor_rollout_ref": "tests/adapters/test_verl_keys.py::test_keys_are_in_the_configuration",
-    r"python examples/in_skyrl": (
-        "tests/adapters/test_skyrl_adapter.py::test_the_gradient_is_that_of_the_definition"
-    ),
-    r"--[a-z-]+ \S+$": (
-        "tests/adapters/test_slimes_loss.py::test_every_layout_has_the_gradient_of_the_definition"
-    ),
-    r"(\w+=\S+ )*(python|torchrun .*) ?benchmarks/": (
-        "tests/test_benchmarks_start.py::test_it_starts_from_the_root"
-    ),
-    r".*python tests/trainer/kill_runs.py": (
-        "tests/trainer/test_runs.py::test_killed_and_resumed_is_the_uninterrupted_run"
-    ),
-}
-"""The test that runs such a command, perhaps smaller or with other words; ``.ci/run`` is what CI runs."""
+IGNORED = {"test_snippets.py", "snippets.py", "command_check.py"}
 
 NOT_RUN = {
-    r"git clone|cd |\. \.venv|export |pip install|make help$|touch |sha256sum ": (
-        "the shell's, git's and pip's"
-    ),
-    r"make (real|demo-vllm|bench|evidence|verify|vllm .*|\.venv-trl/.ready)$|make real ": (
-        "minutes, or downloads: by hand"
-    ),
+    r"git |cd |\. |export |pip |make help|touch |sha256sum |kubectl ": "not ours to test",
+    r"torchrun --(max-restarts|shutdown-timeout)|--[a-z-]+ \S+$|actor_rollout_ref": "named in passing",
+    r"make (real|demo-vllm|bench|evidence|verify|vllm|\.venv-trl/.ready)\b": "minutes, or downloads: by hand",
     r"make test-(gpu|py312|adapters-py312)": "a GPU, or another Python: by hand",
-    r"megatron-fspo verify": "eight ranks and 38 layouts: by hand; the suite has those of two and four",
-    r"torchrun --(max-restarts|shutdown-timeout)": "options of torchrun's, named in passing",
-    r"examples/smollm2/run.sh|python examples/smollm2/check_greedy.py": (
-        "half an hour: by hand, as `make real`"
-    ),
-    r".*python tests/cluster/survive.py": "hours, as root",
-    r"python tests/goldens.py ": "a minute, by hand, before and after a change of structure",
-    r"kubectl ": "no cluster: tests/examples/test_kubernetes.py checks the file",
+    r"examples/smollm2/run.sh|python examples/smollm2/check_greedy.py": "half an hour, as `make real`",
+    r".*python tests/(cluster/survive|goldens).py": "minutes to hours: by hand",
 }
 """Why no test runs it."""
 
@@ -156,34 +73,43 @@ def test_every_block_has_a_class() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
-def test_programs_options_files_and_keys_are_there(
-    page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_options_files_and_keys_are_there(page: Path) -> None:
     for command in commands_of(page):
         command_check.check(command)
 
 
 def table_of(command: Command) -> list[str]:
     """The first pattern that holds for it, if there is one."""
-    return [pattern for pattern in (*HERE, *RUN_BY, *NOT_RUN) if re.match(pattern, command.text)][:1]
+    return [pattern for pattern in (*HERE, *NOT_RUN) if re.match(pattern, command.text)][:1]
+
+
+@cache
+def words_of_tests() -> str:
+    """The text of all tests but this one, and of what CI runs."""
+    paths = [path for path in (REPO / "tests").rglob("*.py") if path.name not in IGNORED]
+    return "\n".join(path.read_text(encoding="utf-8") for path in [*paths, REPO / ".ci/run"])
+
+
+def is_run_by_a_test(command: Command) -> bool:
+    """True if a test names the subcommand or the file that is started; all benchmarks share a test."""
+    words = list(command.given)
+    if "megatron_fspo" in words:
+        words = ["megatron-fspo", *words[words.index("megatron_fspo") + 1 :]]
+    if words[0] == "pytest" or (words[0] == "megatron-fspo" and words[1:2] == []):
+        return True
+    if words[0] == "make":
+        return re.search(rf"make {words[1]}(?![\w-])", words_of_tests()) is not None
+    if words[0] == "megatron-fspo":
+        return f'"{words[1]}"' in words_of_tests()
+    file = next((word for word in words if word.endswith((".py", ".sh", ".sbatch"))), "")
+    return file.startswith("benchmarks/") or (bool(file) and Path(file).stem in words_of_tests())
 
 
 def test_every_command_is_run_or_it_is_said_why_not() -> None:
-    found = {command: table_of(command) for command in commands()}
-    assert [f"{command.where}: {command.text}" for command, pattern in found.items() if not pattern] == []
-    used = {pattern for patterns in found.values() for pattern in patterns}
-    assert {*HERE, *RUN_BY, *NOT_RUN} - used == set(), "patterns that no command needs"
-
-
-@pytest.mark.parametrize("test", sorted(set(RUN_BY.values())))
-def test_the_tests_of_the_table_are_there(test: str) -> None:
-    path, _, name = test.partition("::")
-    assert (REPO / path).is_file()
-    tree = (
-        ast.parse((REPO / path).read_text(encoding="utf-8")) if path.endswith(".py") else ast.Module([], [])
-    )
-    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    assert path == ".ci/run" or name in names
+    tables = {command: table_of(command) for command in commands()}
+    missing = [command for command, table in tables.items() if not table and not is_run_by_a_test(command)]
+    assert [f"{command.where}: {command.text}" for command in missing] == []
+    assert {*HERE, *NOT_RUN} == {pattern for table in tables.values() for pattern in table}
 
 
 def test_text_hides_no_command() -> None:
@@ -265,47 +191,34 @@ def part_of_the_table(block: Block, _: Path) -> None:
 
 
 def names_of_the_adapter(block: Block, _: Path) -> None:
-    """Where the trainer is, its own tests import and run it (tests/adapters)."""
+    """Check the imported names; where the trainer is installed, tests/adapters runs the code."""
     for module, names in re.findall(r"from (megatron_fspo[\w.]+) import ([\w, ]+)", block.text):
         path = REPO / f"{module.replace('.', '/')}.py"
         for name in names.split(","):
             assert re.search(rf"^(class|def) {name.strip()}\b", path.read_text(encoding="utf-8"), re.M)
 
 
-PYTHON: dict[tuple[str, int], Callable[[Block, Path], None]] = {
-    ("README.md", 0): library,
-    ("docs/adding_a_model.md", 0): part_of_the_table,
-    ("docs/choosing_c.md", 0): calibrated,
-    ("docs/rewards.md", 0): own_rewards,
-    ("docs/rewards.md", 1): gym,
-    ("examples/in_tinker/README.md", 0): names_of_the_adapter,
-    ("examples/in_trl/README.md", 0): names_of_the_adapter,
+PYTHON: dict[str, list[Callable[[Block, Path], None]]] = {
+    "README.md": [library],
+    "docs/adding_a_model.md": [part_of_the_table],
+    "docs/choosing_c.md": [calibrated],
+    "docs/rewards.md": [own_rewards, gym],
+    "examples/in_tinker/README.md": [names_of_the_adapter],
+    "examples/in_trl/README.md": [names_of_the_adapter],
 }
-"""Page and number of the block → what runs it, in an empty folder."""
+"""Page → what runs its blocks, each in an empty folder."""
 
 
-def test_every_python_block_is_run() -> None:
-    found = [(block.page, blocks_on(block).index(block)) for block in blocks("python")]
-    assert sorted(found) == sorted(PYTHON)
-
-
-def blocks_on(block: Block) -> list[Block]:
-    return [other for other in blocks("python") if other.page == block.page]
-
-
-@pytest.mark.parametrize(
-    ("place", "run"), PYTHON.items(), ids=lambda part: getattr(part, "__name__", None) or str(part)
-)
-def test_python_runs(
-    place: tuple[str, int],
-    run: Callable[[Block, Path], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    page, number = place
-    monkeypatch.chdir(tmp_path)
+def test_every_python_block_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {block.page for block in blocks("python")} == set(PYTHON)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    run([block for block in blocks("python") if block.page == page][number], tmp_path)
+    for page, runners in PYTHON.items():
+        found = [block for block in blocks("python") if block.page == page]
+        for number, (block, run) in enumerate(zip(found, runners, strict=True)):
+            folder = tmp_path / page / str(number)
+            folder.mkdir(parents=True)
+            monkeypatch.chdir(folder)
+            run(block, folder)
 
 
 def test_json_is_what_the_verifier_over_http_is_sent() -> None:

@@ -71,7 +71,7 @@ class Nodes:
         self._undo.close()
 
     def address(self, name: str) -> str:
-        """Of a node, as all of them see it."""
+        """The address of a node, as all of them see it."""
         return f"10.77.0.{self._names.index(name) + 1}"
 
     def start(self, name: str, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
@@ -110,7 +110,7 @@ class Nodes:
 
 
 def environment_of_a_node(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of no launcher and no proxy: what a process on a node starts with."""
+    """The environment that a process on a node starts with: without a launcher's and a proxy's variables."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {
         key: value

@@ -176,7 +176,7 @@ class Job:
         return self.field("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
     def start_again(self) -> None:
-        """As soon as it is requeued; Slurm itself waits two minutes."""
+        """Start the job as soon as it is requeued; Slurm itself waits two minutes."""
         wait_for(lambda: self.field("Restarts") == "1" or self.ended, 180, f"{self.name} to be requeued")
         wait_for(lambda: self.field("JobState") == "PENDING", 60, f"{self.name} to be pending")
         ask("scontrol", "update", f"JobId={self.id}", "StartTime=now")

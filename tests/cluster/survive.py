@@ -66,13 +66,13 @@ class Incident:
     line: str = ""
     """The first that the job said of it; a rank that torchrun starts again needs none."""
     seconds: float = 0.0
-    """Until the line, or the next step where there is none."""
+    """Seconds until the line, or the next step where there is none."""
     went_on: float = 0.0
     """Seconds until the next step."""
     started_again: int = 0
     """Agents that had ended, and that the scheduler of a cluster would start again."""
     wrong: list[str] = field(default_factory=list)
-    """In what its run differs from the undisturbed one."""
+    """Differences of its run from the undisturbed one."""
     seed: int = 0
 
 
@@ -101,11 +101,11 @@ class Job:
             )
 
     def log(self, node: str) -> Path:
-        """Of all agents of a node, outside the storage that may be taken away."""
+        """The log of all agents of a node, outside the storage that may be taken away."""
         return self.folder.parent / f"{self.name}.{node}.log"
 
     def start_ended(self) -> int:
-        """As a scheduler does; returns how many had to be."""
+        """Start agents that have ended, as a scheduler does; returns how many."""
         ended = [node for node, agent in self.agents.items() if agent.poll() not in (None, 0)]
         for node in ended:
             self.start(node)
@@ -128,7 +128,7 @@ class Job:
 
     @property
     def at_its_end(self) -> bool:
-        """Whether the run is done, and only processes are left to end."""
+        """True if the run is done, and only processes are left to end."""
         return self.done or "done. The run is in" in self.log(TRAINERS[0]).read_text(errors="replace")
 
     @property
@@ -136,11 +136,11 @@ class Job:
         return max((row["step"] for row in rows(self.folder, self.name)), default=0)
 
     def said(self) -> dict[Path, int]:
-        """How long the logs are."""
+        """Lengths of the logs in bytes."""
         return {log: log.stat().st_size for log in map(self.log, TRAINERS)}
 
     def since(self, before: dict[Path, int]) -> str:
-        """What the logs say since they had these lengths."""
+        """The text of the logs since they had these lengths."""
         return "\n".join(log.read_bytes()[size:].decode(errors="replace") for log, size in before.items())
 
     def ranks(self, node: str) -> list[psutil.Process]:
@@ -208,7 +208,7 @@ def _remount(storage: Path, mode: str) -> None:
 
 
 def watch(job: Job, incident: Incident, before: dict[Path, int], undo: Undo) -> None:
-    """Until the job is at work again: bring back what it missed, and start what has ended.
+    """Wait until the job is at work again: bring back what it missed, and start what has ended.
 
     Raises:
         TimeoutError: it is not.
@@ -285,7 +285,7 @@ def undisturbed(nodes: Nodes, runs: Path, extra: tuple[str, ...]) -> tuple[Path,
 
 
 def survive(kind: str, args: argparse.Namespace, nodes: Nodes, folder: Path) -> None:
-    """So many incidents of a kind, over as many runs as it takes; those of a run are written when it is
+    """Cause so many incidents of a kind, over as many runs as it takes; those of a run are written when it is
     compared."""
     chance = random.Random(f"{args.seed} {kind}")
     with ExitStack() as stack:
@@ -326,7 +326,7 @@ def problems_of(found: Sequence[Incident]) -> list[str]:
 
 
 def row(kind: str, found: Sequence[Incident]) -> str:
-    """Of the table in docs/cluster.md."""
+    """A row of the table in docs/cluster.md."""
     alone = sum(not one.started_again for one in found)
     lines = sorted((one.line for one in found if one.line), key=len) or [""]
     cells = [

@@ -23,7 +23,7 @@ while socket.socket().connect_ex(("node-a", 29500)):
 
 
 def test_node_0_gone_while_nodes_meet(tmp_path: Path) -> None:
-    """Of three nodes two are there, so that they wait for the third."""
+    """Two of three nodes are there, so that they wait for the third."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with Nodes(["node-a", "node-b"], tmp_path / "hosts") as nodes:

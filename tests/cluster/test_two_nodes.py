@@ -15,7 +15,7 @@ from nodes import Nodes, environment_of_a_node, why_not
 from runs import numbers, rows
 from serving_node import serving_on
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
 
 SERVER = "vllm-0"
 

@@ -51,7 +51,7 @@ def test_lengths_vary_widely_for_one_prompt() -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """What two short runs of the script wrote, the second after other random numbers were drawn."""
+    """Folders that two short runs of the script wrote, the second after other random numbers were drawn."""
     folders = [tmp_path_factory.mktemp("made") for _ in range(2)]
     for seed, folder in enumerate(folders):
         torch.manual_seed(seed)

@@ -21,7 +21,7 @@ def train(nproc: int, *words: str) -> list[list[float]]:
 
 
 def test_what_it_prints_is_of_all_sequences() -> None:
-    """So that it does not depend on how many ranks share them, up to the last digit."""
+    """It does not depend on how many ranks share them, up to the last digit."""
     for two, four in zip(train(2), train(4), strict=True):
         assert four == pytest.approx(two, abs=2e-3)
 

@@ -45,31 +45,23 @@ def read(name: str) -> dict[str, Any]:
     return tomllib.loads((EXAMPLE / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_loss_files_change_the_loss_and_the_name_only(loss: str) -> None:
-    assert set(read(loss)) == {"run", "loss"} and set(read(loss)["run"]) == {"name"}
-    ours, other = config().model_dump(), config(loss).model_dump()
-    assert other.pop("loss")["name"] == loss == other["run"].pop("name")
-    assert ours.pop("loss")["name"] == "fspo" == ours["run"].pop("name")
-    assert ours == other
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_files_leave_the_method_as_it_is(layout: str) -> None:
+def test_files_of_a_loss_and_of_a_layout_change_nothing_else() -> None:
+    for loss in LOSSES:
+        assert set(read(loss)) == {"run", "loss"} and set(read(loss)["run"]) == {"name"}
+        assert config(loss).loss.name == config(loss).run.name == loss
     method = {"rollout.engine", "batch.max_tokens", "vllm.urls", "vllm.transfer", "vllm.colocated"}
-    changed = {f"{section}.{key}" for section, keys in read(layout).items() for key in keys}
-    assert {key for key in changed if not key.startswith("parallel.")} <= method
-    assert config(layout).rollout.engine == "vllm"
+    for layout in LAYOUTS:
+        changed = {f"{section}.{key}" for section, keys in read(layout).items() for key in keys}
+        assert {key for key in changed if not key.startswith("parallel.")} <= method
 
 
-@pytest.mark.parametrize(
-    ("loss", "layout", "precision"), [*product(("", *LOSSES), ("", *LAYOUTS), ("", "fp8"))]
-)
-def test_all_files_go_together(loss: str, layout: str, precision: str) -> None:
-    found = config(*filter(None, (loss, layout, precision)))
-    assert found.fp8.on == bool(precision) and found.loss.name == (loss or "fspo")
-    assert found.rollout.prompts * found.rollout.samples == 1024
-    assert 8 % found.parallel.model_size == 0, "a model is within a node"
+def test_all_files_go_together() -> None:
+    for loss, layout, precision in product(("", *LOSSES), ("", *LAYOUTS), ("", "fp8")):
+        found = config(*filter(None, (loss, layout, precision)))
+        assert found.fp8.on == bool(precision) and found.loss.name == (loss or "fspo")
+        assert found.rollout.engine == ("vllm" if layout else config().rollout.engine)
+        assert found.rollout.prompts * found.rollout.samples == 1024
+        assert 8 % found.parallel.model_size == 0, "a model is within a node"
 
 
 def test_the_other_model_changes_no_method() -> None:
@@ -227,20 +219,9 @@ def test_a_problem_that_cannot_be_evaluated_is_refused(
     assert "1 problems cannot be evaluated; 7 has the answer '\u2205'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "answer", ["34", "-3", "\\frac{1}{2}", "(-\\infty, 2]", "\\text{Evelyn}", "6\\pi", "x^2+1"]
-)
-def test_answers_of_the_public_sets_can_be_right(answer: str) -> None:
-    assert prepare.can_be_right(answer)
-
-
 def test_a_closing_sentence_is_no_overlap() -> None:
-    closing = (
-        "The answer is $\\frac{m}{n}$, where $m$ and $n$ are relatively prime positive integers. Find $m+n$."
-    )
+    closing = " The answer is $\\frac{m}{n}$, where $m$ and $n$ are relatively prime integers. Find $m+n$."
     one, other = prepare.Prepared(), prepare.Prepared()
-    one.kept = [{"prompt": f"Roll two dice until both show a six. {closing}", "id": "1", "answer": "1"}]
-    other.kept = [
-        {"prompt": f"A circle touches three sides of a square. {closing}", "id": "2", "answer": "1"}
-    ]
+    one.kept = [{"prompt": f"Roll two dice until both show a six.{closing}", "id": "1", "answer": "1"}]
+    other.kept = [{"prompt": f"A circle touches three sides of it.{closing}", "id": "2", "answer": "1"}]
     assert not prepare.without_overlap(one, {"aime24": other}) and len(one.kept) == 1

@@ -1,4 +1,4 @@
-"""What a machine must have for a test, the measurements, and the table at the end."""
+"""Fixtures: requirements of a test on the machine, the measurements, and the table at the end."""
 
 from __future__ import annotations
 

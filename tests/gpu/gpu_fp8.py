@@ -17,7 +17,7 @@ from megatron_fspo.mcore.fp8 import check_fp8, probe_fp8
 
 
 def quantizer(recipe: str) -> dict[str, Any]:
-    """How many values a kernel and :mod:`fp8_values` disagree on, by precision and factor of a product."""
+    """Count the values that a kernel and :mod:`fp8_values` disagree on, by precision and factor."""
     found: dict[str, Any] = {}
     for dtype in (torch.bfloat16, torch.float32):
         for weight in (False, True):

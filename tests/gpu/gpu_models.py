@@ -122,7 +122,7 @@ def update(policy: Policy, batches: Packs) -> tuple[float, float]:
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What it returns, and the seconds until the GPU was done with it."""
+    """Return the result, and the seconds until the GPU was done with it."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     found = work()

@@ -27,7 +27,7 @@ KIND = "gloo" if FAKE else "nccl"
 
 
 def digest(tensor: Tensor) -> int:
-    """Of the bytes."""
+    """Hash of the bytes."""
     return zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
 
 

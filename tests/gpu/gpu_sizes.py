@@ -1,4 +1,4 @@
-"""How large everything under tests/gpu is: on a GPU, and where the same code runs on a fake one."""
+"""Sizes of everything under tests/gpu: on a GPU, and where the same code runs on a fake one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Step:
     prompt: int
     response: int
     max_tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -66,10 +66,10 @@ class Decoding:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of every measurement."""
+    """Sizes of every measurement."""
 
     noise: Step
-    """Of FP8. Its other packs have half the tokens."""
+    """The measurement of FP8 noise. Its other packs have half the tokens."""
     quantized: tuple[int, int]
     """Rows and columns of the tensors that quantizers get."""
     ring: Step

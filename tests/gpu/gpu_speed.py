@@ -75,7 +75,7 @@ def step(recipe: str) -> dict[str, Any]:
 
 
 def _lent(policy: Policy) -> dict[str, Any]:
-    """All of the policy's memory, given to servers and taken back."""
+    """Give all of the policy's memory to servers and take it back."""
     offload = Offload(policy)
     weights = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()][:8]
     held = torch.cuda.memory_allocated()

@@ -15,7 +15,7 @@ class Row:
     what: str
     value: float | int | str
     beside: float | int | str = ""
-    """What it is compared with, and whose it is."""
+    """The value that it is compared with."""
     unit: str = ""
 
 

@@ -48,7 +48,7 @@ def _version(package: str) -> str:
 
 
 def measurements() -> dict[str, Callable[..., dict[str, Any]]]:
-    """By name. Megatron is imported here: after a process has said what is wrong with its machine."""
+    """The measurements by name. Megatron is imported once a process has said what its machine lacks."""
     import gpu_fp8
     import gpu_sending
     import gpu_speed

@@ -1,4 +1,4 @@
-"""What a training step of a model takes of a GPU, and how many layers fit."""
+"""GPU memory of a training step of a model, and how many layers fit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron_fspo.weights import Architecture
 
 _LEFT = 0.08
-"""Of the free memory: for what the allocator loses to fragments."""
+"""Share of the free memory that the allocator loses to fragments."""
 _WORKSPACE = 4 << 30
 """The head's block of logits and its gradients, products' workspaces, NCCL."""
 

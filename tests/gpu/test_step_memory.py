@@ -1,4 +1,4 @@
-"""What needs no GPU: how many layers fit one, and the table."""
+"""Tests that need no GPU: how many layers fit one, and the table."""
 
 from __future__ import annotations
 

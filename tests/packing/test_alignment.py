@@ -11,7 +11,7 @@ import torch
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.packing.batch import Sequences
-from megatron_fspo.packing.pack import pack
+from megatron_fspo.packing.pack import PackLayout, pack, plan_step
 from megatron_fspo.parallel.groups import ParallelGroups, pack_layout
 
 LENGTHS = [1, 2, 3, 15, 16, 17, 31, 33, 64, 97]
@@ -76,3 +76,9 @@ def test_rows_of_each_rank_and_of_each_tensor_rank_under_it(
         used = sum(int(batch.sample_index.numel()) for batch in batches[:1])
         assert used, "a pack of padding only"
     assert trained == LENGTHS
+
+
+def test_a_step_counts_the_sequences_of_all_ranks_and_no_empty_response() -> None:
+    plan, totals = plan_step([3, 3, 3, 3], [2, 0, 5, 1], PackLayout(data_size=2))
+    assert (totals.num_sequences, totals.num_tokens, totals.packed_tokens) == (3, 8, 8)
+    assert sorted(number for rank in plan for numbers in rank for number in numbers) == [0, 1, 2, 3]

@@ -65,12 +65,8 @@ ACTIVATIONS = {
     },
     2: {
         "tp2": wide(QWEN3, parallel={"tensor": 2}),
-        "tp2 sp recompute": wide(QWEN3, parallel={"tensor": 2, "sequence": True}, recompute=True),
         "tp2 sp": wide(QWEN3, parallel={"tensor": 2, "sequence": True}),
-        "pp2": wide(SMOLLM2, parallel={"pipeline": 2}, packs=3),
-        "pp2 recompute": wide(SMOLLM2, parallel={"pipeline": 2}, packs=3, recompute=True),
         "pp2 vpp2": wide(SMOLLM2, parallel={"pipeline": 2, "virtual_pipeline": 2}, packs=4),
-        "cp2": wide(SMOLLM2, parallel={"context": 2}),
         "cp2 recompute bf16": wide(SMOLLM2, parallel={"context": 2}, recompute=True, dtype="bfloat16"),
     },
 }

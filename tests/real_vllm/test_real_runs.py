@@ -36,37 +36,37 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows(folder, "run") if row["step"] > 0]
 
 
-def check_twenty(found: list[dict[str, Any]]) -> None:
-    assert [row["training/weight_version"] for row in found] == list(range(1, 21))
+def check_updates(found: list[dict[str, Any]], count: int) -> None:
+    assert [row["training/weight_version"] for row in found] == list(range(1, count + 1))
     assert all(0 < row["rollout/canary_abs_diff_max"] <= 1e-4 for row in found)
     assert all(row["rollout/logprob_abs_diff/mean"] <= 1e-4 for row in found)
     assert all(row["actor/grad_norm"] > 0 for row in found)
     assert unknown({name for row in found for name in row}) == []
 
 
-def test_twenty_updates_of_two_servers_by_gloo(checkpoint: Path, pair: list[Served], tmp_path: Path) -> None:
+def test_eight_updates_of_two_servers_by_gloo(checkpoint: Path, pair: list[Served], tmp_path: Path) -> None:
     before = [server.answered for server in pair]
-    done = run(tmp_path, "run", *words(checkpoint, pair, 20))
+    done = run(tmp_path, "run", *words(checkpoint, pair, 8))
     assert done.returncode == 0, why(done.stderr)
-    check_twenty(steps(tmp_path))
+    check_updates(steps(tmp_path), 8)
     assert all(row["rollout/servers"] == 2 for row in steps(tmp_path))
-    assert all(server.answered > count + 100 for server, count in zip(pair, before, strict=True))
+    assert all(server.answered > count + 40 for server, count in zip(pair, before, strict=True))
 
 
-def test_twenty_updates_by_disk_in_turns(checkpoint: Path, tmp_path: Path) -> None:
+def test_eight_updates_by_disk_in_turns(checkpoint: Path, tmp_path: Path) -> None:
     """Colocated: the ranks lend their memory while the server samples, and it sleeps while they train, save
     and export. Here only that of the ranks moves."""
     with serving(checkpoint, tmp_path, *FLOAT32, "--backend", "disk", "--colocated") as servers:
         more = ("--vllm.transfer", "disk", "--vllm.folder", str(tmp_path / "weights"))
-        more += ("--vllm.colocated", "true", "--evaluation.every", "7", "--checkpoint.every", "6")
-        done = run(tmp_path, "run", *words(checkpoint, servers, 20, *more, "--rollout.temperature", "0.7"))
+        more += ("--vllm.colocated", "true", "--evaluation.every", "3", "--checkpoint.every", "4")
+        done = run(tmp_path, "run", *words(checkpoint, servers, 8, *more, "--rollout.temperature", "0.7"))
         assert done.returncode == 0, why(done.stderr)
         asleep = servers[0].routes.ask("/is_sleeping")
-    check_twenty(steps(tmp_path))
+    check_updates(steps(tmp_path), 8)
     assert asleep == (200, {"is_sleeping": True}), "the last to take memory was the export"
     assert all(0 < row["rollout/turns_seconds"] < 30 for row in steps(tmp_path))
     evaluated = [row["step"] for row in rows(tmp_path, "run") if any("mean@" in name for name in row)]
-    assert evaluated == [0, 7, 14, 20]
+    assert evaluated == [0, 3, 6, 8]
     assert not [path for path in (tmp_path / "weights").glob("*")]
 
 
@@ -117,26 +117,23 @@ def test_a_head_that_stays_behind_stops_the_run(checkpoint: Path, tmp_path: Path
     assert [row["step"] for row in rows(tmp_path, "run")] in ([], [0]), "no step of which it is not known"
 
 
-# Sampling that takes longer than training is met half-way by about every second update, so there are many.
-@pytest.mark.parametrize(("bound", "slow"), [(1, True), (2, False)])
 def test_ahead_of_training_no_token_is_older_than_allowed(
-    checkpoint: Path, pair: list[Served], tmp_path: Path, bound: int, slow: bool
+    checkpoint: Path, pair: list[Served], tmp_path: Path
 ) -> None:
-    more = ("--rollout.max-staleness", str(bound), "--rollout.max-response-tokens", "60")
-    one_by_one = ("--vllm.in-flight", "1", "--rollout.samples", "12", "--batch.mini-batches", "1")
-    one_by_one += ("--loss.calibrate", "0")
-    more += one_by_one if slow else ("--evaluation.every", "3")
-    count = 12 if slow else 6
-    done = run(tmp_path, "run", *words(checkpoint, pair[:1], count, *more))
+    """Sampling that takes longer than training is met half-way by about every second update."""
+    more = (
+        "--rollout.max-staleness 1 --rollout.max-response-tokens 60 --vllm.in-flight 1 --rollout.samples 12"
+    )
+    more += " --batch.mini-batches 1 --loss.calibrate 0"
+    done = run(tmp_path, "run", *words(checkpoint, pair[:1], 12, *more.split()))
     assert done.returncode == 0, why(done.stderr)
     found = steps(tmp_path)
-    assert [row["training/weight_version"] for row in found] == [*range(1, count + 1)]
+    assert [row["training/weight_version"] for row in found] == [*range(1, 13)]
     # Batches are asked for while earlier steps train. On a loaded machine an update may overtake one of them.
     ages = [row["rollout/staleness/max"] for row in found]
-    assert all(age <= min(i, bound) for i, age in enumerate(ages)), ages
-    assert max(ages) == bound, "nothing was sampled as far ahead as allowed"
-    assert all(0 <= row["rollout/staleness/mean"] <= bound for row in found)
-    assert not slow or any(row["rollout/partial"] > 0 for row in found), "no update met a response half-way"
+    assert ages[0] == 0 and max(ages) == 1, ages
+    assert all(0 <= row["rollout/staleness/mean"] <= 1 for row in found)
+    assert any(row["rollout/partial"] > 0 for row in found), "no update met a response half-way"
     assert all(row["rollout/canary_abs_diff_max"] <= 1e-4 for row in found)
     # Fresh responses agree with the trainer; older ones differ by what was learned since.
     assert found[0]["rollout/logprob_abs_diff/max"] <= 1e-3

@@ -24,7 +24,7 @@ from real_server import FLAGS, Routes, distance, make_checkpoint, proof_of, send
 from serving import serving
 from test_serve import free_port, started
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
 
 TOLERANCE = 1e-4
 FAR = 0.1

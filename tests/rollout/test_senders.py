@@ -25,16 +25,9 @@ from megatron_fspo.rollout.client.weights import BroadcastSender, in_buckets
 from megatron_fspo.rollout.links import join_nccl
 
 BUCKET_BYTES = 40_000
-TIMEOUT_SECONDS = 6.0
+TIMEOUT_SECONDS = 4.0
 # Workers of each server, and what goes wrong at the last: groups of 2, 3 and 4 ranks.
-CASES = [
-    ((1,), "raise"),
-    ((2,), "raise"),
-    ((1, 1), "die"),
-    ((1, 1), "hang"),
-    ((3,), "raise"),
-    ((2, 1), "die"),
-]
+CASES = [((1,), "raise"), ((2,), "hang"), ((2, 1), "die")]
 
 
 @pytest.fixture(scope="module")

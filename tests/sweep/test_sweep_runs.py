@@ -14,6 +14,7 @@ import pytest
 import tomli_w
 
 from launch import REPO, environment
+from megatron_fspo.cli import main
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,10 @@ def sweep(file: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_runs_are_matched_made_once_and_one_that_fails_stops_no_other(tmp_path: Path) -> None:
+def test_runs_are_matched_made_once_and_one_that_fails_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPO)
     broken = {"rollout": {"prompts": 400}}  # more than there are: seen once its rank has read the data
     arms = {"fspo": {"loss": {"c_low": 0.01, "c_high": 0.01}}, "rloo": {"loss": {"name": "rloo"}}}
     file = write_sweep(tmp_path, match="fspo", arms={**arms, "broken": broken})
@@ -56,21 +60,20 @@ def test_runs_are_matched_made_once_and_one_that_fails_stops_no_other(tmp_path: 
     assert made.keys() == {"fspo-1", "rloo-1"}
 
     whole = write_sweep(tmp_path, match="fspo", arms=arms)
-    done = sweep(whole)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("is there already") == 2 and "rloo less fspo" in done.stdout
+    assert main(["sweep", str(whole)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("is there already") == 2 and "rloo less fspo" in said
     found = json.loads((tmp_path / "runs/summary.json").read_text())
     share = {run["arm"]: run["out_of_band"] for run in found["runs"]}
     # One rollout, the same for both, so all but the second update's gradient: a sequence or two apart.
     assert 0.02 < share["fspo"] < 0.98 and abs(share["rloo"] - share["fspo"]) < 0.15
 
-    done = sweep(whole, "--optimizer.lr", "1e-3")
-    assert done.returncode == 2
-    assert "was made with other keys (optimizer.lr: 0.0001 -> 0.001)" in done.stderr
+    assert main(["sweep", str(whole), "--optimizer.lr", "1e-3"]) == 2
+    assert "was made with other keys (optimizer.lr: 0.0001 -> 0.001)" in capsys.readouterr().err
 
 
 def test_a_sweep_that_is_stopped_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
-    file = write_sweep(tmp_path, seeds=[1, 2], jobs=1, arms={"fspo": {"run": {"steps": 2}}})
+    file = write_sweep(tmp_path, jobs=1, arms={"fspo": {"run": {"steps": 2}}})
     process = subprocess.Popen(
         command(file), cwd=REPO, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -86,4 +89,4 @@ def test_a_sweep_that_is_stopped_leaves_no_process_and_goes_on(tmp_path: Path) -
         os.killpg(process.pid, 0)  # no run of it is left
     done = sweep(file)
     assert done.returncode == 0, done.stderr
-    assert len(json.loads((tmp_path / "runs/summary.json").read_text())["runs"]) == 2
+    assert len(json.loads((tmp_path / "runs/summary.json").read_text())["runs"]) == 1

@@ -120,7 +120,7 @@ def step(policy: Policy) -> float:
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
-    """Of the last backward pass, of all matrices in the layers."""
+    """Gradients of the last backward pass, of all matrices in the layers."""
     policy.gather_gradients()
     named = policy.chunks[0].named_parameters()
     return {name: p.main_grad.clone() for name, p in named if "linear" in name and p.ndim == 2}
@@ -148,7 +148,7 @@ def decoded(policy: Policy) -> Tensor:
 
 
 def canary(policy: Policy) -> Tensor:
-    """As the engine for vLLM has it scored; the same on every rank."""
+    """The canary's log-probs as the engine for vLLM has them scored; the same on every rank."""
     assert dist.group.WORLD is not None
     mine = canary_scores(policy, CANARY)
     found: Tensor = share(None if mine is None else torch.cat(mine), group=dist.group.WORLD)
@@ -197,7 +197,7 @@ def check(checkpoint: Path, folder: Path, recipe: str) -> dict[str, Any]:
 
 
 def stale(policy: Policy) -> dict[str, Any]:
-    """Without the refresh of FP8 copies of the weights before each pass: who does not see the last step."""
+    """Find who does not see the last step without the refresh of FP8 copies of the weights before a pass."""
     with patch.object(MegatronModule, "set_is_first_microbatch", lambda self: None):
         step(policy)
         old = {"score": scores(policy), "canary in FP8": canary_in_fp8(policy)}
@@ -219,7 +219,7 @@ def short_check(checkpoint: Path, recipe: str) -> dict[str, Any]:
 
 
 def refused(policy: Policy) -> str:
-    """What is said where a layer's matrices are left in bf16."""
+    """The error where a layer's matrices are left in bf16."""
     layer = policy.chunks[0].decoder.layers[1]
     run = type(layer).forward
 

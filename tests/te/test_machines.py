@@ -1,4 +1,4 @@
-"""What the programs say and do where Transformer Engine is there or broken, on GPUs of all ages or none."""
+"""The programs where Transformer Engine is installed or broken, on GPUs of all ages or none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BROKEN = {
     "missing": "Could not find shared object file",
     "mismatch": "package version mismatch",
 }
-"""What is wrong with the installation, and what Transformer Engine says of it."""
+"""Damage of the installation → Transformer Engine's message."""
 
 
 def program(*words: str, **machine: str) -> subprocess.CompletedProcess[str]:
@@ -110,7 +110,7 @@ def test_a_run_on_the_cpu_uses_no_kernel_of_an_installed_transformer_engine(
 def test_what_the_lane_puts_in_place_of_kernels_is_used_by_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the test above would see a kernel."""
+    """The test above would see a kernel."""
     monkeypatch.setenv("FAKE_KERNELS", "none")
     done = run(tmp_path, "run", "--model.dtype", "bfloat16", "--run.steps", "1", "--evaluation.every", "0")
     assert done.returncode != 0

@@ -106,7 +106,7 @@ def test_blocks_of_the_lane_lie_along_what_each_product_sums_over(recipe: str) -
         return through_fp8(a, recipe) @ through_fp8(b, recipe, weight=weight).t()
 
     def close(found: Tensor | None, want: Tensor) -> bool:
-        """As large as rows and columns are."""
+        """True if equal within the size of rows and columns."""
         assert found is not None
         rows, columns = want.abs().amax(1, keepdim=True), want.abs().amax(0, keepdim=True)
         return bool(((found - want).abs() <= 1e-4 * rows * columns / want.abs().max()).all())

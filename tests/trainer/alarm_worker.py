@@ -1,11 +1,12 @@
-"""On two ranks: rollouts sampled by the embedded engine in a way the trainer did not ask for, and what the
-alarm says of each.
+"""Rollouts sampled by the embedded engine in a way the trainer did not ask for, and what the alarm says:
+of all situations on one rank, of some in layouts of two.
 
 alarm_worker.py OUT.json
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,8 @@ from rollouts import as_rollout
 
 TEMPERATURE, VERSION = 0.7, 5
 OLDER, RESPONSES = 1, 32  # tokens that an older version wrote, of each response
-LAYOUTS = ("dp2", "cp2", "pp2.vpp2", "tp2.sp")
+ALONE, LAYOUTS = "single", ("dp2", "cp2", "pp2.vpp2", "tp2.sp")
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Situation:
@@ -39,7 +41,7 @@ class Situation:
 
     def __init__(self, layout_name: str) -> None:
         self.backend = choose_backend("cpu")
-        layout = parse_layout(layout_name, world_size=2)
+        layout = parse_layout(layout_name, world_size=WORLD)
         self.groups = start(self.backend, parallel=layout.parallel, seed=1)
         arch = with_layers(SMALL, layout.parallel)
         weights = random_weights(arch)
@@ -161,7 +163,7 @@ def said(layout_name: str) -> dict[str, Any]:
         "raw": s.check(sound, raw=True),
         "other weights": s.check(s.sample(s.other)),
     }
-    if layout_name == LAYOUTS[0]:
+    if layout_name == ALONE:
         cut = s.sample(top_p=0.6)
         old = s.sample(s.nearby, version=VERSION - 1)
         found |= {
@@ -191,4 +193,4 @@ def said(layout_name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    write_by_layout(LAYOUTS, said)
+    write_by_layout(LAYOUTS if WORLD > 1 else [ALONE], said)

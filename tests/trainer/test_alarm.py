@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from alarm_worker import LAYOUTS, OLDER, RESPONSES
+from alarm_worker import ALONE, LAYOUTS, OLDER, RESPONSES
 from launch import REPO, found_by
 from megatron_fspo.config import Config
 from megatron_fspo.trainer.begin import _alarm_setting
@@ -50,13 +50,14 @@ CAUSES = {
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     worker = Path(__file__).with_name("alarm_worker.py")
-    return found_by(worker, tmp_path_factory.mktemp("alarm"), nproc=2)
+    one, two = (found_by(worker, tmp_path_factory.mktemp("alarm"), nproc=nproc) for nproc in (1, 2))
+    return one | two
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("situation", CAUSES)
 def test_the_cause_is_named(said: dict[str, Any], situation: str) -> None:
-    metrics, text = said[LAYOUTS[0]][situation]
+    metrics, text = said[ALONE][situation]
     cause = CAUSES[situation]
     assert metrics == {"rollout/mismatch_alarm": 0.0 if cause is None else 1.0}, text
     if cause is None:
@@ -78,14 +79,14 @@ def test_in_every_layout(said: dict[str, Any], layout: str) -> None:
 
 @pytest.mark.slow
 def test_only_tokens_of_the_present_weights_say_anything(said: dict[str, Any]) -> None:
-    metrics, text = said[LAYOUTS[0]]["older weights"]
+    metrics, text = said[ALONE]["older weights"]
     assert math.isnan(metrics["rollout/mismatch_alarm"]) and text is None
 
 
 @pytest.mark.slow
 def test_the_fresh_tokens_of_a_response_are_counted(said: dict[str, Any]) -> None:
     def tokens(situation: str) -> int:
-        before, _, _ = said[LAYOUTS[0]][situation][1].partition(" tokens of the present")
+        before, _, _ = said[ALONE][situation][1].partition(" tokens of the present")
         return int(before.split()[-1].replace(",", ""))
 
     assert tokens("raw") - tokens("partly older") == OLDER * RESPONSES

@@ -74,7 +74,7 @@ def _nothing() -> None: ...
 
 
 def _fake_cuda() -> None:
-    """What torch says of GPUs. ``FAKE_GPU=none`` leaves it alone."""
+    """Fake what torch says of GPUs. ``FAKE_GPU=none`` leaves it alone."""
     name = os.environ.get("FAKE_GPU", "hopper")
     if name == "none":
         return
@@ -145,7 +145,7 @@ def _with_out_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
 def _scaled_product(
     a: Any, b: Any, *, scale_a: Any, scale_b: Any, out_dtype: Any = None, bias: Any = None, **_: Any
 ) -> Any:
-    """Of FP8 values, added up in fp32: torch's own for the CPU takes many times as long."""
+    """Product of FP8 values, added up in fp32: torch's own for the CPU takes many times as long."""
     product = (a.float() @ b.float()) * (scale_a * scale_b)
     return (product if bias is None else product + bias.float()).to(out_dtype or a.dtype)
 
@@ -230,7 +230,7 @@ def _hide_triton() -> None:
 
 
 def _finish_engine() -> None:
-    """What Transformer Engine asks the hardware for when it runs."""
+    """Fake what Transformer Engine asks the hardware for when it runs."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
         if type(sys.modules[name]).__name__ == "StandIn":
             del sys.modules[name]

@@ -21,7 +21,7 @@ from transformer_engine.pytorch.custom_recipes.reference_current_scaling import 
 
 
 def recipe_of(config: Any) -> CustomRecipe:
-    """What ``megatron.core.fp8_utils.get_fp8_recipe`` gives, for Megatron's configuration."""
+    """Stands in for ``megatron.core.fp8_utils.get_fp8_recipe``, for Megatron's configuration."""
     return CustomRecipe(qfactory=Factory(str(config.fp8_recipe), config.fp8 == "hybrid"))
 
 
@@ -49,7 +49,7 @@ class BlockTensor(CurrentScalingTensorRef):
 
 
 class BlockQuantizer(CurrentScalingQuantizerRef):
-    """By blocks."""
+    """Quantizers by blocks."""
 
     def __init__(self, dtype: torch.dtype, recipe: str, *, weight: bool) -> None:
         super().__init__(dtype)

@@ -26,7 +26,7 @@ _THD, _SBHD = (_KNOWN["enums"]["NVTE_QKV_Format"][f"NVTE_{name}"] for name in ("
 
 @cache
 def module() -> ModuleType:
-    """What ``import transformer_engine_torch`` gives."""
+    """The module that ``import transformer_engine_torch`` gives."""
     made = ModuleType("transformer_engine_torch")
     for name, members in _KNOWN["enums"].items():
         setattr(made, name, enum.IntEnum(name, members))
@@ -216,7 +216,7 @@ def _rope(
 
 
 def _positions(borders: Tensor, size: int, rank: int) -> Tensor:
-    """Of this rank's tokens in their sequences: chunks rank and 2·size - 1 - rank of each."""
+    """Positions of this rank's tokens in their sequences: chunks rank and 2·size - 1 - rank of each."""
     parts = []
     for whole in borders.diff().tolist():
         if size == 1:
@@ -296,7 +296,7 @@ def multi_tensor_adam(
 
 
 def get_num_cublas_streams() -> int:
-    """Of grouped products."""
+    """Streams of grouped products."""
     return 1
 
 

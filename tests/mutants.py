@@ -1,0 +1,241 @@
+"""Plants faults in the product, one at a time, and sees that the test of each finds it.
+
+python tests/mutants.py              # all, about five minutes
+python tests/mutants.py NAME...      # those
+
+Works in a copy of the tree. Exits with 1 if a fault survives, or if its text is not found exactly once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+IGNORED = shutil.ignore_patterns(".*", "runs", "build", "__pycache__", "*.egg-info")
+SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: ``old``, which stands once in the package, becomes ``new``, and the test must fail."""
+
+    old: str
+    new: str
+    test: str
+    """A file, and after a blank a -k expression where a part of it will do."""
+
+    def file(self, tree: Path) -> Path:
+        """The file that has the old text.
+
+        Raises:
+            ValueError: it is not there exactly once.
+        """
+        paths = sorted((tree / "megatron_fspo").rglob("*.py"))
+        counts = {path: path.read_text(encoding="utf-8").count(self.old) for path in paths}
+        if sum(counts.values()) != 1:
+            raise ValueError(f"the package has this {sum(counts.values())} times: {self.old}")
+        return max(paths, key=lambda path: counts[path])
+
+    def tests(self, tree: Path) -> list[str]:
+        """Arguments of pytest.
+
+        Raises:
+            ValueError: the file of tests is not there exactly once.
+        """
+        name, _, chosen = self.test.partition(" ")
+        found = [str(path.relative_to(tree)) for path in (tree / "tests").rglob(name)]
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} files are called {name}")
+        return [*found, *(["-k", chosen] if chosen else [])]
+
+
+MUTANTS = {
+    # the objective
+    "band: one side with the wrong sign": Mutant(
+        "return centre - self.c_low * width, centre", "return centre + self.c_low * width, centre",
+        "test_band.py",
+    ),
+    "band: width grows as L, not as its power": Mutant(
+        "centre, width = self.drift * length, length**self.exponent",
+        "centre, width = self.drift * length, length", "test_band.py",
+    ),
+    "clip: on the wrong side": Mutant(
+        "clipped_low, clipped_high = negative & below, positive & above",
+        "clipped_low, clipped_high = positive & below, negative & above", "test_surrogate_cases.py",
+    ),
+    "dual clip: for positive advantages": Mutant(
+        "dual_clipped = negative & (", "dual_clipped = positive & (", "test_surrogate_cases.py",
+    ),
+    "what is not finite is used": Mutant(
+        "usable = present & finite", "usable = present", "test_surrogate_cases.py",
+    ),
+    "weights outside the mask": Mutant(
+        "torch.where(inputs.mask, per_token(weight, inputs), 0.0)", "per_token(weight, inputs)",
+        "test_policy.py",
+    ),
+    "objective counted by every rank": Mutant(
+        "share = _local_tokens(inputs) / inputs.lengths.clamp(min=1)",
+        "share = _local_tokens(inputs).clamp(max=1)", "test_policy.py",
+    ),
+    "advantages: the mean includes the response": Mutant(
+        "return centred * (size / (size - 1))", "return centred", "test_advantages.py",
+    ),
+    "advantages: n in the variance": Mutant(
+        "/ (centred.shape[1] - 1)", "/ centred.shape[1]", "test_advantages.py",
+    ),
+    "noise: by L, not by its power": Mutant(
+        "_median(sums.abs() / kept**exponent)", "_median(sums.abs() / kept)", "test_calibration.py",
+    ),
+    "correction: the cap is taken for its logarithm": Mutant(
+        "clamp(max=math.log(cap))", "clamp(max=cap)", "test_correction.py",
+    ),
+    # packs and reductions
+    "mask: begins a token late": Mutant(
+        "torch.stack([prompts - 1, whole - 1, whole], dim=1)",
+        "torch.stack([prompts, whole - 1, whole], dim=1)", "test_batch.py",
+    ),
+    "labels: not shifted": Mutant(
+        "_cut(sequences.tokens, start + 1, (0, whole - 1)", "_cut(sequences.tokens, start, (0, whole - 1)",
+        "test_batch.py",
+    ),
+    "packs: too full by a token": Mutant(
+        "while cheapest and room[cheapest[0][1]] < length:",
+        "while cheapest and room[cheapest[0][1]] < length - 1:", "test_plan.py",
+    ),
+    "N: of a rank": Mutant(
+        "num_sequences=sum(length > 0 for length in lengths)",
+        "num_sequences=sum(n > 0 for n in lengths) // layout.data_size", "test_alignment.py counts",
+    ),
+    "N: empty responses count": Mutant(
+        "num_sequences=sum(length > 0 for length in lengths)", "num_sequences=len(lengths)",
+        "test_alignment.py counts",
+    ),
+    "context parallel: chunks of one rank lie side by side": Mutant(
+        "[rank, chunks - 1 - rank]", "[2 * rank, 2 * rank + 1]", "test_zigzag.py",
+    ),
+    "sums: without the other ranks": Mutant(
+        "dist.all_reduce(digits, group=group)", "dist.all_reduce(digits.clone(), group=group)",
+        "test_parallel.py 2",
+    ),
+    "sums: what is outside the mask": Mutant(
+        "sums.add(torch.where(mask, values, 0.0), segment)", "sums.add(values, segment)",
+        "test_parallel.py 1",
+    ),
+    "metrics: the denominator of one pass": Mutant(
+        "(before[0] + total, before[1] + count)", "(before[0] + total, count)", "test_pooled_metrics.py",
+    ),
+    "head: the gradient's sign": Mutant(".mul_(-scale)", ".mul_(scale)", "test_head.py 1"),
+    # data and rewards
+    "cursor: the place in an epoch is not saved": Mutant(
+        "return [[one.epoch, one.offset, t] for", "return [[one.epoch, 0, t] for", "test_cursor.py",
+    ),
+    "batches under way are not saved": Mutant(
+        '"open": [*self._open, *self._again]', '"open": []', "test_cursor.py",
+    ),
+    "overlong: reaches its end at once": Mutant(
+        "min(over / tokens, 1.0)", "min(over, 1.0)", "test_shaping.py",
+    ),
+    # rollouts and the trainer
+    "tokens older than allowed": Mutant(
+        "if oldest > limit:", "if oldest > limit + 1:", "test_rollout_queue.py",
+    ),
+    "the same seed in every step": Mutant(
+        "1_000_000_007 + step + (number << 64)", "1_000_000_007 + (number << 64)", "test_rollout_queue.py",
+    ),
+    "a server without the new weights": Mutant(
+        "if completion.weight_version < oldest_version:", "if completion.weight_version < 0:",
+        "test_vllm_pool.py",
+    ),
+    "a spike that is one of no size": Mutant(
+        "grad_norm > options.skip_norm_ratio * usual", "grad_norm > usual", "test_spikes.py median",
+    ),
+    "the lock of another process with our number": Mutant(
+        "return _started(self.process) == self.started", "return True", "test_lock.py",
+    ),
+    "pass@k: of the right ones": Mutant(
+        "math.comb(n - right, k)", "math.comb(right, k)", "test_estimators.py",
+    ),
+    "a server's other weights agree": Mutant(
+        "return max(gaps) if max(gaps) > allowed else 0.0", "return 0.0", "test_proof.py",
+    ),
+    "a server's half of a tensor agrees": Mutant(
+        "if rest or not copies:", "if not copies:", "test_proof.py",
+    ),
+    "the limit of the KL on the other side": Mutant(
+        "any_rank(kl > limit,", "any_rank(kl < limit,", "test_max_kl.py",
+    ),
+    # what comes from outside
+    "any key opens": Mutant("hmac.compare_digest(_digest(key), self._digest)", "key", "test_inside_vllm.py"),
+    "a server started without its guard": Mutant(
+        "return words if api_key() is None else", "return words if api_key() else", "test_serve.py guard",
+    ),
+    "a checkpoint names any class": Mutant(
+        "if (module, name) not in _ALLOWED:", "if not module:", "test_megatron_damage.py",
+    ),
+    "an entry is unpickled freely": Mutant(
+        'torch.load(part, map_location="cpu", weights_only=True)',
+        'torch.load(part, map_location="cpu", weights_only=False)', "test_megatron_damage.py",
+    ),
+    "a checkpoint is named before it is on the disk": Mutant(
+        "os.fsync(descriptor)", "pass", "test_durable.py",
+    ),
+}  # fmt: skip
+
+
+def passes(tree: Path, mutant: Mutant) -> bool:
+    """True if its test passes in the tree.
+
+    Raises:
+        RuntimeError: it can be neither collected nor run.
+    """
+    words = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not vllm and not gpu and not slow"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, *mutant.tests(tree)],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{mutant.test}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == 0
+
+
+def main(names: list[str]) -> int:
+    chosen = {name: MUTANTS[name] for name in names or MUTANTS}
+    bad = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        shutil.copytree(REPO, tree, ignore=IGNORED)
+        for test, mutant in {mutant.test: mutant for mutant in chosen.values()}.items():
+            if not passes(tree, mutant):
+                raise SystemExit(f"{test} fails without any fault")
+        for name, mutant in chosen.items():
+            began = time.monotonic()
+            try:
+                path = mutant.file(tree)
+            except ValueError as error:
+                outcome = f"LOST: {error}"
+            else:
+                sound = path.read_text(encoding="utf-8")
+                path.write_text(sound.replace(mutant.old, mutant.new), encoding="utf-8")
+                outcome = "SURVIVES" if passes(tree, mutant) else "dies"
+                path.write_text(sound, encoding="utf-8")
+            bad += outcome != "dies"
+            print(f"{name:<56}{mutant.test:<36}{time.monotonic() - began:4.0f} s  {outcome}", flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    sys.exit(main(parser.parse_args().names))

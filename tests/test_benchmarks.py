@@ -1,0 +1,152 @@
+"""The benchmarks start, measure on a size that fits a test, and the pages show what they measured."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import step_overhead
+from benchmarks import (
+    against_trl,
+    async_rollouts,
+    convert,
+    evidence,
+    logprob_head,
+    long_responses,
+    rollout_client,
+)
+from launch import REPO, environment
+from megatron_fspo.lab.sweep.file import read_sweep
+
+RESULTS = REPO / "benchmarks/results"
+SCRIPTS = sorted(path for path in (REPO / "benchmarks").glob("*.py") if "__main__" in path.read_text())
+HELP = """
+import runpy, sys
+for script in sys.argv[1:]:
+    sys.argv, sys.path[0] = [script, "--help"], "benchmarks"
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, script
+"""
+
+
+@pytest.mark.slow
+def test_every_script_starts_from_the_root_with_nothing_on_the_path() -> None:
+    scripts = [str(path.relative_to(REPO)) for path in SCRIPTS]
+    assert len(scripts) > 15
+    env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+    shown = subprocess.run(
+        [sys.executable, "-c", HELP, *scripts], cwd=REPO, env=env, capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("usage: ") == len(scripts)
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    {
+        "against_trl": (against_trl.table,),
+        "async_rollouts": (async_rollouts.table,),
+        "convert": (convert.table,),
+        "logprob_head": (lambda report: logprob_head.table(report["results"]),),
+        "rollout_client": (rollout_client.table, rollout_client.one_reader),
+        "step_overhead": (
+            step_overhead.summary,
+            step_overhead.phases,
+            step_overhead.at_full_size,
+            step_overhead.of_saves,
+        ),
+    }.items(),
+)
+def test_the_page_shows_what_was_measured(name: str, shown: Sequence[Callable[[Any], str]]) -> None:
+    report, page = read(name), (REPO / "docs/performance.md").read_text(encoding="utf-8")
+    assert report.get("command", "") in page
+    assert all(table(report) in page for table in shown)
+
+
+def test_figures_are_of_the_settings_that_are_there() -> None:
+    """Changed settings need the command again."""
+    for part in evidence.PARTS:
+        sweep = read_sweep(REPO / f"benchmarks/evidence/{part}.toml")
+        assert read(f"evidence_{part}")["sweep"] == sweep.model_dump(mode="json")
+    assert read("long_responses")["run"] == tomllib.loads(long_responses.CONFIG.read_text(encoding="utf-8"))
+
+
+def test_claims_of_differences_are_corrected_for_their_number() -> None:
+    page = runpy.run_path(str(REPO / "docs/make_evidence.py"))
+    p = {("x", "", ""): 0.03, ("y", "", ""): 0.02, ("z", "", ""): 0.01}
+    assert page["holm"](p) == set(p)
+    assert page["holm"]({**p, ("z", "", ""): 0.02}) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_conversion_takes_the_memory_of_blocks_not_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"num_hidden_layers": 8, "tie_word_embeddings": False}
+    monkeypatch.setitem(convert.MODELS, "small", convert.MODELS["qwen3-0.6b"] | sizes)
+    report = convert.measure(tmp_path, "small")
+    assert report["bytes"] > 850e6
+    base = report["steps"]["copy"]["peak_mib"]
+    for step in ("to Megatron", "to Hugging Face", "compare"):
+        assert report["steps"][step]["peak_mib"] < base + 1000, step
+
+
+@pytest.mark.slow
+def test_the_heads_peak_is_that_of_one_chunk_of_logits() -> None:
+    size = {"hidden": 512, "vocab": 32768, "dtype": "fp32"}
+    short, long = (
+        logprob_head.in_fresh_process("measure", "ours", size | {"tokens": tokens}, passes=1)["peak_mib"]
+        for tokens in (2048, 4096)
+    )
+    # The weight's gradient, one buffer of 256 tokens' logits, two gradients of hidden, and a few MiB.
+    expected = (32768 * 512 + 256 * 32768 + 2 * 2048 * 512) * 4 / 2**20
+    assert expected - 3 <= short <= expected + 10  # the warm-up left a little room
+    assert long <= 1.15 * short
+
+
+def test_an_answer_of_a_server_is_read() -> None:
+    assert rollout_client.measure(64, count=20, repeats=1)["of_json_loads"] > 0
+
+
+@pytest.mark.slow
+def test_a_small_step_runs(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    small = ["--responses", "64", "--tokens", "64", "--repeats", "1"]
+    started("step_rank.py", "--code", "after", "--package", str(REPO), "--out", str(out), *small)
+    phases = json.loads(out.read_text(encoding="utf-8"))["phases"]
+    assert all(phases[name] > 0 for name in ("read", *step_overhead.PHASES))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_short_forms_run_and_keep_nothing() -> None:
+    results = {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
+    assert "evidence_make_sum.json" in started("evidence.py", "--short")
+    found = json.loads(started("long_responses.py", "--short").splitlines()[-1])
+    assert found["responses"] == 256 and found["prompts"] == 32
+    noise, one, three = (found["differences"][name] for name in long_responses.DIFFERENCES)
+    assert 0 < noise["noise"]["value"] < one["noise"]["value"] < three["noise"]["value"]
+    assert results == {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
+
+
+def started(script: str, *words: str) -> str:
+    """Run a benchmark from the root, and return what it prints."""
+    command = [sys.executable, "-W", "ignore", f"benchmarks/{script}", *words]
+    done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
