@@ -39,7 +39,7 @@ from megatron_fspo.objective.fairness import (
     effective_sample_size,
     length_reweighting_error,
 )
-from megatron_fspo.objective.policy_objective import PolicyObjective, PrefixLevel, SequenceLevel, TokenLevel
+from megatron_fspo.objective.policy_objective import PolicyObjective, SequenceLevel
 from megatron_fspo.objective.surrogate import (
     Surrogate,
     aggregation_weight,
@@ -57,11 +57,9 @@ __all__ = [
     "LengthFairDualClip",
     "LengthReweightingError",
     "PolicyObjective",
-    "PrefixLevel",
     "RLOOBand",
     "SequenceLevel",
     "Surrogate",
-    "TokenLevel",
     "aggregation_weight",
     "effective_sample_size",
     "group_normalized_advantages",

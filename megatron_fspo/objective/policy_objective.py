@@ -1,4 +1,4 @@
-"""Losses by sequence, by prefix and by token behind one interface: per-token weights.
+"""Losses by sequence and by token behind one interface: per-token weights.
 
 Every loss here has the gradient Σ_t weight_t ∇ log π(y_t) with weights that need no gradient themselves, so
 a trainer minimises ``-Σ_t weight_t · logp_t / N`` and no gradient has to cross the reductions that made S.
@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_fspo.objective.band import ClipBand, ConstantDualClip, DualClip, RLOOBand
+from megatron_fspo.objective.band import ClipBand, DualClip
 from megatron_fspo.objective.surrogate import (
     Aggregation,
     Surrogate,
@@ -114,51 +114,6 @@ class SequenceLevel:
             lengths = inputs.lengths.to(log_ratio_sum)
             terms = replace(terms, objective=terms.objective * lengths, weight=terms.weight * lengths)
         return weigh_sequences(inputs, log_ratio_sum, terms)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefixLevel:
-    """CTPO: a ratio and a clip decision for each prefix of a response; mean over tokens.
-
-    J_t is that of a response that ends with token t, whose band is that for t tokens; its gradient goes to
-    token t alone: weight_t = exp(S_t)·A, or 0 where a clip acts, with S_t the sum of the log-ratios up to t.
-    """
-
-    band: ClipBand
-    """The limits on S_t of ratios exp(S_t): a band with a ``log_ratio_scale`` of 1."""
-    dual_clip: DualClip | None = None
-
-    def __call__(self, inputs: LossInputs) -> LossTerms:
-        columns = torch.stack([inputs.log_ratio, torch.ones_like(inputs.log_ratio)])
-        prefix, length = torch.where(inputs.mask, inputs.prefix_sums(columns), 0.0)
-        advantages = per_token(inputs.advantages, inputs)
-        rows = sequence_surrogate(prefix, length, advantages, self.band, self.dual_clip)
-        return weigh_tokens(inputs, rows, "token-mean")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenLevel:
-    """Token-level clipping: GRPO (``sequence-mean``) and DAPO (``token-mean``), as baselines.
-
-    A token's decision belongs to the rank that holds it. What is decided of a whole sequence, to drop it,
-    follows from ``sequence_sums`` alone, and those are the same on all its ranks.
-    """
-
-    eps_low: float
-    eps_high: float
-    aggregation: Aggregation
-    dual_clip_ratio: float | None = None
-
-    def __call__(self, inputs: LossInputs) -> LossTerms:
-        ratio = self.dual_clip_ratio
-        terms = sequence_surrogate(
-            torch.where(inputs.mask, inputs.log_ratio, 0.0),
-            torch.ones_like(inputs.log_ratio),
-            per_token(inputs.advantages, inputs),
-            RLOOBand(eps_low=self.eps_low, eps_high=self.eps_high),
-            dual_clip=None if ratio is None else ConstantDualClip(ratio=ratio),
-        )
-        return weigh_tokens(inputs, terms, self.aggregation)
 
 
 def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate) -> LossTerms:
