@@ -42,7 +42,6 @@ from megatron_fspo.objective.fairness import (
 from megatron_fspo.objective.policy_objective import PolicyObjective, SequenceLevel
 from megatron_fspo.objective.surrogate import (
     Surrogate,
-    aggregation_weight,
     sequence_surrogate,
     unclipped,
 )
@@ -60,7 +59,6 @@ __all__ = [
     "RLOOBand",
     "SequenceLevel",
     "Surrogate",
-    "aggregation_weight",
     "effective_sample_size",
     "group_normalized_advantages",
     "leave_one_out_advantages",

@@ -9,18 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_fspo.objective.band import ClipBand, DualClip
-from megatron_fspo.objective.surrogate import (
-    Aggregation,
-    Surrogate,
-    aggregation_weight,
-    sequence_surrogate,
-)
+from megatron_fspo.objective.surrogate import Surrogate, sequence_surrogate
+
+Aggregation = Literal["sequence-mean", "token-mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,26 +138,25 @@ def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate)
 
 
 def weigh_tokens(inputs: LossInputs, terms: Surrogate, aggregation: Aggregation) -> LossTerms:
-    """Turn a token-level surrogate [t] into weights of tokens and decisions about sequences."""
-    flags = (
-        terms.nonfinite,
-        terms.clipped_low,
-        terms.clipped_high,
-        terms.dual_clipped,
-        terms.out_of_band,
-    )
+    """Turn a token-level surrogate [t] into weights of tokens and decisions about sequences::
+
+    "sequence-mean":  J = 1/N Σ_i 1/L_i Σ_t J_it
+    "token-mean":     J = 1/T Σ_i Σ_t J_it
+    """
+    sides = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
+    flags = (terms.nonfinite, *sides, terms.out_of_band)
     columns = torch.stack([inputs.log_ratio, *(flag.to(inputs.log_ratio.dtype) for flag in flags)])
     log_ratio_sum, nonfinite, low, high, dual, out = inputs.sequence_sums(columns)
     # One token that is not finite drops its sequence: half a response is another response.
     broken = (nonfinite > 0) | ~torch.isfinite(log_ratio_sum)
     kept = inputs.mask & ~per_token(broken, inputs)
+    lengths = per_token(inputs.lengths.to(inputs.log_ratio.dtype), inputs)
     # A step whose responses are all empty has no token to weigh.
-    scale = inputs.num_sequences * aggregation_weight(
-        aggregation,
-        per_token(inputs.lengths.to(inputs.log_ratio.dtype), inputs),
-        num_sequences=max(inputs.num_sequences, 1),
-        num_tokens=max(inputs.num_tokens, 1),
-    )
+    if aggregation == "sequence-mean":
+        factor = torch.where(lengths > 0, 1.0 / (max(inputs.num_sequences, 1) * lengths), 0.0)
+    else:
+        factor = torch.full_like(lengths, 1.0 / max(inputs.num_tokens, 1))
+    scale = inputs.num_sequences * factor
     low, high, dual, out = (
         torch.where(broken, 0.0, count / inputs.lengths.clamp(min=1)) for count in (low, high, dual, out)
     )

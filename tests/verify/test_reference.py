@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_fspo.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
 from megatron_fspo.losses.token import TokenLoss
-from megatron_fspo.objective import ConstantDualClip, RLOOBand, aggregation_weight, sequence_surrogate
+from megatron_fspo.objective import ConstantDualClip, RLOOBand, sequence_surrogate
 from megatron_fspo.objective.policy_objective import SequenceLevel
 from megatron_fspo.verify.reference import Scores, forward, reference
 from megatron_fspo.verify.reference_model import log_probs_and_entropy
@@ -185,7 +185,7 @@ def production(
         None if ratio is None else ConstantDualClip(ratio=ratio),
     )
     own = lengths.double().repeat_interleave(lengths)
-    share = aggregation_weight(loss.AGGREGATION, own, sequences, tokens)
+    share = 1 / (sequences * own) if loss.AGGREGATION == "sequence-mean" else 1 / tokens
     of_sample = torch.arange(len(drifts)).repeat_interleave(lengths)
     counts = torch.zeros(2, len(drifts), dtype=torch.float64)
     counts.index_add_(1, of_sample, torch.stack([rows.clipped, rows.out_of_band]).double())
