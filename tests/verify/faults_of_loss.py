@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron_fspo.losses import FSPOLoss, GRPOLoss
 from megatron_fspo.mcore import policy, policy_loss
-from megatron_fspo.objective import FSPOBand, surrogate
-from megatron_fspo.objective import losses as objectives
+from megatron_fspo.objective import FSPOBand, policy_objective, surrogate
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel import segments
@@ -60,7 +59,7 @@ def mean_for_sum() -> Patch:
         sums = inputs.sequence_sums
         return real(self, replace(inputs, sequence_sums=lambda x: sums(x) / inputs.lengths.clamp(min=1)))
 
-    return wrap(objectives.SequenceLevel, "__call__", mean)
+    return wrap(policy_objective.SequenceLevel, "__call__", mean)
 
 
 @fault(DP, "sum-rounding")
@@ -310,7 +309,7 @@ def accumulation_lost() -> Patch:
 def clip_on_the_mean() -> Patch:
     """The clip looks at the mean log-ratio"""
     return wrap(
-        objectives,
+        policy_objective,
         "sequence_surrogate",
         lambda real, total, lengths, *rest, **kw: real(total / lengths.clamp(min=1), lengths, *rest, **kw),
     )
