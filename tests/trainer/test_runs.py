@@ -185,9 +185,9 @@ def test_a_stop_in_the_first_step_leaves_nothing_to_resume(folder: Path) -> None
     """After its first optimizer step: no checkpoint has these weights, and --resume starts over."""
     stop_within(folder, "first", "update", 1)
     assert not list((folder / "first/checkpoints").glob("step_*"))
-    resumed = run(folder, "first", "--run.steps", "1", "--resume")
+    resumed = run(folder, "first", "--run.steps", "2", "--resume")
     assert resumed.returncode == 0, why(resumed.stderr)
-    assert numbers(rows(folder, "first")[1]) == numbers(rows(folder, "whole")[1])
+    assert list(map(numbers, rows(folder, "first"))) == list(map(numbers, rows(folder, "whole")))[:3]
 
 
 def test_a_half_written_checkpoint_is_not_resumed_from(folder: Path) -> None:
