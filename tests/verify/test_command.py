@@ -178,10 +178,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     [
         (["--layouts", "tp2.xp2"], ["layout tp2.xp2", "'xp2'", "tpN, sp, ppN"]),
         (["--layouts", "tp3"], ["layout tp3", "a multiple of 3 ranks, not 1"]),
-        (["--nproc", "4", "--layouts", "tp2.pp2.cp2"], ["a multiple of 8 ranks, not 4"]),
         (["--nproc", "4", "--layouts", "tp2", "tp2.dp4"], ["layout tp2.dp4 is for 8 ranks, not 4"]),
-        (["--nproc", "2", "--layouts", "sp"], ["sp needs tp"]),
-        (["--nproc", "3", "--layouts", "tp3"], ["parallel.tensor = 3", "num_attention_heads 8"]),
         (["--nproc", "8", "--layouts", "tp8"], ["parallel.tensor = 8", "num_key_value_heads 4"]),
         (["--nproc", "0"], ["--nproc 0"]),
         (["--config", RUN, "--nproc", "3"], ["a multiple of 2 ranks, not 3"]),
