@@ -112,7 +112,7 @@ class KillablePool:
     def _serve(self, process: _Worker, ready: Future[None]) -> None:
         """Work of the thread of one worker. Only it starts the process, which would end with its thread."""
         try:
-            process.start()
+            process.ready()
         except Exception as error:
             ready.set_exception(error)
         else:
@@ -130,6 +130,8 @@ class KillablePool:
                     result.cancel()
                 else:
                     settle()
+            with suppress(Exception):  # else the next task says what is wrong
+                process.ready()
         process.stop()
 
 
@@ -146,8 +148,15 @@ class _Worker:
         """That the process has been given; an answer with another number is none."""
         self._socket = socket.socket()
 
-    def start(self) -> None:
-        """Start the process, and wait for its libraries. Raises what is wrong with them, or ``OSError``."""
+    def ready(self) -> None:
+        """Start the process unless it runs, and wait for its libraries.
+
+        Raises:
+            WorkerError: they cannot be imported.
+            OSError: the process died, or did not answer in time.
+        """
+        if self._process is not None and self._process.poll() is None:
+            return
         self.stop()
         self._socket, theirs = socket.socketpair()
         with theirs, self._lock:
@@ -165,7 +174,11 @@ class _Worker:
                 stderr=subprocess.DEVNULL,
             )
         self._tasks = 0
-        self._answer(b"", _START_SECONDS)
+        try:
+            self._answer(b"", _START_SECONDS)
+        except BaseException:
+            self.stop()
+            raise
 
     def call(self, task: bytes) -> Any:
         """Return the function's value. A task whose worker dies is tried once more: that may not be the
@@ -177,8 +190,7 @@ class _Worker:
         """
         for _ in range(2):
             try:
-                if self._process is None or self._process.poll() is not None:
-                    self.start()
+                self.ready()
                 self._tasks += 1
                 return self._answer(task, self._seconds)
             except TimeoutError:
