@@ -47,7 +47,7 @@ def _give(store: Store, size: int, seconds: float) -> str:
     answered: set[bytes] = set()
     while not store.check([_came(start_id, rank) for rank in others]):
         for token in set(read_keys(store, tokens).values()) - answered:
-            store.set(f"{PREFIX}/id/{token.decode()}", start_id)
+            store.set(f"{PREFIX}/name/{token.decode()}", start_id)
             answered.add(token)
         waited = time.monotonic() - began
         if waited > min(seconds, SAY_AFTER) and not (said and waited < seconds):
@@ -66,8 +66,8 @@ def _take(store: Store, rank: int, seconds: float) -> str:
     token, end = secrets.token_hex(8), time.monotonic() + seconds
     store.set(f"{PREFIX}/token/{rank}", token)
     while time.monotonic() < end:
-        if store.check([f"{PREFIX}/id/{token}"]):
-            start_id = store.get(f"{PREFIX}/id/{token}").decode()
+        if store.check([f"{PREFIX}/name/{token}"]):
+            start_id = store.get(f"{PREFIX}/name/{token}").decode()
             store.set(_came(start_id, rank), "1")
             return start_id
         time.sleep(_POLL_SECONDS)
