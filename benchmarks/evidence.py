@@ -68,7 +68,7 @@ def measure(sweep: Sweep) -> dict[str, Any]:
     found["lengths"], rates = rates_by_length([compared(sweep, run) for run in runs])
     for arm in sweep.arms:
         mine = [rate for run, rate in zip(runs, rates, strict=True) if run.arm == arm]
-        found["arms"][arm]["rates"] = [vars(mean_over_seeds(one)) for one in np.transpose(mine).tolist()]
+        found["arms"][arm]["rates"] = [mean_over_seeds(one) for one in np.transpose(mine).tolist()]
     return found
 
 

@@ -71,7 +71,7 @@ def resumed_alike(folder: Path, name: str, rows: list[dict[str, Any]], *run: Any
 def exports_masters(run: Path) -> bool:
     """Whether exported weights are, bit for bit, the bfloat16 cast of the fp32 masters."""
     from megatron_fspo.weights import MegatronReader, expected_hf_shapes, read_architecture
-    from megatron_fspo.weights.chunk_reader import ChunkReader
+    from megatron_fspo.weights.chunks import ChunkReader
     from megatron_fspo.weights.hf_reader import HFReader
     from megatron_fspo.weights.safe_pickle import read_metadata
 

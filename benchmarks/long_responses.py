@@ -32,9 +32,14 @@ from torch import Tensor
 from machine import ROOT, cpu, vllm_server
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.lab.decomposition import Decomposition, Halves, decompose, halves_of
-from megatron_fspo.lab.explain.findings import factor_for
-from megatron_fspo.lab.report.history import wilson_interval
+from megatron_fspo.evaluation.intervals import (
+    Estimate,
+    difference_interval,
+    jackknife_interval,
+    wilson_interval,
+)
+from megatron_fspo.lab.explain.decomposition import Decomposition, Halves, decompose, halves_of
+from megatron_fspo.lab.explain.losses import factor_for
 from megatron_fspo.lab.sweep.summary import as_json
 from megatron_fspo.objective import FSPOBand, length_reweighting_error
 from megatron_fspo.objective.exponent import fit_exponent, jackknife, measure_exponent, student_t
@@ -202,8 +207,12 @@ def figures(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Any]:
 
 def with_interval(value: float, left: Sequence[float]) -> dict[str, Any]:
     """A figure and its 95% interval, from its values with one prompt after the other left out."""
-    half = student_t(len(left) - 1) * jackknife(list(left))
-    return {"value": value, "interval": [value - half, value + half]}
+    return with_ends(jackknife_interval(value, left))
+
+
+def with_ends(estimate: Estimate) -> dict[str, Any]:
+    """As the results have it."""
+    return {"value": estimate.value, "interval": [estimate.low, estimate.high]}
 
 
 def evenness(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Any]:
@@ -274,15 +283,17 @@ def predictions(halves: Halves, prompts: Tensor, band: FSPOBand) -> list[dict[st
         if count < LEAST:
             continue
         half = quantile * jackknife([rates[here].mean().item() for rates in without])
-        measured, expected = wilson_interval(rate, count), (max(told - half, 0.0), min(told + half, 1.0))
+        measured = wilson_interval(rate, count)
+        expected = Estimate(value=told, low=max(told - half, 0.0), high=min(told + half, 1.0))
+        difference = difference_interval(measured, expected)
         found.append(
             {
                 "low": int(halves.lengths[here].min()),
                 "high": int(halves.lengths[here].max()),
                 "responses": count,
-                "measured": {"value": rate, "interval": list(measured)},
-                "predicted": {"value": told, "interval": list(expected)},
-                "difference": list(difference_interval(rate, measured, told, expected)),
+                "measured": with_ends(measured),
+                "predicted": with_ends(expected),
+                "difference": [difference.low, difference.high],
             }
         )
     return found
@@ -296,18 +307,6 @@ def predicted_rates(halves: Halves, prompts: Tensor, band: FSPOBand, leave_out: 
     for mine in (even, ~even):
         predicted[mine] = decompose(halves[~mine & kept]).clip_rates(halves.lengths[mine], band)
     return predicted
-
-
-def difference_interval(
-    first: float, first_interval: Sequence[float], second: float, second_interval: Sequence[float]
-) -> tuple[float, float]:
-    """Of the difference of two independent figures (Newcombe 1998, Statistics in Medicine 17, method 10)."""
-    (low, high), (least, most) = first_interval, second_interval
-    difference = first - second
-    return (
-        difference - math.hypot(first - low, most - second),
-        difference + math.hypot(high - first, second - least),
-    )
 
 
 def within_responses(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Any]:

@@ -13,12 +13,11 @@ estimate from a finite number of responses as well.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fspo.lab.report.history import wilson_interval
+from megatron_fspo.evaluation.intervals import Estimate, difference_interval, wilson_interval
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.objective.noise import Noise
@@ -38,30 +37,24 @@ class Row:
     measured: float
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """Of what was measured."""
+    def interval(self) -> Estimate:
+        """The measured share."""
         return wilson_interval(self.measured, self.responses)
 
     @property
     def inside(self) -> bool:
-        """Whether it holds the prediction."""
-        low, high = self.interval
-        return low <= self.predicted <= high
+        """Whether its interval holds the prediction."""
+        return self.interval.low <= self.predicted <= self.interval.high
 
     @property
-    def difference(self) -> tuple[float, float]:
-        """95% interval of the measured share less the predicted one."""
-        low, high = self.interval
-        below, above = wilson_interval(self.predicted, self.behind)
-        gap = self.measured - self.predicted
-        down = math.hypot(self.measured - low, above - self.predicted)
-        return gap - down, gap + math.hypot(high - self.measured, self.predicted - below)
+    def difference(self) -> Estimate:
+        """The measured share less the predicted one."""
+        return difference_interval(self.interval, wilson_interval(self.predicted, self.behind))
 
     @property
     def consistent(self) -> bool:
         """Whether the two shares may be the same."""
-        low, high = self.difference
-        return low <= 0 <= high
+        return self.difference.low <= 0 <= self.difference.high
 
 
 def rows(first: Noise, second: Noise, widths: Sequence[float]) -> Iterator[Row]:
@@ -99,7 +92,7 @@ def main() -> None:
     for one, other in zip(first.comparisons, second.comparisons, strict=True):
         for row in rows(one.noise(), other.noise(), arguments.c) if one.sigma[0] else ():
             found.append(row)
-            low, high = row.interval
+            low, high = row.interval.low, row.interval.high
             mark = "" if row.inside else " *" if row.consistent else " **"
             print(
                 f"{f'{one.kind}, {one.precision}':<22} {row.c:>6.3f}  {row.lengths:<9} {row.responses:>8}   "

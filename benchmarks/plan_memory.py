@@ -21,9 +21,8 @@ from typing import Any
 from machine import ROOT, environment, machine
 from megatron_fspo.config import Parallel
 from megatron_fspo.lab.plan.activations import activations
-from megatron_fspo.lab.plan.buffers import kv_bytes, sending_bytes
-from megatron_fspo.lab.plan.shape import Pack, Shape
-from megatron_fspo.lab.plan.state import checkpoint_bytes, state
+from megatron_fspo.lab.plan.shape import PlannedPack, Shape
+from megatron_fspo.lab.plan.state import checkpoint_bytes, kv_bytes, sending_bytes, state
 
 Case = Mapping[str, Any]
 EXACT = ("parameters", "gradients", "optimizer", "checkpoint", "cache")
@@ -69,7 +68,7 @@ def planned(case: Case, found: Mapping[str, Any], world: int) -> dict[str, float
         device="cpu",
         recompute=case.get("recompute", False),
     )
-    pack = Pack(lengths=tuple(found["lengths"]), scored=found["scored"])
+    pack = PlannedPack(lengths=tuple(found["lengths"]), scored=found["scored"])
     step = activations(shape, found["stage"], pack, case.get("packs", 1))
     result: dict[str, float] = {"held": step.held, "peak": step.peak}
     if case.get("state"):

@@ -14,12 +14,12 @@ HEAD = """\
 # What verify catches
 
 Each of these faults is put into the production code on all ranks of a layout, one at a time; `verify`
-must fail and name it in its first line; without the fault the same case must pass.
+must fail and name its cause first; without the fault the same case must pass.
 `make test PYTEST_ARGS=tests/verify/test_faults.py` runs them on four gloo processes, in float64 and float32
 ({one} of {all} show in one of the two only). Made by `make docs` from `tests/verify/faults_of_loss.py` and
 `faults_of_model.py`.
 
-| fault | on | the first line has |
+| fault | on | cause that is named first |
 |---|---|---|
 """
 
@@ -31,7 +31,7 @@ def render() -> str:
     rows = []
     for fault in FAULTS.values():
         text = (inspect.getdoc(fault.patch) or "").partition("\n\n")[0].replace("\n", " ").rstrip(".")
-        rows.append(f"| {text} | {fault.layout}{', tied' if fault.tied else ''} | {fault.caught} |")
+        rows.append(f"| {text} | {fault.layout}{', tied' if fault.tied else ''} | {fault.cause} |")
     one = sum(len(fault.dtypes) == 1 for fault in FAULTS.values())
     return HEAD.format(one=one, all=len(FAULTS)) + "\n".join(rows) + "\n"
 

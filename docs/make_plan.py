@@ -10,12 +10,11 @@ from pathlib import Path
 
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.plan.activations import layer_tensors
-from megatron_fspo.lab.plan.buffers import server_gpus
-from megatron_fspo.lab.plan.command import plan
+from megatron_fspo.lab.plan.command import layout_of, plan
+from megatron_fspo.lab.plan.plan import GIB, Given, RunPlan, make_plan
 from megatron_fspo.lab.plan.presets import PRESETS
-from megatron_fspo.lab.plan.report import GIB, Given, Report, make_report
-from megatron_fspo.lab.plan.shape import Pack
-from megatron_fspo.lab.plan.table import layout_of
+from megatron_fspo.lab.plan.shape import PlannedPack
+from megatron_fspo.lab.plan.state import server_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(__file__).with_name("plan.md")
@@ -125,8 +124,8 @@ def render() -> str:
 
 def _tensors() -> Iterator[str]:
     config = load_config(FILES[0], ["--parallel.tensor", "1", "--parallel.sequence", "false"])
-    shape = make_report(config, PRESETS["qwen3-8b"], Given(world=1)).shape
-    pack = Pack(lengths=(1024,), scored=1024)
+    shape = make_plan(config, PRESETS["qwen3-8b"], Given(world=1)).shape
+    pack = PlannedPack(lengths=(1024,), scored=1024)
     found = layer_tensors(shape, pack)
     for tensor in found:
         yield f"| {tensor.what} | {_kib(tensor.local)} | {_kib(tensor.transformer_engine)} |"
@@ -149,23 +148,23 @@ def _measured(row: dict[str, float]) -> str:
 def _large() -> Iterator[str]:
     for model, layout in LARGE.items():
         for gpus in GPUS:
-            yield _row(model, gpus, _report(model, layout, gpus))
+            yield _row(model, gpus, _plan_of(model, layout, gpus))
 
 
-def _report(model: str, layout: str, gpus: int) -> Report:
+def _plan_of(model: str, layout: str, gpus: int) -> RunPlan:
     train = gpus // 2
     arch = PRESETS[model]
     servers = train // server_gpus(arch, width=2, memory=80 * GIB)
     words = layout.format(expert=min(64, train // 2)).split()
     words += ["--parallel.sequence", "true", "--rollout.prompts", "1024"]
-    return make_report(load_config(FILES, words), arch, Given(world=train, servers=servers))
+    return make_plan(load_config(FILES, words), arch, Given(world=train, servers=servers))
 
 
-def _row(model: str, gpus: int, report: Report) -> str:
-    layout = layout_of(report.shape) + (", recompute" if report.shape.recompute else "")
-    seconds = [f"{phase.seconds:,.0f}" for phase in report.phases]
-    memory, checkpoint = f"{report.worst.total / GIB:.1f}", f"{report.checkpoint / GIB:,.0f}"
-    cells = [model, f"{gpus:,}", layout, memory, "no" if report.problems else "yes", checkpoint, *seconds]
+def _row(model: str, gpus: int, plan: RunPlan) -> str:
+    layout = layout_of(plan.shape) + (", recompute" if plan.shape.recompute else "")
+    seconds = [f"{phase.seconds:,.0f}" for phase in plan.phases]
+    memory, checkpoint = f"{plan.worst.total / GIB:.1f}", f"{plan.checkpoint / GIB:,.0f}"
+    cells = [model, f"{gpus:,}", layout, memory, "no" if plan.problems else "yes", checkpoint, *seconds]
     return f"| {' | '.join(cells)} |"
 
 

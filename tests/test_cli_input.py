@@ -61,17 +61,14 @@ def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ("--config no.toml", ["no.toml", "cannot be read"]),
         ("--model.checkpoint /no/such", ["/no/such/config.json", "not found"]),
         ("--loss.c-hihg 0.04", ["--loss.c_hihg: ", "did you mean loss.c_high?"]),
-        ("--loss.name ppo", ["loss.name = 'ppo'", "fspo, rloo, gspo, luspo, ctpo"]),
         ("--nproc 3 --parallel.tensor 3", ["3", "num_attention_heads 4"]),
         ("--nproc 3", ["parallel.tensor = 2", "world size 3"]),
         ("--nproc 6 --parallel.pipeline 3", ["parallel.pipeline = 3", "does not divide", "2 layers"]),
         ("--nproc 4 --parallel.context 4", ["parallel.tensor = 2 x parallel.context = 4", "a multiple of 8"]),
         ("--parallel.virtual-pipeline 2", ["parallel.virtual_pipeline = 2", "parallel.pipeline > 1"]),
         ("--parallel.context 8 --batch.max-tokens 104", ["batch.max_tokens = 104", "a multiple of 16"]),
-        ("--nproc 0", ["--nproc 0", "at least 1"]),
         ("--nproc 16 --rollout.prompts 4", ["rollout.prompts = 4", "8 data-parallel ranks"]),
         ("--rollout.prompts 72", ["rollout.prompts = 72", "train.jsonl", "68 prompts"]),
         ("--data.train no.jsonl", ["no.jsonl", "No such file"]),
@@ -172,10 +169,10 @@ def add_a_token(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (truncate_weights, ["model.safetensors is truncated, or not a safetensors file"]),
+        (truncate_weights, ["{c}/model.safetensors is truncated, or not a safetensors file"]),
         (
             lambda c: (c / "model.safetensors").unlink(),
-            ["has neither model.safetensors nor "],
+            ["{c} has neither model.safetensors nor "],
         ),
         (
             lambda c: change_json(c / "config.json", intermediate_size=130),
@@ -183,7 +180,7 @@ def add_a_token(checkpoint: Path) -> None:
         ),
         (
             lambda c: change_json(c / "config.json", model_type="gpt2"),
-            ["/config.json: model_type is 'gpt2'; supported: llama, qwen2, qwen3, qwen3_moe"],
+            ["{c}/config.json: model_type is 'gpt2'; supported: llama, qwen2, qwen3, qwen3_moe"],
         ),
         (add_a_token, ["it must be at least", "'<more>'"]),
         (lambda c: (c / "tokenizer_config.json").unlink(), ["holds no tokenizer"]),
@@ -196,7 +193,7 @@ def test_a_damaged_checkpoint(
     checkpoint = Path(shutil.copytree(CHECKPOINT, tmp_path / "checkpoint"))
     damage(checkpoint)
     line = refusal("--model.checkpoint", str(checkpoint))
-    assert str(checkpoint) in line and [word for word in words if word not in line] == [], line
+    assert [word for word in words if word.format(c=checkpoint) not in line] == [], line
 
 
 def test_a_folder_that_holds_a_run(refusal: Callable[..., str], tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ FLOORS = {
     "command line": 12,
 }
 SINGLE_MODULES = {
-    **dict.fromkeys(["__init__", "types", "errors", "section", "remote", "parent"], "base"),
+    **dict.fromkeys(["__init__", "types", "errors", "section", "remote", "parent", "tables"], "base"),
     "plugin": "plugin",
     **dict.fromkeys(["cli", "console", "doctor", "__main__"], "command line"),
 }
@@ -54,7 +54,7 @@ THIRD_PARTY = {
     "adapters": {"torch", "trl", "verl", "skyrl", "prime_rl", "slime", "megatron"},
     "config": {"pydantic", "tomli_w"},
     "data": {"transformers", "pyarrow"},
-    "evaluation": {"numpy"},
+    "evaluation": {"numpy", "torch"},
     "rewards": {"httpx", "math_verify", "reasoning_gym", "sympy"},
     "packing": {"torch"},
     "parallel": {"torch"},

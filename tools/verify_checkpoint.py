@@ -70,7 +70,7 @@ def main() -> int:
 
 
 def _check_logits(first: Path, second: Path | None, layout: str) -> None:
-    """What is wrong is said before long work."""
+    """Check arguments before long work."""
     if second is None:
         raise InputError("--logits compares two checkpoints")
     import_megatron()
@@ -123,7 +123,7 @@ def _logits(folders: Sequence[Path], layout: str, dtype: str) -> list[dict[str, 
     (name, reference), *others = scores.items()
     if not reference.isfinite().all():
         raise TrainingError(f"{name}: log-probs are not finite")
-    differences = ((name, (found - reference).abs()) for name, found in others)
+    differences = ((name, (score - reference).abs()) for name, score in others)
     return [{"name": name, "max": d.max().item(), "mean": d.mean().item()} for name, d in differences]
 
 
@@ -171,10 +171,11 @@ def _megatron_scores(folder: Path, sequences: Sequence[Sequence[int]], layout: s
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode or not out.is_file():
-            told = [line for line in done.stderr.splitlines() if line.startswith("verify_checkpoint: ")]
-            problem = told[0].removeprefix("verify_checkpoint: ") if told else done.stderr[-2000:]
+            reported = [line for line in done.stderr.splitlines() if line.startswith("verify_checkpoint: ")]
+            problem = reported[0].removeprefix("verify_checkpoint: ") if reported else done.stderr[-2000:]
             raise InputError(f"{folder} under {layout}: {problem}")
-        return load_file(out)["log_probs"]
+        log_probs: Tensor = load_file(out)["log_probs"]
+        return log_probs
 
 
 def _score_as_rank(folder: str, sequences: list[list[int]], layout: str, dtype: str, out: str) -> None:

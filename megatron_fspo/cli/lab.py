@@ -119,7 +119,7 @@ def run_plan(args: argparse.Namespace, overrides: list[str]) -> int:
         raise InputError(f"--reserve {args.reserve:g}: must be less than --gpu-memory {args.gpu_memory:g}")
 
     from megatron_fspo.lab.plan.command import assumed, plan
-    from megatron_fspo.lab.plan.report import Given
+    from megatron_fspo.lab.plan.plan import Given
 
     names = ("mean_prompt", "mean_response", "servers", "server_gpus", "server_share")
     given = Given(

@@ -1,1 +1,1 @@
-"""Evaluation as arithmetic: estimators, intervals over problems, records, tables. Needs numpy only."""
+"""Evaluation as arithmetic: estimators, intervals, records, tables. Knows no model and no process group."""

@@ -1,28 +1,43 @@
-"""95 % intervals of a mean over problems, by a bootstrap that resamples problems.
+"""95% intervals: one result type, and one function for each method.
+
+| function | method | stands at |
+|---|---|---|
+| :func:`interval_of_means` | BCa bootstrap of problems | evaluations; held-out accuracy of a run |
+| :func:`resample_groups` | percentile bootstrap of prompts | ``calibrate`` |
+| :func:`wilson_interval` | Wilson's score interval | shares outside the band by length |
+| :func:`difference_interval` | Newcombe's method 10, from two intervals | benchmarks |
+| :func:`t_half_width` | Student's t over seeds | ``sweep`` |
+| :func:`jackknife_interval` | delete-a-group jackknife | the parts of S in ``explain`` |
+| ``objective.exponent.measure_exponent`` | the same, in a room that knows only torch | the exponent of S |
+| ``objective.fairness`` | bootstrap of responses | LRE of a run |
+| ``lab.explain.chance`` | multinomial bootstrap of counts | LRE of a dump |
 
 Responses to one problem are alike: they are right together or wrong together. So problems are what is drawn,
 each with all its responses. With several sets problems are drawn within each, and the estimate is the mean
 over the sets of their means.
 
-The interval is BCa (bias-corrected and accelerated; Efron 1987), not the plain percentile interval:
-accuracies near 0 or 1 are skewed, and sets such as AIME have 30 problems. A bootstrap of P problems also has
-a variance that is (P − 1)/P of what it should be, so its normal quantiles are widened by √(P/(P − 1)).
-Simulated on populations of 30 problems, the plain interval holds the truth 90 to 94 % of the time, this one
-92 to 94 %; with 9 problems 91 % and 93 %, and of a paired gain 89 % (``benchmarks/interval_coverage.py``).
-
-The random stream of a set has its name, so that a set's interval does not depend on which others there are.
+BCa (bias-corrected and accelerated; Efron 1987) instead of the plain percentile interval: accuracies near 0
+or 1 are skewed, and sets such as AIME have 30 problems. A bootstrap of P problems also has a variance that is
+(P − 1)/P of what it should be, so its normal quantiles are widened by √(P/(P − 1)). Simulated on populations
+of 30 problems, the plain interval holds the truth 90 to 94 % of the time, this one 92 to 94 %; with 9
+problems 91 % and 93 %, and of a paired gain 89 % (``benchmarks/interval_coverage.py``). The random stream of
+a set has its name, so that a set's interval does not depend on which others there are.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, stdev
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from megatron_fspo.evaluation.estimators import Array, generator
+from megatron_fspo.evaluation.estimators import Array
+from megatron_fspo.objective.exponent import jackknife, student_t
 
 LEVEL = 0.95
 RESAMPLES = 10_000
@@ -33,7 +48,7 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean over problems with its interval.
+    """A figure with its 95% interval.
 
     Example::
 
@@ -42,9 +57,72 @@ class Estimate:
 
     value: float
     low: float
-    """NaN, as ``high``, where a set has one problem: nothing tells how others would do. Equal to ``value``
-    where all problems have the same value."""
+    """NaN, as ``high``, where there is no interval: a single problem, prompt or seed."""
     high: float
+
+
+def wilson_interval(rate: float, count: int) -> Estimate:
+    """A share of ``count`` independent records."""
+    z2 = 1.96**2
+    centre = (rate + z2 / (2 * count)) / (1 + z2 / count)
+    half = math.sqrt(z2 * (rate * (1 - rate) + z2 / (4 * count)) / count) / (1 + z2 / count)
+    return Estimate(value=rate, low=centre - half, high=centre + half)
+
+
+def difference_interval(first: Estimate, second: Estimate) -> Estimate:
+    """First less second, which are independent (Newcombe 1998, Statistics in Medicine 17, method 10)."""
+    value = first.value - second.value
+    return Estimate(
+        value=value,
+        low=value - math.hypot(first.value - first.low, second.high - second.value),
+        high=value + math.hypot(first.high - first.value, second.value - second.low),
+    )
+
+
+def t_half_width(values: Sequence[float]) -> float:
+    """Half the width of the t interval of a mean of independent normal values; NaN for a single one."""
+    if len(values) < 2:
+        return math.nan
+    return student_t(len(values) - 1) * (stdev(values) / math.sqrt(len(values)))
+
+
+def jackknife_interval(value: float, left: Sequence[float]) -> Estimate:
+    """A figure, from its values with one of at least 2 groups after the other left out."""
+    half = student_t(len(left) - 1) * jackknife(list(left))
+    return Estimate(value=value, low=value - half, high=value + half)
+
+
+def resample_groups(
+    statistics: Callable[[Tensor, Tensor], Sequence[float]],
+    log_ratio_sums: Tensor,
+    lengths: Tensor,
+    groups: Tensor,
+    *,
+    resamples: int = 400,
+    seed: int = 0,
+) -> list[Estimate]:
+    """Statistics of S [N] and L [N], each with its interval, by resampling groups with all their responses.
+
+    Args:
+        statistics: takes S and L of some responses and returns the same number of figures each time.
+        groups: [N] int64, the prompt of each: responses to one prompt are alike.
+        seed: seeds a generator of its own.
+    """
+    members = [torch.nonzero(groups == group)[:, 0] for group in sorted(set(groups.tolist()))]
+    random = torch.Generator().manual_seed(seed)
+    drawn: list[Sequence[float]] = []
+    for _ in range(resamples if len(members) > 1 else 0):
+        picks = torch.randint(len(members), (len(members),), generator=random).tolist()
+        rows = torch.cat([members[pick] for pick in picks])
+        drawn.append(statistics(log_ratio_sums[rows], lengths[rows]))
+    edges = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    estimates = []
+    for number, value in enumerate(statistics(log_ratio_sums, lengths)):
+        finite = [row[number] for row in drawn if math.isfinite(row[number])]
+        values = torch.tensor(finite, dtype=torch.float64)
+        low, high = values.quantile(edges).tolist() if finite else (math.nan, math.nan)
+        estimates.append(Estimate(value=value, low=low, high=high))
+    return estimates
 
 
 def interval_of_means(
@@ -54,7 +132,7 @@ def interval_of_means(
 
     Args:
         sets: by name, [problems, quantities]; the same quantities everywhere. All are resampled together.
-        seed: with the name of a set, of its random stream.
+        seed: names, with the name of a set, its random stream.
 
     Returns:
         one estimate per quantity.
@@ -68,10 +146,10 @@ def interval_of_means(
     means = [_means(values) for values in tables]
     centred = [values - mean for values, mean in zip(tables, means, strict=True)]
     share = 1 / len(tables)
-    # Of deviations: equal problems give exactly 0, not the rounding of a sum.
+    # Deviations: equal problems give exactly 0, not the rounding of a sum.
     moved = share * np.sum(
         [
-            _resampled(values, generator(seed, f"bootstrap/{name}"), resamples)
+            _resampled(values, _stream(seed, f"bootstrap/{name}"), resamples)
             for name, values in zip(sets, centred, strict=True)
         ],
         axis=0,
@@ -79,41 +157,49 @@ def interval_of_means(
     influence = np.concatenate([share / len(values) * values for values in centred])
     lone = any(len(values) == 1 for values in tables)
     wide = _widening(centred)
-    found = []
+    estimates = []
     for number, value in enumerate(share * np.sum(means, axis=0)):
         low, high = (
             (math.nan, math.nan)
             if lone
             else _bca(moved[:, number], influence[:, number], float(wide[number]))
         )
-        found.append(Estimate(value=float(value), low=float(value + low), high=float(value + high)))
-    return found
+        estimates.append(Estimate(value=float(value), low=float(value + low), high=float(value + high)))
+    return estimates
+
+
+def _stream(seed: int, name: str) -> np.random.Generator:
+    """The random stream with that name: the same whatever else is drawn."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
+    return np.random.default_rng(int.from_bytes(digest, "little"))
 
 
 def _means(values: Array) -> Array:
-    """[quantities], over problems; of equal values exactly theirs."""
-    return values[0] + (values - values[0]).mean(0)
+    """Means [quantities] over problems; where all values are equal, exactly that value."""
+    means: Array = values[0] + (values - values[0]).mean(0)
+    return means
 
 
 def _resampled(centred: Array, random: np.random.Generator, resamples: int) -> Array:
     """Means [resamples, quantities] of as many problems, drawn with replacement."""
     problems = len(centred)
     rows = max(1, _BLOCK // problems)
-    parts = []
+    blocks = []
     for start in range(0, resamples, rows):
         count = min(rows, resamples - start)
         drawn = random.integers(problems, size=(count, problems))
         drawn += np.arange(count)[:, None] * problems
         times = np.bincount(drawn.ravel(), minlength=count * problems).reshape(count, problems)
-        parts.append(times @ centred / problems)
-    return np.concatenate(parts)
+        blocks.append(times @ centred / problems)
+    return np.concatenate(blocks)
 
 
 def _widening(centred: list[Array]) -> Array:
-    """By quantity, standard error from unbiased variances over that of the bootstrap; 1 where that is 0."""
+    """[quantities] standard error from unbiased variances over that of the bootstrap; 1 where that is 0."""
     plain = np.sum([(values**2).mean(0) / len(values) for values in centred], axis=0)
     unbiased = np.sum([(values**2).mean(0) / max(len(values) - 1, 1) for values in centred], axis=0)
-    return np.sqrt(np.divide(unbiased, plain, out=np.ones_like(plain), where=plain > 0))
+    ratios: Array = np.divide(unbiased, plain, out=np.ones_like(plain), where=plain > 0)
+    return np.asarray(np.sqrt(ratios))
 
 
 def _bca(moved: Array, influence: Array, wide: float) -> tuple[float, float]:

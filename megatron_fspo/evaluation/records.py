@@ -1,7 +1,7 @@
-"""The folder of an evaluation: what was asked, every completion, and how an interrupted one goes on.
+"""The folder of an evaluation: its problems, every completion, and how an interrupted one goes on.
 
 ``manifest.json`` says what is evaluated and how, with hashes of weights and data; ``problems.jsonl`` has the
-problems; ``samples.jsonl`` every completion with its verdict, one a line, in an order known beforehand.
+problems; ``samples.jsonl`` every completion with its score, one a line, in an order known beforehand.
 
 Completions are asked for in portions, always the same ones, and are written portion by portion. Whoever goes
 on cuts the file at the end of the last whole portion, a half-written line with it, and asks for the next one:
@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.types import Prompt
@@ -31,7 +31,7 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One completion with its verdict: a line of ``samples.jsonl``.
+    """One completion with its score: a line of ``samples.jsonl``.
 
     Example::
 
@@ -42,13 +42,13 @@ class Record:
     dataset: str
     """The key in the file is ``set``."""
     index: int
-    """Of its prompt."""
+    """Index of its prompt."""
     sample: int
-    """Which of the prompt's completions, from 0."""
+    """Number of the completion among the prompt's, from 0."""
     response: str
     """Text, without the stop token."""
     answer: str | None
-    """Extracted from the response; None where nothing was found."""
+    """Extracted from the response; None where there is none."""
     score: float
     tokens: int
     """Length, the stop token included."""
@@ -56,13 +56,8 @@ class Record:
 
     @property
     def key(self) -> Key:
-        """Which completion it is."""
+        """The key of the completion."""
         return self.dataset, self.index, self.sample
-
-    def line(self) -> str:
-        """As JSON, with a line feed."""
-        row = asdict(self)
-        return json.dumps({"set": row.pop("dataset"), **row}) + "\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +68,14 @@ class Problem:
     """The key in the file is ``set``."""
     index: int
     id: str
-    """The same for the same task and answer, whatever tokenizer and chat template made a prompt of it."""
+    """Equal for the same task and answer, whatever tokenizer and chat template made a prompt of it."""
     prompt: str
-    """As the model reads it."""
+    """Text as the model reads it."""
     answer: str
 
     @classmethod
     def of(cls, prompt: Prompt, dataset: str) -> Problem:
-        """Of a prompt; the task is its row in the data file, or its text where no row is kept."""
+        """The problem of a prompt; the task is its row in the data file, or its text where no row is kept."""
         return cls(
             dataset=dataset,
             index=prompt.index,
@@ -89,18 +84,16 @@ class Problem:
             answer=prompt.answer,
         )
 
-    def line(self) -> str:
-        """As JSON, with a line feed."""
-        row = asdict(self)
-        return json.dumps({"set": row.pop("dataset"), **row}) + "\n"
-
     def __str__(self) -> str:
         return f"{self.dataset} {self.index} ({self.prompt[-40:]!r})"
 
 
+Row = TypeVar("Row", Record, Problem)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a folder is the evaluation of."""
+    """The evaluation that a folder holds."""
 
     model: str
     """The checkpoint, as it was named: for people."""
@@ -115,9 +108,7 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write it whole or not at all."""
-        partial = folder / f"{MANIFEST}.partial"
-        partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        partial.rename(folder / MANIFEST)
+        write_whole(folder / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
@@ -125,25 +116,39 @@ class Manifest:
         path = folder / MANIFEST
         try:
             content = json.loads(path.read_bytes())
-            found = cls(**content)
-            numbers = found.samples.values() if isinstance(found.samples, dict) else [found.samples]
-            if not (isinstance(found.facts, dict) and all(isinstance(n, int) and n > 0 for n in numbers)):
+            manifest = cls(**content)
+            samples = manifest.samples
+            numbers = samples.values() if isinstance(samples, dict) else [samples]
+            if not (isinstance(manifest.facts, dict) and all(isinstance(n, int) and n > 0 for n in numbers)):
                 raise ValueError("samples or facts are missing")
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror}): not an evaluation?") from None
         except (ValueError, TypeError) as error:
             raise InputError(f"{path}: not the manifest of an evaluation: {error}") from None
-        return found
+        return manifest
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write the file whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)
+
+
+def line_of(row: Record | Problem) -> str:
+    """The row as JSON, with a line feed."""
+    values = asdict(row)
+    return json.dumps({"set": values.pop("dataset"), **values}) + "\n"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SavedEvaluation:
     """A finished evaluation, read back."""
 
     manifest: Manifest
     problems: tuple[Problem, ...]
     records: tuple[Record, ...]
-    """In the order of the file."""
+    """Completions in the order of the file."""
 
 
 class RecordFile:
@@ -175,7 +180,7 @@ class RecordFile:
         elif self._path.exists():
             raise InputError(f"{folder} has {SAMPLES} and no {MANIFEST}: not an evaluation, or a damaged one")
         else:
-            (folder / PROBLEMS).write_text("".join(p.line() for p in problems), encoding="utf-8")
+            (folder / PROBLEMS).write_text("".join(map(line_of, problems)), encoding="utf-8")
             manifest.save(folder)
         self._path.touch()
         self._portions = list(portions)
@@ -198,7 +203,7 @@ class RecordFile:
         self._check()
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(record.line() for record in records))
+                file.write("".join(map(line_of, records)))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -213,11 +218,10 @@ class RecordFile:
         order = [(number, key) for number, portion in enumerate(self._portions, 1) for key in portion]
         ends = [0]  # of whole portions, in bytes
         end = 0
-        for count, (raw, record) in enumerate(_read(self._path), 1):
+        for count, (raw, record) in enumerate(_read(self._path, Record), 1):
             if count > len(order) or record.key != order[count - 1][1]:
-                raise InputError(
-                    f"{self._path}:{count}: {_named(record.key)} does not come here: the file was changed"
-                )
+                key = f"set {record.dataset}, prompt {record.index}, sample {record.sample}"
+                raise InputError(f"{self._path}:{count}: {key} does not come here: the file was changed")
             end += len(raw)
             if count == len(order) or order[count][0] != order[count - 1][0]:
                 ends.append(end)
@@ -225,15 +229,15 @@ class RecordFile:
         return len(ends) - 1
 
 
-def load(folder: Path) -> Saved:
+def load(folder: Path) -> SavedEvaluation:
     """A finished evaluation.
 
     Raises:
         InputError: it is not finished, or no evaluation, or damaged.
     """
     manifest = Manifest.load(folder)
-    problems = tuple(_problem(folder / PROBLEMS, *line) for line in _lines(folder / PROBLEMS))
-    records = tuple(record for _, record in _read(folder / SAMPLES))
+    problems = tuple(problem for _, problem in _read(folder / PROBLEMS, Problem))
+    records = tuple(record for _, record in _read(folder / SAMPLES, Record))
     try:
         wanted = {(p.dataset, p.index, n) for p in problems for n in range(manifest.samples_of(p.dataset))}
     except KeyError as error:
@@ -242,11 +246,11 @@ def load(folder: Path) -> Saved:
         raise InputError(
             f"{folder} has {len(records)} of {len(wanted)} completions: go on with the command that began it"
         )
-    return Saved(manifest=manifest, problems=problems, records=records)
+    return SavedEvaluation(manifest=manifest, problems=problems, records=records)
 
 
 def hash_of_prompts(prompts: Sequence[Prompt]) -> str:
-    """Of the problems of a set, and of the tokens that the model reads."""
+    """SHA-256 of the problems of a set, and of the tokens that the model reads."""
     return _digest([[p.index, list(p.token_ids), p.answer, Problem.of(p, "").id] for p in prompts])
 
 
@@ -260,40 +264,29 @@ def _check_same(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and bytes of every line; a last one without its end is left out."""
+def _read(path: Path, kind: type[Row]) -> Iterator[tuple[bytes, Row]]:
+    """Bytes and content of every line; a last one without its end is left out."""
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, 1):
                 if raw.endswith(b"\n"):
-                    yield number, raw
+                    yield raw, _row(raw, kind, f"{path}:{number}")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _read(path: Path) -> Iterator[tuple[bytes, Record]]:
-    for number, raw in _lines(path):
-        try:
-            row = json.loads(raw)
-            record = Record(dataset=row.pop("set"), **row)
-            known = isinstance(record.score, int | float) and isinstance(record.tokens, int)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            known = False
-        if not known:
-            raise InputError(f"{path}:{number}: not a completion: the file was changed or is damaged")
-        yield raw, record
-
-
-def _problem(path: Path, number: int, raw: bytes) -> Problem:
+def _row(raw: bytes, kind: type[Row], where: str) -> Row:
     try:
-        row = json.loads(raw)
-        return Problem(dataset=row.pop("set"), **row)
+        values = json.loads(raw)
+        row = kind(dataset=values.pop("set"), **values)
+        if isinstance(row, Record) and not (
+            isinstance(row.score, int | float) and isinstance(row.tokens, int)
+        ):
+            raise ValueError("score or tokens are no numbers")
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise InputError(f"{path}:{number}: not a problem: the file was changed or is damaged") from None
-
-
-def _named(key: Key) -> str:
-    return f"set {key[0]}, prompt {key[1]}, sample {key[2]}"
+        name = {Record: "completion", Problem: "problem"}[kind]
+        raise InputError(f"{where}: not a {name}: the file was changed or is damaged") from None
+    return row
 
 
 def _digest(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""From completions to figures: per problem, per set, over sets; and two evaluations compared."""
+"""Figures of completions: per problem, per set, over sets; and two evaluations compared."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation.estimators import Array, majority_at, pass_at, powers_of_two
 from megatron_fspo.evaluation.intervals import Estimate, interval_of_means
-from megatron_fspo.evaluation.records import Problem, Record, Saved
+from megatron_fspo.evaluation.records import Problem, Record, SavedEvaluation
 
 Quantities = dict[str, Array]
-"""By name, one value per problem [P], in the order of their indices.
+"""Figure → one value per problem [P], in the order of their indices.
 
 ``mean``: mean score; ``pass@k``; ``maj@k``; ``length``: tokens; ``truncated`` and ``unanswered``: shares of
 the responses that were cut off, and from which no answer was extracted."""
@@ -29,11 +29,11 @@ class Summary:
     samples: Mapping[str, int]
     """Completions of each problem, by set."""
     problems: Mapping[str, int]
-    """By set."""
+    """Number of problems, by set."""
     sets: Mapping[str, Mapping[str, Estimate]]
-    """By set, by quantity."""
+    """Figures by set, by quantity."""
     average: Mapping[str, Estimate]
-    """By quantity, the mean over the sets; of those that all sets have."""
+    """Mean over the sets by quantity, of those that all sets have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ class Comparison:
     """One evaluation less another, problem by problem."""
 
     model: str
-    """Of the other one."""
+    """The other evaluation's."""
     summary: Summary
-    """Figures of the other one."""
+    """The other evaluation's figures."""
     changed: Mapping[str, tuple[object, object]]
     """Facts that are not the same: (the other's, this one's). Prompts and weights are left out."""
     differences: Summary
@@ -51,7 +51,7 @@ class Comparison:
 
 
 def per_problem(records: Iterable[Record]) -> dict[str, Quantities]:
-    """By set, in the order in which they come.
+    """Figures of each problem, by set, in the order in which the sets come.
 
     Raises:
         ValueError: problems of a set have different numbers of completions, or one twice.
@@ -77,14 +77,14 @@ def _quantities(problems: Sequence[Sequence[Record]]) -> Quantities:
     scores = [[record.score for record in rows] for rows in problems]
     answers = [[record.answer for record in rows] for rows in problems]
     right = [sum(score >= 1 for score in row) for row in scores]
-    found: dict[str, list[float]] = {"mean": [sum(row) / n for row in scores]}
+    figures: dict[str, list[float]] = {"mean": [sum(row) / n for row in scores]}
     ks = powers_of_two(n)
-    found |= {f"pass@{k}": [pass_at(k, n, c) for c in right] for k in ks}
-    found |= {f"maj@{k}": [majority_at(k, *pair) for pair in zip(answers, scores, strict=True)] for k in ks}
-    found["length"] = [sum(record.tokens for record in rows) / n for rows in problems]
-    found["truncated"] = [sum(r.finish_reason == "length" for r in rows) / n for rows in problems]
-    found["unanswered"] = [row.count(None) / n for row in answers]
-    return {name: np.array(values, dtype=np.float64) for name, values in found.items()}
+    figures |= {f"pass@{k}": [pass_at(k, n, c) for c in right] for k in ks}
+    figures |= {f"maj@{k}": [majority_at(k, *pair) for pair in zip(answers, scores, strict=True)] for k in ks}
+    figures["length"] = [sum(record.tokens for record in rows) / n for rows in problems]
+    figures["truncated"] = [sum(r.finish_reason == "length" for r in rows) / n for rows in problems]
+    figures["unanswered"] = [row.count(None) / n for row in answers]
+    return {name: np.array(values, dtype=np.float64) for name, values in figures.items()}
 
 
 def summarize(sets: Mapping[str, Quantities], samples: int | Mapping[str, int]) -> Summary:
@@ -98,24 +98,24 @@ def summarize(sets: Mapping[str, Quantities], samples: int | Mapping[str, int]) 
     def estimates(some: Mapping[str, Quantities]) -> dict[str, Estimate]:
         first, *others = some.values()
         names = [name for name in first if all(name in other for other in others)]
-        tables = {dataset: np.stack([found[name] for name in names], 1) for dataset, found in some.items()}
+        tables = {dataset: np.stack([one[name] for name in names], 1) for dataset, one in some.items()}
         return dict(zip(names, interval_of_means(tables), strict=True))
 
     return Summary(
         samples=dict.fromkeys(sets, samples) if isinstance(samples, int) else {n: samples[n] for n in sets},
-        problems={dataset: len(found["mean"]) for dataset, found in sets.items()},
-        sets={dataset: estimates({dataset: found}) for dataset, found in sets.items()},
+        problems={dataset: len(one["mean"]) for dataset, one in sets.items()},
+        sets={dataset: estimates({dataset: one}) for dataset, one in sets.items()},
         average=estimates(sets),
     )
 
 
-def compare(this: Saved, other: Saved) -> Comparison:
+def compare(this: SavedEvaluation, other: SavedEvaluation) -> Comparison:
     """``this`` less ``other`` on the same problems, matched by what they ask.
 
     Raises:
         InputError: the problems differ; names some.
     """
-    places = match(this.problems, other.problems, f"{this.manifest.model} and {other.manifest.model}")
+    rows = match(this.problems, other.problems, f"{this.manifest.model} and {other.manifest.model}")
     mine, theirs = per_problem(this.records), per_problem(other.records)
     before, now = other.manifest.facts, this.manifest.facts
     names = [name for name in (*now, *(n for n in before if n not in now)) if not name.endswith("sha256")]
@@ -126,11 +126,11 @@ def compare(this: Saved, other: Saved) -> Comparison:
         differences=summarize(
             {
                 dataset: {
-                    name: values - theirs[dataset][name][places[dataset]]
-                    for name, values in found.items()
+                    name: values - theirs[dataset][name][rows[dataset]]
+                    for name, values in figures.items()
                     if name in theirs[dataset]
                 }
-                for dataset, found in mine.items()
+                for dataset, figures in mine.items()
             },
             this.manifest.samples,
         ),
@@ -138,7 +138,7 @@ def compare(this: Saved, other: Saved) -> Comparison:
 
 
 def match(mine: Sequence[Problem], theirs: Sequence[Problem], between: str) -> dict[str, list[int]]:
-    """By set, for each of my problems, in the order of indices, the row of the same problem among theirs.
+    """Returns by set, for each of my problems in the order of indices, the row of the same one of theirs.
 
     Args:
         between: which two evaluations, for the message.
@@ -152,32 +152,27 @@ def match(mine: Sequence[Problem], theirs: Sequence[Problem], between: str) -> d
         "only in the second": [problem for name, problem in others.items() if name not in ours],
     }
     if any(alone.values()):
-        told = "; ".join(f"{where}: {_listed(problems)}" for where, problems in alone.items() if problems)
-        raise InputError(f"{between} were evaluated on different problems: {told}")
-    rows = _rows(theirs)
-    places: dict[str, list[int]] = {}
+        lists = "; ".join(f"{where}: {_listed(problems)}" for where, problems in alone.items() if problems)
+        raise InputError(f"{between} were evaluated on different problems: {lists}")
+    indices: dict[str, list[int]] = {}
+    for problem in theirs:
+        indices.setdefault(problem.dataset, []).append(problem.index)
+    row_of = {(name, i): row for name, some in indices.items() for row, i in enumerate(sorted(some))}
+    rows: dict[str, list[int]] = {}
     for name, problem in sorted(ours.items(), key=lambda item: item[1].index):
-        places.setdefault(problem.dataset, []).append(rows[problem.dataset, others[name].index])
-    return places
+        rows.setdefault(problem.dataset, []).append(row_of[problem.dataset, others[name].index])
+    return rows
 
 
 def _named_once(problems: Sequence[Problem]) -> dict[tuple[str, str, int], Problem]:
-    """By set, identity, and how often it came before: a file may hold a problem twice."""
+    """Problems by set, identity, and how often it came before: a file may hold a problem twice."""
     seen: Counter[tuple[str, str]] = Counter()
-    found = {}
+    named = {}
     for problem in sorted(problems, key=lambda problem: problem.index):
         name = (problem.dataset, problem.id)
-        found[*name, seen[name]] = problem
+        named[*name, seen[name]] = problem
         seen[name] += 1
-    return found
-
-
-def _rows(problems: Sequence[Problem]) -> dict[tuple[str, int], int]:
-    """(set, index) → row among the set's problems, which stand in the order of their indices."""
-    sets: dict[str, list[int]] = {}
-    for problem in problems:
-        sets.setdefault(problem.dataset, []).append(problem.index)
-    return {(name, i): row for name, indices in sets.items() for row, i in enumerate(sorted(indices))}
+    return named
 
 
 def _listed(problems: Sequence[Problem]) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fspo.evaluation.intervals import LEVEL, RESAMPLES, Estimate
-from megatron_fspo.evaluation.records import Manifest
+from megatron_fspo.evaluation.intervals import LEVEL, RESAMPLES
+from megatron_fspo.evaluation.records import Manifest, write_whole
 from megatron_fspo.evaluation.summary import Comparison, Summary
+from megatron_fspo.tables import markdown, plain
 
 RESULTS = "results.json"
 TABLE = "table.md"
@@ -21,16 +21,16 @@ AVERAGE = "average"
 def metrics_of(summary: Summary, group: str = "val") -> dict[str, float]:
     """The figures under the names that a run logs them by."""
     metrics: dict[str, float] = {}
-    for dataset, found in summary.sets.items():
+    for dataset, estimates in summary.sets.items():
         n, name = summary.samples[dataset], f"{group}/{dataset}"
-        metrics[f"{name}/mean@{n}"] = found["mean"].value
-        metrics[f"{name}/mean@{n}/low"] = found["mean"].low
-        metrics[f"{name}/mean@{n}/high"] = found["mean"].high
-        ks = _drawn(found)
-        metrics |= {f"{name}/pass@{k}": found[f"pass@{k}"].value for k in ks}
-        metrics[f"{name}/maj@{ks[-1]}"] = found[f"maj@{ks[-1]}"].value
-        metrics[f"{name}/response_length/mean"] = found["length"].value
-        metrics[f"{name}/truncated"] = found["truncated"].value
+        metrics[f"{name}/mean@{n}"] = estimates["mean"].value
+        metrics[f"{name}/mean@{n}/low"] = estimates["mean"].low
+        metrics[f"{name}/mean@{n}/high"] = estimates["mean"].high
+        ks = _drawn(estimates)
+        metrics |= {f"{name}/pass@{k}": estimates[f"pass@{k}"].value for k in ks}
+        metrics[f"{name}/maj@{ks[-1]}"] = estimates[f"maj@{ks[-1]}"].value
+        metrics[f"{name}/response_length/mean"] = estimates["length"].value
+        metrics[f"{name}/truncated"] = estimates["truncated"].value
     return metrics
 
 
@@ -60,94 +60,71 @@ def write(folder: Path, manifest: Manifest, summary: Summary, comparison: Compar
         TABLE: table(manifest.model, summary, comparison),
     }
     for name, text in texts.items():
-        partial = folder / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.rename(folder / name)
+        write_whole(folder / name, text)
 
 
 def table(model: str, summary: Summary, comparison: Comparison | None = None) -> str:
-    """Markdown: a row per model, per set three columns; below it, what else is known of every set."""
+    """Markdown: a row per model with three columns per set, then a row per set with all figures."""
     sets = [*summary.sets, *([AVERAGE] if len(summary.sets) > 1 else [])]
     rows = [(f"`{model}`", summary, "")]
     if comparison is not None:
         before = (f"`{comparison.model}`", comparison.summary, "")
         rows = [before, *rows, ("difference", comparison.differences, "+")]
-    summaries = [found for _, found, _ in rows]
+    summaries = [one for _, one, _ in rows]
     heads = ["model", *(head for name in sets for head in _heads(summaries, name))]
-    lines = [[label, *_cells(found, sets, sign)] for label, found, sign in rows]
-    parts = [
+    paragraphs = [
         "Scores × 100, with 95 % intervals (BCa bootstrap over problems"
         + ("; the difference is paired, problem by problem)." if comparison else ")."),
-        _markdown(heads, lines),
+        markdown(heads, [[label, *_cells(one, sets, sign)] for label, one, sign in rows]),
     ]
     if comparison is not None and comparison.changed:
-        told = (f"`{key}` {was} → {now}" for key, (was, now) in comparison.changed.items())
-        parts.append(f"Besides the weights these differ: {', '.join(told)}.")
-    parts.append(_details(summary))
-    return "\n\n".join(parts) + "\n"
+        changes = (f"`{key}` {was} → {now}" for key, (was, now) in comparison.changed.items())
+        paragraphs.append(f"Besides the weights these differ: {', '.join(changes)}.")
+    return "\n\n".join([*paragraphs, _details(summary)]) + "\n"
 
 
 def _heads(summaries: Sequence[Summary], name: str) -> list[str]:
-    """Of the columns of a set or of the average: with ``@k`` where one k holds in all rows. The average of
-    sets with different k has a mean without, and the largest pass@k and maj@k that all of them have."""
+    """Heads of the columns of a set or of the average: with ``@k`` where one k holds in all rows. The average
+    of sets with different k has a mean without, and the largest pass@k and maj@k that all of them have."""
     means = _at(
-        k
-        for found in summaries
-        for k in ([found.samples[name]] if name in found.samples else found.samples.values())
+        k for one in summaries for k in ([one.samples[name]] if name in one.samples else one.samples.values())
     )
-    drawn = _at(_drawn(_figures_of(found, name))[-1] for found in summaries)
+    drawn = _at(_drawn(one.sets.get(name, one.average))[-1] for one in summaries)
     return [f"{name} mean{means}", f"{name} pass{drawn}", f"{name} maj{drawn}"]
 
 
 def _at(ks: Iterable[int]) -> str:
-    """``@k``, if that is one."""
-    found = set(ks)
-    return f"@{found.pop()}" if len(found) == 1 else ""
-
-
-def _figures_of(summary: Summary, name: str) -> Mapping[str, Estimate]:
-    """Of a set, or else of the average."""
-    return summary.sets.get(name, summary.average)
+    """``@k``, if all k are the same."""
+    different = set(ks)
+    return f"@{different.pop()}" if len(different) == 1 else ""
 
 
 def _cells(summary: Summary, sets: Sequence[str], sign: str) -> Iterable[str]:
     for name in sets:
-        found = _figures_of(summary, name)
-        largest = _drawn(found)[-1]
+        estimates = summary.sets.get(name, summary.average)
+        largest = _drawn(estimates)[-1]
         for key in ("mean", f"pass@{largest}", f"maj@{largest}"):
-            yield _with_interval(found[key], sign)
+            one = estimates[key]
+            value, low, high = (_percent(x, sign) for x in (one.value, one.low, one.high))
+            yield f"{value} [n/a]" if math.isnan(one.low) else f"{value} [{low}, {high}]"
 
 
-def _drawn(found: Iterable[str]) -> list[int]:
+def _drawn(figures: Iterable[str]) -> list[int]:
     """The k of pass@k and maj@k, from small to large."""
-    return sorted(int(key.removeprefix("pass@")) for key in found if key.startswith("pass@"))
+    return sorted(int(key.removeprefix("pass@")) for key in figures if key.startswith("pass@"))
 
 
 def _details(summary: Summary) -> str:
-    ks = sorted({k for found in summary.sets.values() for k in _drawn(found)})
+    ks = sorted({k for estimates in summary.sets.values() for k in _drawn(estimates)})
     shares = [f"{figure}@{k}" for figure in ("pass", "maj") for k in ks] + ["truncated", "unanswered"]
-    heads = ["set", "problems", "samples", f"mean{_at(summary.samples.values())}", *shares, "tokens"]
-    heads = [{"unanswered": "no answer"}.get(head, head) for head in heads]
+    heads = ["set", "problems", "samples", f"mean{_at(summary.samples.values())}", *shares[:-1], "no answer"]
     lines = []
-    for name, figures in summary.sets.items():
+    for name, estimates in summary.sets.items():
         counts = [str(summary.problems[name]), str(summary.samples[name])]
-        cells = [name, *counts, _percent(figures["mean"].value)]
-        cells += [_percent(figures[key].value) if key in figures else "" for key in shares]
-        lines.append([*cells, f"{figures['length'].value:.1f}"])
-    return _markdown(heads, lines)
-
-
-def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(heads) - 1)]
-    escaped = [[cell.replace("|", r"\|") for cell in row] for row in (heads, rule, *rows)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in escaped)
-
-
-def _with_interval(estimate: Estimate, sign: str) -> str:
-    if math.isnan(estimate.low):
-        return f"{_percent(estimate.value, sign)} [n/a]"
-    low, high = _percent(estimate.low, sign), _percent(estimate.high, sign)
-    return f"{_percent(estimate.value, sign)} [{low}, {high}]"
+        cells = [name, *counts, _percent(estimates["mean"].value)]
+        cells += [_percent(estimates[key].value) if key in estimates else "" for key in shares]
+        lines.append([*cells, f"{estimates['length'].value:.1f}"])
+    return markdown([*heads, "tokens"], lines)
 
 
 def _percent(value: float, sign: str = "") -> str:
@@ -158,18 +135,8 @@ def _percent(value: float, sign: str = "") -> str:
 def _figures(summary: Summary) -> dict[str, Any]:
     content: dict[str, Any] = {
         "sets": {
-            name: {"problems": summary.problems[name], **_numbers(found)}
-            for name, found in summary.sets.items()
+            name: {"problems": summary.problems[name], **plain(estimates)}
+            for name, estimates in summary.sets.items()
         }
     }
-    if len(summary.sets) > 1:
-        content[AVERAGE] = _numbers(summary.average)
-    return content
-
-
-def _numbers(found: Mapping[str, Estimate]) -> dict[str, dict[str, float | None]]:
-    """JSON has no NaN."""
-    return {
-        key: {name: value if math.isfinite(value) else None for name, value in asdict(estimate).items()}
-        for key, estimate in found.items()
-    }
+    return content | ({AVERAGE: plain(summary.average)} if len(summary.sets) > 1 else {})

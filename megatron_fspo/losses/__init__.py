@@ -1,8 +1,8 @@
 """The policy losses: keys, gradient weights, definition and moving parts of each, in one file.
 
-To add one, write a class like those here (its section of the configuration, with ``objective`` and
-``definition``, and in ``VERIFIED`` settings that ``verify`` is to check), and name it in ``AnyLoss``.
-Configuration, trainer, ``verify``, ``explain``, ``sweep``, the report and docs/config.md find it here.
+To add one, write a class like those here: its section of the configuration, its weights and definition, and
+in ``VERIFIED`` settings that ``verify`` is to check. Then name it in ``AnyLoss``: configuration, trainer,
+``verify``, ``explain``, ``sweep``, the report and docs/config.md find it here.
 """
 
 from __future__ import annotations

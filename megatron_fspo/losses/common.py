@@ -19,8 +19,9 @@ from megatron_fspo.section import Section, Share
 
 
 class Loss(Section):
-    """The base of all policy losses. One whose limits stay as given needs ``objective`` and ``definition``
-    only; to be compared, also ``band`` (or ``prefix_band``), ``limits`` and ``scaled``."""
+    """The base of all policy losses. One needs its weights (``__call__``, or an ``objective`` of a form that
+    others have too) and its ``definition``; to be compared, also ``band`` or ``prefix_band``, ``limits`` and
+    ``scaled``. The rest is for limits that move during a run."""
 
     VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Name → keys of what ``verify`` checks: limits that some of its small batch lies outside of."""
@@ -52,6 +53,7 @@ class Loss(Section):
         return self
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
+        """The weights, as ``PolicyObjective`` has them."""
         raise NotImplementedError
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:

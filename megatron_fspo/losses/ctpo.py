@@ -9,7 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss, pessimistic_minimum
-from megatron_fspo.objective import FSPOBand, LengthFairDualClip, PrefixLevel
+from megatron_fspo.objective import FSPOBand, LengthFairDualClip, sequence_surrogate
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
 
 Width = Annotated[float, Field(gt=0, le=3)]
 
@@ -35,10 +36,15 @@ class CTPOLoss(Loss):
     def prefix_band(self) -> FSPOBand:
         return FSPOBand(c_low=self.c_low, c_high=self.c_high, exponent=self.exponent)
 
-    def objective(self) -> PrefixLevel:
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """weight_t = exp(S_t)·A, or 0 where a clip acts: that of a response that ends with token t."""
+        columns = torch.stack([inputs.log_ratio, torch.ones_like(inputs.log_ratio)])
+        prefix, length = torch.where(inputs.mask, inputs.prefix_sums(columns), 0.0)
         c = self.c_dual
         dual_clip = None if c is None else LengthFairDualClip(c=c, exponent=self.exponent)
-        return PrefixLevel(band=self.prefix_band(), dual_clip=dual_clip)
+        advantages = per_token(inputs.advantages, inputs)
+        terms = sequence_surrogate(prefix, length, advantages, self.prefix_band(), dual_clip)
+        return weigh_tokens(inputs, terms, "token-mean")
 
     def limits(self) -> dict[str, float]:
         return {"c_low": self.c_low, "c_high": self.c_high}

@@ -243,7 +243,7 @@ class FSPOLoss(Loss):
 
     def reported(self, last: Callable[[str], float]) -> FSPOLoss | None:
         """The loss with its band where a run has moved it, from ``FSPOState.metrics``."""
-        c_low, c_high, drift = (last(f"fspo/{name}") for name in ("c_low", "c_high", "drift"))
+        c_low, c_high, drift = map(last, ("fspo/c_low", "fspo/c_high", "fspo/drift"))
         if math.isnan(c_low + c_high + drift):
             return None
         exponent = last("fspo/exponent")  # the run in docs/gallery did not log it

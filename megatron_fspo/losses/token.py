@@ -10,9 +10,14 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss, pessimistic_minimum
-from megatron_fspo.objective import PolicyObjective, TokenLevel
-from megatron_fspo.objective.policy_objective import LossInputs, LossTerms
-from megatron_fspo.objective.surrogate import Aggregation
+from megatron_fspo.objective import ConstantDualClip, RLOOBand, sequence_surrogate
+from megatron_fspo.objective.policy_objective import (
+    Aggregation,
+    LossInputs,
+    LossTerms,
+    per_token,
+    weigh_tokens,
+)
 from megatron_fspo.section import UnitInterval
 
 
@@ -25,13 +30,17 @@ class TokenLoss(Loss):
     dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="limit for A < 0")
     eps_high: PositiveFloat = Field(0.2, description="token ratio <= 1 + eps_high")
 
-    def objective(self) -> PolicyObjective:
-        return TokenLevel(
-            eps_low=self.eps_low,
-            eps_high=self.eps_high,
-            dual_clip_ratio=self.dual_clip_ratio,
-            aggregation=self.AGGREGATION,
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """weight_t = r_t·A, or 0 where a clip acts: the surrogate of a sequence of one token."""
+        ratio = self.dual_clip_ratio
+        terms = sequence_surrogate(
+            torch.where(inputs.mask, inputs.log_ratio, 0.0),
+            torch.ones_like(inputs.log_ratio),
+            per_token(inputs.advantages, inputs),
+            RLOOBand(eps_low=self.eps_low, eps_high=self.eps_high),
+            dual_clip=None if ratio is None else ConstantDualClip(ratio=ratio),
         )
+        return weigh_tokens(inputs, terms, self.AGGREGATION)
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
         ratio = log_ratio.exp()
@@ -86,16 +95,13 @@ class OPSMLoss(TokenLoss):
     name: Literal["opsm"] = "opsm"
     delta: PositiveFloat = Field(1e-3, description="drop where A < 0 and -S / L > delta, nats per token")
 
-    def objective(self) -> PolicyObjective:
-        return self
-
     def __call__(self, inputs: LossInputs) -> LossTerms:
         """GRPO's, with weight 0 for sequences with A < 0 and −S/L > delta. One more collective."""
         (log_ratio_sum,) = inputs.sequence_sums(inputs.log_ratio[None])
         far = -log_ratio_sum > self.delta * inputs.lengths
         dropped = (inputs.advantages < 0) & far & log_ratio_sum.isfinite()
         kept = replace(inputs, advantages=torch.where(dropped, 0.0, inputs.advantages))
-        terms = super().objective()(kept)
+        terms = super().__call__(kept)
         return replace(terms, clipped_low=torch.where(dropped, 1.0, terms.clipped_low))
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:

@@ -1,4 +1,4 @@
-"""What the machine offers: the one place where CPU and CUDA part ways.
+"""Device, collectives and layers of this machine: the one file where CPU and CUDA part ways.
 
 | | CPU | CUDA |
 |---|---|---|
@@ -29,7 +29,21 @@ CUDA_ENVIRONMENT = {
     # to hide it. Megatron's overlap in tensor and context parallel layers counts on that.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
-"""What CUDA has to find when it starts, unless the user has set it."""
+"""Variables that CUDA reads when it starts, unless the user has set them."""
+_DENSE_BF16 = (
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("H200", 989.0),
+    ("H20", 148.0),
+    ("B200", 2250.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+)
+"""Part of the name → TFLOP/s of bf16 products without sparsity, from the vendor's data sheets; the first that
+fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +81,11 @@ class Backend:
             "apply_rope_fusion": fused,
             "masked_softmax_fusion": False,
             "persist_layer_norm": fused,
-            # Of Megatron's own layers, by apex. Transformer Engine's do without: see wrap_for_training.
-            "gradient_accumulation_fusion": self.device.type == "cuda" and not fused and _has_apex_wgrad(),
+            # Megatron's own layers need apex's kernel for it; Transformer Engine's have theirs: see
+            # wrap_for_training.
+            "gradient_accumulation_fusion": self.device.type == "cuda"
+            and not fused
+            and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         }
 
     def layer_spec(self, config: TransformerConfig, vp_stage: int | None = None) -> Any:
@@ -128,6 +145,13 @@ def check_dtype(backend: Backend, dtype: torch.dtype) -> None:
         )
 
 
-def _has_apex_wgrad() -> bool:
-    """apex's kernel that adds weight gradients straight into ``main_grad``."""
-    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+def peak_tflops(backend: Backend, dtype: torch.dtype) -> float | None:
+    """Most TFLOP/s of one rank's GPU; None where that is not known, as on a CPU."""
+    if backend.device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    return peak_of(torch.cuda.get_device_name(backend.device))
+
+
+def peak_of(name: str) -> float | None:
+    """TFLOP/s in bf16 of a GPU of this name."""
+    return next((peak for part, peak in _DENSE_BF16 if part in name), None)

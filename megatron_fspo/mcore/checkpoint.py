@@ -3,8 +3,8 @@
 One format for every layout, optimizer and dtype: that of Megatron's plain optimizer. Each weight is a global
 tensor under Megatron's name, and beside it ``optimizer.state.<what>.<name>`` are tensors of the same shape:
 ``exp_avg``, ``exp_avg_sq``, and ``fp32_param`` where the weights are rounded. Each rank writes the values it
-owns (:mod:`.places`) as boxes of these tensors, and reads boxes of what it needs: nothing is gathered, and no
-more than a box is in memory twice.
+owns (:mod:`.parameter_state`) as boxes of these tensors, and reads boxes of what it needs: nothing is
+gathered, and no more than a box is in memory twice.
 
 So a run may resume under another layout, with the distributed optimizer switched on or off, and in another
 dtype. Of Megatron's formats for a distributed optimizer, ``fully_reshardable`` gathers it on every rank (30
@@ -44,12 +44,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.mcore.places import MOMENTS, Block, Place, extra_states, places, prepare_optimizer
+from megatron_fspo.mcore.parameter_state import (
+    MOMENTS,
+    Block,
+    ParameterState,
+    extra_states,
+    parameter_states,
+    prepare_optimizer,
+)
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.parallel.metrics import any_rank, share
-from megatron_fspo.weights.chunk_reader import Box, ChunkReader, boxes
-from megatron_fspo.weights.chunk_writer import ChunkWriter, merge_indexes, write_index
-from megatron_fspo.weights.sums import (
+from megatron_fspo.weights.chunks import Box, ChunkReader, ChunkWriter, boxes, merge_indexes, write_index
+from megatron_fspo.weights.folder import (
     SUMS,
     check_sums,
     digest,
@@ -66,9 +72,8 @@ _STATE = "trainer.json"
 _WEIGHTS = "torch_dist"
 _BOX_BYTES = 16 * 2**20
 _POLL_SECONDS = 0.1
-# Megatron's name for the fp32 copy with the plain optimizer; checkpoints written by Megatron's distributed
-# optimizer, ours until 0.1, have the other.
-_MAIN = ("fp32_param", "param")
+_MAIN = "fp32_param"
+"""Megatron's name for the fp32 copy with the plain optimizer."""
 
 
 class Saving:
@@ -85,8 +90,8 @@ class Saving:
         self._folder = folder
         self._partial = _partial(folder)
         self._device = policy.backend.device
-        self._state = json.dumps({**state, "optimizer_steps": policy.optimizer_steps, "sums": SUMS}, indent=1)
-        entries = _entries(list(places(policy)))
+        self._state = json.dumps({**state, "optimizer_steps": policy.optimizer_steps}, indent=1)
+        entries = _entries(list(parameter_states(policy)))
         self._entries = _taken(deque(entry.copy() for entry in entries)) if snapshot else entries
         self._extra_states = list(extra_states(policy))
         self._writer = ChunkWriter(self._partial / _WEIGHTS, rank=dist.get_rank())
@@ -106,13 +111,13 @@ class Saving:
                 for key in self._extra_states:
                     writer.add_object(key, [None])
                 writer.close()
-            self._sums = {f"{_WEIGHTS}/{name}": found for name, found in writer.sums.items()}
+            self._sums = {f"{_WEIGHTS}/{name}": sha256 for name, sha256 in writer.sums.items()}
             sync(self._partial / _WEIGHTS)
-        except Exception as error:  # told to all ranks by finish
+        except Exception as error:  # finish reports it on all ranks
             self._error = f"rank {dist.get_rank()}: {error}"
 
     def written(self, *, wait: bool) -> bool:
-        """Whether every rank has written its part, or failed to. Collective.
+        """True once every rank has written its files, or failed to. Collective.
 
         Args:
             wait: until it is so.
@@ -134,22 +139,22 @@ class Saving:
         """
         if not self.written(wait=wait):
             return False
-        parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object((self._error, self._writer.index, self._sums), parts)
-        problem = _attempt(lambda: self._complete(parts)) if parts is not None else None
-        _raise_alike(problem, self._folder)
+        ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object((self._error, self._writer.index, self._sums), ranks)
+        _on_first_rank(lambda: self._complete(ranks or []), self._folder)
         return True
 
-    def _complete(self, parts: list[Any]) -> None:
-        if errors := [error for error, _, _ in parts if error is not None]:
+    def _complete(self, ranks: list[Any]) -> None:
+        """Write what there is one of, given error, index and hashes of every rank, and rename the folder."""
+        if errors := [error for error, _, _ in ranks if error is not None]:
             raise OSError("; ".join(errors))
         data, state = self._partial / _WEIGHTS, self._partial / _STATE
-        mine = [*write_index(data, merge_indexes(index for _, index, _ in parts)), state]
+        mine = [*write_index(data, merge_indexes(index for _, index, _ in ranks)), state]
         state.write_text(self._state, encoding="utf-8")
         sums = {str(path.relative_to(self._partial)): digest(path) for path in mine}
-        write_sums(
-            self._partial, sums | {name: found for _, _, part in parts for name, found in part.items()}
-        )
+        for _, _, written in ranks:
+            sums |= written
+        write_sums(self._partial, sums)
         # The name comes when all else is on the disk, and older checkpoints go when the name is.
         sync(*mine, self._partial / SUMS, data, self._partial)
         self._partial.rename(self._folder)
@@ -175,8 +180,7 @@ def begin_save(
     Raises:
         TrainingError: on every rank; the folder cannot be made.
     """
-    problem = _attempt(lambda: _make_room(folder)) if dist.get_rank() == 0 else None
-    _raise_alike(problem, folder)
+    _on_first_rank(lambda: _make_room(folder), folder)
     return Saving(policy, folder, state, snapshot=snapshot)
 
 
@@ -203,12 +207,12 @@ def load_checkpoint(policy: Policy, folder: Path) -> dict[str, Any]:
 
 
 def _alike(read: Callable[[], T]) -> T:
-    """What ``read`` returns, once it has on every rank; all raise the first ``InputError``, or a
-    ``TrainingError`` where a file, which may be whole, cannot be read. Collective."""
-    found: T | None = None
+    """Call ``read``, and return its result once it has one on every rank; all raise the first ``InputError``,
+    or a ``TrainingError`` where a file, which may be whole, cannot be read. Collective."""
+    result: T | None = None
     problem: tuple[bool, str] | None = None
     try:
-        found = patiently(read)
+        result = patiently(read)
     except (InputError, OSError) as error:
         problem = failed_read(error) is None, str(error)
     problems: list[Any] = [None] * dist.get_world_size()
@@ -221,17 +225,16 @@ def _alike(read: Callable[[], T]) -> T:
             f"the checkpoint cannot be read: {text}. Nothing was changed: it may be whole. Mend the file "
             "system or the rights, then continue with --resume"
         )
-    return cast(T, found)
+    return cast(T, result)
 
 
 def _check_files(folder: Path) -> None:
     """``InputError`` unless this rank's share of the files is what was written."""
-    if (folder / SUMS).exists():
-        sums = read_sums(folder)
-        mine = sorted(sums)[dist.get_rank() :: dist.get_world_size()]
-        check_sums(folder, {name: sums[name] for name in mine})
-    elif "sums" in _read_state(folder):  # where it is not, the checkpoint is of before there were lists
+    if not (folder / SUMS).exists():
+        _read_state(folder)  # names a folder that is no checkpoint of ours
         raise InputError(f"{folder / SUMS} not found; it has the hash of every file")
+    sums = read_sums(folder)
+    check_sums(folder, {name: sums[name] for name in sorted(sums)[dist.get_rank() :: dist.get_world_size()]})
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -256,30 +259,30 @@ class _Entry:
         return _Entry(self.key, self.shape, self.offsets, self.values.to("cpu", copy=True))
 
 
-def _entries(held: Iterable[Place]) -> Iterator[_Entry]:
-    """What this rank writes; the values are views."""
-    for place in held:
-        for block in (block for block in place.blocks if block.first_copy):
-            first, end = max(place.own.start, block.start), min(place.own.stop, block.end)
+def _entries(states: Iterable[ParameterState]) -> Iterator[_Entry]:
+    """The boxes that this rank writes; the values are views."""
+    for state in states:
+        for block in (block for block in state.blocks if block.first_copy):
+            first, end = max(state.own.start, block.start), min(state.own.stop, block.end)
             flat = first
             limit = _BOX_BYTES // 4
             for offsets, sizes in boxes(block.sizes, first - block.start, end - block.start, limit=limit):
                 stop = flat + torch.Size(sizes).numel()
                 at = tuple(a + b for a, b in zip(block.offsets, offsets, strict=True))
-                for key, values in _tensors(place, block.key, flat, stop):
+                for key, values in _tensors(state, block.key, flat, stop):
                     yield _Entry(key, block.shape, at, values.view(sizes))
                 flat = stop
 
 
-def _tensors(place: Place, key: str, first: int, end: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors(state: ParameterState, key: str, first: int, end: int) -> Iterator[tuple[str, Tensor]]:
     """Weight and optimizer's values ``first`` to ``end`` of a parameter, under their keys."""
-    yield key, place.parameter.detach().view(-1)[first:end]
-    here = slice(first - place.first, end - place.first)
-    if place.has_main_copy:
-        yield _state_key(_MAIN[0], key), place.main[here]
+    yield key, state.parameter.detach().view(-1)[first:end]
+    here = slice(first - state.first, end - state.first)
+    if state.has_main_copy:
+        yield _state_key(_MAIN, key), state.main[here]
     for name in MOMENTS:
         # None before the first step.
-        values = place.moments[name] if name in place.moments else torch.zeros_like(place.main)
+        values = state.moments[name] if name in state.moments else torch.zeros_like(state.main)
         yield _state_key(name, key), values[here]
 
 
@@ -295,19 +298,19 @@ def _taken(entries: deque[_Entry]) -> Iterator[_Entry]:
 
 def _read_parameters(policy: Policy, reader: ChunkReader, steps: int) -> None:
     prepare_optimizer(policy, steps)
-    for place in places(policy):
-        for block in place.blocks:
+    for state in parameter_states(policy):
+        for block in state.blocks:
             _check_shape(reader, block, policy.arch.vocab_size)
-            names = (_state_key(what, block.key) for what in _MAIN)
-            main = next((name for name in names if name in reader), block.key)
-            flat = place.parameter.detach().view(-1)
+            main = _state_key(_MAIN, block.key)
+            if main not in reader:
+                main = block.key
             # With fp32 weights there is no other copy: they come from the exact one.
-            weights = block.key if place.parameter.dtype.itemsize < 4 else main
-            _read(reader, weights, block, flat, 0)
-            if place.has_main_copy:
-                _read(reader, main, block, place.main, place.first)
-            for name, moment in place.moments.items():
-                _read(reader, _state_key(name, block.key), block, moment, place.first)
+            weights = block.key if state.parameter.dtype.itemsize < 4 else main
+            _read(reader, weights, block, state.parameter.detach().view(-1), 0)
+            if state.has_main_copy:
+                _read(reader, main, block, state.main, state.first)
+            for name, moment in state.moments.items():
+                _read(reader, _state_key(name, block.key), block, moment, state.first)
 
 
 def _read(reader: ChunkReader, key: str, block: Block, target: Tensor, first: int) -> None:
@@ -347,17 +350,14 @@ def _make_room(folder: Path) -> None:
     (partial / _WEIGHTS).mkdir(parents=True)
 
 
-def _attempt(action: Any) -> str | None:
-    """What went wrong, if anything did."""
-    try:
-        action()
-    except OSError as error:
-        return str(error)
-    return None
-
-
-def _raise_alike(problem: str | None, folder: Path) -> None:
-    """The first rank's problem, on every rank."""
+def _on_first_rank(action: Callable[[], None], folder: Path) -> None:
+    """Do it on the first rank; an error of the file system is raised on every rank. Collective."""
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            problem = str(error)
     assert dist.group.WORLD is not None
     problem = share(problem, group=dist.group.WORLD)
     if problem is not None:

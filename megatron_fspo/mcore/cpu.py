@@ -51,9 +51,9 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-    found = _tensor_type(self, *args, **kwargs)
+    name = _tensor_type(self, *args, **kwargs)
     # Megatron's optimizers sort parameters by the name 'torch.cuda.FloatTensor'.
-    return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+    return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
 
 
 def _itself(self: Tensor, *_: Any, **__: Any) -> Tensor:

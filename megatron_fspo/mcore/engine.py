@@ -15,12 +15,12 @@ FP8_RECIPES = {
     "blockwise": "is_fp8_block_scaling_available",
     "mxfp8": "is_mxfp8_available",
 }
-"""By which function of ``transformer_engine.pytorch`` each is found to run on this GPU."""
+"""Recipe → the function of ``transformer_engine.pytorch`` that says if this GPU runs it."""
 
 
 @functools.cache
 def engine_problem() -> str | None:
-    """Why Transformer Engine cannot be used here, as the second half of a sentence; None if it can.
+    """The reason why Transformer Engine cannot be used here, as half a sentence; None if it can.
 
     The bare metapackage is not enough: layers need the compiled torch extension, of the same version. Where
     it does not import, it counts as not installed for the rest of this process: Megatron expects an
@@ -40,14 +40,14 @@ def engine_problem() -> str | None:
 
 
 def engine_version() -> str:
-    """Of the package, ``transformer_engine.pytorch`` being there."""
+    """Version of the package; ``transformer_engine.pytorch`` must be there."""
     import transformer_engine
 
     return str(transformer_engine.__version__)
 
 
 def extension_version() -> str | None:
-    """Of the compiled torch extension; None if it was not installed by a package manager."""
+    """Version of the compiled torch extension; None if it was not installed by a package manager."""
     for name in ("transformer_engine_torch", "transformer-engine-torch"):
         try:
             return importlib.metadata.version(name)
@@ -57,7 +57,7 @@ def extension_version() -> str | None:
 
 
 def cudnn_version() -> str:
-    """Of the cuDNN that Transformer Engine loaded."""
+    """Version of the cuDNN that Transformer Engine loaded."""
     from transformer_engine.pytorch.utils import get_cudnn_version
 
     return ".".join(map(str, get_cudnn_version()))
@@ -67,12 +67,12 @@ def fp8_problems() -> dict[str, str | None]:
     """Recipe → why this GPU does not run it; None where it does."""
     import transformer_engine.pytorch as engine
 
-    found: dict[str, str | None] = {}
+    problems: dict[str, str | None] = {}
     for recipe, name in FP8_RECIPES.items():
         ask: Callable[..., tuple[bool, str]] = getattr(engine, name)
         available, reason = ask(return_reason=True)
-        found[recipe] = None if available else reason.strip().rstrip(".")
-    return found
+        problems[recipe] = None if available else reason.strip().rstrip(".")
+    return problems
 
 
 def attention_backend(

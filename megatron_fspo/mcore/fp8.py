@@ -26,7 +26,7 @@ from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.weights import Architecture
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Of a dense layer: what multiplies in FP8."""
+"""The modules of a dense layer that multiply in FP8."""
 
 
 def check_fp8(
@@ -70,7 +70,7 @@ def without_fp8(model: Model) -> Iterator[None]:
 
 
 def probe_fp8(model: Model) -> int:
-    """How many matrices of the whole model multiply in FP8, after a pass of two tokens. Collective.
+    """Count the matrices of the whole model that multiply in FP8, after a pass of two tokens. Collective.
 
     Returns:
         0 where none is asked for.
@@ -90,17 +90,17 @@ def probe_fp8(model: Model) -> int:
         device=model.backend.device,
         align=model.fp8.align,
     )
-    found = 0
+    count = 0
     wrong = ""
     for name, module in _linears(model):
         if bool(getattr(module, "fp8", False)):
-            found += 1
+            count += 1
         else:
             wrong = wrong or f"{name} ({type(module).__name__})"
     if model.groups.tp.rank() or model.groups.dp_cp.rank():
-        found = 0  # the first of the ranks that hold a stage counts
+        count = 0  # the first of the ranks that hold a stage counts
     every: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
-    dist.all_gather_object(every, (found, wrong))
+    dist.all_gather_object(every, (count, wrong))
     missing = [(rank, text) for rank, (_, text) in enumerate(every) if text]
     if missing:
         rank, text = missing[0]
@@ -108,11 +108,11 @@ def probe_fp8(model: Model) -> int:
             f"fp8.recipe = {model.fp8.recipe}, but {text} of rank {rank} multiplies in bfloat16; "
             f"{len(missing)} of {len(every)} ranks have such layers"
         )
-    return sum(count for count, _ in every)
+    return sum(number for number, _ in every)
 
 
 def _linears(model: Model) -> Iterator[tuple[str, Module]]:
-    """Those of this rank that are to multiply in FP8."""
+    """Modules of this rank that are to multiply in FP8, with their names."""
     for chunk in model.chunks:
         for layer in chunk.decoder.layers:
             if is_first_last_bf16_layer(model.config, layer.layer_number - 1):

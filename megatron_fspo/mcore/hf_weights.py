@@ -62,21 +62,13 @@ def export_hf(model: Model, out: Path, *, source: Path) -> None:
         named = [list(chunk.named_parameters()) for chunk in model.chunks]
         tensors = ((name, tensor.cpu()) for name, tensor in hf_tensors(model, named))
         if dist.get_rank() == 0:
-            write_hf_checkpoint(out, tensors, source, layout=_sizes(groups))
+            names = {"tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep", "data": "dp"}
+            sizes = {name: getattr(groups, group).size() for name, group in names.items()}
+            write_hf_checkpoint(out, tensors, source, layout=sizes)
         else:
             for _ in tensors:
                 pass
     groups.control.meet(f"{out} to be written")
-
-
-def _sizes(groups: ParallelGroups) -> dict[str, int]:
-    return {
-        "tensor": groups.tp.size(),
-        "pipeline": groups.pp.size(),
-        "context": groups.cp.size(),
-        "expert": groups.ep.size(),
-        "data": groups.dp.size(),
-    }
 
 
 def hf_tensors(model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
@@ -125,9 +117,9 @@ def _stage_tensors(
         shard = shard.contiguous()
         if group.size() == 1:
             return [shard]
-        parts = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else None
-        dist.gather(shard, parts, dst=first, group=group)
-        return parts
+        shards = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else None
+        dist.gather(shard, shards, dst=first, group=group)
+        return shards
 
     for chunk, parameters in zip(model.chunks, named, strict=True):
         offset = layer_offset(model.config, chunk)
@@ -145,15 +137,13 @@ def _from_stage(
             yield from mine
         return
     while True:
-        found = next(mine, None) if owner else None
-        what = None if found is None else (found[0], found[1].shape, found[1].dtype)
-        what = share(what, group=group, source=stage)
-        if what is None:
+        own = next(mine, None) if owner else None
+        header = None if own is None else (own[0], own[1].shape, own[1].dtype)
+        header = share(header, group=group, source=stage)
+        if header is None:
             return
-        name, shape, dtype = what
-        values = (
-            found[1].contiguous() if found is not None else torch.empty(shape, dtype=dtype, device=device)
-        )
+        name, shape, dtype = header
+        values = own[1].contiguous() if own is not None else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(values, src=source, group=group)
         if writer:
             yield name, values

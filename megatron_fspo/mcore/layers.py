@@ -36,7 +36,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-class SDPACoreAttention(MegatronModule):
+class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
     """Causal attention by ``scaled_dot_product_attention``; packed sequences do not see one another.
 
     Megatron's own ``DotProductAttention`` refuses packed inputs and context parallel, and stores the [s, s]
@@ -123,11 +123,11 @@ class SDPACoreAttention(MegatronModule):
 
 
 def _split(lengths: list[int], *tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Each sequence's part of every tensor.
+    """Cut every tensor into its sequences.
 
     Not by slices: the gradient of a slice is as large as the whole tensor, and there is one per sequence.
     """
-    return zip(*(x.split(lengths) for x in tokens), strict=True)
+    return zip(*(torch.split(x, lengths) for x in tokens), strict=True)
 
 
 def _one_row(tokens: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def _of_one_row(attended: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _zigzag(borders: tuple[int, ...], rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """Where the whole row's tokens are after a gather, and the positions of this rank's. The same for all
+    """Positions of the whole row's tokens after a gather, and of this rank's in the row; the same for all
     layers of a micro-batch."""
     whole = torch.tensor(borders)
     return gathered_positions(whole, size), local_positions(whole, rank, size)

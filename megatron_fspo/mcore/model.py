@@ -113,7 +113,7 @@ def _experts(arch: Architecture, backend: Backend) -> dict[str, Any]:
 
 
 def _precision(fp8: FP8) -> dict[str, Any]:
-    """Which products are in FP8. Megatron takes delayed scaling for a recipe that it does not know."""
+    """Settings for products in FP8. Megatron takes delayed scaling for a recipe that it does not know."""
     if not fp8.on:
         return {}
     return {
@@ -130,37 +130,32 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
 
     No random number is drawn. Load a checkpoint into it next.
     """
-    return [
-        build_chunk(arch, config, backend, vp_stage=stage if _interleaved(config) else None)
-        for stage in range(config.virtual_pipeline_model_parallel_size or 1)
-    ]
-
-
-def build_chunk(
-    arch: Architecture, config: TransformerConfig, backend: Backend, *, vp_stage: int | None = None
-) -> GPTModel:
-    """The layers of one (virtual) pipeline stage of this rank."""
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=backend.layer_spec(config, vp_stage),
-        vocab_size=padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
-        max_sequence_length=arch.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        parallel_output=True,
-        share_embeddings_and_output_weights=arch.tied,
-        position_embedding_type="rope",
-        rotary_base=int(arch.rope_theta),
-        rope_scaling=arch.rope_factor is not None,
-        rope_scaling_factor=arch.rope_factor or 1.0,
-        vp_stage=vp_stage,
-    )
-    return model.to(backend.device)  # norms and routers are made on the CPU
+    stages = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for vp_stage in [None] if stages is None else range(stages):
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=backend.layer_spec(config, vp_stage),
+            vocab_size=padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=arch.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=arch.tied,
+            position_embedding_type="rope",
+            rotary_base=int(arch.rope_theta),
+            rope_scaling=arch.rope_factor is not None,
+            rope_scaling_factor=arch.rope_factor or 1.0,
+            vp_stage=vp_stage,
+        )
+        chunks.append(model.to(backend.device))  # norms and routers are made on the CPU
+    return chunks
 
 
 def in_precision(chunk: GPTModel, config: TransformerConfig) -> Module:
     """The chunk as Megatron's schedule runs it: bf16 within, fp32 where it begins and ends."""
-    return Float16Module(config, chunk) if config.bf16 else chunk
+    module: Module = Float16Module(config, chunk) if config.bf16 else chunk
+    return module
 
 
 def layer_offset(config: TransformerConfig, chunk: GPTModel) -> int:
@@ -210,7 +205,3 @@ def _fuse_weight_gradients(module: Module) -> None:
     for layer in module.modules():
         if hasattr(layer, "fuse_wgrad_accumulation"):
             vars(layer)["fuse_wgrad_accumulation"] = True
-
-
-def _interleaved(config: TransformerConfig) -> bool:
-    return config.virtual_pipeline_model_parallel_size is not None

@@ -1,4 +1,4 @@
-"""Which responses make a pass not finite, and packs without them.
+"""Find the responses that make a pass not finite, and take them out of the packs.
 
 A NaN or an infinity that is born inside the network reaches the gradient of every weight: backward multiplies
 it by the weight 0 that the loss gives its sequence, and 0·NaN is NaN. So such a response has to leave the
@@ -29,12 +29,12 @@ def suspects_of(packs: Packs, scores: Sequence[Tensor], groups: ParallelGroups) 
     Args:
         scores: log-probs [t] of each pack's labels.
     """
-    found = []
+    suspects: list[int] = []
     for batch, score in zip(packs, scores, strict=True):
-        places = batch.segment[batch.mask & ~score.isfinite()].unique()
-        found += batch.sample_index[places].tolist()
-    found = sorted(set(gather_lists(found, group=groups.cp)))
-    return share(share(found, group=groups.tp), group=groups.pp)
+        rows = torch.unique(batch.segment[batch.mask & ~score.isfinite()])
+        suspects += batch.sample_index[rows].tolist()
+    suspects = sorted(set(gather_lists(suspects, group=groups.cp)))
+    return share(share(suspects, group=groups.tp), group=groups.pp)
 
 
 def culprits(
@@ -45,7 +45,7 @@ def culprits(
     layout: PackLayout,
     groups: ParallelGroups,
 ) -> dict[int, int]:
-    """Which responses have to leave the packs, and the data-parallel rank of each. Collective.
+    """Responses that have to leave the packs, each with its data-parallel rank. Collective.
 
     They are the suspects that are not finite in a pack of their own. Where that is none of a pack's suspects,
     as after a fault that does not come again, all of them have to leave. So there are some if there are
@@ -90,7 +90,7 @@ def without(packs: Packs, numbers: Collection[int], tokens: Sequence[int], layou
         tokens: of each pack, how many response tokens leave its optimizer step, over all ranks.
         layout: that the packs have.
     """
-    old = [packs[place] for place in range(len(packs))]
+    old = [packs[number] for number in range(len(packs))]
     kept = [
         Pack(
             numbers=tuple(n for n in batch.sample_index.tolist() if n not in numbers),
@@ -126,14 +126,14 @@ def packs_to_blame(
     A gradient comes from the packs at one place of all data-parallel ranks together. The interleaved schedule
     takes several places at a time.
     """
-    found = []
+    blamed = []
     for first in range(0, len(packs), layout.count_multiple_of):
-        part = packs[first : first + layout.count_multiple_of]
-        policy.backward(part, loss)
+        together = packs[first : first + layout.count_multiple_of]
+        policy.backward(together, loss)
         if not math.isfinite(policy.grad_norm()):
-            mine = [n for batch in part for n in batch.sample_index.tolist()]
-            found.append(
-                (range(first, first + len(part)), sorted(gather_lists(mine, group=policy.groups.dp)))
+            mine = [n for batch in together for n in batch.sample_index.tolist()]
+            blamed.append(
+                (range(first, first + len(together)), sorted(gather_lists(mine, group=policy.groups.dp)))
             )
     policy.zero_gradients()
-    return found
+    return blamed

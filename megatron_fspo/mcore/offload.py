@@ -7,7 +7,6 @@ view of it (Megatron's buffers, the optimizer's shards, autograd's accumulators)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer
@@ -18,63 +17,52 @@ from megatron_fspo.mcore.policy import Model, Policy
 Tensors = Callable[[], Iterator[Tensor]]
 
 
-@dataclass(frozen=True)
-class _Lent:
-    """A storage that is empty, and what was in it."""
-
-    storage: UntypedStorage
-    size: int
-    """Bytes."""
-    copy: Tensor | None
-    """[size] uint8 on the host; None where the content was of no use."""
-
-
-class Part:
+class Lendable:
     """Some tensors of a rank, on their device or lent.
 
     Args:
         tensors: asked each time, as an optimizer makes some of its own late.
-        but: tensors whose storages are not part of this, resident when it is lent.
-        kept: whether the content is needed again; else it comes back as zeros.
+        but: tensors whose storages are not among these, resident when it is lent.
+        kept: the content is needed again; else it comes back as zeros.
     """
 
     def __init__(self, tensors: Tensors, *, but: Tensors | None = None, kept: bool = True) -> None:
         self._tensors, self._but, self._kept = tensors, but, kept
-        self._lent: list[_Lent] | None = None
+        # Storages that are empty, their bytes, and what was in them, on the host, if it is needed again.
+        self._lent: list[tuple[UntypedStorage, int, Tensor | None]] | None = None
 
     def lend(self) -> None:
         """Empty the storages. A second call does nothing."""
         if self._lent is not None:
             return
         skipped = {tensor.untyped_storage().data_ptr() for tensor in self._but()} if self._but else set()
-        found: dict[int, UntypedStorage] = {}
+        storages: dict[int, UntypedStorage] = {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in skipped:
-                found[storage.data_ptr()] = storage
+                storages[storage.data_ptr()] = storage
         self._lent = [
-            _Lent(storage, storage.nbytes(), _on_host(storage) if self._kept else None)
-            for storage in found.values()
+            (storage, storage.nbytes(), _on_host(storage) if self._kept else None)
+            for storage in storages.values()
         ]
-        for lent in self._lent:
-            lent.storage.resize_(0)
+        for storage, _, _ in self._lent:
+            storage.resize_(0)
 
     def take_back(self) -> None:
         """Fill the storages again. A second call does nothing."""
         if self._lent is None:
             return
-        for lent in self._lent:
-            lent.storage.resize_(lent.size)
-            content = _bytes(lent.storage)
-            if lent.copy is None:
-                content.zero_()
+        for storage, size, copy in self._lent:
+            storage.resize_(size)
+            if copy is None:
+                _bytes(storage).zero_()
             else:
-                content.copy_(lent.copy)
+                _bytes(storage).copy_(copy)
         self._lent = None
 
 
 class Offload:
-    """What a model, or a policy with its optimizer, has on its device.
+    """The memory of a model, or of a policy with its optimizer, on its device.
 
     Args:
         others: models that only training needs, such as the reference of a KL penalty.
@@ -91,11 +79,11 @@ class Offload:
                 yield from _optimizer_tensors(model)
 
         self._device = model.backend.device
-        self._weights = Part(weights)
+        self._weights = Lendable(weights)
         # In float32 the optimizer updates the weights themselves: what they share is the weights'.
-        self._rest = [Part(state, but=weights)]
+        self._rest = [Lendable(state, but=weights)]
         if isinstance(model, Policy):
-            self._rest.append(Part(lambda: _gradients(model), kept=False))
+            self._rest.append(Lendable(lambda: _gradients(model), kept=False))
 
     def hold(self, *, weights: bool, rest: bool) -> None:
         """Have on the device the weights, and the rest (optimizer, gradients, other models), or not.
@@ -108,8 +96,8 @@ class Offload:
         if rest and not weights:
             raise ValueError("there is no use for the rest without the weights")
         if not rest:
-            for part in self._rest:
-                part.lend()
+            for tensors in self._rest:
+                tensors.lend()
         if not weights:
             self._weights.lend()
         if self._device.type == "cuda":
@@ -117,8 +105,8 @@ class Offload:
         if weights:
             self._weights.take_back()
         if rest:
-            for part in self._rest:
-                part.take_back()
+            for tensors in self._rest:
+                tensors.take_back()
 
 
 def _parameters(model: Model) -> Iterator[Tensor]:
@@ -134,8 +122,8 @@ def _gradients(policy: Policy) -> Iterator[Tensor]:
 def _optimizer_tensors(policy: Policy) -> Iterator[Tensor]:
     """Moments, and the fp32 copies or shards that are updated."""
     whole = policy.optimizer
-    for part in whole.chained_optimizers if isinstance(whole, ChainedOptimizer) else [whole]:
-        inner = part.optimizer
+    for each in whole.chained_optimizers if isinstance(whole, ChainedOptimizer) else [whole]:
+        inner = each.optimizer
         for group in inner.param_groups:
             yield from (parameter.data for parameter in group["params"])
         for state in inner.state.values():

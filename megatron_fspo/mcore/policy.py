@@ -35,15 +35,15 @@ from megatron_fspo.weights import Architecture
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What one optimizer step reports."""
+    """Report of one optimizer step."""
 
     totals: Totals
-    """Of each metric, over all ranks: to be pooled with those of other optimizer steps."""
+    """Sum and denominator of each metric, over all ranks, to be pooled with those of other steps."""
     grad_norm: float
     """Global norm before clipping."""
     learning_rate: float
     skipped: bool = False
-    """Whether nothing was moved."""
+    """Nothing was moved."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -155,8 +155,8 @@ class Policy(Model):
         """
         self.zero_gradients()
         self._began = self.backend.busy_seconds()
-        parts = run_schedule(self._ddp, micro_batches, loss.forward_step, forward_only=False)
-        totals = sum_metrics(add_metrics(parts), group=self.groups.dp_cp) if parts else {}
+        metrics = run_schedule(self._ddp, micro_batches, loss.forward_step, forward_only=False)
+        totals = sum_metrics(add_metrics(metrics), group=self.groups.dp_cp) if metrics else {}
         return share(totals, group=self.groups.pp, source=-1)
 
     def zero_gradients(self) -> None:
@@ -262,7 +262,7 @@ def score(models: Sequence[Module], micro_batches: Sequence[MicroBatch], scoring
         wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         flat = torch.empty(sum(sizes), dtype=wide, device=parameter.device)
     dist.broadcast(flat, src=last, group=pipeline)
-    return list(flat.split(sizes))
+    return list(torch.split(flat, sizes))
 
 
 def _optimizer_config(

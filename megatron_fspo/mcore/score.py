@@ -98,8 +98,20 @@ def score_sequences(
     )
     longest = max((padded_length(len(ids), layout.context_size) for ids in sequences), default=0)
     batches = pack(packed, replace(layout, max_tokens=max(_MAX_TOKENS, longest)))
-    found = gather_lists(_by_sequence(batches, score_batches(batches)), group=groups.dp_cp)
-    return _put_together(sequences, found) if dist.get_rank() == 0 else None
+    # Sequence, positions [k] from 0, and fp32 log-probs [k] of their next tokens.
+    mine = [
+        (index, batch.position_ids[0, here].cpu(), values[here].float().cpu())
+        for batch, values in zip(batches, score_batches(batches), strict=True)
+        for number, index in enumerate(batch.sample_index.tolist())
+        for here in [batch.mask & (batch.segment == number)]
+    ]
+    everyone = gather_lists(mine, group=groups.dp_cp)
+    if dist.get_rank() != 0:
+        return None
+    log_probs = [torch.full((len(ids) - 1,), float("nan")) for ids in sequences]
+    for index, positions, values in everyone:
+        log_probs[index][positions] = values
+    return log_probs
 
 
 def _as_sequences(sequences: Sequence[Sequence[int]], arch: Architecture) -> Sequences:
@@ -112,22 +124,3 @@ def _as_sequences(sequences: Sequence[Sequence[int]], arch: Architecture) -> Seq
         responses=[ids[1:] for ids in sequences],
         advantages=[0.0] * len(sequences),
     )
-
-
-def _by_sequence(batches: Sequence[MicroBatch], scores: Sequence[Tensor]) -> list[tuple[int, Tensor, Tensor]]:
-    """Of what this rank scored: sequence, positions [k] from 0, fp32 log-probs [k] of their next tokens."""
-    return [
-        (index, batch.position_ids[0, here].cpu(), values[here].float().cpu())
-        for batch, values in zip(batches, scores, strict=True)
-        for number, index in enumerate(batch.sample_index.tolist())
-        for here in [batch.mask & (batch.segment == number)]
-    ]
-
-
-def _put_together(
-    sequences: Sequence[Sequence[int]], found: Sequence[tuple[int, Tensor, Tensor]]
-) -> list[Tensor]:
-    log_probs = [torch.full((len(ids) - 1,), float("nan")) for ids in sequences]
-    for index, positions, values in found:
-        log_probs[index][positions] = values
-    return log_probs

@@ -1,4 +1,4 @@
-"""Which layouts a model and a job can have; without Megatron, so that a plan needs none."""
+"""Checks of a layout against model and job; without Megatron, so that a plan needs none."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.parent import end_with_parent
 
 _jobs = itertools.count()
-_TELL_SECONDS = 60.0  # for the others to start, so that they can be told why there will be no job
+_TELL_SECONDS = 60.0  # for the others to start, so that they hear why there will be no job
 _control: Control | None = None
-_found: tuple[Store, int, int] | None = None
+_joined: tuple[Store, int, int] | None = None
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def join(backend: Backend, *, parallel: Parallel | None = None) -> Control:
 
 
 def _connect(parallel: Parallel) -> Control:
-    """What this rank waits and is watched through, on a connection of its own."""
+    """Join the control of the job, by which ranks wait and are watched, on a connection of its own."""
     store, rank, world_size = _rendezvous(parallel.collective_seconds)
     patience = Patience(wait=parallel.wait_seconds, silence=parallel.silence_seconds)
     if world_size == 1:
@@ -125,18 +125,18 @@ def _leave_garbage_at_exit() -> None:
 
 
 def _rendezvous(seconds: float) -> tuple[Store, int, int]:
-    """Where the ranks find each other, rank and world size."""
-    global _found
+    """Return the store in which the ranks find each other, rank and world size."""
+    global _joined
     if dist.is_initialized():  # by a program that uses this as a library
         return _get_default_store(), dist.get_rank(), dist.get_world_size()
-    if _found is None:
+    if _joined is None:
         alone = "MASTER_ADDR" not in os.environ
-        _found = (HashStore(), 0, 1) if alone else _of_environment(seconds)
-    return _found
+        _joined = (HashStore(), 0, 1) if alone else _of_environment(seconds)
+    return _joined
 
 
 def _of_environment(seconds: float) -> tuple[Store, int, int]:
-    """What a launcher says in the environment.
+    """Rendezvous by the variables of the environment that a launcher sets.
 
     Raises:
         InputError: a variable is missing or wrong, or the port is in use.
@@ -147,10 +147,10 @@ def _of_environment(seconds: float) -> tuple[Store, int, int]:
     except ValueError as error:
         raise InputError(f"the environment of this rank: {error}") from None
     except dist.DistError as error:
-        place = f"MASTER_ADDR = {os.environ['MASTER_ADDR']}, MASTER_PORT = {os.environ.get('MASTER_PORT')}"
+        address = f"MASTER_ADDR = {os.environ['MASTER_ADDR']}, MASTER_PORT = {os.environ.get('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):
-            raise InputError(f"{place}: the port is in use, choose another") from None
-        raise TrainingError(f"{place}: nobody answers: {str(error).splitlines()[0]}") from None
+            raise InputError(f"{address}: the port is in use, choose another") from None
+        raise TrainingError(f"{address}: nobody answers: {str(error).splitlines()[0]}") from None
     return PrefixStore(agree_on_start_id(store, rank, size, seconds=seconds), store), rank, size
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -178,24 +178,6 @@ def _everywhere(scored: Sequence[tuple[Tensor, Tensor]], samples: int, *, group:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The run, as far as the alarm asks."""
-
-    version: int
-    """Version of the trainer's weights."""
-    temperature: float
-    top_p: float
-    limit: float
-    """Largest mean |Δ|, nats."""
-    rescore: Callable[[Sequence[MicroBatch], float], list[Tensor]]
-    """Log-probs [t] of micro-batches at another temperature; collective."""
-    probe: int
-    """Micro-batches of this rank to score again, the first ones."""
-    groups: ParallelGroups
-    device: torch.device
-
-
-@dataclass(frozen=True, kw_only=True)
 class Gap:
     """Δ over some tokens, over all ranks; the same on every rank."""
 
@@ -207,146 +189,148 @@ class Gap:
     """Share of tokens with Δ outside what a cut vocabulary can give."""
 
 
-class FreshTokens:
-    """The gap over fresh tokens, under construction: for :func:`check_mismatch`.
+@dataclass(kw_only=True)
+class MismatchAlarm:
+    """The gap over the tokens of the present weights, under construction, and what it means.
 
-    Args:
-        fresh: [samples] position in prompt and response from which on all that follows was sampled by the
-            present weights.
+    Give it every micro-batch by :meth:`add`, then :meth:`check`.
     """
 
-    def __init__(self, fresh: Tensor, setting: Setting) -> None:
-        self.fresh = fresh.to(setting.device)
-        self._setting = setting
-        self._totals = torch.zeros(3, dtype=torch.float64, device=setting.device)
+    fresh: Tensor
+    """[samples] position in prompt and response from which on all that follows was sampled by the present
+    weights; on the device of the micro-batches."""
+    version: int
+    """Version of these weights."""
+    temperature: float
+    top_p: float
+    limit: float
+    """Largest mean |Δ|, nats."""
+    rescore: Callable[[Sequence[MicroBatch], float], list[Tensor]]
+    """Log-probs [t] of micro-batches at another temperature; collective."""
+    probe: int
+    """Micro-batches of this rank to score again, the first ones."""
+    groups: ParallelGroups
+
+    def __post_init__(self) -> None:
+        self._totals = torch.zeros(3, dtype=torch.float64, device=self.fresh.device)
         self._largest = 0.0
 
     def add(self, batch: MicroBatch, delta: Tensor) -> None:
-        """A micro-batch, with Δ [t] of :func:`token_deltas`; what is not finite does not count."""
-        setting = self._setting
-        floor = math.log(setting.top_p if setting.top_p < 1 else _LEAST_KEPT)
-        used = delta[_chosen(batch, self.fresh) & delta.isfinite()]
-        beyond = (used > setting.limit) | (used < floor - setting.limit)
+        """Add a micro-batch, with Δ [t] of :func:`token_deltas`; what is not finite does not count."""
+        floor = math.log(self.top_p if self.top_p < 1 else _LEAST_KEPT)
+        used = delta[self._chosen(batch) & delta.isfinite()]
+        beyond = (used > self.limit) | (used < floor - self.limit)
         self._totals += torch.stack([used.abs().sum(), beyond.sum().double(), used.new_tensor(len(used))])
         self._largest = max(self._largest, used.abs().max().item() if len(used) else 0.0)
 
-    def gap(self) -> Gap:
-        """Over all ranks. Collective."""
-        total, beyond, count = _summed(self._totals, self._setting.groups)
+    def check(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, float], str | None]:
+        """Judge one rollout. Collective; scores a few micro-batches again if something is wrong.
+
+        Args:
+            batches: this rank's, with the old pass's log-probs; each was added.
+
+        Returns:
+            ``rollout/mismatch_alarm``: 1 or 0, NaN where the present weights sampled nothing; and a warning
+            with the likeliest cause, if there is one.
+        """
+        gap = self._gap()
+        if not gap.tokens:
+            return {"rollout/mismatch_alarm": math.nan}, None
+        if gap.mean <= self.limit:
+            return {"rollout/mismatch_alarm": 0.0}, None
+        text = (
+            f"sampler and trainer differ by {gap.mean:.2g} nats per token (at most {gap.largest:.2g}) over "
+            f"{gap.tokens:,} tokens of the present weights, version {self.version}; "
+            f"rollout.mismatch_limit is {self.limit:g}. "
+            f"Likeliest cause: {self._cause(batches[: self.probe], gap)}"
+        )
+        return {"rollout/mismatch_alarm": 1.0}, text
+
+    def _cause(self, batches: Sequence[MicroBatch], gap: Gap) -> str:
+        """Return the likeliest cause of the gap, with its evidence. Collective."""
+        other = self._other_temperature(batches)
+        if other is not None:
+            what = (
+                "log-probs before the temperature (a server without --logprobs-mode processed_logprobs), or "
+                "a sampler that ignores it"
+                if other == 1
+                else "another temperature"
+            )
+            return (
+                f"{what}: scored at {other:.3g} instead of rollout.temperature = {self.temperature:g}, the "
+                "difference vanishes"
+            )
+        if gap.beyond <= _EXCEPTIONS:
+            why = (
+                f"expected with rollout.top_p = {self.top_p:g}, as the old pass ignores the cut"
+                if self.top_p < 1
+                else "but rollout.top_p is 1: look for sampling defaults of the server"
+            )
+            return f"a vocabulary cut by top-p or top-k, and log-probs renormalised over the rest; {why}"
+        return (
+            "other weights than claimed, or other kernels: no temperature explains it, nor a cut vocabulary "
+            "(see rollout/canary_abs_diff_max)"
+        )
+
+    def _other_temperature(self, batches: Sequence[MicroBatch]) -> float | None:
+        """Return the temperature at which the difference vanishes, 1 before any other; None: there is none.
+        Collective.
+
+        Log-probs are smooth in β = 1/T: Gauss-Newton on Σ Δ², with the derivative from the last two passes.
+        """
+        scores = [batch.old_log_probs for batch in batches if batch.old_log_probs is not None]
+        # Within the limit, and not by a hair's breadth.
+        enough = min(self.limit, self._mean(batches, scores) / 4)
+        beta = 1 / self.temperature
+        following = 1.0 if beta != 1 else 0.9
+        for _ in range(_PASSES):
+            before, before_scores = beta, scores
+            beta = following
+            scores = self.rescore(batches, 1 / beta)
+            if self._mean(batches, scores) <= enough:
+                return 1 / beta
+            totals = scores[0].new_zeros(2, dtype=torch.float64)
+            for batch, old, new in zip(batches, before_scores, scores, strict=True):
+                delta = token_deltas(batch, new)
+                slope = (new.double() - old.double()) / (beta - before)
+                used = self._chosen(batch) & delta.isfinite() & slope.isfinite()
+                totals += torch.stack([(slope * delta)[used].sum(), slope[used].square().sum()])
+            up, down = self._summed(totals)
+            step = -up / down if down > 0 else 0.0
+            # A wrong derivative must not throw it out of reach.
+            following = min(max(beta + step, beta / 3), beta * 3)
+            if not abs(following - beta) > 1e-9:
+                return None
+        return None
+
+    def _mean(self, batches: Sequence[MicroBatch], scores: Sequence[Tensor]) -> float:
+        """Return the mean |Δ| of these micro-batches with these log-probs in place of the old ones.
+        Collective."""
+        again = replace(self)
+        for batch, score in zip(batches, scores, strict=True):
+            again.add(batch, token_deltas(batch, score))
+        return again._gap().mean
+
+    def _gap(self) -> Gap:
+        """Sum up over all ranks. Collective."""
+        total, beyond, count = self._summed(self._totals)
         return Gap(
             tokens=int(count),
             mean=total / count if count else math.nan,
-            largest=max(gather_lists([self._largest], group=self._setting.groups.dp_cp)),
+            largest=max(gather_lists([self._largest], group=self.groups.dp_cp)),
             beyond=beyond / count if count else math.nan,
         )
 
+    def _chosen(self, batch: MicroBatch) -> Tensor:
+        """[t] bool: response tokens that the present weights sampled."""
+        first = self.fresh[batch.sample_index]
+        first = torch.cat([first, first.new_zeros(1)]).index_select(0, batch.segment)
+        return batch.mask & (batch.position_ids[0] >= first)
 
-def check_mismatch(
-    batches: Sequence[MicroBatch], seen: FreshTokens, setting: Setting
-) -> tuple[dict[str, float], str | None]:
-    """Look at one rollout. Collective; scores a few micro-batches again if something is wrong.
-
-    Args:
-        batches: this rank's, with the old pass's log-probs.
-        seen: all of these micro-batches.
-
-    Returns:
-        ``rollout/mismatch_alarm``: 1 or 0, NaN where the present weights sampled nothing; and what to tell
-        the user, if anything.
-    """
-    gap = seen.gap()
-    if not gap.tokens:
-        return {"rollout/mismatch_alarm": math.nan}, None
-    if gap.mean <= setting.limit:
-        return {"rollout/mismatch_alarm": 0.0}, None
-    text = (
-        f"sampler and trainer differ by {gap.mean:.2g} nats per token (at most {gap.largest:.2g}) over "
-        f"{gap.tokens:,} tokens of the present weights, version {setting.version}; "
-        f"rollout.mismatch_limit is {setting.limit:g}. "
-        f"Likeliest cause: {find_cause(batches, seen.fresh, gap, setting)}"
-    )
-    return {"rollout/mismatch_alarm": 1.0}, text
-
-
-def find_cause(batches: Sequence[MicroBatch], fresh: Tensor, gap: Gap, setting: Setting) -> str:
-    """Return the likeliest cause of a ``gap`` over fresh tokens, with its evidence. Collective."""
-    other = find_temperature(batches[: setting.probe], fresh, setting)
-    if other is not None:
-        what = (
-            "log-probs before the temperature (a server without --logprobs-mode processed_logprobs), or a "
-            "sampler that ignores it"
-            if other == 1
-            else "another temperature"
-        )
-        return (
-            f"{what}: scored at {other:.3g} instead of rollout.temperature = {setting.temperature:g}, the "
-            "difference vanishes"
-        )
-    if gap.beyond <= _EXCEPTIONS:
-        why = (
-            f"expected with rollout.top_p = {setting.top_p:g}, as the old pass ignores the cut"
-            if setting.top_p < 1
-            else "but rollout.top_p is 1: look for sampling defaults of the server"
-        )
-        return f"a vocabulary cut by top-p or top-k, and log-probs renormalised over the rest; {why}"
-    return (
-        "other weights than claimed, or other kernels: no temperature explains it, nor a cut vocabulary (see "
-        "rollout/canary_abs_diff_max)"
-    )
-
-
-def find_temperature(batches: Sequence[MicroBatch], fresh: Tensor, setting: Setting) -> float | None:
-    """Return the temperature at which the difference vanishes, 1 before any other; None: there is none.
-    Collective.
-
-    Log-probs are smooth in β = 1/T: Gauss-Newton on Σ Δ², with the derivative from the last two passes.
-    """
-    # Within the limit, and not by a hair's breadth.
-    enough = min(setting.limit, _gap(batches, None, fresh, setting).mean / 4)
-    beta = 1 / setting.temperature
-    scores = [batch.old_log_probs for batch in batches if batch.old_log_probs is not None]
-    following = 1.0 if beta != 1 else 0.9
-    for _ in range(_PASSES):
-        before, before_scores = beta, scores
-        beta = following
-        scores = setting.rescore(batches, 1 / beta)
-        if _gap(batches, scores, fresh, setting).mean <= enough:
-            return 1 / beta
-        totals = scores[0].new_zeros(2, dtype=torch.float64)
-        for batch, old, new in zip(batches, before_scores, scores, strict=True):
-            delta = token_deltas(batch, new)
-            slope = (new.double() - old.double()) / (beta - before)
-            used = _chosen(batch, fresh) & delta.isfinite() & slope.isfinite()
-            totals += torch.stack([(slope * delta)[used].sum(), slope[used].square().sum()])
-        up, down = _summed(totals, setting.groups)
-        step = -up / down if down > 0 else 0.0
-        # A wrong derivative must not throw it out of reach.
-        following = min(max(beta + step, beta / 3), beta * 3)
-        if not abs(following - beta) > 1e-9:
-            return None
-    return None
-
-
-def _gap(
-    batches: Sequence[MicroBatch], scores: Sequence[Tensor] | None, fresh: Tensor, setting: Setting
-) -> Gap:
-    """Over the fresh tokens whose Δ is finite, from the old pass or from other ``scores``. Collective."""
-    seen = FreshTokens(fresh, setting)
-    for number, batch in enumerate(batches):
-        seen.add(batch, token_deltas(batch, None if scores is None else scores[number]))
-    return seen.gap()
-
-
-def _chosen(batch: MicroBatch, fresh: Tensor) -> Tensor:
-    """[t] bool: response tokens predicted at a sample's position ``fresh`` [samples] or later."""
-    first = fresh[batch.sample_index]
-    first = torch.cat([first, first.new_zeros(1)]).index_select(0, batch.segment)
-    return batch.mask & (batch.position_ids[0] >= first)
-
-
-def _summed(totals: Tensor, groups: ParallelGroups) -> list[float]:
-    """Over all ranks with different tokens; the first rank's on all, as what follows on it is collective."""
-    if groups.dp_cp.size() > 1:
-        dist.all_reduce(totals, group=groups.dp_cp)
-    numbers: list[float] = of_first_rank(totals, groups.dp_cp, groups.tp, groups.pp).tolist()
-    return numbers
+    def _summed(self, totals: Tensor) -> list[float]:
+        """Sum over all ranks with different tokens: the first rank's sums, as what follows is collective."""
+        groups = self.groups
+        if groups.dp_cp.size() > 1:
+            dist.all_reduce(totals, group=groups.dp_cp)
+        numbers: list[float] = of_first_rank(totals, groups.dp_cp, groups.tp, groups.pp).tolist()
+        return numbers

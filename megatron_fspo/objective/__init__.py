@@ -39,10 +39,9 @@ from megatron_fspo.objective.fairness import (
     effective_sample_size,
     length_reweighting_error,
 )
-from megatron_fspo.objective.policy_objective import PolicyObjective, PrefixLevel, SequenceLevel, TokenLevel
+from megatron_fspo.objective.policy_objective import PolicyObjective, SequenceLevel
 from megatron_fspo.objective.surrogate import (
     Surrogate,
-    aggregation_weight,
     sequence_surrogate,
     unclipped,
 )
@@ -57,12 +56,9 @@ __all__ = [
     "LengthFairDualClip",
     "LengthReweightingError",
     "PolicyObjective",
-    "PrefixLevel",
     "RLOOBand",
     "SequenceLevel",
     "Surrogate",
-    "TokenLevel",
-    "aggregation_weight",
     "effective_sample_size",
     "group_normalized_advantages",
     "leave_one_out_advantages",

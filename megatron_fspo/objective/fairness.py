@@ -39,33 +39,21 @@ class LengthBin:
 class LengthReweightingError:
     """LRE with its null floor and bootstrap interval; see ``length_reweighting_error``."""
 
-    mean: float
+    mean: float = math.nan
     """Σ_b p_b·|a_b/ā − 1|"""
-    max: float
+    max: float = math.nan
     """max_b |a_b/ā − 1|"""
-    null_mean: float
+    null_mean: float = math.nan
     """``mean`` by chance alone: its average over permutations of the accept flags."""
-    null_max: float
+    null_max: float = math.nan
     """``max`` by chance alone."""
-    mean_interval: tuple[float, float]
+    mean_interval: tuple[float, float] = (math.nan, math.nan)
     """2.5 and 97.5 percentile of ``mean`` over bootstrap resamples."""
-    max_interval: tuple[float, float]
-    accepted_rate: float
+    max_interval: tuple[float, float] = (math.nan, math.nan)
+    accepted_rate: float = math.nan
     """ā: accepted share of all sequences."""
-    bins: tuple[LengthBin, ...]
+    bins: tuple[LengthBin, ...] = ()
     """Short lengths first; fewer bins than asked for where many lengths are equal."""
-
-
-_UNKNOWN = LengthReweightingError(
-    mean=math.nan,
-    max=math.nan,
-    null_mean=math.nan,
-    null_max=math.nan,
-    mean_interval=(math.nan, math.nan),
-    max_interval=(math.nan, math.nan),
-    accepted_rate=math.nan,
-    bins=(),
-)
 
 
 def length_reweighting_error(
@@ -102,7 +90,7 @@ def length_reweighting_error(
     flags, lengths = accepted.detach().cpu(), lengths.detach().cpu().long()
     flags, lengths = flags[lengths > 0], lengths[lengths > 0]
     if len(flags) == 0:
-        return _UNKNOWN
+        return LengthReweightingError()
     # A fixed order, so that the same sequences in another order also meet the same random draws.
     order = (2 * lengths + flags).argsort()
     flags, lengths = flags[order].double(), lengths[order]

@@ -19,7 +19,6 @@ Source: all of this file is ours.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,14 +36,14 @@ _NEAREST = 64
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Noise:
-    """Of two passes over the same responses."""
+    """The noise between two passes over the same responses."""
 
     drift: float
     """Nats per token: Σ S / Σ L."""
     lengths: Tensor
     """[n] float64, L of the responses, ascending."""
     residuals: Tensor
-    """[n] float64, Z of each."""
+    """[n] float64, Z of each response."""
 
     @property
     def sigma(self) -> float:
@@ -63,20 +62,20 @@ class Noise:
 
     def clip_rates(self, lengths: Tensor, band: ClipBand) -> Tensor:
         """Share [N] of responses of ``lengths`` [N] that noise alone puts outside the band; 0 where L = 0."""
-        found, places = lengths.detach().cpu().double().unique(return_inverse=True)
-        low, high = band.bounds(found)
+        different, positions = lengths.detach().cpu().double().unique(return_inverse=True)
+        low, high = band.bounds(different)
         rates = []
-        for length, below, above in zip(found.tolist(), low.tolist(), high.tolist(), strict=True):
+        for length, below, above in zip(different.tolist(), low.tolist(), high.tolist(), strict=True):
             sums = self._near(length) * math.sqrt(length) + self.drift * length
             rates.append(((sums < below) | (sums > above)).double().mean() if length else torch.zeros(()))
-        return torch.tensor(rates, dtype=torch.float64)[places]
+        return torch.tensor(rates, dtype=torch.float64)[positions]
 
     def smallest_c(self, share: float, length: int, *, centred: bool = False) -> float:
         """The smallest c of a band ±c·√L that leaves at most this share of responses of so many tokens
         outside, by noise alone.
 
         Args:
-            centred: of a band whose centre has this drift.
+            centred: whether the band's centre has this drift.
         """
         shift = 0.0 if centred else self.drift * math.sqrt(length)
         sizes = self._near(length).add(shift).abs()
@@ -104,49 +103,6 @@ def noise_of(log_ratio_sums: Tensor, lengths: Tensor) -> Noise:
     if len(order) > _MAX_KEPT:
         order = order[torch.linspace(0, len(order) - 1, _MAX_KEPT).long()]
     return Noise(drift=drift, lengths=lengths[order], residuals=residuals[order])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A number and its 95% interval; NaN where there is none."""
-
-    value: float
-    low: float
-    high: float
-
-
-def estimate(
-    statistics: Callable[[Tensor, Tensor], Sequence[float]],
-    log_ratio_sums: Tensor,
-    lengths: Tensor,
-    groups: Tensor,
-    *,
-    resamples: int = 400,
-    seed: int = 0,
-) -> list[Estimate]:
-    """Statistics of S [N] and L [N], each with its interval, by resampling groups with all their responses.
-
-    Args:
-        statistics: of the S and L of any of them, the same number of figures each time.
-        groups: [N] int64, the prompt of each: responses to one prompt are alike.
-        seed: of a generator of its own.
-    """
-    members = [torch.nonzero(groups == group)[:, 0] for group in groups.unique()]
-    generator = torch.Generator().manual_seed(seed)
-    drawn: list[Sequence[float]] = []
-    for _ in range(resamples if len(members) > 1 else 0):
-        picks = torch.randint(len(members), (len(members),), generator=generator).tolist()
-        rows = torch.cat([members[pick] for pick in picks])
-        drawn.append(statistics(log_ratio_sums[rows], lengths[rows]))
-    edges = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    found = []
-    for number, value in enumerate(statistics(log_ratio_sums, lengths)):
-        values = torch.tensor(
-            [row[number] for row in drawn if math.isfinite(row[number])], dtype=torch.float64
-        )
-        low, high = values.quantile(edges).tolist() if len(values) else (math.nan, math.nan)
-        found.append(Estimate(value=value, low=low, high=high))
-    return found
 
 
 def two_sigma(log_ratio_sums: Tensor, lengths: Tensor) -> float:

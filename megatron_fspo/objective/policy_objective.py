@@ -1,4 +1,4 @@
-"""Losses by sequence, by prefix and by token behind one interface: per-token weights.
+"""Losses by sequence and by token behind one interface: per-token weights.
 
 Every loss here has the gradient Σ_t weight_t ∇ log π(y_t) with weights that need no gradient themselves, so
 a trainer minimises ``-Σ_t weight_t · logp_t / N`` and no gradient has to cross the reductions that made S.
@@ -9,18 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_fspo.objective.band import ClipBand, ConstantDualClip, DualClip, RLOOBand
-from megatron_fspo.objective.surrogate import (
-    Aggregation,
-    Surrogate,
-    aggregation_weight,
-    sequence_surrogate,
-)
+from megatron_fspo.objective.band import ClipBand, DualClip
+from megatron_fspo.objective.surrogate import Surrogate, sequence_surrogate
+
+Aggregation = Literal["sequence-mean", "token-mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,51 +113,6 @@ class SequenceLevel:
         return weigh_sequences(inputs, log_ratio_sum, terms)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefixLevel:
-    """CTPO: a ratio and a clip decision for each prefix of a response; mean over tokens.
-
-    J_t is that of a response that ends with token t, whose band is that for t tokens; its gradient goes to
-    token t alone: weight_t = exp(S_t)·A, or 0 where a clip acts, with S_t the sum of the log-ratios up to t.
-    """
-
-    band: ClipBand
-    """The limits on S_t of ratios exp(S_t): a band with a ``log_ratio_scale`` of 1."""
-    dual_clip: DualClip | None = None
-
-    def __call__(self, inputs: LossInputs) -> LossTerms:
-        columns = torch.stack([inputs.log_ratio, torch.ones_like(inputs.log_ratio)])
-        prefix, length = torch.where(inputs.mask, inputs.prefix_sums(columns), 0.0)
-        advantages = per_token(inputs.advantages, inputs)
-        rows = sequence_surrogate(prefix, length, advantages, self.band, self.dual_clip)
-        return weigh_tokens(inputs, rows, "token-mean")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenLevel:
-    """Token-level clipping: GRPO (``sequence-mean``) and DAPO (``token-mean``), as baselines.
-
-    A token's decision belongs to the rank that holds it. What is decided of a whole sequence, to drop it,
-    follows from ``sequence_sums`` alone, and those are the same on all its ranks.
-    """
-
-    eps_low: float
-    eps_high: float
-    aggregation: Aggregation
-    dual_clip_ratio: float | None = None
-
-    def __call__(self, inputs: LossInputs) -> LossTerms:
-        ratio = self.dual_clip_ratio
-        terms = sequence_surrogate(
-            torch.where(inputs.mask, inputs.log_ratio, 0.0),
-            torch.ones_like(inputs.log_ratio),
-            per_token(inputs.advantages, inputs),
-            RLOOBand(eps_low=self.eps_low, eps_high=self.eps_high),
-            dual_clip=None if ratio is None else ConstantDualClip(ratio=ratio),
-        )
-        return weigh_tokens(inputs, terms, self.aggregation)
-
-
 def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate) -> LossTerms:
     """Turn a sequence-level surrogate [n] into weights of tokens.
 
@@ -186,26 +138,25 @@ def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate)
 
 
 def weigh_tokens(inputs: LossInputs, terms: Surrogate, aggregation: Aggregation) -> LossTerms:
-    """Turn a token-level surrogate [t] into weights of tokens and decisions about sequences."""
-    flags = (
-        terms.nonfinite,
-        terms.clipped_low,
-        terms.clipped_high,
-        terms.dual_clipped,
-        terms.out_of_band,
-    )
+    """Turn a token-level surrogate [t] into weights of tokens and decisions about sequences::
+
+    "sequence-mean":  J = 1/N Σ_i 1/L_i Σ_t J_it
+    "token-mean":     J = 1/T Σ_i Σ_t J_it
+    """
+    sides = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
+    flags = (terms.nonfinite, *sides, terms.out_of_band)
     columns = torch.stack([inputs.log_ratio, *(flag.to(inputs.log_ratio.dtype) for flag in flags)])
     log_ratio_sum, nonfinite, low, high, dual, out = inputs.sequence_sums(columns)
     # One token that is not finite drops its sequence: half a response is another response.
     broken = (nonfinite > 0) | ~torch.isfinite(log_ratio_sum)
     kept = inputs.mask & ~per_token(broken, inputs)
+    lengths = per_token(inputs.lengths.to(inputs.log_ratio.dtype), inputs)
     # A step whose responses are all empty has no token to weigh.
-    scale = inputs.num_sequences * aggregation_weight(
-        aggregation,
-        per_token(inputs.lengths.to(inputs.log_ratio.dtype), inputs),
-        num_sequences=max(inputs.num_sequences, 1),
-        num_tokens=max(inputs.num_tokens, 1),
-    )
+    if aggregation == "sequence-mean":
+        factor = torch.where(lengths > 0, 1.0 / (max(inputs.num_sequences, 1) * lengths), 0.0)
+    else:
+        factor = torch.full_like(lengths, 1.0 / max(inputs.num_tokens, 1))
+    scale = inputs.num_sequences * factor
     low, high, dual, out = (
         torch.where(broken, 0.0, count / inputs.lengths.clamp(min=1)) for count in (low, high, dual, out)
     )

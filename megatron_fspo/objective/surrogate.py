@@ -4,12 +4,8 @@ The gradient of a sequence-level objective is one number per sequence times Σ_t
 ``weight``, is worked out analytically and detached, and a trainer backpropagates −Σ_i weight_i·Σ_t log
 π(y_it) / N over whatever part of the tokens it holds: no gradient has to cross a collective.
 
-Token-level objectives, GRPO and DAPO, have one ratio and one clip decision per token: the surrogate of
-sequences of one token, with the limits of ``RLOOBand``. They differ in the limits and in how tokens are added
-up (``aggregation_weight``):
-
-* GRPO (arXiv 2402.03300): 0.2 on both sides; "sequence-mean", where every sequence weighs the same.
-* DAPO (arXiv 2503.14476): 0.2 below, 0.28 above; "token-mean", where every token weighs the same.
+A token-level objective, such as GRPO (arXiv 2402.03300) or DAPO (arXiv 2503.14476), has one ratio and one
+clip decision per token: the surrogate of sequences of one token, with the limits of ``RLOOBand``.
 
 Shapes: N sequences; T response tokens of all sequences, packed, without prompts. Units: nats.
 """
@@ -18,14 +14,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_fspo.objective.band import ClipBand, DualClip
-
-Aggregation = Literal["sequence-mean", "token-mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,37 +186,6 @@ def check_rows(log_ratio: Tensor, **others: Tensor) -> None:
             raise ValueError(
                 f"log-ratios and {name} must both be [N], got {[*log_ratio.shape]} and {[*tensor.shape]}"
             )
-
-
-def aggregation_weight(
-    kind: Aggregation, lengths_of_token: Tensor, num_sequences: int, num_tokens: int
-) -> Tensor:
-    """Factor [T] of each token's objective, such that Σ_t factor_t·J_t is the mean that ``kind`` names::
-
-        "sequence-mean":  1 / (num_sequences·L)                  L: length of the token's own sequence
-        "token-mean":     1 / num_tokens
-
-    Args:
-        kind: which mean.
-        lengths_of_token: [T], length of the response that the token is part of; 0 outside, for a factor of 0.
-        num_sequences: non-empty sequences of the whole optimizer step, over all ranks and micro-batches.
-        num_tokens: response tokens of the same.
-
-    Returns [T] in float32, or in the dtype of ``lengths_of_token`` if that is floating.
-    Raises ``ValueError`` for another kind or a count below 1.
-    """
-    if num_sequences < 1 or num_tokens < 1:
-        raise ValueError(
-            f"num_sequences and num_tokens must be at least 1, got {num_sequences} and {num_tokens}"
-        )
-    lengths = lengths_of_token if lengths_of_token.is_floating_point() else lengths_of_token.float()
-    if kind == "sequence-mean":
-        factor = 1.0 / (num_sequences * lengths)
-    elif kind == "token-mean":
-        factor = torch.full_like(lengths, 1.0 / num_tokens)
-    else:
-        raise ValueError(f'kind must be "sequence-mean" or "token-mean", got {kind!r}')
-    return torch.where(lengths > 0, factor, 0.0)
 
 
 def k3_kl(log_ratio_tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

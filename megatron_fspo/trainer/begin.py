@@ -9,7 +9,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import newest_checkpoint
 from megatron_fspo.mismatch.correction import correct, little_is_left
-from megatron_fspo.mismatch.measure import FP8_LIMIT, LIMIT, FreshTokens, Setting, check_mismatch, measure
+from megatron_fspo.mismatch.measure import FP8_LIMIT, LIMIT, MismatchAlarm, measure
 from megatron_fspo.parallel.metrics import agreed
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.optimize import Step, drop_from_old_pass
@@ -282,24 +282,25 @@ def score_old(run: Training, step: Step) -> None:
             # Old and new pass see the same packs.
             step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
         progress(len(step.packs))
-    setting = _alarm_setting(run)
-    fresh = FreshTokens(step.rollout.fresh_from(run.step), setting)
-    mismatch = measure(step.packs, len(step.rollout), group=run.groups.dp_cp, also=fresh.add)
-    alarm, text = check_mismatch(step.packs, fresh, setting)
+    alarm = make_alarm(run, step.rollout)
+    mismatch = measure(step.packs, len(step.rollout), group=run.groups.dp_cp, also=alarm.add)
+    alarmed, text = alarm.check(step.packs)
     if text is not None:
         run.log.warn("sampler and trainer differ", f"step {run.step + 1}: {text}")
     rule = run.inputs.config.correction
     step.packs, correction = correct(rule, step.packs, mismatch, groups=run.groups)
-    metrics = mismatch.metrics | alarm | correction
+    metrics = mismatch.metrics | alarmed | correction
     if (text := little_is_left(rule, metrics)) is not None:
         run.log.remind("correction", run.step + 1, text)
     step.metrics |= metrics
 
 
-def _alarm_setting(run: Training) -> Setting:
+def make_alarm(run: Training, responses: Rollout) -> MismatchAlarm:
+    """Return the alarm for these responses, with the limit of the run's precision."""
     rollout, parallel = run.inputs.config.rollout, run.inputs.config.parallel
     usual = FP8_LIMIT if run.inputs.config.fp8.on else LIMIT[run.inputs.dtype]
-    return Setting(
+    return MismatchAlarm(
+        fresh=responses.fresh_from(run.step).to(run.inputs.backend.device),
         version=run.step,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
@@ -310,5 +311,4 @@ def _alarm_setting(run: Training) -> Setting:
         # The interleaved schedule takes micro-batches by the number of stages.
         probe=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
         groups=run.groups,
-        device=run.inputs.backend.device,
     )

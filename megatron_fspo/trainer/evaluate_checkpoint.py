@@ -19,7 +19,14 @@ from tqdm import tqdm
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation import table
-from megatron_fspo.evaluation.records import Manifest, Problem, RecordFile, Saved, hash_of_prompts, load
+from megatron_fspo.evaluation.records import (
+    Manifest,
+    Problem,
+    RecordFile,
+    SavedEvaluation,
+    hash_of_prompts,
+    load,
+)
 from megatron_fspo.evaluation.summary import compare, match, per_problem, summarize
 from megatron_fspo.job.consistency import prove_same
 from megatron_fspo.job.lock import FolderLock
@@ -131,7 +138,7 @@ def _prove_same_prompts(inputs: Inputs, groups: ParallelGroups) -> None:
 
 @contextmanager
 def _opened(
-    inputs: Inputs, groups: ParallelGroups, out: Path, compared: Saved | None
+    inputs: Inputs, groups: ParallelGroups, out: Path, compared: SavedEvaluation | None
 ) -> Iterator[RecordFile | None]:
     """The folder, held for this job; on the first rank its file of completions. Collective."""
     what = "the folder of the evaluation to be opened"
@@ -181,7 +188,7 @@ def _bar(responses: int, groups: ParallelGroups) -> Any:
     )
 
 
-def _write(out: Path, compared: Saved | None) -> dict[str, float]:
+def _write(out: Path, compared: SavedEvaluation | None) -> dict[str, float]:
     """Read the completions back, write table and results; returns the metrics."""
     saved = load(out)
     summary = summarize(per_problem(saved.records), saved.manifest.samples)

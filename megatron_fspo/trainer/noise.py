@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
-from megatron_fspo.objective.noise import Estimate, Noise
+from megatron_fspo.evaluation.intervals import Estimate
+from megatron_fspo.objective.noise import Noise
 
 Interval = tuple[float | None, float | None, float | None]
 """A figure and its 95% interval; null where there is none."""
@@ -48,7 +49,7 @@ class NoiseRecord(_Record):
     """One comparison of two passes."""
 
     kind: Literal["repeat", "packs", "sampler", "precision", "updates"]
-    """See :class:`megatron_fspo.lab.calibrate.passes.Difference`."""
+    """See :class:`megatron_fspo.lab.calibrate.passes.PassDifference`."""
     precision: str
     emulated: bool
     sigma: Interval

@@ -1,4 +1,4 @@
-"""What every layout is asked: one small model, one batch of very different sequences, losses and splits.
+"""The cases of every layout: one small model, one batch of very different sequences, losses and splits.
 
 All of it follows from fixed seeds, so that every rank makes the same without talking.
 """
@@ -60,7 +60,7 @@ class Case:
 LOSSES: dict[str, PolicyLossConfig] = {
     name: loss(**keys) for loss in loss_sections() for name, keys in loss.VERIFIED.items()
 }
-"""What the losses ask to be checked."""
+"""Configurations that the losses ask to be checked, by name."""
 SPLITS = ("1 micro-batch", "2 micro-batches", "8 micro-batches", "1 sequence each", "uneven")
 
 
@@ -71,14 +71,13 @@ def cases(config: Config | None, shift: int) -> list[Case]:
         config: of a run whose own loss is to be among them.
     """
     losses = LOSSES if config is None else {"yours": config.loss, **LOSSES}
-    found = [
-        Case(name=name, loss=loss, split=SPLITS[(number + shift) % len(SPLITS)])
-        for number, (name, loss) in enumerate(losses.items())
-    ]
-    split = SPLITS[shift % len(SPLITS)]
+    all_clipped = FSPOLoss(c_low=0.05, c_high=0.05)
     return [
-        *found,
-        Case(name="all-clipped", loss=FSPOLoss(c_low=0.05, c_high=0.05), split=split, clipped=True),
+        *(
+            Case(name=name, loss=loss, split=SPLITS[(number + shift) % len(SPLITS)])
+            for number, (name, loss) in enumerate(losses.items())
+        ),
+        Case(name="all-clipped", loss=all_clipped, split=SPLITS[shift % len(SPLITS)], clipped=True),
     ]
 
 
@@ -147,21 +146,21 @@ def random_samples(shapes: Sequence[tuple[int, int]], *, vocab_size: int, seed: 
 
 
 def drifts(samples: Sequence[Sample], *, seed: int, clipped: bool = False) -> list[Tensor]:
-    """Per sample [L], float64: what each new log-prob is above the old one. fp32 holds the values exactly."""
+    """Per sample [L], float64: new minus old log-prob of each token. fp32 holds the values exactly."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    rows = []
     for number, sample in enumerate(samples):
         noise = torch.randn(len(sample.completion.token_ids), generator=generator) * 0.04
         if clipped:  # far on the side where the clip acts
             noise = torch.full_like(noise, 0.25 if sample.advantage > 0 else -0.25)
         else:
             noise += 0.02 * (number % 3 - 1)
-        found.append((noise * 2**16).round().double() / 2**16)
-    return found
+        rows.append((noise * 2**16).round().double() / 2**16)
+    return rows
 
 
 def split(name: str, lengths: Sequence[int], arch: Architecture, layout: PackLayout) -> Plan:
-    """Who gets what, by one of ``SPLITS``; ``lengths`` are padded."""
+    """Rank → micro-batch → indices of sequences, by one of ``SPLITS``; ``lengths`` are padded."""
     ranks, multiple_of = layout.data_size, layout.count_multiple_of
     if name == "uneven":
         plan = _uneven(lengths, ranks)

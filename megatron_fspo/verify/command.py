@@ -1,4 +1,4 @@
-"""The command: what to verify on this machine, and the printing of it."""
+"""The command: plan what to verify on this machine, verify it, print a table and write JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,18 +17,18 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import Backend, choose_backend
 from megatron_fspo.mcore.engine import engine_problem
 from megatron_fspo.mcore.sizes import check_parallel, check_trainable
-from megatron_fspo.verify import table
 from megatron_fspo.verify.cases import SMALL, narrow, with_layers
 from megatron_fspo.verify.layouts import Layout, all_layouts, parse_layout
 from megatron_fspo.verify.run import Result, possible_dtypes, verify
 from megatron_fspo.weights import Architecture, read_architecture
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is verified."""
+class VerifyPlan:
+    """The checked arguments."""
 
     backend: Backend
     arch: Architecture
@@ -43,7 +45,7 @@ def plan(
     *,
     use_all: bool,
     world_size: int,
-) -> Plan:
+) -> VerifyPlan:
     """Read and check the arguments, before a process group forms.
 
     Raises:
@@ -64,7 +66,7 @@ def plan(
     elif use_all or config is None:
         layouts = all_layouts(arch, world_size=world_size)
     else:
-        layouts = [_layout_of(config, world_size)]
+        layouts = [_own_layout(config, world_size)]
     for layout in layouts:
         check_parallel(with_layers(arch, layout.parallel), layout.parallel)
     engine = backend.layers == "transformer_engine"
@@ -77,7 +79,7 @@ def plan(
     if sharded and listed:
         raise InputError(f"--dtype float64: {sharded[0]} has a distributed optimizer, which knows no float64")
     layouts = [layout for layout in layouts if layout.name not in sharded]
-    return Plan(
+    return VerifyPlan(
         backend=backend,
         arch=arch,
         layouts=layouts,
@@ -87,16 +89,16 @@ def plan(
     )
 
 
-def run(planned: Plan, config: Config | None, json_file: Path | None) -> bool:
-    """Verify and print; whether all passed. Collective."""
+def run(planned: VerifyPlan, config: Config | None, json_file: Path | None) -> bool:
+    """Verify and print; True if all passed. Collective."""
     writer = os.environ.get("RANK", "0") == "0"
 
     def report(layout: Layout, results: list[Result]) -> None:
         if writer:
-            print(table.lines(layout.name, results), flush=True)
+            print(lines(layout.name, results), flush=True)
 
     if writer:
-        print(table.header(), flush=True)
+        print(header(), flush=True)
     results = verify(
         planned.layouts,
         planned.backend,
@@ -108,15 +110,13 @@ def run(planned: Plan, config: Config | None, json_file: Path | None) -> bool:
     )
     if writer:
         if json_file is not None:
-            as_json = table.as_json(
-                results, world_size=planned.world_size, collectives=planned.backend.collectives
-            )
-            json_file.write_text(json.dumps(as_json, indent=1), encoding="utf-8")
-        print("\n".join(["", *table.failures(results), table.verdict(results)]), flush=True)
+            content = as_json(results, world_size=planned.world_size, collectives=planned.backend.collectives)
+            json_file.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        print("\n".join(["", *failures(results), summary(results)]), flush=True)
     return not any(result.problems for result in results)
 
 
-def _layout_of(config: Config, world_size: int) -> Layout:
+def _own_layout(config: Config, world_size: int) -> Layout:
     parallel: Parallel = config.parallel
     data, rest = divmod(world_size, parallel.model_size)
     if rest:
@@ -124,3 +124,99 @@ def _layout_of(config: Config, world_size: int) -> Layout:
             f"the run's layout is for a multiple of {parallel.model_size} ranks, not {world_size}"
         )
     return Layout(parallel=parallel, data=data, recompute=config.model.recompute == "full")
+
+
+def header() -> str:
+    """Column titles."""
+    return (
+        "Largest errors of each layout, over losses, splits, and a tied and an untied model, against one\n"
+        "process in float64. gradient: relative to the parameter's largest entry; |grad|: of the norm;\n"
+        "TP, CP: collectives of head and loss per micro-batch; one without response tokens has none.\n\n"
+        f"{'layout':<36} {'dtype':<9}{'gradient':>9} {'worst parameter':<32}{'log-prob':>9}{'S':>9}"
+        f"{'loss':>9}{'|grad|':>9}{'TP':>4}{'CP':>3}  verdict"
+    )
+
+
+def lines(layout: str, results: Sequence[Result]) -> str:
+    """One line per precision."""
+    table = []
+    for dtype in dict.fromkeys(result.dtype for result in results):
+        rows = [result for result in results if result.dtype == dtype]
+        worst = max(rows, key=lambda row: row.errors.gradient)
+        failed = sum(bool(row.problems) for row in rows)
+        grade = f"{failed} of {len(rows)} FAIL" if failed else f"{len(rows)} pass"
+        table.append(
+            f"{layout:<36} {_DTYPE_NAMES[dtype]:<9}{worst.errors.gradient:>9.0e} {_short(worst):<32}"
+            f"{max(row.errors.log_prob for row in rows):>9.0e}"
+            f"{max(row.errors.log_ratio_sum for row in rows):>9.0e}"
+            f"{max(row.errors.loss for row in rows):>9.0e}"
+            f"{max(row.errors.grad_norm for row in rows):>9.0e}"
+            f"{max(row.collectives['tp'] for row in rows):>4.2g}"
+            f"{max(row.collectives['cp'] for row in rows):>3.2g}  {grade}"
+        )
+    return "\n".join(table)
+
+
+def failures(results: Sequence[Result], limit: int = 10) -> list[str]:
+    """A few lines for each case that failed."""
+    failed = [result for result in results if result.problems]
+    texts = [
+        f"{result.layout}, {_DTYPE_NAMES[result.dtype]}, {result.case.name}, {result.case.split}"
+        f"{', tied' if result.tied else ''}:\n" + "\n".join(f"  {problem}" for problem in result.problems)
+        for result in failed[:limit]
+    ]
+    return texts + ([f"… and {len(failed) - limit} more; --json has all"] if len(failed) > limit else [])
+
+
+def summary(results: Sequence[Result]) -> str:
+    """One line; names the worst parameter of a run that failed."""
+    failed = [result for result in results if result.problems]
+    layouts = len({result.layout for result in results})
+    if not failed:
+        return f"{layouts} layouts, {len(results)} cases: the same gradient in all of them"
+    worst = max(failed, key=lambda result: result.errors.gradient)
+    return (
+        f"{len(failed)} of {len(results)} cases FAILED; worst parameter {worst.errors.worst_parameter} "
+        f"(relative error {worst.errors.gradient:.1e}, layout {worst.layout}, {worst.case.name})"
+    )
+
+
+def as_json(results: Sequence[Result], *, world_size: int, collectives: str) -> dict[str, Any]:
+    """Every case, with the versions it ran on."""
+    return {
+        "world_size": world_size,
+        "collectives": collectives,
+        "torch": torch.__version__,
+        "megatron_core": version("megatron-core"),
+        "passed": not any(result.problems for result in results),
+        "cases": [
+            {
+                "layout": result.layout,
+                "dtype": _DTYPE_NAMES[result.dtype],
+                "tied": result.tied,
+                "loss": result.case.name,
+                "split": result.case.split,
+                "gradient_error": result.errors.gradient,
+                "parameter": result.errors.worst_parameter,
+                "log_prob_error": result.errors.log_prob,
+                "log_ratio_sum_error": result.errors.log_ratio_sum,
+                "loss_error": result.errors.loss,
+                "grad_norm": result.grad_norm,
+                "grad_norm_error": result.errors.grad_norm,
+                "tp_collectives": result.collectives["tp"],
+                "cp_collectives": result.collectives["cp"],
+                "problems": result.problems,
+            }
+            for result in results
+        ],
+    }
+
+
+def _short(result: Result) -> str:
+    """A parameter's name without what is the same in all."""
+    name = result.errors.worst_parameter.removeprefix("model.").replace(".weight", "")
+    return (
+        name.replace("self_attn.", "")
+        .replace("layernorm", "norm")
+        .replace(" (the copy on the last stage)", " (copy)")
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 
@@ -104,17 +104,13 @@ def all_layouts(arch: Architecture, *, world_size: int) -> list[Layout]:
         *("tp2.cp2", "tp2.pp2.cp2", "do", "overlap", "recompute", "do.overlap", "cp2.do"),
         *("pp2.vpp2.do.overlap.recompute", "tp2.sp.pp2.do", "tp2.sp.cp2.do.overlap.recompute"),
     ]
-    return [*_that_fit(names, arch, world_size)]
-
-
-def _that_fit(names: list[str], arch: Architecture, world_size: int) -> Iterator[Layout]:
+    layouts = []
     for name in names:
-        try:
+        with suppress(InputError):  # it does not fit
             layout = parse_layout(name, world_size=world_size)
             check_parallel(with_layers(arch, layout.parallel), layout.parallel)
-        except InputError:
-            continue
-        yield layout
+            layouts.append(layout)
+    return layouts
 
 
 def _powers(limit: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The production path on one layout: what a training step computes, brought into comparable form."""
+"""The production path on one layout: the results of a training step in comparable form."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.objective.policy_objective import LossTerms
 from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, padded_length
 from megatron_fspo.packing.pack import pack
-from megatron_fspo.parallel.groups import ParallelGroups, pack_layout
+from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank, pack_layout
+from megatron_fspo.parallel.head import linear_log_probs
 from megatron_fspo.parallel.metrics import means, share
+from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.types import Sample
 from megatron_fspo.verify.cases import Case, split
 from megatron_fspo.verify.layouts import Layout
@@ -49,7 +51,7 @@ class Outcome:
     grad_norm: float | None
     """The optimizer's; None in float64."""
     gradients: list[tuple[Row, Tensor]]
-    """Of this rank's parameters: what they are made of, and the reduced gradient."""
+    """This rank's parameters: the row of the table of weights, and the reduced gradient."""
     collectives: dict[str, float]
     """Calls of head and loss per micro-batch, over the tensor and context parallel groups."""
 
@@ -122,13 +124,19 @@ def run(
         old_log_probs=below(scored, drifts, samples),
         reference_log_probs=below(scored, reference_drifts, samples),
     )
-    table = _Table(samples, policy)
+    rows = torch.zeros(4, len(samples), dtype=torch.float64, device=policy.backend.device)
+
+    def observe(batch: MicroBatch, terms: LossTerms) -> None:
+        clipped = terms.clipped_low + terms.clipped_high + terms.dual_clipped
+        columns = [terms.log_ratio_sum, clipped, terms.out_of_band, torch.ones_like(clipped)]
+        rows[:, batch.sample_index] += torch.stack([column.double() for column in columns])
+
     loss = PolicyLoss(
         objective=case.loss.objective(),
         scoring=scored.scoring,
         entropy_coef=case.loss.entropy_coef,
         kl_coef=case.loss.kl_coef,
-        observer=table.observe,
+        observer=observe,
     )
     grad_norm = None
     with _counted(policy.groups) as counts:
@@ -139,7 +147,7 @@ def run(
             metrics, grad_norm = update.metrics, update.grad_norm
     policy.gather_gradients()
     return Outcome(
-        **table.gathered(batches, scored.log_probs),
+        **_gathered(rows, batches, scored.log_probs, samples, policy),
         metrics=metrics,
         grad_norm=grad_norm,
         gradients=[(row, parameter.main_grad) for row, parameter in _parameters(policy)],
@@ -150,7 +158,7 @@ def run(
 
 
 def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
-    """What each parameter of this rank is made of, and the parameter."""
+    """Row of the table of weights and parameter, for each parameter of this rank."""
     for chunk in policy.chunks:
         offset = layer_offset(policy.config, chunk)
         for name, parameter in chunk.named_parameters():
@@ -174,77 +182,60 @@ def _packs(policy: Policy, split_name: str, samples: Sequence[Sample]) -> Packs:
     return pack(sequences, layout, plan=split(split_name, lengths, policy.arch, layout))
 
 
-def _places(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Sample and place in its response of each token inside the mask, over this rank's tokens."""
+def _response_positions(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Sample, and position in its response, of each of this rank's tokens inside the mask."""
     prompts = torch.tensor([len(sample.prompt.token_ids) for sample in samples], device=batch.mask.device)
     sample = batch.sample_index[batch.segment[batch.mask]]
     return sample, batch.position_ids[0, batch.mask] - prompts[sample] + 1
 
 
 def below(scored: Scored, drifts: Sequence[Tensor], samples: Sequence[Sample]) -> list[Tensor]:
-    """:func:`log_probs_below` of every micro-batch."""
-    return [
-        log_probs_below(batch, score, drifts, samples)
-        for batch, score in zip(scored.micro_batches, scored.log_probs, strict=True)
-    ]
+    """Log-probs [t] of every micro-batch that lie ``drifts`` below the scores; NaN outside the mask, where
+    nothing may look."""
+    padded = torch.nn.utils.rnn.pad_sequence([*drifts], batch_first=True)
+    columns = []
+    for batch, score in zip(scored.micro_batches, scored.log_probs, strict=True):
+        sample, position = _response_positions(batch, samples)
+        old = torch.full_like(score, float("nan"))
+        old[batch.mask] = score[batch.mask] - padded.to(score)[sample, position]
+        columns.append(old)
+    return columns
 
 
-def log_probs_below(
-    batch: MicroBatch, score: Tensor, drifts: Sequence[Tensor], samples: Sequence[Sample]
-) -> Tensor:
-    """Log-probs [t] that lie ``drifts`` below the scores; NaN outside the mask, where nothing may look."""
-    sample, place = _places(batch, samples)
-    padded = torch.nn.utils.rnn.pad_sequence([*drifts], batch_first=True).to(score)
-    old = torch.full_like(score, float("nan"))
-    old[batch.mask] = score[batch.mask] - padded[sample.to(score.device), place]
-    return old
+def _gathered(
+    rows: Tensor,
+    batches: Sequence[MicroBatch],
+    scores: Sequence[Tensor],
+    samples: Sequence[Sample],
+    policy: Policy,
+) -> dict[str, Any]:
+    """The fields of :class:`Outcome` that are per sequence, in the order of the samples. Collective.
 
-
-class _Table:
-    """Per-sequence results, gathered over ranks by place: no order to get wrong."""
-
-    def __init__(self, samples: Sequence[Sample], policy: Policy) -> None:
-        self._samples, self._policy = samples, policy
-        self._rows = torch.zeros(4, len(samples), dtype=torch.float64, device=policy.backend.device)
-
-    def observe(self, batch: MicroBatch, terms: LossTerms) -> None:
-        """See ``PolicyLoss.observer``."""
-        clipped = terms.clipped_low + terms.clipped_high + terms.dual_clipped
-        columns = torch.stack(
-            [
-                terms.log_ratio_sum.double(),
-                clipped.double(),
-                terms.out_of_band.double(),
-                torch.ones_like(clipped),
-            ]
-        )
-        self._rows[:, batch.sample_index] += columns
-
-    def gathered(self, batches: Sequence[MicroBatch], scores: Sequence[Tensor]) -> dict[str, Any]:
-        """The fields of :class:`Outcome`. Collective."""
-        groups, samples = self._policy.groups, self._samples
-        longest = max(len(sample.completion.token_ids) for sample in samples)
-        log_probs = self._rows.new_zeros(len(samples), longest)
-        tokens = self._rows.new_zeros(())
-        for batch, score in zip(batches, scores, strict=True):
-            sample, place = _places(batch, samples)
-            log_probs[sample, place] += score[batch.mask].double()
-            tokens += batch.mask.sum()
-        dist.all_reduce(log_probs, group=groups.dp_cp)
-        dist.all_reduce(tokens, group=groups.dp_cp)
-        # Only the last pipeline stage has observed; every context-parallel rank all of its sequences.
-        dist.all_reduce(self._rows, group=groups.dp)
-        last = dist.get_process_group_ranks(groups.pp)[-1]
-        dist.broadcast(self._rows, src=last, group=groups.pp)
-        sums, clipped, outside, seen = self._rows.cpu()
-        return {
-            "log_probs": log_probs.cpu(),
-            "log_ratio_sums": sums,
-            "clipped": clipped,
-            "out_of_band": outside > 0,
-            "seen": seen,
-            "tokens": int(tokens.item()),
-        }
+    Args:
+        rows: [4, n] what this rank has observed: S, clipped, out of band, and how often it was seen.
+    """
+    groups = policy.groups
+    longest = max(len(sample.completion.token_ids) for sample in samples)
+    log_probs = rows.new_zeros(len(samples), longest)
+    tokens = rows.new_zeros(())
+    for batch, score in zip(batches, scores, strict=True):
+        sample, position = _response_positions(batch, samples)
+        log_probs[sample, position] += score[batch.mask].double()
+        tokens += batch.mask.sum()
+    dist.all_reduce(log_probs, group=groups.dp_cp)
+    dist.all_reduce(tokens, group=groups.dp_cp)
+    # Only the last pipeline stage has observed; every context-parallel rank all of its sequences.
+    dist.all_reduce(rows, group=groups.dp)
+    dist.broadcast(rows, src=dist.get_process_group_ranks(groups.pp)[-1], group=groups.pp)
+    sums, clipped, outside, seen = rows.cpu()
+    return {
+        "log_probs": log_probs.cpu(),
+        "log_ratio_sums": sums,
+        "clipped": clipped,
+        "out_of_band": outside > 0,
+        "seen": seen,
+        "tokens": int(tokens.item()),
+    }
 
 
 # torch 2.13 has new names for two of them.
@@ -256,7 +247,10 @@ _COLLECTIVES = [
     )
     if hasattr(dist, name)
 ]
-_HEAD_AND_LOSS = {f"megatron_fspo.parallel.{name}" for name in ("head", "segments", "groups")}
+_HEAD_AND_LOSS = {
+    function.__module__ for function in (linear_log_probs, sequence_sums, prefix_sums, of_first_rank)
+}
+"""Modules whose collectives are counted: of the functions by which ``PolicyLoss`` asks other ranks."""
 
 
 @contextmanager

@@ -27,8 +27,7 @@ from megatron_fspo.verify.cases import (
     random_weights,
     with_layers,
 )
-from megatron_fspo.verify.compare import LIMITS, Errors, compare
-from megatron_fspo.verify.diagnose import problems
+from megatron_fspo.verify.compare import LIMITS, Errors, compare, diagnose
 from megatron_fspo.verify.layouts import Layout
 from megatron_fspo.verify.production import build, run, score
 from megatron_fspo.verify.reference import Reference, forward, reference
@@ -78,7 +77,7 @@ def verify(
     wanted = references(models, dtypes, cases(config, 0), temperature)
     stop()
     gc.freeze()  # what lives on is not looked through again whenever a layout's groups are collected
-    found: list[Result] = []
+    everything: list[Result] = []
     for number, layout in enumerate(layouts):
         results: list[Result] = []
         asked = cases(config, number)
@@ -91,11 +90,11 @@ def verify(
                 some = [case for case in some if case.loss.DECIDES_BY_RATIOS]
             results += check_cases(policy, layout, some, wanted[model], temperature)
         report(layout, results)
-        found += results
+        everything += results
         # Megatron leaves its groups behind, and each keeps threads busy: every layout starts anew.
         del groups, policy
         stop()
-    return found
+    return everything
 
 
 def _weights(arch: Architecture, dtypes: Sequence[torch.dtype]) -> dict[str, Tensor]:
@@ -148,7 +147,7 @@ def check_cases(
                 errors=errors,
                 grad_norm=want.grad_norm,
                 collectives=outcome.collectives,
-                problems=problems(outcome, want, errors, LIMITS[dtype], layout),
+                problems=diagnose(outcome, want, errors, LIMITS[dtype], layout),
             )
         )
     return results
@@ -158,12 +157,12 @@ def references(
     models: Iterable[Architecture], dtypes: Sequence[torch.dtype], asked: Sequence[Case], temperature: float
 ) -> dict[Architecture, dict[str, Reference]]:
     """Model → case → reference, computed once, on rank 0."""
-    found: dict[Architecture, dict[str, Reference]] = {}
+    by_model: dict[Architecture, dict[str, Reference]] = {}
     for model in models if dist.get_rank() == 0 else ():
         weights = {n: tensor.double().requires_grad_() for n, tensor in _weights(model, dtypes).items()}
         samples = make_samples(model)
         scores = forward(weights, model, samples, temperature)
-        found[model] = {
+        by_model[model] = {
             case.name: reference(
                 scores,
                 case.loss,
@@ -177,5 +176,7 @@ def references(
     assert everyone is not None
     # As one file: thousands of tensors pickled one by one take seconds to read.
     file = io.BytesIO()
-    torch.save(found, file)
-    return torch.load(io.BytesIO(share(file.getvalue(), group=everyone)), weights_only=False)
+    torch.save(by_model, file)
+    shared = io.BytesIO(share(file.getvalue(), group=everyone))
+    result: dict[Architecture, dict[str, Reference]] = torch.load(shared, weights_only=False)
+    return result

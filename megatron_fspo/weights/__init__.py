@@ -1,24 +1,44 @@
 """Hugging Face ↔ Megatron weights.
 
-:mod:`.architecture` reads ``config.json``; :mod:`.table` says which tensors make which parameter;
-:mod:`.shards` splits and merges. A :mod:`.reader` is a checkpoint on disk, :mod:`.hf_reader` and
-:mod:`.megatron_reader` are the two formats; :mod:`.hf_writer` and :mod:`.megatron_writer` write them as
-streams. :mod:`.load` fills and exports a running model.
+:mod:`.architecture` reads ``config.json``; :mod:`.table` says which tensors make which parameter, splits and
+merges them. A :mod:`.reader` is a checkpoint on disk, :mod:`.hf_reader` and :mod:`.megatron_reader` are the
+two formats; :mod:`.hf_writer` and :mod:`.megatron_writer` write them as streams. :mod:`.load` opens a
+checkpoint, fills and exports a running model.
 """
 
 from megatron_fspo.weights.architecture import Architecture, Experts, check_tensor_parallel, read_architecture
-from megatron_fspo.weights.compare import Difference, compare, compare_with_manifest
-from megatron_fspo.weights.formats import is_megatron, open_checkpoint
 from megatron_fspo.weights.hf_reader import HFReader
 from megatron_fspo.weights.hf_writer import write_hf_checkpoint
-from megatron_fspo.weights.load import check_checkpoint, check_coverage, iterate_hf_tensors, load_into
-from megatron_fspo.weights.manifest import Manifest, TensorRecord, read_manifest
+from megatron_fspo.weights.load import (
+    check_checkpoint,
+    check_coverage,
+    is_megatron,
+    iterate_hf_tensors,
+    load_into,
+    open_checkpoint,
+)
+from megatron_fspo.weights.manifest import (
+    Difference,
+    Manifest,
+    TensorRecord,
+    compare,
+    compare_with_manifest,
+    read_manifest,
+)
 from megatron_fspo.weights.megatron_reader import MegatronReader
 from megatron_fspo.weights.megatron_writer import write_megatron_checkpoint
 from megatron_fspo.weights.reader import Reader, row_blocks, size_in_bytes, stream
 from megatron_fspo.weights.safe_pickle import check_pickles
-from megatron_fspo.weights.shards import from_megatron_shards, shard_shape, shard_slices, to_megatron_shard
-from megatron_fspo.weights.table import Row, expected_hf_shapes, has_parameter, resolve
+from megatron_fspo.weights.table import (
+    Row,
+    expected_hf_shapes,
+    from_megatron_shards,
+    has_parameter,
+    resolve,
+    shard_shape,
+    shard_slices,
+    to_megatron_shard,
+)
 
 __all__ = [
     "Architecture",

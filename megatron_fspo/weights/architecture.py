@@ -1,4 +1,4 @@
-"""What a Hugging Face ``config.json`` says about the shape of a model.
+"""The shape of a model, as a Hugging Face ``config.json`` has it.
 
 Every size the conversion uses comes from here, and ``mcore`` builds Megatron's configuration from the same
 record, so the weights and the model that receives them cannot disagree. What Megatron would compute
@@ -8,7 +8,7 @@ differently from transformers (other biases, sliding windows, other kinds of RoP
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from megatron_fspo.errors import InputError
 SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 # The only values Megatron's scaled RoPE knows beside the factor; those of Llama 3.1, 3.2 and 3.3.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+BACKWARD = 2
+"""Forward passes that a backward pass costs: a product for the inputs' gradient, one for the weights'."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -31,7 +33,7 @@ class Experts:
     per_token: int
     ffn_size: int
     normalize_top_k: bool
-    """Whether the weights of a token's experts sum to 1."""
+    """The weights of a token's experts sum to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,19 +143,40 @@ def check_tensor_parallel(arch: Architecture, tp_size: int, padded_vocab: int | 
         )
 
 
+def forward_flops(arch: Architecture, prompt_lengths: Sequence[int], lengths: Sequence[int]) -> int:
+    """Floating-point operations of a forward pass over separate sequences, 2 per multiplication and addition.
+
+    For a sequence of T = prompt + L tokens, with layers · P parameters in matrices that a token meets::
+
+        2 · layers · P · T  +  2 · layers · q_size · T²  +  2 · vocabulary · hidden · L
+
+    The second term is causal attention: q·k and weights·v over T² / 2 pairs each. The head is computed for
+    response tokens only. Norms, softmax and RoPE are left out, as is usual.
+
+    Args:
+        prompt_lengths, lengths: in tokens, of each sequence.
+    """
+    flops = 0
+    for prompt, length in zip(prompt_lengths, lengths, strict=True):
+        tokens = prompt + length
+        flops += 2 * arch.num_layers * (arch.layer_size * tokens + arch.q_size * tokens**2)
+        flops += 2 * arch.vocab_size * arch.hidden_size * length
+    return flops
+
+
 def fp8_block_size(checkpoint_dir: str | Path) -> tuple[int, int] | None:
     """Rows and columns of a weight that share one scale, in a checkpoint quantised to FP8; else None."""
     return _fp8_block_size(_Config(Path(checkpoint_dir) / "config.json"))
 
 
 def _fp8_block_size(config: _Config) -> tuple[int, int] | None:
-    found = config.optional("quantization_config")
-    if found is None:
+    quantization = config.optional("quantization_config")
+    if quantization is None:
         return None
-    block = found.get("weight_block_size") if isinstance(found, dict) else None
+    block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     if (
         not isinstance(block, list)
-        or found.get("quant_method") != "fp8"
+        or quantization.get("quant_method") != "fp8"
         or [type(size) for size in block] != [int, int]
         or min(block) < 1
     ):
@@ -241,16 +264,16 @@ def _experts(config: _Config) -> Experts:
 def _rope_theta(config: _Config) -> float:
     """transformers 5 writes ``rope_parameters``; transformers 4 ``rope_theta`` and ``rope_scaling``."""
     thetas = [config.optional("rope_theta"), *(rope.get("rope_theta") for _, rope in _ropes(config))]
-    found = [theta for theta in thetas if theta is not None]
-    if not found:
+    given = [theta for theta in thetas if theta is not None]
+    if not given:
         raise config.error("rope_theta", "is missing, at the top level and in rope_parameters")
-    if len(set(found)) > 1:
-        raise config.error("rope_theta", f"is {found[0]!r}, but rope_parameters says {found[1]!r}")
-    if type(found[0]) not in (int, float) or found[0] <= 0:
-        raise config.error("rope_theta", f"is {found[0]!r}; it must be a positive number")
-    if found[0] != int(found[0]):
-        raise config.error("rope_theta", f"is {found[0]!r}; Megatron's is a whole number")
-    return float(found[0])
+    if len(set(given)) > 1:
+        raise config.error("rope_theta", f"is {given[0]!r}, but rope_parameters says {given[1]!r}")
+    if type(given[0]) not in (int, float) or given[0] <= 0:
+        raise config.error("rope_theta", f"is {given[0]!r}; it must be a positive number")
+    if given[0] != int(given[0]):
+        raise config.error("rope_theta", f"is {given[0]!r}; Megatron's is a whole number")
+    return float(given[0])
 
 
 def _ropes(config: _Config) -> Iterator[tuple[str, Mapping[str, Any]]]:

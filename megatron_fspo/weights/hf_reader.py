@@ -67,8 +67,8 @@ class HFReader:
                 for name in handle.keys():
                     if name in self._entries:
                         raise InputError(f"{name} is in both {self.file(name)} and {path}")
-                    part = handle.get_slice(name)
-                    self._entries[name] = _Entry(path, tuple(part.get_shape()), part.get_dtype())
+                    tensor = handle.get_slice(name)
+                    self._entries[name] = _Entry(path, tuple(tensor.get_shape()), tensor.get_dtype())
         except SafetensorError as error:
             raise InputError(f"{path} is truncated, or not a safetensors file: {error}") from error
 
@@ -91,8 +91,8 @@ class HFReader:
             shape = self._entries[name].shape
             blocks = tuple(math.ceil(size / of) for size, of in zip(shape, block, strict=False))
             if len(shape) != 2 or scale.shape != blocks or scale.dtype not in _DTYPES:
-                found = f"{name}{_SCALE} is {scale.dtype} {scale.shape}"
-                raise InputError(f"{scale.path}: {found}; blocks of {block} make it {blocks}")
+                got = f"{name}{_SCALE} is {scale.dtype} {scale.shape}"
+                raise InputError(f"{scale.path}: {got}; blocks of {block} make it {blocks}")
         return scales
 
     def names(self) -> set[str]:

@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import read_architecture
 from megatron_fspo.weights.folder import copy_side_files, new_checkpoint
-from megatron_fspo.weights.formats import open_checkpoint
 from megatron_fspo.weights.hf_reader import INDEX, SINGLE
+from megatron_fspo.weights.load import open_checkpoint
 from megatron_fspo.weights.manifest import Manifest, TensorRecord, check_record
 from megatron_fspo.weights.reader import all_finite
 from megatron_fspo.weights.table import expected_hf_shapes
@@ -73,7 +73,7 @@ def write_hf_checkpoint(
                 written.write(name, block)
             records = written.finish()
         if len(files) > 1:
-            weight_map = {name: file for file, places in files.items() for name in places}
+            weight_map = {name: file for file, spans in files.items() for name in spans}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         manifest = Manifest.new("huggingface", source, arch, layout or {}, records)
@@ -82,7 +82,7 @@ def write_hf_checkpoint(
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Span:
     """A tensor's bytes in the data of its file."""
 
     shape: Shape
@@ -93,8 +93,8 @@ class _Place:
 
 def _plan(
     shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], max_shard_bytes: int
-) -> dict[str, dict[str, _Place]]:
-    """File name -> tensor name -> place."""
+) -> dict[str, dict[str, _Span]]:
+    """File name -> tensor name -> span."""
     files: list[list[str]] = [[]]
     sizes = {name: torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items()}
     held = 0
@@ -104,23 +104,23 @@ def _plan(
             held = 0
         files[-1].append(name)
         held += size
-    plan: dict[str, dict[str, _Place]] = {}
+    plan: dict[str, dict[str, _Span]] = {}
     for number, names in enumerate(files, 1):
         file = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
         plan[file], first = {}, 0
         # Wide values first, so that all are aligned.
         for name in sorted(names, key=lambda name: -dtypes[name].itemsize):
-            plan[file][name] = _Place(shapes[name], dtypes[name], first, first + sizes[name])
+            plan[file][name] = _Span(shapes[name], dtypes[name], first, first + sizes[name])
             first += sizes[name]
     return plan
 
 
-def _header(places: Mapping[str, _Place]) -> bytes:
+def _header(spans: Mapping[str, _Span]) -> bytes:
     """The format's beginning: length, then JSON padded with blanks to a multiple of 8."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, place in places.items():
-        offsets = [place.first, place.end]
-        table[name] = {"dtype": _NAMES[place.dtype], "shape": list(place.shape), "data_offsets": offsets}
+    for name, span in spans.items():
+        offsets = [span.first, span.end]
+        table[name] = {"dtype": _NAMES[span.dtype], "shape": list(span.shape), "data_offsets": offsets}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
@@ -132,11 +132,11 @@ class _Files:
     def __init__(
         self,
         folder: Path,
-        plan: Mapping[str, Mapping[str, _Place]],
+        plan: Mapping[str, Mapping[str, _Span]],
         recorded: Mapping[str, TensorRecord],
     ) -> None:
         self._recorded = recorded
-        self._missing = {name: place for places in plan.values() for name, place in places.items()}
+        self._missing = {name: span for spans in plan.values() for name, span in spans.items()}
         self._known = dict(self._missing)
         self._files: dict[str, tuple[BinaryIO, int]] = {}
         self._records: dict[str, TensorRecord] = {}
@@ -145,11 +145,11 @@ class _Files:
         self._rows = 0
         self._hash = sha256()
         with ExitStack() as stack:  # the disk may be full already
-            for file, places in plan.items():
+            for file, spans in plan.items():
                 stream = stack.enter_context(open(folder / file, "wb"))
-                start = stream.write(_header(places))
-                stream.truncate(start + max(place.end for place in places.values()))
-                self._files |= dict.fromkeys(places, (stream, start))
+                start = stream.write(_header(spans))
+                stream.truncate(start + max(span.end for span in spans.values()))
+                self._files |= dict.fromkeys(spans, (stream, start))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> _Files:
@@ -161,27 +161,27 @@ class _Files:
     def write(self, name: str, block: Tensor) -> None:
         if name != self._open:
             self._begin(name)
-        place = self._known[name]
+        span = self._known[name]
         shape = tuple(block.shape)
         if (
-            shape[1:] != place.shape[1:]
-            or len(shape) != len(place.shape)
-            or self._rows + shape[0] > place.shape[0]
+            shape[1:] != span.shape[1:]
+            or len(shape) != len(span.shape)
+            or self._rows + shape[0] > span.shape[0]
         ):
-            found = (self._rows + shape[0], *shape[1:]) if shape else ()
-            raise InputError(f"{name}: shape {found}, config.json makes it {place.shape}")
-        values = block.detach().to(device="cpu", dtype=place.dtype).contiguous()
+            got = (self._rows + shape[0], *shape[1:]) if shape else ()
+            raise InputError(f"{name}: shape {got}, config.json makes it {span.shape}")
+        values = block.detach().to(device="cpu", dtype=span.dtype).contiguous()
         if not all_finite(values):
-            dtype = str(place.dtype).removeprefix("torch.")
+            dtype = str(span.dtype).removeprefix("torch.")
             raise InputError(f"{name}: not finite in {dtype}; not written")
         data = values.view(torch.uint8).numpy().data if values.numel() else b""
         stream, start = self._files[name]
-        stream.seek(start + place.first + self._rows * (place.end - place.first) // place.shape[0])
+        stream.seek(start + span.first + self._rows * (span.end - span.first) // span.shape[0])
         stream.write(data)
         self._hash.update(data)
         self._rows += shape[0]
-        if self._rows == place.shape[0]:
-            self._records[name] = TensorRecord(place.shape, place.dtype, self._hash.hexdigest())
+        if self._rows == span.shape[0]:
+            self._records[name] = TensorRecord(span.shape, span.dtype, self._hash.hexdigest())
             check_record(name, self._records[name], self._recorded)
             self._open = ""
 

@@ -1,30 +1,46 @@
 """Between a checkpoint and the parameters of a running model, one tensor at a time, and strictly.
 
 Every tensor of the checkpoint is accounted for before the first is read: a missing, unexpected or mis-shaped
-one is an error that names it, as is a value that is not finite. No process group is used here: a rank is told
-who it is, and how to gather.
+one is an error that names it, as is a value that is not finite. No process group is used here: who a
+rank is, and how to gather, are arguments.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import Architecture, check_tensor_parallel
+from megatron_fspo.weights.hf_reader import HFReader
+from megatron_fspo.weights.megatron_reader import MegatronReader, data_folder
 from megatron_fspo.weights.reader import Reader, Slices, all_finite, row_blocks
-from megatron_fspo.weights.shards import (
+from megatron_fspo.weights.safe_pickle import METADATA
+from megatron_fspo.weights.table import (
+    expected_hf_shapes,
     from_megatron_shards,
+    resolve,
     shard_shape,
     shard_slices,
+    tied_copies,
     to_megatron_shard,
 )
-from megatron_fspo.weights.table import expected_hf_shapes, resolve, tied_copies
 
 logger = logging.getLogger(__name__)
+
+
+def is_megatron(checkpoint_dir: Path) -> bool:
+    """True if the folder holds a Megatron distributed checkpoint."""
+    return (data_folder(checkpoint_dir) / METADATA).is_file()
+
+
+def open_checkpoint(checkpoint_dir: Path, arch: Architecture) -> Reader:
+    """Reader of a Hugging Face folder, or of a Megatron one; ``arch`` is what its config.json says."""
+    return MegatronReader(checkpoint_dir, arch) if is_megatron(checkpoint_dir) else HFReader(checkpoint_dir)
 
 
 def check_checkpoint(reader: Reader, arch: Architecture) -> None:
@@ -40,8 +56,8 @@ def check_checkpoint(reader: Reader, arch: Architecture) -> None:
         if name not in expected:
             raise InputError(f"{file} has {name}, which a {arch.model_type} model of its config.json has not")
         if reader.shape(name) != expected[name]:
-            found = f"{name} has shape {reader.shape(name)}"
-            raise InputError(f"{file}: {found}; config.json makes it {expected[name]}")
+            problem = f"{name} has shape {reader.shape(name)}; config.json makes it {expected[name]}"
+            raise InputError(f"{file}: {problem}")
         reader.dtype(name)  # refuses what is not a plain float
 
 
@@ -90,22 +106,18 @@ def load_into(
             )
         parts = []
         for tensor, slices in zip(row.hf, shard_slices(row, arch, rank, size, padded_vocab), strict=True):
-            parts.append(_read_finite(reader, tensor.name, slices, parameter))
+            # On the parameter's device: that converts and checks it faster than one thread of the CPU.
+            values = reader.read(tensor.name, slices).to(parameter.device, parameter.dtype)
+            if not all_finite(values):
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise InputError(f"{reader.file(tensor.name)}: {tensor.name} is not finite in {dtype}")
+            parts.append(values)
             if tensor.name in copies:
                 _check_tied_copy(reader, tensor.name, copies[tensor.name], slices)
             loaded.add(tensor.name)
         with torch.no_grad():
             parameter.copy_(to_megatron_shard(row, parts, arch, shape))
     return loaded
-
-
-def _read_finite(reader: Reader, name: str, slices: Slices, parameter: Tensor) -> Tensor:
-    """On the parameter's device: that converts and checks it faster than one thread of the CPU."""
-    part = reader.read(name, slices).to(parameter.device, parameter.dtype)
-    if not all_finite(part):
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        raise InputError(f"{reader.file(name)}: {name} is not finite in {dtype}")
-    return part
 
 
 def _check_tied_copy(reader: Reader, name: str, copy: str, slices: Slices) -> None:

@@ -1,22 +1,27 @@
 """``manifest.json`` beside a checkpoint: where it came from, and the shape, dtype and hash of every tensor.
 
 Tensors go by their Hugging Face names whatever the format of the checkpoint, so manifests can be compared. A
-hash is the SHA-256 of a tensor's values in row-major order and its dtype, as in a safetensors file.
+hash is the SHA-256 of a tensor's values in row-major order and its dtype, as in a safetensors file. And two
+checkpoints compared, tensor by tensor and bit by bit, whatever their formats.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import Architecture
+from megatron_fspo.weights.reader import Reader, read_rows, row_blocks
+from megatron_fspo.weights.table import expected_hf_shapes
 
 FILE = "manifest.json"
 _DTYPES = {"float64", "float32", "bfloat16", "float16"}
@@ -25,7 +30,7 @@ _PACKAGES = ("megatron-core", "torch", "safetensors")
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """What the manifest says of a tensor."""
+    """Shape, dtype and hash of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -56,9 +61,9 @@ class Manifest:
         tensors: Mapping[str, TensorRecord],
     ) -> Manifest:
         """With the versions of what runs here."""
-        versions = {"megatron-fspo": _own_version()}
-        for package in _PACKAGES:
-            versions[package] = metadata.version(package)
+        from megatron_fspo import __version__
+
+        versions = {"megatron-fspo": __version__} | {name: metadata.version(name) for name in _PACKAGES}
         return cls(format, str(source), arch.model_type, versions, layout, tensors)
 
     def save(self, folder: Path) -> None:
@@ -93,14 +98,83 @@ def _record(shape: list[int], dtype: str, sha256: str) -> TensorRecord:
     return TensorRecord(tuple(shape), getattr(torch, dtype), sha256)
 
 
-def check_record(name: str, found: TensorRecord, recorded: Mapping[str, TensorRecord]) -> None:
+def check_record(name: str, record: TensorRecord, recorded: Mapping[str, TensorRecord]) -> None:
     """``InputError`` if a tensor is no longer what the manifest says. In another dtype it may be."""
     before = recorded.get(name)
-    if before is not None and before.dtype == found.dtype and before != found:
+    if before is not None and before.dtype == record.dtype and before != record:
         raise InputError(f"{name} is not what the {FILE} beside it says: the file is damaged or was changed")
 
 
-def _own_version() -> str:
-    from megatron_fspo import __version__
+def hashed_blocks(reader: Reader, name: str, records: dict[str, TensorRecord]) -> Iterator[Tensor]:
+    """Consecutive rows of a tensor; its record is in ``records`` once all were taken."""
+    shape, dtype, digest = reader.shape(name), reader.dtype(name), sha256()
+    for rows in row_blocks(shape, dtype.itemsize):
+        block = read_rows(reader, name, rows).contiguous()
+        digest.update(block.view(torch.uint8).numpy().data)
+        yield block
+    records[name] = TensorRecord(shape, dtype, digest.hexdigest())
 
-    return __version__
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not the same."""
+
+    name: str
+    what: str
+    values: int = 0
+    """Number of values that differ in at least one bit."""
+    largest: float = 0.0
+    """Largest absolute difference."""
+
+
+def compare(
+    first: Reader, second: Reader, arch: Architecture, progress: Callable[[int], object] = lambda _: None
+) -> Iterator[Difference]:
+    """The tensors of ``arch`` that differ, reading both checkpoints once, block by block."""
+    for name in expected_hf_shapes(arch):
+        absent = [reader for reader in (first, second) if name not in reader.names()]
+        kinds = [
+            (reader.shape(name), reader.dtype(name)) for reader in (first, second) if reader not in absent
+        ]
+        if absent:
+            yield Difference(name, f"not in {absent[0].folder}")
+        elif kinds[0] != kinds[1]:
+            yield Difference(name, " and ".join(f"{dtype} {shape}" for shape, dtype in kinds))
+        else:
+            values, largest = 0, 0.0
+            for rows in row_blocks(*kinds[0][:1], kinds[0][1].itemsize):
+                block = read_rows(first, name, rows)
+                count, worst = _differing(block, read_rows(second, name, rows))
+                values, largest = values + count, max(largest, worst)
+                progress(block.nbytes)
+            if values:
+                yield Difference(name, "values", values, largest)
+
+
+def _differing(a: Tensor, b: Tensor) -> tuple[int, float]:
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+    a, b = a.contiguous(), b.contiguous()
+    if torch.equal(a.view(bits), b.view(bits)):
+        return 0, 0.0
+    different = a.view(bits) != b.view(bits)
+    gaps = (a[different].double() - b[different].double()).abs()
+    # NaN is as far from a number as can be; max() would keep or lose it by chance.
+    return int(different.sum()), gaps.nan_to_num(nan=torch.inf, posinf=torch.inf).max().item()
+
+
+def compare_with_manifest(
+    reader: Reader, recorded: Mapping[str, TensorRecord], progress: Callable[[int], object] = lambda _: None
+) -> Iterator[Difference]:
+    """The tensors that are no longer what the manifest beside them says."""
+    records: dict[str, TensorRecord] = {}
+    for name in sorted(recorded.keys() | reader.names()):
+        if name not in reader.names():
+            yield Difference(name, f"not in {reader.folder}")
+            continue
+        if name not in recorded:
+            yield Difference(name, "not in the manifest")
+            continue
+        for block in hashed_blocks(reader, name, records):
+            progress(block.nbytes)
+        if records[name] != recorded[name]:
+            yield Difference(name, "not what the manifest says")

@@ -7,8 +7,8 @@ wants. Layers and experts are one dimension each of a global tensor, Megatron's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from hashlib import sha256
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,14 +16,19 @@ from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import Architecture
-from megatron_fspo.weights.chunk_writer import ChunkWriter, write_index
+from megatron_fspo.weights.chunks import ChunkWriter, write_index
 from megatron_fspo.weights.folder import copy_side_files, new_checkpoint
 from megatron_fspo.weights.load import check_checkpoint, check_tied_copies
-from megatron_fspo.weights.manifest import Manifest, TensorRecord, check_record, read_manifest
+from megatron_fspo.weights.manifest import (
+    Manifest,
+    TensorRecord,
+    check_record,
+    hashed_blocks,
+    read_manifest,
+)
 from megatron_fspo.weights.megatron_reader import SUBFOLDER
-from megatron_fspo.weights.reader import Reader, all_finite, read_rows, row_blocks
-from megatron_fspo.weights.shards import shard_shape, to_megatron_shard
-from megatron_fspo.weights.table import Row, whole_model
+from megatron_fspo.weights.reader import Reader, all_finite, size_in_bytes
+from megatron_fspo.weights.table import Row, expected_hf_shapes, shard_shape, to_megatron_shard, whole_model
 
 
 def write_megatron_checkpoint(
@@ -47,31 +52,33 @@ def write_megatron_checkpoint(
     check_checkpoint(reader, arch)
     check_tied_copies(reader, arch)
     model = list(whole_model(arch))
-    names = [tensor.name for row, layer, expert in model for tensor in row.at(layer, expert).hf]
-    total = sum(torch.Size(reader.shape(name)).numel() * reader.dtype(name).itemsize for name in names)
-    with new_checkpoint(out_dir, reader.folder, total) as folder:
+    needed = size_in_bytes(reader, expected_hf_shapes(arch))
+    with new_checkpoint(out_dir, reader.folder, needed) as folder:
         copy_side_files(reader.folder, folder, None)
         data = folder / SUBFOLDER
         data.mkdir()
-        hashing = _HashingReader(reader, progress)
+        records: dict[str, TensorRecord] = {}
+        source = read_manifest(reader.folder)
+        recorded = source.tensors if source else {}
+        blocks = partial(_checked_blocks, reader, recorded=recorded, records=records, progress=progress)
         with ChunkWriter(data) as writer:
             for key, dtype, shape in _global_tensors(reader, arch, model):
                 writer.declare(key, dtype, shape)
             for row, layer, expert in model:
                 leading = _leading(row, layer, expert)
-                for first, values in _chunks(row.at(layer, expert), hashing, arch):
+                for first, values in _chunks(row.at(layer, expert), blocks, arch):
                     offsets = (*leading, first, *(0 for _ in values.shape[1:]))
                     writer.add(row.key, offsets, values)
             _add_extra_states(writer, arch, model)
             writer.close()
         write_index(data, writer.index)
-        manifest = Manifest.new("torch_dist", reader.folder, arch, {}, hashing.records)
+        manifest = Manifest.new("torch_dist", reader.folder, arch, {}, records)
         manifest.save(folder)
     return manifest
 
 
 def _leading(row: Row, layer: int, expert: int) -> tuple[int, ...]:
-    """A parameter's place along the dimensions of layers and experts, those it has."""
+    """A parameter's index along the dimensions of layers and experts, those it has."""
     return (layer,) * row.of_layer + (expert,) * row.of_expert
 
 
@@ -91,15 +98,17 @@ def _global_tensors(
         yield key, dtypes[key], shape
 
 
-def _chunks(row: Row, reader: _HashingReader, arch: Architecture) -> Iterator[tuple[int, Tensor]]:
+def _chunks(
+    row: Row, blocks: Callable[[str], Iterator[Tensor]], arch: Architecture
+) -> Iterator[tuple[int, Tensor]]:
     """First row and values of the pieces a parameter is written in."""
     if row.layout == "qkv":
-        parts = [reader.read(tensor.name) for tensor in row.hf]
+        parts = [torch.cat(list(blocks(tensor.name))) for tensor in row.hf]
         yield 0, to_megatron_shard(row, parts, arch, shard_shape(row, arch, 1, arch.vocab_size))
         return
     first = 0
     for tensor in row.hf:  # gate and up are one below the other
-        for block in reader.blocks(tensor.name):
+        for block in blocks(tensor.name):
             yield first, block
             first += block.shape[0]
 
@@ -107,8 +116,8 @@ def _chunks(row: Row, reader: _HashingReader, arch: Architecture) -> Iterator[tu
 def _add_extra_states(writer: ChunkWriter, arch: Architecture, model: list[tuple[Row, int, int]]) -> None:
     """Transformer Engine's layers ask for an extra state (their FP8 scales); they start without one."""
     for row, layer, expert in model:
-        place, whole = _leading(row, layer, expert), _leading(row, arch.num_layers, arch.num_experts)
-        where = ".".join(map(str, place or (0,))) + "_" + ".".join(map(str, whole or (1,)))
+        offsets, whole = _leading(row, layer, expert), _leading(row, arch.num_layers, arch.num_experts)
+        where = ".".join(map(str, offsets or (0,))) + "_" + ".".join(map(str, whole or (1,)))
         modules = [row.key.rpartition(".")[0]]
         if row.layout == "qkv":
             modules.append(row.key.replace("linear_qkv.weight", "core_attention"))
@@ -116,29 +125,19 @@ def _add_extra_states(writer: ChunkWriter, arch: Architecture, model: list[tuple
             writer.add_object(f"{module}._extra_state/shard_{where}", [None])
 
 
-class _HashingReader:
-    """Reads whole tensors, or all of one block by block, checks the values, and remembers the hashes."""
-
-    def __init__(self, reader: Reader, progress: Callable[[int], object]) -> None:
-        self._reader = reader
-        self._progress = progress
-        self.records: dict[str, TensorRecord] = {}
-        manifest = read_manifest(reader.folder)
-        self._recorded = manifest.tensors if manifest else {}
-
-    def read(self, name: str) -> Tensor:
-        return torch.cat(list(self.blocks(name)))
-
-    def blocks(self, name: str) -> Iterator[Tensor]:
-        dtype, digest = self._reader.dtype(name), sha256()
-        for rows in row_blocks(self._reader.shape(name), dtype.itemsize):
-            block = read_rows(self._reader, name, rows).contiguous()
-            if not all_finite(block):
-                kind = str(dtype).removeprefix("torch.")
-                raise InputError(f"{self._reader.file(name)}: {name} is not finite in {kind}")
-            digest.update(block.view(torch.uint8).numpy().data)
-            yield block
-            self._progress(block.nbytes)
-        record = TensorRecord(self._reader.shape(name), dtype, digest.hexdigest())
-        check_record(name, record, self._recorded)
-        self.records[name] = record
+def _checked_blocks(
+    reader: Reader,
+    name: str,
+    *,
+    recorded: Mapping[str, TensorRecord],
+    records: dict[str, TensorRecord],
+    progress: Callable[[int], object],
+) -> Iterator[Tensor]:
+    """Consecutive rows of a tensor, finite; at the end the tensor is what the source's manifest says."""
+    for block in hashed_blocks(reader, name, records):
+        if not all_finite(block):
+            kind = str(block.dtype).removeprefix("torch.")
+            raise InputError(f"{reader.file(name)}: {name} is not finite in {kind}")
+        yield block
+        progress(block.nbytes)
+    check_record(name, records[name], recorded)

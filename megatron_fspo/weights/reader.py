@@ -1,4 +1,4 @@
-"""What every checkpoint is to the conversion: tensors by their Hugging Face names, read part by part."""
+"""The interface of every checkpoint on disk: tensors by their Hugging Face names, read part by part."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ class Reader(Protocol):
         ...
 
 
-def size_in_bytes(reader: Reader) -> int:
-    """Of all tensors, as they are read."""
-    return sum(
-        torch.Size(reader.shape(name)).numel() * reader.dtype(name).itemsize for name in reader.names()
-    )
+def size_in_bytes(reader: Reader, names: Iterable[str] | None = None) -> int:
+    """Bytes of some tensors, or of all, as they are read."""
+    names = reader.names() if names is None else names
+    return sum(torch.Size(reader.shape(name)).numel() * reader.dtype(name).itemsize for name in names)
 
 
 def row_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[slice]:
@@ -62,7 +61,7 @@ def stream(
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite; many times faster than ``isfinite().all()`` for 16-bit floats."""
+    """True if no value is NaN or infinite; many times faster than ``isfinite().all()`` for 16-bit floats."""
     return not values.numel() or all(bool(end.isfinite()) for end in torch.aminmax(values))
 
 

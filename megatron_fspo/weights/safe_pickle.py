@@ -1,4 +1,4 @@
-"""What the ``torch_dist`` format keeps as pickles, read through allow-lists: a checkpoint cannot run code.
+"""Pickles of the ``torch_dist`` format, read through allow-lists: a checkpoint cannot run code.
 
 ``.metadata`` is a plain pickle; ``common.pt`` and every entry of the ``.distcp`` files are ``torch.save``d.
 torch and Megatron unpickle the first, and entries that are not tensors, without a check: so whoever hands a
@@ -84,7 +84,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _is_index(metadata: Metadata) -> bool:
-    """Whether its fields are what their types promise; a pickle may hold anything."""
+    """True if its fields are what their types promise; a pickle may hold anything."""
     try:
         stored = metadata.state_dict_metadata
         tensors = [item for item in stored.values() if isinstance(item, TensorStorageMetadata)]
@@ -112,12 +112,12 @@ def _distrust(path: Path, error: Exception) -> InputError:
 
 
 def load_entry(folder: Path, info: Any) -> Any:
-    """What one entry of a ``.distcp`` file holds; tensors and plain Python values only."""
+    """Load one entry of a ``.distcp`` file; tensors and plain Python values only."""
     path = folder / info.relative_path
     with open(path, "rb") as stream:
-        part: Any = _Part(stream, info.offset, info.length)
+        entry: Any = _FileRange(stream, info.offset, info.length)
         try:
-            return torch.load(part, map_location="cpu", weights_only=True)
+            return torch.load(entry, map_location="cpu", weights_only=True)
         except Exception as error:
             raise _distrust(path, error) from error
 
@@ -155,7 +155,7 @@ def check_files(folder: Path, metadata: Metadata) -> None:
             raise InputError(f"{path}: {index.fqn} is compressed, which is not supported")
 
 
-class _Part(io.RawIOBase):
+class _FileRange(io.RawIOBase):
     """A run of bytes of a file as a file of its own."""
 
     def __init__(self, stream: io.BufferedReader, start: int, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors make which Megatron parameter: one table per architecture, used both ways.
+"""The Hugging Face tensors that make each Megatron parameter: one table per architecture, used both ways.
 
 A row is all the conversion knows of a parameter, so an architecture is a table and nothing else. The Megatron
 side lists every name the parameter goes by: the local layer spec keeps the norms as modules of their own, the
@@ -14,21 +14,29 @@ gate_up    on each rank: its part of gate, then its part of up
 vocab      dimension 0 in tp equal parts, after padding with zero rows to Megatron's vocabulary
 ========== ==================================================================================================
 
+Pure functions of tensors go between the two: :func:`shard_slices` says which part of each Hugging Face tensor
+a rank holds, so that it reads no more; :func:`to_megatron_shard` puts the parts together;
+:func:`from_megatron_shards` is its inverse over all ranks, and drops the vocabulary padding.
+
 Nothing here is mutable: a tied model and an untied one can be converted in one process, in any order.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from megatron_fspo.errors import InputError
-from megatron_fspo.weights.architecture import Architecture
+import torch
+from torch import Tensor
 
-Layout = Literal["replicated", "row", "qkv", "gate_up", "vocab"]
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.weights.architecture import Architecture, check_tensor_parallel
+from megatron_fspo.weights.reader import Slices
+
+ShardLayout = Literal["replicated", "row", "qkv", "gate_up", "vocab"]
 Size = Literal[
     "vocab_size", "hidden_size", "q_size", "kv_size", "head_dim", "ffn_size", "num_experts", "expert_ffn_size"
 ]
@@ -50,11 +58,11 @@ class Row:
     """One Megatron parameter. In the table names hold ``{layer}`` and ``{expert}``, numbers within a rank's
     part of the model; :func:`resolve` fills them in."""
 
-    layout: Layout
+    layout: ShardLayout
     megatron: tuple[str, ...]
-    """The names it goes by; a resolved row has the one it was found under."""
+    """The names it goes by; a resolved row has the one that was asked for."""
     hf: tuple[HFTensor, ...]
-    """What it is made of, in the order the layout wants."""
+    """The tensors it is made of, in the order the layout wants."""
     key: str
     """Its name in a Megatron distributed checkpoint, where all layers (and experts) are one tensor."""
     copy: bool = False
@@ -75,7 +83,9 @@ class Row:
         return replace(self, hf=hf)
 
 
-def _row(layout: Layout, megatron: str, *hf: HFTensor, key: str | None = None, copy: bool = False) -> Row:
+def _row(
+    layout: ShardLayout, megatron: str, *hf: HFTensor, key: str | None = None, copy: bool = False
+) -> Row:
     """A checkpoint calls a parameter as Transformer Engine does, the last of the names, without the layer."""
     names = tuple(megatron.split(" | "))
     return Row(layout, names, hf, key or names[-1].replace("{layer}.", ""), copy)
@@ -162,7 +172,7 @@ def rows(arch: Architecture) -> tuple[Row, ...]:
 
 
 def has_parameter(arch: Architecture, megatron_name: str) -> bool:
-    """Whether layers of this architecture have the parameter, as ``self_attention.linear_qkv.bias``."""
+    """True if layers of this architecture have the parameter, as ``self_attention.linear_qkv.bias``."""
     return any(f"{_M}{megatron_name}" in row.megatron for row in rows(arch))
 
 
@@ -178,12 +188,12 @@ def resolve(megatron_name: str, arch: Architecture, layer_offset: int = 0, exper
             match = re.fullmatch(regex.replace(r"\{expert\}", r"(?P<expert>\d+)"), megatron_name)
             if match is None:
                 continue
-            found = match.groupdict()
-            layer = int(found["layer"]) + layer_offset if "layer" in found else 0
-            expert = int(found["expert"]) + expert_offset if "expert" in found else 0
+            numbers = match.groupdict()
+            layer = int(numbers["layer"]) + layer_offset if "layer" in numbers else 0
+            expert = int(numbers["expert"]) + expert_offset if "expert" in numbers else 0
             if not 0 <= layer < arch.num_layers:
                 raise InputError(f"{megatron_name}: layer {layer} of a model with {arch.num_layers} layers")
-            if "expert" in found and not 0 <= expert < arch.num_experts:
+            if "expert" in numbers and not 0 <= expert < arch.num_experts:
                 raise InputError(f"{megatron_name}: expert {expert} of {arch.num_experts} in a layer")
             return replace(row.at(layer, expert), megatron=(megatron_name,))
     raise InputError(f"{megatron_name}: no Hugging Face tensor is known for it in a {arch.model_type} model")
@@ -215,3 +225,95 @@ def whole_model(arch: Architecture) -> Iterator[tuple[Row, int, int]]:
 def tied_copies(arch: Architecture) -> dict[str, str]:
     """Tensors a tied checkpoint may hold once more (Qwen3-0.6B does), each with the one it must equal."""
     return {_HEAD.name: _EMBED.name} if arch.tied else {}
+
+
+def shard_shape(row: Row, arch: Architecture, tp_size: int, padded_vocab: int) -> tuple[int, ...]:
+    """The shape of the Megatron parameter on one rank."""
+    first, *others = [tensor.shape(arch) for tensor in row.hf]
+    match row.layout:
+        case "replicated":
+            return first
+        case "row":
+            return (first[0], first[1] // tp_size)
+        case "vocab":
+            return (padded_vocab // tp_size, *first[1:])
+        case "qkv" | "gate_up":
+            rows = first[0] + sum(shape[0] for shape in others)
+            return (rows // tp_size, *first[1:])
+
+
+def shard_slices(row: Row, arch: Architecture, tp_rank: int, tp_size: int, padded_vocab: int) -> list[Slices]:
+    """The part of each Hugging Face tensor of ``row`` that one rank holds.
+
+    Query heads of one group are neighbours in ``q_proj``, so the parts of a run of query groups are runs too.
+    """
+    check_tensor_parallel(arch, tp_size, padded_vocab)
+    parts = []
+    for tensor in row.hf:
+        shape = tensor.shape(arch)
+        part = [slice(0, size) for size in shape]
+        if row.layout != "replicated":
+            dim = 1 if row.layout == "row" else 0
+            step = (padded_vocab if row.layout == "vocab" else shape[dim]) // tp_size
+            # Beyond the real vocabulary there is nothing to read.
+            part[dim] = slice(min(tp_rank * step, shape[dim]), min((tp_rank + 1) * step, shape[dim]))
+        parts.append(tuple(part))
+    return parts
+
+
+def to_megatron_shard(
+    row: Row, parts: Sequence[Tensor], arch: Architecture, shape: tuple[int, ...]
+) -> Tensor:
+    """One rank's parameter, of :func:`shard_shape`, from the parts :func:`shard_slices` names."""
+    match row.layout:
+        case "replicated" | "row":
+            (shard,) = parts
+        case "gate_up":
+            shard = torch.cat(list(parts))
+        case "qkv":
+            groups = parts[1].shape[0] // arch.head_dim
+            shard = torch.cat([part.view(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
+        case "vocab":
+            (part,) = parts
+            shard = part
+            if padding := shape[0] - part.shape[0]:
+                shard = torch.cat([part, part.new_zeros(padding, *shape[1:])])
+    if tuple(shard.shape) != shape:
+        raise InputError(f"{row.megatron[0]}: parts make shape {tuple(shard.shape)}, the shard has {shape}")
+    return shard
+
+
+def from_megatron_shards(row: Row, shards: Sequence[Tensor], arch: Architecture) -> list[Tensor]:
+    """The Hugging Face tensors of ``row`` from its shards on all tensor-parallel ranks, in rank order."""
+    tp_size = len(shards)
+    vocab_rows = shards[0].shape[0] if row.layout == "vocab" else arch.vocab_size  # else unused
+    padded_vocab = tp_size * vocab_rows
+    check_tensor_parallel(arch, tp_size, padded_vocab)
+    expected = shard_shape(row, arch, tp_size, padded_vocab)
+    for rank, shard in enumerate(shards):
+        if tuple(shard.shape) != expected:
+            got = f"shape {tuple(shard.shape)} on tensor-parallel rank {rank} of {tp_size}"
+            raise InputError(f"{row.megatron[0]}: {got}; the architecture has {expected}")
+    match row.layout:
+        case "replicated":
+            _check_replicas(row, shards)
+            return [shards[0]]
+        case "row":
+            return [torch.cat(list(shards), dim=1)]
+        case "vocab":
+            return [torch.cat(list(shards))[: arch.vocab_size]]
+        case "gate_up":
+            halves = [shard.chunk(2) for shard in shards]
+            return [torch.cat(half) for half in zip(*halves, strict=True)]
+        case "qkv":
+            group = [arch.q_size // arch.num_kv_heads, arch.head_dim, arch.head_dim]
+            groups = torch.cat([shard.view(-1, sum(group), *shard.shape[1:]) for shard in shards])
+            return [part.flatten(0, 1) for part in torch.split(groups, group, dim=1)]
+
+
+def _check_replicas(row: Row, shards: Sequence[Tensor]) -> None:
+    """Replicas that drifted apart mean gradients were not reduced: no one of them is the model."""
+    first = shards[0].contiguous().view(torch.uint8)
+    for rank, shard in enumerate(shards):
+        if not torch.equal(first, shard.contiguous().view(torch.uint8)):
+            raise TrainingError(f"{row.megatron[0]} differs between tensor-parallel ranks 0 and {rank}")

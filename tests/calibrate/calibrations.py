@@ -10,8 +10,8 @@ import torch
 from launch import REPO
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.lab.calibrate.findings import findings
-from megatron_fspo.lab.calibrate.passes import Difference, Kind, Measured
+from megatron_fspo.lab.calibrate.command import calibration_of
+from megatron_fspo.lab.calibrate.passes import Kind, Measured, PassDifference
 from megatron_fspo.trainer.noise import Calibration
 
 SIGMA = {"updates": 0.04, "sampler": 0.01}
@@ -28,10 +28,10 @@ def measured(seed: int = 0, sequences: int = 160, **changes: Any) -> Measured:
     lengths = torch.randint(4, 400, (sequences,), generator=generator)
     lengths[3] = 0
 
-    def difference(kind: Kind, precision: str = "bfloat16") -> Difference:
+    def difference(kind: Kind, precision: str = "bfloat16") -> PassDifference:
         z = torch.randn(sequences, generator=generator, dtype=torch.float64)
         sums = SIGMA.get(kind, 0) * lengths.sqrt() * z + DRIFT.get(kind, 0) * lengths
-        return Difference(kind=kind, precision=precision, emulated=precision == "blockwise", sums=sums)
+        return PassDifference(kind=kind, precision=precision, emulated=precision == "blockwise", sums=sums)
 
     updates = torch.randn(sequences, generator=generator, dtype=torch.float64) * 0.05 * lengths.sqrt()
     differences = [
@@ -48,9 +48,9 @@ def measured(seed: int = 0, sequences: int = 160, **changes: Any) -> Measured:
 
 def calibration(run: Config | None = None, **changes: Any) -> Calibration:
     """Of :func:`measured`; its intervals take a second to resample."""
-    return findings(measured(**changes), run or config(), device="cpu") if run or changes else _usual()
+    return calibration_of(measured(**changes), run or config(), device="cpu") if run or changes else _usual()
 
 
 @cache
 def _usual() -> Calibration:
-    return findings(measured(), config(), device="cpu")
+    return calibration_of(measured(), config(), device="cpu")

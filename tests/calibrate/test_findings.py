@@ -11,10 +11,9 @@ import torch
 
 from calibrations import DRIFT, SIGMA, calibration, config, measured
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.lab.calibrate.findings import checks, findings
-from megatron_fspo.lab.calibrate.page import write_page
-from megatron_fspo.lab.calibrate.responses import groups_of, read_responses
-from megatron_fspo.lab.calibrate.table import render
+from megatron_fspo.lab.calibrate.command import calibration_of, checks
+from megatron_fspo.lab.calibrate.page import render, write_page
+from megatron_fspo.lab.calibrate.passes import read_responses
 from megatron_fspo.losses import GSPOLoss
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.trainer.noise import Calibration
@@ -92,11 +91,6 @@ def test_the_file_is_read_back_and_the_table_has_everything() -> None:
     assert "512 *" in longer and "* longer than any that was measured" in longer
 
 
-def test_without_updates_there_is_no_c_of_them() -> None:
-    found = calibration(first_updates=None)
-    assert found.first_updates is None and "2 sigma-hat" not in render(found)
-
-
 def test_the_page_shows_the_same(tmp_path: Path) -> None:
     found = calibration()
     write_page(found, tmp_path / "index.html")
@@ -112,20 +106,19 @@ def test_without_a_drift_that_was_seen_there_is_no_length_at_which_it_takes_over
     unsure = measured(sequences=40)
     sums = unsure.differences[3].sums
     sums[:] = 0.04 * unsure.lengths.sqrt() * torch.tensor([1.0, -1.0]).repeat(20)
-    found = findings(unsure, config(), device="cpu").comparisons[3]
+    found = calibration_of(unsure, config(), device="cpu").comparisons[3]
     assert found.drift[1] < 0 < found.drift[2] and found.crossover == (None, None, None)  # type: ignore[operator]
 
 
-def test_a_model_without_any_finite_log_prob_is_named() -> None:
+def test_measurements_without_a_figure() -> None:
+    found = calibration(first_updates=None)
+    assert found.first_updates is None and "2 sigma-hat" not in render(found)
     broken = measured()
     broken.differences[0].sums.fill_(math.nan)
     with pytest.raises(TrainingError, match=r"repeat \(bfloat16\): no response"):
-        findings(broken, config(), device="cpu")
-
-
-def test_only_a_band_on_the_sum_can_be_calibrated() -> None:
+        calibration_of(broken, config(), device="cpu")
     with pytest.raises(InputError, match=r"loss\.name is gspo"):
-        findings(measured(), config().model_copy(update={"loss": GSPOLoss()}), device="cpu")
+        calibration_of(measured(), config().model_copy(update={"loss": GSPOLoss()}), device="cpu")
 
 
 GOOD = '{"prompt_token_ids": [1, 2], "token_ids": [3], "reward": 1}'
@@ -160,7 +153,3 @@ def test_responses_that_cannot_be_scored_are_named(tmp_path: Path, line: str, sa
         read_responses(tmp_path / "none", run, arch)
     path.write_text(f"{GOOD}\n\n{GOOD}\n")
     assert read_responses(path, run, arch) == [((1, 2), (3,))] * 2
-
-
-def test_responses_to_the_same_prompt_are_one_group() -> None:
-    assert groups_of([(1, 2), (3,), (1, 2)]).tolist() == [0, 1, 0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 import noise_check
 from calibrations import calibration
 from megatron_fspo.objective.noise import Noise
@@ -25,11 +23,3 @@ def test_the_same_noise_is_predicted_and_other_noise_is_not() -> None:
 def test_a_width_may_be_given() -> None:
     found = list(noise_check.rows(noise(0), noise(1), [0.03]))
     assert [row.c for row in found] == [0.03] * 4 and sum(row.responses for row in found) == 399
-
-
-def test_the_interval_of_the_difference_is_newcombes() -> None:
-    """Newcombe (1998), table II, method 10: 56/70 against 48/80 gives 0.0524 to 0.3339."""
-    apart = noise_check.Row(c=1, lengths="", responses=70, predicted=0.6, behind=80, measured=0.8)
-    assert not apart.consistent and not apart.inside
-    low, high = apart.difference
-    assert (low, high) == (pytest.approx(0.0524, abs=1e-4), pytest.approx(0.3339, abs=1e-4))

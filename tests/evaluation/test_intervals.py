@@ -7,8 +7,17 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
-from megatron_fspo.evaluation.intervals import Estimate, interval_of_means
+from megatron_fspo.evaluation.intervals import (
+    Estimate,
+    difference_interval,
+    interval_of_means,
+    jackknife_interval,
+    resample_groups,
+    t_half_width,
+    wilson_interval,
+)
 
 
 def covered(problems: int, samples: int, shape: tuple[float, float], trials: int) -> float:
@@ -27,13 +36,38 @@ def test_the_interval_holds_the_truth(problems: int, shape: tuple[float, float])
     assert 0.915 < covered(problems, 16, shape, 800) < 0.97
 
 
-def test_to_draw_responses_instead_would_be_far_too_narrow() -> None:
-    """A population whose problems are all right or all wrong: 16 samples tell no more than one."""
-    values = np.repeat([0.0, 1.0], 20)[:, None]
-    (found,) = interval_of_means({"s": values})
-    by_problem, by_response = (1.96 * 0.5 / math.sqrt(n) for n in (40, 40 * 16))
-    assert found.high - found.value == pytest.approx(by_problem, rel=0.1)
-    assert found.high - found.value > 3 * by_response
+def test_resampled_groups_cover_and_know_that_responses_to_one_prompt_are_alike() -> None:
+    """Where all of a prompt's responses are the same, eight of them say no more than one."""
+    lengths, hits, widths = torch.full((160,), 25), 0, []
+    groups = torch.arange(20).repeat_interleave(8)
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        sums = torch.randn(20, generator=generator, dtype=torch.float64).repeat_interleave(8)
+        (one,) = resample_groups(lambda s, n: [s.mean().item()], sums, lengths, groups, resamples=200)
+        assert one.value == sums.mean().item()
+        hits += one.low <= 0.0 <= one.high
+        widths.append(one.high - one.low)
+    assert 50 <= hits <= 60
+    assert sum(widths) / 60 == pytest.approx(2 * 1.96 / math.sqrt(20), rel=0.15)
+    assert resample_groups(lambda s, n: [s.mean().item()], sums, lengths, groups, resamples=200) == [one]
+    (one,) = resample_groups(lambda s, n: [1.0], torch.ones(3), torch.ones(3), torch.zeros(3).long())
+    assert one.value == 1.0 and math.isnan(one.low) and math.isnan(one.high)
+
+
+def test_closed_forms() -> None:
+    z2 = 1.96**2
+    none, half = wilson_interval(0.0, 10), wilson_interval(0.5, 100)
+    assert (none.low, none.high) == pytest.approx((0.0, z2 / (10 + z2)))
+    assert (half.low + half.high) / 2 == pytest.approx(0.5)
+    assert half.high - 0.5 == pytest.approx(1.96 * math.sqrt(0.25 / (100 + z2)))
+    # Newcombe's table II, method 10, example (a): 56/70 less 48/80.
+    gap = difference_interval(wilson_interval(56 / 70, 70), wilson_interval(48 / 80, 80))
+    assert (gap.low, gap.high) == pytest.approx((0.0524, 0.3339), abs=1e-4)
+    assert t_half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
+    assert math.isnan(t_half_width([5.0]))
+    # The jackknife of a mean is its standard error.
+    left = jackknife_interval(2.0, [2.5, 2.0, 1.5])
+    assert left.high - 2.0 == pytest.approx(2.0 - left.low) == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
 
 
 def test_many_problems_give_the_normal_interval() -> None:
@@ -42,12 +76,8 @@ def test_many_problems_give_the_normal_interval() -> None:
     half = 1.96 * values.std(ddof=1) / math.sqrt(2000)
     assert found.value == pytest.approx(values.mean(), abs=1e-12)
     assert (found.low, found.high) == pytest.approx((found.value - half, found.value + half), abs=0.04 * half)
-
-
-def test_a_skewed_interval_leans_to_the_tail() -> None:
-    values = np.array([[0.0]] * 27 + [[1.0]] * 3)
-    (found,) = interval_of_means({"s": values})
-    assert found.high - found.value > 1.2 * (found.value - found.low) > 0
+    (found,) = interval_of_means({"s": np.array([[0.0]] * 27 + [[1.0]] * 3)})
+    assert found.high - found.value > 1.2 * (found.value - found.low) > 0, "it leans to the longer tail"
 
 
 def test_several_sets_count_alike_and_are_drawn_each_for_itself() -> None:

@@ -19,6 +19,7 @@ from megatron_fspo.evaluation.records import (
     Record,
     RecordFile,
     hash_of_prompts,
+    line_of,
     load,
 )
 from megatron_fspo.types import Prompt
@@ -80,7 +81,7 @@ def test_sets_with_samples_of_their_own_are_read_back(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     for folder, own in ((tmp_path, {"a": 2, "b": 2}), (tmp_path / "other", {"a": 1, "b": 5})):
         RecordFile(folder, Manifest(model="m", samples=own, facts={}), PROBLEM_OF, PORTIONS)
-        (folder / SAMPLES).write_text("".join(record(key).line() for some in PORTIONS for key in some))
+        (folder / SAMPLES).write_text("".join(line_of(record(key)) for some in PORTIONS for key in some))
     assert load(tmp_path).manifest.samples_of("b") == 2
     with pytest.raises(InputError, match="has 8 of 8 completions"):
         load(tmp_path / "other")
@@ -112,11 +113,8 @@ def test_results_of_something_else_are_refused(tmp_path: Path, facts: dict[str, 
         opened(tmp_path, Manifest(model="m", samples=2, facts=facts))
     assert told in str(caught.value) and "--out" in str(caught.value) and "\n" not in str(caught.value)
     assert (tmp_path / SAMPLES).read_bytes() == whole
-
-
-def test_where_it_lies_and_what_it_is_called_is_no_matter(tmp_path: Path) -> None:
-    filled(tmp_path)
-    assert opened(tmp_path, Manifest(model="elsewhere/m", samples=2, facts=MANIFEST_OF.facts)).left == 0
+    elsewhere = Manifest(model="elsewhere/m", samples=2, facts=MANIFEST_OF.facts)
+    assert opened(tmp_path, elsewhere).left == 0, "its name is no fact"
 
 
 @pytest.mark.parametrize(
@@ -141,29 +139,41 @@ def test_a_changed_file_is_refused(tmp_path: Path, damage, told: str) -> None:  
     assert (tmp_path / SAMPLES).read_bytes() == changed
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": "m", "samples": 0, "facts": {}}', "\udcff"])
-def test_a_manifest_that_is_none(tmp_path: Path, text: str) -> None:
-    filled(tmp_path)
-    (tmp_path / MANIFEST).write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(InputError, match=r"manifest\.json: not the manifest of an evaluation"):
-        opened(tmp_path)
+def manifest(samples: object) -> bytes:
+    return json.dumps({"model": "m", "samples": samples, "facts": {}}).encode()
 
 
 @pytest.mark.parametrize(
-    ("samples", "told"),
+    ("content", "told"),
     [
-        ({"a": 2}, r"manifest\.json: no samples of set 'b': it is damaged"),
-        ({}, "no samples of set 'a'"),
-        ({"a": 2, "b": 0}, "not the manifest of an evaluation"),
-        ({"a": 2, "b": "2"}, "not the manifest of an evaluation"),
-        ([2, 2], "not the manifest of an evaluation"),
+        *((text, "not the manifest of an evaluation") for text in (b"", b"[]", b"{}", b"\xff", manifest(0))),
+        *((manifest(of), "not the manifest of an evaluation") for of in ({"a": 2, "b": 0}, {"a": "2"}, [2])),
+        (manifest({"a": 2}), "no samples of set 'b'"),
+        (manifest({}), "no samples of set 'a'"),
     ],
 )
-def test_a_manifest_with_wrong_samples(tmp_path: Path, samples: object, told: str) -> None:
+def test_a_damaged_manifest_is_refused(tmp_path: Path, content: bytes, told: str) -> None:
     filled(tmp_path)
-    (tmp_path / MANIFEST).write_text(json.dumps({"model": "m", "samples": samples, "facts": {}}))
-    with pytest.raises(InputError, match=told):
+    (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(InputError, match=rf"manifest\.json: {told}"):
         load(tmp_path)
+
+
+def test_only_the_next_portion_is_written_and_only_while_the_folder_is_ours(tmp_path: Path) -> None:
+    def lost() -> None:
+        raise TrainingError("another job has it")
+
+    file, first = opened(tmp_path), [record(key) for key in PORTIONS[0]]
+    for portion in ([record(key) for key in PORTIONS[1]], first[::-1]):
+        with pytest.raises(ValueError, match="portion 0"):
+            file.append(portion)
+    with pytest.raises(TrainingError, match="another job"):
+        RecordFile(tmp_path, MANIFEST_OF, PROBLEM_OF, PORTIONS, check=lost).append(first)
+    assert (tmp_path / SAMPLES).read_bytes() == b""
+    (tmp_path / SAMPLES).unlink()
+    (tmp_path / SAMPLES).symlink_to("/dev/full")
+    with pytest.raises(TrainingError, match="No space left"):
+        file.append(first)
 
 
 def test_what_is_not_finished_is_not_loaded(tmp_path: Path) -> None:
@@ -173,33 +183,6 @@ def test_what_is_not_finished_is_not_loaded(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(InputError, match="not an evaluation"):
         load(tmp_path / "none")
-
-
-def test_another_portion_is_not_written(tmp_path: Path) -> None:
-    file = opened(tmp_path)
-    with pytest.raises(ValueError, match="portion 0"):
-        file.append([record(key) for key in PORTIONS[1]])
-    with pytest.raises(ValueError, match="portion 0"):
-        file.append([record(key) for key in reversed(PORTIONS[0])])
-    assert (tmp_path / SAMPLES).read_bytes() == b""
-
-
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
-    file = opened(tmp_path)
-    (tmp_path / SAMPLES).unlink()
-    (tmp_path / SAMPLES).symlink_to("/dev/full")
-    with pytest.raises(TrainingError, match=r"cannot be written: No space left.*the same command goes on"):
-        file.append([record(key) for key in PORTIONS[0]])
-
-
-def test_a_folder_that_was_lost_is_not_written(tmp_path: Path) -> None:
-    def lost() -> None:
-        raise TrainingError("another job has it")
-
-    file = RecordFile(tmp_path, MANIFEST_OF, PROBLEM_OF, PORTIONS, check=lost)
-    with pytest.raises(TrainingError, match="another job"):
-        file.append([record(key) for key in PORTIONS[0]])
-    assert (tmp_path / SAMPLES).read_bytes() == b""
 
 
 def prompt(**changed: object) -> Prompt:

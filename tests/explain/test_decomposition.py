@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fspo.lab.decomposition import Decomposition, Halves, decompose, halves_of
+from megatron_fspo.lab.explain.decomposition import Decomposition, Halves, decompose, halves_of
 from megatron_fspo.objective import FSPOBand
 
 

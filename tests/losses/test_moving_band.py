@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.losses import FSPOLoss, LossState, PolicyLossConfig
+from megatron_fspo.losses import DAPOLoss, FSPOLoss, LossState, PolicyLossConfig
 from megatron_fspo.losses.fspo import WATCHED
 from megatron_fspo.objective import (
     ConstantDualClip,
@@ -21,7 +21,7 @@ from megatron_fspo.objective import (
     sequence_surrogate,
 )
 from megatron_fspo.objective.calibration import sigma_hat
-from megatron_fspo.objective.policy_objective import SequenceLevel, TokenLevel
+from megatron_fspo.objective.policy_objective import SequenceLevel
 
 LENGTHS = torch.tensor([1, 10, 100, 1000])
 
@@ -69,7 +69,7 @@ def observe(loss: LossState, s: Tensor, *, kl: float = 0.0, warm: bool = True) -
             {"dual_clip": "constant", "dual_clip_ratio": 4.0},
             SequenceLevel(band=FSPOBand(c_low=0.03, c_high=0.03), dual_clip=ConstantDualClip(ratio=4.0)),
         ),
-        ("dapo", {}, TokenLevel(eps_low=0.2, eps_high=0.28, aggregation="token-mean")),
+        ("dapo", {"eps_low": 0.1}, DAPOLoss(eps_low=0.1)),
     ],
 )
 def test_every_configuration_has_its_objective(name: str, keys: dict[str, Any], objective: object) -> None:

@@ -10,14 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from random import Random
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import Tensor
 
 from backend import BACKEND
@@ -27,12 +25,12 @@ from megatron_fspo.mcore import checkpoint
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.checkpoint import begin_save, load_checkpoint, save_checkpoint
 from megatron_fspo.mcore.hf_weights import hf_tensors, load_hf
-from megatron_fspo.mcore.places import MOMENTS, places
+from megatron_fspo.mcore.parameter_state import MOMENTS, parameter_states
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.weights import read_architecture
-from megatron_fspo.weights.chunk_writer import ChunkWriter
-from megatron_fspo.weights.sums import SUMS
+from megatron_fspo.weights.chunks import ChunkWriter
+from megatron_fspo.weights.folder import SUMS
 from worker import step
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -80,13 +78,13 @@ def whole_state(policy: Policy) -> State:
     found = {}
     for what in ("weight", "main", *MOMENTS):
         values = {}
-        for place in places(policy):
-            held = {"main": place.main, **place.moments}.get(what, torch.empty(0))
-            tensor = torch.zeros(place.parameter.shape)
-            tensor.view(-1)[place.first : place.first + held.numel()] = held
+        for state in parameter_states(policy):
+            held = {"main": state.main, **state.moments}.get(what, torch.empty(0))
+            tensor = torch.zeros(state.parameter.shape)
+            tensor.view(-1)[state.first : state.first + held.numel()] = held
             if policy.parallel.distributed_optimizer:
                 dist.all_reduce(tensor, group=policy.groups.dp_cp)
-            values[place.parameter] = place.parameter.detach().float() if what == "weight" else tensor
+            values[state.parameter] = state.parameter.detach().float() if what == "weight" else tensor
         named = [[(name, values[p]) for name, p in chunk.named_parameters()] for chunk in policy.chunks]
         found |= {f"{what}.{name}": tensor.clone() for name, tensor in hf_tensors(policy, named)}
     return found
@@ -145,7 +143,7 @@ def check_resume(model: Path, out: Path) -> dict[str, bool]:
 
 
 def check_megatron(model: Path, out: Path) -> dict[str, bool]:
-    """Megatron reads the weights of our checkpoints, and we what its own code saved, as ours once did."""
+    """Megatron reads the weights of our checkpoints."""
     found = {}
     policy = build(model, "dp4", BF16)
     data = str(out / "from-tp2.sp.dp2.do/torch_dist")
@@ -154,23 +152,6 @@ def check_megatron(model: Path, out: Path) -> dict[str, bool]:
     load_checkpoint(policy, out / "from-tp2.sp.dp2.do")
     now = policy.chunks[0].named_parameters()
     found["Megatron reads"] = all(torch.equal(weights[name], p) for name, p in now)
-
-    filesystem_async._results_queue = SimpleQueue()  # else it starts a process for it
-    for origin in ("tp2.sp.dp2.do", "dp4"):
-        policy = resumed(model, out / f"from-{origin}", origin, BF16)
-        folder = out / f"old-{origin}"
-        if dist.get_rank() == 0:
-            (folder / "torch_dist").mkdir(parents=True)
-            (folder / "trainer.json").write_text('{"step": 2, "optimizer_steps": 2}')
-        dist.barrier()
-        weights = {f"chunk{n}": chunk.sharded_state_dict() for n, chunk in enumerate(policy.chunks)}
-        kind = {"distrib_optim_sharding_type": "fully_reshardable"}
-        optimizer = policy.optimizer.sharded_state_dict({"model": weights}, metadata=kind)
-        dist_checkpointing.save({"model": weights, "optimizer": optimizer}, str(folder / "torch_dist"))
-        saved = whole_state(policy)
-        for layout in ("tp2.pp2", "dp4.do"):
-            policy = resumed(model, folder, layout, BF16)
-            found[f"old {origin}: {layout}"] = same(whole_state(policy), saved)
     return found
 
 

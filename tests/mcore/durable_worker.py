@@ -20,8 +20,8 @@ from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.startup import stop
-from megatron_fspo.weights import sums
-from megatron_fspo.weights.sums import patiently
+from megatron_fspo.weights import folder as sums
+from megatron_fspo.weights.folder import patiently
 
 
 def events_of(policy: Any, folder: Path) -> list[tuple[str, str]]:

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import FP8
+from megatron_fspo.lab.calibrate.emulate import emulate_fp8
+from megatron_fspo.lab.calibrate.fp8_values import through_fp8
 from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.emulate import emulate_fp8
-from megatron_fspo.mcore.fp8_values import through_fp8
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.policy import Model
 from megatron_fspo.mcore.policy_loss import Scoring

@@ -19,7 +19,7 @@ from megatron_fspo import config as options
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.offload import Offload
-from megatron_fspo.mcore.places import places
+from megatron_fspo.mcore.parameter_state import parameter_states
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.startup import start, stop
 from megatron_fspo.weights import read_architecture
@@ -41,8 +41,8 @@ def held(policy: Policy) -> Iterator[Tensor]:
     for chunk in policy.chunks:
         for parameter in chunk.parameters():
             yield from (parameter.data, parameter.main_grad)  # type: ignore[attr-defined]
-    for place in places(policy):
-        yield from (place.main, *place.moments.values())
+    for state in parameter_states(policy):
+        yield from (state.main, *state.moments.values())
 
 
 def round_of_turns(offload: Offload, policy: Policy, *others: Model) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from launch import found_by
-from megatron_fspo.mcore.fp8_values import E4M3, E5M2, quantize, through_fp8
+from megatron_fspo.lab.calibrate.fp8_values import E4M3, E5M2, quantize, through_fp8
 
 RECIPES = ("tensorwise", "blockwise", "mxfp8")
 

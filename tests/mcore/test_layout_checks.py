@@ -46,6 +46,7 @@ def test_layouts_that_fit_the_model() -> None:
     check_parallel(MOE, Parallel(tensor=4, sequence=True, expert=2))
     raw = replace(TWO_OF_8, per_token=1, normalize_top_k=False)
     check_parallel(replace(MOE, experts=raw), Parallel())
+    check_world(Parallel(tensor=2, context=2, pipeline=2, expert=8), 16)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +63,6 @@ def test_a_layout_that_does_not_fit_the_ranks(
     with pytest.raises(InputError) as caught:
         check_world(Parallel(**parallel), world_size)
     assert str(caught.value).startswith(message)
-
-
-def test_experts_spread_over_all_ranks_of_a_stage() -> None:
-    check_world(Parallel(tensor=2, context=2, pipeline=2, expert=8), 16)
 
 
 def test_mixtures_of_experts_are_not_trained() -> None:

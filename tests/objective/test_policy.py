@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_fspo.losses import DAPOLoss, GRPOLoss
 from megatron_fspo.objective import (
     ConstantDualClip,
     FSPOBand,
@@ -23,7 +24,6 @@ from megatron_fspo.objective.policy_objective import (
     LossTerms,
     PolicyObjective,
     SequenceLevel,
-    TokenLevel,
 )
 
 LENGTHS = [1, 3, 8, 20, 5, 40, 2, 12]
@@ -34,8 +34,8 @@ LOSSES: dict[str, PolicyObjective] = {
     ),
     "rloo": SequenceLevel(band=RLOOBand(eps_low=0.2, eps_high=0.2), dual_clip=ConstantDualClip(ratio=1.5)),
     "gspo": SequenceLevel(band=GSPOBand(eps_low=0.01, eps_high=0.02)),
-    "grpo": TokenLevel(eps_low=0.05, eps_high=0.05, aggregation="sequence-mean", dual_clip_ratio=1.1),
-    "dapo": TokenLevel(eps_low=0.05, eps_high=0.08, aggregation="token-mean"),
+    "grpo": GRPOLoss(eps_low=0.05, eps_high=0.05, dual_clip_ratio=1.1),
+    "dapo": DAPOLoss(eps_low=0.05, eps_high=0.08),
 }
 
 

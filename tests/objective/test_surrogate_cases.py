@@ -109,6 +109,20 @@ def test_a_constant_dual_clip_limits_the_ratio_of_its_band(length: int) -> None:
         assert under.weight.item() < 0
 
 
+def test_tokens_are_sequences_of_one_token() -> None:
+    log_ratio = torch.tensor([0.1, 0.3, 0.3, -0.3, -0.3, 2.0, 0.1], dtype=torch.float64)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, -1.0, 0.0], dtype=torch.float64)
+    band, dual = RLOOBand(eps_low=0.2, eps_high=0.28), ConstantDualClip(ratio=3.0)
+    got = sequence_surrogate(log_ratio, torch.ones(7), advantages, band, dual)
+    e = math.exp
+    assert got.objective.tolist() == pytest.approx([e(0.1), 1.28, -e(0.3), -0.8, e(-0.3), -3.0, 0.0])
+    assert got.weight.tolist() == pytest.approx([e(0.1), 0.0, -e(0.3), 0.0, e(-0.3), 0.0, 0.0])
+    assert got.clipped_high.nonzero().flatten().tolist() == [1]
+    assert got.clipped_low.nonzero().flatten().tolist() == [3]
+    assert got.dual_clipped.nonzero().flatten().tolist() == [5]
+    assert got.above.nonzero().flatten().tolist() == [1, 2, 5]
+
+
 def test_one_bad_sequence_leaves_the_others_alone() -> None:
     s = torch.tensor([0.1, math.nan, 0.2, math.inf, 0.0])
     lengths, advantages = torch.tensor([10, 10, 10, 10, 0]), torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0])

@@ -339,10 +339,10 @@ def with_servers(count: int = 2, **options: Any) -> Callable[[Callable[..., Any]
         def call(**arguments: Any) -> None:
             run(partial(test, **arguments), count, **options)
 
-        # pytest passes what is named here, and its own marks.
-        call.__signature__ = Signature(list(signature(test).parameters.values())[2:])  # type: ignore[attr-defined]
         call.__name__, call.__doc__ = test.__name__, test.__doc__
-        call.__dict__ |= test.__dict__
+        call.__dict__ |= test.__dict__  # marks
+        # pytest passes what is named here.
+        call.__signature__ = Signature(list(signature(test).parameters.values())[2:])  # type: ignore[attr-defined]
         return call
 
     return decorate

@@ -49,11 +49,13 @@ def test_every_seed_has_every_arm_and_the_one_to_match_comes_first(tmp_path: Pat
     rloo, files = config_of(sweep, runs[0])
     assert (rloo.loss.name, rloo.loss.eps_low, rloo.loss.eps_high) == ("rloo", 0.2, 0.1)
     assert [file.name for file in files] == ["run.toml", "rloo-3.toml"]
-
-
-def test_words_of_the_command_line_win(tmp_path: Path) -> None:
-    sweep = sweep_of(tmp_path, ARMS).model_copy(update={"words": ("--run.steps", "9")})
-    assert config_of(sweep, next(iter(planned(sweep))))[0].run.steps == 9
+    with_words = sweep.model_copy(update={"words": ("--run.steps", "9")})
+    assert config_of(with_words, runs[0])[0].run.steps == 9
+    wrong = sweep_of(tmp_path, "[arms.a.loss]\nc_hihg = 1")
+    with pytest.raises(InputError, match=r"a-1\.toml: unknown key loss\.c_hihg"):
+        config_of(wrong, next(iter(planned(wrong))))
+    with pytest.raises(InputError, match=r"nowhere\.toml: No such file"):
+        read_sweep(tmp_path / "nowhere.toml")
 
 
 @pytest.mark.parametrize(
@@ -75,14 +77,3 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, text: str, words: s
     with pytest.raises(InputError, match=words) as error:
         sweep_of(tmp_path, text)
     assert "\n" not in str(error.value)
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"nowhere\.toml: No such file"):
-        read_sweep(tmp_path / "nowhere.toml")
-
-
-def test_a_wrong_key_of_an_arm_is_named_before_any_run(tmp_path: Path) -> None:
-    sweep = sweep_of(tmp_path, "[arms.a.loss]\nc_hihg = 1")
-    with pytest.raises(InputError, match=r"a-1\.toml: unknown key loss\.c_hihg"):
-        config_of(sweep, next(iter(planned(sweep))))

@@ -16,7 +16,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.report.history import History, Records
-from megatron_fspo.lab.sweep.match import matched_loss, steady
+from megatron_fspo.lab.sweep.processes import matched_loss, steady
 
 RUN = REPO / "examples/make_sum/run.toml"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import pytest
 
 from launch import REPO
-from megatron_fspo.lab.report.change import Change, accuracy_change, first_and_last_samples
 from megatron_fspo.lab.report.history import History
+from megatron_fspo.lab.report.samples import AccuracyChange, accuracy_change, first_and_last_samples
 from megatron_fspo.lab.sweep.file import Sweep
-from megatron_fspo.lab.sweep.summary import mean_over_seeds, summarize, table
+from megatron_fspo.lab.sweep.summary import summarize, table
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -22,7 +21,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def change_of(folder: Path) -> Change | None:
+def change_of(folder: Path) -> AccuracyChange | None:
     history = History(folder)
     return accuracy_change(history, first_and_last_samples(folder, history))
 
@@ -59,12 +58,6 @@ def make_sweep(folder: Path, **more: Any) -> Sweep:
     return Sweep(config=config, folder=folder, seeds=(1, 2), arms={"even": {}, "uneven": {}}, **more)
 
 
-def test_mean_over_seeds_by_hand() -> None:
-    found = mean_over_seeds([1.0, 2.0, 3.0])
-    assert found.value == 2 and found.half_width == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
-    assert mean_over_seeds([5.0]).value == 5 and math.isnan(mean_over_seeds([5.0]).half_width)
-
-
 def test_arms_are_compared_seed_by_seed(tmp_path: Path) -> None:
     for seed in (1, 2):
         write_run(tmp_path / f"even-{seed}", outside=[False, True] * 4, reward=0.1 * seed)
@@ -93,4 +86,4 @@ def test_the_change_of_accuracy_has_its_interval_where_all_responses_are_kept(tm
     assert low <= 0.25 <= high and low < high
     rows = (tmp_path / "samples.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "samples.jsonl").write_text("".join(rows[:-1]))
-    assert change_of(tmp_path) == Change(before=0.5, after=0.75, interval=None)
+    assert change_of(tmp_path) == AccuracyChange(before=0.5, after=0.75, interval=None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fspo.mcore.fp8_values import E4M3, E5M2, block_shape, quantize, through_fp8
+from megatron_fspo.lab.calibrate.fp8_values import E4M3, E5M2, block_shape, quantize, through_fp8
 
 DTYPES = [E4M3, E5M2]
 

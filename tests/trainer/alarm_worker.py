@@ -19,7 +19,7 @@ from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import start
-from megatron_fspo.mismatch.measure import LIMIT, FreshTokens, Setting, check_mismatch, token_deltas
+from megatron_fspo.mismatch.measure import LIMIT, MismatchAlarm, token_deltas
 from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.metrics import gather_lists
 from megatron_fspo.rollout.embedded import EmbeddedEngine
@@ -103,18 +103,17 @@ class Situation:
             sampled_log_probs=sampled, old_log_probs=self._scores(batches, temperature)
         )
         asked: dict[str, Any] = {"version": VERSION, "top_p": 1.0, "limit": LIMIT[torch.float32]} | changed
-        setting = Setting(
+        alarm = MismatchAlarm(
+            fresh=as_rollout(samples).fresh_from(asked["version"]),
             temperature=temperature,
             rescore=self._scores,
             probe=self.groups.pp.size(),
             groups=self.groups,
-            device=self.backend.device,
             **asked,
         )
-        fresh = FreshTokens(as_rollout(samples).fresh_from(setting.version), setting)
         for batch in batches:
-            fresh.add(batch, token_deltas(batch))
-        return check_mismatch(batches, fresh, setting)
+            alarm.add(batch, token_deltas(batch))
+        return alarm.check(batches)
 
     def _packs(self, samples: Sequence[Sample]) -> Packs:
         """Two per pipeline stage."""

@@ -33,12 +33,12 @@ BEFORE = {
     "sending": "rollout.client.engine:VLLMEngine.update_weights",
     "evaluation": "mcore.decode:Decoder.feed",
     "validating": "trainer.loop:_evaluate",
-    "files": "weights.chunk_writer:ChunkWriter._append",
+    "files": "weights.chunks:ChunkWriter._append",
     "unnamed": "mcore.checkpoint:Saving._complete",
     "export": "weights.hf_writer:_Files.write",
     "exported": "weights.folder:_replace",
     "report": "lab.report.page:write_report",
-    "loading": "weights.chunk_reader:ChunkReader.read_into",
+    "loading": "weights.chunks:ChunkReader.read_into",
 }
 """The point → the function in front of which it lies."""
 AFTER = {

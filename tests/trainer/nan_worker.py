@@ -47,7 +47,7 @@ def in_a_layer(count: int) -> AbstractContextManager[Any]:
     def update(run: Any, step: Any) -> Any:
         nonlocal calls
         calls += 1
-        with Fault(step.mini_batch[0].sample_index.tolist()[:count] if calls == WHEN else [])():
+        with Fault(step.packs_of(step.turn)[0].sample_index.tolist()[:count] if calls == WHEN else [])():
             return original(run, step)
 
     return mock.patch.object(optimize, "_update", update)

@@ -11,9 +11,7 @@ import numpy as np
 
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import save_config
-from megatron_fspo.lab.report.history import (
-    Records,
-)
+from megatron_fspo.lab.report.history import Records
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.record.records import SequenceRecord, clip_metrics
 
@@ -106,7 +104,7 @@ def write_run(
                 metrics |= clip_metrics(records, seed=1) | {"fspo/kl_k3": 0.001}
                 metrics |= {"fspo/out_of_band": step / 200, "fspo/lre_mean": step / 10, "fspo/lre_null": 0.05}
             if off_policy and config.loss.name == "fspo":
-                metrics |= {"fspo/c_low": 0.03, "fspo/c_high": 0.04, "fspo/drift": 0.0}
+                metrics |= {"fspo/c_low": 0.03, "fspo/c_high": 0.04, "fspo/drift": 0.0, "fspo/exponent": 0.5}
             metrics |= extra or {}
         if step in (evaluations or {}):
             metrics |= {"val/held_out/mean@4/low": 0.1, "val/held_out/mean@4": (evaluations or {})[step]}

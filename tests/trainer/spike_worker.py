@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_fspo.cli import main
-from megatron_fspo.mcore.places import places
+from megatron_fspo.mcore.parameter_state import parameter_states
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.trainer import optimize
@@ -24,8 +24,8 @@ from megatron_fspo.trainer import optimize
 def state_of(policy: Policy) -> str:
     """A hash of the weights, and of all that the optimizer knows."""
     found = hashlib.sha256(json.dumps([policy.optimizer_steps]).encode())
-    for place in places(policy):
-        for tensor in (place.parameter, place.main, *place.moments.values()):
+    for state in parameter_states(policy):
+        for tensor in (state.parameter, state.main, *state.moments.values()):
             found.update(tensor.detach().numpy().tobytes())
     found.update(json.dumps([group["lr"] for group in policy.optimizer.param_groups]).encode())
     return found.hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_fspo.weights.sums import digest, read_sums, write_sums
+from megatron_fspo.weights.folder import digest, read_sums, write_sums
 
 
 def sum_again(checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from alarm_worker import ALONE, LAYOUTS, OLDER, RESPONSES
 from launch import REPO, found_by
 from megatron_fspo.config import Config
-from megatron_fspo.trainer.begin import _alarm_setting
+from megatron_fspo.trainer.begin import make_alarm
 
 RAW = "log-probs before the temperature"
 OTHER_TEMPERATURE = "another temperature: scored at {:.3g} instead of rollout.temperature = {:g}"
@@ -105,7 +105,8 @@ def test_a_trainer_in_fp8_may_differ_more_from_its_sampler() -> None:
             backend=SimpleNamespace(device=torch.device("cpu")),
         )
         run: Any = SimpleNamespace(inputs=inputs, step=0, groups=None)
-        return _alarm_setting(run).limit
+        responses: Any = SimpleNamespace(fresh_from=lambda version: torch.zeros(1))
+        return make_alarm(run, responses).limit
 
     # Mean |Δ| of sound runs: up to 0.22 in FP8, 0.011 without.
     assert limit("blockwise") > 0.22 > limit("none") > 0.011

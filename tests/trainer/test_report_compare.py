@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fspo.cli import main
 from megatron_fspo.lab.report.compare import differences, names, write_comparison
-from megatron_fspo.lab.report.findings import TAIL, WINDOW
+from megatron_fspo.lab.report.figures import TAIL, WINDOW
 from megatron_fspo.lab.report.history import clip_rates, read_records
 from report_runs import make_config, read_page, write_run
 

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from megatron_fspo.lab.report import drawing, pictures
-from megatron_fspo.lab.report.findings import exponent_of
+from megatron_fspo.lab.report.figures import exponent_of, machines, phases
 from megatron_fspo.lab.report.history import History, Series, pooled_lre
 from megatron_fspo.lab.report.page import write_report
 from megatron_fspo.lab.report.samples import SHOWN, before_after, shortened
-from megatron_fspo.lab.report.times import machines, phases
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.record.log import RunLog, read_rows
 from megatron_fspo.trainer import prepare as machine_module

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch import why
-from megatron_fspo.weights.sums import SUMS, read_sums
+from megatron_fspo.weights.folder import SUMS, read_sums
 from runs import rows, run
 
 ONE = "--parallel.tensor 1 --parallel.sequence false --evaluation.every 0 --checkpoint.every 1".split()

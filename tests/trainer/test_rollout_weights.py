@@ -22,11 +22,12 @@ from megatron_fspo.config.correction import (
     SequenceTIS,
     TokenTIS,
 )
+from megatron_fspo.losses import DAPOLoss, GRPOLoss
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.mismatch.correction import correct, effective_share, little_is_left, sequence_weights
 from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.objective import FSPOBand
-from megatron_fspo.objective.policy_objective import PolicyObjective, SequenceLevel, TokenLevel
+from megatron_fspo.objective.policy_objective import PolicyObjective, SequenceLevel
 from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.records import SequenceRecord, records_of
@@ -244,8 +245,8 @@ class Loss:
 
 OBJECTIVES: dict[str, PolicyObjective] = {
     "sequence": SequenceLevel(band=FSPOBand(c_low=0.03, c_high=0.03)),  # A > 0 and L = 30: S = .3 is clipped
-    "sequence-mean": TokenLevel(eps_low=0.2, eps_high=0.2, aggregation="sequence-mean"),
-    "token-mean": TokenLevel(eps_low=0.2, eps_high=0.2, aggregation="token-mean"),
+    "sequence-mean": GRPOLoss(),
+    "token-mean": DAPOLoss(eps_high=0.2),
 }
 
 

@@ -13,12 +13,11 @@ import torch
 
 from launch import forked, why
 from megatron_fspo.config import Log
-from megatron_fspo.mcore.backend import choose_backend
-from megatron_fspo.mcore.peak import peak_of, peak_tflops
+from megatron_fspo.mcore.backend import choose_backend, peak_of, peak_tflops
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.trainer.metrics import profiled, table
 from megatron_fspo.weights import Architecture
-from megatron_fspo.weights.flops import forward_flops
+from megatron_fspo.weights.architecture import forward_flops
 from runs import PROGRAM, rows, train_words
 
 ARCH = Architecture(

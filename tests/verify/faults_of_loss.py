@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron_fspo.losses import FSPOLoss, GRPOLoss
 from megatron_fspo.mcore import policy, policy_loss
-from megatron_fspo.objective import FSPOBand, surrogate
-from megatron_fspo.objective import losses as objectives
+from megatron_fspo.objective import FSPOBand, policy_objective, surrogate
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel import segments
@@ -24,13 +23,13 @@ from megatron_fspo.parallel import segments
 # S.
 
 
-@fault(CP, "it lacks tokens of other context-parallel ranks")
+@fault(CP, "sum-tokens")
 def cp_sum_skipped() -> Patch:
     """S is summed over the tokens of this rank only"""
     return wrap(policy_loss, "sequence_sums", lambda real, x, **kw: real(x, **{**kw, "group": ALONE}))
 
 
-@fault(PP, "S is 2 x its value on every sequence")
+@fault(PP, "sum-factor")
 def cp_sum_twice() -> Patch:
     """S is reduced twice over context-parallel ranks"""
 
@@ -42,7 +41,7 @@ def cp_sum_twice() -> Patch:
     return wrap(policy_loss, "sequence_sums", twice)
 
 
-@fault(DP, "torch.where does")
+@fault(DP, "mask")
 def mask_multiplied() -> Patch:
     """S multiplies by the mask, where old log-probs outside it are NaN"""
 
@@ -52,7 +51,7 @@ def mask_multiplied() -> Patch:
     return wrap(policy_loss, "sequence_sums", multiplied)
 
 
-@fault(SP, "a mean in place of the sum")
+@fault(SP, "sum-mean")
 def mean_for_sum() -> Patch:
     """S is the mean log-ratio"""
 
@@ -60,16 +59,16 @@ def mean_for_sum() -> Patch:
         sums = inputs.sequence_sums
         return real(self, replace(inputs, sequence_sums=lambda x: sums(x) / inputs.lengths.clamp(min=1)))
 
-    return wrap(objectives.SequenceLevel, "__call__", mean)
+    return wrap(policy_objective.SequenceLevel, "__call__", mean)
 
 
-@fault(DP, "log-ratios in bf16")
+@fault(DP, "sum-rounding")
 def ratios_in_bf16() -> Patch:
     """Log-ratios are rounded to bf16 before they are summed"""
     return wrap(policy_loss, "sequence_sums", lambda real, x, **kw: real(x.bfloat16().to(x.dtype), **kw))
 
 
-@fault(DP, "summed before they were subtracted", dtypes=(torch.float32,))
+@fault(DP, "sum-rounding", dtypes=(torch.float32,))
 def sums_subtracted() -> Patch:
     """S is the difference of two sums of log-probs"""
     new: list[Tensor] = []
@@ -88,7 +87,7 @@ def sums_subtracted() -> Patch:
     return stack
 
 
-@fault(CP, "context-parallel collectives per micro-batch", split="1 micro-batch")
+@fault(CP, "collectives", figures="over cp", split="1 micro-batch")
 def collective_per_sequence() -> Patch:
     """S is reduced sequence by sequence"""
 
@@ -103,13 +102,13 @@ def collective_per_sequence() -> Patch:
 # S of prefixes, which CTPO clips.
 
 
-@fault(CP, "that of each prefix", loss="ctpo")
+@fault(CP, "clip", loss="ctpo")
 def prefix_of_this_rank() -> Patch:
     """S of a prefix is summed over the tokens of this rank only"""
     return wrap(policy_loss, "prefix_sums", lambda real, x, **kw: real(x, **{**kw, "group": ALONE}))
 
 
-@fault(CP, "that of each prefix", loss="ctpo", split="1 micro-batch")
+@fault(CP, "clip", loss="ctpo", split="1 micro-batch")
 def prefix_one_chunk_off() -> Patch:
     """S of a prefix takes each chunk of a sequence for the next one"""
 
@@ -119,7 +118,7 @@ def prefix_one_chunk_off() -> Patch:
     return wrap(segments, "added_up", shifted)
 
 
-@fault(SP, "that of each prefix", loss="ctpo")
+@fault(SP, "clip", loss="ctpo")
 def prefix_chunks_swapped() -> Patch:
     """S of a prefix takes the two chunks that a rank has of a sequence for each other"""
     return wrap(policy_loss, "prefix_sums", lambda real, x, **kw: real(x, **{**kw, "late": ~kw["late"]}))
@@ -163,7 +162,7 @@ def _counting(batch: MicroBatch, **totals: int) -> MicroBatch:
     return replace(batch, totals=replace(batch.totals, **totals))
 
 
-@fault(DP, "do not weigh the same")
+@fault(DP, "weighting")
 def micro_batch_mean() -> Patch:
     """The loss is the mean over the sequences of each micro-batch"""
     return _change_batch(
@@ -176,13 +175,13 @@ def micro_batch_mean() -> Patch:
     )
 
 
-@fault(CP, "another denominator", split="uneven")
+@fault(CP, "denominator", split="uneven")
 def local_n() -> Patch:
     """N counts the sequences of this rank"""
     return _change_step(lambda all: [_counting(batch, num_sequences=_sequences(*all)) for batch in all])
 
 
-@fault(DP, "another denominator", split="uneven")
+@fault(DP, "denominator", split="uneven")
 def local_t() -> Patch:
     """T counts the tokens of this rank"""
     return _change_step(
@@ -190,13 +189,13 @@ def local_t() -> Patch:
     )
 
 
-@fault(DP, "another denominator", loss="grpo")
+@fault(DP, "denominator", loss="grpo")
 def token_mean_for_sequence_mean() -> Patch:
     """GRPO takes the mean over tokens"""
     return wrap(GRPOLoss, "objective", lambda real, self: replace(real(self), aggregation="token-mean"))
 
 
-@fault(CP, "every gradient is 0.125 x", split="8 micro-batches")
+@fault(CP, "factor", figures="0.125 x", split="8 micro-batches")
 def divided_by_micro_batches() -> Patch:
     """The loss is divided by the number of micro-batches"""
 
@@ -207,13 +206,13 @@ def divided_by_micro_batches() -> Patch:
     return wrap(policy.Policy, "backward", backward)
 
 
-@fault(PP, "every gradient is 2 x")
+@fault(PP, "factor", figures="(2 x")
 def loss_times_cp() -> Patch:
     """The loss is multiplied by the number of context-parallel ranks"""
     return wrap(policy_loss, "megatron_loss", lambda real, *args, **kwargs: real(*args, **kwargs) * 2)
 
 
-@fault(TP, "every gradient is 0.9999999", dtypes=(torch.float64,))
+@fault(TP, "factor", figures="0.9999999", dtypes=(torch.float64,))
 def epsilon_in_the_mean() -> Patch:
     """The mean divides by N + 1e-6"""
 
@@ -223,7 +222,7 @@ def epsilon_in_the_mean() -> Patch:
     return wrap(policy_loss, "megatron_loss", loss)
 
 
-@fault(CP, "do not weigh the same", split="8 micro-batches")
+@fault(CP, "weighting", split="8 micro-batches")
 def per_token_loss_off() -> Patch:
     """Megatron's calculate_per_token_loss is off"""
 
@@ -249,25 +248,25 @@ def _change_pack(change: Callable[[MicroBatch, Tensor], MicroBatch]) -> Patch:
     return wrap(packing, "collate", collate)
 
 
-@fault(SP, "prompt tokens or padding count")
+@fault(SP, "tokens")
 def prompt_in_mask() -> Patch:
     """Prompt tokens count as response tokens"""
     return _change_pack(lambda batch, prompt: replace(batch, mask=batch.mask | prompt))
 
 
-@fault(PP, "labels that are not the next token")
+@fault(PP, "head")
 def labels_not_shifted() -> Patch:
     """The label of a position is its own token"""
     return _change_pack(lambda batch, prompt: replace(batch, labels=batch.tokens[0]))
 
 
-@fault(DP, "were seen by no or several")
+@fault(DP, "sequences")
 def micro_batch_dropped() -> Patch:
     """Rank 1 leaves its last micro-batch out"""
     return _change_step(lambda all: all[:-1] if dist.get_rank() == 1 else all)
 
 
-@fault(DP, "were seen by no or several")
+@fault(DP, "sequences")
 def sequence_twice() -> Patch:
     """Rank 1 trains on a sequence that another rank has too"""
 
@@ -278,13 +277,13 @@ def sequence_twice() -> Patch:
     return wrap(packing, "collate", collate)
 
 
-@fault(CP, "or the advantages", split="1 micro-batch")
+@fault(CP, "clip", split="1 micro-batch")
 def advantages_of_others() -> Patch:
     """The advantages of a micro-batch are in reverse order"""
     return _change_batch(lambda batch: replace(batch, advantages=batch.advantages.flip(0)))
 
 
-@fault(DP, "the gradient of a micro-batch is lost")
+@fault(DP, "weighting")
 def accumulation_lost() -> Patch:
     """main_grad starts again after the first micro-batch"""
 
@@ -306,11 +305,11 @@ def accumulation_lost() -> Patch:
 # The objective.
 
 
-@fault(CP, "what it is compared with")
+@fault(CP, "clip")
 def clip_on_the_mean() -> Patch:
     """The clip looks at the mean log-ratio"""
     return wrap(
-        objectives,
+        policy_objective,
         "sequence_surrogate",
         lambda real, total, lengths, *rest, **kw: real(total / lengths.clamp(min=1), lengths, *rest, **kw),
     )
@@ -325,25 +324,25 @@ def _keep_gradient() -> Patch:
     return wrap(surrogate, "min_form", keep)
 
 
-@fault(CP, "a clipped sequence that keeps its gradient")
+@fault(CP, "weighting")
 def clipped_keep_gradient() -> Patch:
     """A clipped sequence keeps the gradient of the clip's edge"""
     return _keep_gradient()
 
 
-@fault(DP, "every sequence is clipped, so gradients must be 0", loss="all-clipped")
+@fault(DP, "clipped-gradient", loss="all-clipped")
 def all_clipped_keep_gradient() -> Patch:
     """The same where all are clipped"""
     return _keep_gradient()
 
 
-@fault(CP, "dual clip", loss="fspo-dual")
+@fault(CP, "clip", loss="fspo-dual")
 def dual_clip_ignored() -> Patch:
     """There is no dual clip"""
     return wrap(FSPOLoss, "_dual_clip", lambda real, self: None)
 
 
-@fault(TP, "drift", loss="fspo-drift")
+@fault(TP, "clip", loss="fspo-drift")
 def drift_sign() -> Patch:
     """The band moves to the wrong side"""
     return wrap(
@@ -351,13 +350,13 @@ def drift_sign() -> Patch:
     )
 
 
-@fault(DP, "the KL penalty has another sign", loss="grpo-kl")
+@fault(DP, "regularizer", loss="grpo-kl")
 def kl_sign() -> Patch:
     """The KL to the reference policy is a bonus"""
     return _change_settings(lambda loss, batch: replace(loss, kl_coef=-loss.kl_coef))
 
 
-@fault(DP, "the entropy bonus or", loss="gspo-entropy")
+@fault(DP, "regularizer", loss="gspo-entropy")
 def entropy_over_sequences() -> Patch:
     """The entropy bonus is divided by N"""
     return _change_settings(
@@ -367,7 +366,7 @@ def entropy_over_sequences() -> Patch:
     )
 
 
-@fault(CP, "reported KL is not finite", loss="grpo-kl")
+@fault(CP, "mask", figures="actor/kl_loss", loss="grpo-kl")
 def kl_mask_multiplied() -> Patch:
     """The KL multiplies by the mask, where reference log-probs outside it are NaN"""
     return wrap(

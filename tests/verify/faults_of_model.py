@@ -35,25 +35,25 @@ def _change_head(**changes: Callable[[Any], Any]) -> Patch:
     return wrap(policy_loss, "linear_log_probs", scored)
 
 
-@fault(SP, "another temperature")
+@fault(SP, "head")
 def temperature_ignored() -> Patch:
     """Log-probs are those of temperature 1"""
     return _change_head(temperature=lambda _: 1.0)
 
 
-@fault(SP, "padded vocabulary rows in the softmax")
+@fault(SP, "head")
 def padded_vocabulary() -> Patch:
     """The rows that pad the vocabulary have probability"""
     return _change_head(vocab_size=lambda size: size + 1)
 
 
-@fault(TP, "those of other tensor-parallel ranks not in it")
+@fault(TP, "head")
 def statistics_not_combined() -> Patch:
     """The softmax runs over the vocabulary of tensor rank 0"""
     return wrap(head, "_combine", lambda real, table: real(table[:1]))
 
 
-@fault(SP, "reported entropy is off", loss="fspo-entropy-kl")
+@fault(SP, "denominator", figures="actor/entropy", loss="fspo-entropy-kl")
 def entropy_not_combined() -> Patch:
     """The entropy is that of tensor rank 0"""
 
@@ -64,7 +64,7 @@ def entropy_not_combined() -> Patch:
     return wrap(head, "_combine", combine)
 
 
-@fault(TP, "the head's gradient of hidden states")
+@fault(TP, "head-gradient")
 def hidden_gradient_not_reduced() -> Patch:
     """The head's gradient of hidden states is that of this tensor rank's vocabulary"""
     return wrap(
@@ -74,7 +74,7 @@ def hidden_gradient_not_reduced() -> Patch:
     )
 
 
-@fault(SP, "the head's gradient of hidden states")
+@fault(SP, "head-gradient")
 def hidden_gradient_not_scattered() -> Patch:
     """The same under sequence parallel: a slice without the sum"""
 
@@ -85,7 +85,7 @@ def hidden_gradient_not_scattered() -> Patch:
     return wrap(head, "_hidden_gradient", own_slice)
 
 
-@fault(SP, "tensor-parallel collectives per micro-batch")
+@fault(SP, "collectives", figures="over tp")
 def collective_per_chunk() -> Patch:
     """The head gathers something after every chunk of tokens"""
 
@@ -103,7 +103,7 @@ def collective_per_chunk() -> Patch:
 # Attention.
 
 
-@fault(CP, "other chunks than those of its context-parallel rank")
+@fault(CP, "attention")
 def contiguous_chunks() -> Patch:
     """Each context-parallel rank takes one contiguous chunk of a sequence"""
 
@@ -114,7 +114,7 @@ def contiguous_chunks() -> Patch:
     return wrap(packing, "local_runs", contiguous)
 
 
-@fault(CP, "wrong RoPE positions")
+@fault(CP, "attention")
 def rope_from_zero() -> Patch:
     """RoPE counts the tokens of each context-parallel rank from 0"""
     return wrap(
@@ -124,7 +124,7 @@ def rope_from_zero() -> Patch:
     )
 
 
-@fault(DP, "borders of packed sequences", split="1 micro-batch")
+@fault(DP, "attention", split="1 micro-batch")
 def packed_as_one() -> Patch:
     """Packed sequences see one another"""
 
@@ -136,13 +136,13 @@ def packed_as_one() -> Patch:
     return wrap(policy_loss, "PackedSeqParams", packed)
 
 
-@fault(TP, "attention to later tokens")
+@fault(TP, "head")
 def future_visible() -> Patch:
     """Attention is not causal"""
     return wrap(layers.SDPACoreAttention, "_attend", lambda real, *args, causal=False, mask=None: real(*args))
 
 
-@fault(DP, "weights that differ between ranks")
+@fault(DP, "attention")
 def weights_of_a_rank() -> Patch:
     """The last norm has another weight on rank 1"""
 
@@ -158,7 +158,7 @@ def weights_of_a_rank() -> Patch:
 # Gradients.
 
 
-@fault(CP, "gradients of keys and values")
+@fault(CP, "key-value-gradient")
 def key_gradients_not_scattered() -> Patch:
     """Gradients of keys and values stay on the context-parallel rank that used them"""
     return wrap(
@@ -168,13 +168,13 @@ def key_gradients_not_scattered() -> Patch:
     )
 
 
-@fault(CP, "they are not summed over data and context parallel ranks")
+@fault(CP, "not-reduced")
 def gradients_not_reduced() -> Patch:
     """Gradients are not summed over data and context parallel ranks"""
     return wrap(DistributedDataParallel, "finish_grad_sync", lambda real, *args, **kwargs: None)
 
 
-@fault(SP, "norms, of whose gradients each tensor-parallel rank has a part")
+@fault(SP, "norms")
 def norms_not_summed() -> Patch:
     """Gradients of norms are not summed over the ranks of sequence parallel"""
 
@@ -185,7 +185,7 @@ def norms_not_summed() -> Patch:
     return wrap(layers.RMSNorm, "__init__", init)
 
 
-@fault(SP, "the tied embedding", tied=True)
+@fault(SP, "tied-embedding", tied=True)
 def tied_gradient_lost() -> Patch:
     """Megatron does not add the embedding's gradient to the head's"""
 
@@ -197,7 +197,7 @@ def tied_gradient_lost() -> Patch:
     return wrap(head, "_deliver", deliver)
 
 
-@fault(DP, "the tied embedding", tied=True, split="uneven")
+@fault(DP, "tied-embedding", tied=True, split="uneven")
 def tied_gradient_overwritten() -> Patch:
     """The head's gradient replaces what is in main_grad"""
 
@@ -208,13 +208,13 @@ def tied_gradient_overwritten() -> Patch:
     return wrap(head, "_accumulator", accumulator)
 
 
-@fault(PP, "the tied embedding", tied=True)
+@fault(PP, "tied-embedding", tied=True)
 def tied_stages_not_summed() -> Patch:
     """The embedding's gradient stays on the first stage, the head's on the last"""
     return wrap(finalize, "_allreduce_word_embedding_grads", lambda real, *args, **kwargs: None)
 
 
-@fault(PP, "copies of a parameter count twice", tied=True, dtypes=(torch.float32,))
+@fault(PP, "grad-norm", tied=True, dtypes=(torch.float32,))
 def tied_copy_in_norm() -> Patch:
     """The gradient norm counts the embedding's copy on the last stage"""
     return wrap(optimizer, "param_is_not_shared", lambda real, parameter: True)

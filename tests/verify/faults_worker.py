@@ -31,7 +31,7 @@ CASES = {case.name: case for case in cases(None, 0)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class FaultyLayout:
     """A layout with the references of its models."""
 
     layout: Layout
@@ -48,7 +48,12 @@ class Place:
             policy = build(self.layout, model, random_weights(model), BACKEND, self.groups, dtype)
             (result,) = check_cases(policy, self.layout, [case], self.wanted[model], TEMPERATURE)
         errors = result.errors
-        return {"problems": result.problems, "parameter": errors.worst_parameter, "error": errors.gradient}
+        return {
+            "problems": result.problems,
+            "parameter": errors.worst_parameter,
+            "error": errors.gradient,
+            "collectives": result.collectives,
+        }
 
 
 def on_layout(name: str, faults: dict[str, Fault]) -> dict[str, dict[str, object]]:
@@ -60,27 +65,27 @@ def on_layout(name: str, faults: dict[str, Fault]) -> dict[str, dict[str, object
     wanted = references(models, [], asked, TEMPERATURE)
     stop()
     groups = start(BACKEND, parallel=layout.parallel, seed=1)
-    place = Place(layout=layout, groups=groups, arch=arch, wanted=wanted)
-    found = {}
+    faulty = FaultyLayout(layout=layout, groups=groups, arch=arch, wanted=wanted)
+    results = {}
     for dtype in (torch.float64, torch.float32):
         for key, fault in faults.items():
-            found[f"{key} {dtype}"] = place.step(fault, dtype, fault.patch())
+            results[f"{key} {dtype}"] = faulty.step(fault, dtype, fault.patch())
         for fault in {(f.loss, f.split, f.tied): f for f in faults.values()}.values():
             case = f"{name} {fault.loss} {fault.split} {fault.tied} {dtype}"
-            found[f"without: {case}"] = place.step(fault, dtype, nullcontext())
+            results[f"without: {case}"] = faulty.step(fault, dtype, nullcontext())
     stop()
-    return found
+    return results
 
 
 def main() -> None:
     out, chosen = Path(sys.argv[1]), {name: FAULTS[name] for name in sys.argv[2:] or FAULTS}
-    found = {}
+    results = {}
     for name in {fault.layout: None for fault in chosen.values()}:
         join(BACKEND)
-        found |= on_layout(name, {key: fault for key, fault in chosen.items() if fault.layout == name})
+        results |= on_layout(name, {key: fault for key, fault in chosen.items() if fault.layout == name})
     join(BACKEND)
     if dist.get_rank() == 0:
-        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        out.write_text(json.dumps(results, indent=1), encoding="utf-8")
     stop()
 
 

@@ -20,13 +20,15 @@ ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What to break, where it shows, and what the first line about it says."""
+    """What to break, where it shows, and the cause that is named first."""
 
     patch: Callable[[], Patch]
     """Entered on every rank before the model is built."""
     layout: str
-    caught: str
-    """Part of the first problem."""
+    cause: str
+    """Of the first problem, a key of ``verify.compare.CAUSES``."""
+    figures: str = ""
+    """Part of the figures that follow it."""
     loss: str = "fspo"
     split: str = "2 micro-batches"
     tied: bool = False
@@ -44,12 +46,12 @@ FAULTS: dict[str, Fault] = {}
 """Filled by the modules of faults."""
 
 
-def fault(layout: str, caught: str, **where: Any) -> Callable[[Callable[[], Patch]], None]:
+def fault(layout: str, cause: str, **where: Any) -> Callable[[Callable[[], Patch]], None]:
     """Enter a function that returns the patch; its docstring says what is broken."""
 
     def enter(patch: Callable[[], Patch]) -> None:
         assert patch.__name__ not in FAULTS
-        FAULTS[patch.__name__] = Fault(patch=patch, layout=layout, caught=caught, **where)
+        FAULTS[patch.__name__] = Fault(patch=patch, layout=layout, cause=cause, **where)
 
     return enter
 

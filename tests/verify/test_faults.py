@@ -1,4 +1,4 @@
-"""``verify`` can fail: each fault of faults.py is caught, and the first line says what it is."""
+"""``verify`` can fail: each fault of faults.py is caught, and its cause is named first."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from faults import FAULTS
 
 from launch import found_by
+from megatron_fspo.verify.compare import CAUSES
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     worker = Path(__file__).with_name("faults_worker.py")
     return found_by(worker, tmp_path_factory.mktemp("faults"), nproc=4)
 
@@ -22,28 +23,38 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_first_problem_names_the_fault(
-    found: dict[str, dict[str, Any]], name: str, dtype: torch.dtype
+    outcomes: dict[str, dict[str, Any]], name: str, dtype: torch.dtype
 ) -> None:
-    fault, problems = FAULTS[name], found[f"{name} {dtype}"]["problems"]
+    fault, problems = FAULTS[name], outcomes[f"{name} {dtype}"]["problems"]
     if dtype not in fault.dtypes:
         assert problems == []
     else:
-        assert problems and fault.caught in problems[0]
+        assert problems[0].startswith(f"{fault.cause}: ") and fault.figures in problems[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", FAULTS)
 def test_without_the_fault_there_is_no_problem(
-    found: dict[str, dict[str, Any]], name: str, dtype: torch.dtype
+    outcomes: dict[str, dict[str, Any]], name: str, dtype: torch.dtype
 ) -> None:
     fault = FAULTS[name]
-    result = found[f"without: {fault.layout} {fault.loss} {fault.split} {fault.tied} {dtype}"]
+    result = outcomes[f"without: {fault.layout} {fault.loss} {fault.split} {fault.tied} {dtype}"]
     assert result["problems"] == []
     assert result["error"] <= (1e-10 if dtype == torch.float64 else 1e-5)
 
 
-def test_faults_are_caught_by_different_words() -> None:
-    """Phrases that every failure has would prove nothing."""
-    assert all(len(fault.caught) > 4 for fault in FAULTS.values())
-    assert len({fault.caught for fault in FAULTS.values()}) > 0.6 * len(FAULTS)
+@pytest.mark.slow
+def test_collectives_are_counted_where_a_group_has_several_ranks(outcomes: dict[str, dict[str, Any]]) -> None:
+    """Not 0 because the functions that are counted have moved."""
+    for name, result in outcomes.items():
+        if name.startswith("without: "):
+            layout = name.removeprefix("without: ").split(" ")[0]
+            for group in ("tp", "cp"):
+                assert (result["collectives"][group] > 0) == (f"{group}2" in layout), name
+
+
+def test_faults_have_different_causes() -> None:
+    """A cause that every failure has would prove nothing."""
+    causes = {fault.cause for fault in FAULTS.values()}
+    assert causes <= CAUSES.keys() and len(causes) > 0.8 * len(CAUSES)

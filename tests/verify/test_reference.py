@@ -13,10 +13,10 @@ from reference_rows import SHAPES, load, random_rows, relative_error, samples
 from torch import Tensor
 
 from megatron_fspo.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
-from megatron_fspo.objective import ConstantDualClip, RLOOBand, aggregation_weight, sequence_surrogate
-from megatron_fspo.objective.policy_objective import SequenceLevel, TokenLevel
-from megatron_fspo.verify.reference import Scores, forward, reference
-from megatron_fspo.verify.reference_model import log_probs_and_entropy
+from megatron_fspo.losses.token import TokenLoss
+from megatron_fspo.objective import ConstantDualClip, RLOOBand, sequence_surrogate
+from megatron_fspo.objective.policy_objective import SequenceLevel
+from megatron_fspo.verify.reference import Scores, forward, log_probs_and_entropy, reference
 
 
 @pytest.fixture(params=["tied", "untied"])
@@ -174,17 +174,17 @@ def production(
         rows = sequence_surrogate(sums, lengths, a, objective.band, objective.dual_clip)
         slope = (rows.weight / sequences).repeat_interleave(lengths)
         return rows.objective.sum().item() / sequences, slope, rows.clipped.double(), rows.out_of_band
-    assert isinstance(objective, TokenLevel)
-    ratio, log_ratio = objective.dual_clip_ratio, torch.cat(list(drifts))
+    assert isinstance(loss, TokenLoss)
+    ratio, log_ratio = loss.dual_clip_ratio, torch.cat(list(drifts))
     rows = sequence_surrogate(
         log_ratio,
         torch.ones_like(log_ratio),
         a.repeat_interleave(lengths),
-        RLOOBand(eps_low=objective.eps_low, eps_high=objective.eps_high),
+        RLOOBand(eps_low=loss.eps_low, eps_high=loss.eps_high),
         None if ratio is None else ConstantDualClip(ratio=ratio),
     )
     own = lengths.double().repeat_interleave(lengths)
-    share = aggregation_weight(objective.aggregation, own, sequences, tokens)
+    share = 1 / (sequences * own) if loss.AGGREGATION == "sequence-mean" else 1 / tokens
     of_sample = torch.arange(len(drifts)).repeat_interleave(lengths)
     counts = torch.zeros(2, len(drifts), dtype=torch.float64)
     counts.index_add_(1, of_sample, torch.stack([rows.clipped, rows.out_of_band]).double())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from reference_rows import load, random_rows, relative_error, samples
 
-from megatron_fspo.verify.reference_model import log_probs_and_entropy, rotary_table
+from megatron_fspo.verify.reference import log_probs_and_entropy, rotary_table
 from megatron_fspo.weights import read_architecture
 
 ROPE = {

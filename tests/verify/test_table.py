@@ -1,4 +1,4 @@
-"""The printed table, the verdict and the JSON."""
+"""The printed table, its last line and the JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from verify_records import ERRORS, NAMES, result, with_gradients
 
-from megatron_fspo.verify import table
+from megatron_fspo.verify import command
 from megatron_fspo.verify.compare import GradientError
 from megatron_fspo.verify.run import Result
 
@@ -26,7 +26,7 @@ def worst(name: str, error: float) -> Any:
 
 def columns(line: str) -> list[str]:
     """By the places of the titles; numbers end where their titles do."""
-    titles = table.header().splitlines()[-1]
+    titles = command.header().splitlines()[-1]
     ends = [titles.index(title) + len(title) for title in ("gradient", "log-prob", " S", "loss", "|grad|")]
     ends += [titles.rindex("TP") + 2, titles.rindex("CP") + 2]
     return [line[:end].split()[-1] for end in ends]
@@ -38,45 +38,42 @@ def test_a_line_for_each_precision_with_the_largest_of_its_cases() -> None:
         result(errors=replace(ERRORS, log_prob=3e-7, log_ratio_sum=4e-8, loss=5e-9, grad_norm=6e-8)),
         result(dtype=torch.float64, collectives={"tp": 2.5, "cp": 0.0}),
     ]
-    first, second = table.lines("tp2.cp2", rows).splitlines()
+    first, second = command.lines("tp2.cp2", rows).splitlines()
     assert first.split() == "tp2.cp2 float32 2e-06 layers.1.k_norm 3e-07 4e-08 5e-09 6e-08 2 1 2 pass".split()
     assert second.split() == "tp2.cp2 float64 1e-16 lm_head 0e+00 0e+00 0e+00 0e+00 2.5 0 1 pass".split()
     assert columns(first) == ["2e-06", "3e-07", "4e-08", "5e-09", "6e-08", "2", "1"]
     assert columns(second) == ["1e-16", "0e+00", "0e+00", "0e+00", "0e+00", "2.5", "0"]
+    line = command.lines("cp2", [failed(), result(), failed()])
+    assert line.endswith("  2 of 3 FAIL") and "\n" not in line
+    line = command.lines("cp2", [failed(errors=replace(worst(NAMES[3], math.inf), log_prob=math.inf))])
+    assert columns(line)[:2] == ["inf", "inf"]
 
 
 def test_the_longest_names_keep_the_columns() -> None:
-    name = "model.layers.11.post_attention_layernorm.weight"
-    line = table.lines("pp2.vpp2.dp4.do.overlap.recompute"[:32], [result(errors=worst(name, 1.0))])
-    assert columns(line)[0] == "1e+00" and "layers.11.post_attention_norm" in line
     copy = "model.embed_tokens.weight (the copy on the last stage)"
-    assert " embed_tokens (copy) " in table.lines("pp2", [result(errors=worst(copy, 1.0))])
-
-
-def test_a_line_says_how_many_failed() -> None:
-    line = table.lines("cp2", [failed(), result(), failed()])
-    assert line.endswith("  2 of 3 FAIL") and "\n" not in line
-    assert (
-        table.lines("cp2", [result(), failed(dtype=torch.bfloat16)]).splitlines()[1].endswith("1 of 1 FAIL")
-    )
+    for name in ("model.layers.11.post_attention_layernorm.weight", copy, *NAMES):
+        line = command.lines("pp2.vpp2.dp4.do.overlap.recompute"[:32], [result(errors=worst(name, 1.0))])
+        short = name.removeprefix("model.").replace(".weight", "").replace("layernorm", "norm")
+        short = short.replace("self_attn.", "").replace("the copy on the last stage", "copy")
+        assert columns(line)[0] == "1e+00" and f" {short} " in line and len(short) <= 31
 
 
 def test_failures_come_with_their_problems() -> None:
-    found = table.failures([result(), failed(), failed(tied=True, layout="pp2", dtype=torch.float64)])
+    found = command.failures([result(), failed(), failed(tied=True, layout="pp2", dtype=torch.float64)])
     assert found == [
         "tp2.cp2, float32, grpo, uneven:\n  first\n  second",
         "pp2, float64, grpo, uneven, tied:\n  first\n  second",
     ]
-    assert table.failures([result()]) == []
-    many = table.failures([failed()] * 13)
+    assert command.failures([result()]) == []
+    many = command.failures([failed()] * 13)
     assert len(many) == 11 and many[-1] == "… and 3 more; --json has all"
-    assert len(table.failures([failed()] * 10)) == 10
+    assert len(command.failures([failed()] * 10)) == 10
 
 
 def test_the_verdict_is_one_line_with_the_worst_parameter() -> None:
-    passed = table.verdict([result(), result(dtype=torch.float64), result(layout="cp2")])
+    passed = command.summary([result(), result(dtype=torch.float64), result(layout="cp2")])
     assert passed == "2 layouts, 3 cases: the same gradient in all of them"
-    found = table.verdict(
+    found = command.summary(
         [
             result(errors=worst("lm_head.weight", 9.0)),  # did not fail
             failed(errors=worst("model.norm.weight", 0.5)),
@@ -95,7 +92,7 @@ def test_json(passed: bool) -> None:
         worst("model.norm.weight", 0.5), log_prob=1e-7, log_ratio_sum=2e-7, loss=3e-7, grad_norm=4e-7
     )
     rows = [result(errors=errors), result() if passed else failed(dtype=torch.float64, tied=True)]
-    found = table.as_json(rows, world_size=4, collectives="gloo")
+    found = command.as_json(rows, world_size=4, collectives="gloo")
     assert json.loads(json.dumps(found)) == found
     assert found["passed"] is passed
     assert (found["world_size"], found["collectives"], found["torch"]) == (4, "gloo", torch.__version__)
@@ -119,17 +116,3 @@ def test_json(passed: bool) -> None:
         "problems": [],
     }
     assert second["problems"] == ([] if passed else ["first", "second"])
-
-
-def test_errors_that_are_not_finite_are_printed() -> None:
-    broken = failed(errors=replace(worst("model.norm.weight", math.inf), log_prob=math.inf))
-    line = table.lines("cp2", [broken])
-    assert columns(line)[:2] == ["inf", "inf"]
-    assert "relative error inf" in table.verdict([broken])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_shortened_name_fits_its_column(name: str) -> None:
-    line = table.lines("cp2", [result(errors=worst(name, 1.0))])
-    short = line.split()[3]
-    assert len(short) <= 31 and ".weight" not in short and "self_attn" not in short

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conversion_helpers import EXPERTS
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from weights_helpers import EXPERTS
 
 Chunks = list[tuple[tuple[int, ...], Tensor]]
 """Offsets and values."""

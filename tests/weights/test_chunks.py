@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.weights.chunk_reader import ChunkReader, boxes
-from megatron_fspo.weights.chunk_writer import ChunkWriter, merge_indexes, write_index
+from megatron_fspo.weights.chunks import ChunkReader, ChunkWriter, boxes, merge_indexes, write_index
 
 SHAPES = [(7,), (3, 4), (1, 5, 3), (2, 3, 2)]
 
@@ -74,4 +73,4 @@ def test_holes_and_overlaps_are_refused(tmp_path: Path, runs: list[tuple[int, in
     reader = written(tmp_path, *runs)
     with pytest.raises(InputError) as caught:
         reader.read_into("w", [(((0, 0), (3, 4)), torch.empty(3, 4))])
-    assert str(caught.value) == f"{tmp_path / '.metadata'}: {problem}"
+    assert str(caught.value) == f"{tmp_path / '.metadata'}: {problem} at (0, 0)"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion_helpers import FAMILIES, assert_bits, recast, save_model, tensors_of, to_hf, to_megatron
 from safetensors.torch import save_file
+from weights_helpers import FAMILIES, assert_bits, recast, save_model, tensors_of, to_hf, to_megatron
 
 from megatron_fspo.weights import (
     HFReader,

@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from conversion_helpers import (
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from weights_helpers import (
+    Damage,
     assert_bits,
+    cut,
     refused_without_a_trace,
     save_model,
     tensors_of,
     to_hf,
     to_megatron,
 )
-from damage_helpers import Damage, cut
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import MegatronReader, check_pickles, read_architecture
@@ -239,7 +240,7 @@ DAMAGE: dict[str, tuple[Damage, list[str]]] = {
     "foreign key": (edit(foreign), [".metadata has decoder.score.weight, which a qwen3 model"]),
     "wrong global shape": (edit(resize), [f".metadata: {NORM} is (21,)", "(20,)"]),
     "vocabulary too small": (edit(narrow_vocabulary), ["output_layer.weight is (1236, 20)", "(1237, 20)"]),
-    "hole": (edit(hole), [f".metadata: chunks cover 0 of 480 values of {FC1} at (0,)"]),
+    "hole": (edit(hole), [f".metadata: chunks cover 0 of 480 values of {FC1} at (0, 24, 0)"]),
     "chunk of other dimensions": (
         edit(odd_chunk),
         [f".metadata: {NORM} is (20,), and has a chunk of (1, 20) at (0, 0)"],

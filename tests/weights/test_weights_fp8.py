@@ -9,19 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion_helpers import (
+from safetensors.torch import save_file
+from torch import Tensor
+from weights_helpers import (
     FAMILIES,
+    Damage,
     assert_bits,
+    edit_config,
+    edit_tensor,
     refused_without_a_trace,
     save_model,
     tensors_of,
     to_hf,
     to_megatron,
 )
-from damage_helpers import Damage, edit_tensor
-from safetensors.torch import save_file
-from torch import Tensor
-from weights_helpers import edit_config
 
 from megatron_fspo.weights import (
     HFReader,

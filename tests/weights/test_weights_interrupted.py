@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversion_helpers import (
+from weights_helpers import (
     assert_bits,
     contents,
     refused_without_a_trace,
@@ -93,7 +93,7 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("writes", [0, 1, 9])
-@pytest.mark.parametrize("writer", ["hf_writer", "chunk_writer"])
+@pytest.mark.parametrize("writer", ["hf_writer", "chunks"])
 def test_a_disk_that_fills_up_leaves_no_trace(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, writes: int
 ) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from conversion_helpers import recast, save_model, tensors_of, to_hf, to_megatron
-from damage_helpers import edit_tensor
 from safetensors.torch import save_file
 from torch import Tensor
+from weights_helpers import edit_tensor, recast, save_model, tensors_of, to_hf, to_megatron
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import (

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from weights_helpers import VOCAB, assert_same, edit_config, save_qwen3
+from weights_helpers import VOCAB, assert_bits, contents, edit_config, save_model, tensors_of
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.weights import HFReader, read_architecture, write_hf_checkpoint
+from megatron_fspo.weights import read_architecture, write_hf_checkpoint
 
 INDEX = "model.safetensors.index.json"
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -22,17 +22,8 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    save_qwen3(tmp_path / "source", tied=False)
+    save_model(tmp_path / "source", tied=False)
     return tmp_path / "source"
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    reader = HFReader(folder)
-    return {name: reader.read(name) for name in sorted(reader.names())}
-
-
-def everything_under(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(("max_shard_bytes", "files"), [(5 * 2**30, 1), (100_000, 3), (1, 25)])
@@ -43,9 +34,9 @@ def test_what_is_written_reads_back(source: Path, tmp_path: Path, max_shard_byte
     write_hf_checkpoint(out, original.items(), source, max_shard_bytes=max_shard_bytes)
     written = sorted(out.glob("*.safetensors"))
     assert len(written) == files
-    assert_same(tensors_of(out), original)
+    assert_bits(tensors_of(out), original)
     model = Qwen3ForCausalLM.from_pretrained(out)
-    assert_same(dict(model.state_dict()), original)
+    assert_bits(dict(model.state_dict()), original)
     for path in written:
         held = load_file(path)
         assert sum(tensor.nbytes for tensor in held.values()) <= max_shard_bytes or len(held) == 1
@@ -74,12 +65,12 @@ def test_config_and_tokenizer_come_along_but_no_code(source: Path, tmp_path: Pat
 
 
 def test_each_tensor_keeps_the_dtype_of_the_source(tmp_path: Path) -> None:
-    original = save_qwen3(tmp_path / "source", tied=True, dtype=torch.bfloat16)
+    original = save_model(tmp_path / "source", tied=True, dtype=torch.bfloat16)
     original["model.norm.weight"] = original["model.norm.weight"].float()
     save_file(original, tmp_path / "source" / "model.safetensors")
     trained = {name: tensor.float() for name, tensor in original.items()}
     write_hf_checkpoint(tmp_path / "out", trained.items(), tmp_path / "source")
-    assert_same(tensors_of(tmp_path / "out"), original)
+    assert_bits(tensors_of(tmp_path / "out"), original)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -88,7 +79,7 @@ def test_a_new_dtype_is_in_the_files_and_in_the_config(source: Path, tmp_path: P
     original = tensors_of(source)
     (source / "model.safetensors").unlink()  # the source's weights are not asked
     write_hf_checkpoint(tmp_path / "out", original.items(), source, dtype=torch.bfloat16)
-    assert_same(tensors_of(tmp_path / "out"), {name: tensor.bfloat16() for name, tensor in original.items()})
+    assert_bits(tensors_of(tmp_path / "out"), {name: tensor.bfloat16() for name, tensor in original.items()})
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config == json.loads((source / "config.json").read_text()) | {key: "bfloat16"}
     assert read_architecture(tmp_path / "out").dtype == torch.bfloat16
@@ -110,14 +101,14 @@ def test_the_giver_may_reuse_its_buffer(source: Path, tmp_path: Path) -> None:
             yield name, view.copy_(tensor)
 
     write_hf_checkpoint(tmp_path / "out", stream(), source)
-    assert_same(tensors_of(tmp_path / "out"), original)
+    assert_bits(tensors_of(tmp_path / "out"), original)
 
 
 def test_views_and_parameters_are_written_as_they_look(source: Path, tmp_path: Path) -> None:
     original = tensors_of(source)
     given = {name: torch.nn.Parameter(tensor.t().contiguous().t()) for name, tensor in original.items()}
     write_hf_checkpoint(tmp_path / "out", given.items(), source)
-    assert_same(tensors_of(tmp_path / "out"), original)
+    assert_bits(tensors_of(tmp_path / "out"), original)
 
 
 def interrupted(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -157,10 +148,10 @@ def test_all_or_nothing(
     tensors, out = tensors_of(source), tmp_path / "out"
     if present:
         write_hf_checkpoint(out, tensors.items(), source)
-    before = everything_under(tmp_path)
+    before = contents(tmp_path)
     with pytest.raises(error, match=message):
         write_hf_checkpoint(out, bad(tensors), source, max_shard_bytes=1000)
-    assert everything_under(tmp_path) == before
+    assert contents(tmp_path) == before
     assert {path.name for path in tmp_path.iterdir()} == ({"source", "out"} if present else {"source"})
 
 
@@ -172,7 +163,7 @@ def test_a_checkpoint_is_replaced_whole(source: Path, tmp_path: Path) -> None:
         (tmp_path / leftover / "model.safetensors").write_text("half")
     new = {name: tensor + 1 for name, tensor in tensors.items()}
     write_hf_checkpoint(out, new.items(), source)
-    assert_same(tensors_of(out), new)  # a stale index or shard beside it would be refused
+    assert_bits(tensors_of(out), new)  # a stale index or shard beside it would be refused
     assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
 
 
@@ -181,7 +172,7 @@ def test_the_old_one_stays_if_the_last_step_fails(
 ) -> None:
     tensors, out = tensors_of(source), tmp_path / "out"
     write_hf_checkpoint(out, tensors.items(), source)
-    before = everything_under(tmp_path)
+    before = contents(tmp_path)
     rename = Path.rename
 
     def failing(self: Path, target: Path) -> Path:
@@ -192,7 +183,7 @@ def test_the_old_one_stays_if_the_last_step_fails(
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(InputError, match=r"/out: no space; nothing written$"):
         write_hf_checkpoint(out, tensors.items(), source)
-    assert everything_under(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_other_folders_are_not_replaced(source: Path, tmp_path: Path) -> None:
@@ -201,7 +192,7 @@ def test_other_folders_are_not_replaced(source: Path, tmp_path: Path) -> None:
     (tmp_path / "home" / "thesis.tex").write_text("years")
     (tmp_path / "file").write_text("a file")
     (tmp_path / "empty").mkdir()
-    before = everything_under(tmp_path)
+    before = contents(tmp_path)
     for target, message in [
         (tmp_path / "home", r"home exists and is not a checkpoint folder"),
         (tmp_path / "file", r"file exists and is not a checkpoint folder"),
@@ -209,6 +200,6 @@ def test_other_folders_are_not_replaced(source: Path, tmp_path: Path) -> None:
     ]:
         with pytest.raises(InputError, match=message):
             write_hf_checkpoint(target, tensors.items(), source)
-    assert everything_under(tmp_path) == before
+    assert contents(tmp_path) == before
     write_hf_checkpoint(tmp_path / "empty", tensors.items(), source)
-    assert_same(tensors_of(tmp_path / "empty"), tensors)
+    assert_bits(tensors_of(tmp_path / "empty"), tensors)

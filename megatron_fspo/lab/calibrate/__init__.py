@@ -1,1 +1,1 @@
-"""How much of S is noise: the run's own passes over the same responses, compared before the run."""
+"""The noise in S before a run: its own passes over the same responses, compared."""

@@ -1,4 +1,4 @@
-"""The command: check, measure, write and print."""
+"""The command: check, measure, and make the calibration of it; its figures need no process group."""
 
 from __future__ import annotations
 
@@ -7,18 +7,35 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from megatron_fspo import __version__
 from megatron_fspo.config import Config
-from megatron_fspo.errors import InputError
-from megatron_fspo.lab.calibrate.findings import band_of_run, findings
-from megatron_fspo.lab.calibrate.page import write_page
-from megatron_fspo.lab.calibrate.passes import measure, quiet
-from megatron_fspo.lab.calibrate.responses import read_responses
-from megatron_fspo.lab.calibrate.table import render
-from megatron_fspo.trainer.noise import Calibration
+from megatron_fspo.errors import InputError, TrainingError
+from megatron_fspo.evaluation.intervals import resample_groups, wilson_interval
+from megatron_fspo.lab.calibrate.page import render, write_page
+from megatron_fspo.lab.calibrate.passes import Measured, PassDifference, measure, quiet, read_responses
+from megatron_fspo.objective import ClipBand, FSPOBand
+from megatron_fspo.objective.exponent import fit_exponent
+from megatron_fspo.objective.fairness import length_bins
+from megatron_fspo.objective.noise import noise_of, two_sigma
+from megatron_fspo.trainer.noise import (
+    AtLength,
+    Calibration,
+    Check,
+    Interval,
+    NoiseRecord,
+    interval,
+    lengths_up_to,
+)
 from megatron_fspo.trainer.prepare import Inputs, prepare
 
 FILE = "calibration.json"
 PAGE = "index.html"
+SHARE = 0.01
+"""Share of responses that noise may put outside the band that is recommended."""
+_BINS = 4
 
 
 def check(config: Config, recipes: Sequence[str], responses: Path | None, *, world_size: int) -> Inputs:
@@ -39,7 +56,7 @@ def check(config: Config, recipes: Sequence[str], responses: Path | None, *, wor
 
 
 def run(inputs: Inputs, recipes: Sequence[str], responses: Path | None) -> Calibration | None:
-    """Measure, and write what was found into the run's folder; on the first rank. Collective."""
+    """Measure, write the calibration into the run's folder, and return it on the first rank. Collective."""
     config = inputs.config
     writer = os.environ.get("RANK", "0") == "0"
     if writer:
@@ -49,13 +66,131 @@ def run(inputs: Inputs, recipes: Sequence[str], responses: Path | None) -> Calib
     measured = measure(inputs, emulated, given)
     if not writer:
         return None
-    found = findings(measured, config, device=str(inputs.backend.device.type))
-    (config.run_folder / FILE).write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    write_page(found, config.run_folder / PAGE)
-    return found
+    calibration = calibration_of(measured, config, device=str(inputs.backend.device.type))
+    (config.run_folder / FILE).write_text(calibration.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_page(calibration, config.run_folder / PAGE)
+    return calibration
 
 
-def report(found: Calibration, inputs: Inputs) -> str:
-    """What the console gets."""
+def report(calibration: Calibration, inputs: Inputs) -> str:
+    """The text for the console."""
     folder = inputs.config.run_folder
-    return f"{render(found)}\n\n  for `loss.noise`   {folder / FILE}\n  page               {folder / PAGE}"
+    return (
+        f"{render(calibration)}\n\n  for `loss.noise`   {folder / FILE}\n  page               {folder / PAGE}"
+    )
+
+
+def band_of_run(config: Config) -> FSPOBand:
+    """The band that a run begins with.
+
+    Raises:
+        InputError: its loss has none on √L.
+    """
+    band = config.loss.band()
+    if not isinstance(band, FSPOBand):
+        raise InputError(f"calibrate measures the noise in FSPO's band; loss.name is {config.loss.name}")
+    return band
+
+
+def calibration_of(measured: Measured, config: Config, *, device: str) -> Calibration:
+    """All figures, with intervals from resampled prompts."""
+    band = band_of_run(config)
+    lengths = measured.lengths
+    longest = config.rollout.max_response_tokens
+    updates = None
+    if measured.first_updates is not None:
+        updates = resample_groups(lambda s, n: [two_sigma(s, n), fit_exponent(s, n)], *measured.first_updates)
+    return Calibration(
+        version=__version__,
+        model=str(config.model.checkpoint),
+        dtype=config.model.dtype,
+        recipe=config.fp8.recipe,
+        engine=config.rollout.engine,
+        temperature=config.rollout.temperature,
+        device=device,
+        responses=int((lengths > 0).sum()),
+        prompts=len(set(measured.groups.tolist())),
+        tokens=int(lengths.sum()),
+        longest=int(lengths.max()),
+        max_response_tokens=longest,
+        band=f"c_low = {band.c_low:g}, c_high = {band.c_high:g}, exponent = {band.exponent:g}, "
+        f"drift = {band.drift:g}",
+        comparisons=tuple(_record(one, measured, band, longest) for one in measured.differences),
+        first_updates=None if updates is None else interval(updates[0]),
+        first_updates_exponent=None if updates is None else interval(updates[1]),
+    )
+
+
+def _record(difference: PassDifference, measured: Measured, band: ClipBand, longest: int) -> NoiseRecord:
+    keep = difference.sums.isfinite() & (measured.lengths > 0)
+    if not keep.any():
+        raise TrainingError(
+            f"{difference.kind} ({difference.precision}): no response has log-probs that are finite"
+        )
+    sums, lengths, groups = difference.sums[keep], measured.lengths[keep], measured.groups[keep]
+    at = lengths_up_to(longest)
+
+    def statistics(some: Tensor, of: Tensor) -> Sequence[float]:
+        noise = noise_of(some, of)
+        return [
+            noise.sigma,
+            noise.drift,
+            fit_exponent(some - noise.drift * of, of),
+            noise.crossover,
+            noise.smallest_c(SHARE, longest),
+            noise.smallest_c(SHARE, longest, centred=True),
+            *noise.clip_rates(torch.tensor(at), band).tolist(),
+        ]
+
+    estimates = resample_groups(statistics, sums, lengths, groups)
+    sigma, drift, exponent, crossover, smallest, centred, *rates = map(interval, estimates)
+    whole = noise_of(sums, lengths)
+    return NoiseRecord(
+        kind=difference.kind,
+        precision=difference.precision,
+        emulated=difference.emulated,
+        sigma=sigma,
+        drift=drift,
+        exponent=exponent,
+        crossover=crossover if _seen(drift) else (None, None, None),
+        smallest_c=smallest,
+        smallest_c_centred=centred,
+        lengths=tuple(whole.lengths.int().tolist()),
+        residuals=tuple(whole.residuals.tolist()),
+        by_length=tuple(AtLength(length=n, clip_rate=rate) for n, rate in zip(at, rates, strict=True)),
+        checks=tuple(checks(sums, lengths, groups, band)),
+    )
+
+
+def _seen(drift: Interval) -> bool:
+    """True where its interval is on one side of 0."""
+    _, low, high = drift
+    return low is not None and high is not None and low * high > 0
+
+
+def checks(sums: Tensor, lengths: Tensor, groups: Tensor, band: ClipBand) -> list[Check]:
+    """Share outside by length: measured, and predicted from the noise of the other half of the prompts; none
+    with a single prompt."""
+    halves = (groups % 2 == 0), (groups % 2 == 1)
+    if not all(half.any() for half in halves):
+        return []
+    predicted = torch.zeros(len(sums), dtype=torch.float64)
+    for mine, other in (halves, halves[::-1]):
+        predicted[mine] = noise_of(sums[other], lengths[other]).clip_rates(lengths[mine], band)
+    low, high = (edge.double() for edge in band.bounds(lengths.double()))
+    outside = (sums < low) | (sums > high)
+    bins = length_bins(lengths, _BINS)
+    by_length = []
+    for number in sorted(set(bins.tolist())):
+        here = bins == number
+        rate, count = outside[here].double().mean().item(), int(here.sum())
+        by_length.append(
+            Check(
+                low=int(lengths[here].min()),
+                high=int(lengths[here].max()),
+                responses=count,
+                predicted=predicted[here].mean().item(),
+                measured=interval(wilson_interval(rate, count)),
+            )
+        )
+    return by_length

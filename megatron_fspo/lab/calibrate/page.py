@@ -1,37 +1,125 @@
-"""The findings as one HTML file."""
+"""The calibration as text for the console and as one HTML file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
-from megatron_fspo.lab.calibrate.table import SAID, interval, name, number
 from megatron_fspo.lab.report.drawing import BLUE, EDGE, GREEN, GREY, ORANGE, PURPLE, legend, picture
 from megatron_fspo.lab.report.page import template
-from megatron_fspo.trainer.noise import Calibration, NoiseRecord
+from megatron_fspo.tables import by_column, columns, interval, number
+from megatron_fspo.trainer.noise import Calibration, Interval, NoiseRecord
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
+KINDS = {
+    "repeat": "the same pass again",
+    "packs": "with other packs",
+    "sampler": "trainer against sampler",
+    "precision": "coarser against finer",
+    "updates": "added to S by the updates",
+}
+"""Kind of a comparison → its words."""
 
 
-def write_page(found: Calibration, path: Path) -> None:
+def render(calibration: Calibration) -> str:
+    """The text for the console."""
+    return "\n".join(_lines(calibration))
+
+
+def _lines(calibration: Calibration) -> Iterator[str]:
+    yield (
+        f"{calibration.responses} responses to {calibration.prompts} prompts, {calibration.tokens:,} tokens, "
+        f"the longest {calibration.longest}; {calibration.model} in {calibration.dtype} on "
+        f"{calibration.device}"
+    )
+    yield f"band: {calibration.band}; 95% intervals over prompts"
+    yield ""
+    comparisons = calibration.comparisons
+    table = {
+        "comparison": [KINDS[one.kind] for one in comparisons],
+        "precision": [name(one) for one in comparisons],
+        "sigma / √token": [both(one.sigma) for one in comparisons],
+        "drift / token": [both(one.drift) for one in comparisons],
+        "exponent": [both(one.exponent, ".2f") for one in comparisons],
+        "L*": [both(one.crossover, ",.0f") for one in comparisons],
+        "smallest c": [both(one.smallest_c) for one in comparisons],
+        "c, centred": [both(one.smallest_c_centred) for one in comparisons],
+    }
+    yield from columns(*by_column(table))
+    yield ""
+    longest = calibration.max_response_tokens
+    yield f"smallest c: noise alone leaves 1% outside at {longest} tokens; centred: on drift"
+    if calibration.first_updates is not None:
+        yield f"c = 2 sigma-hat of the first off-policy updates: {both(calibration.first_updates)}"
+        if calibration.first_updates_exponent is not None:
+            yield (
+                "exponent of S there, of noise and of what training moves together: "
+                f"{both(calibration.first_updates_exponent, '.2f')}; ½ is noise alone"
+            )
+    else:
+        yield "no off-policy update was seen: responses were given, or too few groups had a spread"
+    yield ""
+    if noisy := [one for one in calibration.comparisons if (one.sigma[0] or 0) > 0]:
+        yield from _by_length(calibration, noisy)
+
+
+def _by_length(calibration: Calibration, noisy: Sequence[NoiseRecord]) -> Iterator[str]:
+    yield "share of responses that noise alone puts outside the band, by length"
+    tokens = [f"{at.length}{'' if at.length <= calibration.longest else ' *'}" for at in noisy[0].by_length]
+    rates = {f"{one.kind}, {name(one)}": [both(at.clip_rate, ".1%") for at in one.by_length] for one in noisy}
+    yield from columns(*by_column({"tokens": tokens} | rates))
+    if calibration.longest < calibration.max_response_tokens:
+        yield "* longer than any that was measured"
+    yield ""
+    yield "the same, predicted from the other half of the prompts, and measured"
+    checks = [(one, check) for one in noisy for check in one.checks]
+    table = {
+        "tokens": [f"{check.low}-{check.high}" for _, check in checks],
+        "responses": [str(check.responses) for _, check in checks],
+        "comparison": [f"{one.kind}, {name(one)}" for one, _ in checks],
+        "predicted": [f"{check.predicted:.1%}" for _, check in checks],
+        "measured": [both(check.measured, ".1%") for _, check in checks],
+    }
+    yield from columns(*by_column(table))
+
+
+def name(one: NoiseRecord) -> str:
+    """Its precision, and whether that is the real one."""
+    return f"{one.precision} (emulated)" if one.emulated else one.precision
+
+
+def both(figure: Interval, form: str = ".2g") -> str:
+    """A figure and its interval."""
+    return f"{number(figure[0], form)} {ends(figure, form)}".rstrip()
+
+
+def ends(figure: Interval, form: str = ".2g") -> str:
+    """The interval of a figure; empty where the figure is 0 or has none."""
+    return interval(figure[1], figure[2], form) if figure[0] else ""
+
+
+def write_page(calibration: Calibration, path: Path) -> None:
     """Write the page."""
-    noisy = [one for one in found.comparisons if (one.sigma[0] or 0) > 0]
+    noisy = [one for one in calibration.comparisons if (one.sigma[0] or 0) > 0]
     svgs = {}
     if noisy:
         in_s = [one for one in noisy if one.kind in ("sampler", "updates")]
         passes = [one for one in noisy if one.kind in ("sampler", "precision")]
-        svgs = {"rates": _rates(in_s, found.longest), "spread": _spread(passes, found.max_response_tokens)}
+        svgs = {
+            "rates": _rates(in_s, calibration.longest),
+            "spread": _spread(passes, calibration.max_response_tokens),
+        }
     text = template(Path(__file__).with_name("page.html")).render(
-        found=found,
+        calibration=calibration,
         noisy=noisy,
-        said=SAID,
+        kinds=KINDS,
         name=name,
         number=number,
-        interval=interval,
+        ends=ends,
         svgs={key: Markup(svg) for key, svg in svgs.items()},
     )
     path.write_text(text, encoding="utf-8")

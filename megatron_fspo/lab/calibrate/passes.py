@@ -6,9 +6,11 @@ model of another precision as a Hugging Face checkpoint, so both hold the same v
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,26 +19,32 @@ from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.config.fp8 import BF16, FP8
-from megatron_fspo.lab.calibrate.responses import Row, as_rollout, groups_of
-from megatron_fspo.mcore.emulate import emulate_fp8
+from megatron_fspo.errors import InputError
+from megatron_fspo.lab.calibrate.emulate import emulate_fp8
 from megatron_fspo.mcore.hf_weights import export_hf, load_hf
 from megatron_fspo.mcore.policy import Model
 from megatron_fspo.mismatch.measure import per_sample
 from megatron_fspo.packing.batch import MicroBatch, Packs, padded_length
+from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.records import as_tensors
 from megatron_fspo.trainer.begin import roll_out, with_packs
 from megatron_fspo.trainer.build import Training, build
 from megatron_fspo.trainer.noise import own_precision
 from megatron_fspo.trainer.optimize import optimize
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.rollout import Rollout, make_mini_batches, with_advantages
+from megatron_fspo.trainer.rollout import Rollout, describe, make_mini_batches, rollout_of, with_advantages
+from megatron_fspo.types import Completion, Prompt
+from megatron_fspo.weights import Architecture
 
+KEYS = ("prompt_token_ids", "token_ids")
+Row = tuple[tuple[int, ...], tuple[int, ...]]
+"""Token ids of a prompt and of its response."""
 Kind = Literal["repeat", "packs", "sampler", "precision", "updates"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Between two passes over the same responses."""
+class PassDifference:
+    """The difference of two passes over the same responses."""
 
     kind: Kind
     """repeat: the same pass again; packs: with other packs; sampler: the trainer's minus the sampler's
@@ -51,13 +59,13 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """All that was measured."""
+    """The results of all passes."""
 
     lengths: Tensor
     """[n] response lengths."""
     groups: Tensor
     """[n] the prompt of each."""
-    differences: list[Difference]
+    differences: list[PassDifference]
     first_updates: tuple[Tensor, Tensor, Tensor] | None
     """S, L and prompt of the sequences that the first off-policy optimizer steps saw; None without any."""
 
@@ -106,14 +114,14 @@ class _Passes:
         run, rollout = self._run, self._rollout
         precision = own_precision(run.inputs.config)
         first = self._scored(run.policy)
-        found: list[tuple[Kind, Tensor]] = [
+        pairs: list[tuple[Kind, Tensor]] = [
             ("repeat", self._scored(run.policy) - first),
             ("packs", self._scored(run.policy, self._packed(self._other_size())) - first),
         ]
         if sampled:
-            found.append(("sampler", first - self._sums(self._packs, "sampled_log_probs")))
+            pairs.append(("sampler", first - self._sums(self._packs, "sampled_log_probs")))
         differences = [
-            Difference(kind=kind, precision=precision, emulated=False, sums=sums) for kind, sums in found
+            PassDifference(kind=kind, precision=precision, emulated=False, sums=sums) for kind, sums in pairs
         ]
         before = self._in_all_precisions()
         differences += [
@@ -128,16 +136,18 @@ class _Passes:
             ]
         if dist.get_rank() == 0:
             shutil.rmtree(self._weights, ignore_errors=True)
+        numbers: dict[tuple[int, ...], int] = {}
+        groups = [numbers.setdefault(tuple(prompt.token_ids), len(numbers)) for prompt in rollout.prompts]
         return Measured(
             lengths=rollout.lengths,
-            groups=groups_of([p.token_ids for p in rollout.prompts for _ in range(rollout.samples)]),
+            groups=torch.tensor(groups).repeat_interleave(rollout.samples),
             differences=differences,
             first_updates=first_updates,
         )
 
-    def _difference(self, kind: Kind, precision: str, sums: Tensor) -> Difference:
+    def _difference(self, kind: Kind, precision: str, sums: Tensor) -> PassDifference:
         emulated = precision in [fp8.recipe for fp8 in self._emulated]
-        return Difference(kind=kind, precision=precision, emulated=emulated, sums=sums)
+        return PassDifference(kind=kind, precision=precision, emulated=emulated, sums=sums)
 
     def _packed(self, max_tokens: int) -> Packs:
         run = self._run
@@ -174,18 +184,18 @@ class _Passes:
         run = self._run
         config, own = run.inputs.config, self._scored(run.policy)
         export_hf(run.policy, self._weights, source=config.model.checkpoint)
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+        scored: dict[str, tuple[Tensor, Tensor]] = {}
         if config.fp8.on:
             finer = self._copy(torch.bfloat16, run.inputs.backend.layers)
-            found[config.fp8.recipe] = own, self._scored(finer)
+            scored[config.fp8.recipe] = own, self._scored(finer)
         elif config.model.dtype == "bfloat16":
             finer = self._copy(torch.float32, "local")
-            found["bfloat16"] = own, self._scored(finer)
+            scored["bfloat16"] = own, self._scored(finer)
         for fp8 in self._emulated:
             coarser = self._copy(run.inputs.dtype, "local")
             emulate_fp8(coarser, fp8)
-            found[fp8.recipe] = self._scored(coarser), own
-        return found
+            scored[fp8.recipe] = self._scored(coarser), own
+        return scored
 
     def _copy(self, dtype: torch.dtype, layers: Literal["local", "transformer_engine"]) -> Model:
         """The policy's weights in a model of another precision."""
@@ -202,7 +212,8 @@ class _Passes:
         return model
 
     def _updates(self) -> tuple[bool, tuple[Tensor, Tensor, Tensor] | None]:
-        """Take the optimizer steps of the rollout; if they changed anything, and what off-policy ones saw."""
+        """Take the optimizer steps of the rollout; returns whether they changed anything, and S, L and prompt
+        of what the off-policy ones saw."""
         step = with_packs(self._run, self._rollout, {})
         optimize(self._run, step)
         moved = any(update.grad_norm > 0 for update in step.updates)
@@ -212,3 +223,55 @@ class _Passes:
             return moved, None
         samples = torch.tensor([record.sample for record in records])
         return moved, (*as_tensors(records), samples // self._rollout.samples)
+
+
+def read_responses(path: Path, config: Config, arch: Architecture) -> list[Row]:
+    """The responses of a file of JSON lines with ``prompt_token_ids`` and ``token_ids``, and other keys.
+
+    Raises:
+        InputError: the file, the line, and what is wrong with it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not text in UTF-8") from None
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line)
+            row = tuple(content[KEYS[0]]), tuple(content[KEYS[1]])
+        except (ValueError, KeyError, TypeError):
+            raise InputError(f"{path}, line {number}: needs an object with {' and '.join(KEYS)}") from None
+        ids = row[0] + row[1]
+        if not row[0] or not row[1] or not all(type(i) is int and 0 <= i < arch.vocab_size for i in ids):
+            raise InputError(
+                f"{path}, line {number}: {' and '.join(KEYS)} need token ids from 0 to {arch.vocab_size - 1}"
+            )
+        if len(ids) > config.batch.max_tokens:
+            raise InputError(
+                f"{path}, line {number}: {len(ids)} tokens, more than batch.max_tokens = "
+                f"{config.batch.max_tokens}"
+            )
+        rows.append(row)
+    if not rows:
+        raise InputError(f"{path} has no responses")
+    return rows
+
+
+def as_rollout(rows: list[Row], groups: ParallelGroups) -> Rollout:
+    """Given responses as a run holds its own, one to a prompt; without rewards or log-probs."""
+    size, rank = groups.dp.size(), groups.dp.rank()
+    prompts = [Prompt(index=i, token_ids=prompt, text="", answer="") for i, (prompt, _) in enumerate(rows)]
+    completions = [
+        Completion(token_ids=ids, log_probs=[0.0] * len(ids), finish_reason="stop", weight_version=0)
+        for _, ids in rows
+    ]
+    table = torch.tensor(
+        [(*describe(completion, i % size), 0.0, 0.0) for i, completion in enumerate(completions)]
+    )
+    held = {i: one for i, one in enumerate(completions) if i % size == rank} if groups.first_of_copy else {}
+    return rollout_of(prompts, 1, table.double(), held)

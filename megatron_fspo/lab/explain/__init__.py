@@ -1,1 +1,1 @@
-"""What each loss makes of the same responses: ``megatron-fspo explain``, from a dump of any trainer."""
+"""The decisions of each loss on the same responses: ``megatron-fspo explain``, from a dump of any trainer."""

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.explain.dump import read_dump
-from megatron_fspo.lab.explain.findings import Findings, findings
+from megatron_fspo.lab.explain.explanation import Explanation, explanation_of
 from megatron_fspo.lab.explain.losses import known_for, with_limits
-from megatron_fspo.lab.explain.names import given_names
-from megatron_fspo.lab.explain.table import as_json, fates, render
+from megatron_fspo.lab.explain.rows import given_names
+from megatron_fspo.lab.explain.text import as_json, fates, render
 
 PAGE = "index.html"
 FIGURES = "explain.json"
@@ -20,8 +20,8 @@ FATES = "fates.jsonl"
 
 def explain(
     path: Path, limits: Sequence[str], fields: Sequence[str], *, step: int | None, rate: float | None
-) -> Findings:
-    """What each loss makes of the dump.
+) -> Explanation:
+    """Compare the losses on the dump.
 
     Args:
         limits: words of the command line, ``--fspo.c-high 0.04``.
@@ -34,10 +34,10 @@ def explain(
     if rate is not None and not 0 < rate < 1:
         raise InputError(f"--rate {rate:g}: must be a share between 0 and 1, such as 0.1")
     dump = read_dump(path, names, step)
-    return findings(dump, known_for(dump, losses), rate)
+    return explanation_of(dump, known_for(dump, losses), rate)
 
 
-def write(found: Findings, folder: Path) -> str:
+def write(explanation: Explanation, folder: Path) -> str:
     """Write the page, the figures, and the fate of every response; says where."""
     from megatron_fspo.lab.explain.page import write_page  # matplotlib takes seconds
 
@@ -45,13 +45,13 @@ def write(found: Findings, folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise InputError(f"--out {folder}: is there and is no folder") from None
-    (folder / FIGURES).write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
+    (folder / FIGURES).write_text(json.dumps(as_json(explanation), indent=1) + "\n", encoding="utf-8")
     with (folder / FATES).open("w", encoding="utf-8") as file:
-        file.writelines(fates(found))
-    write_page(found, folder / PAGE)
+        file.writelines(fates(explanation))
+    write_page(explanation, folder / PAGE)
     return f"\n  page      {folder / PAGE}\n  figures   {folder / FIGURES}\n  each one  {folder / FATES}"
 
 
-def text(found: Findings, *, use_json: bool) -> str:
-    """What the console gets."""
-    return json.dumps(as_json(found)) if use_json else render(found)
+def text(explanation: Explanation, *, use_json: bool) -> str:
+    """The text for the console."""
+    return json.dumps(as_json(explanation)) if use_json else render(explanation)

@@ -1,4 +1,4 @@
-"""A dump as tensors: what a policy update did to each of N responses, whoever trained it.
+"""A dump as tensors: the effect of a policy update on each of N responses, whoever trained it.
 
 A row is one response, or, as in the ``sequences.jsonl`` of our runs, one step whose fields are lists with an
 item for each response.
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.lab.explain.names import names_in
-from megatron_fspo.lab.explain.rows import place, read_rows
+from megatron_fspo.lab.explain.rows import location, names_in, read_rows
 
 _MAX_NONFINITE = 0.05
 """Share of responses that are not finite; as ``loss.max_nonfinite_share`` is by default."""
@@ -32,7 +31,7 @@ _IN_ALL_ROWS = {"log_probs", "old_log_probs", "sampled_log_probs", "prompt", "re
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dump:
-    """Responses and what is known of them."""
+    """Responses and their figures."""
 
     path: Path
     rows: Tensor
@@ -52,7 +51,7 @@ class Dump:
     clusters: Tensor
     """[N] int64; rows of different clusters are independent."""
     clustered_by: Literal["prompt", "response", "row"]
-    """What a cluster is: the best of these that the dump names, unless all rows have the same."""
+    """The kind of a cluster: the best of these that the dump names, unless all rows have the same."""
     empty: int
     """Responses with L = 0, which are left out."""
     nonfinite: int
@@ -60,6 +59,11 @@ class Dump:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def clusters_count(self) -> int:
+        """Different clusters."""
+        return len(set(self.clusters.tolist()))
 
 
 @dataclass
@@ -73,7 +77,7 @@ class _Response:
     reward: float
     prompt: Hashable = None
     response: Hashable = None
-    """What tells it from others: the field, or the old log-probs, which are the same in all its updates."""
+    """Identity: the field, or a hash of the old log-probs, which are the same in all its updates."""
     log_ratio: np.ndarray[Any, Any] | None = None
     sampler_gap: np.ndarray[Any, Any] | None = None
 
@@ -82,39 +86,39 @@ def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> 
     """The responses of a file, or of a folder of one of our runs.
 
     Args:
-        given: names of fields in the file, where they are none of ``names.NAMES``.
-        step: of which optimizer step; None for all.
+        given: names of fields in the file, where they are none of ``rows.NAMES``.
+        step: the optimizer step to read; None for all.
 
     Raises:
         InputError: the first thing that is wrong; names file, row and field.
     """
     path = path / _SEQUENCES if path.is_dir() else path
-    found = list(_responses(path, given, step))
-    if not found:
+    responses = list(_responses(path, given, step))
+    if not responses:
         raise InputError(f"{path}: holds no responses{'' if step is None else f' of step {step}'}")
-    full = [one for one in found if one.length > 0]
+    full = [one for one in responses if one.length > 0]
     kept = [one for one in full if math.isfinite(one.log_ratio_sum) and math.isfinite(one.advantage)]
     if len(full) - len(kept) > _MAX_NONFINITE * len(full):
         good = {one.row for one in kept}
         first = next(one.row for one in full if one.row not in good)
         raise InputError(
-            f"{place(path, first)}: S or the advantage is not finite, as in {len(full) - len(kept)} of "
+            f"{location(path, first)}: S or the advantage is not finite, as in {len(full) - len(kept)} of "
             f"{len(full)} responses: more than {_MAX_NONFINITE:.0%} are no run to learn from"
         )
     if not kept:
-        raise InputError(f"{path}: all {len(found)} responses are empty (length 0)")
+        raise InputError(f"{path}: all {len(responses)} responses are empty (length 0)")
     if not any(one.log_ratio_sum for one in kept):
         raise InputError(
             f"{path}: log_ratio_sum is 0 in all {len(kept)} responses: on policy nothing is clipped; dump "
             "optimizer steps after the first of a rollout"
         )
-    return _as_tensors(path, kept, empty=len(found) - len(full), nonfinite=len(full) - len(kept))
+    return _as_tensors(path, kept, empty=len(responses) - len(full), nonfinite=len(full) - len(kept))
 
 
 def _as_tensors(path: Path, kept: list[_Response], *, empty: int, nonfinite: int) -> Dump:
     def tokens(field: str) -> Tensor | None:
-        parts = [getattr(one, field) for one in kept]
-        return None if parts[0] is None else torch.from_numpy(np.concatenate(parts))
+        arrays = [getattr(one, field) for one in kept]
+        return None if arrays[0] is None else torch.from_numpy(np.concatenate(arrays))
 
     rewards = torch.tensor([one.reward for one in kept], dtype=torch.float64)
     clustered_by: Literal["prompt", "response", "row"] = "row"
@@ -165,7 +169,7 @@ def _responses(path: Path, given: Mapping[str, str], step: int | None) -> Iterat
             else:
                 yield _response(number, fields)
         except InputError as error:
-            raise InputError(f"{place(path, number)}: {error}") from None
+            raise InputError(f"{location(path, number)}: {error}") from None
 
 
 def _of_step(number: int, fields: Mapping[str, Any]) -> Iterator[_Response]:
@@ -177,9 +181,12 @@ def _of_step(number: int, fields: Mapping[str, Any]) -> Iterator[_Response]:
         if not isinstance(column, list) or len(column) != len(columns["length"]):
             raise InputError(f"{field} must be a list as long as length, {len(columns['length'])} responses")
     for values in zip(*columns.values(), strict=True):
-        found = _response(number, dict(zip(columns, values, strict=True)))
-        found.prompt = found.prompt and (number, found.prompt)  # a place in the step's own rollout
-        yield found
+        response = _response(number, dict(zip(columns, values, strict=True)))
+        response.prompt = response.prompt and (
+            number,
+            response.prompt,
+        )  # an index into the step's own rollout
+        yield response
 
 
 def _response(number: int, fields: Mapping[str, Any]) -> _Response:
@@ -190,7 +197,7 @@ def _response(number: int, fields: Mapping[str, Any]) -> _Response:
             raise InputError(f"length = {_short(length)}: must be a number of tokens, 0 or more")
     mask = _mask(fields["mask"]) if "mask" in fields else None
     reward = fields.get("reward")
-    found = _Response(
+    response = _Response(
         row=number,
         length=length or 0,
         log_ratio_sum=math.nan,
@@ -200,49 +207,49 @@ def _response(number: int, fields: Mapping[str, Any]) -> _Response:
         response=json.dumps(fields["response"]) if "response" in fields else None,
     )
     if "log_ratio_sum" in fields:
-        found.log_ratio_sum = _number("log_ratio_sum", fields["log_ratio_sum"])
+        response.log_ratio_sum = _number("log_ratio_sum", fields["log_ratio_sum"])
     if "log_probs" in fields and "old_log_probs" in fields:
-        _add_tokens(found, fields, mask, length)
-    return found
+        _add_tokens(response, fields, mask, length)
+    return response
 
 
 def _add_tokens(
-    found: _Response, fields: Mapping[str, Any], mask: np.ndarray[Any, Any] | None, length: int | None
+    response: _Response, fields: Mapping[str, Any], mask: np.ndarray[Any, Any] | None, length: int | None
 ) -> None:
-    """What follows from token log-probs; checks L and S if the row has them, too."""
+    """Add the figures from token log-probs; check L and S if the row has them, too."""
     new, old = (_log_probs(name, fields[name], mask) for name in ("log_probs", "old_log_probs"))
     if len(new) != len(old):
         raise InputError(f"log_probs has {len(new)} tokens and old_log_probs {len(old)}")
     if length is not None and length != len(new):
         raise InputError(f"length = {length}, but log_probs has {len(new)} response tokens")
     with np.errstate(invalid="ignore"):  # -inf less -inf
-        found.log_ratio = new - old
+        response.log_ratio = new - old
     # Difference first, sum later.
-    total = float(found.log_ratio.sum())
+    total = float(response.log_ratio.sum())
     # The trainer's sum may be one of float32, in another order.
     if "log_ratio_sum" in fields and (
-        abs(found.log_ratio_sum - total) > 1e-4 + 1e-4 * float(np.abs(found.log_ratio).sum())
+        abs(response.log_ratio_sum - total) > 1e-4 + 1e-4 * float(np.abs(response.log_ratio).sum())
     ):
         raise InputError(
-            f"log_ratio_sum = {found.log_ratio_sum:g}, but log_probs − old_log_probs sum to {total:g}: S "
+            f"log_ratio_sum = {response.log_ratio_sum:g}, but log_probs − old_log_probs sum to {total:g}: S "
             "is the sum over the response tokens, and not their mean"
         )
-    found.length = len(new)
-    if found.response is None:
-        found.response = hash(old.tobytes())
+    response.length = len(new)
+    if response.response is None:
+        response.response = hash(old.tobytes())
     if "log_ratio_sum" not in fields or not math.isfinite(total):
-        found.log_ratio_sum = total
+        response.log_ratio_sum = total
     if "sampled_log_probs" in fields:
         sampled = _log_probs("sampled_log_probs", fields["sampled_log_probs"], mask)
         if len(sampled) != len(old):
             raise InputError(f"old_log_probs has {len(old)} tokens and sampled_log_probs {len(sampled)}")
         if not np.isfinite(sampled).all():
             raise InputError("sampled_log_probs must be finite for every response token")
-        found.sampler_gap = old - sampled
+        response.sampler_gap = old - sampled
 
 
 def _log_probs(field: str, value: Any, mask: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    """Of response tokens [L]; where there is a mask, of the tokens that it has."""
+    """Log-probs [L] of response tokens; where there is a mask, those of its tokens."""
     values = _array(field, value)
     if mask is not None:
         if len(mask) != len(values):
@@ -259,11 +266,12 @@ def _mask(value: Any) -> np.ndarray[Any, Any]:
     values = _array("mask", value)
     if not np.isin(values, (0.0, 1.0)).all():
         raise InputError("mask must be 1 for response tokens and 0 elsewhere")
-    return values == 1.0
+    mask: np.ndarray[Any, Any] = values == 1.0
+    return mask
 
 
 def _advantage(value: Any, mask: np.ndarray[Any, Any] | None) -> float:
-    """Of the response: one number, or the same one at each of its tokens, as verl has it."""
+    """The response's advantage: one number, or the same one at each of its tokens, as verl has it."""
     if not isinstance(value, list):
         return _number("advantage", value)
     values = _array("advantage", value)

@@ -1,4 +1,4 @@
-"""The losses that are compared, each with limits that can be scaled, and what one makes of a dump.
+"""The losses that are compared, each with limits that can be scaled, and the decisions of one on a dump.
 
 Decisions and weights are those of the losses' own ``objective()``, which a run trains with.
 
@@ -34,15 +34,14 @@ BAND_LOSSES: tuple[PolicyLossConfig, ...] = tuple(
 
 _BLOCK_TOKENS = 1 << 16
 
-KEPT, CLIPPED, IN_PART, DROPPED, NO_ADVANTAGE = "kept", "clipped", "in part", "dropped", "no advantage"
-FATES = (KEPT, CLIPPED, IN_PART, DROPPED, NO_ADVANTAGE)
-"""What a loss does with a response: in part where tokens have decisions of their own; dropped where its
-weight is not finite; without an advantage there is no gradient to clip."""
+FATES = ("kept", "clipped", "in part", "dropped", "no advantage")
+"""Fates of a response: in part where tokens have decisions of their own; dropped where its weight is not
+finite; without an advantage there is no gradient to clip."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Verdict:
-    """What a loss makes of each response of a dump; all tensors [N]."""
+class Decisions:
+    """The decisions of a loss on each response of a dump; all tensors [N]."""
 
     outside: Tensor
     """bool: out of band on either side, whatever the sign of A."""
@@ -53,7 +52,7 @@ class Verdict:
     dropped: Tensor
     """bool: S, A or the weight is not finite."""
     mass: Tensor
-    """Σ_t |weight_t|: what the response has of the batch's gradient, were all ∇log π(y_t) equal in norm."""
+    """Σ_t |weight_t|: the response's part in the batch's gradient, were all ∇log π(y_t) equal in norm."""
     weights: Tensor
     """Importance weights, 0 where a clip acts: [N], or of tokens [T] where they have their own."""
     owner: Tensor
@@ -66,11 +65,11 @@ class Verdict:
 
     def fates(self, advantages: Tensor) -> Tensor:
         """[N] index into ``FATES``."""
-        found = torch.where(self.clipped > 0, torch.where(self.clipped < 1 - 1e-9, 2, 1), 0)
-        return found.masked_fill(advantages == 0, 4).masked_fill(self.dropped, 3)
+        fates = torch.where(self.clipped > 0, torch.where(self.clipped < 1 - 1e-9, 2, 1), 0)
+        return fates.masked_fill(advantages == 0, 4).masked_fill(self.dropped, 3)
 
     def effective_sample_size(self, responses: Tensor) -> float:
-        """Of the importance weights of some responses [N] bool; NaN where there are none."""
+        """ESS of the importance weights of some responses [N] bool; NaN where there are none."""
         chosen = self.weights[responses[self.owner]]
         return effective_sample_size(chosen) if len(chosen) else math.nan
 
@@ -113,7 +112,7 @@ def _checked(loss: PolicyLossConfig, keys: Mapping[str, Any]) -> PolicyLossConfi
 
 
 def known_for(dump: Dump, losses: Sequence[PolicyLossConfig]) -> list[PolicyLossConfig]:
-    """Those whose decisions follow from the dump: limits on prefixes need tokens."""
+    """The losses whose decisions follow from the dump: limits on prefixes need tokens."""
     return [loss for loss in losses if dump.log_ratio is not None or loss.prefix_band() is None]
 
 
@@ -123,30 +122,47 @@ def reach(loss: PolicyLossConfig, dump: Dump) -> Tensor:
     Where a band holds for every prefix, the largest of those of the prefixes.
     """
     if (prefix_band := loss.prefix_band()) is not None:
-        segment, tokens = _tokens(dump)
-        prefix, place = _prefix_sums(torch.stack([tokens, torch.ones_like(tokens)]), dump.lengths)
-        far = _reach(prefix_band, prefix, place)
+        assert dump.log_ratio is not None
+        tokens, segment = dump.log_ratio, torch.arange(len(dump)).repeat_interleave(dump.lengths)
+        prefix, position = _prefix_sums(torch.stack([tokens, torch.ones_like(tokens)]), dump.lengths)
+        far = reach_of_sums(prefix_band, prefix, position)
         return far.new_zeros(len(dump)).scatter_reduce_(0, segment, far, "amax")
     band = loss.band()
     assert band is not None
-    return _reach(band, dump.log_ratio_sum, dump.lengths.double())
+    return reach_of_sums(band, dump.log_ratio_sum, dump.lengths.double())
 
 
-def _reach(band: ClipBand, sums: Tensor, lengths: Tensor) -> Tensor:
+def reach_of_sums(band: ClipBand, sums: Tensor, lengths: Tensor) -> Tensor:
+    """:func:`reach` from S [N] and L [N], for a band on S."""
     low, high = band.bounds(lengths)
     centre = band.drift * lengths
     off = sums - centre
     return off / torch.where(off < 0, low - centre, high - centre)
 
 
-def judge(loss: PolicyLossConfig, dump: Dump) -> Verdict:
-    """What the loss makes of the dump."""
+def factor_for(far: Tensor, rate: float) -> float:
+    """The factor on a band's limits that puts this share of the responses outside, as near as N allows.
+
+    Args:
+        far: [N], see :func:`reach`.
+    """
+    # Responses with the same reach leave the band together.
+    edges, counts = torch.unique(far, return_counts=True)
+    outside = len(far) - counts.cumsum(0)  # with a factor just above each
+    at = int((outside - rate * len(far)).abs().argmin())
+    # Between two responses: on one, rounding would decide.
+    above = edges[at + 1] if at + 1 < len(edges) else edges[at] * (1 + 1e-9)
+    return float((edges[at] + above) / 2)
+
+
+def judge(loss: PolicyLossConfig, dump: Dump) -> Decisions:
+    """The decisions of the loss on the dump."""
     if loss.prefix_band() is not None:
         return _judge_tokens(loss, dump)
     # All tokens of a response have one weight: a row stands for them.
     inputs = _inputs(dump, slice(None), dump.log_ratio_sum, torch.arange(len(dump)))
     terms = loss.objective()(inputs)
-    return Verdict(
+    return Decisions(
         outside=terms.out_of_band,
         clipped_low=terms.clipped_low,
         clipped_high=terms.clipped_high,
@@ -158,26 +174,26 @@ def judge(loss: PolicyLossConfig, dump: Dump) -> Verdict:
     )
 
 
-def _judge_tokens(loss: PolicyLossConfig, dump: Dump) -> Verdict:
-    """In blocks of responses that caches hold: more than twice as fast as all tokens in one tensor."""
+def _judge_tokens(loss: PolicyLossConfig, dump: Dump) -> Decisions:
+    """Judge blocks of responses that caches hold: more than twice as fast as all tokens in one tensor."""
     ends, blocks, start = dump.lengths.cumsum(0), [], 0
     while start < len(dump):
         before = int(ends[start] - dump.lengths[start])
         stop = max(start + 1, int(torch.searchsorted(ends, before + _BLOCK_TOKENS, right=True)))
         blocks.append(_judge_block(loss, dump, slice(start, stop), slice(before, int(ends[stop - 1]))))
         start = stop
-    columns = {field.name: [getattr(block, field.name) for block in blocks] for field in fields(Verdict)}
-    return Verdict(**{name: torch.cat(parts) for name, parts in columns.items()})
+    columns = {field.name: [getattr(block, field.name) for block in blocks] for field in fields(Decisions)}
+    return Decisions(**{name: torch.cat(tensors) for name, tensors in columns.items()})
 
 
-def _judge_block(loss: PolicyLossConfig, dump: Dump, responses: slice, tokens: slice) -> Verdict:
-    """Of some responses of the dump, and of the tokens that these have."""
+def _judge_block(loss: PolicyLossConfig, dump: Dump, responses: slice, tokens: slice) -> Decisions:
+    """Decisions on some responses, whose tokens are ``tokens``."""
     assert dump.log_ratio is not None
     lengths, advantages = dump.lengths[responses], dump.advantages[responses]
     segment = torch.arange(len(lengths)).repeat_interleave(lengths)
     terms = loss.objective()(_inputs(dump, responses, dump.log_ratio[tokens], segment))
     weight, size = terms.weight.abs(), advantages.abs()[segment]
-    return Verdict(
+    return Decisions(
         outside=terms.out_of_band,
         clipped_low=terms.clipped_low,
         clipped_high=terms.clipped_high,
@@ -189,14 +205,8 @@ def _judge_block(loss: PolicyLossConfig, dump: Dump, responses: slice, tokens: s
     )
 
 
-def _tokens(dump: Dump) -> tuple[Tensor, Tensor]:
-    """The response of each token [T], and its log-ratio."""
-    assert dump.log_ratio is not None
-    return torch.arange(len(dump)).repeat_interleave(dump.lengths), dump.log_ratio
-
-
 def _inputs(dump: Dump, responses: slice, log_ratio: Tensor, segment: Tensor) -> LossInputs:
-    """What a loss gets of some responses, as a micro-batch of a step that is the dump, on one rank."""
+    """Some responses as a micro-batch of a step that is the dump, on one rank."""
     lengths = dump.lengths[responses]
     return LossInputs(
         log_probs=torch.zeros_like(log_ratio),  # no loss here looks at them

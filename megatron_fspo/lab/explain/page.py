@@ -1,4 +1,4 @@
-"""The findings as one HTML file."""
+"""The comparison as one HTML file."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from megatron_fspo import __version__
-from megatron_fspo.lab.explain.findings import AtLength, Bin, Findings, OfLoss
-from megatron_fspo.lab.explain.table import bins_table, fates_table, limits_table, losses_table
-from megatron_fspo.lab.explain.words import sentences
+from megatron_fspo.lab.explain.explanation import Bin, Explanation, LengthFigures, OfLoss
+from megatron_fspo.lab.explain.text import bins_table, fates_table, limits_table, losses_table, sentences
 from megatron_fspo.lab.report.drawing import BLUE, GREEN, ORANGE, PURPLE, legend, picture
 from megatron_fspo.lab.report.page import template
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
 
 
-def write_page(found: Findings, path: Path) -> None:
+def write_page(explanation: Explanation, path: Path) -> None:
     """Write the page."""
-    compared = found.matched or found.given
+    compared = explanation.matched or explanation.given
     svgs = {
-        "given": _by_length(found.bins, found.given, lambda x: x.out_of_band, "outside the band"),
-        "matched": _by_length(found.bins, compared, lambda x: x.out_of_band, "outside the band"),
-        "noise": _by_length(found.bins, found.given, lambda x: x.noise, "outside by noise alone"),
-        "ess": _by_length(found.bins, compared, lambda x: x.ess, "effective sample size"),
-        "mass": _by_length(found.bins, compared, lambda x: x.mass, "share of the gradient"),
+        "given": _by_length(explanation.bins, explanation.given, lambda x: x.out_of_band, "outside the band"),
+        "matched": _by_length(explanation.bins, compared, lambda x: x.out_of_band, "outside the band"),
+        "noise": _by_length(explanation.bins, explanation.given, lambda x: x.noise, "outside by noise alone"),
+        "ess": _by_length(explanation.bins, compared, lambda x: x.ess, "effective sample size"),
+        "mass": _by_length(explanation.bins, compared, lambda x: x.mass, "share of the gradient"),
     }
     text = template(Path(__file__).with_name("page.html")).render(
-        found=found,
-        words=list(sentences(found)),
-        given=losses_table(found.given),
-        matched=losses_table(found.matched),
-        bins=bins_table(found, compared),
-        fates=fates_table(found),
-        limits=limits_table(found),
+        explanation=explanation,
+        words=list(sentences(explanation)),
+        given=losses_table(explanation.given),
+        matched=losses_table(explanation.matched),
+        bins=bins_table(explanation, compared),
+        fates=fates_table(explanation),
+        limits=limits_table(explanation),
         svgs={name: Markup(svg) for name, svg in svgs.items()},
         version=__version__,
     )
@@ -48,7 +47,7 @@ def _by_length(
     figure: Figure,
     bins: Sequence[Bin],
     losses: Sequence[OfLoss],
-    of: Callable[[AtLength], float],
+    of: Callable[[LengthFigures], float],
     label: str,
 ) -> None:
     axes = figure.subplots()

@@ -1,9 +1,15 @@
-"""The rows of a dump, JSON lines or parquet, each with the number by which errors name it."""
+"""The rows of a dump, JSON lines or parquet, and the names of their fields.
+
+Names are ours, and those that TRL and verl give to the same quantities. TRL's are the names in
+``GRPOTrainer._compute_loss`` (1.16.0) and of the column of its completions table; verl's those of its batch
+and of the arguments of a policy loss (0.9.1). Both were read in the published wheels. Another name is given
+on the command line, as in ``--fields advantage=adv``.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +21,99 @@ try:
 except ImportError:  # in the environment of a peer, where this package is installed without its dependencies
     msgspec = None  # type: ignore[assignment]
 
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "length": ("length", "L"),
+    "log_ratio_sum": ("log_ratio_sum", "S"),
+    "log_probs": ("log_probs", "per_token_logps", "log_prob"),
+    "old_log_probs": ("old_log_probs", "old_per_token_logps", "old_log_prob"),
+    "sampled_log_probs": ("sampled_log_probs", "sampling_per_token_logps", "rollout_log_probs"),
+    "mask": ("mask", "completion_mask", "response_mask"),
+    "advantage": ("advantage", "A", "advantages"),
+    "reward": ("reward", "score"),
+    "step": ("step",),
+    "prompt": ("prompt", "uid"),
+    "response": ("response",),
+}
+"""Field → names that it is known by, the first of which is ours."""
 
-def is_parquet(path: Path) -> bool:
-    """By its suffix."""
+
+def given_names(words: Iterable[str]) -> dict[str, str]:
+    """``advantage=adv`` → the name in the file by field. ``InputError`` for an unknown field."""
+    names = {}
+    for word in words:
+        field, _, name = word.partition("=")
+        if field not in NAMES or not name:
+            raise InputError(f"--fields {word}: must be FIELD=NAME, where FIELD is one of {', '.join(NAMES)}")
+        names[field] = name
+    return names
+
+
+def names_in(keys: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
+    """The name of each field that a row with these keys has.
+
+    Raises:
+        InputError: the row has two names of one field, or lacks a name that was given.
+    """
+    names = {}
+    for field, known in NAMES.items():
+        here = [name for name in ([given[field]] if field in given else known) if name in keys]
+        if field in given and not here:
+            raise InputError(f"no field {given[field]!r}, which --fields gives for {field}")
+        if len(here) > 1:
+            raise InputError(
+                f"{here[0]!r} and {here[1]!r} both mean {field}: keep one, or say --fields {field}=…"
+            )
+        if here:
+            names[field] = here[0]
+    _check_enough(names)
+    return names
+
+
+def _check_enough(names: Mapping[str, str]) -> None:
+    """Raise ``InputError`` unless L, S and A follow from these fields."""
+
+    def known(field: str) -> str:
+        return " or ".join(map(repr, NAMES[field]))
+
+    if "advantage" not in names:
+        raise InputError(f"no field {known('advantage')}: the advantage says which side of a band clips")
+    both = {"log_probs", "old_log_probs"} <= names.keys()
+    if not both and "log_ratio_sum" not in names:
+        lacking = next((field for field in ("old_log_probs", "log_probs") if field not in names), "")
+        other = {"log_probs": "old_log_probs", "old_log_probs": "log_probs"}[lacking]
+        if other in names:
+            raise InputError(f"{names[other]!r} without {known(lacking)}: a log-ratio needs both policies")
+        raise InputError(
+            f"no field {known('log_ratio_sum')}, and no token log-probs of both policies "
+            f"('log_probs' and 'old_log_probs'): nothing here says how far the policy moved. "
+            "docs/explain.md has how TRL and verl write them"
+        )
+    if not both and "length" not in names:
+        raise InputError(f"no field {known('length')}: every band depends on the number of response tokens")
+    if "sampled_log_probs" in names and not both:
+        raise InputError(f"{names['sampled_log_probs']!r} without 'log_probs' and 'old_log_probs'")
+
+
+def location(path: Path, number: int) -> str:
+    """The words of an error for a row, from 1: ``dump.jsonl:7`` or ``dump.parquet: row 7``."""
+    return f"{path}: row {number}" if _is_parquet(path) else f"{path}:{number}"
+
+
+def _is_parquet(path: Path) -> bool:
     return path.suffix.lower() == ".parquet"
 
 
-def place(path: Path, number: int) -> str:
-    """Of a row, in the words of an error: ``dump.jsonl:7`` or ``dump.parquet: row 7``, from 1."""
-    return f"{path}: row {number}" if is_parquet(path) else f"{path}:{number}"
-
-
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number, from 1, and fields of every row; blank lines of JSON lines are left out.
+    """Yields number, from 1, and fields of every row; blank lines of JSON lines are left out.
 
     Raises:
         InputError: the file cannot be read, or a line is not an object in JSON; names file and line.
     """
     try:
         with path.open("rb") as file:
-            if not is_parquet(path):
+            if not _is_parquet(path):
                 yield from (
-                    (n, _parse(line, place(path, n))) for n, line in enumerate(file, 1) if line.strip()
+                    (n, _parse(line, location(path, n))) for n, line in enumerate(file, 1) if line.strip()
                 )
                 return
     except OSError as error:
@@ -50,9 +127,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
-    row = _quickly(line)
-    if row is not None:
-        return row
+    if (quick := _quickly(line)) is not None:
+        return quick
     try:
         row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_twins)
     except UnicodeDecodeError as error:
@@ -67,11 +143,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _quickly(line: bytes) -> dict[str, Any] | None:
-    """The row, in a third of the time; None where only the standard parser can say what it is.
-
-    That is all that is no plain JSON (NaN, a broken line), and lines with more colons than keys: text has
-    colons, but so has a line with a key twice, of which msgspec keeps one.
-    """
+    """The row, in a third of the time; None where only the standard parser can tell: no plain JSON (NaN, a
+    broken line), or more colons than keys: text has colons, but so has a key twice, which msgspec takes."""
     if msgspec is None:
         return None
     try:
@@ -82,9 +155,9 @@ def _quickly(line: bytes) -> dict[str, Any] | None:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    row = dict(pairs)
+    if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice[:40]!r} is there twice")
-    return found
+    return row

@@ -1,9 +1,10 @@
-"""Activations: what a micro-batch leaves for backward, tensor by tensor, and the peak of an optimizer step.
+"""Activations: the tensors that a micro-batch leaves for backward, and the peak of an optimizer step.
 
 Two columns. ``local`` is what our layers on Megatron's local specification save; it is measured, by
 ``benchmarks/plan_memory.py`` and ``tests/plan``. ``transformer_engine`` is from reading its modules (fused
 norm and product, fused RoPE and SwiGLU, flash attention, which saves q, k, v, its output and a log-sum-exp
-per row); it was not measured. Experts were measured in neither.
+per row); it was not measured. Experts were measured in neither. The log-prob head has the chunks of
+:mod:`megatron_fspo.parallel.head`.
 
 Packs differ; a plan takes a full one. Under full recompute a layer keeps its input alone, and one layer at a
 time is whole.
@@ -14,17 +15,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_fspo.lab.plan.head import head_backward, head_forward, head_saved
-from megatron_fspo.lab.plan.shape import Pack, Shape, between
+from megatron_fspo.lab.plan.shape import PlannedPack, Shape, between
+from megatron_fspo.parallel.head import BLOCK_LOGITS, CHUNK_TOKENS
 from megatron_fspo.weights import has_parameter
 
 _BATCH = 45
 """Bytes per token of a micro-batch itself: ids, positions, labels, mask, segment, log-probs."""
 _FP32 = 4
+_PER_ROW = 8 + 8 + 3 * _FP32  # of the head: index, label, m, Z and H
 
 
 @dataclass(frozen=True)
-class Saved:
+class KeptTensor:
     """A tensor, or several alike, that one layer keeps for backward: bytes by implementation of the layer."""
 
     what: str
@@ -39,36 +41,37 @@ class Activations:
     held: float
     """Kept for the backward of all micro-batches that are under way."""
     micro_batches: float
-    """How many these are; those of virtual stages count by their share of the layers."""
+    """Their number; those of virtual stages count by their share of the layers."""
     moments: dict[str, float]
-    """Beside those: what comes on top, by what is being computed. They do not come together."""
+    """Bytes on top of those, by what is being computed. They do not come together."""
 
     @property
     def peak(self) -> float:
         return self.held + max(self.moments.values())
 
 
-def layer_tensors(shape: Shape, pack: Pack) -> list[Saved]:
-    """What a layer keeps of one micro-batch without recompute."""
+def layer_tensors(shape: Shape, pack: PlannedPack) -> list[KeptTensor]:
+    """The tensors that a layer keeps of one micro-batch without recompute."""
     return [*_attention(shape, pack), *_mlp(shape, pack)]
 
 
-def layer_bytes(shape: Shape, pack: Pack) -> float:
+def layer_bytes(shape: Shape, pack: PlannedPack) -> float:
     """Their sum for the layers of ``shape``."""
-    return sum(getattr(tensor, shape.layers) for tensor in layer_tensors(shape, pack))
+    local = shape.layers == "local"
+    return sum(tensor.local if local else tensor.transformer_engine for tensor in layer_tensors(shape, pack))
 
 
-def _norm(shape: Shape, pack: Pack, name: str) -> Iterator[Saved]:
-    """Of a norm and the product behind it. torch's norm computes in fp32 and keeps that."""
+def _norm(shape: Shape, pack: PlannedPack, name: str) -> Iterator[KeptTensor]:
+    """Tensors of a norm and the product behind it. torch's norm computes in fp32 and keeps that."""
     hidden = between(shape, pack) * shape.arch.hidden_size
     product = hidden * _product_width(shape)
-    yield Saved(f"input of the {name} norm", hidden * _FP32, hidden * shape.width)
-    yield Saved("its 1/rms", between(shape, pack) * _FP32, between(shape, pack) * _FP32)
-    yield Saved("its output before the weight", hidden * _FP32, 0)
-    yield Saved("its output, into a product", hidden * shape.width, product)
+    yield KeptTensor(f"input of the {name} norm", hidden * _FP32, hidden * shape.width)
+    yield KeptTensor("its 1/rms", between(shape, pack) * _FP32, between(shape, pack) * _FP32)
+    yield KeptTensor("its output before the weight", hidden * _FP32, 0)
+    yield KeptTensor("its output, into a product", hidden * shape.width, product)
 
 
-def _attention(shape: Shape, pack: Pack) -> Iterator[Saved]:
+def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
     arch, tp, width = shape.arch, shape.parallel.tensor, shape.width
     context = shape.parallel.context
     t = pack.tokens / context
@@ -77,29 +80,29 @@ def _attention(shape: Shape, pack: Pack) -> Iterator[Saved]:
     normed = has_parameter(arch, "self_attention.q_layernorm.weight")
     if normed:
         stats = t * (arch.num_heads + arch.num_kv_heads) / tp * _FP32
-        yield Saved("q into its norm", t * q * _FP32, t * q * width)
+        yield KeptTensor("q into its norm", t * q * _FP32, t * q * width)
         # A view of the product in fp32, and of that in any precision with Transformer Engine.
-        yield Saved("k into its norm", 0 if width == _FP32 else t * kv * _FP32, 0)
-        yield Saved("1/rms of q and k", stats, stats)
-        yield Saved("q and k before the weight", t * (q + kv) * _FP32, 0)
+        yield KeptTensor("k into its norm", 0 if width == _FP32 else t * kv * _FP32, 0)
+        yield KeptTensor("1/rms of q and k", stats, stats)
+        yield KeptTensor("q and k before the weight", t * (q + kv) * _FP32, 0)
     # v is a view of it. Locally, context parallel copies v; then only k's norm may still look at it.
     viewed = context == 1 or (normed and width == _FP32)
     product = t * (q + 2 * kv) * width
-    yield Saved("product q, k, v", product if viewed else 0, product)
-    yield Saved("cos and sin of q and of k", 4 * t * arch.head_dim * width, 0)
-    yield Saved("q after RoPE", t * q * width, t * q * width)
+    yield KeptTensor("product q, k, v", product if viewed else 0, product)
+    yield KeptTensor("cos and sin of q and of k", 4 * t * arch.head_dim * width, 0)
+    yield KeptTensor("q after RoPE", t * q * width, t * q * width)
     if context == 1:
-        yield Saved("k after RoPE", t * kv * width, t * kv * width)
+        yield KeptTensor("k after RoPE", t * kv * width, t * kv * width)
     else:
-        yield Saved("k and v of all ranks", 2 * pack.tokens * kv * width, t * kv * width)
+        yield KeptTensor("k and v of all ranks", 2 * pack.tokens * kv * width, t * kv * width)
         masks = sum(length * length for length in pack.lengths) / context
-        yield Saved("masks", masks * width, 0)
-    yield Saved("log-sum-exp", t * heads * _FP32, t * heads * _FP32)
-    yield Saved("attention's output, by sequence", t * q * width, 0)
-    yield Saved("attention's output, into a product", t * q * width, t * q * width)
+        yield KeptTensor("masks", masks * width, 0)
+    yield KeptTensor("log-sum-exp", t * heads * _FP32, t * heads * _FP32)
+    yield KeptTensor("attention's output, by sequence", t * q * width, 0)
+    yield KeptTensor("attention's output, into a product", t * q * width, t * q * width)
 
 
-def _mlp(shape: Shape, pack: Pack) -> Iterator[Saved]:
+def _mlp(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
     arch, width = shape.arch, shape.width
     yield from _norm(shape, pack, "second")
     if arch.experts is None:
@@ -109,21 +112,21 @@ def _mlp(shape: Shape, pack: Pack) -> Iterator[Saved]:
         routed = between(shape, pack) * arch.experts.per_token
         values = routed * arch.experts.ffn_size
         scores = 2 * between(shape, pack) * arch.experts.count * _FP32
-        yield Saved("router's logits and probabilities", scores, scores)
+        yield KeptTensor("router's logits and probabilities", scores, scores)
         tokens = routed * arch.hidden_size * width
-        yield Saved("tokens at their experts", tokens, tokens)
-    yield Saved("gate and up", 2 * values * width, 2 * values * width)
-    yield Saved("silu(gate)", values * width, 0)
-    yield Saved("up, as the product takes it", values * width, 0)
-    yield Saved("silu(gate) · up, into a product", values * width, values * _product_width(shape))
+        yield KeptTensor("tokens at their experts", tokens, tokens)
+    yield KeptTensor("gate and up", 2 * values * width, 2 * values * width)
+    yield KeptTensor("silu(gate)", values * width, 0)
+    yield KeptTensor("up, as the product takes it", values * width, 0)
+    yield KeptTensor("silu(gate) · up, into a product", values * width, values * _product_width(shape))
 
 
-def layer_input(shape: Shape, pack: Pack) -> float:
-    """What a layer keeps under full recompute."""
+def layer_input(shape: Shape, pack: PlannedPack) -> float:
+    """Bytes that a layer keeps under full recompute."""
     return between(shape, pack) * shape.arch.hidden_size * shape.width
 
 
-def layer_backward(shape: Shape, pack: Pack) -> float:
+def layer_backward(shape: Shape, pack: PlannedPack) -> float:
     """The most that the backward of a layer adds to what the layer saved: gradients of activations and,
     locally, of one matrix."""
     arch, tp = shape.arch, shape.parallel.tensor
@@ -143,22 +146,22 @@ def layer_backward(shape: Shape, pack: Pack) -> float:
     return max(down, activation, up) * shape.width
 
 
-def kept(shape: Shape, stage: int, chunk: int, pack: Pack) -> float:
-    """What one micro-batch keeps in a model chunk from its forward to its backward."""
+def kept(shape: Shape, stage: int, chunk: int, pack: PlannedPack) -> float:
+    """Bytes that one micro-batch keeps in a model chunk from its forward to its backward."""
     arch, width = shape.arch, shape.width
     one = layer_input(shape, pack) if shape.recompute else layer_bytes(shape, pack)
     hidden = between(shape, pack) * arch.hidden_size
     # Angles of positions, and the micro-batch.
-    found = shape.chunk_layers * one + max(pack.lengths) * arch.head_dim * _FP32
-    found += _BATCH * pack.tokens / shape.parallel.context
+    total = shape.chunk_layers * one + max(pack.lengths) * arch.head_dim * _FP32
+    total += _BATCH * pack.tokens / shape.parallel.context
     # Megatron's schedule keeps what came from the stage before and what went to the next. In fp32, and under
     # recompute, the first is also what the first layer keeps.
     if not shape.is_first(stage, chunk) and not (shape.recompute or width == _FP32):
-        found += hidden * width
+        total += hidden * width
     if not shape.is_last(stage, chunk):
-        return found + hidden * width
+        return total + hidden * width
     final = (2 * _FP32 if shape.layers == "local" else width) * hidden
-    return found + final + head_saved(shape, pack)
+    return total + final + _head_saved(shape, pack)
 
 
 def in_flight(shape: Shape, stage: int, micro_batches: int) -> int:
@@ -170,12 +173,12 @@ def in_flight(shape: Shape, stage: int, micro_batches: int) -> int:
     return min(micro_batches * virtual, ahead + 1)
 
 
-def activations(shape: Shape, stage: int, pack: Pack, micro_batches: int) -> Activations:
-    """Of an optimizer step on one rank of a stage.
+def activations(shape: Shape, stage: int, pack: PlannedPack, micro_batches: int) -> Activations:
+    """The activations of an optimizer step on one rank of a stage.
 
     Args:
         pack: every micro-batch is like this one.
-        micro_batches: of this rank in the optimizer step.
+        micro_batches: their number on this rank in the optimizer step.
     """
     virtual = shape.parallel.virtual_pipeline
     chunks = [kept(shape, stage, chunk, pack) for chunk in range(virtual)]
@@ -195,10 +198,9 @@ def activations(shape: Shape, stage: int, pack: Pack, micro_batches: int) -> Act
     tied = shape.arch.tied and shape.parallel.pipeline == 1
     moments = {"a layer's backward": again + layer_backward(shape, pack) + (table if tied else 0)}
     if shape.is_last(stage):
-        part = head_saved(shape, pack)
-        moments["the head's forward"] = head_forward(shape, pack)
-        moments["the head's backward"] = head_backward(shape, pack)
-        moments["a layer's backward"] -= part
+        moments["the head's forward"] = _head_forward(shape, pack)
+        moments["the head's backward"] = _head_backward(shape, pack)
+        moments["a layer's backward"] -= _head_saved(shape, pack)
     if stage == 0:
         # All layers of one micro-batch are done by then. A tied table has two gradients, and their sum.
         gone = chunks[0] - layer_input(shape, pack) * (shape.parallel.pipeline > 1)
@@ -209,3 +211,56 @@ def activations(shape: Shape, stage: int, pack: Pack, micro_batches: int) -> Act
 def _product_width(shape: Shape) -> int:
     """Bytes of a value that a product keeps: Transformer Engine keeps the FP8 one."""
     return 1 if shape.fp8 else shape.width
+
+
+def _head_saved(shape: Shape, pack: PlannedPack) -> float:
+    """Bytes that the log-prob head keeps of a micro-batch for backward: hidden states and a few values per
+    row. What sequence parallel gathers is there only from its forward to its backward."""
+    return between(shape, pack) * shape.arch.hidden_size * shape.width + _PER_ROW * pack.scored
+
+
+def _gathered(shape: Shape, pack: PlannedPack) -> float:
+    if not shape.parallel.sequence:
+        return 0
+    return pack.tokens / shape.parallel.context * shape.arch.hidden_size * shape.width
+
+
+def _head_forward(shape: Shape, pack: PlannedPack) -> float:
+    """The most that the head has beside that in forward: the logits of one chunk."""
+    # Megatron widens the last stage's output to fp32, which the head narrows again.
+    widened = between(shape, pack) * shape.arch.hidden_size * _FP32 if shape.width < _FP32 else 0
+    return widened + _gathered(shape, pack) + _chunk(shape, pack)
+
+
+def _head_backward(shape: Shape, pack: PlannedPack) -> float:
+    """The most in backward: that chunk again with the gradients of the rows, or what it ends with."""
+    arch, width = shape.arch, shape.width
+    rows = pack.scored * arch.hidden_size
+    # On CUDA bf16 logits go into the products.
+    narrowed = 2 * _logits(shape, pack) if shape.device == "cuda" and width < _FP32 else 0
+    # Autograd gets zeros for the weight, whose gradient went to main_grad.
+    zeros = shape.vocab_rows * arch.hidden_size * width
+    whole = pack.tokens / shape.parallel.context * arch.hidden_size
+    given = whole * width + (rows * width if width < _FP32 else 0)
+    if shape.parallel.sequence:
+        given = whole * _FP32 + between(shape, pack) * arch.hidden_size * (_FP32 + width)
+    most = max(_chunk(shape, pack) + narrowed, given + zeros)
+    return _gathered(shape, pack) + rows * _FP32 + most
+
+
+def _logits(shape: Shape, pack: PlannedPack) -> float:
+    """Values of the logits of a chunk."""
+    count = max(1, -(-pack.scored // CHUNK_TOKENS[shape.device]))
+    return -(-pack.scored // count) * shape.vocab_rows
+
+
+def _chunk(shape: Shape, pack: PlannedPack) -> float:
+    """Logits in fp32, scratch for two blocks of them, and what the products take."""
+    logits = _logits(shape, pack)
+    chunk_rows = logits // shape.vocab_rows
+    block = min(chunk_rows, max(1, BLOCK_LOGITS[shape.device] // shape.vocab_rows)) * shape.vocab_rows
+    # Only CUDA multiplies bf16 into fp32: elsewhere there is a copy of the weight.
+    widened = shape.device == "cpu" and shape.width < _FP32
+    copy = shape.vocab_rows * shape.arch.hidden_size * _FP32 if widened else 0
+    states = chunk_rows * shape.arch.hidden_size * (_FP32 if widened else shape.width)
+    return (logits + 2 * block) * _FP32 + copy + states

@@ -1,22 +1,88 @@
-"""``megatron-fspo plan``."""
+"""``megatron-fspo plan``: a plan as text and as JSON, with single changes to a run that would make it fit."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from pydantic import ValidationError
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
-from megatron_fspo.lab.plan.advice import single_changes
+from megatron_fspo.lab.plan.plan import GIB, Given, RunPlan, Stage, make_plan
 from megatron_fspo.lab.plan.presets import find_model
-from megatron_fspo.lab.plan.report import Given, make_report
+from megatron_fspo.lab.plan.shape import Shape
 from megatron_fspo.lab.plan.speed import Machine
-from megatron_fspo.lab.plan.table import as_json, as_text
+from megatron_fspo.packing.batch import padded_length
+from megatron_fspo.weights import Architecture
+
+_SHOWN = 6  # stages side by side
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleChange:
+    """One change to a run, and the plan that it gives."""
+
+    text: str
+    plan: RunPlan
+
+
+def single_changes(config: Config, arch: Architecture, given: Given) -> list[SingleChange]:
+    """Every change that is tried and legal. Those that fit come first, the fastest by estimate before others;
+    then those that do not, the smallest first."""
+    changes = []
+    for text, keys, world in _tried(config, given):
+        try:
+            tree = deepcopy(config.model_dump())
+            for key, value in keys.items():
+                section, _, name = key.partition(".")
+                tree[section][name] = value
+            plan = make_plan(Config.model_validate(tree), arch, replace(given, world=world))
+        except (ValidationError, InputError):
+            continue
+        changes.append(SingleChange(text=text, plan=plan))
+
+    def rank(change: SingleChange) -> tuple[bool, float]:
+        plan = change.plan
+        return bool(plan.problems), plan.worst.total if plan.problems else plan.seconds
+
+    return sorted(changes, key=rank)
+
+
+def _tried(config: Config, given: Given) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Yields each change in words, as keys, and its number of ranks."""
+    parallel, world = config.parallel, given.world
+    changes: list[dict[str, Any]] = []
+    if not parallel.distributed_optimizer:
+        changes.append({"parallel.distributed_optimizer": True})
+    if parallel.tensor > 1 and not parallel.sequence:
+        changes.append({"parallel.sequence": True})
+    if config.model.recompute == "none":
+        changes.append({"model.recompute": "full"})
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    shortest = padded_length(longest, parallel.context)
+    changes += [
+        {"batch.max_tokens": size}
+        for size in sorted({config.batch.max_tokens // 2, shortest})
+        if shortest <= size < config.batch.max_tokens
+    ]
+    if config.rollout.engine == "embedded":
+        changes += [{"rollout.max_batch": config.rollout.max_batch // n} for n in (2, 4, 8)]
+    changes.append({"parallel.tensor": 2 * parallel.tensor, "parallel.sequence": True})
+    changes += [
+        {f"parallel.{name}": 2 * getattr(parallel, name)} for name in ("pipeline", "context", "expert")
+    ]
+    for keys in changes:  # json.dumps writes these values as TOML does
+        yield ", ".join(f"{key} = {json.dumps(value)}" for key, value in keys.items()), keys, world
+    for more in (2, 4):
+        yield f"{more * world} ranks that train", {}, more * world
 
 
 def plan(config: Config, given: Given, *, model: str | None, use_json: bool) -> tuple[str, bool]:
-    """What to print, and whether the run fits.
+    """The text to print, and whether the run fits.
 
     Args:
         model: a preset or a folder; None: the run's checkpoint.
@@ -25,10 +91,10 @@ def plan(config: Config, given: Given, *, model: str | None, use_json: bool) -> 
         InputError: no such model, or the model cannot be spread like this.
     """
     arch = find_model(model or str(config.model.checkpoint))
-    report = make_report(config, arch, given)
-    changes = single_changes(config, arch, given) if report.problems else []
-    text = json.dumps(as_json(report, changes)) if use_json else as_text(report, changes)
-    return text, not report.problems
+    made = make_plan(config, arch, given)
+    changes = single_changes(config, arch, given) if made.problems else []
+    text = json.dumps(as_json(made, changes)) if use_json else as_text(made, changes)
+    return text, not made.problems
 
 
 def assumed(words: Sequence[str]) -> Machine:
@@ -52,3 +118,163 @@ def assumed(words: Sequence[str]) -> Machine:
             raise InputError(f"--assume {word}: must be a positive number")
         values[name] = int(value) if isinstance(names[name], int) else value
     return replace(Machine(), **values)  # type: ignore[arg-type]
+
+
+def as_text(plan: RunPlan, changes: Sequence[SingleChange]) -> str:
+    """The plan as text."""
+    files = f"a checkpoint: {_gib(plan.checkpoint)} GiB; the Hugging Face export: {_gib(plan.export)} GiB"
+    servers = [_server(plan)] if plan.server is not None else []
+    blocks = [_head(plan), _memory(plan), *servers, files, _times(plan), _assumptions(plan)]
+    return "\n\n".join([*blocks, _limits(plan, changes)])
+
+
+def as_json(plan: RunPlan, changes: Sequence[SingleChange]) -> dict[str, Any]:
+    """The plan as JSON types, in bytes and seconds."""
+    return {
+        "fits": not plan.problems,
+        "problems": plan.problems,
+        "world": plan.given.world,
+        "data": plan.shape.data,
+        "room": plan.given.room,
+        "stages": [
+            {"stage": stage.number, "always": stage.always, "phases": stage.phases, "total": stage.total}
+            for stage in plan.stages
+        ],
+        "servers": plan.samplers.count if plan.server else 0,
+        "server": asdict(plan.server) if plan.server else None,
+        "turns": plan.turns,
+        "checkpoint": plan.checkpoint,
+        "export": plan.export,
+        "estimate_seconds": {phase.name: phase.parts for phase in plan.phases},
+        "assumptions": asdict(plan.given),
+        "changes": [
+            {
+                "change": change.text,
+                "fits": not change.plan.problems,
+                "total": change.plan.worst.total,
+                "estimate_seconds": change.plan.seconds,
+            }
+            for change in changes
+        ],
+        "notes": plan.notes,
+    }
+
+
+def layout_of(shape: Shape) -> str:
+    """The layout in words."""
+    parallel = shape.parallel
+    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context,
+             "expert": parallel.expert, "data": shape.data}  # fmt: skip
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+
+
+def _head(plan: RunPlan) -> str:
+    shape, work = plan.shape, plan.work
+    packs = " + ".join(f"{n}" for n in work.pack.lengths[:3]) + (" …" if work.pack.lengths[3:] else "")
+    arch, values = shape.arch, plan.export / shape.width
+    count = f"{values / 1e9:.2f} billion" if values >= 1e9 else f"{values / 1e6:.1f} million"
+    return (
+        f"{arch.model_type}, {arch.num_layers} layers of {arch.hidden_size}: {count} parameters\n"
+        f"{plan.given.world} ranks ({layout_of(shape)}), {str(shape.dtype).removeprefix('torch.')}, "
+        f"layers of {shape.layers}{', FP8' if shape.fp8 else ''}"
+        f"{', full recompute' if shape.recompute else ''}\n"
+        f"a step: {work.responses} responses, {work.mini_batches * work.epochs} optimizer steps of about "
+        f"{work.micro_batches} micro-batches a rank; a full one: {packs} tokens"
+    )
+
+
+def _memory(plan: RunPlan) -> str:
+    stages = _chosen(plan)
+    rows: list[tuple[str, list[str]]] = [
+        ("memory of a rank, GiB", [f"stage {stage.number}" for stage in stages])
+    ]
+    for name in stages[0].always:
+        rows.append((name, [_gib(stage.always[name]) for stage in stages]))
+    for phase in dict.fromkeys(phase for stage in stages for phase in stage.phases):
+        columns = [list(stage.phases.get(phase, {}).items()) for stage in stages]
+        for row in range(max(map(len, columns))):
+            name, *others = dict.fromkeys(column[row][0] for column in columns if column)
+            if others:
+                name = "on top" if name.startswith("on top") else "activations under way"
+            values = [_gib(column[row][1]) if column else "-" for column in columns]
+            rows.append((f"{phase}: {name}", values))
+    rows.append((f"total, of {_gib(plan.given.room)}", [_gib(stage.total) for stage in stages]))
+    left = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{left}}" + "".join(f"{value:>10}" for value in values) for name, values in rows]
+    return "\n".join(lines)
+
+
+def _chosen(plan: RunPlan) -> list[Stage]:
+    """All stages, or the first, the last and the largest of many."""
+    if len(plan.stages) <= _SHOWN:
+        return plan.stages
+    numbers = {0, 1, plan.worst.number, len(plan.stages) - 2, len(plan.stages) - 1}
+    return [plan.stages[number] for number in sorted(numbers)]
+
+
+def _server(plan: RunPlan) -> str:
+    server, count = plan.server, plan.samplers.count
+    assert server is not None
+    turns = ""
+    if plan.turns:
+        held = {"trainer": plan.worst.total} | plan.turns
+        listed = ", ".join(f"of the {turn} {_gib(value)}" for turn, value in held.items())
+        turns = f"\n  on the trainer's GPUs, in turns: {listed} of {_gib(plan.given.room)}"
+    return (
+        f"vLLM servers: {count}, GPUs of each: {server.gpus}; GiB of a GPU: weights {_gib(server.weights)}, "
+        f"an update {_gib(server.receiving)}, KV cache {_gib(server.cache)}\n"
+        f"  the cache holds {server.cached_tokens} tokens; all that may be in flight: {server.wanted_tokens}"
+        f"{turns}"
+    )
+
+
+def _times(plan: RunPlan) -> str:
+    lines = ["seconds of a step: an estimate, nothing of it measured"]
+    for phase in plan.phases:
+        parts = ", ".join(f"{name} {_time(value)}" for name, value in phase.parts.items() if value)
+        parts = parts or "nothing to do"
+        lines.append(f"  {phase.name:<10}{_time(phase.seconds):>8}   {parts}")
+    return "\n".join([*lines, f"  {'all':<10}{_time(plan.seconds):>8}"])
+
+
+def _assumptions(plan: RunPlan) -> str:
+    m, work, given = plan.given.machine, plan.work, plan.given
+    return (
+        f"assumed: {m.flops / 1e12:g} TFLOP/s x {m.flops_share:g}; memory {m.memory / 1e12:g} TB/s x "
+        f"{m.memory_share:g}; in a node of {m.node} {m.links / 1e9:g} GB/s x {m.links_share:g},\n"
+        f"  between nodes {m.network / 1e9:g} GB/s x {m.network_share:g} a GPU; through a CPU "
+        f"{m.host / 1e9:g} GB/s;\n  {m.decoding_seconds * 1000:g} ms a decoding step; prompts of "
+        f"{work.prompt_tokens:g} and responses of {work.response_tokens:g} tokens on average;\n"
+        f"  {given.reserve_gib:g} of {given.gpu_gib:g} GiB for CUDA, NCCL and fragments"
+    )
+
+
+def _limits(plan: RunPlan, changes: Sequence[SingleChange]) -> str:
+    worst, slowest = plan.worst, max(plan.phases, key=lambda phase: phase.seconds)
+    longest = max(slowest.parts, key=lambda name: slowest.parts[name])
+    lines = [
+        f"limits: memory of stage {worst.number}, most of it {worst.largest}; time (estimate) of the "
+        f"{slowest.name}, most of it {longest}"
+    ]
+    lines += [f"note: {note}" for note in plan.notes]
+    if not plan.problems:
+        return "\n".join([*lines, "it fits"])
+    lines += [f"DOES NOT FIT: {problem}" for problem in plan.problems]
+    fitting = [change for change in changes if not change.plan.problems]
+    if fitting:
+        lines.append("any one of these would fit (the fastest first, by estimate):")
+    else:
+        lines.append("no single change that was tried fits; the smallest are:")
+    lines += [
+        f"  {change.text}: {_gib(change.plan.worst.total)} GiB, a step of {_time(change.plan.seconds)} s"
+        for change in (fitting or list(changes)[:3])
+    ]
+    return "\n".join(lines)
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.2f}"
+
+
+def _time(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"

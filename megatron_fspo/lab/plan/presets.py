@@ -10,66 +10,46 @@ import torch
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import Architecture, Experts, read_architecture
 
+_BF16 = {"dtype": torch.bfloat16}
 _QWEN3: dict[str, Any] = {
-    "model_type": "qwen3",
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tied": False,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 40960,
-    "dtype": torch.bfloat16,
-}
+    **_BF16, "model_type": "qwen3", "num_kv_heads": 8, "head_dim": 128, "vocab_size": 151936, "tied": False,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960,
+}  # fmt: skip
 _LLAMA31: dict[str, Any] = {
-    "model_type": "llama",
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "tied": False,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "rope_factor": 8.0,
-    "max_position_embeddings": 131072,
-    "dtype": torch.bfloat16,
-}
+    **_BF16, "model_type": "llama", "num_kv_heads": 8, "head_dim": 128, "vocab_size": 128256, "tied": False,
+    "rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_factor": 8.0, "max_position_embeddings": 131072,
+}  # fmt: skip
+_SMOLLM2: dict[str, Any] = {
+    **_BF16, "model_type": "llama", "num_kv_heads": 3, "head_dim": 64, "vocab_size": 49152, "tied": True,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e5, "max_position_embeddings": 8192,
+}  # fmt: skip
 
 
-def _qwen3(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> Architecture:
-    values = {"num_kv_heads": 8, **_QWEN3, **more}
-    return Architecture(num_layers=layers, hidden_size=hidden, num_heads=heads, ffn_size=ffn, **values)
+def _dense(
+    family: dict[str, Any], layers: int, hidden: int, heads: int, ffn: int, **more: Any
+) -> Architecture:
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "ffn_size": ffn}
+    return Architecture(**{**family, **sizes, **more})
 
 
-def _experts(ffn: int) -> dict[str, Any]:
-    experts = Experts(count=128, per_token=8, ffn_size=ffn, normalize_top_k=True)
-    return {"model_type": "qwen3_moe", "num_kv_heads": 4, "experts": experts}
+def _mixture(layers: int, hidden: int, heads: int, ffn: int, expert: int) -> Architecture:
+    experts = Experts(count=128, per_token=8, ffn_size=expert, normalize_top_k=True)
+    more = {"model_type": "qwen3_moe", "num_kv_heads": 4, "experts": experts}
+    return _dense(_QWEN3, layers, hidden, heads, ffn, **more)
 
 
 PRESETS = {
-    "smollm2-135m": Architecture(
-        model_type="llama",
-        num_layers=30,
-        hidden_size=576,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        ffn_size=1536,
-        vocab_size=49152,
-        tied=True,
-        rms_norm_eps=1e-5,
-        rope_theta=1e5,
-        max_position_embeddings=8192,
-        dtype=torch.bfloat16,
-    ),
-    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied=True),
-    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tied=True),
-    "qwen3-4b": _qwen3(36, 2560, 32, 9728, tied=True),
-    "qwen3-8b": _qwen3(36, 4096, 32, 12288),
-    "qwen3-14b": _qwen3(40, 5120, 40, 17408),
-    "qwen3-32b": _qwen3(64, 5120, 64, 25600),
-    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 6144, **_experts(768)),
-    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12288, **_experts(1536)),
-    "llama-3.1-8b": Architecture(num_layers=32, hidden_size=4096, num_heads=32, ffn_size=14336, **_LLAMA31),
-    "llama-3.1-70b": Architecture(num_layers=80, hidden_size=8192, num_heads=64, ffn_size=28672, **_LLAMA31),
+    "smollm2-135m": _dense(_SMOLLM2, 30, 576, 9, 1536),
+    "qwen3-0.6b": _dense(_QWEN3, 28, 1024, 16, 3072, tied=True),
+    "qwen3-1.7b": _dense(_QWEN3, 28, 2048, 16, 6144, tied=True),
+    "qwen3-4b": _dense(_QWEN3, 36, 2560, 32, 9728, tied=True),
+    "qwen3-8b": _dense(_QWEN3, 36, 4096, 32, 12288),
+    "qwen3-14b": _dense(_QWEN3, 40, 5120, 40, 17408),
+    "qwen3-32b": _dense(_QWEN3, 64, 5120, 64, 25600),
+    "qwen3-30b-a3b": _mixture(48, 2048, 32, 6144, 768),
+    "qwen3-235b-a22b": _mixture(94, 4096, 64, 12288, 1536),
+    "llama-3.1-8b": _dense(_LLAMA31, 32, 4096, 32, 14336),
+    "llama-3.1-70b": _dense(_LLAMA31, 80, 8192, 64, 28672),
 }
 
 

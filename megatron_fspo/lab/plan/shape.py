@@ -1,4 +1,4 @@
-"""What a plan follows from: a model, a layout, a job; and the parameters of each pipeline stage.
+"""The base of a plan: a model, a layout, a job; and the parameters of each pipeline stage.
 
 Sizes in bytes unless said otherwise. Shape legend: t tokens of a micro-batch that a rank holds, H hidden
 size, F FFN size, V padded vocabulary, d head size, L layers.
@@ -43,7 +43,7 @@ class Shape:
     world: int
     """Ranks of the job; fits the layout (:func:`~megatron_fspo.mcore.sizes.check_world`)."""
     dtype: torch.dtype
-    """Of parameters and activations."""
+    """Type of parameters and activations."""
     layers: Layers
     device: Literal["cpu", "cuda"]
     recompute: bool = False
@@ -66,7 +66,7 @@ class Shape:
 
     @property
     def experts_reduced_over(self) -> int:
-        """The same of an expert: the ranks of a stage that hold it."""
+        """The same for an expert: the ranks of a stage that hold it."""
         return self.world // self.parallel.pipeline // self.parallel.expert
 
     @property
@@ -85,31 +85,31 @@ class Shape:
         return self.arch.num_layers // (self.parallel.pipeline * self.parallel.virtual_pipeline)
 
     def is_first(self, stage: int, chunk: int = 0) -> bool:
-        """Whether the chunk begins the model."""
+        """True where the chunk begins the model."""
         return stage == 0 and chunk == 0
 
     def is_last(self, stage: int, chunk: int | None = None) -> bool:
-        """Whether the chunk ends the model; without ``chunk``: whether one of the stage does."""
+        """True where the chunk ends the model; without ``chunk``: where one of the stage does."""
         last = self.parallel.virtual_pipeline - 1
         return stage == self.parallel.pipeline - 1 and chunk in (None, last)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pack:
+class PlannedPack:
     """A micro-batch."""
 
     lengths: tuple[int, ...]
-    """Of its sequences, padding included, over all context-parallel ranks."""
+    """Lengths of its sequences, padding included, over all context-parallel ranks."""
     scored: int
     """Tokens on this rank whose log-probs are wanted."""
 
     @property
     def tokens(self) -> int:
-        """Over all context-parallel ranks."""
+        """Tokens over all context-parallel ranks."""
         return sum(self.lengths)
 
 
-def between(shape: Shape, pack: Pack) -> float:
+def between(shape: Shape, pack: PlannedPack) -> float:
     """Tokens of a rank between the parallel parts of layers: sequence parallel splits them once more."""
     rank = pack.tokens / shape.parallel.context
     return rank / shape.parallel.tensor if shape.parallel.sequence else rank
@@ -117,10 +117,10 @@ def between(shape: Shape, pack: Pack) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One of a rank."""
+    """A parameter of a rank."""
 
     name: str
-    """As ``GPTModel.named_parameters()`` has it."""
+    """Name in ``GPTModel.named_parameters()``."""
     shape: tuple[int, ...]
     expert: bool = False
     """Expert parallel spreads it, tensor parallel does not."""
@@ -144,7 +144,7 @@ def _of_chunk(shape: Shape, stage: int, chunk: int) -> Iterator[Parameter]:
     embedding, norm, output = (row for row in table if not row.of_layer)
     if shape.is_first(stage, chunk):
         yield _parameter(shape, embedding, shared=arch.tied and apart)
-    layer_rows = sorted((row for row in table if row.of_layer), key=lambda row: _place(row, shape.layers))
+    layer_rows = sorted((row for row in table if row.of_layer), key=lambda row: _position(row, shape.layers))
     for layer in range(shape.chunk_layers):
         for row in layer_rows:
             for expert in range(arch.num_experts // shape.parallel.expert if row.of_expert else 1):
@@ -169,8 +169,8 @@ def _name(row: Row, layers: Layers) -> str:
     return row.megatron[0 if layers == "local" else -1]
 
 
-def _place(row: Row, layers: Layers) -> tuple[int, str]:
-    """Where a row comes within a layer: by module; in it norms before weights, as Transformer Engine has
+def _position(row: Row, layers: Layers) -> tuple[int, str]:
+    """Sort key of a row within a layer: by module; in it norms before weights, as Transformer Engine has
     them, and a bias last."""
     name = _name(row, layers).partition("{layer}.")[2]
     module = next(i for i, known in enumerate(_ORDER) if name.startswith(known))

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_fspo.lab.plan.buffers import model_values
-from megatron_fspo.lab.plan.shape import Pack, Shape, between
-from megatron_fspo.lab.plan.state import state
+from megatron_fspo.lab.plan.shape import PlannedPack, Shape, between
+from megatron_fspo.lab.plan.state import model_values, state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a GPU is assumed to reach. The peaks are those of NVIDIA's datasheet of the H100 SXM 80GB and of a
-    node with one 400 Gb/s adapter a GPU; the shares of them are guesses."""
+    """Speeds that a GPU is assumed to reach. The peaks are those of NVIDIA's datasheet of the H100 SXM 80GB
+    and of a node with one 400 Gb/s adapter a GPU; the shares of them are guesses."""
 
     flops: float = 989e12
     """Dense bf16 FLOP/s of a GPU."""
     flops_share: float = 0.4
-    """Of it, in the trainer's passes."""
+    """Share of it in the trainer's passes."""
     memory: float = 3.35e12
     """Bytes per second of a GPU's memory."""
     memory_share: float = 0.6
@@ -37,7 +36,7 @@ class Machine:
     host: float = 2e9
     """Bytes per second of a weight update through a CPU (gloo) or a shared disk."""
     decoding_seconds: float = 0.01
-    """Of a decoding step beside reading memory: launches, sampling, the scheduler."""
+    """Seconds of a decoding step beside reading memory: launches, sampling, the scheduler."""
 
     def between(self, ranks: int) -> float:
         """Bytes per second within a group of neighbours of so many ranks."""
@@ -60,13 +59,13 @@ class Work:
     epochs: int
     scored_before: int
     """Passes without gradients over the rollout: old log-probs, and a reference."""
-    pack: Pack
+    pack: PlannedPack
     micro_batches: int
-    """Of a rank in an optimizer step."""
+    """Micro-batches of a rank in an optimizer step."""
 
     @property
     def tokens(self) -> float:
-        """Of a step, prompts with each response."""
+        """Tokens of a step, prompts with each response."""
         return self.responses * (self.prompt_tokens + self.response_tokens)
 
 
@@ -135,11 +134,11 @@ def updating(shape: Shape, work: Work, machine: Machine) -> Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Samplers:
-    """What samples: servers, or the copies of the training model."""
+    """The samplers: servers, or the copies of the training model."""
 
     count: int
     gpus: int
-    """Of each that share its weights."""
+    """GPUs of each, which share its weights."""
     side_by_side: int
     """Responses of each at a time."""
 
@@ -203,7 +202,7 @@ def _span(shape: Shape) -> int:
     return shape.world // shape.parallel.pipeline if shape.reduced_over > 1 else 1
 
 
-def _messages(shape: Shape, pack: Pack, machine: Machine) -> float:
+def _messages(shape: Shape, pack: PlannedPack, machine: Machine) -> float:
     """Seconds of one forward over a micro-batch on a rank: tensor, context and expert parallel."""
     arch, parallel, width = shape.arch, shape.parallel, shape.width
     layers = arch.num_layers / parallel.pipeline

@@ -13,30 +13,28 @@ from markupsafe import Markup
 
 from megatron_fspo import __version__
 from megatron_fspo.errors import InputError
-from megatron_fspo.lab.report import overlaid
-from megatron_fspo.lab.report.drawing import smoothing_window
-from megatron_fspo.lab.report.findings import TAIL, WINDOW, Findings, read_findings
-from megatron_fspo.lab.report.headlines import number
-from megatron_fspo.lab.report.history import Records, Series, clip_rates, overall_rates
-from megatron_fspo.lab.report.overlaid import Curve, LengthCurve, PooledError, style_of
+from megatron_fspo.lab.report import pictures
+from megatron_fspo.lab.report.drawing import Line, smoothing_window
+from megatron_fspo.lab.report.figures import ABSENT, TAIL, WINDOW, RunData, machines, read_run
+from megatron_fspo.lab.report.history import Records, clip_rates, overall_rates
 from megatron_fspo.lab.report.page import template
-from megatron_fspo.lab.report.times import machines
+from megatron_fspo.lab.report.pictures import Evaluations, LengthCurve, style_of
 from megatron_fspo.objective import FSPOBand
+from megatron_fspo.tables import number
 
-_ABSENT = "–"
 _MATCHED = 0.02
 """Shares outside further apart than this are not matched."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ComparedRun:
     """A run of several."""
 
     label: str
     """A letter and the name of the loss: pictures have no text of the user's."""
     name: str
-    """Of its folder, with as much of the path as tells it from the others."""
-    found: Findings
+    """Name of its folder, with as much of the path as tells it from the others."""
+    data: RunData
 
 
 def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -58,7 +56,7 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
     return page
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     """The runs to compare, labelled in their order; raises as :func:`write_comparison`."""
     if len(folders) < 2:
         raise InputError("report --compare: name two runs or more")
@@ -68,10 +66,10 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             raise InputError(f"report --compare: {folder} is there twice")
     runs = []
     for position, (folder, name) in enumerate(zip(folders, names(paths), strict=True)):
-        found = read_findings(folder)
-        if not found.steps:
+        data = read_run(folder)
+        if not data.steps:
             raise InputError(f"{folder}: has made no step; there is nothing to compare yet")
-        runs.append(Run(label=f"{_letters(position)} {found.config.loss.name}", name=name, found=found))
+        runs.append(ComparedRun(label=f"{_letters(position)} {data.config.loss.name}", name=name, data=data))
     return runs
 
 
@@ -91,28 +89,28 @@ def differences(configs: Sequence[Any]) -> list[tuple[str, list[str]]]:
     """
     flat = [
         {
-            f"{section}.{key}": _ABSENT if value is None else _said(value)
+            f"{section}.{key}": ABSENT if value is None else _said(value)
             for section, keys in config.model_dump(mode="json").items()
             for key, value in keys.items()
         }
         for config in configs
     ]
     every = dict.fromkeys(key for one in flat for key in one if key not in ("run.name", "run.folder"))
-    rows = [(key, [one.get(key, _ABSENT) for one in flat]) for key in every]
+    rows = [(key, [one.get(key, ABSENT) for one in flat]) for key in every]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def figures(found: Findings) -> dict[str, str]:
+def figures(data: RunData) -> dict[str, str]:
     """The numbers of a run by name, of its last steps unless said otherwise; the same names for every run."""
-    lre, measured, band = found.lre, found.exponent, found.band()
-    seconds = found.history.series("timing_s/step")
+    lre, measured, band = data.lre, data.exponent, data.band()
+    seconds = data.history.series("timing_s/step")
     pooled = f"{_with_interval(lre.mean, lre.mean_interval, '.3f')}, by chance {lre.null_mean:.3f}"
     if isinstance(measured, str):
-        exponent = _ABSENT
+        exponent = ABSENT
     else:
         exponent = _with_interval(measured.value, measured.interval, ".2f")
     last = {
-        name: number(found.history.series(metric).last(WINDOW), form)
+        name: number(data.history.series(metric).last(WINDOW), form, ABSENT)
         for name, metric, form in (
             ("Reward", "critic/rewards/mean", ".3f"),
             ("Response length", "response_length/mean", ",.1f"),
@@ -122,38 +120,38 @@ def figures(found: Findings) -> dict[str, str]:
         )
     }
     return {
-        "Steps": f"{len(found.steps):,} of {found.config.run.steps:,}",
-        "Evaluation, first": _evaluated(found, 0),
-        "Evaluation, last": _evaluated(found, -1),
-        "Evaluation, gained": _gained(found),
+        "Steps": f"{len(data.steps):,} of {data.config.run.steps:,}",
+        "Evaluation, first": _evaluated(data, 0),
+        "Evaluation, last": _evaluated(data, -1),
+        "Evaluation, gained": _gained(data),
         **last,
-        "LRE pooled": pooled if math.isfinite(lre.mean) else _ABSENT,
+        "LRE pooled": pooled if math.isfinite(lre.mean) else ABSENT,
         "Exponent of S": exponent,
-        "… of FSPO’s band": f"{band.exponent:.3g}" if isinstance(band, FSPOBand) else _ABSENT,
-        "Seconds of a step": f"{seconds.total() / len(seconds.steps):.3g}" if seconds else _ABSENT,
-        "Hardware": machines(found.jobs).get("Hardware", _ABSENT),
+        "… of FSPO’s band": f"{band.exponent:.3g}" if isinstance(band, FSPOBand) else ABSENT,
+        "Seconds of a step": f"{seconds.total() / len(seconds.steps):.3g}" if seconds else ABSENT,
+        "Hardware": machines(data.jobs).get("Hardware", ABSENT),
     }
 
 
-def sentences(runs: Sequence[Run], curves: Sequence[LengthCurve]) -> Iterator[str]:
-    """What the first picture says, and how much of it the growth of S explains."""
-    told = [curve for curve in curves if len(curve.bins) > 1 and curve.bins[0].out_of_band > 0]
-    ratios = [(curve.bins[-1].out_of_band / curve.bins[0].out_of_band, curve.label) for curve in told]
-    if told:
+def sentences(runs: Sequence[ComparedRun], curves: Sequence[LengthCurve]) -> Iterator[str]:
+    """The first picture in words, and how much of it the growth of S explains."""
+    banded = [curve for curve in curves if len(curve.bins) > 1 and curve.bins[0].out_of_band > 0]
+    ratios = [(curve.bins[-1].out_of_band / curve.bins[0].out_of_band, curve.label) for curve in banded]
+    if banded:
         often = [f"{ratio:.1f} × as often as the shortest in {label}" for ratio, label in ratios[:1]]
         often += [f"{ratio:.1f} × in {label}" for ratio, label in ratios[1:]]
         yield f"The longest responses are outside the band {', '.join(often)}."
     shares = [curve.overall for curve in curves if math.isfinite(curve.overall)]
     if shares and max(shares) - min(shares) > _MATCHED:
-        listed = ", ".join(f"{curve.label} {number(curve.overall, '.1%')}" for curve in curves)
+        listed = ", ".join(f"{curve.label} {number(curve.overall, '.1%', ABSENT)}" for curve in curves)
         yield f"The shares outside over all lengths are not matched: {listed}."
     for run, curve in zip(runs, curves, strict=True):
-        measured, band = run.found.exponent, run.found.band()
+        measured, band = run.data.exponent, run.data.band()
         if isinstance(measured, str) or not isinstance(band, FSPOBand) or len(curve.bins) < 2:
             continue
         short, long = ((one.low + one.high) / 2 for one in (curve.bins[0], curve.bins[-1]))
         wider = (long / short) ** (measured.value - band.exponent)
-        rates = [_expected(run.found.pool, measured.value, band, length) for length in (short, long)]
+        rates = [_expected(run.data.pool, measured.value, band, length) for length in (short, long)]
         yield (
             f"{run.label}: S spreads as L^{measured.value:.2f}, its band as L^{band.exponent:.2g}. From "
             f"{short:.0f} to {long:.0f} tokens S grows {wider:.1f} × as much as the band, which alone would "
@@ -168,52 +166,55 @@ def _expected(records: Records, exponent: float, band: FSPOBand, length: float) 
     return ((sums < low) | (sums > high)).double().mean().item()
 
 
-def _render(runs: Sequence[Run]) -> str:
-    every = [figures(run.found) for run in runs]
+def _render(runs: Sequence[ComparedRun]) -> str:
+    every = [figures(run.data) for run in runs]
     curves = [_by_length(run) for run in runs]
     rows = [(name, [one[name] for one in every]) for name in every[0]]
     return template(Path(__file__).with_name("compare.html")).render(
         runs=runs,
         sentences=list(sentences(runs, curves)),
         colours=[style_of(position)[0] for position in range(len(runs))],
-        rows=[(name, values) for name, values in rows if set(values) != {_ABSENT}],
-        differences=differences([run.found.config for run in runs]),
+        rows=[(name, values) for name, values in rows if set(values) != {ABSENT}],
+        differences=differences([run.data.config for run in runs]),
         # Ours, and without any text of the user's.
         svgs={name: Markup(svg) for name, svg in _pictures(runs, curves)},
-        smoothing=max(smoothing_window(len(run.found.steps)) for run in runs),
+        smoothing=max(smoothing_window(len(run.data.steps)) for run in runs),
         version=__version__,
     )
 
 
-def _pictures(runs: Sequence[Run], lengths: Sequence[LengthCurve]) -> Iterator[tuple[str, str]]:
+def _pictures(runs: Sequence[ComparedRun], lengths: Sequence[LengthCurve]) -> Iterator[tuple[str, str]]:
     for name, metric, unit in (
         ("reward", "critic/rewards/mean", "reward"),
         ("response_length", "response_length/mean", "L (tokens), mean"),
         ("outside", "fspo/out_of_band", "share"),
         ("ess", "fspo/ess", "share"),
     ):
-        curves = [Curve(label=run.label, series=run.found.history.series(metric)) for run in runs]
-        if any(curve.series for curve in curves):
-            yield name, overlaid.over_all_steps(curves, unit, share=unit == "share")
-    evaluated = [(position, run) for position, run in enumerate(runs) if run.found.history.evaluation()]
-    if evaluations := [(position, _evaluation(run)) for position, run in evaluated]:
-        yield "evaluation", overlaid.evaluations(evaluations)
+        lines = []
+        for position, run in enumerate(runs):
+            colour, style, _ = style_of(position)
+            if series := run.data.history.series(metric):
+                lines.append(Line(series=series, label=run.label, colour=colour, style=style))
+        if lines:
+            yield name, pictures.curves(lines, unit, share=unit == "share")
+    if evaluations := [*_evaluations(runs)]:
+        yield "evaluation", pictures.evaluations(evaluations)
     if any(curve.bins for curve in lengths):
-        yield "by_length", overlaid.by_length(lengths)
-        yield "relative", overlaid.relative_by_length(lengths)
-    errors = [PooledError(label=run.label, error=run.found.lre) for run in runs]
-    if any(math.isfinite(one.error.mean) for one in errors):
-        yield "length_error", overlaid.length_errors(errors)
+        yield "by_length", pictures.by_length(lengths)
+        yield "relative", pictures.relative_by_length(lengths)
+    if any(math.isfinite(run.data.lre.mean) for run in runs):
+        yield "length_error", pictures.length_errors([(run.label, run.data.lre) for run in runs])
 
 
-def _evaluation(run: Run) -> Curve:
-    name = run.found.history.evaluation() or ""
-    low, high = (run.found.history.series(f"{name}/{end}") for end in ("low", "high"))
-    return Curve(label=run.label, series=run.found.history.series(name), low=low, high=high)
+def _evaluations(runs: Sequence[ComparedRun]) -> Iterator[Evaluations]:
+    for position, run in enumerate(runs):
+        if name := run.data.history.evaluation():
+            value, low, high = (run.data.history.series(f"{name}{end}") for end in ("", "/low", "/high"))
+            yield Evaluations(label=run.label, position=position, series=value, low=low, high=high)
 
 
-def _by_length(run: Run) -> LengthCurve:
-    tail = run.found.records.tail(TAIL, WINDOW) if len(run.found.records) else run.found.records
+def _by_length(run: ComparedRun) -> LengthCurve:
+    tail = run.data.records.tail(TAIL, WINDOW)
     return LengthCurve(
         label=run.label,
         bins=clip_rates(tail) if len(tail) else [],
@@ -221,31 +222,30 @@ def _by_length(run: Run) -> LengthCurve:
     )
 
 
-def _evaluated(found: Findings, at: int) -> str:
+def _evaluated(data: RunData, at: int) -> str:
     """The first evaluation (0) or the last (-1), with its interval if the run has one."""
-    name = found.history.evaluation()
+    name = data.history.evaluation()
     if name is None:
-        return _ABSENT
-    value, low, high = (_at(found.history.series(f"{name}{end}"), at) for end in ("", "/low", "/high"))
+        return ABSENT
+    ends = (data.history.series(f"{name}{end}").values for end in ("", "/low", "/high"))
+    value, low, high = (float(values[at]) if len(values) else math.nan for values in ends)
     return _with_interval(value, (low, high), ".3f")
 
 
-def _gained(found: Findings) -> str:
-    """From the first evaluation to the last, in pairs by prompt, if the run kept every response."""
-    change = found.change
+def _gained(data: RunData) -> str:
+    """The gain from the first evaluation to the last, in pairs by prompt, if the run kept every response."""
+    change = data.change
     if change is None or change.interval is None:
-        return _ABSENT
+        return ABSENT
     return _with_interval(change.after - change.before, change.interval, ".3f")
 
 
 def _with_interval(value: float, interval: tuple[float, float], form: str) -> str:
     """The value, and its interval where there is one."""
     low, high = interval
-    return number(value, form) + (f" ({low:{form}} to {high:{form}})" if math.isfinite(low + high) else "")
-
-
-def _at(series: Series, at: int) -> float:
-    return float(series.values[at]) if len(series.values) else math.nan
+    return number(value, form, ABSENT) + (
+        f" ({low:{form}} to {high:{form}})" if math.isfinite(low + high) else ""
+    )
 
 
 def _said(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""How the pictures of all pages are drawn: size, fonts, colours, and curves over the steps of a run.
+"""Drawing for the pictures of all pages: size, fonts, colours, and curves over the steps of a run.
 
 A picture is the text of an ``<svg>`` element. Text stays text (the page gives it a font); a figure is drawn
 at the width of a phone and scales up. Colours of curves are Okabe and Ito's, which the colour-blind can tell
@@ -26,7 +26,7 @@ BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", 
 YELLOW, SKY = "#c98a00", "#56b4e9"
 """Okabe and Ito's yellow is a little darker here: theirs is lost on white."""
 TEXT, AXIS, GRID, EDGE = "#374151", "#9ca3af", "#e5e7eb", "#111827"
-"""On a light page."""
+"""Colours on a light page."""
 _VARIABLES = {TEXT: "--figure-text", AXIS: "--figure-axis", GRID: "--figure-grid", EDGE: "--figure-edge"}
 
 _STYLE: Any = {  # the type of its keys is another one in each matplotlib
@@ -95,9 +95,9 @@ class Line:
     colour: str
     style: str = "-"
     marker: str = ""
-    """For metrics that only some steps log; they are not smoothed."""
+    """Marker of a metric that only some steps log; it is not smoothed."""
     held: bool = False
-    """A setting, which stays as it is until a step changes it: drawn in steps, and not smoothed."""
+    """True for a setting, which stays as it is until a step changes it: drawn in steps, and not smoothed."""
 
 
 def smoothing_window(count: int) -> int:
@@ -110,7 +110,8 @@ def running_mean(values: Array, window: int) -> Array:
     finite, kernel = np.isfinite(values), np.ones(min(window, len(values)))
     totals = np.convolve(np.where(finite, values, 0.0), kernel, mode="same")
     counts = np.convolve(finite.astype(np.float64), kernel, mode="same").round()
-    return np.divide(totals, counts, out=np.full(len(values), np.nan), where=counts > 0)
+    means: Array = np.divide(totals, counts, out=np.full(len(values), np.nan), where=counts > 0)
+    return means
 
 
 def thin(values: Array, most: int = 600) -> Array:
@@ -120,61 +121,52 @@ def thin(values: Array, most: int = 600) -> Array:
         return everything
     low, high = np.where(np.isnan(values), np.inf, values), np.where(np.isnan(values), -np.inf, values)
     stretches = np.array_split(everything, most // 2)
-    return np.unique([part[pick] for part in stretches for pick in (low[part].argmin(), high[part].argmax())])
+    picks = [(low[rows].argmin(), high[rows].argmax()) for rows in stretches]
+    return np.unique([rows[pick] for rows, both in zip(stretches, picks, strict=True) for pick in both])
 
 
 def over_steps(axes: Axes, lines: Sequence[Line], y_label: str, x_label: str = "step") -> None:
+    """Draw metrics over the steps of a run, with a legend."""
     for line in lines:
         _curve(axes, line)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    step_ticks(axes)
     legend(axes)
 
 
+def step_ticks(axes: Axes) -> None:
+    """At most six whole steps along x."""
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+
+
 def _curve(axes: Axes, line: Line) -> None:
-    """Every step pale and the running mean bold."""
+    """Every step pale and the running mean bold; a setting level, and upright where it changes."""
     steps, values = line.series.steps, line.series.values
-    if line.held:
-        _held(axes, line)
-        return
-    window = 1 if line.marker else smoothing_window(len(values))
+    window = 1 if line.marker or line.held else smoothing_window(len(values))
     if window > 1:
         kept = thin(values)
         axes.plot(steps[kept], values[kept], line.style, color=line.colour, lw=0.8, alpha=0.35)
         values = running_mean(values, window)
     # A single step has no line to draw; hundreds of markers would hide it.
-    marker = "" if window > 1 or len(values) > 60 else line.marker or "o"
-    kept = thin(values)
+    markers = len(values) == 1 if line.held else window == 1 and len(values) <= 60
+    if line.held:
+        # Thinned, a level stretch would still be level, but a change would move.
+        kept = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+        kept = kept[thin(values[kept])] if len(kept) else kept
+        kept = np.unique(np.append(kept, len(values) - 1))
+    else:
+        kept = thin(values)
     axes.plot(
         steps[kept],
         values[kept],
         line.style,
         color=line.colour,
         lw=1.6,
-        marker=marker,
+        marker=(line.marker or "o") if markers else "",
         ms=4.5,
         label=line.label or "_",
-    )
-
-
-def _held(axes: Axes, line: Line) -> None:
-    """A setting from step to step: level, and upright where it changes."""
-    steps, values = line.series.steps, line.series.values
-    # Thinned, a level stretch would still be level, but a change would move.
-    kept = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
-    kept = kept[thin(values[kept])] if len(kept) else kept
-    kept = np.unique(np.append(kept, len(values) - 1))
-    axes.plot(
-        steps[kept],
-        values[kept],
-        line.style,
-        color=line.colour,
-        lw=1.6,
-        marker="o" if len(values) == 1 else "",
-        ms=4.5,
-        label=line.label or "_",
-        drawstyle="steps-post",
+        drawstyle="steps-post" if line.held else "default",
     )
 
 

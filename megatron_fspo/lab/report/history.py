@@ -25,7 +25,7 @@ from megatron_fspo.record.log import METRICS, SEQUENCES, is_accuracy, parse_row,
 
 Array = npt.NDArray[Any]
 _RECORD_BYTES = 32 * 2**20
-"""Of a run's ``sequences.jsonl`` that are read: some 250,000 records, in half a second."""
+"""Bytes of a ``sequences.jsonl`` that are read: some 250,000 records, in half a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +79,12 @@ class History:
 
     def series(self, name: str) -> Series:
         """A metric by name; an empty series if the run never logged it."""
-        parts = [np.zeros((3, 0))]
+        logged = [np.zeros((3, 0))]
         for names, table in self._tables.items():
             if name in names:
                 columns = np.frombuffer(table).reshape(-1, 1 + len(names)).T
-                parts.append(columns[[0, 1 + names.index("step"), 1 + names.index(name)]])
-        numbers, steps, values = np.concatenate(parts, axis=1)
+                logged.append(columns[[0, 1 + names.index("step"), 1 + names.index(name)]])
+        numbers, steps, values = np.concatenate(logged, axis=1)
         order = numbers.argsort()
         return Series(steps=steps[order].astype(np.int64), values=values[order])
 
@@ -135,7 +135,7 @@ class Records:
 def read_records(folder: Path) -> Records:
     """The sequences that a run kept; none for a run that made only on-policy optimizer steps.
 
-    Of a file above 32 MiB (500 steps with 1,024 sequences each), those of that many bytes of steps: evenly
+    A file above 32 MiB (500 steps with 1,024 sequences each) is read in part: so many bytes of steps, evenly
     over the run, the last step among them.
     """
     types = {
@@ -147,15 +147,20 @@ def read_records(folder: Path) -> Records:
         "out_of_band": np.bool_,
         "ratio": np.float64,
     }
-    parts: dict[str, list[Array]] = {name: [np.zeros(0, dtype)] for name, dtype in types.items()}
+    columns: dict[str, list[Array]] = {name: [np.zeros(0, dtype)] for name, dtype in types.items()}
     for row in _rows_over_run(folder / SEQUENCES):
         size = len(row["length"])
         for name, dtype in types.items():
-            # A run of an earlier version kept less.
-            found = [row["step"]] * size if name == "step" else row.get(name, [None] * size)
-            parts[name].append(np.array(found, dtype))
-    everything = Records(**{name: np.concatenate(arrays) for name, arrays in parts.items()})
+            columns[name].append(np.array([row["step"]] * size if name == "step" else row[name], dtype))
+    everything = Records(**{name: np.concatenate(arrays) for name, arrays in columns.items()})
     return everything.select(np.isfinite(everything.log_ratio_sum) & (everything.length > 0))
+
+
+def steady(records: Records, history: History) -> Records:
+    """The records after the step in which calibration moved the band; all where nothing moved."""
+    widths = history.series("fspo/c_high")
+    moved = np.flatnonzero(np.diff(widths.values)) + 1
+    return records.select(records.step > widths.steps[moved[-1]]) if len(moved) else records
 
 
 def _rows_over_run(path: Path) -> Iterator[dict[str, Any]]:
@@ -168,10 +173,10 @@ def _rows_over_run(path: Path) -> Iterator[dict[str, Any]]:
     count = _RECORD_BYTES // len(json.dumps(last))
     with path.open("rb") as file:
         for number in range(count):
-            if (place := size * number // count) < file.tell():
+            if (offset := size * number // count) < file.tell():
                 continue
-            file.seek(place)
-            if place:
+            file.seek(offset)
+            if offset:
                 file.readline()  # the rest of a row
             line = file.readline()
             if line.endswith(b"\n") and (row := parse_row(line, path))["step"] < last["step"]:
@@ -200,32 +205,11 @@ class BinRates:
 def clip_rates(records: Records, num_bins: int = 8) -> list[BinRates]:
     """Clip rates per length bin, short to long: quantiles of L, equal lengths in one bin."""
     bins = length_bins(torch.from_numpy(records.length), num_bins).numpy()
-    return [_rates(records.select(bins == number)) for number in np.unique(bins)]
+    return [overall_rates(records.select(bins == number)) for number in np.unique(bins)]
 
 
 def overall_rates(records: Records) -> BinRates:
     """Clip rates of all records; there must be some."""
-    return _rates(records)
-
-
-def pooled_lre(records: Records) -> LengthReweightingError:
-    """LRE of out-of-band acceptance over the records of many steps; NaN where there are none.
-
-    Pooled, the null floor is far below that of one step. Records count as independent here, though the
-    epochs over one rollout judge the same response several times.
-    """
-    return length_reweighting_error(torch.from_numpy(~records.out_of_band), torch.from_numpy(records.length))
-
-
-def wilson_interval(rate: float, count: int) -> tuple[float, float]:
-    """95% interval of a share of ``count`` independent records."""
-    z2 = 1.96**2
-    centre = (rate + z2 / (2 * count)) / (1 + z2 / count)
-    half = math.sqrt(z2 * (rate * (1 - rate) + z2 / (4 * count)) / count) / (1 + z2 / count)
-    return centre - half, centre + half
-
-
-def _rates(records: Records) -> BinRates:
     judged = records.advantage != 0
     return BinRates(
         low=int(records.length.min()),
@@ -236,6 +220,15 @@ def _rates(records: Records) -> BinRates:
         clipped=_mean(records.clipped[judged].astype(np.float64)),
         ess=effective_sample_size(torch.from_numpy(records.ratio[judged])) if judged.any() else math.nan,
     )
+
+
+def pooled_lre(records: Records) -> LengthReweightingError:
+    """LRE of out-of-band acceptance over the records of many steps; NaN where there are none.
+
+    Pooled, the null floor is far below that of one step. Records count as independent here, though the
+    epochs over one rollout judge the same response several times.
+    """
+    return length_reweighting_error(torch.from_numpy(~records.out_of_band), torch.from_numpy(records.length))
 
 
 def _mean(values: Array) -> float:

@@ -1,7 +1,6 @@
 """``report/index.html`` of a run: one file with everything in it, for the engineer who reads it afterwards.
 
-Numbers come from ``findings`` and ``headlines``, drawings from ``pictures``, and the sentences about them
-from ``page.html``.
+Numbers come from ``figures``, drawings from ``pictures``, and the sentences about them from ``page.html``.
 """
 
 from __future__ import annotations
@@ -17,11 +16,18 @@ from megatron_fspo import __version__
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.report import pictures
 from megatron_fspo.lab.report.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, Line, smoothing_window
-from megatron_fspo.lab.report.findings import TAIL, WINDOW, Findings, band_at_end, read_findings
-from megatron_fspo.lab.report.headlines import facts, headlines, span
+from megatron_fspo.lab.report.figures import (
+    TAIL,
+    WINDOW,
+    RunData,
+    band_at_end,
+    facts,
+    headlines,
+    phases,
+    read_run,
+)
 from megatron_fspo.lab.report.history import History, Records, clip_rates, overall_rates, read_records
 from megatron_fspo.lab.report.samples import before_after
-from megatron_fspo.lab.report.times import phases
 from megatron_fspo.objective import ClipBand
 
 _NEWEST = 100
@@ -34,11 +40,11 @@ def write_report(folder: Path) -> Path:
     Raises:
         InputError: the folder holds no run, or one without any step.
     """
-    found = read_findings(folder)
+    data = read_run(folder)
     config_text = (folder / "config.toml").read_text(encoding="utf-8")
     page = folder / "report" / "index.html"
     page.parent.mkdir(exist_ok=True)
-    page.write_text(_render(found, config_text), encoding="utf-8")
+    page.write_text(_render(data, config_text), encoding="utf-8")
     return page
 
 
@@ -59,24 +65,24 @@ def _by_length(tail: Records, last: Records, band: ClipBand | None) -> dict[str,
     }
 
 
-def _render(found: Findings, config_text: str) -> str:
-    tail, last, band = found.records.tail(TAIL, WINDOW), found.records.tail(0.0, 1), found.band()
-    svgs = _learning(found.history) | _clipping(found, tail, last, band) | _health(found)
+def _render(data: RunData, config_text: str) -> str:
+    tail, last, band = data.records.tail(TAIL, WINDOW), data.records.tail(0.0, 1), data.band()
+    svgs = _learning(data.history) | _clipping(data, tail, last, band) | _health(data)
     return template(Path(__file__).with_name("page.html")).render(
-        found=found,
-        config=found.config,
-        facts=facts(found),
-        spans=(span(found.steps[:WINDOW]), span(found.steps[-WINDOW:])),
-        headlines=list(headlines(found)),
+        data=data,
+        config=data.config,
+        facts=facts(data),
+        spans=(_span(data.steps[:WINDOW]), _span(data.steps[-WINDOW:])),
+        headlines=list(headlines(data)),
         # Ours, and without any text of the user's: the only thing here that is not escaped.
         svgs={name: Markup(svg) for name, svg in svgs.items()},
-        smoothing=smoothing_window(len(found.steps)),
+        smoothing=smoothing_window(len(data.steps)),
         tail=tail,
         by_length=clip_rates(tail) if len(tail) else [],
         last=last,
         beyond=np.sort(np.abs(last.log_ratio_sum[pictures.beyond(last, band)])),
-        phases=phases(found.history),
-        answers=before_after(found.samples),
+        phases=phases(data.history),
+        answers=before_after(data.samples),
         config_text=config_text,
         version=__version__,
     )
@@ -94,25 +100,31 @@ def template(path: Path) -> jinja2.Template:
     return environment.get_template(path.name)
 
 
+def _span(steps: list[int]) -> str:
+    if not steps:
+        return "no step"
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}–{steps[-1]}"
+
+
 def _learning(history: History) -> dict[str, str]:
     rewards = [Line(series=history.series("critic/rewards/mean"), label="training", colour=BLUE)]
     accuracy = history.evaluation()
     if accuracy:
         label = f"evaluation, {accuracy.rsplit('/', 1)[-1]}"
         rewards.append(Line(series=history.series(accuracy), label=label, colour=ORANGE, marker="D"))
-    svgs = {"reward": pictures.reward(rewards)}
+    svgs = {"reward": pictures.curves(rewards, "reward")}
     mean, low, high, cut = (
-        history.series(f"response_length/{part}") for part in ("mean", "min", "max", "clip_ratio")
+        history.series(f"response_length/{name}") for name in ("mean", "min", "max", "clip_ratio")
     )
     if mean:
         svgs["response_length"] = pictures.response_length(mean, low, high, cut)
     return svgs
 
 
-def _clipping(found: Findings, tail: Records, last: Records, band: ClipBand | None) -> dict[str, str]:
+def _clipping(data: RunData, tail: Records, last: Records, band: ClipBand | None) -> dict[str, str]:
     svgs = {}
     rates = _lines(
-        found.history,
+        data.history,
         ("fspo/out_of_band", "outside", BLUE, "-"),
         ("fspo/clip_low", "clipped low", ORANGE, "-"),
         ("fspo/clip_high", "high", PURPLE, "-"),
@@ -120,20 +132,20 @@ def _clipping(found: Findings, tail: Records, last: Records, band: ClipBand | No
         ("fspo/noise_clip_rate", "noise", GREY, "--"),
     )
     if rates:
-        svgs["clip_rate"] = pictures.clip_rate(rates)
+        svgs["clip_rate"] = pictures.curves(rates, "share", share=True)
     errors = _lines(
-        found.history,
+        data.history,
         ("fspo/lre_max", "max", ORANGE, "-"),
         ("fspo/lre_mean", "mean", BLUE, "-"),
         ("fspo/lre_null", "by chance", GREY, "--"),
     )
     if errors:
-        svgs["length_error"] = pictures.length_error(errors, found.lre)
+        svgs["length_error"] = pictures.length_error(errors, data.lre)
     return svgs | (_by_length(tail, last, band) if len(last) else {})
 
 
-def _health(found: Findings) -> dict[str, str]:
-    history = found.history
+def _health(data: RunData) -> dict[str, str]:
+    history = data.history
     wanted = {
         "spread": _lines(
             history,
@@ -154,7 +166,7 @@ def _health(found: Findings) -> dict[str, str]:
     }
     held = (("fspo/exponent", "of the band", ORANGE, "-"),)
     fits = _lines(history, ("fspo/exponent_fit", "fitted", BLUE, "-"), held=held)
-    measured = None if isinstance(found.exponent, str) else found.exponent
+    measured = None if isinstance(data.exponent, str) else data.exponent
     return svgs | ({"exponent": pictures.exponent(fits, measured)} if fits else {})
 
 

@@ -1,33 +1,52 @@
-"""The pictures of the report of one run. No text of the user's gets into a picture."""
+"""The pictures of the pages of one run and of several. No text of the user's gets into a picture.
+
+With several runs each has one colour, the same in every picture.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
+from megatron_fspo.evaluation.intervals import wilson_interval
 from megatron_fspo.lab.report.drawing import (
     BLUE,
     EDGE,
     GREEN,
+    GREY,
     ORANGE,
+    PURPLE,
+    SKY,
+    YELLOW,
     Line,
     legend,
     over_steps,
     picture,
+    step_ticks,
 )
-from megatron_fspo.lab.report.history import Array, BinRates, Records, Series, wilson_interval
+from megatron_fspo.lab.report.history import Array, BinRates, Records, Series
 from megatron_fspo.objective import ClipBand, LengthReweightingError
 from megatron_fspo.objective.exponent import Exponent
 
+_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY)
+_STYLES = ("-", "--", ":", "-.")
+_MARKERS = "osD^vPX"
+
 
 @picture(4.6, 2.9)
-def reward(figure: Figure, lines: Sequence[Line]) -> None:
-    over_steps(figure.subplots(), lines, "reward")
+def curves(figure: Figure, lines: Sequence[Line], y_label: str, *, share: bool = False) -> None:
+    """Metrics over the steps; a share from 0 and in percent."""
+    axes = figure.subplots()
+    over_steps(axes, lines, y_label)
+    if share:
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
 @picture(4.6, 2.9)
@@ -41,14 +60,6 @@ def response_length(figure: Figure, mean: Series, low: Series, high: Series, cut
     lower.yaxis.set_major_formatter(PercentFormatter(1.0))
     lower.yaxis.set_major_locator(MaxNLocator(3))
     lower.set_ylim(bottom=0)
-
-
-@picture(4.6, 2.9)
-def clip_rate(figure: Figure, lines: Sequence[Line]) -> None:
-    axes = figure.subplots()
-    over_steps(axes, lines, "share")
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
 @picture(4.6, 2.9)
@@ -80,14 +91,14 @@ def length_error(figure: Figure, lines: Sequence[Line], pooled: LengthReweightin
         return
     by_step, whole = figure.subplots(1, 2, sharey=True, width_ratios=[5, 1])
     over_steps(by_step, lines, "LRE")
-    pooled_error(whole, 0.0, pooled, GREEN)
+    _pooled_error(whole, 0.0, pooled, GREEN)
     whole.set_xticks([0.0], ["pooled"])
     whole.set_xlim(-1, 1)
     whole.grid(visible=False, axis="x")
     by_step.set_ylim(bottom=0)
 
 
-def pooled_error(axes: Axes, at: float, pooled: LengthReweightingError, colour: str) -> None:
+def _pooled_error(axes: Axes, at: float, pooled: LengthReweightingError, colour: str) -> None:
     """A pooled LRE with its interval at this x, and its own null floor as a dashed line across it."""
     low, high = pooled.mean_interval
     reach = [[max(pooled.mean - low, 0.0)], [max(high - pooled.mean, 0.0)]]
@@ -114,15 +125,15 @@ def scatter(figure: Figure, records: Records, band: ClipBand | None) -> None:
     ):
         x, y = np.sqrt(records.length[rows]), records.log_ratio_sum[rows]
         axes.scatter([], [], s=16, color=colour, label=f"{label} {len(x):,}")
-        for place, marker, size in (
+        for here, marker, size in (
             (np.abs(y) <= limit, "o", 9),
             (y > limit, "^", 16),
             (y < -limit, "v", 16),
         ):
-            height = y[place].clip(-0.97 * limit, 0.97 * limit) if marker != "o" else y[place]
+            height = y[here].clip(-0.97 * limit, 0.97 * limit) if marker != "o" else y[here]
             # Pixels: thousands of dots as svg would be most of the file.
             axes.scatter(
-                x[place], height, s=size, marker=marker, color=colour, alpha=0.6, lw=0, rasterized=True
+                x[here], height, s=size, marker=marker, color=colour, alpha=0.6, lw=0, rasterized=True
             )
     longest = float(records.length.max())
     if band is not None:
@@ -159,11 +170,11 @@ def _rates(
     label: str,
 ) -> None:
     """A (rate, count) per bin with its interval, and the overall rate; nothing where nothing was counted."""
-    kept = [(at, rate, wilson_interval(rate, count)) for at, (rate, count) in enumerate(rates) if count]
+    kept = [(at, wilson_interval(rate, count)) for at, (rate, count) in enumerate(rates) if count]
     if not kept:
         return
-    x, y = np.array([at + shift for at, *_ in kept]), np.array([rate for _, rate, _ in kept])
-    reach = np.abs(np.array([interval for *_, interval in kept]).T - y)
+    x, y = np.array([at + shift for at, _ in kept]), np.array([one.value for _, one in kept])
+    reach = np.abs(np.array([(one.low, one.high) for _, one in kept]).T - y)
     axes.errorbar(x, y, yerr=reach, fmt=marker, ms=4.5, lw=1.2, color=colour, label=label)
     axes.axhline(overall, color=colour, ls="--", lw=1)
 
@@ -194,9 +205,119 @@ def exponent(figure: Figure, lines: Sequence[Line], measured: Exponent | None) -
 def _envelope(low: Series, high: Series) -> tuple[Array, Array, Array]:
     """Steps, lower and upper edge, at most 300 of them: the extremes of each stretch."""
     stretches = np.array_split(np.arange(len(low.steps)), min(300, max(1, len(low.steps))))
-    stretches = [part for part in stretches if len(part)]
+    stretches = [rows for rows in stretches if len(rows)]
     return (
-        np.array([low.steps[part].mean() for part in stretches]),
-        np.array([low.values[part].min() for part in stretches]),
-        np.array([high.values[part].max() for part in stretches]),
+        np.array([low.steps[rows].mean() for rows in stretches]),
+        np.array([low.values[rows].min() for rows in stretches]),
+        np.array([high.values[rows].max() for rows in stretches]),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluations:
+    """Accuracy of one run on its first set."""
+
+    label: str
+    position: int
+    """Position of the run among those that are compared."""
+    series: Series
+    low: Series
+    """Ends of its interval; empty where the run has none."""
+    high: Series
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthCurve:
+    """Rates of one run by length."""
+
+    label: str
+    bins: Sequence[BinRates]
+    overall: float
+    """Share outside the band over all lengths."""
+
+
+def style_of(position: int) -> tuple[str, str, str]:
+    """Colour, style of line and marker of the run at this position."""
+    style = _STYLES[position // len(_COLOURS) % len(_STYLES)]
+    return _COLOURS[position % len(_COLOURS)], style, _MARKERS[position % len(_MARKERS)]
+
+
+@picture(4.6, 2.9)
+def evaluations(figure: Figure, runs: Sequence[Evaluations]) -> None:
+    """Accuracy over the steps, with intervals where there are any."""
+    axes = figure.subplots()
+    span = max((one.series.steps.max() - one.series.steps.min() for one in runs), default=0) or 1
+    for curve in runs:
+        colour, style, marker = style_of(curve.position)
+        values = curve.series.values
+        at = curve.series.steps + 0.008 * span * curve.position  # none hides another
+        if curve.low and curve.high and len(curve.low.values) == len(curve.high.values) == len(values):
+            reach = np.stack([values - curve.low.values, curve.high.values - values]).clip(min=0.0)
+            axes.errorbar(at, values, yerr=reach, fmt="none", ecolor=colour, elinewidth=1, capsize=2)
+        axes.plot(at, values, style, color=colour, marker=marker, ms=4.5, lw=1.4, label=curve.label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean reward")
+    step_ticks(axes)
+    legend(axes)
+
+
+@picture(4.6, 2.9)
+def by_length(figure: Figure, runs: Sequence[LengthCurve]) -> None:
+    """Share outside the band by length, with 95% intervals."""
+    axes = figure.subplots()
+    _by_length(axes, runs, relative=False)
+    axes.set_ylabel("outside the band")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+@picture(4.6, 2.9)
+def relative_by_length(figure: Figure, runs: Sequence[LengthCurve]) -> None:
+    """Share outside by length over the run's own share: one scale for runs that clip unequally often."""
+    axes = figure.subplots()
+    axes.axhline(1.0, color=EDGE, lw=1, ls="--")
+    _by_length(axes, runs, relative=True)
+    axes.set_ylabel("outside, over the run's own rate")
+
+
+@picture(4.6, 2.9)
+def length_errors(figure: Figure, errors: Sequence[tuple[str, LengthReweightingError]]) -> None:
+    """The pooled LRE of every run, by its label, with its interval, on its own null floor."""
+    axes = figure.subplots()
+    for position, (_, error) in enumerate(errors):
+        if np.isfinite(error.mean):
+            _pooled_error(axes, float(position), error, style_of(position)[0])
+    axes.set_xticks(range(len(errors)), [label for label, _ in errors])
+    axes.set_xlim(-0.7, len(errors) - 0.3)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("pooled LRE")
+    axes.grid(visible=False, axis="x")
+
+
+def _by_length(axes: Axes, runs: Sequence[LengthCurve], *, relative: bool) -> None:
+    for position, curve in enumerate(runs):
+        scale = curve.overall if relative else 1.0
+        if not curve.bins or not scale > 0:
+            continue
+        colour, style, marker = style_of(position)
+        lengths = [(one.low * one.high) ** 0.5 for one in curve.bins]
+        estimates = [wilson_interval(one.out_of_band, one.records) for one in curve.bins]
+        rates = np.array([one.value for one in estimates])
+        ends = np.array([(one.low, one.high) for one in estimates]).T
+        axes.errorbar(
+            lengths,
+            rates / scale,
+            yerr=np.abs(ends - rates) / scale,
+            color=colour,
+            ls=style,
+            marker=marker,
+            ms=4.5,
+            lw=1.4,
+            elinewidth=1,
+            label=curve.label,
+        )
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("response length L (tokens)")
+    legend(axes)

@@ -23,7 +23,7 @@ Keys = Mapping[str, Mapping[str, Any]]
 
 
 class Sweep(Section):
-    """What the file says.
+    """The content of the file.
 
     Example::
 
@@ -45,18 +45,18 @@ class Sweep(Section):
     config: Annotated[tuple[Path, ...], Field(min_length=1)]
     """Files of the run that all arms begin from; a later one changes those before."""
     folder: Path
-    """Where the runs go."""
+    """Folder of the runs."""
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (1,)
     jobs: PositiveInt = 1
     """Runs at a time."""
     nproc: PositiveInt = 1
     """Processes of each."""
     keys: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """For every run."""
+    """Keys of every run."""
     arms: Annotated[dict[Name, dict[str, dict[str, Any]]], Field(min_length=1)]
-    """By name, what a run of the arm has that others do not."""
+    """Name → keys that a run of the arm has and others do not."""
     words: tuple[str, ...] = ()
-    """Of the command line of every run, such as ``--run.steps 4``; they win over all other keys."""
+    """Words for the command line of every run, such as ``--run.steps 4``; they win over all other keys."""
     match: Name | None = None
     """The arm to whose share outside the band the others' limits are scaled, seed by seed."""
 
@@ -69,7 +69,7 @@ class Planned:
     arm: str
     seed: int
     keys: Keys
-    """What it changes in the sweep's files."""
+    """Keys that it changes in the sweep's files."""
 
 
 def read_sweep(path: Path) -> Sweep:

@@ -8,17 +8,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.job.folder import config_changes
-from megatron_fspo.lab.report.history import History, read_records
+from megatron_fspo.lab.explain.losses import factor_for, reach_of_sums
+from megatron_fspo.lab.report.history import History, Records, read_records, steady
 from megatron_fspo.lab.sweep.file import Planned, Sweep, config_of, planned
-from megatron_fspo.lab.sweep.match import matched_loss, steady
 
 Say = Callable[[str], None]
 
@@ -36,12 +38,10 @@ def make(sweep: Sweep, say: Say) -> list[Path]:
         config_of(sweep, run)
     first = [run for run in runs if sweep.match in (None, run.arm)]
     rest = [run for run in runs if run not in first]
-    failed: dict[str, str] = {}
-    with _Processes(sweep, say, len(runs)) as processes:
-        failed |= processes.make(first)
-        # A run whose arm's model failed has nothing to be matched to.
-        ready = [run for run in rest if f"{sweep.match}-{run.seed}" not in failed]
-        failed |= processes.make(ready)
+    processes = _Processes(sweep, say, len(runs))
+    failed = processes.make(first)
+    # A run whose arm's model failed has nothing to be matched to.
+    failed |= processes.make([run for run in rest if f"{sweep.match}-{run.seed}" not in failed])
     if failed:
         lines = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
         raise TrainingError(f"{len(failed)} of {len(runs)} runs failed: {lines}")
@@ -49,7 +49,7 @@ def make(sweep: Sweep, say: Say) -> list[Path]:
 
 
 def is_made(config: Config) -> bool:
-    """Whether the run is there with all its steps, its report included.
+    """True where the run is there with all its steps, its report included.
 
     Raises:
         InputError: it was begun with other keys.
@@ -66,6 +66,24 @@ def is_made(config: Config) -> bool:
     return len(steps) > 0 and int(steps[-1]) >= config.run.steps
 
 
+def matched_loss(config: Config, records: Records) -> dict[str, Any]:
+    """The loss section of a configuration, its limits scaled until the share of ``records`` outside is the
+    share that was outside in their own run. FSPO's then does not calibrate itself.
+
+    Raises:
+        InputError: the loss has no band on S.
+    """
+    loss, band = config.loss, config.loss.band()
+    if band is None:
+        raise InputError(f"loss.name = {loss.name} has no band on S that could be matched: leave `match` out")
+    rate = float(records.out_of_band.mean())
+    sums, lengths = torch.from_numpy(records.log_ratio_sum), torch.from_numpy(records.length)
+    factor = factor_for(reach_of_sums(band, sums, lengths.double()), rate)
+    if factor > loss.widest():
+        raise InputError(f"loss.name = {loss.name}: no limits leave {rate:.1%} outside; S is beyond ±36 nats")
+    return loss.scaled(factor).model_dump(mode="json", exclude_none=True)
+
+
 class _Processes:
     def __init__(self, sweep: Sweep, say: Say, total: int) -> None:
         self._sweep, self._say, self._total = sweep, say, total
@@ -73,36 +91,28 @@ class _Processes:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._stopping = False
 
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Runs under way stop at their next safe point, with a checkpoint if they keep any."""
-        self._stopping = True
-        for process in self._running.values():
-            process.terminate()
-        for process in list(self._running.values()):
-            process.wait()
-
     def make(self, runs: Sequence[Planned]) -> dict[str, str]:
         """Name → the end of the log of each that failed."""
         failed: dict[str, str] = {}
         with ThreadPoolExecutor(self._sweep.jobs) as pool, _term_is_interrupt():
-            waiting: dict[Future[str | None], str] = {pool.submit(self._run, run): run.name for run in runs}
+            waiting = {pool.submit(self._run, run): run.name for run in runs}
             try:
-                while waiting:
-                    for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                        name = waiting.pop(future)
-                        if (problem := future.result()) is not None:
-                            failed[name] = problem
+                for future in as_completed(waiting):
+                    if (problem := future.result()) is not None:
+                        failed[waiting[future]] = problem
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
-                self.__exit__()
+                # Runs under way stop at their next safe point, with a checkpoint if they keep any.
+                self._stopping = True
+                for process in [*self._running.values()]:
+                    process.terminate()
+                for process in [*self._running.values()]:
+                    process.wait()
                 raise
         return failed
 
     def _run(self, run: Planned) -> str | None:
-        """None, or why it failed."""
+        """Make one run; returns None, or why it failed."""
         sweep = self._sweep
         config, files = config_of(sweep, run, self._loss(run))
         if is_made(config):
@@ -123,34 +133,31 @@ class _Processes:
             self._running[run.name] = process
             status = process.wait()
         del self._running[run.name]
+        if status and log.stat().st_size:
+            lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+            return f"exit status {status}: {last} ({log})"
         if status:
-            return f"exit status {status}: {_last_line(log)} ({log})" if log.stat().st_size else "see above"
+            return "see above"
         self._done, self._made = self._done + 1, self._made + 1
-        self._say(f"[{self._done}/{self._total}] {run.name}: {time.monotonic() - began:.0f} s{self._left()}")
+        left = (time.monotonic() - self._began) / self._made * (self._total - self._done)
+        more = f", about {left:.0f} s left" if left else ""
+        self._say(f"[{self._done}/{self._total}] {run.name}: {time.monotonic() - began:.0f} s{more}")
         return None
 
     def _loss(self, run: Planned) -> Mapping[str, Any] | None:
-        """The loss section of an arm that is matched; None of others."""
+        """The loss section of an arm that is matched; None for others."""
         sweep = self._sweep
         if sweep.match in (None, run.arm):
             return None
         model = sweep.folder / f"{sweep.match}-{run.seed}"
         return matched_loss(config_of(sweep, run)[0], steady(read_records(model), History(model)))
 
-    def _left(self) -> str:
-        left = (time.monotonic() - self._began) / self._made * (self._total - self._done)
-        return f", about {left:.0f} s left" if left else ""
-
 
 def _environment(sweep: Sweep) -> dict[str, str]:
-    """The cores are shared out, unless the user has."""
+    """The environment of a run, with its share of the cores unless the user has said."""
     threads = max(1, (os.cpu_count() or 1) // (sweep.jobs * sweep.nproc))
     return {"OMP_NUM_THREADS": str(threads), **os.environ}
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """FP8 recipes without a GPU: Transformer Engine's interface for quantisers of one's own, in torch.
 
 ``tensorwise`` is its reference quantiser. ``blockwise`` and ``mxfp8``, of which it has kernels only, quantise
-by :mod:`megatron_fspo.mcore.fp8_values`. Blocks lie along what a product sums over, so a tensor has two
-copies: rows for the forward pass and gradients of activations, columns, quantised from the same
+by :mod:`megatron_fspo.lab.calibrate.fp8_values`. Blocks lie along what a product sums over, so a tensor has
+two copies: rows for the forward pass and gradients of activations, columns, quantised from the same
 high-precision values, for gradients of weights. Products are those of the dequantised values, in fp32.
 """
 
@@ -63,7 +63,9 @@ class BlockQuantizer(CurrentScalingQuantizerRef):
         return *rows, *columns
 
     def _values(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        from megatron_fspo.mcore.fp8_values import quantize  # which imports Megatron, which is on its way
+        from megatron_fspo.lab.calibrate.fp8_values import (
+            quantize,  # which imports Megatron, which is on its way
+        )
 
         return quantize(tensor, self._recipe, weight=self._weight, dtype=self.dtype)
 

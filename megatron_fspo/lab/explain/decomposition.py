@@ -20,12 +20,19 @@ Source: all of this file is ours.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatron_fspo.evaluation.intervals import Estimate, jackknife_interval
+from megatron_fspo.lab.explain.dump import Dump
 from megatron_fspo.objective.band import ClipBand
+
+_BLOCKS = 20
+_LEAST = 100
+_LEAST_BLOCKS = 10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,9 +40,9 @@ class Halves:
     """Sums over the first and the second half of each response."""
 
     first: Tensor
-    """[N] float64, of the first L // 2 tokens."""
+    """[N] float64, over the first L // 2 tokens."""
     second: Tensor
-    """[N] float64, of the others."""
+    """[N] float64, over the others."""
     lengths: Tensor
     """[N] int64, L, at least 2."""
 
@@ -52,8 +59,8 @@ def halves_of(log_ratios: Tensor, lengths: Tensor) -> Halves:
     """The halves of responses from their tokens; responses of one token are left out.
 
     Args:
-        log_ratios: [T] of the tokens, response by response, nats.
-        lengths: [N] of all responses, which add up to T.
+        log_ratios: [T], response by response, nats.
+        lengths: [N] L of all responses, which add up to T.
     """
     ends = lengths.cumsum(0)
     middles = ends - lengths + lengths // 2
@@ -91,7 +98,7 @@ class Decomposition:
         return (self.noise**2 * tokens + (self.signal * tokens) ** 2).sqrt()
 
     def exponent(self, length: float) -> float:
-        """a of spread ∝ L^a near this length: ½ far below L*, 1 far above; NaN if nothing spreads.
+        """The a of spread ∝ L^a near this length: ½ far below L*, 1 far above; NaN if nothing spreads.
 
         Below ½ where ``signal_squared`` is below 0, so that its mean over draws is not too high.
         """
@@ -124,9 +131,66 @@ def decompose(halves: Halves) -> Decomposition:
     # Each response says as much of the noise as any other, whatever its length.
     noise = ((first / early - second / late).square() * early * late / lengths).mean().item()
     signal = ((first * second).sum() / (early * late).sum()).item()
-    parts = Decomposition(drift=drift, noise=math.sqrt(noise), signal_squared=signal, shape=torch.empty(0))
-    spread = parts.spread(lengths)
+    split = Decomposition(drift=drift, noise=math.sqrt(noise), signal_squared=signal, shape=torch.empty(0))
+    spread = split.spread(lengths)
     if not (spread > 0).all():
         raise ValueError("all tokens have the same log-ratio: nothing spreads")
     shape = ((sums - drift * lengths) / spread).sort().values
-    return replace(parts, shape=shape)
+    return replace(split, shape=shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of S in a dump, with intervals from one block of clusters after the other left out."""
+
+    noise: Estimate
+    """Nats per √token."""
+    signal: Estimate
+    """Nats per token; the ends are roots of those of its square, which may be below 0: then 0."""
+    drift: Estimate
+    """Nats per token."""
+    crossover: float
+    """L*, tokens; infinite without a signal."""
+    median: int
+    """Median L."""
+    exponent: Estimate
+    """The a of spread(S) ∝ L^a at the median."""
+
+
+def blocks_of(clusters: Tensor) -> Tensor:
+    """[N] the block of each row, for intervals: all rows of a cluster in one."""
+    positions: Tensor = torch.unique(clusters, return_inverse=True)[1]
+    return positions % _BLOCKS
+
+
+def take_apart(dump: Dump) -> Parts | None:
+    """The parts of S; None where tokens are not known, or too few responses or clusters differ."""
+    if dump.log_ratio is None:
+        return None
+    halves = halves_of(dump.log_ratio, dump.lengths)
+    blocks = blocks_of(dump.clusters[dump.lengths > 1])
+    if len(blocks) < _LEAST or int(blocks.max()) < _LEAST_BLOCKS - 1:
+        return None
+    number = int(blocks.max()) + 1
+    try:
+        whole = decompose(halves)
+        left = [decompose(halves[blocks != block]) for block in range(number)]
+    except ValueError:
+        return None
+    median = int(halves.lengths.median())
+
+    def estimate(of: Callable[[Decomposition], float]) -> Estimate:
+        return jackknife_interval(of(whole), [of(one) for one in left])
+
+    def root(squared: float) -> float:
+        return math.sqrt(max(squared, 0.0))
+
+    signal = estimate(lambda one: one.signal_squared)
+    return Parts(
+        noise=estimate(lambda one: one.noise),
+        signal=Estimate(value=root(signal.value), low=root(signal.low), high=root(signal.high)),
+        drift=estimate(lambda one: one.drift),
+        crossover=whole.crossover,
+        median=median,
+        exponent=estimate(lambda one: one.exponent(median)),
+    )

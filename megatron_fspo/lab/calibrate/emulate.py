@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_fspo.config.fp8 import FP8
+from megatron_fspo.lab.calibrate.fp8_values import through_fp8
 from megatron_fspo.mcore.fp8 import LINEARS
-from megatron_fspo.mcore.fp8_values import through_fp8
 from megatron_fspo.mcore.model import layer_offset
 from megatron_fspo.mcore.policy import Model
 

@@ -1,4 +1,4 @@
-"""From a dump to what a person wants to know of it: the figures of each loss, and where losses disagree."""
+"""The figures of each loss on a dump, and where losses disagree."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.lab.explain.chance import NUM_BINS, lre_of
+from megatron_fspo.lab.explain.chance import NUM_BINS, Source, lre_of, noise_alone
+from megatron_fspo.lab.explain.decomposition import Parts, blocks_of, take_apart
 from megatron_fspo.lab.explain.dump import Dump
-from megatron_fspo.lab.explain.losses import Verdict, judge, reach
-from megatron_fspo.lab.explain.noise import Source, noise_alone
-from megatron_fspo.lab.explain.parts import Parts, blocks_of, take_apart
+from megatron_fspo.lab.explain.losses import Decisions, factor_for, judge, reach
 from megatron_fspo.losses import PolicyLossConfig
 from megatron_fspo.objective import LengthReweightingError
 from megatron_fspo.objective.calibration import sigma_hat
@@ -26,12 +25,12 @@ _EXAMPLES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtLength:
-    """What a loss does with the responses of a bin of lengths."""
+class LengthFigures:
+    """Figures of a loss over the responses of a bin of lengths."""
 
     out_of_band: float
     clipped: float
-    """Of those with A ≠ 0; NaN where there are none."""
+    """Share of those with A ≠ 0; NaN where there are none."""
     noise: float
     """Share that noise alone puts out of band."""
     ess: float
@@ -42,10 +41,8 @@ class AtLength:
 
 @dataclass(frozen=True, kw_only=True)
 class OfLoss:
-    """What a loss does with the dump, with the limits that are named. Shares of all responses, but for:
-
-    ``clipped``, of those with A ≠ 0, and ``clipped_tokens``, of the response tokens.
-    """
+    """Figures of a loss with the limits that are named. Shares are of all responses, but for ``clipped``, of
+    those with A ≠ 0, and ``clipped_tokens``, of the response tokens."""
 
     name: str
     limits: dict[str, float]
@@ -59,11 +56,11 @@ class OfLoss:
     """Responses whose weight is not finite."""
     noise: float
     lre: LengthReweightingError
-    """Of out-of-band acceptance."""
+    """LRE of out-of-band acceptance."""
     lre_signed: LengthReweightingError
-    """Of sign-aware acceptance, among responses with A ≠ 0."""
+    """LRE of sign-aware acceptance, among responses with A ≠ 0."""
     ess: float
-    by_length: tuple[AtLength, ...]
+    by_length: tuple[LengthFigures, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +71,9 @@ class Disagreement:
     clipped_by: str
     responses: int
     in_part: int
-    """Of these, responses of which some tokens are clipped and others not."""
+    """Responses among these with some tokens clipped and others not."""
     share: float
-    """Of the responses with A ≠ 0."""
+    """Share of the responses with A ≠ 0."""
     lengths: tuple[int, int, int]
     """Quartiles of their L; zeros where there are none."""
     rising: float
@@ -95,9 +92,9 @@ class Matched:
     to: str
     limits: dict[str, float]
     factor: float
-    """By which they are wider than those given, in nats."""
+    """Width over that of the limits given, in nats."""
     out_of_band: float
-    """What they give: as near as N allows."""
+    """The share that they give: as near as N allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +109,8 @@ class Bin:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Findings:
-    """All of it."""
+class Explanation:
+    """All figures of a dump."""
 
     dump: Dump
     bins: tuple[Bin, ...]
@@ -126,7 +123,7 @@ class Findings:
     noise_source: Source
     given: tuple[OfLoss, ...]
     """With the limits that were asked for."""
-    verdicts: tuple[Verdict, ...]
+    decisions: tuple[Decisions, ...]
     rate: float
     """The share outside at which losses are compared; NaN where there is none."""
     matched: tuple[OfLoss, ...]
@@ -135,8 +132,8 @@ class Findings:
     disagreements: tuple[Disagreement, ...]
 
 
-def findings(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float | None = None) -> Findings:
-    """Everything.
+def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float | None = None) -> Explanation:
+    """Compare the losses on a dump.
 
     Args:
         rate: out-of-band share at which losses are compared; by default that of the first with its limits.
@@ -144,10 +141,10 @@ def findings(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float | None 
     bins = length_bins(dump.lengths, NUM_BINS)
     noise, source = noise_alone(dump)
     reaches, noisy = ([reach(loss, some) for loss in losses] for some in (dump, noise))
-    verdicts = tuple(judge(loss, dump) for loss in losses)
+    decisions = tuple(judge(loss, dump) for loss in losses)
     given = tuple(
-        _of_loss(loss, dump, verdict, far > 1, bins)
-        for loss, verdict, far in zip(losses, verdicts, noisy, strict=True)
+        _of_loss(loss, dump, decided, far > 1, bins)
+        for loss, decided, far in zip(losses, decisions, noisy, strict=True)
     )
     wanted = given[0].out_of_band if rate is None else rate
     if rate is not None and not 1 <= rate * len(dump) < len(dump):
@@ -160,7 +157,7 @@ def findings(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float | None 
             factor = min(factor_for(far, wanted), loss.widest())
             same = loss.scaled(factor)
             matched.append(_of_loss(same, dump, judge(same, dump), by_noise > factor, bins))
-    return Findings(
+    return Explanation(
         dump=dump,
         bins=_describe(dump, bins),
         sigma=sigma_hat(dump.log_ratio_sum, dump.lengths),
@@ -168,27 +165,12 @@ def findings(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float | None 
         parts=take_apart(dump),
         noise_source=source,
         given=given,
-        verdicts=verdicts,
+        decisions=decisions,
         rate=wanted if matched else math.nan,
         matched=tuple(matched),
         limits_for=tuple(_limits_for(losses, reaches, given)),
-        disagreements=tuple(_disagreements(dump, [loss.name for loss in losses], verdicts)),
+        disagreements=tuple(_disagreements(dump, [loss.name for loss in losses], decisions)),
     )
-
-
-def factor_for(far: Tensor, rate: float) -> float:
-    """The factor on a band's limits that puts this share of the responses outside, as near as N allows.
-
-    Args:
-        far: [N], see :func:`~megatron_fspo.lab.explain.losses.reach`.
-    """
-    # Responses with the same reach leave the band together.
-    edges, counts = far.unique(return_counts=True)
-    outside = len(far) - counts.cumsum(0)  # with a factor just above each
-    at = int((outside - rate * len(far)).abs().argmin())
-    # Between two responses: on one, rounding would decide.
-    above = edges[at + 1] if at + 1 < len(edges) else edges[at] * (1 + 1e-9)
-    return ((edges[at] + above) / 2).item()
 
 
 def _exponent(dump: Dump) -> Exponent | str:
@@ -201,11 +183,11 @@ def _exponent(dump: Dump) -> Exponent | str:
 def _limits_for(
     losses: Sequence[PolicyLossConfig], reaches: Sequence[Tensor], given: Sequence[OfLoss]
 ) -> list[Matched]:
-    found = []
+    matched = []
     for (loss, far), target in itertools.product(zip(losses, reaches, strict=True), given):
         if loss.name != target.name and target.out_of_band < 1:
             factor = min(factor_for(far, target.out_of_band), loss.widest())
-            found.append(
+            matched.append(
                 Matched(
                     name=loss.name,
                     to=target.name,
@@ -214,49 +196,51 @@ def _limits_for(
                     out_of_band=(far > factor).double().mean().item(),
                 )
             )
-    return found
+    return matched
 
 
-def _of_loss(loss: PolicyLossConfig, dump: Dump, verdict: Verdict, by_noise: Tensor, bins: Tensor) -> OfLoss:
+def _of_loss(
+    loss: PolicyLossConfig, dump: Dump, decided: Decisions, by_noise: Tensor, bins: Tensor
+) -> OfLoss:
     """``by_noise`` [a multiple of N] bool: outside, of the responses of ``noise_alone``."""
-    counts, judged = ~verdict.dropped, ~verdict.dropped & (dump.advantages != 0)
+    counts, judged = ~decided.dropped, ~decided.dropped & (dump.advantages != 0)
     noisy = by_noise.double().view(-1, len(dump)).mean(0)
-    clipped, lengths = verdict.clipped > 0, dump.lengths
+    clipped, lengths = decided.clipped > 0, dump.lengths
     return OfLoss(
         name=loss.name,
         limits=loss.limits(),
-        out_of_band=_mean(verdict.outside[counts]),
-        clip_low=_mean(verdict.clipped_low[counts]),
-        clip_high=_mean(verdict.clipped_high[counts]),
-        dual_clip=_mean(verdict.dual_clipped[counts]),
+        out_of_band=_mean(decided.outside[counts]),
+        clip_low=_mean(decided.clipped_low[counts]),
+        clip_high=_mean(decided.clipped_high[counts]),
+        dual_clip=_mean(decided.dual_clipped[counts]),
         clipped=_mean(clipped[judged]),
-        clipped_tokens=((verdict.clipped * lengths)[counts].sum() / lengths[counts].sum()).item(),
-        dropped=int(verdict.dropped.sum()),
+        clipped_tokens=((decided.clipped * lengths)[counts].sum() / lengths[counts].sum()).item(),
+        dropped=int(decided.dropped.sum()),
         noise=noisy.mean().item(),
-        lre=lre_of(~verdict.outside[counts], lengths[counts], dump.clusters[counts]),
+        lre=lre_of(~decided.outside[counts], lengths[counts], dump.clusters[counts]),
         lre_signed=lre_of(~clipped[judged], lengths[judged], dump.clusters[judged]),
-        ess=verdict.effective_sample_size(judged),
+        ess=decided.effective_sample_size(judged),
         by_length=tuple(
-            AtLength(
-                out_of_band=_mean(verdict.outside[counts & here]),
+            LengthFigures(
+                out_of_band=_mean(decided.outside[counts & here]),
                 clipped=_mean(clipped[judged & here]),
                 noise=_mean(noisy[here]),
-                ess=verdict.effective_sample_size(judged & here),
-                mass=(verdict.mass[here].sum() / verdict.mass.sum()).item(),
+                ess=decided.effective_sample_size(judged & here),
+                mass=(decided.mass[here].sum() / decided.mass.sum()).item(),
             )
             for here in (bins == number for number in range(int(bins.max()) + 1))
         ),
     )
 
 
-def _disagreements(dump: Dump, names: Sequence[str], verdicts: Sequence[Verdict]) -> list[Disagreement]:
-    fates = [verdict.fates(dump.advantages) for verdict in verdicts]
+def _disagreements(dump: Dump, names: Sequence[str], decisions: Sequence[Decisions]) -> list[Disagreement]:
+    fates = [decided.fates(dump.advantages) for decided in decisions]
     judged = int((dump.advantages != 0).sum())
-    found = []
+    disagreements = []
     for one, other in itertools.permutations(range(len(names)), 2):
         rows = torch.nonzero((fates[one] == 0) & ((fates[other] == 1) | (fates[other] == 2)))[:, 0]
-        heaviest = rows[verdicts[one].mass[rows].argsort(descending=True)[:_EXAMPLES]]
-        found.append(
+        heaviest = rows[decisions[one].mass[rows].argsort(descending=True)[:_EXAMPLES]]
+        disagreements.append(
             Disagreement(
                 kept_by=names[one],
                 clipped_by=names[other],
@@ -269,7 +253,7 @@ def _disagreements(dump: Dump, names: Sequence[str], verdicts: Sequence[Verdict]
                 examples=tuple(dump.rows[heaviest].tolist()),
             )
         )
-    return found
+    return disagreements
 
 
 def _describe(dump: Dump, bins: Tensor) -> tuple[Bin, ...]:

@@ -10,43 +10,44 @@ import torch
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.plan.activations import activations
-from megatron_fspo.lab.plan.buffers import (
-    Server,
+from megatron_fspo.lab.plan.shape import PlannedPack, Shape, stage_parameters
+from megatron_fspo.lab.plan.speed import Machine, Phase, Samplers, Work, sampling, scoring, sending, updating
+from megatron_fspo.lab.plan.state import (
+    ServerMemory,
+    checkpoint_bytes,
     decoding_bytes,
+    export_bytes,
     kv_bytes,
     sending_bytes,
     server,
     server_gpus,
+    state,
 )
-from megatron_fspo.lab.plan.shape import Pack, Shape, stage_parameters
-from megatron_fspo.lab.plan.speed import Machine, Phase, Samplers, Work, sampling, scoring, sending, updating
-from megatron_fspo.lab.plan.state import checkpoint_bytes, export_bytes, state
 from megatron_fspo.mcore.sizes import check_parallel, check_world
 from megatron_fspo.packing.batch import padded_length
 from megatron_fspo.weights import Architecture
 
 GIB = 2**30
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a plan is told beside the configuration."""
+    """The assumptions of a plan beside the configuration."""
 
     world: int
     """Ranks that train."""
     gpu_gib: float = 80.0
     reserve_gib: float = 6.0
-    """Of a GPU: CUDA's context, NCCL, workspaces, what the allocator loses to fragments. A guess."""
+    """GiB of a GPU for CUDA's context, NCCL, workspaces, and the allocator's fragments. A guess."""
     mean_prompt: float | None = None
     """Tokens; half of the longest where nobody says."""
     mean_response: float | None = None
     servers: int | None = None
     """vLLM servers; by default as many as ``vllm.urls`` names, one where they are found by discovery."""
     server_gpus: int | None = None
-    """Of one vLLM server, tensor parallel; by default as many as hold the weights in half of their memory."""
+    """GPUs of one vLLM server, tensor parallel; by default, half of their memory holds the weights."""
     server_share: float = 0.9
-    """Of a server's GPU that vLLM takes."""
+    """Share of a server's GPU that vLLM takes."""
     machine: Machine = field(default_factory=Machine)
 
     @property
@@ -63,7 +64,7 @@ class Stage:
     always: dict[str, float]
     """Held from start to end."""
     phases: dict[str, dict[str, float]]
-    """By phase of a step what it has beside; only one at a time is there."""
+    """Phase of a step → bytes that it has beside; only one phase at a time is there."""
 
     @property
     def total(self) -> float:
@@ -71,20 +72,22 @@ class Stage:
 
     @property
     def largest(self) -> str:
-        """The part that is most of the total."""
+        """Name of the largest part of the total."""
         worst = max(self.phases.values(), key=lambda parts: sum(parts.values()))
-        parts = self.always | worst
-        return max(parts, key=lambda name: parts[name])
+        held = self.always | worst
+        return max(held, key=lambda name: held[name])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RunPlan:
+    """A run on paper."""
+
     shape: Shape
     given: Given
     work: Work
     samplers: Samplers
     stages: list[Stage]
-    server: Server | None
+    server: ServerMemory | None
     checkpoint: int
     export: int
     phases: list[Phase]
@@ -98,33 +101,33 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        """What does not fit."""
-        found = []
+        """Everything that does not fit, a line each."""
+        problems = []
         if self.worst.total > self.given.room:
-            found.append(
+            problems.append(
                 f"stage {self.worst.number} needs {self.worst.total / GIB:.1f} GiB of "
                 f"{self.given.room / GIB:.1f}; most of it: {self.worst.largest}"
             )
         for turn, held in self.turns.items():
             if held > self.given.room:
-                found.append(
+                problems.append(
                     f"the turn of the {turn} needs {held / GIB:.1f} GiB of {self.given.room / GIB:.1f}: less "
                     "--server-share, or more --server-gpus or ranks that share the model"
                 )
         longest = self.work.pack.lengths[0]
         if self.server is not None and self.server.cached_tokens < longest:
-            found.append(
+            problems.append(
                 f"a server of {self.server.gpus} GPUs has room for the keys and values of "
                 f"{self.server.cached_tokens} tokens, less than one response: more --server-gpus"
             )
-        return found
+        return problems
 
     @property
     def seconds(self) -> float:
         return sum(phase.seconds for phase in self.phases)
 
 
-def make_report(config: Config, arch: Architecture, given: Given) -> Report:
+def make_plan(config: Config, arch: Architecture, given: Given) -> RunPlan:
     """The plan of a run.
 
     Raises:
@@ -142,16 +145,16 @@ def make_report(config: Config, arch: Architecture, given: Given) -> Report:
     vllm = config.rollout.engine == "vllm"
     if given.servers is not None and not vllm:
         raise InputError(f"--servers {given.servers}: rollout.engine = embedded has none")
-    found = _server(config, shape, given) if vllm else None
-    samplers = _samplers(config, shape, found, given)
+    servers = _server(config, shape, given) if vllm else None
+    samplers = _samplers(config, shape, servers, given)
     stages = [_stage(config, shape, work, stage) for stage in range(config.parallel.pipeline)]
-    return Report(
+    return RunPlan(
         shape=shape,
         given=given,
         work=work,
         samplers=samplers,
         stages=stages,
-        server=found,
+        server=servers,
         checkpoint=checkpoint_bytes(shape),
         export=export_bytes(shape),
         phases=[
@@ -161,7 +164,7 @@ def make_report(config: Config, arch: Architecture, given: Given) -> Report:
             sending(shape, given.machine, config.vllm.transfer if vllm else None),
         ],
         notes=_notes(config, shape, given),
-        turns=_turns(stages, shape, found, given) if found is not None and config.vllm.colocated else {},
+        turns=_turns(stages, shape, servers, given) if servers is not None and config.vllm.colocated else {},
     )
 
 
@@ -173,7 +176,7 @@ def shape_of(config: Config, arch: Architecture, world: int) -> Shape:
         arch=arch,
         parallel=config.parallel,
         world=world,
-        dtype=_DTYPES[config.model.dtype],
+        dtype=getattr(torch, config.model.dtype),
         layers="local" if local else "transformer_engine",
         device=device,  # type: ignore[arg-type]
         recompute=config.model.recompute == "full",
@@ -182,7 +185,7 @@ def shape_of(config: Config, arch: Architecture, world: int) -> Shape:
 
 
 def work_of(config: Config, shape: Shape, given: Given) -> Work:
-    """What a step does. Packs are of the longest sequences, as far as a rank has so many."""
+    """The work of a step. Packs are of the longest sequences, as far as a rank has so many."""
     rollout, batch = config.rollout, config.batch
     context = config.parallel.context
     responses = rollout.prompts * rollout.samples
@@ -208,17 +211,19 @@ def work_of(config: Config, shape: Shape, given: Given) -> Work:
         mini_batches=batch.mini_batches,
         epochs=batch.epochs,
         scored_before=before,
-        pack=Pack(lengths=lengths, scored=int(sum(lengths) / context * response / (prompt + response))),
+        pack=PlannedPack(
+            lengths=lengths, scored=int(sum(lengths) / context * response / (prompt + response))
+        ),
         micro_batches=max(1, round(-(-mean // batch.max_tokens))),
     )
 
 
 def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
-    kept = state(shape, number)
+    held = state(shape, number)
     always: dict[str, float] = {
-        "parameters": kept.parameters,
-        "gradients": kept.gradients,
-        "optimizer": kept.optimizer,
+        "parameters": held.parameters,
+        "gradients": held.gradients,
+        "optimizer": held.optimizer,
     }
     values = [p for chunk in stage_parameters(shape, number) for p in chunk]
     if config.loss.kl_coef:
@@ -226,15 +231,16 @@ def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
     if shape.fp8:
         matrices = sum(p.count for p in values if "layers." in p.name and len(p.shape) == 2)
         always["FP8 copies of weights"] = 2 * matrices
-    # Of the worst rollout, in which all responses are as long as they may be.
+    # The worst rollout, in which all responses are as long as they may be.
     mine = -(-work.responses // (work.mini_batches * shape.data))
     worst = -(-mine // max(1, config.batch.max_tokens // work.pack.lengths[0]))
-    found = activations(shape, number, work.pack, worst)
-    top = max(found.moments, key=lambda name: found.moments[name])
+    kept = activations(shape, number, work.pack, worst)
+    top = max(kept.moments, key=lambda name: kept.moments[name])
+    plural = "" if kept.micro_batches == 1 else "es"
     phases = {
         "update": {
-            _activations_of(found.micro_batches): found.held,
-            f"on top: {top}": found.moments[top],
+            f"activations of {kept.micro_batches:g} micro-batch{plural}": kept.held,
+            f"on top: {top}": kept.moments[top],
         }
     }
     if config.rollout.engine == "embedded":
@@ -242,10 +248,6 @@ def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
     elif number == 0:
         phases["sync"] = {"weights on their way to the servers": sending_bytes(shape)}
     return Stage(number=number, always=always, phases=phases)
-
-
-def _activations_of(micro_batches: float) -> str:
-    return f"activations of {micro_batches:g} micro-batch{'' if micro_batches == 1 else 'es'}"
 
 
 def _embedded(config: Config, shape: Shape, work: Work) -> dict[str, float]:
@@ -265,7 +267,7 @@ def _embedded(config: Config, shape: Shape, work: Work) -> dict[str, float]:
     }
 
 
-def _server(config: Config, shape: Shape, given: Given) -> Server:
+def _server(config: Config, shape: Shape, given: Given) -> ServerMemory:
     gpus = given.server_gpus or server_gpus(shape.arch, width=shape.width, memory=given.gpu_gib * GIB)
     return server(
         shape.arch,
@@ -278,24 +280,24 @@ def _server(config: Config, shape: Shape, given: Given) -> Server:
     )
 
 
-def _turns(stages: Sequence[Stage], shape: Shape, found: Server, given: Given) -> dict[str, float]:
+def _turns(stages: Sequence[Stage], shape: Shape, one: ServerMemory, given: Given) -> dict[str, float]:
     """See :mod:`megatron_fspo.rollout.client.turns`; the trainer's own turn is in its stages."""
     weights = max(stage.always["parameters"] for stage in stages)
     return {
-        "update": weights + sending_bytes(shape) + found.weights + found.receiving,
+        "update": weights + sending_bytes(shape) + one.weights + one.receiving,
         "servers": given.server_share * given.gpu_gib * GIB,
     }
 
 
-def _samplers(config: Config, shape: Shape, found: Server | None, given: Given) -> Samplers:
-    if found is None:
+def _samplers(config: Config, shape: Shape, one: ServerMemory | None, given: Given) -> Samplers:
+    if one is None:
         # Stages decode one after the other, and context-parallel ranks the same rows.
         rows = config.rollout.max_batch
         return Samplers(count=shape.data, gpus=shape.parallel.tensor, side_by_side=rows)
-    longest = found.wanted_tokens // config.vllm.in_flight
-    rows = max(1, min(config.vllm.in_flight, found.cached_tokens // longest))
+    longest = one.wanted_tokens // config.vllm.in_flight
+    rows = max(1, min(config.vllm.in_flight, one.cached_tokens // longest))
     named = 1 if config.vllm.discovery else len(config.vllm.urls)
-    return Samplers(count=given.servers or named, gpus=found.gpus, side_by_side=rows)
+    return Samplers(count=given.servers or named, gpus=one.gpus, side_by_side=rows)
 
 
 def _notes(config: Config, shape: Shape, given: Given) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where each parameter, and what the optimizer keeps for it, lies: on this rank and in the whole model.
+"""The position of each parameter, and of its optimizer state, on this rank and in the whole model.
 
 Megatron names a parameter by a global tensor that has nothing of the layout in it. On a rank the parameter is
 one or two blocks of that tensor (gate and up are two), and the optimizer holds all of it, or, distributed, a
@@ -25,18 +25,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A part of a parameter that is one box of the global tensor."""
+    """A run of a parameter's values that is one box of the global tensor."""
 
     key: str
     shape: tuple[int, ...]
-    """Of the global tensor."""
+    """Shape of the global tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     """As many dimensions as the global tensor; that of the layers has size 1."""
     start: int
-    """Where the block begins among the parameter's values."""
+    """Index of the block's first value among the parameter's."""
     padded: bool
-    """Whether the global tensor has rows that depend on the layout: the vocabulary's."""
+    """The global tensor has rows that depend on the layout: the vocabulary's."""
     first_copy: bool
     """False for a copy of what another tensor-parallel rank or pipeline stage holds."""
 
@@ -46,7 +46,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ParameterState:
     """A parameter, and the values ``first`` to ``end`` of it that this rank's optimizer holds."""
 
     parameter: Parameter
@@ -57,7 +57,7 @@ class Place:
     """Adam's, each [end - first]; empty before the first step."""
     first: int
     own: range
-    """What this rank writes, within first to end: no value has two writers among data-parallel ranks."""
+    """The values that this rank writes, within first to end; no other data-parallel rank writes them."""
 
     @property
     def end(self) -> int:
@@ -65,11 +65,11 @@ class Place:
 
     @property
     def has_main_copy(self) -> bool:
-        """Whether ``main`` is memory of its own."""
+        """True if ``main`` is memory of its own."""
         return self.main.dtype != self.parameter.dtype
 
 
-def places(policy: Policy) -> Iterator[Place]:
+def parameter_states(policy: Policy) -> Iterator[ParameterState]:
     """Every parameter of this rank.
 
     A distributed optimizer has decided which values are whose. Without one, data-parallel ranks hold the
@@ -91,7 +91,7 @@ def places(policy: Policy) -> Iterator[Place]:
             if not policy.parallel.distributed_optimizer:
                 own = range(max(0, mine.start - passed), min(parameter.numel(), mine.stop - passed))
             passed += parameter.numel()
-            yield Place(
+            yield ParameterState(
                 parameter=parameter,
                 blocks=list(_blocks(described[name], parameter)),
                 main=main.detach().view(-1),
@@ -128,16 +128,15 @@ def extra_states(policy: Policy) -> Iterator[str]:
 
 
 def _blocks(item: ShardedTensor | ShardedTensorFactory, parameter: Parameter) -> Iterator[Block]:
-    parts = item.build() if isinstance(item, ShardedTensorFactory) else [item]
-    for part in parts:
-        *copies, _ = _as_tuple(part.replica_id)  # the last counts data-parallel ranks
+    for shard in item.build() if isinstance(item, ShardedTensorFactory) else [item]:
+        *copies, _ = _as_tuple(shard.replica_id)  # the last counts data-parallel ranks
         yield Block(
-            key=part.key,
-            shape=tuple(part.global_shape),
-            offsets=tuple(part.global_offset),
-            sizes=(*(1 for _ in range(part.prepend_axis_num)), *part.local_shape),
-            start=(part.data.data_ptr() - parameter.data_ptr()) // parameter.itemsize,
-            padded=part.allow_shape_mismatch,
+            key=shard.key,
+            shape=tuple(shard.global_shape),
+            offsets=tuple(shard.global_offset),
+            sizes=(*(1 for _ in range(shard.prepend_axis_num)), *shard.local_shape),
+            start=(shard.data.data_ptr() - parameter.data_ptr()) // parameter.itemsize,
+            padded=shard.allow_shape_mismatch,
             first_copy=not any(copies),
         )
 
@@ -154,18 +153,18 @@ class _Held:
 
 
 def _held(policy: Policy) -> dict[Parameter, _Held]:
-    """What the optimizer updates in the place of each parameter that it holds something of."""
+    """For each parameter of which the optimizer holds something, the tensor that it updates."""
     held: dict[Parameter, _Held] = {}
     optimizer = policy.optimizer
-    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
-        inner = part.optimizer
-        if isinstance(part, DistributedOptimizer):
-            for parameter, (group, order) in part.model_param_group_index_map.items():
-                first = part._get_model_param_range_map(parameter)["param"].start
+    for each in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+        inner = each.optimizer
+        if isinstance(each, DistributedOptimizer):
+            for parameter, (group, order) in each.model_param_group_index_map.items():
+                first = each._get_model_param_range_map(parameter)["param"].start
                 held[parameter] = _Held(inner, inner.param_groups[group]["params"][order], first)
-        elif isinstance(part, Float16OptimizerWithFloat16Params):
-            models = [parameter for group in part.float16_groups for parameter in group]
-            mains = [main for group in part.fp32_from_float16_groups for main in group]
+        elif isinstance(each, Float16OptimizerWithFloat16Params):
+            models = [parameter for group in each.float16_groups for parameter in group]
+            mains = [main for group in each.fp32_from_float16_groups for main in group]
             held |= {model: _Held(inner, main) for model, main in zip(models, mains, strict=True)}
         else:
             held |= {model: _Held(inner, model) for group in inner.param_groups for model in group["params"]}

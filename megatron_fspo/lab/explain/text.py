@@ -1,0 +1,285 @@
+"""The comparison as text for the console, as one JSON object, and as a row for each response."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_fspo.evaluation.intervals import Estimate
+from megatron_fspo.lab.explain.decomposition import Parts
+from megatron_fspo.lab.explain.explanation import Disagreement, Explanation, OfLoss
+from megatron_fspo.lab.explain.losses import FATES
+from megatron_fspo.tables import by_column, columns, number, percent, plain, with_interval
+
+Table = tuple[list[str], list[tuple[str, ...]]]
+"""Head and rows."""
+NOISE = {
+    "sampler": "the measured difference between trainer and sampler",
+    "signs": "the tokens' log-ratios with signs at random, as if all of S were chance",
+    "normal": "a random walk with the spread of S, as if all of S were chance",
+}
+"""Source of the noise → its words."""
+INDEPENDENT = {
+    "prompt": "the {:,} prompts as independent, and all rows of a prompt as going together",
+    "response": "the {:,} responses as independent, and all rows of a response as going together",
+    "row": "all {:,} rows as independent: the dump names neither prompts nor responses",
+}
+"""Kind of the clusters → its words."""
+_SEVERAL = 3
+"""Disagreements in the sentences, the largest."""
+
+
+def as_json(explanation: Explanation) -> dict[str, Any]:
+    """All figures, as JSON types: NaN is null."""
+    dump = explanation.dump
+    content = {
+        "file": str(dump.path),
+        "responses": len(dump),
+        "with_advantage": int((dump.advantages != 0).sum()),
+        "tokens": int(dump.lengths.sum()),
+        "empty": dump.empty,
+        "nonfinite": dump.nonfinite,
+        "sigma": explanation.sigma,
+        "exponent": explanation.exponent,
+        "independent": dump.clustered_by,
+        "clusters": dump.clusters_count,
+        "parts": explanation.parts,
+        "noise": explanation.noise_source,
+        "bins": explanation.bins,
+        "given": explanation.given,
+        "rate": explanation.rate,
+        "matched": explanation.matched,
+        "limits_for": explanation.limits_for,
+        "disagreements": explanation.disagreements,
+        "words": list(sentences(explanation)),
+    }
+    json_types: dict[str, Any] = plain(content)
+    return json_types
+
+
+def fates(explanation: Explanation) -> Iterator[str]:
+    """A line of JSON for each response: its row, L, S, A, and its fate with each loss."""
+    dump = explanation.dump
+    tensors = [dump.rows, dump.lengths, dump.log_ratio_sum, dump.advantages]
+    tensors += [one.fates(dump.advantages) for one in explanation.decisions]
+    names = [one.name for one in explanation.given]
+    for row, length, s, advantage, *codes in zip(*(tensor.tolist() for tensor in tensors), strict=True):
+        fate = {name: FATES[code] for name, code in zip(names, codes, strict=True)}
+        values = {"row": row, "length": length, "log_ratio_sum": s, "advantage": advantage, "fate": fate}
+        yield json.dumps(values) + "\n"
+
+
+def losses_table(losses: Sequence[OfLoss]) -> Table:
+    """The figures of each loss over all responses."""
+    return by_column(
+        {
+            "loss": [one.name for one in losses],
+            "limits": [limits_of(one.limits) for one in losses],
+            "outside": [percent(one.out_of_band) for one in losses],
+            "by noise": [percent(one.noise) for one in losses],
+            "clipped": [percent(one.clipped) for one in losses],
+            "of tokens": [percent(one.clipped_tokens) for one in losses],
+            "LRE mean": [with_interval(one.lre.mean, *one.lre.mean_interval, ".3f") for one in losses],
+            "by chance": [number(one.lre.null_mean, ".3f") for one in losses],
+            "LRE max": [number(one.lre.max, ".3f") for one in losses],
+            "ESS": [number(one.ess) for one in losses],
+        }
+    )
+
+
+def bins_table(explanation: Explanation, losses: Sequence[OfLoss]) -> Table:
+    """The figures of each loss by length."""
+    bins = explanation.bins
+    spans = [f"{one.low}" if one.low == one.high else f"{one.low}–{one.high}" for one in bins]
+    return by_column(
+        {"tokens": spans, "responses": [percent(one.share) for one in bins]}
+        | {f"outside {loss.name}": [percent(x.out_of_band) for x in loss.by_length] for loss in losses}
+        | {f"ESS {loss.name}": [number(x.ess) for x in loss.by_length] for loss in losses}
+        | {f"mass {loss.name}": [percent(x.mass) for x in loss.by_length] for loss in losses}
+    )
+
+
+def fates_table(explanation: Explanation) -> Table:
+    """The responses that change fate between two losses."""
+    pairs = explanation.disagreements
+    return by_column(
+        {
+            "kept by": [one.kept_by for one in pairs],
+            "clipped by": [one.clipped_by for one in pairs],
+            "responses": [f"{one.responses:,}" for one in pairs],
+            "share": [percent(one.share) for one in pairs],
+            "L, quartiles": ["–".join(map(str, one.lengths)) if one.responses else "-" for one in pairs],
+            "A > 0": [percent(one.rising) for one in pairs],
+            "reward": [number(one.mean_reward) for one in pairs],
+            "rows, such as": [" ".join(map(str, dict.fromkeys(one.examples))) or "-" for one in pairs],
+        }
+    )
+
+
+def limits_table(explanation: Explanation) -> Table:
+    """The limits that give a loss another one's rate."""
+    matched = explanation.limits_for
+    return by_column(
+        {
+            "loss": [one.name for one in matched],
+            "puts outside as": [one.to for one in matched],
+            "with": [limits_of(one.limits) for one in matched],
+            "times as wide": [f"{one.factor:.3g}" for one in matched],
+            "outside": [percent(one.out_of_band) for one in matched],
+        }
+    )
+
+
+def render(explanation: Explanation) -> str:
+    """The text for the console."""
+    given, matched = explanation.given, explanation.matched
+    limits = "at this rate" if matched else "with the limits given"
+    title = "with the limits given; clipped: of responses with an advantage; ESS of the importance weights"
+    blocks = [(title, losses_table(given))]
+    if matched:
+        blocks.append((f"with {explanation.rate:.1%} outside for each", losses_table(matched)))
+    blocks += [
+        (f"by length, {limits}; mass: of the gradient", bins_table(explanation, matched or given)),
+        ("responses that change fate, with the limits given", fates_table(explanation)),
+        ("limits that put the same share outside", limits_table(explanation)),
+    ]
+    tables = (["", title, *columns(*table)] for title, table in blocks)
+    return "\n".join([*sentences(explanation), *(line for lines in tables for line in lines)])
+
+
+def sentences(explanation: Explanation) -> Iterator[str]:
+    """The findings in sentences, in the order of the tables."""
+    yield _dump(explanation)
+    if explanation.parts is not None:
+        yield _parts(explanation.parts)
+    yield (
+        "Outside their bands: "
+        + ", ".join(
+            f"{one.name} {one.out_of_band:.1%} ({limits_of(one.limits)})" for one in explanation.given
+        )
+        + f". Noise alone ({NOISE[explanation.noise_source]}) would put there: "
+        + ", ".join(f"{one.name} {one.noise:.1%}" for one in explanation.given)
+        + "."
+    )
+    yield from _fates(explanation)
+    yield from _matched(explanation)
+    yield from _weights(explanation)
+
+
+def limits_of(limits: dict[str, float]) -> str:
+    """``c_low = 0.03, c_high = 0.03``."""
+    return ", ".join(f"{name} = {value:.3g}" for name, value in limits.items())
+
+
+def _dump(explanation: Explanation) -> str:
+    dump, bins = explanation.dump, explanation.bins
+    text = (
+        f"{len(dump):,} responses of {bins[0].low:,} to {bins[-1].high:,} tokens, "
+        f"{int((dump.advantages != 0).sum()):,} of them with an advantage. S/√L has the spread "
+        f"{explanation.sigma:.3g}, so a √L band of 2 sigma has c = {2 * explanation.sigma:.3g}"
+    )
+    grown = explanation.exponent
+    if isinstance(grown, str):
+        text += f"; how |S| grows with L is not measured: {grown}"
+    else:
+        low, high = grown.interval
+        text += f"; |S| grows as L^{grown.value:.2f} [{low:.2f}, {high:.2f}], where a random walk has 0.5"
+    text += f". Intervals take {INDEPENDENT[dump.clustered_by].format(dump.clusters_count)}"
+    if dump.log_ratio is None:
+        text += ". Without token log-probs CTPO, which decides for every prefix, is left out"
+    left_out = [f"{n:,} {what}" for n, what in ((dump.empty, "empty"), (dump.nonfinite, "not finite")) if n]
+    return text + (f". Left out: {', '.join(left_out)}." if left_out else ".")
+
+
+def _parts(parts: Parts) -> str:
+    text = (
+        f"Taken apart by the halves of each response, S has noise of {_figure(parts.noise)} nats per √token "
+        f"and, in all tokens of a response alike, {_figure(parts.signal)} nats per token"
+    )
+    if parts.signal.low > 0:
+        text += f"; the two are equal at {parts.crossover:,.0f} tokens"
+    else:
+        text += ", which is not told from 0"
+    return f"{text}. At the median of {parts.median:,} tokens it grows as L^{_figure(parts.exponent, '.2f')}."
+
+
+def _figure(one: Estimate, form: str = ".3g") -> str:
+    return with_interval(one.value, one.low, one.high, form)
+
+
+def _fates(explanation: Explanation) -> Iterator[str]:
+    changes = sorted(
+        (one for one in explanation.disagreements if one.responses), key=lambda one: -one.responses
+    )
+    if not changes:
+        yield "No response changes its fate: the losses clip the same ones."
+    for one in changes[:_SEVERAL]:
+        yield _disagreement(one)
+
+
+def _disagreement(one: Disagreement) -> str:
+    low, median, high = one.lengths
+    in_part = f", {one.in_part:,} of them in part" if one.in_part else ""
+    text = (
+        f"{one.kept_by} keeps {one.responses:,} responses ({one.share:.1%} of those with an advantage) that "
+        f"{one.clipped_by} clips{in_part}: half of them have {low:,} to {high:,} tokens, "
+        f"the median is {median:,}; {one.rising:.0%} have A > 0"
+    )
+    if one.mean_reward == one.mean_reward:
+        text += f", the mean reward is {one.mean_reward:.3g}"
+    return text + "."
+
+
+def _matched(explanation: Explanation) -> Iterator[str]:
+    first = explanation.given[0].name
+    for one in explanation.limits_for:
+        if one.name == first:
+            yield (
+                f"{first} puts as many outside as {one.to} does ({one.out_of_band:.1%}) with "
+                f"{limits_of(one.limits)}."
+            )
+    if not explanation.matched:
+        yield (
+            f"{first} has none or all of the responses outside its band, so there is no rate to compare the "
+            "losses at: give one, such as --rate 0.1."
+        )
+        return
+    fairest = sorted(
+        (one for one in explanation.matched if one.lre.mean == one.lre.mean), key=lambda one: one.lre.mean
+    )
+    yield (
+        f"With {explanation.rate:.1%} outside for each, as near as responses allow, LRE is "
+        + ", ".join(
+            f"{one.lre.mean:.3f} [{low:.3f}, {high:.3f}; by chance {one.lre.null_mean:.3f}] for {one.name}"
+            for one in fairest
+            for low, high in [one.lre.mean_interval]
+        )
+        + "; LRE whose interval reaches the floor of chance shows no dependence on length."
+    )
+    for loss in explanation.matched:
+        if loss.out_of_band > explanation.rate + 0.005:
+            yield (
+                f"{loss.name} has {loss.out_of_band:.1%} outside even at the widest limits of float64: "
+                "it does not compare with the others."
+            )
+
+
+def _weights(explanation: Explanation) -> Iterator[str]:
+    longest = explanation.bins[-1]
+    compared = [
+        one
+        for one in explanation.matched or explanation.given
+        if one.by_length[-1].ess == one.by_length[-1].ess
+    ]
+    if not compared:
+        return
+    span = f"{longest.low:,}" + (f" to {longest.high:,}" if longest.low < longest.high else "")
+    yield (
+        f"The longest responses, of {span} tokens, are {longest.share:.0%} of all and have "
+        f"{longest.tokens:.0%} of the tokens. Of the gradient they have "
+        + ", ".join(f"{one.by_length[-1].mass:.0%} with {one.name}" for one in compared)
+        + "; and their weights are worth "
+        + ", ".join(f"{one.by_length[-1].ess:.0%} with {one.name}" for one in compared)
+        + " of their number."
+    )

@@ -1,0 +1,297 @@
+"""The files of a ``torch_dist`` folder: chunks of global tensors, and the index that finds them.
+
+Every rank that writes has files of its own (``__<rank>_<n>.distcp``) and a part of the index. One rank merges
+the parts and writes the index last: without it nothing of the folder loads. Whoever reads need not know how
+the tensors were cut. A *box* is a part of a tensor: offsets and sizes, one of each per dimension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_fspo.errors import InputError
+from megatron_fspo.weights.safe_pickle import COMMON, METADATA, check_files, load_entry, read_metadata
+
+_FILE_BYTES = 4 * 2**30
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offsets, sizes)"""
+
+
+def boxes(shape: Sequence[int], first: int, end: int, *, limit: int) -> Iterator[Box]:
+    """Cut the values ``first`` to ``end`` of a row-major tensor into boxes that lie one after the other.
+
+    Args:
+        shape: the tensor's.
+        first, end: flat positions in it.
+        limit: no box has more values.
+    """
+    if len(shape) == 1:
+        for at in range(first, end, limit):
+            yield (at,), (min(limit, end - at),)
+        return
+    row_size, at = math.prod(shape[1:]), first
+    while at < end:
+        row, column = divmod(at, row_size)
+        whole_rows = min(end - at, limit) // row_size if column == 0 else 0
+        if whole_rows:
+            yield (row, *(0 for _ in shape[1:])), (whole_rows, *shape[1:])
+            at += whole_rows * row_size
+            continue
+        stop = min(end, (row + 1) * row_size)
+        for offsets, sizes in boxes(shape[1:], column, stop - row * row_size, limit=limit):
+            yield (row, *offsets), (1, *sizes)
+        at = stop
+
+
+class ChunkReader:
+    """Reads boxes into tensors, one chunk in memory at a time.
+
+    Attributes:
+        tensors: dtype and shape of every global tensor, by its key.
+
+    Raises:
+        InputError: the folder is no checkpoint, is damaged, or is not to be trusted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._metadata = read_metadata(folder)
+        check_files(folder, self._metadata)
+        stored = self._metadata.state_dict_metadata.items()
+        self._stored = {key: item for key, item in stored if isinstance(item, TensorStorageMetadata)}
+        self.tensors = {key: (item.properties.dtype, tuple(item.size)) for key, item in self._stored.items()}
+        self._chunks: dict[str, list[Box]] = {}
+        # The next box is often in it.
+        self._loaded: tuple[str, Box, Tensor] | None = None
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._stored
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of a global tensor."""
+        if key not in self.tensors:
+            raise InputError(f"{self.folder / METADATA} has no tensor {key}")
+        return self.tensors[key][1]
+
+    def chunks(self, key: str) -> list[Box]:
+        """The boxes that a tensor was cut into."""
+        if key not in self._chunks:
+            whole = self.shape(key)
+            chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._stored[key].chunks]
+            for offsets, sizes in chunks:
+                inside = [0 <= o < o + s <= n for o, s, n in zip(offsets, sizes, whole, strict=False)]
+                if not len(offsets) == len(sizes) == len(whole) or not all(inside):
+                    odd = f"a chunk of {sizes} at {offsets}"
+                    raise InputError(f"{self.folder / METADATA}: {key} is {whole}, and has {odd}")
+            self._chunks[key] = chunks
+        return self._chunks[key]
+
+    def file(self, key: str, chunk: Box) -> Path:
+        """The file that holds a chunk."""
+        return self.folder / str(self._info(key, chunk).relative_path)
+
+    def read_into(
+        self, key: str, wanted: Sequence[tuple[Box, Tensor]], among: Iterable[Box] | None = None
+    ) -> None:
+        """Fill tensors with the values of their boxes, cast to their dtypes; what lies beyond the stored
+        tensor is 0.
+
+        Args:
+            among: the chunks that have some of it, if that is known; else all are looked at.
+
+        Raises:
+            InputError: a value is missing, stored twice, or not what the index says.
+        """
+        filled: list[list[Box]] = [[] for _ in wanted]
+        for chunk in self.chunks(key) if among is None else among:
+            shared = [_intersection(chunk, box) for box, _ in wanted]
+            if not any(shared):
+                continue
+            values = self._load(key, chunk)
+            for overlap, (box, target), overlaps in zip(shared, wanted, filled, strict=True):
+                if overlap is not None:
+                    target[_slices(overlap, box[0])] = values[_slices(overlap, chunk[0])].to(target.device)
+                    overlaps.append(overlap)
+        whole: Box = ((0,) * len(self.shape(key)), self.shape(key))
+        for (box, target), overlaps in zip(wanted, filled, strict=True):
+            inside = _intersection(box, whole)
+            self._check_cover(key, box, inside, overlaps)
+            if inside != box:
+                _zero_outside(target, inside, box)
+
+    def _check_cover(self, key: str, box: Box, inside: Box | None, overlaps: list[Box]) -> None:
+        size, filled = math.prod(inside[1]) if inside else 0, sum(math.prod(sizes) for _, sizes in overlaps)
+        twice = any(_intersection(a, b) for a, b in itertools.combinations(overlaps, 2))
+        if filled != size or twice:  # what is there twice could make up for a hole
+            problem = "chunks overlap in" if twice else f"chunks cover {filled} of {size} values of"
+            raise InputError(f"{self.folder / METADATA}: {problem} {key} at {box[0]}")
+
+    def _info(self, key: str, chunk: Box) -> Any:
+        """File, offset and length of a chunk."""
+        info = self._metadata.storage_data.get(MetadataIndex(key, torch.Size(chunk[0])))
+        if info is None:
+            raise InputError(f"{self.folder / METADATA}: no file for {key} at {chunk[0]}")
+        return info
+
+    def _load(self, key: str, chunk: Box) -> Tensor:
+        if self._loaded is None or self._loaded[:2] != (key, chunk):
+            self._loaded = None  # before the next takes memory
+            info = self._info(key, chunk)
+            values, dtype = load_entry(self.folder, info), self.tensors[key][0]
+            if not isinstance(values, Tensor) or (tuple(values.shape), values.dtype) != (chunk[1], dtype):
+                raise InputError(f"{self.folder / info.relative_path}: {key} is not what the index says")
+            self._loaded = key, chunk, values
+        return self._loaded[2]
+
+
+def _intersection(a: Box, b: Box) -> Box | None:
+    """The box of what is in both; None if nothing is.  A chunk of another rank has nothing of any box."""
+    if len(a[0]) != len(b[0]):
+        return None
+    first = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
+    ends = (min(x + m, y + n) for x, m, y, n in zip(*a, *b, strict=True))
+    sizes = tuple(end - at for at, end in zip(first, ends, strict=True))
+    return (first, sizes) if all(size > 0 for size in sizes) else None
+
+
+def _slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
+    """Index of a box in a tensor whose own first value is at ``origin``."""
+    return tuple(slice(at - o, at - o + size) for at, size, o in zip(*box, origin, strict=True))
+
+
+def _zero_outside(target: Tensor, inside: Box | None, box: Box) -> None:
+    kept = None if inside is None else target[_slices(inside, box[0])].clone()
+    target.zero_()
+    if inside is not None and kept is not None:
+        target[_slices(inside, box[0])] = kept
+
+
+class ChunkWriter:
+    """Appends entries to this rank's files.
+
+    Attributes:
+        index: what was written, and where.
+        sums: name of each file that is closed → its SHA-256, in hexadecimal.
+    """
+
+    def __init__(self, folder: Path, *, rank: int = 0) -> None:
+        self.index = Metadata(state_dict_metadata={}, storage_data={})
+        self._folder = folder
+        self._rank = rank
+        self.sums: dict[str, str] = {}
+        self._stream: BinaryIO | None = None
+        self._hash = hashlib.sha256()
+        self._files = 0
+
+    def __enter__(self) -> ChunkWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def declare(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """A global tensor, before its first chunk."""
+        properties = TensorProperties(dtype=dtype)
+        self.index.state_dict_metadata[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
+
+    def declared(self, key: str) -> bool:
+        """True if :meth:`declare` was called for it."""
+        return key in self.index.state_dict_metadata
+
+    def add(self, key: str, offsets: tuple[int, ...], values: Tensor) -> None:
+        """A chunk, from any device; dimensions the values lack have size 1, in front."""
+        stored = self.index.state_dict_metadata[key]
+        assert isinstance(stored, TensorStorageMetadata)
+        sizes = torch.Size([1] * (len(offsets) - values.dim()) + list(values.shape))
+        # A copy: torch.save would write all of a view's storage.
+        chunk = torch.empty(sizes, dtype=stored.properties.dtype).copy_(values.view(sizes))
+        stored.chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=sizes))
+        self._append(MetadataIndex(key, torch.Size(offsets)), chunk)
+
+    def add_object(self, key: str, value: Any) -> None:
+        """A Python value."""
+        self.index.state_dict_metadata[key] = BytesStorageMetadata()
+        self._append(MetadataIndex(key), value)
+
+    def _append(self, index: MetadataIndex, value: Any) -> None:
+        if self._stream is None or self._stream.tell() > _FILE_BYTES:
+            self.close()
+            name = f"__{self._rank}_{self._files}.distcp"
+            self._stream, self._hash = open(self._folder / name, "wb"), hashlib.sha256()
+            self._files += 1
+        stream, first = self._stream, self._stream.tell()
+        _save(value, stream, self._hash)
+        info = _StorageInfo(Path(stream.name).name, first, stream.tell() - first)
+        self.index.storage_data[index] = info
+
+    def close(self) -> None:
+        """All entries are on the disk, not on their way to it."""
+        if self._stream is not None:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+            self.sums[Path(self._stream.name).name] = self._hash.hexdigest()
+
+
+def merge_indexes(indexes: Iterable[Metadata]) -> Metadata:
+    """One index of what several ranks wrote; they agree on the shape and dtype of a tensor."""
+    merged = Metadata(state_dict_metadata={}, storage_data={})
+    for index in indexes:
+        merged.storage_data.update(index.storage_data)
+        for key, stored in index.state_dict_metadata.items():
+            known = merged.state_dict_metadata.setdefault(key, stored)
+            if known is stored:
+                continue
+            assert isinstance(known, TensorStorageMetadata) and isinstance(stored, TensorStorageMetadata)
+            assert (known.size, known.properties) == (stored.size, stored.properties), key
+            known.chunks.extend(stored.chunks)
+    return merged
+
+
+def write_index(folder: Path, index: Metadata) -> list[Path]:
+    """Make the folder a checkpoint, for Megatron too; returns the files."""
+    common, kind, metadata = (folder / name for name in (COMMON, "metadata.json", METADATA))
+    with open(common, "wb") as stream:
+        _save({}, stream)
+    kind.write_text(json.dumps(_FORMAT), encoding="utf-8")
+    metadata.write_bytes(pickle.dumps(index))
+    return [common, kind, metadata]
+
+
+def _save(value: Any, stream: BinaryIO, hashed: hashlib._Hash | None = None) -> None:
+    """By way of memory: torch turns a full disk into errors of its own."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    # Released here: Python 3.12.1 crashes when it collects such a view with an error's traceback.
+    with buffer.getbuffer() as view:
+        stream.write(view)
+        if hashed is not None:
+            hashed.update(view)
