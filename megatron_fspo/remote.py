@@ -27,8 +27,8 @@ async def attempted(
 ) -> T:
     """Await ``attempt()`` until it does not raise :class:`TryAgain`, ``attempts`` times at most.
 
-    Args:
-        first_wait: seconds before the second attempt, give or take half of it; doubles from there.
+    The wait before the second attempt is ``first_wait`` seconds, give or take half of it; it doubles from
+    there up to ``longest_wait``.
 
     Raises:
         TryAgain: that of the last attempt.

@@ -52,6 +52,7 @@ def refuse_ratio(limits: Mapping[str, float], trainer: str) -> None:
 
     Args:
         limits: key of the trainer → value, of c_low and of c_high.
+        trainer: its name.
     """
     if 0.2 in limits.values():
         given = " and ".join(f"{key} = {value}" for key, value in limits.items())

@@ -117,6 +117,7 @@ class Loss(Section):
         """Raise ``InputError`` where the band lies inside the noise.
 
         Args:
+            noise: in S, as it was measured.
             lengths: of responses to look at, in tokens.
             origin: of the noise, in words.
         """
@@ -154,7 +155,8 @@ class LossState:
         """Learn from one off-policy mini-batch, over all ranks.
 
         Args:
-            log_ratio_sums, lengths: [N] S and L.
+            log_ratio_sums: S [N].
+            lengths: L [N].
             kl_k3: KL per token by the k3 estimator.
             sigma: σ̂ of these sequences, if there were any.
             warm: whether this rollout began after the learning rate's warm-up. Smaller steps make smaller
