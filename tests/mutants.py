@@ -181,8 +181,8 @@ MUTANTS = {
         "if (module, name) not in _ALLOWED:", "if not module:", "test_megatron_damage.py",
     ),
     "an entry is unpickled freely": Mutant(
-        'torch.load(part, map_location="cpu", weights_only=True)',
-        'torch.load(part, map_location="cpu", weights_only=False)', "test_megatron_damage.py",
+        'torch.load(entry, map_location="cpu", weights_only=True)',
+        'torch.load(entry, map_location="cpu", weights_only=False)', "test_megatron_damage.py",
     ),
     "a checkpoint is named before it is on the disk": Mutant(
         "os.fsync(descriptor)", "pass", "test_durable.py",
