@@ -8,9 +8,10 @@ import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import httpx
+if TYPE_CHECKING:
+    import httpx
 
 T = TypeVar("T")
 
@@ -43,6 +44,8 @@ async def attempted(
 
 def http_client() -> httpx.AsyncClient:
     """A client for the machines of one cluster; whoever made it closes it."""
+    import httpx  # worker processes of rewards import this module, and must start fast
+
     return httpx.AsyncClient(
         # Callers limit what is open. No connection is kept for later: httpx looks at each idle one before
         # every request (7 times the time at 64 open requests), and a server may just be closing it.

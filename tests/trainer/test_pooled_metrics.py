@@ -95,7 +95,12 @@ def test_what_a_step_reports() -> None:
                 optimizer=SimpleNamespace(skip_norm_ratio=10.0),
             ),
         ),
-        loss=SimpleNamespace(objective=lambda: None, metrics=lambda: {}, doubts=lambda metrics, warm: {}),
+        loss=SimpleNamespace(
+            objective=lambda: None,
+            metrics=lambda: {},
+            doubts=lambda metrics, warm: {},
+            noise_metrics=lambda lengths, out_of_band: {},
+        ),
     )
     step: Any = SimpleNamespace(updates=updates, off_policy=[], first=[], nonfinite=3, warm=True)
     got = update_metrics(run, step)
