@@ -62,7 +62,7 @@ class Noise:
 
     def clip_rates(self, lengths: Tensor, band: ClipBand) -> Tensor:
         """Share [N] of responses of ``lengths`` [N] that noise alone puts outside the band; 0 where L = 0."""
-        different, positions = lengths.detach().cpu().double().unique(return_inverse=True)
+        different, positions = torch.unique(lengths.detach().cpu().double(), return_inverse=True)
         low, high = band.bounds(different)
         rates = []
         for length, below, above in zip(different.tolist(), low.tolist(), high.tolist(), strict=True):

@@ -49,6 +49,8 @@ def test_presets_have_the_published_numbers_of_parameters() -> None:
 
     assert checkpoint_bytes(dense) == 14 * counts["qwen3-8b"]
     assert export_bytes(dense) == 2 * counts["qwen3-8b"]
+
+
 @pytest.mark.parametrize("spread", [False, True])
 def test_experts_and_stages_add_up_to_the_model(spread: bool) -> None:
     # Of 2 stages x 4 tensor ranks; 32 of 128 ranks hold each expert once.
