@@ -161,12 +161,8 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         updates=config.off_policy_updates,
     )
     spikes = GradientSpikes(config.optimizer)
-    prompts = PromptCursor(
-        mixture(inputs.train, config.data),
-        config.run.seed,
-        size=config.rollout.prompts,
-        shuffle=config.data.shuffle,
-    )
+    sets = mixture(inputs.train, config.data)
+    prompts = PromptCursor(sets, config.run.seed, size=config.rollout.prompts, shuffle=config.data.shuffle)
     step = 0
     under_way: Step | None = None
     damaged: list[str] = []
