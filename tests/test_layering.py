@@ -68,7 +68,7 @@ THIRD_PARTY = {
     "serve": set(),
     "vllm_plugin": {"torch", "safetensors", "vllm"},
     "mismatch": {"torch"},
-    "trainer": {"torch", "pydantic", "safetensors", "tqdm"},
+    "trainer": {"torch", "pydantic", "tqdm"},
     "plugin": set(),
     "verify": {"torch"},
     "lab": {"torch", "numpy", "pydantic", "matplotlib", "jinja2", "markupsafe", "msgspec", "tomli_w"},
