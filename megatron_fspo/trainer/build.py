@@ -152,27 +152,24 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     )
     longest, updates = config.rollout.max_response_tokens, config.off_policy_updates
     loss = config.loss.start(inputs.noise, longest=longest, updates=updates)
-    mixed, size, shuffle = mixture(inputs.train, config.data), config.rollout.prompts, config.data.shuffle
-    prompts = PromptCursor(mixed, config.run.seed, size=size, shuffle=shuffle)
-    step = 0
-    spikes: dict[str, Any] = {"norms": [], "in_a_row": 0}
+    sets = mixture(inputs.train, config.data)
+    prompts = PromptCursor(sets, config.run.seed, size=config.rollout.prompts, shuffle=config.data.shuffle)
+    state: dict[str, Any] = {"step": 0, "spikes": {"norms": [], "in_a_row": 0}}
     damaged: list[str] = []
     if not checkpoints:
         load_hf(policy, config.model.checkpoint)
     else:
         state, damaged = _load_newest(policy, checkpoints, older=older)
-        step, spikes = state["step"], state["spikes"]
         prompts.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
+    step, spikes = state["step"], state["spikes"]
     groups.control.meet("the weights to be loaded")
     fp8_modules = probe_fp8(policy)
     reference = load_model(inputs, groups) if config.loss.kl_coef else None
     engine = build_engine(inputs, policy, servers, *([reference] if reference else []))
     engine.update_weights(step)
     grader = make_grader(config, groups)
-    log = _open_folder(config, step if checkpoints else None, checkpoints, damaged)
-    for note in inputs.notes:
-        log.say(note)
+    log = _open_folder(inputs, step if checkpoints else None, checkpoints, damaged)
     groups.control.meet("the first rank to open the records of the run")
     return Training(
         inputs=inputs,
@@ -222,7 +219,7 @@ def _load_newest(
 
 
 def _open_folder(
-    config: Config, step: int | None, checkpoints: Sequence[Path], damaged: Sequence[str]
+    inputs: Inputs, step: int | None, checkpoints: Sequence[Path], damaged: Sequence[str]
 ) -> RunLog:
     """The log of a run that can go on: the first rank writes into the folder from here on.
 
@@ -230,6 +227,7 @@ def _open_folder(
         step: of the checkpoint that the run goes on from; None for one that starts.
         damaged: what is wrong with the newest of the checkpoints, newest first.
     """
+    config = inputs.config
     if dist.get_rank() != 0:
         return RunLog(config, writer=False, resume_step=step)
     changes = config_changes(config)
@@ -248,6 +246,8 @@ def _open_folder(
     _prune(config, log, step or 0)  # a killed run may not have come to its end
     for change in changes:
         log.say(f"config changed since the run began: {change}")
+    for note in inputs.notes:
+        log.say(note)
     return log
 
 
