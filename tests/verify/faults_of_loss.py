@@ -13,7 +13,7 @@ import torch.distributed as dist
 from patching import ALONE, CP, DP, PP, SP, TP, Patch, fault, wrap
 from torch import Tensor
 
-from megatron_fspo.losses import FSPOLoss, GRPOLoss
+from megatron_fspo.losses import DAPOLoss, FSPOLoss, GRPOLoss
 from megatron_fspo.mcore import policy, policy_loss
 from megatron_fspo.objective import FSPOBand, policy_objective, surrogate
 from megatron_fspo.packing import pack as packing
@@ -192,7 +192,10 @@ def local_t() -> Patch:
 @fault(DP, "denominator", loss="grpo")
 def token_mean_for_sequence_mean() -> Patch:
     """GRPO takes the mean over tokens"""
-    return wrap(GRPOLoss, "objective", lambda real, self: replace(real(self), aggregation="token-mean"))
+    keys = ("eps_low", "eps_high", "dual_clip_ratio")
+    return wrap(
+        GRPOLoss, "objective", lambda real, self: DAPOLoss(**{key: getattr(self, key) for key in keys})
+    )
 
 
 @fault(CP, "factor", figures="0.125 x", split="8 micro-batches")
