@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import step_overhead
 from benchmarks import (
     against_trl,
     async_rollouts,
@@ -63,12 +62,6 @@ def read(name: str) -> Any:
         "convert": (convert.table,),
         "logprob_head": (lambda report: logprob_head.table(report["results"]),),
         "rollout_client": (rollout_client.table, rollout_client.one_reader),
-        "step_overhead": (
-            step_overhead.summary,
-            step_overhead.phases,
-            step_overhead.at_full_size,
-            step_overhead.of_saves,
-        ),
     }.items(),
 )
 def test_the_page_shows_what_was_measured(name: str, shown: Sequence[Callable[[Any], str]]) -> None:
@@ -121,15 +114,6 @@ def test_the_heads_peak_is_that_of_one_chunk_of_logits() -> None:
 
 def test_an_answer_of_a_server_is_read() -> None:
     assert rollout_client.measure(64, count=20, repeats=1)["of_json_loads"] > 0
-
-
-@pytest.mark.slow
-def test_a_small_step_runs(tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
-    small = ["--responses", "64", "--tokens", "64", "--repeats", "1"]
-    started("step_rank.py", "--code", "after", "--package", str(REPO), "--out", str(out), *small)
-    phases = json.loads(out.read_text(encoding="utf-8"))["phases"]
-    assert all(phases[name] > 0 for name in ("read", *step_overhead.PHASES))
 
 
 @pytest.mark.slow
