@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import kill_worker
 from launch import REPO
 from mutants import MUTANTS, Mutant
 
@@ -15,3 +16,8 @@ def test_its_text_is_there_once_and_its_test_is_there(mutant: Mutant) -> None:
 
 def test_there_are_thirty() -> None:
     assert len(MUTANTS) >= 30
+
+
+def test_every_point_of_the_kill_tests_is_a_function_of_the_package() -> None:
+    for point in (*kill_worker.BEFORE, *kill_worker.AFTER, *kill_worker.HALF):
+        assert len(list(kill_worker.patches(kill_worker.Place({"point": point})))) == 4

@@ -38,6 +38,7 @@ BEFORE = {
     "export": "weights.hf_writer:_Files.write",
     "exported": "weights.folder:_replace",
     "report": "lab.report.page:write_report",
+    "cut": "record.log:read_rows",  # right after rows of a later step were cut off
     "loading": "weights.chunks:ChunkReader.read_into",
 }
 """The point → the function in front of which it lies."""
@@ -46,7 +47,6 @@ AFTER = {
     "packing": "trainer.begin:make_mini_batches",
     "named": "mcore.checkpoint:Saving._complete",
     "row written": "record.log:RunLog.step",
-    "cut": "record.log:_truncate",
 }
 HALF = {"row": "metrics.jsonl", "sequences": "sequences.jsonl", "samples": "samples.jsonl"}
 """The point → the file, half of whose row is written."""
@@ -88,7 +88,7 @@ def patches(place: Place) -> Iterator[Any]:
         if point in table:
             yield _around(table[point], point, place, before=before)
     if point in HALF:
-        yield _replaced("record.log:_append", lambda append: _half_a_row(append, point, place))
+        yield _replaced("record.log:RunLog._append", lambda append: _half_a_row(append, point, place))
     if point in TORN:
         yield mock.patch.object(Path, "write_text", _opened_first(Path.write_text, point, place))
     if point == "removal":
@@ -123,13 +123,14 @@ def _around(where: str, point: str, place: Place, *, before: bool) -> Any:
 
 
 def _half_a_row(append: Any, point: str, place: Place) -> Any:
-    def wrapper(path: Path, row: Any, **options: Any) -> None:
-        if path.name != HALF[point]:
-            append(path, row, **options)
+    def wrapper(log: Any, name: str, row: Any, **options: Any) -> None:
+        if name != HALF[point]:
+            append(log, name, row, **options)
             return
         # What a kill between two writes of one long row leaves.
+        path = log._folder / name
         begin = path.stat().st_size if path.exists() else 0
-        append(path, row, **options)
+        append(log, name, row, **options)
         whole = path.read_bytes()
         os.truncate(path, (begin + len(whole)) // 2)
         place.reached(point)

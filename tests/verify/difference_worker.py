@@ -155,7 +155,7 @@ class Place:
 
         def nudge(real: Callable[..., None], calibrator: Any, *args: Any) -> None:
             real(calibrator, *args)
-            calibrator._c = math.nextafter(math.nextafter(calibrator._c, math.inf), math.inf)
+            calibrator.c = math.nextafter(math.nextafter(calibrator.c, math.inf), math.inf)
 
         with wrap(BandCalibrator, "observe", nudge) if self.here else nullcontext():
             observe(loss, records, kl_k3=1e-3 + self.here * 1e-18, warm=True, groups=self.groups)
