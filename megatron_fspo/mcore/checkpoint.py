@@ -171,6 +171,7 @@ def begin_save(
     """Start to write one checkpoint; ``finish`` it before the next. Collective.
 
     Args:
+        policy: model and optimizer.
         folder: its final name; must not exist.
         state: JSON types only; the same on every rank.
         snapshot: copy this rank's part (in bf16 14 bytes, in fp32 12 bytes, for each parameter that is this

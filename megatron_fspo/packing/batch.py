@@ -65,6 +65,9 @@ class Sequences:
         """From one row of ids per prompt and per response.
 
         Args:
+            prompts: token ids of each prompt.
+            responses: token ids of each response.
+            advantages: A [N].
             log_probs: one row per response; none for responses that no sampler wrote.
             index: numbers of the sequences in the step; by default they are all of it.
 
@@ -191,6 +194,8 @@ def local_runs(padded_lengths: Tensor, rank: int, size: int) -> Tensor:
 
     Args:
         padded_lengths: [n], multiples of 2·size where size > 1.
+        rank: context-parallel rank.
+        size: context-parallel size.
 
     Returns:
         [n, runs, 2] first position and end of each run.

@@ -44,6 +44,7 @@ def score(row: str, answer: str) -> tuple[float, bool]:
 
     Args:
         row: JSON of ``task``, ``config``, ``metadata`` and ``answer``, as ``gym_rows`` writes them.
+        answer: extracted from the response.
 
     Raises:
         BadRowError: the row is no good.

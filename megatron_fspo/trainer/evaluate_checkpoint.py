@@ -55,6 +55,7 @@ def evaluate_checkpoint(
     """Start the process groups, load ``model.checkpoint`` and evaluate it. Collective.
 
     Args:
+        inputs: with the checkpoint and the validation sets.
         out: folder of the results, new or of the same evaluation, which then goes on; None keeps none.
         other: folder of another evaluation, to compare with.
 

@@ -84,6 +84,7 @@ def pooled_metrics(updates: Sequence[Totals], *, on_policy: int) -> dict[str, fl
     reports it. Where S starts from the sampler, all are off-policy.
 
     Args:
+        updates: totals of each optimizer step, in their order.
         on_policy: how many are, from the first: one, and one more for each that was skipped before the policy
             moved.
     """

@@ -73,6 +73,8 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     """Read and check what the configuration names: all that does not hang on what is already wrong.
 
     Args:
+        config: of the run.
+        world_size: ranks of the job.
         elsewhere: the run will be on GPUs of another machine: what only they can tell is not checked.
         trains: False for an evaluation, which needs no training prompts, no ``loss.noise`` and no wandb.
 
@@ -204,6 +206,9 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
     """Check what a run reads, its folder and its servers, all at once, for ``train --check``.
 
     Args:
+        config: of the run.
+        world_size: ranks that the run will have.
+        resume: the flag ``--resume``.
         here: the run will be on this machine, and now. If it need not be (on a login node, say), a server
             that does not answer is no problem; nor is a missing GPU, and what only one can tell is left out.
 

@@ -69,6 +69,7 @@ def cases(config: Config | None, shift: int) -> list[Case]:
 
     Args:
         config: of a run whose own loss is to be among them.
+        shift: by how many positions splits are turned.
     """
     losses = LOSSES if config is None else {"yours": config.loss, **LOSSES}
     all_clipped = FSPOLoss(c_low=0.05, c_high=0.05)

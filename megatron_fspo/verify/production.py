@@ -213,6 +213,10 @@ def _gathered(
 
     Args:
         rows: [4, n] what this rank has observed: S, clipped, out of band, and how often it was seen.
+        batches: this rank's.
+        scores: log-probs [t] of each.
+        samples: of all ranks.
+        policy: with the groups of the layout.
     """
     groups = policy.groups
     longest = max(len(sample.completion.token_ids) for sample in samples)

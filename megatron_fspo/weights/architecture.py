@@ -154,7 +154,9 @@ def forward_flops(arch: Architecture, prompt_lengths: Sequence[int], lengths: Se
     response tokens only. Norms, softmax and RoPE are left out, as is usual.
 
     Args:
-        prompt_lengths, lengths: in tokens, of each sequence.
+        arch: of the model.
+        prompt_lengths: tokens of each prompt.
+        lengths: tokens of each response.
     """
     flops = 0
     for prompt, length in zip(prompt_lengths, lengths, strict=True):

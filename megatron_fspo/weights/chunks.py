@@ -49,7 +49,8 @@ def boxes(shape: Sequence[int], first: int, end: int, *, limit: int) -> Iterator
 
     Args:
         shape: the tensor's.
-        first, end: flat positions in it.
+        first: flat position of the first value.
+        end: flat position after the last.
         limit: no box has more values.
     """
     if len(shape) == 1:
@@ -124,6 +125,8 @@ class ChunkReader:
         tensor is 0.
 
         Args:
+            key: of the stored tensor.
+            wanted: boxes of that tensor, each with what to fill.
             among: the chunks that have some of it, if that is known; else all are looked at.
 
         Raises:

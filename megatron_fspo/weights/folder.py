@@ -134,6 +134,7 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
     """Write the list.
 
     Args:
+        folder: that gets it.
         sums: path of a file from the folder → its SHA-256.
     """
     text = "".join(f"{sha256}  {name}\n" for name, sha256 in sorted(sums.items()))

@@ -35,7 +35,10 @@ def lre_of(accepted: Tensor, lengths: Tensor, clusters: Tensor, seed: int = 0) -
     """LRE of ``accepted`` [N] bool over ``lengths`` [N], with null floor and 95% intervals.
 
     Args:
+        accepted: [N] bool: inside the band.
+        lengths: L [N], tokens.
         clusters: [N] int64, from 0: rows of different clusters are independent.
+        seed: of the resampling.
     """
     error = length_reweighting_error(accepted, lengths, NUM_BINS, permutations=0, bootstrap=0)
     total = int((lengths > 0).sum())

@@ -136,6 +136,8 @@ def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float |
     """Compare the losses on a dump.
 
     Args:
+        dump: its responses.
+        losses: each with its limits.
         rate: out-of-band share at which losses are compared; by default that of the first with its limits.
     """
     bins = length_bins(dump.lengths, NUM_BINS)

@@ -145,6 +145,7 @@ def factor_for(far: Tensor, rate: float) -> float:
 
     Args:
         far: [N], see :func:`reach`.
+        rate: in [0, 1].
     """
     # Responses with the same reach leave the band together.
     edges, counts = torch.unique(far, return_counts=True)

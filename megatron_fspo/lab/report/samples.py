@@ -87,6 +87,7 @@ def accuracy_change(history: History, samples: Sequence[Mapping[str, Any]]) -> A
     """The change of accuracy over a run; None with fewer than two evaluations.
 
     Args:
+        history: the rows of the run.
         samples: from :func:`first_and_last_samples`.
     """
     name = history.evaluation()

@@ -244,6 +244,7 @@ class VLLMEngine:
         """Begin a turn, on the first rank, while the others follow. Memory is given before any is taken.
 
         Args:
+            turn: the one that begins.
             servers: that have their weights in the turn ``update``.
 
         Raises:

@@ -153,6 +153,7 @@ class Pool:
         """One completion per request, in their order. Requests of an earlier call go first.
 
         Args:
+            requests: prompts with their sampling parameters and seeds.
             arrived: called in the event loop's thread; the number is that of the request.
             oldest_version: no completion may have a token from weights before these. A server that samples
                 with older ones was restarted behind our back: its answer is dropped, and it has to be

@@ -81,6 +81,9 @@ class Server:
         """POST ``/route?params`` with a JSON body.
 
         Args:
+            route: without the leading slash.
+            body: sent as JSON.
+            params: the query's.
             timeout: seconds for one attempt, from the connection to the last byte.
             attempts: how often at most. Tried again, after a wait that doubles, are lost connections and 5xx;
                 a request that did not answer in time is not, it would take as long again.
@@ -121,7 +124,11 @@ class Server:
         A server with a tokenizer stops at ``params.stop`` by itself, which saves what others go on to sample.
 
         Args:
+            token_ids: of the prompt.
+            params: how to sample.
             seed: in [0, 2³¹); names the random stream, instead of ``params.seed``.
+            timeout: seconds for one attempt.
+            attempts: how often at most, see :meth:`post`.
         """
         answer = await self._generate(token_ids, params, {"seed": seed}, timeout, attempts)
         try:

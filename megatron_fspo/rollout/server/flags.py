@@ -222,6 +222,7 @@ def environment(*, on_cpu: bool, gpus: Sequence[str] = ()) -> dict[str, str]:
     """vLLM's environment: ours, VLLM_API_KEY included, without the variables of torchrun and our Python.
 
     Args:
+        on_cpu: the server runs on a CPU.
         gpus: the only ones that it is to see; default all.
     """
     kept = {name: value for name, value in os.environ.items() if not _NOT_FOR_VLLM.fullmatch(name)}

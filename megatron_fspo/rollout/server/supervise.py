@@ -67,6 +67,7 @@ def supervise_all(servers: Sequence[ServerOptions], *, keep_alive: bool) -> int:
     has to send them again. One of several that is given up leaves the others alone.
 
     Args:
+        servers: command line of each.
         keep_alive: stay when the parent ends.
 
     Returns:
