@@ -102,7 +102,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A completion with its verdict, by itself: for what works on a few. A run keeps columns."""
+    """A completion with its reward and advantage, by itself: for what works on a few. A run keeps columns."""
 
     prompt: Prompt
     number: int

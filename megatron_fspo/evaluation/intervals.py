@@ -212,7 +212,7 @@ def _bca(moved: Array, influence: Array, wide: float) -> tuple[float, float]:
     Args:
         moved: [resamples], resampled estimates less the estimate.
         influence: [problems], of each on the estimate.
-        wide: z of the interval: 1.96 for 95%.
+        wide: factor on the normal quantiles, for few problems.
     """
     squares = float((influence**2).sum())
     if squares == 0:

@@ -75,7 +75,7 @@ class Noise:
         outside, by noise alone.
 
         Args:
-            share: of the responses, in (0, 1).
+            share: of the responses, in [0, 1).
             length: L, tokens.
             centred: whether the band's centre has this drift.
         """

@@ -24,7 +24,7 @@ class Pending(Protocol):
         prompts. Once. Only the first rank of each copy of the model is sure to get them.
 
         Args:
-            progress: called with the number of responses that are there.
+            progress: hears of completions that have finished.
             stops: a request to stop the job may end the wait, as ``StopRequested`` on every rank. An engine
                 that samples in this process goes on to the end.
         """

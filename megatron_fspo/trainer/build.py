@@ -120,7 +120,7 @@ class Training:
         have written their files. To be called when the row of its step is in the log. Collective.
 
         Args:
-            wait: for all ranks to have written their files.
+            wait: until all ranks have written their files.
             prune: remove old checkpoints then. Not where the run fails: they may be from before the trouble.
         """
         if self.saving is not None and self.saving.finish(wait=wait):

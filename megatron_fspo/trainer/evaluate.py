@@ -113,7 +113,7 @@ def evaluate(
         engine: samples.
         groups: of the job's layout.
         grader: of the ranks that grade (:func:`~megatron_fspo.trainer.sampling.make_grader`).
-        progress: called with the number of responses done.
+        progress: called with the number of responses that have just finished.
     """
     graded = sample_and_grade(inputs, engine, groups, grader, progress)
     samples = inputs.config.evaluation_samples
@@ -137,7 +137,7 @@ def sample_and_grade(
         engine: samples.
         groups: of the job's layout.
         grader: of the ranks that grade.
-        progress: called with the number of responses done.
+        progress: called with the number of responses that have just finished.
         file: takes what is done, portion by portion; on the first rank.
 
     Returns:

@@ -59,7 +59,7 @@ class Inputs:
     """Lines on what of the data was left out."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included: what rewards read, and where stop strings are found."""
+        """The text of tokens, special ones included: what rewards and the search for stop strings read."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 

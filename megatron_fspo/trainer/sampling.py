@@ -195,7 +195,7 @@ def collect_and_grade(
         inputs: of the run.
         groups: of the job's layout.
         batch: asked for before.
-        progress: called with the number of responses that are there.
+        progress: called with the number of responses that have just finished.
         stops: whether a request to stop the job ends the wait at once. If not, it leaves grades 3 s more.
 
     Raises:

@@ -201,7 +201,7 @@ class _Files:
             raise InputError(f"{self._open}: {self._rows} rows, config.json makes it {whole}")
 
     def finish(self) -> dict[str, TensorRecord]:
-        """All must have come; what was written, by name."""
+        """Return what was written, by name; ``InputError`` unless all tensors have come."""
         self._check_whole()
         if self._missing:
             first = min(self._missing)

@@ -71,7 +71,7 @@ def design_effect(accepted: Tensor, lengths: Tensor, clusters: Tensor) -> float:
 
     The variance over clusters of what each adds to a bin's rate less the overall one, over that of
     independent rows (Kish's design effect), both averaged over bins by their shares. Taken about the overall
-    rate, as if length did not matter: where each length is a prompt of its own, the two cannot be told apart.
+    rate, as if length did not matter: where each length is a prompt of its own, the two look the same.
     """
     full = lengths > 0
     bins = length_bins(lengths[full], NUM_BINS)

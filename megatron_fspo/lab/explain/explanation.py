@@ -117,7 +117,7 @@ class Explanation:
     sigma: float
     """Robust spread of S/√L, in nats per √token."""
     exponent: Exponent | str
-    """a in spread(S) ∝ L^a, 0.5 for a random walk; or why it cannot be told."""
+    """a in spread(S) ∝ L^a, 0.5 for a random walk; or why it cannot be measured."""
     parts: Parts | None
     """S taken apart; None without tokens."""
     noise_source: Source

@@ -207,7 +207,7 @@ def _judge_block(loss: PolicyLossConfig, dump: Dump, responses: slice, tokens: s
 
 
 def _inputs(dump: Dump, responses: slice, log_ratio: Tensor, segment: Tensor) -> LossInputs:
-    """Some responses as a micro-batch of a step that is the dump, on one rank."""
+    """Return some responses as a micro-batch of a step that is the dump, on one rank."""
     lengths = dump.lengths[responses]
     return LossInputs(
         log_probs=torch.zeros_like(log_ratio),  # no loss here looks at them

@@ -208,7 +208,7 @@ def _memory(plan: RunPlan) -> str:
 
 
 def _chosen(plan: RunPlan) -> list[Stage]:
-    """All stages, or the first, the last and the largest of many."""
+    """Return all stages, or the first, the last and the largest of many."""
     if len(plan.stages) <= _SHOWN:
         return plan.stages
     numbers = {0, 1, plan.worst.number, len(plan.stages) - 2, len(plan.stages) - 1}

@@ -1,4 +1,4 @@
-"""``megatron-fspo serve``: keep servers running until told to stop, each on GPUs of its own."""
+"""``megatron-fspo serve``: keep servers running until asked to stop, each on GPUs of its own."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def supervise_all(servers: Sequence[ServerOptions], *, keep_alive: bool) -> int:
     has to send them again. One of several that is given up leaves the others alone.
 
     Args:
-        servers: command line of each.
+        servers: one or more.
         keep_alive: stay when the parent ends.
 
     Returns:
