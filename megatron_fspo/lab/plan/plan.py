@@ -281,7 +281,7 @@ def _server(config: Config, shape: Shape, given: Given) -> ServerMemory:
 
 
 def _turns(stages: Sequence[Stage], shape: Shape, one: ServerMemory, given: Given) -> dict[str, float]:
-    """Return the bytes of a GPU in each of the ``rollout.client.turns`` but the trainer's own (its stages)."""
+    """Return the bytes of a GPU in the turns (``rollout.client.turns``) that are not the trainer's own."""
     weights = max(stage.always["parameters"] for stage in stages)
     return {
         "update": weights + sending_bytes(shape) + one.weights + one.receiving,
