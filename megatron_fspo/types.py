@@ -42,7 +42,7 @@ class SamplingParams:
     n: int = 1
     """Completions per prompt."""
     temperature: float = 1.0
-    """0 means greedy."""
+    """0 samples greedily."""
     top_p: float = 1.0
     max_tokens: int
     """Longest completion, in tokens, the stop token included."""

@@ -38,7 +38,7 @@ _joined: tuple[Store, int, int] | None = None
 
 @contextmanager
 def job() -> Iterator[None]:
-    """Around all that a rank does: an error of one ends the others with its message, and all leave together.
+    """Hold all that a rank does: an error of one ends the others with its message, and all leave together.
 
     An error before the job is joined, in a file that only this machine has perhaps, reaches them, too. And a
     rank ends when torchrun's agent does.

@@ -62,7 +62,7 @@ class Sequences:
         log_probs: Sequence[Row] | None = None,
         index: Sequence[int] | None = None,
     ) -> Sequences:
-        """From one row of ids per prompt and per response.
+        """Make them from one row of ids per prompt and per response.
 
         Args:
             prompts: token ids of each prompt.
@@ -222,7 +222,7 @@ def local_positions(borders: Tensor, rank: int, size: int) -> Tensor:
 
 
 def gathered_positions(borders: Tensor, size: int) -> Tensor:
-    """For each position of the whole row [t], where it is when the ranks' rows are laid end to end."""
+    """Return, per position of the whole row [t], where it is when the ranks' rows are laid end to end."""
     laid = torch.cat([local_positions(borders, rank, size) for rank in range(size)])
     where = torch.empty_like(laid)
     where[laid] = torch.arange(len(laid), device=laid.device)

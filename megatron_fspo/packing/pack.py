@@ -41,7 +41,7 @@ class PackLayout:
     count_multiple_of: int = 1
     """Micro-batches per rank are a multiple of this: pipeline size under the interleaved schedule."""
     costs: Callable[[Sequence[int]], Sequence[int]] | None = None
-    """From padded lengths to what packs share out evenly; None: the tokens."""
+    """Maps padded lengths to what packs share out evenly; None: the tokens."""
     device: torch.device | str = "cpu"
 
 

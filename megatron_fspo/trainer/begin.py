@@ -39,7 +39,7 @@ _CHARACTERS = 80
 
 
 def begin_step(run: Training) -> Step:
-    """All of a step up to its first optimizer step. Collective.
+    """Do all of a step up to its first optimizer step. Collective.
 
     Raises:
         StopRequested: the job was asked to stop before all this was done.

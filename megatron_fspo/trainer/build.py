@@ -61,7 +61,7 @@ class Training:
     """The policy that a KL penalty pulls towards: ``model.checkpoint``, for good."""
     engine: RolloutEngine
     grader: Grader | None
-    """On ranks that grade."""
+    """None on ranks that do not grade."""
     scoring: Scoring
     layout: PackLayout
     loss: LossState

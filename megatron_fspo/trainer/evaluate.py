@@ -130,7 +130,7 @@ def sample_and_grade(
     progress: Callable[[int], None] | None,
     file: RecordFile | None = None,
 ) -> list[Entry]:
-    """All portions, or those that ``file`` lacks. Collective.
+    """Sample and grade all portions, or those that ``file`` lacks. Collective.
 
     Args:
         inputs: with the validation sets.

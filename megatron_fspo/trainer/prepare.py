@@ -54,7 +54,7 @@ class Inputs:
     validation: tuple[Prompt, ...]
     """Prompts of all evaluation sets, numbered through; ``Prompt.dataset`` tells them apart."""
     noise: Noise | None
-    """In S, where ``loss.noise`` says."""
+    """The noise of S, where ``loss.noise`` names a file."""
     notes: tuple[str, ...] = ()
     """Lines on what of the data was left out."""
 
@@ -175,7 +175,7 @@ def _no_validation() -> None:
 
 
 def _check_rows(source: Source) -> None:
-    """``InputError`` for what is wrong with a file even without a tokenizer."""
+    """Raise ``InputError`` for what is wrong with a file even without a tokenizer."""
     if broken := examine(source, None, 0).broken:
         raise InputError(broken[0])
 
@@ -252,6 +252,6 @@ def machine(backend: Backend) -> dict[str, Any]:
 
 
 def cpu_name(cpuinfo: str) -> str:
-    """From the text of Linux's ``/proc/cpuinfo``; the architecture where that does not say."""
+    """Read the processor from Linux's ``/proc/cpuinfo``; the architecture where that does not say."""
     name = re.search(r"^model name\s*:\s*(\S.*?)\s*$", cpuinfo, re.MULTILINE)
     return name[1] if name else platform.machine()

@@ -123,7 +123,7 @@ def make_samples(arch: Architecture) -> list[Sample]:
 
 
 def random_samples(shapes: Sequence[tuple[int, int]], *, vocab_size: int, seed: int) -> list[Sample]:
-    """One sample for each (prompt, response) length in tokens.
+    """Return one sample for each (prompt, response) length in tokens.
 
     Token 0, which also pads, is sampled too; advantages have both signs and are exact in fp32.
     """
@@ -147,7 +147,7 @@ def random_samples(shapes: Sequence[tuple[int, int]], *, vocab_size: int, seed: 
 
 
 def drifts(samples: Sequence[Sample], *, seed: int, clipped: bool = False) -> list[Tensor]:
-    """Per sample [L], float64: new minus old log-prob of each token. fp32 holds the values exactly."""
+    """Return per sample [L] float64: new minus old log-prob of each token. fp32 holds the values exactly."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for number, sample in enumerate(samples):

@@ -101,7 +101,7 @@ class Server:
             return parse(answer)
 
     async def healthy(self) -> bool:
-        """True if ``/health`` answers 200 within 5 seconds."""
+        """Return True if ``/health`` answers 200 within 5 seconds."""
         try:
             await self.get("health", timeout=HEALTH_SECONDS, attempts=1)
         except (ServerLost, Refused, BadAnswer):
@@ -117,7 +117,7 @@ class Server:
         timeout: float,
         attempts: int = 3,
     ) -> Completion:
-        """One completion of a prompt (``params.n`` is not looked at); raises like :meth:`post`.
+        """Return one completion of a prompt (``params.n`` is not looked at); raises like :meth:`post`.
 
         A token id outside the vocabulary kills a vLLM server: the caller has checked them.
 

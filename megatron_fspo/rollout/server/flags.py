@@ -59,7 +59,7 @@ class ServerOptions:
     gpus: tuple[str, ...] = ()
     """The only ones that it sees; of several each has a shard of the model (tensor parallel)."""
     colocated: bool = False
-    """It gives up its GPUs' memory when the trainer on them asks (``vllm.colocated``)."""
+    """Give up the GPUs' memory when the trainer on them asks (``vllm.colocated``)."""
     announce: Path | None = None
     """Folder in which the trainer finds the server (:func:`megatron_fspo.rollout.common.announce`)."""
     anyone_may_run_code: bool = False

@@ -47,7 +47,7 @@ def gpu_numbers(text: str) -> tuple[str, ...]:
 
 
 def assign_gpus(options: ServerOptions, gpus: Sequence[str], per_server: int) -> list[ServerOptions]:
-    """One server for each run of ``per_server`` GPUs, on ports that follow one another.
+    """Return one server for each run of ``per_server`` GPUs, on ports that follow one another.
 
     Raises:
         InputError: GPUs would be left over; or one log file is named for several servers.
