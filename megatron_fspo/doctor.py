@@ -46,12 +46,12 @@ _MODULES = {
 
 
 def is_required(module: str | None) -> bool:
-    """True for a module of a package that this one depends on, perhaps by an extra."""
+    """Return True for a module of a package that this one depends on, perhaps by an extra."""
     return any(_top(module) in modules.values() for modules in _MODULES.values())
 
 
 def what_is_required(module: str | None) -> str:
-    """One line for somebody whose environment lacks the module."""
+    """Return one line for somebody whose environment lacks the module."""
     extra, name = next(
         (extra, name)
         for extra, modules in _MODULES.items()

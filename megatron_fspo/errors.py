@@ -12,7 +12,7 @@ class InputError(ValueError):
     """Something the user gave is wrong: a config key, a file, a checkpoint.
 
     The command line prints the message as one line and ends with exit status 2. So the message names
-    the key or file, the value found, and what would be right.
+    the key or file, the value, and what would be right.
     """
 
 
@@ -26,7 +26,7 @@ class InputErrors(InputError):
 
 
 class Attempts:
-    """Checks, made one after the other, and what they found to be wrong.
+    """Checks, made one after the other, and the problems.
 
     Example::
 

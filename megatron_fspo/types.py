@@ -42,7 +42,7 @@ class SamplingParams:
     n: int = 1
     """Completions per prompt."""
     temperature: float = 1.0
-    """0 means greedy."""
+    """0 samples greedily."""
     top_p: float = 1.0
     max_tokens: int
     """Longest completion, in tokens, the stop token included."""
@@ -102,7 +102,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A completion with its verdict, by itself: for what works on a few. A run keeps columns."""
+    """A completion with its reward and advantage, by itself: for what works on a few. A run keeps columns."""
 
     prompt: Prompt
     number: int

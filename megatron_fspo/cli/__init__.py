@@ -1,7 +1,7 @@
 """``megatron-fspo train | plan | verify | calibrate | evaluate | explain | sweep | data | serve | status |
 report | doctor``.
 
-Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, told in one line; 143 stopped
+Exit status: 0 done; 1 the run or the check failed; 2 bad arguments or input, named in one line; 143 stopped
 by SIGTERM with a checkpoint to resume from; 130 by Ctrl-C; 141 where nobody reads its output any more.
 """
 
@@ -17,7 +17,7 @@ from megatron_fspo import doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status. A package that is not installed is told in one line."""
+    """Run the command line; returns the exit status. A package that is not installed is named in one line."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         try:

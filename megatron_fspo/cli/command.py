@@ -89,7 +89,7 @@ def world_size(args: argparse.Namespace) -> int:
 
 
 def start_ranks(args: argparse.Namespace) -> None:
-    """With ``--nproc``, become torchrun with the same command line; it starts this program again per rank."""
+    """Become torchrun with the same command line, with ``--nproc``; it starts this program again per rank."""
     if args.nproc == 1 or "WORLD_SIZE" in os.environ:
         return
     words = list(args.argv)

@@ -150,7 +150,7 @@ def _sets(files: Sequence[Path], samples: Sequence[int] | None) -> list[str]:
 
 
 def _without_own_samples(config: Config) -> Config:
-    """One number given on the command line holds for sets of the file too that have another."""
+    """Let one number given on the command line hold for sets of the file too that have another."""
     sets = tuple(one.model_copy(update={"samples": None}) for one in config.data.validation_sets)
     if sets == config.data.validation_sets:
         return config

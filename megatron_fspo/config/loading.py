@@ -58,10 +58,10 @@ def make_config(
         source: where it is from, for messages.
         origins: by key, where that one is from.
     """
-    places = dict(origins or {})
+    origin_of = dict(origins or {})
     for key, value in _parse_overrides(overrides):
         _set(tree, key, value)
-        places[key] = f"--{key}"
+        origin_of[key] = f"--{key}"
     for section in _UNIONS:
         if isinstance(tree.setdefault(section, {}), dict):
             tree[section].setdefault("name", _variants(section)[0])
@@ -72,15 +72,15 @@ def make_config(
         wrong |= {key: line for key, line in _lines(error).items() if key not in wrong}
     if wrong:
         both = f"{source} + command line" if overrides else source
-        raise InputErrors([_placed(key, line, places, source if "." in key else both)
+        raise InputErrors([_with_origin(key, line, origin_of, source if "." in key else both)
                            for key, line in wrong.items()])  # fmt: skip
     return config
 
 
-def _placed(key: str, line: str, places: Mapping[str, str], source: str) -> str:
+def _with_origin(key: str, line: str, origin_of: Mapping[str, str], source: str) -> str:
     """The complaint with its file, or with the flag in place of the key."""
-    place = places.get(key.partition("[")[0], source)
-    return f"--{line}" if place.startswith("--") and line.startswith(key) else f"{place}: {line}"
+    origin = origin_of.get(key.partition("[")[0], source)
+    return f"--{line}" if origin.startswith("--") and line.startswith(key) else f"{origin}: {line}"
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -276,7 +276,7 @@ def _line(details: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _line_of_a_set(details: Mapping[str, Any], path: list[str]) -> tuple[str, str]:
-    """As :func:`_line`, of ``data.<files>.<form>`` and what may follow: a number and a key of that table."""
+    """Return the line, as :func:`_line`, of ``data.<files>.<form>``, a number and a key of that table."""
     key = ".".join(path[:2]) + "".join(f"[{number}]" for number in path[3:4])
     name = "".join(path[4:5])
     full = f"{key}.{name}" if name else key

@@ -19,6 +19,7 @@ def read_parquet(path: Path, needed: Sequence[str] = ()) -> Iterator[dict[str, A
     is left out.
 
     Args:
+        path: the parquet file.
         needed: keys of a row that may not be left out; dots lead into objects.
 
     Raises:

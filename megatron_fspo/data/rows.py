@@ -74,6 +74,7 @@ def read_rows(path: Path, needed: Sequence[str] = ()) -> Iterator[Row]:
     lines.
 
     Args:
+        path: the file; messages name it.
         needed: keys of a row; a column of parquet that cannot be read is left out, if it is none of these.
 
     Raises:

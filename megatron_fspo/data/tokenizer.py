@@ -53,6 +53,8 @@ def stop_token_ids(
     Chat models list more than one there (Qwen3: ``<|im_end|>`` and ``<|endoftext|>``).
 
     Args:
+        tokenizer: its vocabulary, added tokens included, is what ids are checked against.
+        checkpoint_dir: a folder that may have a ``generation_config.json``.
         further: ids that the user adds.
 
     Raises:

@@ -43,6 +43,7 @@ def majority_at(k: int, answers: Sequence[Hashable | None], scores: Sequence[flo
     where nobody votes the result is wrong: it scores 0.
 
     Args:
+        k: how many of the n responses vote, drawn without replacement.
         answers: of the n responses, extracted and normalised; None where there is none.
         scores: of the n responses.
 

@@ -105,7 +105,10 @@ def resample_groups(
 
     Args:
         statistics: takes S and L of some responses and returns the same number of figures each time.
+        log_ratio_sums: S [N], nats.
+        lengths: L [N], tokens.
         groups: [N] int64, the prompt of each: responses to one prompt are alike.
+        resamples: how often groups are drawn anew.
         seed: seeds a generator of its own.
     """
     members = [torch.nonzero(groups == group)[:, 0] for group in sorted(set(groups.tolist()))]
@@ -133,6 +136,7 @@ def interval_of_means(
     Args:
         sets: by name, [problems, quantities]; the same quantities everywhere. All are resampled together.
         seed: names, with the name of a set, its random stream.
+        resamples: how often problems are drawn anew.
 
     Returns:
         one estimate per quantity.
@@ -208,6 +212,7 @@ def _bca(moved: Array, influence: Array, wide: float) -> tuple[float, float]:
     Args:
         moved: [resamples], resampled estimates less the estimate.
         influence: [problems], of each on the estimate.
+        wide: factor on the normal quantiles, for few problems.
     """
     squares = float((influence**2).sum())
     if squares == 0:

@@ -112,7 +112,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """``InputError`` where there is none, or a damaged one."""
+        """Read the file; ``InputError`` where there is none, or a damaged one."""
         path = folder / MANIFEST
         try:
             content = json.loads(path.read_bytes())

@@ -141,6 +141,8 @@ def match(mine: Sequence[Problem], theirs: Sequence[Problem], between: str) -> d
     """Returns by set, for each of my problems in the order of indices, the row of the same one of theirs.
 
     Args:
+        mine: problems of the one evaluation.
+        theirs: those of the other.
         between: which two evaluations, for the message.
 
     Raises:

@@ -128,7 +128,7 @@ def _details(summary: Summary) -> str:
 
 
 def _percent(value: float, sign: str = "") -> str:
-    """One decimal; no minus before a zero."""
+    """Write a number with one decimal; no minus before a zero."""
     return f"{round(100 * value, 1) + 0.0:{sign}.1f}"
 
 

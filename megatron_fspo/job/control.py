@@ -174,7 +174,7 @@ class JobControl(Control):
                 self._delete(key, f"{key}/all", f"{key}/left")
             return stop
 
-        # Whoever waits here shows it, so that those it waits for can be told from those that came.
+        # Whoever waits here shows it, so that those it waits for differ from those that came.
         with self.waiting(what, seconds=seconds) as wait:
             self._until(arrive)
             try:
@@ -342,7 +342,7 @@ class JobControl(Control):
             self._print_problem()
 
     def _post(self, problem: str) -> bool:
-        """Publish a problem; returns whether it was the first one of all ranks, which is the one told."""
+        """Publish a problem; returns whether it was the first one of all ranks, which is the one reported."""
         first = self._store.compare_set("failed", _NOTHING, problem).decode()
         self.problem = self.problem or first
         return first == problem

@@ -49,7 +49,7 @@ class Activity:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Around a phase, by its name in the log."""
+        """Report a phase, by its name in the log, while it lasts."""
         before, self.phase = self.phase, _PHASES.get(name, name)
         self.progressed()
         try:
@@ -83,7 +83,7 @@ class RankStatus:
     progress: float
     """When the main thread last came further, in seconds since 1970 on the rank's clock."""
     written: float
-    """When the file was, on the same clock."""
+    """When the file was written, on the same clock."""
 
 
 def status_writer(

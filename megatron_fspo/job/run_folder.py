@@ -24,7 +24,7 @@ class RunFolder:
     Args:
         path: of the folder.
         control: of the job.
-        checkpoints: that the run may go on from, oldest first, as the first rank found them.
+        checkpoints: that the run may go on from, oldest first, as the first rank saw them.
         lock: on the first rank.
         job: the nonce of the lock.
     """

@@ -40,7 +40,7 @@ def agree_on_start_id(store: Store, rank: int, size: int, *, seconds: float) -> 
 
 
 def _give(store: Store, size: int, seconds: float) -> str:
-    """On the first rank: answer every new token, until all ranks say that they have the id."""
+    """Answer every new token, until all ranks say that they have the id."""
     start_id, began, said = secrets.token_hex(8), time.monotonic(), False
     others = range(1, size)
     tokens = {rank: f"{PREFIX}/token/{rank}" for rank in others}

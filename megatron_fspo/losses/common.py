@@ -172,7 +172,7 @@ class LossState:
         return {}
 
     def noise_metrics(self, lengths: Tensor, out_of_band: float) -> dict[str, float]:
-        """How many of the off-policy sequences of a step noise alone is expected to put outside the band.
+        """Return the share of a step's off-policy sequences that noise alone is expected to put outside.
 
         Args:
             lengths: L [N] of these sequences.

@@ -132,7 +132,7 @@ def choose_backend(
 
 
 def check_dtype(backend: Backend, dtype: torch.dtype) -> None:
-    """``InputError`` where the layers cannot train in ``dtype``.
+    """Raise ``InputError`` where the layers cannot train in ``dtype``.
 
     In float32 Transformer Engine has no fast attention: memory grows with the square of the length, and
     there is none with context parallel.

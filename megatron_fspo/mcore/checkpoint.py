@@ -117,7 +117,7 @@ class Saving:
             self._error = f"rank {dist.get_rank()}: {error}"
 
     def written(self, *, wait: bool) -> bool:
-        """True once every rank has written its files, or failed to. Collective.
+        """Return True once every rank has written its files, or failed to. Collective.
 
         Args:
             wait: until it is so.
@@ -171,6 +171,7 @@ def begin_save(
     """Start to write one checkpoint; ``finish`` it before the next. Collective.
 
     Args:
+        policy: model and optimizer.
         folder: its final name; must not exist.
         state: JSON types only; the same on every rank.
         snapshot: copy this rank's part (in bf16 14 bytes, in fp32 12 bytes, for each parameter that is this
@@ -229,7 +230,7 @@ def _alike(read: Callable[[], T]) -> T:
 
 
 def _check_files(folder: Path) -> None:
-    """``InputError`` unless this rank's share of the files is what was written."""
+    """Raise ``InputError`` unless this rank's share of the files is what was written."""
     if not (folder / SUMS).exists():
         _read_state(folder)  # names a folder that is no checkpoint of ours
         raise InputError(f"{folder / SUMS} not found; it has the hash of every file")
@@ -291,7 +292,7 @@ def _state_key(what: str, key: str) -> str:
 
 
 def _taken(entries: deque[_Entry]) -> Iterator[_Entry]:
-    """One after the other, each forgotten when the next is asked for."""
+    """Yield one after the other, each forgotten when the next is asked for."""
     while entries:
         yield entries.popleft()
 

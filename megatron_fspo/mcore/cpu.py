@@ -1,7 +1,7 @@
 """Lets Megatron-Core run where there is no GPU.
 
 Megatron writes ``device="cuda"`` in a few dozen places. On a machine without a GPU they mean the CPU: torch's
-factories and four methods of its tensors are told so, and a few CUDA calls get their CPU meaning. (A torch
+factories and four methods of its tensors are patched, and a few CUDA calls get their CPU meaning. (A torch
 function mode would say it in one place, but stand in the way of every call.) No class of Megatron is touched;
 norms and attention come through the layer spec (:mod:`megatron_fspo.mcore.layers`).
 """

@@ -82,7 +82,9 @@ def attention_backend(
     ``unfused`` (memory grows with the square of the length) or ``none``.
 
     Args:
-        num_heads, num_kv_heads: of one rank.
+        num_heads: query heads of one rank.
+        num_kv_heads: key and value heads of one rank.
+        head_dim: size of a head.
         max_tokens: of the longest sequence.
         context: context parallel size.
     """

@@ -32,7 +32,7 @@ LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 def check_fp8(
     fp8: FP8, backend: Backend, arch: Architecture, parallel: Parallel, *, machine: bool = True
 ) -> None:
-    """``InputError`` unless these sizes, and this machine if it is to be asked, run the recipe."""
+    """Raise ``InputError`` unless these sizes, and this machine if it is to be asked, run the recipe."""
     if not fp8.on:
         return
     asked = f"fp8.recipe = {fp8.recipe}"

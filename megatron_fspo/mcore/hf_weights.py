@@ -80,6 +80,7 @@ def hf_tensors(model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]) -> I
     The tensors are on the model's device, so that an NCCL sender need not bring them back there.
 
     Args:
+        model: this rank's part of it.
         named: per chunk, the (Megatron name, tensor) pairs to export: parameters, or their gradients.
     """
     groups = model.groups

@@ -74,8 +74,12 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         """Attend.
 
         Args:
-            query: [s, b, h, d], or [t, h, d] when packed; key and value the same with g heads.
+            query: [s, b, h, d], or [t, h, d] when packed.
+            key: [s, b, g, d], or [t, g, d] when packed.
+            value: like ``key``.
             attention_mask: must be None: the mask is causal, or none for one token against a cache.
+            attn_mask_type: not looked at.
+            attention_bias: must be None.
             packed_seq_params: borders of the packed sequences, over all context-parallel ranks.
 
         Returns:

@@ -170,6 +170,8 @@ def wrap_for_training(
 
     Args:
         modules: of this rank's chunks, each :func:`in_precision`.
+        config: Megatron's, of the model.
+        parallel: overlap and distributed optimizer.
     """
     for module in modules:
         _fuse_weight_gradients(module)

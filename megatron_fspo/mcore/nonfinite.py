@@ -27,7 +27,9 @@ def suspects_of(packs: Packs, scores: Sequence[Tensor], groups: ParallelGroups) 
     """Numbers of the responses of this data-parallel rank with a log-prob that is not finite. Collective.
 
     Args:
+        packs: of this rank.
         scores: log-probs [t] of each pack's labels.
+        groups: of the job's layout.
     """
     suspects: list[int] = []
     for batch, score in zip(packs, scores, strict=True):
@@ -56,6 +58,7 @@ def culprits(
         suspects: numbers of this data-parallel rank's responses that were not finite in these packs.
         score: gives log-probs [t] of micro-batches; forward only.
         layout: that the packs have.
+        groups: of the job's layout.
 
     Returns:
         the same on every rank, in the order of the numbers; empty if no rank has suspects.
@@ -86,6 +89,7 @@ def without(packs: Packs, numbers: Collection[int], tokens: Sequence[int], layou
     """The same packs with their columns, less some responses. N and T of the step stay as they are.
 
     Args:
+        packs: of this rank.
         numbers: of the responses, those of all ranks.
         tokens: of each pack, how many response tokens leave its optimizer step, over all ranks.
         layout: that the packs have.

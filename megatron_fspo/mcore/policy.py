@@ -84,7 +84,7 @@ class Model:
         self.modules = [in_precision(chunk, self.config) for chunk in self.chunks]
 
     def weights_loaded(self) -> None:
-        """To be called when the parameters were changed from outside."""
+        """Note that the parameters were changed from outside."""
 
     def score(self, micro_batches: Sequence[MicroBatch], scoring: Scoring) -> list[Tensor]:
         """Log-probs [t] of the labels of each micro-batch, on every pipeline stage.
@@ -208,7 +208,7 @@ class Policy(Model):
         return Update(totals=totals, grad_norm=grad_norm, learning_rate=rate, skipped=True)
 
     def update(self, micro_batches: Sequence[MicroBatch], loss: PolicyLoss) -> Update:
-        """One optimizer step: gradients, their norm, and the weights; raises what :meth:`step` does."""
+        """Take one optimizer step: gradients, their norm, and the weights; raises what :meth:`step` does."""
         totals = self.backward(micro_batches, loss)
         return self.step(totals, self.grad_norm())
 

@@ -213,7 +213,7 @@ def _metrics(
 
 @contextmanager
 def _output_layer_passes_on(gpt: GPTModel) -> Iterator[None]:
-    """For one forward, the output layer of the last stage hands its input on.
+    """Have the output layer of the last stage hand its input on, for one forward.
 
     ``GPTModel`` has no slot for an output layer of one's own in every version we support. The module is still
     called, so hooks on it fire.

@@ -47,6 +47,8 @@ def score_checkpoint(
     Args:
         folder: a Hugging Face checkpoint, or a Megatron one with its ``config.json``.
         sequences: token ids; the same on every rank.
+        parallel: the layout to score in.
+        backend: device and communication.
         dtype: of parameters and activations.
 
     Returns:
@@ -90,6 +92,12 @@ def score_sequences(
     """The same under a running model: ``score_batches`` gives the log-probs of this rank's micro-batches.
 
     Args:
+        score_batches: gives log-probs [t] of each of this rank's micro-batches.
+        sequences: token ids; the same on every rank.
+        arch: of the model.
+        groups: of the job's layout.
+        parallel: that layout.
+        device: of the micro-batches.
         align: what the rows of the model's products must be a multiple of.
     """
     packed = _as_sequences(sequences, arch)

@@ -44,7 +44,7 @@ def check_parallel(arch: Architecture, parallel: Parallel) -> None:
 
 
 def check_world(parallel: Parallel, world_size: int) -> None:
-    """``InputError`` unless so many ranks can be laid out like this."""
+    """Raise ``InputError`` unless so many ranks can be laid out like this."""
     size = parallel.model_size
     if world_size % size:
         sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "context")}
@@ -61,7 +61,7 @@ def check_world(parallel: Parallel, world_size: int) -> None:
 
 
 def check_trainable(arch: Architecture) -> None:
-    """``InputError`` for models whose gradients were not verified."""
+    """Raise ``InputError`` for models whose gradients were not verified."""
     if arch.experts is not None:
         raise InputError(
             f"model.checkpoint is a mixture of experts ({arch.model_type}): training these is not verified "

@@ -38,7 +38,7 @@ _joined: tuple[Store, int, int] | None = None
 
 @contextmanager
 def job() -> Iterator[None]:
-    """Around all that a rank does: an error of one ends the others with its message, and all leave together.
+    """Hold all that a rank does: an error of one ends the others with its message, and all leave together.
 
     An error before the job is joined, in a file that only this machine has perhaps, reaches them, too. And a
     rank ends when torchrun's agent does.
@@ -71,6 +71,7 @@ def join(backend: Backend, *, parallel: Parallel | None = None) -> Control:
     """Join the job that torchrun started; a lone process is a job of one. Does nothing while joined.
 
     Args:
+        backend: device and communication.
         parallel: how long is waited.
 
     Raises:
@@ -161,6 +162,7 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
     of neighbours within a pipeline stage.
 
     Args:
+        backend: device and communication.
         parallel: fits the world size (:func:`~megatron_fspo.mcore.sizes.check_world`).
         seed: for weight initialisation; every rank of a model gets the same stream.
     """

@@ -44,7 +44,10 @@ def correct(
     rank that holds it; of tensor-parallel ranks the head takes the first one's word.)
 
     Args:
+        correction: the rule and its limits.
         packs: this rank's, with the old log-probs that ``mismatch`` was measured with.
+        mismatch: Δ of all responses.
+        groups: of the job's layout.
 
     Returns:
         the metrics of :func:`correction_metrics`; none without a correction.
@@ -108,6 +111,7 @@ def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[s
     Args:
         name: what it does to a unit (a sequence, or a token for ``token_tis``).
         columns: [4, samples] of each response: units acted on; Σ w and Σ w² of their weights; units.
+        mismatch: Δ of all responses.
 
     Returns:
         ``rollout/correction_<name>``, the share of units, also ``/short`` and ``/long``, in the shorter and
@@ -137,7 +141,9 @@ def effective_share(weight: Tensor, square: Tensor, units: Tensor) -> float:
     1 where all weights are equal, however small; 1/N where one unit has all the weight.
 
     Args:
-        weight, square, units: scalars Σ w, Σ w² and N, over all ranks.
+        weight: scalar Σ w, over all ranks.
+        square: scalar Σ w², over all ranks.
+        units: scalar N, over all ranks.
 
     Returns:
         0 where all weights are 0; NaN without units.
@@ -151,6 +157,7 @@ def little_is_left(correction: CorrectionConfig, metrics: Mapping[str, float]) -
     """Return a warning, with the remedy, where the rule leaves less than half of a batch to learn from.
 
     Args:
+        correction: the rule and its limits.
         metrics: of :func:`correct` and of the mismatch it corrected; the same on every rank.
     """
     if isinstance(correction, NoCorrection):

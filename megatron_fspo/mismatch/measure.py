@@ -61,6 +61,7 @@ def token_deltas(batch: MicroBatch, score: Tensor | None = None) -> Tensor:
     """Δ [t] in float64 of a micro-batch scored by the trainer; 0 outside the mask.
 
     Args:
+        batch: with old and sampled log-probs.
         score: log-probs [t] in place of the batch's old ones.
     """
     score = batch.old_log_probs if score is None else score
@@ -83,6 +84,7 @@ def per_sample(
     Args:
         batches: this rank's.
         columns: of a micro-batch, [count, t].
+        count: numbers per token.
         samples: of the whole rollout.
         group: data × context parallel.
 

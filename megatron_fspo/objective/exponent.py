@@ -74,6 +74,7 @@ def measure_exponent(log_ratio_sums: Tensor, lengths: Tensor, blocks: Tensor, nu
         log_ratio_sums: S [N] in nats.
         lengths: L [N].
         blocks: int64 [N], the optimizer step of each, or another group that goes together; at least 3.
+        num_bins: bins of length, with equally many sequences.
 
     Raises:
         ValueError: fewer than 3 blocks; too few sequences with S ≠ 0; or lengths that span too little to say

@@ -75,6 +75,8 @@ class Noise:
         outside, by noise alone.
 
         Args:
+            share: of the responses, in [0, 1).
+            length: L, tokens.
             centred: whether the band's centre has this drift.
         """
         shift = 0.0 if centred else self.drift * math.sqrt(length)

@@ -62,9 +62,12 @@ class Sequences:
         log_probs: Sequence[Row] | None = None,
         index: Sequence[int] | None = None,
     ) -> Sequences:
-        """From one row of ids per prompt and per response.
+        """Make them from one row of ids per prompt and per response.
 
         Args:
+            prompts: token ids of each prompt.
+            responses: token ids of each response.
+            advantages: A [N].
             log_probs: one row per response; none for responses that no sampler wrote.
             index: numbers of the sequences in the step; by default they are all of it.
 
@@ -191,6 +194,8 @@ def local_runs(padded_lengths: Tensor, rank: int, size: int) -> Tensor:
 
     Args:
         padded_lengths: [n], multiples of 2·size where size > 1.
+        rank: context-parallel rank.
+        size: context-parallel size.
 
     Returns:
         [n, runs, 2] first position and end of each run.
@@ -217,7 +222,7 @@ def local_positions(borders: Tensor, rank: int, size: int) -> Tensor:
 
 
 def gathered_positions(borders: Tensor, size: int) -> Tensor:
-    """For each position of the whole row [t], where it is when the ranks' rows are laid end to end."""
+    """Return, per position of the whole row [t], where it is when the ranks' rows are laid end to end."""
     laid = torch.cat([local_positions(borders, rank, size) for rank in range(size)])
     where = torch.empty_like(laid)
     where[laid] = torch.arange(len(laid), device=laid.device)

@@ -41,7 +41,7 @@ class PackLayout:
     count_multiple_of: int = 1
     """Micro-batches per rank are a multiple of this: pipeline size under the interleaved schedule."""
     costs: Callable[[Sequence[int]], Sequence[int]] | None = None
-    """From padded lengths to what packs share out evenly; None: the tokens."""
+    """Maps padded lengths to what packs share out evenly; None: the tokens."""
     device: torch.device | str = "cpu"
 
 
@@ -69,7 +69,9 @@ def plan_step(
     """Plan one optimizer step. From integers alone, so every rank plans the same.
 
     Args:
-        prompt_lengths, lengths: of all sequences of the step, in tokens.
+        prompt_lengths: in tokens, of all sequences of the step.
+        lengths: response tokens of each.
+        layout: sizes of micro-batches and parallel groups.
         first: number of the first; the others follow.
         left_out: sequences that count in N and T and are in no pack, as their gradient is 0.
 
@@ -105,8 +107,11 @@ def collate(
     """Pack some of the sequences, and keep the tokens of one context-parallel rank. On the CPU.
 
     Args:
+        sequences: to choose from.
         rows: places of the sequences in ``sequences``.
-        context_rank, context_size: which rank of how many; its tokens are those of :func:`local_runs`.
+        totals: N and T of the whole optimizer step.
+        context_rank: in [0, ``context_size``); its tokens are those of :func:`local_runs`.
+        context_size: ranks that share a sequence.
         multiple_of: make t a multiple of this (tensor parallel size under sequence parallel). An empty
             micro-batch becomes one tail, so that every rank runs the same collectives.
     """
@@ -148,6 +153,8 @@ def _rows(sequences: Sequences, chosen: Tensor, held: Sequence[Sequence[Sequence
     once.
 
     Args:
+        sequences: of the step.
+        chosen: [n] int64, their rows in ``sequences``.
         held: of each sequence, and of the tail, the runs [first, end) of its positions.
     """
     places = _filled(sequences.places.index_select(0, chosen), len(held)).tolist()
@@ -235,6 +242,7 @@ def pack(sequences: Sequences, layout: PackLayout, *, plan: Plan | None = None) 
 
     Args:
         sequences: all of the step, the same on every rank.
+        layout: sizes of micro-batches and parallel groups, and this rank in them.
         plan: who gets what, where it is not to be worked out.
 
     Raises:

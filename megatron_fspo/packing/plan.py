@@ -70,6 +70,7 @@ def attention_costs(lengths: Sequence[int], *, linear_size: int, attention_size:
         cost(L) = L · linear_size + L² · attention_size
 
     Args:
+        lengths: tokens of each sequence, its prompt included.
         linear_size: parameters of a layer's matrices.
         attention_size: query heads × head size.
     """

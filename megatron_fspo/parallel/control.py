@@ -24,18 +24,18 @@ SLICE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long what is waited for, in seconds."""
+    """Limits of waits, in seconds."""
 
     wait: float = 4 * 3600.0
-    """For servers, grades, disks and the ranks that are busy with them."""
+    """Longest wait for servers, grades, disks and the ranks that are busy with them."""
     silence: float = 40.0
-    """For a sign of life of a rank."""
+    """Longest time without a sign of life of a rank."""
     grace: float = 15.0
-    """Between the news that the job has failed, and the end of a process that did not end by itself."""
+    """Time between the news that the job has failed, and the end of a process that did not end by itself."""
 
     @property
     def beat(self) -> float:
-        """Between two signs of life."""
+        """Time between two signs of life."""
         return min(2.0, self.silence / 8)
 
 
@@ -74,7 +74,7 @@ class Control:
         self._stop_here = False
 
     def tell(self, word: str) -> None:
-        """On the first rank: say what to do together next; returns when all others have heard it, so that a
+        """Say, on the first rank, what to do together next; returns when all others have heard it, so that a
         collective may follow.
 
         Args:
@@ -85,7 +85,7 @@ class Control:
         """
 
     def hear(self, what: str) -> str:
-        """On the other ranks: the next word of the first one.
+        """Return, on the other ranks, the next word of the first one.
 
         Args:
             what: is waited for, for messages.

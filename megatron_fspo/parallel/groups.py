@@ -65,6 +65,8 @@ def pack_layout(
     """Return the layout that this rank's packs must fit, whatever they may hold.
 
     Args:
+        groups: of the job's layout.
+        device: where packs are wanted.
         sequence: sequence parallel: tensor-parallel ranks share the tokens of a pack.
         interleaved: the pipeline's schedule is, with several chunks of the model on a rank.
         align: what the rows of every product must be a multiple of.
@@ -111,6 +113,7 @@ def exchange(
     Args:
         rows: for each rank of the group what goes to it: rows of one dimension and any lengths.
         dtype: of the rows.
+        group: whose ranks exchange.
 
     Returns:
         all that this rank was given, one rank's after the other's, on the CPU; and how much from each.

@@ -201,7 +201,7 @@ def _statistics(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, he
 
 
 def _combine(table: Tensor) -> Tensor:
-    """From the statistics of all ranks [tp, 4, n] to m, Z, H and log p [4, n]."""
+    """Return m, Z, H and log p [4, n] from the statistics of all ranks [tp, 4, n]."""
     top, exps, weighted, target = table.unbind(1)
     best = top.amax(0)
     shift = top - best

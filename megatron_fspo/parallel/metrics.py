@@ -65,7 +65,7 @@ def means(totals: Totals) -> dict[str, float]:
 
 
 def gather_lists(items: list[T], *, group: dist.ProcessGroup) -> list[T]:
-    """All ranks' lists, one after the other in rank order, on every rank."""
+    """Return all ranks' lists, one after the other in rank order, on every rank."""
     if group.size() == 1:
         return items
     parts: list[list[T]] = [[] for _ in range(group.size())]
@@ -74,7 +74,7 @@ def gather_lists(items: list[T], *, group: dist.ProcessGroup) -> list[T]:
 
 
 def share(item: T, *, group: dist.ProcessGroup, source: int = 0) -> T:
-    """One rank's object, on every rank of the group; ``source`` counts within the group, -1 is its last."""
+    """Return one rank's object, on every rank; ``source`` counts within the group, -1 is its last."""
     if group.size() == 1:
         return item
     box = [item]

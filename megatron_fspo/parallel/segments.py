@@ -99,6 +99,7 @@ def sequence_sums(
         values: [k, t] per token; what lies outside the mask may be NaN.
         mask: [t] bool.
         segment: [t] sequence of each token, in [0, num_segments]; the last is nobody's (padding).
+        num_segments: number of sequences in the pack.
         group: the context-parallel group.
 
     Returns:
@@ -130,6 +131,7 @@ def prefix_sums(
             lie one after the other, each in the order of its positions.
         late: [t] bool: the token is in the second half of its padded sequence, so in the later one of the two
             chunks that this rank holds of it.
+        num_segments: number of sequences in the pack.
         group: the context-parallel group.
 
     Returns:

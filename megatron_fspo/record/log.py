@@ -161,7 +161,7 @@ class RunLog:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Around the run: where it ends itself, the trackers hear why."""
+        """Tell the trackers why, where the run inside ends itself."""
         try:
             yield
         except TrainingError as error:
@@ -229,7 +229,7 @@ def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def is_accuracy(name: str) -> bool:
-    """True for the ``mean@k`` of an evaluation; not for an end of its interval."""
+    """Return True for the ``mean@k`` of an evaluation; not for an end of its interval."""
     return re.fullmatch(r"val/.+/mean@\d+", name) is not None
 
 

@@ -72,7 +72,7 @@ class RunStatus:
     owner: Owner | None
     """Owner of the lock; None: no job is at work."""
     alive: bool | None
-    """True if the owner is; None where there is none."""
+    """True if the owner of the lock is; None where there is none."""
     step: int
     """Steps done."""
     steps: int | None

@@ -28,6 +28,7 @@ def extract(response: str, rule: str) -> str | None:
     """Return the answer in ``response`` as it stands, without white space at its ends; None where none is.
 
     Args:
+        response: its text.
         rule: a value of ``reward.extract``.
     """
     answer = _RULES[rule](response)

@@ -41,7 +41,7 @@ class Grade:
     score: float
     """The (first) reward's number alone: what accuracy is made of."""
     answer: str | None = None
-    """The answer in the form that equal ones share, for majority votes; None where none was found."""
+    """The answer in the form that equal ones share, for majority votes; None where there is none."""
     parsed: bool = True
     """There was an answer where it should be, and it could be read."""
     timed_out: bool = False
@@ -70,7 +70,7 @@ class Failure:
     """It took too long, and was ended."""
 
     def evidence(self) -> dict[str, Any]:
-        """All of it as JSON types, with the names of ``samples.jsonl``."""
+        """Return all of it as JSON types, with the names of ``samples.jsonl``."""
         return {
             "problem": self.problem,
             "traceback": list(self.traceback),

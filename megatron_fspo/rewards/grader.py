@@ -156,7 +156,7 @@ class Grader:
         )
 
     def _settle(self, result: PendingGrade, request: GradeRequest) -> None:
-        """All rewards have answered."""
+        """Make the grade, now that all rewards have answered."""
         grade = self._sum({name: _outcome(one, request) for name, one in result.by_reward.items()}, request)
         with self._lock:
             if result not in self._pending:  # closed meanwhile

@@ -84,6 +84,8 @@ def gym_rows(task: str, size: int, seed: int, **config: Any) -> Iterator[dict[st
 
     Args:
         task: a dataset of reasoning_gym.
+        size: number of rows.
+        seed: the dataset is generated from it.
         config: its own settings.
 
     Yields:

@@ -44,6 +44,7 @@ def score(row: str, answer: str) -> tuple[float, bool]:
 
     Args:
         row: JSON of ``task``, ``config``, ``metadata`` and ``answer``, as ``gym_rows`` writes them.
+        answer: extracted from the response.
 
     Raises:
         BadRowError: the row is no good.
@@ -85,9 +86,9 @@ def rich(value: Any) -> Any:
 
 
 def check_formula(text: str) -> None:
-    """``ValueError`` unless this is a formula: numbers, signs, brackets, letters, known functions."""
+    """Raise ``ValueError`` unless this is a formula: numbers, signs, brackets, letters, known functions."""
     names = [name for name in _NAME.findall(text) if len(name) > 1 and name not in _NAMES]
-    # The e of 1e5 is found as a name too, and as harmless.
+    # The e of 1e5 matches as a name too, and is harmless.
     unknown = [name for name in names if not re.fullmatch(r"[eE]\d+", name)]
     if not _SIGNS.fullmatch(text) or re.search(r"\.\s*[A-Za-z_]", text) or unknown or "__" in text:
         raise ValueError("no formula")

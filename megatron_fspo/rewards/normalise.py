@@ -283,7 +283,7 @@ def _scientific(text: str) -> Number | None:
 
 
 def _in_base(text: str) -> Number | None:
-    """``1011_2``: its digits stay as they are, in canonical texts too."""
+    """Return a number in a base, ``1011_2``; its digits stay as they are, in canonical texts too."""
     if len(text) > DIGITS or (written := _BASED.fullmatch(text)) is None:
         return None
     base = int(written[2] or written[3])

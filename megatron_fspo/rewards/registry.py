@@ -70,7 +70,7 @@ def register(name: str) -> Callable[[Reward], Reward]:
 def get_reward(name: str) -> Reward:
     """Return the reward registered as ``name``, or the function ``"package.module:function"``.
 
-    Modules in the working directory are found. Raises ``InputError`` if there is none. A module that fails
+    Modules in the working directory count too. Raises ``InputError`` if there is none. A module that fails
     for any other reason than an import keeps its own traceback, since that is what its author needs.
     """
     if ":" in name:

@@ -109,8 +109,8 @@ class Remote:
         if len(content) > _LARGEST:
             return request.failure(f"got more than {_LARGEST} bytes from {self._url}: {said}")
         try:
-            found = json.loads(content)
-            reward, answer = found["reward"], found.get("answer")
+            reply = json.loads(content)
+            reward, answer = reply["reward"], reply.get("answer")
             number = reward if isinstance(reward, int | float) else math.nan
             sound = math.isfinite(number) and isinstance(answer, str | None)
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError):
@@ -124,7 +124,7 @@ class Remote:
 
 
 def check_url(url: str) -> None:
-    """``InputError`` unless ``url`` is one of http or https."""
+    """Raise ``InputError`` unless ``url`` is one of http or https."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:

@@ -26,7 +26,7 @@ class Format:
         return Grade(score=1.0, answer=canonical(answer))
 
     def close(self) -> None:
-        """It has started nothing."""
+        """Do nothing: it has started nothing."""
 
 
 def overlong(length: int, *, longest: int, tokens: int, penalty: float) -> float:

@@ -101,7 +101,7 @@ def _limit(memory_bytes: int) -> None:
 
 
 def _limit_cpu_time(seconds: float) -> None:
-    """For the next task: the pool kills sooner, unless its own process is stopped or starved."""
+    """Limit the CPU time of the next task: the pool kills sooner, unless itself stopped or starved."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     allowed = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1

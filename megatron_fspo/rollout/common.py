@@ -74,7 +74,7 @@ def announced(folder: Path) -> list[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a name or address means this machine to itself only, as far as its writing tells."""
+    """Return True if a name or address means this machine to itself only, as far as its writing tells."""
     if host == "localhost":
         return True
     try:

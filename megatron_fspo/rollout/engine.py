@@ -24,6 +24,7 @@ class Pending(Protocol):
         prompts. Once. Only the first rank of each copy of the model is sure to get them.
 
         Args:
+            progress: hears of completions that have finished.
             stops: a request to stop the job may end the wait, as ``StopRequested`` on every rank. An engine
                 that samples in this process goes on to the end.
         """
@@ -48,6 +49,7 @@ class RolloutEngine(Protocol):
 
         Args:
             prompts: of all ranks.
+            params: how to sample; the same for every prompt.
             mine: positions of those whose completions this data-parallel rank is to hold; default all.
             arrived: hears of each completion that this rank learns of at first hand. One of the first ranks
                 of the model copies does so of each, not always the one that is to hold it.

@@ -21,7 +21,7 @@ _REST = 3  # of a character that is cut in two: bytes, and so tokens and U+FFFD,
 
 
 def completes_stop(token_ids: Sequence[int], params: SamplingParams) -> bool:
-    """True if the last token of a response completes a stop string, where no token before it did.
+    """Return True if the last token of a response completes a stop string, where no token before it did.
 
     Args:
         token_ids: the response so far; at least one.

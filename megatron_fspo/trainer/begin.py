@@ -39,7 +39,7 @@ _CHARACTERS = 80
 
 
 def begin_step(run: Training) -> Step:
-    """All of a step up to its first optimizer step. Collective.
+    """Do all of a step up to its first optimizer step. Collective.
 
     Raises:
         StopRequested: the job was asked to stop before all this was done.
@@ -146,6 +146,8 @@ def fill(first: Rollout, further: Round, *, max_rounds: int) -> Filled:
     """Sample further prompts until as many groups as the first round has have a spread. Collective.
 
     Args:
+        first: the first round.
+        further: samples one further round.
         max_rounds: at most, the first included. If they do not suffice, groups without spread stay in the
             batch: its size, and so N and the number of optimizer steps, is the same in every step.
     """
@@ -184,6 +186,7 @@ def check_spread(run: Training, sampled: Rollout) -> None:
     to everything, for days.
 
     Args:
+        run: counts such steps in a row.
         sampled: all responses of the step, those included that dynamic sampling left out.
 
     Raises:

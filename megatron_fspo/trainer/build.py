@@ -61,7 +61,7 @@ class Training:
     """The policy that a KL penalty pulls towards: ``model.checkpoint``, for good."""
     engine: RolloutEngine
     grader: Grader | None
-    """On ranks that grade."""
+    """None on ranks that do not grade."""
     scoring: Scoring
     layout: PackLayout
     loss: LossState
@@ -120,6 +120,7 @@ class Training:
         have written their files. To be called when the row of its step is in the log. Collective.
 
         Args:
+            wait: until all ranks have written their files.
             prune: remove old checkpoints then. Not where the run fails: they may be from before the trouble.
         """
         if self.saving is not None and self.saving.finish(wait=wait):
@@ -134,6 +135,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     What is in the folder of the run changes only when all else has gone well.
 
     Args:
+        inputs: of :func:`~megatron_fspo.trainer.prepare.prepare`.
         checkpoints: of the run, oldest first, to go on from the newest; none for a run that starts.
         older: go on from the newest that can be read.
     """
@@ -224,7 +226,9 @@ def _open_folder(
     """The log of a run that can go on: the first rank writes into the folder from here on.
 
     Args:
+        inputs: of the run.
         step: of the checkpoint that the run goes on from; None for one that starts.
+        checkpoints: of the run, oldest first.
         damaged: what is wrong with the newest of the checkpoints, newest first.
     """
     config = inputs.config
@@ -290,6 +294,7 @@ def build_engine(inputs: Inputs, model: Model, servers: Leader | None, *others: 
     """The sampler that ``rollout.engine`` names.
 
     Args:
+        inputs: of the run.
         model: what it samples from.
         servers: of :func:`open_servers`.
         others: models that only training needs.

@@ -109,7 +109,11 @@ def evaluate(
     """Sample as many responses per validation prompt as its set wants, and grade them. Collective.
 
     Args:
+        inputs: with the validation sets.
+        engine: samples.
+        groups: of the job's layout.
         grader: of the ranks that grade (:func:`~megatron_fspo.trainer.sampling.make_grader`).
+        progress: called with the number of responses that have just finished.
     """
     graded = sample_and_grade(inputs, engine, groups, grader, progress)
     samples = inputs.config.evaluation_samples
@@ -126,9 +130,14 @@ def sample_and_grade(
     progress: Callable[[int], None] | None,
     file: RecordFile | None = None,
 ) -> list[Entry]:
-    """All portions, or those that ``file`` lacks. Collective.
+    """Sample and grade all portions, or those that ``file`` lacks. Collective.
 
     Args:
+        inputs: with the validation sets.
+        engine: samples.
+        groups: of the job's layout.
+        grader: of the ranks that grade.
+        progress: called with the number of responses that have just finished.
         file: takes what is done, portion by portion; on the first rank.
 
     Returns:

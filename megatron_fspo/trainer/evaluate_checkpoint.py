@@ -55,6 +55,7 @@ def evaluate_checkpoint(
     """Start the process groups, load ``model.checkpoint`` and evaluate it. Collective.
 
     Args:
+        inputs: with the checkpoint and the validation sets.
         out: folder of the results, new or of the same evaluation, which then goes on; None keeps none.
         other: folder of another evaluation, to compare with.
 
@@ -104,7 +105,7 @@ def facts(inputs: Inputs, sets: Mapping[str, Sequence[Prompt]], ranks: int) -> d
 
 
 def _one_if_equal(samples: dict[str, int]) -> int | dict[str, int]:
-    """By set, unless all sets have one number."""
+    """Return samples by set, unless all sets have one number."""
     numbers = set(samples.values())
     return numbers.pop() if len(numbers) == 1 else samples
 
@@ -130,7 +131,7 @@ def _digest(path: Path) -> str:
 
 
 def _prove_same_prompts(inputs: Inputs, groups: ParallelGroups) -> None:
-    """``InputError`` on a rank whose files hold other prompts than the first rank's. Collective."""
+    """Raise ``InputError`` on a rank whose files hold other prompts than the first rank's. Collective."""
     mine = {name: hash_of_prompts(prompts) for name, prompts in sets_of(inputs).items()}
     if agreed(mine, groups) != mine:
         raise InputError(f"rank {dist.get_rank()} has other evaluation prompts than rank 0")

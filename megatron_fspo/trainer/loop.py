@@ -26,6 +26,8 @@ def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
     """Run to the last step, then export, as the only job in its folder. Collective.
 
     Args:
+        inputs: of :func:`~megatron_fspo.trainer.prepare.prepare`.
+        resume: the flag ``--resume``.
         draw: makes the pictures that trackers get after an evaluation, from the folder of the run.
 
     Returns:

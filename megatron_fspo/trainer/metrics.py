@@ -84,6 +84,7 @@ def pooled_metrics(updates: Sequence[Totals], *, on_policy: int) -> dict[str, fl
     reports it. Where S starts from the sampler, all are off-policy.
 
     Args:
+        updates: totals of each optimizer step, in their order.
         on_policy: how many are, from the first: one, and one more for each that was skipped before the policy
             moved.
     """
@@ -165,7 +166,7 @@ class Pace(NamedTuple):
     """The pace of a rank in one step."""
 
     seconds: float
-    """Per token, for its own forward and backward passes."""
+    """Seconds per token, for its own forward and backward passes."""
     stage: int
     """Pipeline stage; stages have unlike work, and are not compared."""
     host: str
@@ -189,7 +190,7 @@ def slow_rank_metrics(run: Training, step: Step) -> dict[str, float]:
 
 
 def ratios(paces: Sequence[Pace]) -> list[float]:
-    """Per rank its seconds per token over the median of its pipeline stage."""
+    """Return, per rank, its seconds per token over the median of its pipeline stage."""
     stages = {one.stage: [other.seconds for other in paces if other.stage == one.stage] for one in paces}
     medians = {stage: median_low(seconds) for stage, seconds in stages.items()}
     # 0: a stage that had nothing to do.

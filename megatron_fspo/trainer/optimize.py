@@ -179,6 +179,8 @@ def _drop_from_update(run: Training, step: Step, records: Sequence[SequenceRecor
     forget the gradient. Collective.
 
     Args:
+        run: whose gradient it is.
+        step: whose packs change.
         records: of this optimizer step, of all ranks.
 
     Raises:

@@ -54,12 +54,12 @@ class Inputs:
     validation: tuple[Prompt, ...]
     """Prompts of all evaluation sets, numbered through; ``Prompt.dataset`` tells them apart."""
     noise: Noise | None
-    """In S, where ``loss.noise`` says."""
+    """The noise of S, where ``loss.noise`` names a file."""
     notes: tuple[str, ...] = ()
     """Lines on what of the data was left out."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included: what rewards read, and where stop strings are found."""
+        """The text of tokens, special ones included: what rewards and the search for stop strings read."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
@@ -73,6 +73,8 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     """Read and check what the configuration names: all that does not hang on what is already wrong.
 
     Args:
+        config: of the run.
+        world_size: ranks of the job.
         elsewhere: the run will be on GPUs of another machine: what only they can tell is not checked.
         trains: False for an evaluation, which needs no training prompts, no ``loss.noise`` and no wandb.
 
@@ -173,7 +175,7 @@ def _no_validation() -> None:
 
 
 def _check_rows(source: Source) -> None:
-    """``InputError`` for what is wrong with a file even without a tokenizer."""
+    """Raise ``InputError`` for what is wrong with a file even without a tokenizer."""
     if broken := examine(source, None, 0).broken:
         raise InputError(broken[0])
 
@@ -204,6 +206,9 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
     """Check what a run reads, its folder and its servers, all at once, for ``train --check``.
 
     Args:
+        config: of the run.
+        world_size: ranks that the run will have.
+        resume: the flag ``--resume``.
         here: the run will be on this machine, and now. If it need not be (on a login node, say), a server
             that does not answer is no problem; nor is a missing GPU, and what only one can tell is left out.
 
@@ -247,6 +252,6 @@ def machine(backend: Backend) -> dict[str, Any]:
 
 
 def cpu_name(cpuinfo: str) -> str:
-    """From the text of Linux's ``/proc/cpuinfo``; the architecture where that does not say."""
+    """Read the processor from Linux's ``/proc/cpuinfo``; the architecture where that does not say."""
     name = re.search(r"^model name\s*:\s*(\S.*?)\s*$", cpuinfo, re.MULTILINE)
     return name[1] if name else platform.machine()

@@ -121,7 +121,7 @@ def rollout_of(
     held: Mapping[int, Completion],
     grades: Mapping[int, Grade] | None = None,
 ) -> Rollout:
-    """From a table [n, columns] with the fields of :data:`COLUMNS`; advantages are still to come."""
+    """Make one from a table [n, columns], the fields of :data:`COLUMNS`; advantages are still to come."""
     columns = {
         name: column.to(_TYPES.get(name, torch.long))
         for name, column in zip(COLUMNS, table.unbind(1), strict=True)

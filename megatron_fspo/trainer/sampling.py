@@ -141,7 +141,9 @@ class RolloutQueue:
         """Ask for so many prompts more, in a further round of the step under way. Collective.
 
         Args:
+            step: of the run.
             number: of the round: 1 after the batch itself.
+            prompts: how many.
         """
         return self._ask(self._prompts.further(prompts), self._params(step, number))
 
@@ -190,6 +192,10 @@ def collect_and_grade(
     wait for the others outside of collectives.
 
     Args:
+        inputs: of the run.
+        groups: of the job's layout.
+        batch: asked for before.
+        progress: called with the number of responses that have just finished.
         stops: whether a request to stop the job ends the wait at once. If not, it leaves grades 3 s more.
 
     Raises:
@@ -278,6 +284,7 @@ def advantages_of(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
     nothing to be compared with.
 
     Args:
+        config: of the run.
         rewards: [prompts, samples].
         truncated: [prompts, samples] bool.
     """
@@ -318,6 +325,7 @@ def raise_first(config: Config, failures: Mapping[int, Failure | None], samples:
     """End all ranks with the first failure of any; the first rank writes its response to a file. Collective.
 
     Args:
+        config: of the run.
         failures: this rank's, by number of the response in the batch; some rank has one. None: there was no
             grade yet when the job was asked to stop.
         samples: responses to each prompt.

@@ -69,6 +69,7 @@ def cases(config: Config | None, shift: int) -> list[Case]:
 
     Args:
         config: of a run whose own loss is to be among them.
+        shift: by how many positions splits are turned.
     """
     losses = LOSSES if config is None else {"yours": config.loss, **LOSSES}
     all_clipped = FSPOLoss(c_low=0.05, c_high=0.05)
@@ -122,7 +123,7 @@ def make_samples(arch: Architecture) -> list[Sample]:
 
 
 def random_samples(shapes: Sequence[tuple[int, int]], *, vocab_size: int, seed: int) -> list[Sample]:
-    """One sample for each (prompt, response) length in tokens.
+    """Return one sample for each (prompt, response) length in tokens.
 
     Token 0, which also pads, is sampled too; advantages have both signs and are exact in fp32.
     """
@@ -146,7 +147,7 @@ def random_samples(shapes: Sequence[tuple[int, int]], *, vocab_size: int, seed: 
 
 
 def drifts(samples: Sequence[Sample], *, seed: int, clipped: bool = False) -> list[Tensor]:
-    """Per sample [L], float64: new minus old log-prob of each token. fp32 holds the values exactly."""
+    """Return per sample [L] float64: new minus old log-prob of each token. fp32 holds the values exactly."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for number, sample in enumerate(samples):

@@ -52,10 +52,10 @@ class GradientError:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """All of one case."""
+    """All errors of one case."""
 
     gradients: dict[str, GradientError]
-    """By Hugging Face name (the first, where several make one parameter)."""
+    """Gaps by Hugging Face name (the first, where several make one parameter)."""
     log_prob: float
     log_ratio_sum: float
     loss: float

@@ -100,7 +100,7 @@ class Scored:
 
     micro_batches: Packs
     log_probs: list[Tensor]
-    """Per micro-batch [t]."""
+    """Log-probs [t] per micro-batch."""
     scoring: Scoring
 
 
@@ -119,7 +119,7 @@ def run(
     drifts: Sequence[Tensor],
     reference_drifts: Sequence[Tensor],
 ) -> Outcome:
-    """One step on old log-probs that lie ``drifts`` below the policy's. Collective."""
+    """Take one step on old log-probs that lie ``drifts`` below the policy's. Collective."""
     batches = scored.micro_batches.with_columns(
         old_log_probs=below(scored, drifts, samples),
         reference_log_probs=below(scored, reference_drifts, samples),
@@ -213,6 +213,10 @@ def _gathered(
 
     Args:
         rows: [4, n] what this rank has observed: S, clipped, out of band, and how often it was seen.
+        batches: this rank's.
+        scores: log-probs [t] of each.
+        samples: of all ranks.
+        policy: with the groups of the layout.
     """
     groups = policy.groups
     longest = max(len(sample.completion.token_ids) for sample in samples)

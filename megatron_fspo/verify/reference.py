@@ -48,7 +48,7 @@ class Scores:
     """Hugging Face name → float64 tensor; the gradient is asked of those with ``requires_grad``."""
     advantages: tuple[float, ...]
     log_probs: tuple[Tensor, ...]
-    """Per sample log π(y_t) [L], L = 0 allowed."""
+    """Per sample [L] log π(y_t), nats; L = 0 is allowed."""
     entropies: tuple[Tensor, ...]
     """Per sample [L]."""
 
@@ -69,7 +69,7 @@ class Reference:
     objective: float
     """J, without entropy bonus and KL penalty: −``actor/pg_loss``."""
     loss: float
-    """All that is minimised."""
+    """The sum that is minimised."""
     entropy: float
     """H."""
     kl: float

@@ -65,10 +65,14 @@ def verify(
     """Run every layout; ``report`` hears of each as it is done. Collective; the same on every rank.
 
     Args:
+        layouts: one after the other.
+        backend: device and communication.
+        dtypes: precisions to run each in.
         config: of a run whose loss and temperature are to be among the cases.
         arch: with a ``config`` as it is, else both tied and untied; its layers follow from the layout.
         every_case: in every precision; else each layout runs every loss once, in one precision or the other,
             and all layouts together cover the pairs.
+        report: hears of each layout when it is done.
     """
     join(backend)  # the references are shared before the first layout starts
     ties = [arch.tied] if config is not None else [False, True]

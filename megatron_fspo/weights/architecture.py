@@ -63,7 +63,7 @@ class Architecture:
     rms_norm_eps: float
     rope_theta: float
     rope_factor: float | None = None
-    """By how much Llama 3's scaled RoPE stretches long wavelengths."""
+    """Factor by which Llama 3's scaled RoPE stretches long wavelengths."""
     experts: Experts | None = None
     max_position_embeddings: int
     dtype: torch.dtype
@@ -81,12 +81,12 @@ class Architecture:
 
     @property
     def num_experts(self) -> int:
-        """0 in a dense model."""
+        """Experts of a layer; 0 in a dense model."""
         return self.experts.count if self.experts else 0
 
     @property
     def expert_ffn_size(self) -> int:
-        """0 in a dense model."""
+        """Hidden size of an expert's MLP; 0 in a dense model."""
         return self.experts.ffn_size if self.experts else 0
 
     @property
@@ -127,7 +127,7 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
 
 
 def check_tensor_parallel(arch: Architecture, tp_size: int, padded_vocab: int | None = None) -> None:
-    """``InputError`` unless the model splits evenly over ``tp_size`` ranks."""
+    """Raise ``InputError`` unless the model splits evenly over ``tp_size`` ranks."""
     if tp_size < 1:
         raise InputError(f"tensor-parallel size {tp_size} must be at least 1")
     counts = {"num_attention_heads": arch.num_heads, "num_key_value_heads": arch.num_kv_heads}
@@ -154,7 +154,9 @@ def forward_flops(arch: Architecture, prompt_lengths: Sequence[int], lengths: Se
     response tokens only. Norms, softmax and RoPE are left out, as is usual.
 
     Args:
-        prompt_lengths, lengths: in tokens, of each sequence.
+        arch: of the model.
+        prompt_lengths: tokens of each prompt.
+        lengths: tokens of each response.
     """
     flops = 0
     for prompt, length in zip(prompt_lengths, lengths, strict=True):
@@ -262,7 +264,7 @@ def _experts(config: _Config) -> Experts:
 
 
 def _rope_theta(config: _Config) -> float:
-    """transformers 5 writes ``rope_parameters``; transformers 4 ``rope_theta`` and ``rope_scaling``."""
+    """Read theta, from ``rope_parameters`` (transformers 5), ``rope_theta`` or ``rope_scaling`` (4)."""
     thetas = [config.optional("rope_theta"), *(rope.get("rope_theta") for _, rope in _ropes(config))]
     given = [theta for theta in thetas if theta is not None]
     if not given:
@@ -285,7 +287,7 @@ def _ropes(config: _Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _rope_factor(config: _Config) -> float | None:
-    """None for RoPE as it is."""
+    """Read the factor of scaled RoPE; None where RoPE is not scaled."""
     factors: set[float] = set()
     for key, rope in _ropes(config):
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -306,7 +308,7 @@ def _rope_factor(config: _Config) -> float | None:
 
 
 def _dtype(config: _Config) -> torch.dtype:
-    """transformers 5 writes ``dtype``, transformers 4 ``torch_dtype``."""
+    """Read the dtype: transformers 5 writes ``dtype``, transformers 4 ``torch_dtype``."""
     key = "torch_dtype" if config.optional("dtype") is None and "torch_dtype" in config.values else "dtype"
     name = config.required(key, str)
     if name not in _DTYPES:

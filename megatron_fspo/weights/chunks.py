@@ -49,7 +49,8 @@ def boxes(shape: Sequence[int], first: int, end: int, *, limit: int) -> Iterator
 
     Args:
         shape: the tensor's.
-        first, end: flat positions in it.
+        first: flat position of the first value.
+        end: flat position after the last.
         limit: no box has more values.
     """
     if len(shape) == 1:
@@ -124,6 +125,8 @@ class ChunkReader:
         tensor is 0.
 
         Args:
+            key: of the stored tensor.
+            wanted: boxes of that tensor, each with what to fill.
             among: the chunks that have some of it, if that is known; else all are looked at.
 
         Raises:
@@ -223,7 +226,7 @@ class ChunkWriter:
         self.index.state_dict_metadata[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
 
     def declared(self, key: str) -> bool:
-        """True if :meth:`declare` was called for it."""
+        """Return True if :meth:`declare` was called for it."""
         return key in self.index.state_dict_metadata
 
     def add(self, key: str, offsets: tuple[int, ...], values: Tensor) -> None:
@@ -253,7 +256,7 @@ class ChunkWriter:
         self.index.storage_data[index] = info
 
     def close(self) -> None:
-        """All entries are on the disk, not on their way to it."""
+        """Return when all entries are on the disk, not on their way to it."""
         if self._stream is not None:
             self._stream.flush()
             os.fsync(self._stream.fileno())
@@ -262,7 +265,7 @@ class ChunkWriter:
 
 
 def merge_indexes(indexes: Iterable[Metadata]) -> Metadata:
-    """One index of what several ranks wrote; they agree on the shape and dtype of a tensor."""
+    """Merge the indexes of what several ranks wrote; they agree on the shape and dtype of a tensor."""
     merged = Metadata(state_dict_metadata={}, storage_data={})
     for index in indexes:
         merged.storage_data.update(index.storage_data)
@@ -287,7 +290,7 @@ def write_index(folder: Path, index: Metadata) -> list[Path]:
 
 
 def _save(value: Any, stream: BinaryIO, hashed: hashlib._Hash | None = None) -> None:
-    """By way of memory: torch turns a full disk into errors of its own."""
+    """Save by way of memory: torch turns a full disk into errors of its own."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     # Released here: Python 3.12.1 crashes when it collects such a view with an error's traceback.

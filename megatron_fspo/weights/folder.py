@@ -134,6 +134,7 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
     """Write the list.
 
     Args:
+        folder: that gets it.
         sums: path of a file from the folder → its SHA-256.
     """
     text = "".join(f"{sha256}  {name}\n" for name, sha256 in sorted(sums.items()))
@@ -159,7 +160,7 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def check_sums(folder: Path, sums: Mapping[str, str]) -> None:
-    """``InputError`` for the first file that is missing, or not what was written; from an ``OSError`` for one
+    """Raise ``InputError`` for the first file that is missing or damaged; from an ``OSError`` for one
     that cannot be read."""
     for name, wanted in sums.items():
         path = folder / name

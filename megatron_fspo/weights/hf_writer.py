@@ -43,8 +43,10 @@ def write_hf_checkpoint(
     goes a manifest, with the hash of every tensor.
 
     Args:
+        out_dir: the new checkpoint.
         tensors: exactly those the config asks for, in any order. A tensor may come whole, or as consecutive
             blocks of its rows (dimension 0) under the same name.
+        source_dir: gives config and tokenizer.
         dtype: of all tensors; the config says so, too. By default each has the one it has in ``source_dir``.
         max_shard_bytes: a file is no larger, unless it holds one tensor only.
         layout: parallel sizes the model had, for the manifest.
@@ -199,7 +201,7 @@ class _Files:
             raise InputError(f"{self._open}: {self._rows} rows, config.json makes it {whole}")
 
     def finish(self) -> dict[str, TensorRecord]:
-        """All must have come; what was written, by name."""
+        """Return what was written, by name; ``InputError`` unless all tensors have come."""
         self._check_whole()
         if self._missing:
             first = min(self._missing)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_megatron(checkpoint_dir: Path) -> bool:
-    """True if the folder holds a Megatron distributed checkpoint."""
+    """Return True if the folder holds a Megatron distributed checkpoint."""
     return (data_folder(checkpoint_dir) / METADATA).is_file()
 
 
@@ -44,7 +44,7 @@ def open_checkpoint(checkpoint_dir: Path, arch: Architecture) -> Reader:
 
 
 def check_checkpoint(reader: Reader, arch: Architecture) -> None:
-    """``InputError`` unless the files hold exactly the tensors of ``arch``. Reads headers only."""
+    """Raise ``InputError`` unless the files hold exactly the tensors of ``arch``. Reads headers only."""
     copies = tied_copies(arch)
     expected = expected_hf_shapes(arch)
     if missing := expected.keys() - reader.names():
@@ -62,7 +62,7 @@ def check_checkpoint(reader: Reader, arch: Architecture) -> None:
 
 
 def check_tied_copies(reader: Reader, arch: Architecture) -> None:
-    """``InputError`` if a tied checkpoint repeats its embedding, and the two differ. Reads both."""
+    """Raise ``InputError`` if a tied checkpoint repeats its embedding, and the two differ. Reads both."""
     for copy, original in tied_copies(arch).items():
         if copy in reader.names():
             for rows in row_blocks(reader.shape(copy), reader.dtype(copy).itemsize):
@@ -70,7 +70,7 @@ def check_tied_copies(reader: Reader, arch: Architecture) -> None:
 
 
 def check_coverage(loaded: Iterable[str], arch: Architecture) -> None:
-    """``InputError`` unless ``loaded``, over all pipeline stages, is every tensor of the architecture."""
+    """Raise ``InputError`` unless ``loaded``, over all pipeline stages, is every tensor of ``arch``."""
     if missed := expected_hf_shapes(arch).keys() - set(loaded):
         raise InputError(f"{len(missed)} tensors went into no parameter, {min(missed)} among them")
 

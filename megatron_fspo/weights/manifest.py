@@ -60,7 +60,7 @@ class Manifest:
         layout: Mapping[str, int],
         tensors: Mapping[str, TensorRecord],
     ) -> Manifest:
-        """With the versions of what runs here."""
+        """Make one with the versions of what runs here."""
         from megatron_fspo import __version__
 
         versions = {"megatron-fspo": __version__} | {name: metadata.version(name) for name in _PACKAGES}
@@ -80,7 +80,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """None where there is no manifest; ``InputError`` where it is damaged."""
+    """Read ``manifest.json``; None where there is none, ``InputError`` where it is damaged."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -99,7 +99,7 @@ def _record(shape: list[int], dtype: str, sha256: str) -> TensorRecord:
 
 
 def check_record(name: str, record: TensorRecord, recorded: Mapping[str, TensorRecord]) -> None:
-    """``InputError`` if a tensor is no longer what the manifest says. In another dtype it may be."""
+    """Raise ``InputError`` if a tensor is no longer what the manifest says. In another dtype it may be."""
     before = recorded.get(name)
     if before is not None and before.dtype == record.dtype and before != record:
         raise InputError(f"{name} is not what the {FILE} beside it says: the file is damaged or was changed")

@@ -134,7 +134,7 @@ class MegatronReader:
         return values.to(self.dtype(name))
 
     def _qkv(self, source: _Source) -> list[Tensor]:
-        """q, k and v of a layer; all are kept until those of another are asked for."""
+        """Return q, k and v of a layer; all are kept until those of another are asked for."""
         where = (source.key, source.at)
         if self._fused is None or self._fused[0] != where:
             shape = shard_shape(source.row, self.arch, 1, self.arch.vocab_size)
@@ -143,7 +143,7 @@ class MegatronReader:
         return self._fused[1]
 
     def _read_ranges(self, source: _Source, ranges: list[tuple[int, int]]) -> Tensor:
-        """Some of one layer's (and expert's) tensor, from all chunks that have some of it."""
+        """Return some of one layer's (and expert's) tensor, from all chunks that have some of it."""
         offsets = (*source.at, *(first for first, _ in ranges))
         sizes = (*(1 for _ in source.at), *(end - first for first, end in ranges))
         values = torch.empty(sizes, dtype=self._reader.tensors[source.key][0])

@@ -44,6 +44,9 @@ def write_megatron_checkpoint(
     holds all exactly, and the manifest remembers what each was.
 
     Args:
+        out_dir: the new folder.
+        reader: of the source.
+        arch: of the model.
         progress: called with the number of bytes done since the last call.
 
     Raises:

@@ -61,10 +61,10 @@ def stream(
 
 
 def all_finite(values: Tensor) -> bool:
-    """True if no value is NaN or infinite; many times faster than ``isfinite().all()`` for 16-bit floats."""
+    """True if all values are finite; many times faster than ``isfinite().all()`` for 16-bit floats."""
     return not values.numel() or all(bool(end.isfinite()) for end in torch.aminmax(values))
 
 
 def read_rows(reader: Reader, name: str, rows: slice) -> Tensor:
-    """Some rows of a tensor."""
+    """Read some rows of a tensor."""
     return reader.read(name, (rows, *(slice(0, size) for size in reader.shape(name)[1:])))

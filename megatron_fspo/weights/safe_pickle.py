@@ -84,7 +84,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _is_index(metadata: Metadata) -> bool:
-    """True if its fields are what their types promise; a pickle may hold anything."""
+    """Return True if its fields are what their types promise; a pickle may hold anything."""
     try:
         stored = metadata.state_dict_metadata
         tensors = [item for item in stored.values() if isinstance(item, TensorStorageMetadata)]
@@ -106,7 +106,7 @@ def _is_index(metadata: Metadata) -> bool:
 
 
 def _distrust(path: Path, error: Exception) -> InputError:
-    """torch's messages are long."""
+    """Return the error in one line: torch's messages are long."""
     (first, *_) = str(error).splitlines() or [type(error).__name__]
     return InputError(f"{path} is damaged or not to be trusted: {first}")
 
@@ -123,7 +123,7 @@ def load_entry(folder: Path, info: Any) -> Any:
 
 
 def check_pickles(folder: Path) -> None:
-    """``InputError`` unless all that torch and Megatron would unpickle freely in ``folder`` is harmless."""
+    """Raise ``InputError`` unless all that torch and Megatron would unpickle in ``folder`` is harmless."""
     metadata = read_metadata(folder)
     check_files(folder, metadata)
     common = folder / COMMON
@@ -138,7 +138,7 @@ def check_pickles(folder: Path) -> None:
 
 
 def check_files(folder: Path, metadata: Metadata) -> None:
-    """``InputError`` if a file is missing or shorter than the index says, or lies elsewhere."""
+    """Raise ``InputError`` if a file is missing or shorter than the index says, or lies elsewhere."""
     sizes: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
         name = info.relative_path

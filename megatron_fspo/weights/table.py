@@ -172,7 +172,7 @@ def rows(arch: Architecture) -> tuple[Row, ...]:
 
 
 def has_parameter(arch: Architecture, megatron_name: str) -> bool:
-    """True if layers of this architecture have the parameter, as ``self_attention.linear_qkv.bias``."""
+    """Return True if layers of ``arch`` have the parameter, such as ``self_attention.linear_qkv.bias``."""
     return any(f"{_M}{megatron_name}" in row.megatron for row in rows(arch))
 
 

@@ -93,7 +93,7 @@ def band_of_run(config: Config) -> FSPOBand:
 
 
 def calibration_of(measured: Measured, config: Config, *, device: str) -> Calibration:
-    """All figures, with intervals from resampled prompts."""
+    """Return all figures, with intervals from resampled prompts."""
     band = band_of_run(config)
     lengths = measured.lengths
     longest = config.rollout.max_response_tokens
@@ -163,7 +163,7 @@ def _record(difference: PassDifference, measured: Measured, band: ClipBand, long
 
 
 def _seen(drift: Interval) -> bool:
-    """True where its interval is on one side of 0."""
+    """Return True where its interval is on one side of 0."""
     _, low, high = drift
     return low is not None and high is not None and low * high > 0
 

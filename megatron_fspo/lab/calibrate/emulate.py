@@ -25,6 +25,7 @@ def emulate_fp8(model: Model, fp8: FP8) -> int:
 
     Args:
         model: of local layers; those of Transformer Engine take what is not yet normed.
+        fp8: the recipe, and which layers stay in bf16.
 
     Returns:
         the matrices of this rank that do.

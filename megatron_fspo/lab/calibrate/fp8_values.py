@@ -52,8 +52,8 @@ def quantize(
 
 def through_fp8(values: Tensor, recipe: str, *, weight: bool = False, dtype: torch.dtype = E4M3) -> Tensor:
     """Values [..., k] as the product sees them, in their own dtype."""
-    found, inverse = quantize(values.reshape(-1, values.shape[-1]), recipe, weight=weight, dtype=dtype)
-    return (found.float() * inverse).view(values.shape).to(values.dtype)
+    quantized, inverse = quantize(values.reshape(-1, values.shape[-1]), recipe, weight=weight, dtype=dtype)
+    return (quantized.float() * inverse).view(values.shape).to(values.dtype)
 
 
 def _by_block(values: Tensor, block: tuple[int, int]) -> Tensor:
@@ -65,7 +65,7 @@ def _by_block(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def _scale(amax: Tensor, largest: float, recipe: str, *, most: float) -> Tensor:
-    """What a block is multiplied by; 1 where it has zeros only, ``most`` where it would be infinite."""
+    """Return the factor of each block; 1 where it has zeros only, ``most`` where it would be infinite."""
     if recipe == "mxfp8":
         # The exponent of amax / largest, rounded up: nothing saturates. E8M0 ends at 2^-127.
         mantissa, exponent = torch.frexp(amax * (1.0 / largest))

@@ -146,7 +146,7 @@ def _rates(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
 
 @picture(4.6, 3.6)
 def _spread(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
-    """sigma·√L and |drift|·L against length: they cross at L*."""
+    """Draw sigma·√L and |drift|·L against length: they cross at L*."""
     axes = figure.subplots()
     at = [2**i for i in range(4, 31) if 2**i < longest] + [longest]
     for one, colour in zip(noisy, _COLOURS, strict=False):

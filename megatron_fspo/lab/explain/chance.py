@@ -35,7 +35,10 @@ def lre_of(accepted: Tensor, lengths: Tensor, clusters: Tensor, seed: int = 0) -
     """LRE of ``accepted`` [N] bool over ``lengths`` [N], with null floor and 95% intervals.
 
     Args:
+        accepted: [N] bool: inside the band.
+        lengths: L [N], tokens.
         clusters: [N] int64, from 0: rows of different clusters are independent.
+        seed: of the resampling.
     """
     error = length_reweighting_error(accepted, lengths, NUM_BINS, permutations=0, bootstrap=0)
     total = int((lengths > 0).sum())
@@ -68,7 +71,7 @@ def design_effect(accepted: Tensor, lengths: Tensor, clusters: Tensor) -> float:
 
     The variance over clusters of what each adds to a bin's rate less the overall one, over that of
     independent rows (Kish's design effect), both averaged over bins by their shares. Taken about the overall
-    rate, as if length did not matter: where each length is a prompt of its own, the two cannot be told apart.
+    rate, as if length did not matter: where each length is a prompt of its own, the two look the same.
     """
     full = lengths > 0
     bins = length_bins(lengths[full], NUM_BINS)

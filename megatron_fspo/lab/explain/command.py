@@ -24,8 +24,11 @@ def explain(
     """Compare the losses on the dump.
 
     Args:
+        path: of the dump: a file, or the folder of a run.
         limits: words of the command line, ``--fspo.c-high 0.04``.
         fields: ``FIELD=NAME``.
+        step: the optimizer step to read; None for all.
+        rate: share out of band at which losses are compared; None: that of the first loss.
 
     Raises:
         InputError: the first thing that is wrong.

@@ -86,6 +86,7 @@ def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> 
     """The responses of a file, or of a folder of one of our runs.
 
     Args:
+        path: of the file or folder.
         given: names of fields in the file, where they are none of ``rows.NAMES``.
         step: the optimizer step to read; None for all.
 

@@ -117,7 +117,7 @@ class Explanation:
     sigma: float
     """Robust spread of S/√L, in nats per √token."""
     exponent: Exponent | str
-    """a in spread(S) ∝ L^a, 0.5 for a random walk; or why it cannot be told."""
+    """a in spread(S) ∝ L^a, 0.5 for a random walk; or why it cannot be measured."""
     parts: Parts | None
     """S taken apart; None without tokens."""
     noise_source: Source
@@ -136,6 +136,8 @@ def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float |
     """Compare the losses on a dump.
 
     Args:
+        dump: its responses.
+        losses: each with its limits.
         rate: out-of-band share at which losses are compared; by default that of the first with its limits.
     """
     bins = length_bins(dump.lengths, NUM_BINS)

@@ -145,6 +145,7 @@ def factor_for(far: Tensor, rate: float) -> float:
 
     Args:
         far: [N], see :func:`reach`.
+        rate: in [0, 1].
     """
     # Responses with the same reach leave the band together.
     edges, counts = torch.unique(far, return_counts=True)
@@ -206,7 +207,7 @@ def _judge_block(loss: PolicyLossConfig, dump: Dump, responses: slice, tokens: s
 
 
 def _inputs(dump: Dump, responses: slice, log_ratio: Tensor, segment: Tensor) -> LossInputs:
-    """Some responses as a micro-batch of a step that is the dump, on one rank."""
+    """Return some responses as a micro-batch of a step that is the dump, on one rank."""
     lengths = dump.lengths[responses]
     return LossInputs(
         log_probs=torch.zeros_like(log_ratio),  # no loss here looks at them

@@ -31,7 +31,7 @@ _SEVERAL = 3
 
 
 def as_json(explanation: Explanation) -> dict[str, Any]:
-    """All figures, as JSON types: NaN is null."""
+    """Return all figures as JSON types: NaN is null."""
     dump = explanation.dump
     content = {
         "file": str(dump.path),

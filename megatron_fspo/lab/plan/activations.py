@@ -177,6 +177,8 @@ def activations(shape: Shape, stage: int, pack: PlannedPack, micro_batches: int)
     """The activations of an optimizer step on one rank of a stage.
 
     Args:
+        shape: the model and its layout.
+        stage: pipeline stage, from 0.
         pack: every micro-batch is like this one.
         micro_batches: their number on this rank in the optimizer step.
     """

@@ -85,7 +85,10 @@ def plan(config: Config, given: Given, *, model: str | None, use_json: bool) -> 
     """The text to print, and whether the run fits.
 
     Args:
+        config: of the run.
+        given: what the command line says of hardware and responses.
         model: a preset or a folder; None: the run's checkpoint.
+        use_json: JSON in place of tables.
 
     Raises:
         InputError: no such model, or the model cannot be spread like this.
@@ -205,7 +208,7 @@ def _memory(plan: RunPlan) -> str:
 
 
 def _chosen(plan: RunPlan) -> list[Stage]:
-    """All stages, or the first, the last and the largest of many."""
+    """Return all stages, or the first, the last and the largest of many."""
     if len(plan.stages) <= _SHOWN:
         return plan.stages
     numbers = {0, 1, plan.worst.number, len(plan.stages) - 2, len(plan.stages) - 1}

@@ -43,7 +43,7 @@ class Given:
     """Tokens; half of the longest where nobody says."""
     mean_response: float | None = None
     servers: int | None = None
-    """vLLM servers; by default as many as ``vllm.urls`` names, one where they are found by discovery."""
+    """vLLM servers; by default as many as ``vllm.urls`` names, one with ``vllm.discovery``."""
     server_gpus: int | None = None
     """GPUs of one vLLM server, tensor parallel; by default, half of their memory holds the weights."""
     server_share: float = 0.9
@@ -281,7 +281,7 @@ def _server(config: Config, shape: Shape, given: Given) -> ServerMemory:
 
 
 def _turns(stages: Sequence[Stage], shape: Shape, one: ServerMemory, given: Given) -> dict[str, float]:
-    """See :mod:`megatron_fspo.rollout.client.turns`; the trainer's own turn is in its stages."""
+    """Return the bytes of a GPU in the turns (``rollout.client.turns``) that are not the trainer's own."""
     weights = max(stage.always["parameters"] for stage in stages)
     return {
         "update": weights + sending_bytes(shape) + one.weights + one.receiving,

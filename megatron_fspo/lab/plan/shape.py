@@ -85,11 +85,11 @@ class Shape:
         return self.arch.num_layers // (self.parallel.pipeline * self.parallel.virtual_pipeline)
 
     def is_first(self, stage: int, chunk: int = 0) -> bool:
-        """True where the chunk begins the model."""
+        """Return True where the chunk begins the model."""
         return stage == 0 and chunk == 0
 
     def is_last(self, stage: int, chunk: int | None = None) -> bool:
-        """True where the chunk ends the model; without ``chunk``: where one of the stage does."""
+        """Return True where the chunk ends the model; without ``chunk``: where one of the stage does."""
         last = self.parallel.virtual_pipeline - 1
         return stage == self.parallel.pipeline - 1 and chunk in (None, last)
 

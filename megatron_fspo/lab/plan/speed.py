@@ -106,8 +106,8 @@ def scoring(shape: Shape, work: Work, machine: Machine) -> Phase:
 
 
 def updating(shape: Shape, work: Work, machine: Machine) -> Phase:
-    """All optimizer steps of a rollout: forward once, backward twice that, once more with recompute; the head
-    computes its logits twice."""
+    """Plan all optimizer steps of a rollout: forward once, backward twice that, once more with recompute; the
+    head computes its logits twice."""
     layers, head = forward_flops(shape, work)
     passes = 4 if shape.recompute else 3
     seconds = work.epochs * (layers * passes + 4 * head) / _rate(shape, machine)

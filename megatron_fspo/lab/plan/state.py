@@ -66,6 +66,8 @@ def state(shape: Shape, stage: int, rank: int = 0) -> State:
     """The state of a rank of the stage.
 
     Args:
+        shape: the model and its layout.
+        stage: pipeline stage, from 0.
         rank: among the ranks that share the optimizer's state out; the first holds as much as any but for
             padding.
     """
@@ -157,6 +159,7 @@ def decoding_bytes(shape: Shape, *, rows: int, prompts: int, prompt_tokens: int,
     """The most beside the cache: a layer's copy of it when rows leave, logits of a step, or the prompts.
 
     Args:
+        shape: the model and its layout.
         rows: decoded side by side.
         prompts: read side by side, once for all samples of a prompt.
         prompt_tokens: of the longest.
@@ -209,9 +212,13 @@ def server(
     """A server and what it has room for.
 
     Args:
+        arch: the model.
         width: bytes of a weight, and of a cached value.
+        gpus: of one server.
         memory: of a GPU; ``used`` is vLLM's share of it (``--gpu-memory-utilization``).
+        used: vLLM's share of a GPU's memory (``--gpu-memory-utilization``).
         in_flight: responses at a time, each of up to ``tokens`` with its prompt.
+        tokens: of a response with its prompt, at most.
     """
     table = arch.vocab_size * arch.hidden_size * width
     weights = model_values(arch) * width / gpus

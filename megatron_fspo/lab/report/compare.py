@@ -41,6 +41,7 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Draw one page for several runs, and return its path.
 
     Args:
+        folders: of the runs, at least two.
         out: a folder for ``index.html``, or a file that ends in ``.html``; the default is a folder beside the
             first run, with its name and ``.compare``.
 

@@ -136,7 +136,7 @@ def over_steps(axes: Axes, lines: Sequence[Line], y_label: str, x_label: str = "
 
 
 def step_ticks(axes: Axes) -> None:
-    """At most six whole steps along x."""
+    """Return at most six whole steps along x."""
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 

@@ -116,7 +116,7 @@ class Records:
         return len(self.step)
 
     def select(self, rows: Array) -> Records:
-        """Some of the rows, by a mask or by indices."""
+        """Return some of the rows, by a mask or by indices."""
         return Records(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     def tail(self, share: float, least: int) -> Records:
@@ -126,7 +126,7 @@ class Records:
         return self.select(np.isin(self.step, kept))
 
     def thinned(self, most: int) -> Records:
-        """At most so many, evenly over the run."""
+        """Return at most so many rows, evenly over the run."""
         if len(self) <= most:
             return self
         return self.select(np.linspace(0, len(self) - 1, most).astype(np.int64))

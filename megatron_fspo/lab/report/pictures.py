@@ -109,7 +109,7 @@ def _pooled_error(axes: Axes, at: float, pooled: LengthReweightingError, colour:
 
 
 def beyond(records: Records, band: ClipBand | None) -> Array:
-    """bool [N]: the records that lie outside the scatter picture."""
+    """Return [N] bool: the records that lie outside the scatter picture."""
     return np.abs(records.log_ratio_sum) > _scatter_limit(records, band)
 
 
@@ -181,7 +181,7 @@ def _rates(
 
 @picture(3.0, 2.1)
 def small(figure: Figure, lines: Sequence[Line], y_label: str) -> None:
-    """One of the small pictures; a log axis where spikes would flatten the rest."""
+    """Draw one of the small pictures; a log axis where spikes would flatten the rest."""
     axes = figure.subplots()
     values = np.concatenate([line.series.values for line in lines])
     values = values[np.isfinite(values)]

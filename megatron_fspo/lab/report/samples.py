@@ -87,6 +87,7 @@ def accuracy_change(history: History, samples: Sequence[Mapping[str, Any]]) -> A
     """The change of accuracy over a run; None with fewer than two evaluations.
 
     Args:
+        history: the rows of the run.
         samples: from :func:`first_and_last_samples`.
     """
     name = history.evaluation()
@@ -164,8 +165,8 @@ def _pair(before: Mapping[str, Any], after: Mapping[str, Any]) -> Pair:
 
 
 def shortened(text: str, most: int) -> str:
-    """At most so many characters of a text: two thirds from its beginning, one from its end, and between them
-    how many are missing. What UTF-8 cannot hold becomes a question mark."""
+    """Return at most so many characters of a text: two thirds from its beginning, one from its end, and
+    between them how many are missing. What UTF-8 cannot hold becomes a question mark."""
     text = text.encode("utf-8", "replace").decode("utf-8")
     if len(text) <= most:
         return text

@@ -125,6 +125,8 @@ def config_of(sweep: Sweep, run: Planned, loss: Mapping[str, Any] | None = None)
     """The configuration of a run, and the files it is read from; its own is written into the sweep's folder.
 
     Args:
+        sweep: the file that was read.
+        run: one of its runs.
         loss: the loss section in place of the planned one.
 
     Raises:

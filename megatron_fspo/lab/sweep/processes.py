@@ -49,7 +49,7 @@ def make(sweep: Sweep, say: Say) -> list[Path]:
 
 
 def is_made(config: Config) -> bool:
-    """True where the run is there with all its steps, its report included.
+    """Return True where the run is there with all its steps, its report included.
 
     Raises:
         InputError: it was begun with other keys.

@@ -95,6 +95,7 @@ def read_completion(body: bytes, params: SamplingParams) -> Completion:
     """The one completion of an answer of ``/inference/v1/generate``.
 
     Args:
+        body: JSON of the answer.
         params: what was asked for; ``n`` is not looked at, a request asks for one. With stop strings a server
             may go on where it should stop: what it sampled after them is cut off.
 

@@ -26,6 +26,7 @@ def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: boo
     """Refuse what cannot work, before any server is asked.
 
     Args:
+        options: the section ``vllm``.
         temperatures: that will be sampled at, by key of the configuration.
         cuda: the trainer's tensors are on a GPU.
 

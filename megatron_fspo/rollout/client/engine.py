@@ -72,7 +72,7 @@ class _Batch:
         self._progress: Progress | None = None
 
     def arrive(self, number: int, completion: Completion) -> None:
-        """One more is done; called in the thread of the loop."""
+        """Count one more that is done; called in the thread of the loop."""
         if self._arrived is not None:
             self._arrived(number, completion)
         self._report(1, None)
@@ -244,6 +244,7 @@ class VLLMEngine:
         """Begin a turn, on the first rank, while the others follow. Memory is given before any is taken.
 
         Args:
+            turn: the one that begins.
             servers: that have their weights in the turn ``update``.
 
         Raises:

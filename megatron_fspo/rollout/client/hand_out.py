@@ -24,6 +24,7 @@ def hand_out(shares: Sequence[Sequence[Completion]], *, group: dist.ProcessGroup
 
     Args:
         shares: what goes to each rank; empty lists on a rank that has none. What stays is not copied.
+        group: data parallel.
 
     Returns:
         this rank's, in their order.

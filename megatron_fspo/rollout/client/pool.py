@@ -34,7 +34,7 @@ class CompletionRequest:
     params: SamplingParams
     """``n`` and ``seed`` are not looked at."""
     seed: int
-    """In [0, 2³¹)."""
+    """The random stream, in [0, 2³¹)."""
 
     @classmethod
     def of(cls, prompt: Prompt, params: SamplingParams, number: int) -> CompletionRequest:
@@ -130,7 +130,7 @@ class Pool:
         return [slot.server for slot, well in zip(self._slots, healthy, strict=True) if well]
 
     async def serve(self, servers: Sequence[Server]) -> None:
-        """From here on these serve, and no others: they have the current weights.
+        """Have these serve from here on, and no others: they have the current weights.
 
         Requests that are open at the others are asked anew.
         """
@@ -150,9 +150,10 @@ class Pool:
         *,
         oldest_version: int = 0,
     ) -> list[Completion]:
-        """One completion per request, in their order. Requests of an earlier call go first.
+        """Return one completion per request, in their order. Requests of an earlier call go first.
 
         Args:
+            requests: prompts with their sampling parameters and seeds.
             arrived: called in the event loop's thread; the number is that of the request.
             oldest_version: no completion may have a token from weights before these. A server that samples
                 with older ones was restarted behind our back: its answer is dropped, and it has to be

@@ -81,6 +81,9 @@ class Server:
         """POST ``/route?params`` with a JSON body.
 
         Args:
+            route: without the leading slash.
+            body: sent as JSON.
+            params: the query's.
             timeout: seconds for one attempt, from the connection to the last byte.
             attempts: how often at most. Tried again, after a wait that doubles, are lost connections and 5xx;
                 a request that did not answer in time is not, it would take as long again.
@@ -98,7 +101,7 @@ class Server:
             return parse(answer)
 
     async def healthy(self) -> bool:
-        """True if ``/health`` answers 200 within 5 seconds."""
+        """Return True if ``/health`` answers 200 within 5 seconds."""
         try:
             await self.get("health", timeout=HEALTH_SECONDS, attempts=1)
         except (ServerLost, Refused, BadAnswer):
@@ -114,14 +117,18 @@ class Server:
         timeout: float,
         attempts: int = 3,
     ) -> Completion:
-        """One completion of a prompt (``params.n`` is not looked at); raises like :meth:`post`.
+        """Return one completion of a prompt (``params.n`` is not looked at); raises like :meth:`post`.
 
         A token id outside the vocabulary kills a vLLM server: the caller has checked them.
 
         A server with a tokenizer stops at ``params.stop`` by itself, which saves what others go on to sample.
 
         Args:
+            token_ids: of the prompt.
+            params: how to sample.
             seed: in [0, 2³¹); names the random stream, instead of ``params.seed``.
+            timeout: seconds for one attempt.
+            attempts: how often at most, see :meth:`post`.
         """
         answer = await self._generate(token_ids, params, {"seed": seed}, timeout, attempts)
         try:

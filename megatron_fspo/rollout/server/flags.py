@@ -59,7 +59,7 @@ class ServerOptions:
     gpus: tuple[str, ...] = ()
     """The only ones that it sees; of several each has a shard of the model (tensor parallel)."""
     colocated: bool = False
-    """It gives up its GPUs' memory when the trainer on them asks (``vllm.colocated``)."""
+    """Give up the GPUs' memory when the trainer on them asks (``vllm.colocated``)."""
     announce: Path | None = None
     """Folder in which the trainer finds the server (:func:`megatron_fspo.rollout.common.announce`)."""
     anyone_may_run_code: bool = False
@@ -222,6 +222,7 @@ def environment(*, on_cpu: bool, gpus: Sequence[str] = ()) -> dict[str, str]:
     """vLLM's environment: ours, VLLM_API_KEY included, without the variables of torchrun and our Python.
 
     Args:
+        on_cpu: the server runs on a CPU.
         gpus: the only ones that it is to see; default all.
     """
     kept = {name: value for name, value in os.environ.items() if not _NOT_FOR_VLLM.fullmatch(name)}

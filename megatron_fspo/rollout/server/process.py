@@ -89,7 +89,7 @@ class ServerProcess:
             )
 
     def healthy(self, timeout_seconds: float = 5.0) -> bool:
-        """True if it answers that it serves."""
+        """Return True if it answers that it serves."""
         return self.alive and self._status("/health", timeout_seconds) == 200
 
     def _status(self, route: str, timeout_seconds: float) -> int | None:

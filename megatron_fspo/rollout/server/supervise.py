@@ -1,4 +1,4 @@
-"""``megatron-fspo serve``: keep servers running until told to stop, each on GPUs of its own."""
+"""``megatron-fspo serve``: keep servers running until asked to stop, each on GPUs of its own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def gpu_numbers(text: str) -> tuple[str, ...]:
 
 
 def assign_gpus(options: ServerOptions, gpus: Sequence[str], per_server: int) -> list[ServerOptions]:
-    """One server for each run of ``per_server`` GPUs, on ports that follow one another.
+    """Return one server for each run of ``per_server`` GPUs, on ports that follow one another.
 
     Raises:
         InputError: GPUs would be left over; or one log file is named for several servers.
@@ -67,6 +67,7 @@ def supervise_all(servers: Sequence[ServerOptions], *, keep_alive: bool) -> int:
     has to send them again. One of several that is given up leaves the others alone.
 
     Args:
+        servers: one or more.
         keep_alive: stay when the parent ends.
 
     Returns:

@@ -118,7 +118,7 @@ class GlooTransfer(_CheckpointTransfer):
         self._receiver = self.receiver()
 
     def receiver(self) -> Receiver:
-        """All that the kinds of broadcast differ in."""
+        """Make what takes the tensors: all that the kinds of broadcast differ in."""
         return Receiver(join_gloo, torch.device("cpu"))
 
     def init_transfer_engine(self, init_info: BroadcastInit) -> None:
