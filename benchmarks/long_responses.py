@@ -42,7 +42,7 @@ from megatron_fspo.lab.explain.decomposition import Decomposition, Halves, decom
 from megatron_fspo.lab.explain.losses import factor_for
 from megatron_fspo.lab.sweep.summary import as_json
 from megatron_fspo.objective import FSPOBand, length_reweighting_error
-from megatron_fspo.objective.exponent import fit_exponent, jackknife, measure_exponent, student_t
+from megatron_fspo.objective.calibration import fit_exponent, jackknife, measure_exponent, student_t
 from megatron_fspo.objective.fairness import LengthReweightingError, length_bins
 from megatron_fspo.types import Completion, Prompt
 

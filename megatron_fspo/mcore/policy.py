@@ -28,8 +28,15 @@ from megatron_fspo.mcore.model import (
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.sizes import padded_vocab_size
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import Totals, add_metrics, any_rank, means, share, sum_metrics
+from megatron_fspo.parallel.groups import (
+    ParallelGroups,
+    Totals,
+    add_metrics,
+    any_rank,
+    means,
+    share,
+    sum_metrics,
+)
 from megatron_fspo.weights import Architecture
 
 

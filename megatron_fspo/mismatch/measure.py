@@ -22,8 +22,7 @@ from torch import Tensor
 
 from megatron_fspo.objective.calibration import sigma_hat
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
-from megatron_fspo.parallel.metrics import gather_lists, means, sum_metrics
+from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, means, of_first_rank, sum_metrics
 from megatron_fspo.parallel.segments import ExactSums
 
 OUTLIER = 6.0

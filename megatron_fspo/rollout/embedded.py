@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.rollout.engine import Arrived, Pending, Progress
-from megatron_fspo.rollout.sampling import sample, uniforms
-from megatron_fspo.rollout.stop import completes_stop
+from megatron_fspo.rollout.sampling import completes_stop, sample, uniforms
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 

@@ -33,8 +33,7 @@ from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.packing.pack import PackLayout
-from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import any_rank
+from megatron_fspo.parallel.groups import ParallelGroups, any_rank
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.client import proof

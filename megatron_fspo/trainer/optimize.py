@@ -26,8 +26,7 @@ from megatron_fspo.mcore.nonfinite import culprits, packs_to_blame, suspects_of,
 from megatron_fspo.mcore.policy import Update
 from megatron_fspo.mcore.policy_loss import Observer, PolicyLoss
 from megatron_fspo.packing.batch import Packs
-from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import Totals, agreed, any_rank, gather_lists, means, share
+from megatron_fspo.parallel.groups import ParallelGroups, Totals, agreed, any_rank, gather_lists, means, share
 from megatron_fspo.record.records import SequenceRecord, as_tensors, records_of, sigma_of
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.rollout import Rollout

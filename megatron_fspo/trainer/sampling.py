@@ -32,8 +32,7 @@ from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
 from megatron_fspo.parallel.control import SLICE, Control
-from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
-from megatron_fspo.parallel.metrics import Totals, means
+from megatron_fspo.parallel.groups import ParallelGroups, Totals, means, of_first_rank
 from megatron_fspo.rewards import Failure, Grade, Grader, PendingGrade, tally
 from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs

@@ -21,9 +21,8 @@ from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.objective.policy_objective import LossTerms
 from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, padded_length
 from megatron_fspo.packing.pack import pack
-from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank, pack_layout
+from megatron_fspo.parallel.groups import ParallelGroups, means, of_first_rank, pack_layout, share
 from megatron_fspo.parallel.head import linear_log_probs
-from megatron_fspo.parallel.metrics import means, share
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.types import Sample
 from megatron_fspo.verify.cases import Case, split

@@ -16,8 +16,17 @@ from megatron_fspo.config import Optimizer, Reward
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.packing.batch import local_positions
 from megatron_fspo.parallel.control import Control
-from megatron_fspo.parallel.groups import ParallelGroups, exchange, of_first_rank
-from megatron_fspo.parallel.metrics import add_metrics, any_rank, gather_lists, means, share, sum_metrics
+from megatron_fspo.parallel.groups import (
+    ParallelGroups,
+    add_metrics,
+    any_rank,
+    exchange,
+    gather_lists,
+    means,
+    of_first_rank,
+    share,
+    sum_metrics,
+)
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.rollout.client.hand_out import hand_out
 from megatron_fspo.trainer.optimize import check_kl

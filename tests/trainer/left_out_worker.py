@@ -35,7 +35,7 @@ from megatron_fspo.mcore.startup import start
 from megatron_fspo.mismatch.correction import correct
 from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.packing.batch import Packs
-from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.parallel.groups import gather_lists
 from megatron_fspo.trainer import rollout as rollout_module
 from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages
 from megatron_fspo.types import Completion, Prompt

@@ -25,7 +25,7 @@ from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.parallel.groups import gather_lists
 from megatron_fspo.trainer import rollout as rollout_module
 from megatron_fspo.trainer.optimize import Step, _update, drop_from_old_pass
 from megatron_fspo.trainer.rollout import Rollout, layout_of, make_mini_batches, with_advantages

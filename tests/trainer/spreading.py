@@ -11,8 +11,7 @@ import torch
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import BF16
 from megatron_fspo.packing.batch import StepTotals
-from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, share
 from megatron_fspo.trainer.rollout import Rollout, describe, make_mini_batches, rollout_of, with_advantages
 from megatron_fspo.types import Completion, Prompt
 

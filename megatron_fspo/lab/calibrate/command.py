@@ -17,7 +17,7 @@ from megatron_fspo.evaluation.intervals import resample_groups, wilson_interval
 from megatron_fspo.lab.calibrate.page import render, write_page
 from megatron_fspo.lab.calibrate.passes import Measured, PassDifference, measure, quiet, read_responses
 from megatron_fspo.objective import ClipBand, FSPOBand
-from megatron_fspo.objective.exponent import fit_exponent
+from megatron_fspo.objective.calibration import fit_exponent
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.objective.noise import noise_of, two_sigma
 from megatron_fspo.trainer.noise import (
