@@ -119,7 +119,7 @@ def record(config: Config) -> Recorded:
     whole = config.model_copy(update={"batch": config.batch.model_copy(update={"mini_batches": 1})})
     # Any advantage but 0: packs leave out what teaches nothing.
     everything = with_advantages(rollout, torch.ones(len(rollout)))
-    packs = make_mini_batches(whole, inputs.arch, everything, run.groups, inputs.backend.device)[0]
+    packs = make_mini_batches(whole, everything, run.groups, run.layout)[0]
     lengths = rollout.lengths
 
     def scored(model: Model) -> Tensor:

@@ -55,9 +55,7 @@ def step(run: Any, responses: Rollout, clock: Clock) -> dict[str, float]:
     with clock("grade"):
         metrics = rollout.sampling_metrics(responses) | staleness_metrics(responses, run.step, limit=0)
     with clock("plan"):
-        packs, sizes = rollout.make_mini_batches(
-            run.inputs.config, run.inputs.arch, responses, run.groups, run.inputs.backend.device
-        )
+        packs, sizes = rollout.make_mini_batches(run.inputs.config, responses, run.groups, run.layout)
     responses = replace(responses, held={}, grades={})
     with clock("mismatch"):
         work = Step(rollout=responses, packs=packs, sizes=sizes, metrics=metrics, warm=True)

@@ -116,7 +116,16 @@ def sequence_surrogate(
     Source: the min-form on exp(S) without 1/L for FSPO is second-hand; GSPO's is in arXiv 2507.18071; the
     handling of A = 0, L = 0 and non-finite values is ours. Tokens: PPO (arXiv 1707.06347).
     """
-    check_rows(log_ratio_sum, lengths=lengths, advantages=advantages)
+    if log_ratio_sum.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"log-ratios must be float32 or float64, got {log_ratio_sum.dtype}: "
+            "difference first, sum later, both in float32 (bfloat16 loses most of a nat at 32k tokens)"
+        )
+    for name, tensor in (("lengths", lengths), ("advantages", advantages)):
+        if log_ratio_sum.dim() != 1 or tensor.shape != log_ratio_sum.shape:
+            raise ValueError(
+                f"log-ratios and {name} must both be [N], got {[*log_ratio_sum.shape]} and {[*tensor.shape]}"
+            )
     if not 0.0 <= temper <= 1.0:
         raise ValueError(f"temper must be from 0 to 1, got {temper}")
     lengths = lengths.to(log_ratio_sum.dtype)  # so that float64 in gives limits in float64
@@ -175,20 +184,6 @@ def min_form(
         above=above & usable,
         nonfinite=present & ~finite,
     )
-
-
-def check_rows(log_ratio: Tensor, **others: Tensor) -> None:
-    """Raise ``ValueError`` unless ``log_ratio`` is [N] in float32 or float64 and the others are [N] too."""
-    if log_ratio.dtype not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"log-ratios must be float32 or float64, got {log_ratio.dtype}: "
-            "difference first, sum later, both in float32 (bfloat16 loses most of a nat at 32k tokens)"
-        )
-    for name, tensor in others.items():
-        if log_ratio.dim() != 1 or tensor.shape != log_ratio.shape:
-            raise ValueError(
-                f"log-ratios and {name} must both be [N], got {[*log_ratio.shape]} and {[*tensor.shape]}"
-            )
 
 
 def k3_kl(log_ratio_tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -314,7 +309,9 @@ def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate)
     columns = torch.stack([log_ratio_sum, terms.weight, terms.ratio, terms.objective, *flags])
     log_ratio_sum, weight, ratio, objective, low, high, dual, out, broken = inputs.decided(columns)
     # Context-parallel ranks each hold some tokens of a sequence but all of its S: count J_i by tokens.
-    share = _local_tokens(inputs) / inputs.lengths.clamp(min=1)
+    counts = inputs.log_ratio.new_zeros(inputs.lengths.numel() + 1)
+    held = counts.index_add_(0, inputs.segment, inputs.mask.to(counts.dtype))[:-1]
+    share = held / inputs.lengths.clamp(min=1)
     return LossTerms(
         log_ratio_sum=log_ratio_sum,
         weight=torch.where(inputs.mask, per_token(weight, inputs), 0.0),
@@ -367,9 +364,3 @@ def weigh_tokens(inputs: LossInputs, terms: Surrogate, aggregation: Aggregation)
 def per_token(values: Tensor, inputs: LossInputs) -> Tensor:
     """[n] → [t]; 0 (or False) for tokens that belong to nobody."""
     return torch.cat([values, values.new_zeros(1)])[inputs.segment]
-
-
-def _local_tokens(inputs: LossInputs) -> Tensor:
-    """[n] response tokens that this rank holds."""
-    counts = inputs.log_ratio.new_zeros(inputs.lengths.numel() + 1)
-    return counts.index_add_(0, inputs.segment, inputs.mask.to(counts.dtype))[:-1]

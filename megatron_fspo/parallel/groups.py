@@ -137,30 +137,21 @@ Totals = dict[str, tuple[float, float]]
 """Name → (sum, denominator)."""
 
 
-def add_metrics(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Sum the pairs of several micro-batches.
+def sum_metrics(parts: Iterable[Mapping[str, Tensor]], *, group: dist.ProcessGroup) -> Totals:
+    """Sum the pairs of several micro-batches, over the group in one all-reduce.
 
     Args:
-        parts: name → [sum, denominator]; every part has the same names.
+        parts: name → [sum, denominator]; every part, on every rank, has the same names.
+        group: data × context parallel.
 
     Raises:
         KeyError: the names differ.
     """
-    total: dict[str, Tensor] = {}
+    pairs: dict[str, Tensor] = {}
     for part in parts:
-        if total and part.keys() != total.keys():
-            raise KeyError(f"micro-batches report different metrics: {sorted(part.keys() ^ total.keys())}")
-        total = {name: total[name] + pair if total else pair.clone() for name, pair in part.items()}
-    return total
-
-
-def sum_metrics(pairs: Mapping[str, Tensor], *, group: dist.ProcessGroup) -> Totals:
-    """Sum the pairs over the group in one all-reduce.
-
-    Args:
-        pairs: name → [sum, denominator]; the same names on every rank.
-        group: data × context parallel.
-    """
+        if pairs and part.keys() != pairs.keys():
+            raise KeyError(f"micro-batches report different metrics: {sorted(part.keys() ^ pairs.keys())}")
+        pairs = {name: pairs[name] + pair if pairs else pair for name, pair in part.items()}
     names = sorted(pairs)
     table = torch.stack([pairs[name].double() for name in names])
     if group.size() > 1:

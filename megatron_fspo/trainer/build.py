@@ -100,7 +100,7 @@ class Training:
         if not any_rank(folder.exists(), device=self.inputs.backend.device):
             state = {
                 "step": self.step,
-                "cursor": self.queue.state_dict() if cursor is None else cursor,
+                "cursor": self.queue.prompts.state_dict() if cursor is None else cursor,
                 "loss": self.loss.state_dict(),
                 "spikes": {"norms": list(self.norms), "in_a_row": self.skips_in_a_row},
             }
@@ -109,10 +109,6 @@ class Training:
             if not asynchronous:
                 self.saving.written(wait=True)
         self.saved = self.step
-
-    def stopping(self) -> bool:
-        """Return True if the job was asked to stop; the same on all ranks. Collective."""
-        return any_rank(self.groups.control.stop_requested, device=self.inputs.backend.device)
 
     def end_save(self, *, wait: bool, prune: bool = True) -> None:
         """Give the checkpoint being written, if there is one, its name; without ``wait`` only if all ranks

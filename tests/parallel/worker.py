@@ -18,7 +18,6 @@ from megatron_fspo.packing.batch import local_positions
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import (
     ParallelGroups,
-    add_metrics,
     any_rank,
     exchange,
     gather_lists,
@@ -162,10 +161,10 @@ def check_metrics() -> None:
         parts = [
             {"a": torch.stack([v.sum(), torch.tensor(float(len(v)))]), "none": torch.zeros(2)} for v in mine
         ]
-        reduced = means(sum_metrics(add_metrics(parts), group=dist.group.WORLD))
+        reduced = means(sum_metrics(parts, group=dist.group.WORLD))
         assert abs(reduced["a"] - want) < 1e-12 and reduced["none"] != reduced["none"]
     try:
-        add_metrics([{"a": torch.ones(2)}, {"b": torch.ones(2)}])
+        sum_metrics([{"a": torch.ones(2)}, {"b": torch.ones(2)}], group=dist.group.WORLD)
         raise AssertionError("different names were added up")
     except KeyError:
         pass

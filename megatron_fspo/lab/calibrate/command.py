@@ -45,7 +45,7 @@ def check(config: Config, recipes: Sequence[str], responses: Path | None, *, wor
         InputError: the first thing that is wrong.
     """
     band_of_run(config)
-    if recipes and config.fp8.on:
+    if recipes and config.fp8.recipe != "none":
         raise InputError(f"--emulate is for runs in bfloat16 or float32; fp8.recipe is {config.fp8.recipe}")
     inputs = prepare(quiet(config, given=responses is not None), world_size=world_size)
     if responses is not None:
