@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron_fspo.config import Config
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import newest_checkpoint
 from megatron_fspo.mcore.nonfinite import suspects_of
@@ -248,18 +249,26 @@ def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> 
     if config.rollout.old_log_probs == "sampled":
         sampled = [batch.sampled_log_probs for batch in packs]
         step.packs = packs.with_columns(old_log_probs=sampled)
-    else:
-        # Before a single optimizer step old and new log-probs are the same. But a sampler apart from the
-        # trainer is to be measured all the same, and a correction needs the measurement.
-        several = config.batch.mini_batches * config.batch.epochs > 1
-        if several or config.rollout.engine == "vllm" or config.correction.name != "none":
-            score_old(run, step)
+    elif needs_old_pass(config):
+        score_old(run, step)
     if run.reference is not None:
         with run.log.phase("ref", len(packs), "pack", run.timings) as progress:
             scores = run.reference.score(step.packs, run.scoring)
             progress(len(packs))
         step.packs = step.packs.with_columns(reference_log_probs=scores)
     return step
+
+
+def needs_old_pass(config: Config) -> bool:
+    """Return True if the trainer scores the responses before the first update.
+
+    Before a single optimizer step old and new log-probs are the same. But a sampler apart from the trainer is
+    to be measured all the same, and a correction needs the measurement.
+    """
+    if config.rollout.old_log_probs == "sampled":
+        return False
+    several = config.batch.mini_batches * config.batch.epochs > 1
+    return several or config.rollout.engine == "vllm" or config.correction.name != "none"
 
 
 def score_old(run: Training, step: Step) -> None:
