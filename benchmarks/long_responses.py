@@ -42,7 +42,7 @@ from megatron_fspo.lab.explain.decomposition import Decomposition, Halves, decom
 from megatron_fspo.lab.explain.losses import factor_for
 from megatron_fspo.lab.sweep.summary import as_json
 from megatron_fspo.objective import FSPOBand, length_reweighting_error
-from megatron_fspo.objective.exponent import fit_exponent, jackknife, measure_exponent, student_t
+from megatron_fspo.objective.calibration import fit_exponent, jackknife, measure_exponent, student_t
 from megatron_fspo.objective.fairness import LengthReweightingError, length_bins
 from megatron_fspo.types import Completion, Prompt
 
@@ -119,7 +119,7 @@ def record(config: Config) -> Recorded:
     whole = config.model_copy(update={"batch": config.batch.model_copy(update={"mini_batches": 1})})
     # Any advantage but 0: packs leave out what teaches nothing.
     everything = with_advantages(rollout, torch.ones(len(rollout)))
-    packs = make_mini_batches(whole, inputs.arch, everything, run.groups, inputs.backend.device)[0]
+    packs = make_mini_batches(whole, everything, run.groups, run.layout)[0]
     lengths = rollout.lengths
 
     def scored(model: Model) -> Tensor:

@@ -37,8 +37,7 @@ from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.policy_objective import SequenceLevel
 from megatron_fspo.packing.batch import Packs, Sequences
 from megatron_fspo.packing.pack import pack
-from megatron_fspo.parallel.groups import pack_layout
-from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.parallel.groups import gather_lists, pack_layout
 from megatron_fspo.rollout.client.weights import in_buckets
 from megatron_fspo.verify.cases import SMALL, random_samples
 from megatron_fspo.weights import Architecture, Experts

@@ -50,7 +50,7 @@ class SamplingParams:
     """A completion ends with the first of these, which it includes."""
     stop: tuple[str, ...] = ()
     """It also ends with the token that completes the first of these in its text, which it includes
-    (:mod:`megatron_fspo.rollout.stop`)."""
+    (:mod:`megatron_fspo.rollout.sampling`)."""
     decode: Decode | None = None
     """The text in which ``stop`` is looked for; needed with it."""
     seed: int = 0

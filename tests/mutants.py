@@ -82,8 +82,8 @@ MUTANTS = {
         "test_policy.py",
     ),
     "objective counted by every rank": Mutant(
-        "share = _local_tokens(inputs) / inputs.lengths.clamp(min=1)",
-        "share = _local_tokens(inputs).clamp(max=1)", "test_policy.py",
+        "share = held / inputs.lengths.clamp(min=1)",
+        "share = held.clamp(max=1)", "test_policy.py",
     ),
     "advantages: the mean includes the response": Mutant(
         "return centred * (size / (size - 1))", "return centred", "test_advantages.py",

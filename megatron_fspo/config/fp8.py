@@ -38,7 +38,7 @@ class FP8(Section):
 
     def check(self, *, dtype: str, layers: str, backend: str) -> None:
         """Raise ``ValueError`` where the keys of the ``model`` section rule it out."""
-        if not self.on:
+        if self.recipe == "none":
             return
         asked = {"dtype": (dtype, "float32"), "layers": (layers, "local"), "backend": (backend, "cpu")}
         for key, (value, wrong) in asked.items():
@@ -47,11 +47,6 @@ class FP8(Section):
                     f"fp8.recipe = {self.recipe} needs bfloat16 and layers of Transformer Engine on a GPU, "
                     f"not model.{key} = {value}"
                 )
-
-    @property
-    def on(self) -> bool:
-        """True if anything multiplies in FP8."""
-        return self.recipe != "none"
 
     @property
     def scales_span_packs(self) -> bool:

@@ -8,7 +8,7 @@
 | :func:`difference_interval` | Newcombe's method 10, from two intervals | benchmarks |
 | :func:`t_half_width` | Student's t over seeds | ``sweep`` |
 | :func:`jackknife_interval` | delete-a-group jackknife | the parts of S in ``explain`` |
-| ``objective.exponent.measure_exponent`` | the same, in a room that knows only torch | the exponent of S |
+| ``objective.calibration.measure_exponent`` | the same, in a room that knows only torch | the exponent of S |
 | ``objective.fairness`` | bootstrap of responses | LRE of a run |
 | ``lab.explain.chance`` | multinomial bootstrap of counts | LRE of a dump |
 
@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.evaluation.estimators import Array
-from megatron_fspo.objective.exponent import jackknife, student_t
+from megatron_fspo.objective.calibration import jackknife, student_t
 
 LEVEL = 0.95
 RESAMPLES = 10_000

@@ -51,16 +51,12 @@ class Activity:
     def during(self, name: str) -> Iterator[None]:
         """Report a phase, by its name in the log, while it lasts."""
         before, self.phase = self.phase, _PHASES.get(name, name)
-        self.progressed()
+        self.progress = time.time()
         try:
             yield
         finally:
             self.phase = before
-            self.progressed()
-
-    def progressed(self) -> None:
-        """Note that the main thread came further."""
-        self.progress = time.time()
+            self.progress = time.time()
 
 
 @dataclass(frozen=True, kw_only=True)

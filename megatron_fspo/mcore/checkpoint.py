@@ -53,7 +53,7 @@ from megatron_fspo.mcore.parameter_state import (
     prepare_optimizer,
 )
 from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.parallel.metrics import any_rank, share
+from megatron_fspo.parallel.groups import any_rank, share
 from megatron_fspo.weights.chunks import Box, ChunkReader, ChunkWriter, boxes, merge_indexes, write_index
 from megatron_fspo.weights.folder import (
     SUMS,

@@ -33,7 +33,7 @@ def check_fp8(
     fp8: FP8, backend: Backend, arch: Architecture, parallel: Parallel, *, machine: bool = True
 ) -> None:
     """Raise ``InputError`` unless these sizes, and this machine if it is to be asked, run the recipe."""
-    if not fp8.on:
+    if fp8.recipe == "none":
         return
     asked = f"fp8.recipe = {fp8.recipe}"
     if backend.layers != "transformer_engine":
@@ -78,7 +78,7 @@ def probe_fp8(model: Model) -> int:
     Raises:
         TrainingError: one that should does not. On every rank.
     """
-    if not model.fp8.on:
+    if model.fp8.recipe == "none":
         return 0
     scoring = Scoring(groups=model.groups, vocab_size=model.arch.vocab_size, temperature=1.0)
     score_sequences(

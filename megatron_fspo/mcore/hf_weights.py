@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatron_fspo.mcore.model import layer_offset
 from megatron_fspo.mcore.policy import Model
-from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, share
 from megatron_fspo.weights import (
     check_coverage,
     iterate_hf_tensors,

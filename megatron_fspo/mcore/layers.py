@@ -91,10 +91,7 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
             if self._cp.size() > 1:
                 return self._attend_zigzag(query, key, value, borders)
             lengths = [end - first for first, end in pairwise(borders)]
-            parts = [
-                _of_one_row(self._attend(_one_row(q), _one_row(k), _one_row(v), causal=True))
-                for q, k, v in _split(lengths, query, key, value)
-            ]
+            parts = [self._attend_one(q, k, v, causal=True) for q, k, v in _split(lengths, query, key, value)]
             return torch.cat(parts).flatten(1)
         # A cached decode asks with one token for all keys so far; a prefill has as many queries as keys.
         causal = query.shape[0] > 1
@@ -115,8 +112,13 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         rows = zip(_split(shares, query, mine), _split(lengths, key, value), pairwise(borders), strict=True)
         for (q, places), (k, v), (first, end) in rows:
             seen = places[:, None] >= torch.arange(first, end, device=query.device)
-            parts.append(_of_one_row(self._attend(_one_row(q), _one_row(k), _one_row(v), mask=seen)))
+            parts.append(self._attend_one(q, k, v, mask=seen))
         return torch.cat(parts).flatten(1)
+
+    def _attend_one(self, query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
+        """One sequence [n, h, d], as a batch of one: with three dimensions torch takes its slowest kernel."""
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        return self._attend(q, k, v, **mask).squeeze(0).transpose(0, 1)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool = False, mask: Tensor | None = None
@@ -132,16 +134,6 @@ def _split(lengths: list[int], *tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
     Not by slices: the gradient of a slice is as large as the whole tensor, and there is one per sequence.
     """
     return zip(*(torch.split(x, lengths) for x in tokens), strict=True)
-
-
-def _one_row(tokens: Tensor) -> Tensor:
-    """[n, h, d] → [1, h, n, d]: with three dimensions torch takes its slowest kernel."""
-    return tokens.transpose(0, 1)[None]
-
-
-def _of_one_row(attended: Tensor) -> Tensor:
-    """Back: [1, h, n, d] → [n, h, d]."""
-    return attended.squeeze(0).transpose(0, 1)
 
 
 @lru_cache(maxsize=4)

@@ -114,7 +114,7 @@ def _experts(arch: Architecture, backend: Backend) -> dict[str, Any]:
 
 def _precision(fp8: FP8) -> dict[str, Any]:
     """Settings for products in FP8. Megatron takes delayed scaling for a recipe that it does not know."""
-    if not fp8.on:
+    if fp8.recipe == "none":
         return {}
     return {
         "fp8": fp8.format,

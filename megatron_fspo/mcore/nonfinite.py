@@ -19,8 +19,7 @@ from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.packing.pack import Pack, PackLayout, collate_packs
-from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import agreed, gather_lists, share
+from megatron_fspo.parallel.groups import ParallelGroups, agreed, gather_lists, share
 
 
 def suspects_of(packs: Packs, scores: Sequence[Tensor], groups: ParallelGroups) -> list[int]:

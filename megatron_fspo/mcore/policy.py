@@ -28,8 +28,14 @@ from megatron_fspo.mcore.model import (
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.sizes import padded_vocab_size
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import Totals, add_metrics, any_rank, means, share, sum_metrics
+from megatron_fspo.parallel.groups import (
+    ParallelGroups,
+    Totals,
+    any_rank,
+    means,
+    share,
+    sum_metrics,
+)
 from megatron_fspo.weights import Architecture
 
 
@@ -86,12 +92,28 @@ class Model:
     def weights_loaded(self) -> None:
         """Note that the parameters were changed from outside."""
 
+    @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch], scoring: Scoring) -> list[Tensor]:
         """Log-probs [t] of the labels of each micro-batch, on every pipeline stage.
 
         Bit for bit what the training pass computes with the same weights and micro-batches.
         """
-        return score(self.modules, micro_batches, scoring)
+        scores = run_schedule(
+            self.modules, micro_batches, scoring.forward_step, forward_only=True, collect_non_loss_data=True
+        )
+        pipeline = scoring.groups.pp
+        if pipeline.size() == 1:
+            return scores
+        sizes = share([score.numel() for score in scores], group=pipeline, source=-1)
+        last = dist.get_process_group_ranks(pipeline)[-1]
+        if dist.get_rank() == last:
+            flat = torch.cat(scores)
+        else:
+            parameter = next(self.modules[0].parameters())
+            wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            flat = torch.empty(sum(sizes), dtype=wide, device=parameter.device)
+        dist.broadcast(flat, src=last, group=pipeline)
+        return list(torch.split(flat, sizes))
 
 
 class Policy(Model):
@@ -156,7 +178,7 @@ class Policy(Model):
         self.zero_gradients()
         self._began = self.backend.busy_seconds()
         metrics = run_schedule(self._ddp, micro_batches, loss.forward_step, forward_only=False)
-        totals = sum_metrics(add_metrics(metrics), group=self.groups.dp_cp) if metrics else {}
+        totals = sum_metrics(metrics, group=self.groups.dp_cp) if metrics else {}
         return share(totals, group=self.groups.pp, source=-1)
 
     def zero_gradients(self) -> None:
@@ -242,27 +264,6 @@ def run_schedule(
         **flags,
     )
     return collected
-
-
-@torch.no_grad()
-def score(models: Sequence[Module], micro_batches: Sequence[MicroBatch], scoring: Scoring) -> list[Tensor]:
-    """See :meth:`Model.score`; for model chunks of any owner."""
-    scores = run_schedule(
-        models, micro_batches, scoring.forward_step, forward_only=True, collect_non_loss_data=True
-    )
-    pipeline = scoring.groups.pp
-    if pipeline.size() == 1:
-        return scores
-    sizes = share([score.numel() for score in scores], group=pipeline, source=-1)
-    last = dist.get_process_group_ranks(pipeline)[-1]
-    if dist.get_rank() == last:
-        flat = torch.cat(scores)
-    else:
-        parameter = next(models[0].parameters())
-        wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        flat = torch.empty(sum(sizes), dtype=wide, device=parameter.device)
-    dist.broadcast(flat, src=last, group=pipeline)
-    return list(torch.split(flat, sizes))
 
 
 def _optimizer_config(

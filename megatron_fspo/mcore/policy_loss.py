@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_fspo.mcore.normalise import megatron_loss
-from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, PolicyObjective
-from megatron_fspo.objective.surrogate import k3_kl
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, PolicyObjective, k3_kl
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.parallel.head import linear_log_probs
@@ -90,11 +89,7 @@ class Scoring:
         To be run with ``forward_only=True, collect_non_loss_data=True``.
         """
         batch = next(data_iterator)
-
-        def log_probs(hidden: Tensor, non_loss_data: bool = True) -> Tensor:
-            return self(batch, hidden, model)[0]
-
-        return forward(batch, model), log_probs
+        return forward(batch, model), lambda hidden, non_loss_data=True: self(batch, hidden, model)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +159,10 @@ class PolicyLoss:
             self.observer(batch, terms)
         per_token = batch.totals.num_sequences / max(batch.totals.num_tokens, 1)
         kl_gap = self._kl_gap(batch, log_probs.detach())
-        weight = _corrected(terms.weight, batch.rollout_weights) - self.kl_coef * per_token * kl_gap
+        weight = terms.weight
+        if batch.rollout_weights is not None:  # what is dropped or outside the mask stays 0
+            weight = torch.where(weight != 0, weight * batch.rollout_weights, 0.0)
+        weight = weight - self.kl_coef * per_token * kl_gap
         objective = torch.where(weight != 0, weight * log_probs, 0.0).sum()
         if self.entropy_coef:
             scored = batch.mask & torch.isfinite(entropy.detach())
@@ -179,11 +177,6 @@ class PolicyLoss:
         assert batch.reference_log_probs is not None, "kl_coef > 0 needs reference_log_probs"
         gap = log_probs - batch.reference_log_probs
         return torch.where(batch.mask & torch.isfinite(gap), gap, 0.0)
-
-
-def _corrected(weight: Tensor, rollout_weights: Tensor | None) -> Tensor:
-    """[t] gradient weights times the rollout's; what is dropped or outside the mask stays 0."""
-    return weight if rollout_weights is None else torch.where(weight != 0, weight * rollout_weights, 0.0)
 
 
 def _metrics(

@@ -23,8 +23,7 @@ from megatron_fspo.mcore.sizes import check_parallel, check_world
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.packing.batch import MicroBatch, Sequences, padded_length
 from megatron_fspo.packing.pack import pack
-from megatron_fspo.parallel.groups import ParallelGroups, pack_layout
-from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, pack_layout
 from megatron_fspo.weights import Architecture, read_architecture
 
 # Of a micro-batch, over all context-parallel ranks; a longer sequence gets one of its own.

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from megatron_fspo.objective.calibration import sigma_hat
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
-from megatron_fspo.parallel.metrics import gather_lists, means, sum_metrics
+from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, means, of_first_rank, sum_metrics
 from megatron_fspo.parallel.segments import ExactSums
 
 OUTLIER = 6.0
@@ -138,10 +137,13 @@ def measure(
         return delta[None]
 
     (whole,) = per_sample(batches, columns, 1, samples, group=group)
-    lengths = _everywhere(scored, samples, group=group)
+    numbers, scored_lengths = (torch.cat(column) for column in zip(*scored, strict=True))
+    lengths = scored_lengths.new_zeros(samples).index_copy_(0, numbers, scored_lengths)
+    if group.size() > 1:  # ranks that share a response all have its length
+        dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=group)
     names = ("rollout/logprob_abs_diff/mean", "rollout/kl_k1", "rollout/kl_k3")
     pairs = {name: totals[[number, -1]] for number, name in enumerate(names)}
-    metrics = means(sum_metrics(pairs, group=group))
+    metrics = means(sum_metrics([pairs], group=group))
     metrics["rollout/logprob_abs_diff/max"] = max(gather_lists([largest], group=group))
     known = whole.isfinite() & (lengths > 0)
     spread = sigma_hat(whole[known], lengths[known], 0.5) if known.any() else math.nan
@@ -167,16 +169,6 @@ def outlier_share(sums: Tensor, lengths: Tensor, sigma: float) -> float:
     known = sums.isfinite() & (lengths > 0)
     limit = OUTLIER * sigma * lengths[known].double().sqrt()
     return (sums[known].abs() > limit).double().mean().item()
-
-
-def _everywhere(scored: Sequence[tuple[Tensor, Tensor]], samples: int, *, group: dist.ProcessGroup) -> Tensor:
-    """Lengths [samples] of the responses that some rank scored, 0 for the others. Collective."""
-    numbers, lengths = (torch.cat(column) for column in zip(*scored, strict=True))
-    every = lengths.new_zeros(samples).index_copy_(0, numbers, lengths)
-    if group.size() > 1:
-        # Ranks that share a response all have its length.
-        dist.all_reduce(every, op=dist.ReduceOp.MAX, group=group)
-    return every
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ Nothing here knows of Megatron, of process groups or of a model; any trainer can
     >>> new.grad.abs().sum(dim=1).gt(0).tolist()
     [False, True, False, True]
 
-Measurements of a band (``calibration``, ``exponent``, ``noise``) and corrections of rollouts (``correction``)
+Measurements of a band (``calibration``, ``noise``) and corrections of rollouts (``correction``)
 are imported from their modules. The paper is arXiv 2509.09177; docstrings say what is seen in it, second-hand
 or ours.
 """
@@ -39,8 +39,9 @@ from megatron_fspo.objective.fairness import (
     effective_sample_size,
     length_reweighting_error,
 )
-from megatron_fspo.objective.policy_objective import PolicyObjective, SequenceLevel
-from megatron_fspo.objective.surrogate import (
+from megatron_fspo.objective.policy_objective import (
+    PolicyObjective,
+    SequenceLevel,
     Surrogate,
     sequence_surrogate,
     unclipped,

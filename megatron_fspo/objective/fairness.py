@@ -86,7 +86,16 @@ def length_reweighting_error(
     Source: the name and the aim are the paper's, second-hand; its formula and binning are unknown and these
     are ours.
     """
-    _check(accepted, lengths, num_bins, permutations, bootstrap)
+    if accepted.dtype != torch.bool or accepted.dim() != 1 or accepted.shape != lengths.shape:
+        raise ValueError(
+            f"accepted must be bool [N] and lengths [N], got {accepted.dtype} {[*accepted.shape]} "
+            f"and {[*lengths.shape]}"
+        )
+    if num_bins < 1 or permutations < 0 or bootstrap < 0:
+        raise ValueError(
+            "num_bins must be at least 1, permutations and bootstrap at least 0, "
+            f"got {num_bins}, {permutations} and {bootstrap}"
+        )
     flags, lengths = accepted.detach().cpu(), lengths.detach().cpu().long()
     flags, lengths = flags[lengths > 0], lengths[lengths > 0]
     if len(flags) == 0:
@@ -97,6 +106,8 @@ def length_reweighting_error(
     bins = length_bins(lengths, num_bins)
     tally = _tally(bins, flags, int(bins.max()) + 1)
     null, resampled = _chance(bins, flags, permutations, bootstrap, seed)
+    counts, passed = tally
+    members = [lengths[bins == number] for number in range(len(counts))]
     mean, maximum = _errors(tally)
     null_mean, null_max = _errors(null)
     resampled_mean, resampled_max = _errors(resampled)
@@ -108,7 +119,15 @@ def length_reweighting_error(
         mean_interval=_interval(resampled_mean),
         max_interval=_interval(resampled_max),
         accepted_rate=flags.mean().item(),
-        bins=_describe(bins, lengths, tally),
+        bins=tuple(
+            LengthBin(
+                low=int(member.min()),
+                high=int(member.max()),
+                share=len(member) / len(lengths),
+                accepted_rate=rate,
+            )
+            for member, rate in zip(members, (passed / counts).tolist(), strict=True)
+        ),
     )
 
 
@@ -131,19 +150,6 @@ def length_bins(lengths: Tensor, num_bins: int) -> Tensor:
     # A bin is a function of the length alone. Equal edges leave empty bins between them: renumber the rest.
     bins: Tensor = torch.unique(torch.bucketize(lengths, edges, right=True), return_inverse=True)[1]
     return bins
-
-
-def _check(accepted: Tensor, lengths: Tensor, num_bins: int, permutations: int, bootstrap: int) -> None:
-    if accepted.dtype != torch.bool or accepted.dim() != 1 or accepted.shape != lengths.shape:
-        raise ValueError(
-            f"accepted must be bool [N] and lengths [N], got {accepted.dtype} {[*accepted.shape]} "
-            f"and {[*lengths.shape]}"
-        )
-    if num_bins < 1 or permutations < 0 or bootstrap < 0:
-        raise ValueError(
-            "num_bins must be at least 1, permutations and bootstrap at least 0, "
-            f"got {num_bins}, {permutations} and {bootstrap}"
-        )
 
 
 def _tally(bins: Tensor, flags: Tensor, size: int) -> Tensor:
@@ -183,17 +189,3 @@ def _interval(values: Tensor) -> tuple[float, float]:
         return math.nan, math.nan
     low, high = values.nanquantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
     return low, high
-
-
-def _describe(bins: Tensor, lengths: Tensor, tally: Tensor) -> tuple[LengthBin, ...]:
-    counts, passed = tally
-    members = [lengths[bins == number] for number in range(len(counts))]
-    return tuple(
-        LengthBin(
-            low=int(member.min()),
-            high=int(member.max()),
-            share=len(member) / len(lengths),
-            accepted_rate=rate,
-        )
-        for member, rate in zip(members, (passed / counts).tolist(), strict=True)
-    )

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.objective.band import ClipBand
-from megatron_fspo.objective.calibration import sigma_hat
-from megatron_fspo.objective.exponent import usable
+from megatron_fspo.objective.calibration import sigma_hat, usable
 
 _MAX_KEPT = 1024
 """Responses whose Z is kept, of a larger number."""

@@ -1,7 +1,14 @@
-"""Losses by sequence and by token behind one interface: per-token weights.
+"""The clipped surrogate of a sequence, and losses by sequence and by token as per-token weights.
 
-Every loss here has the gradient Σ_t weight_t ∇ log π(y_t) with weights that need no gradient themselves, so
-a trainer minimises ``-Σ_t weight_t · logp_t / N`` and no gradient has to cross the reductions that made S.
+The gradient of a sequence-level objective is one number per sequence times Σ_t ∇log π(y_t). So that number,
+``weight``, is worked out analytically and detached, and a trainer minimises −Σ_i weight_i·Σ_t log π(y_it) / N
+over whatever part of the tokens it holds: no gradient has to cross the reductions that made S.
+
+A token-level objective, such as GRPO (arXiv 2402.03300) or DAPO (arXiv 2503.14476), has one ratio and one
+clip decision per token: the surrogate of sequences of one token, with the limits of ``RLOOBand``.
+
+Shapes: N sequences (n of one micro-batch); T response tokens of all sequences, packed, without prompts (t of
+one micro-batch). Units: nats.
 """
 
 from __future__ import annotations
@@ -15,7 +22,186 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.objective.band import ClipBand, DualClip
-from megatron_fspo.objective.surrogate import Surrogate, sequence_surrogate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surrogate:
+    """Objective, derivative and flags of N sequences, or of T tokens in their place; all tensors detached.
+
+    A sequence that is ``nonfinite`` has no other flag, and an empty one has none at all. The denominator of
+    every rate is therefore the number of sequences with ``(lengths > 0) & ~nonfinite``. A rate over tokens is
+    a share of tokens and must not be compared with a share of sequences.
+    """
+
+    objective: Tensor
+    """J_i. The batch objective is Σ J_i / N."""
+    weight: Tensor
+    """dJ_i/dS_i, exactly 0 where a clip acts: the gradient of J_i is weight_i·∇S_i."""
+    ratio: Tensor
+    """Importance weight, a factor of ``weight``: exp(scale·S), or its tempered form; 0 where a clip acts."""
+    clipped_low: Tensor
+    """bool: A < 0 and S below the band."""
+    clipped_high: Tensor
+    """bool: A > 0 and S above the band."""
+    dual_clipped: Tensor
+    """bool: A < 0 and S above the dual clip."""
+    below: Tensor
+    """bool: S below the band, whatever the sign of A."""
+    above: Tensor
+    """bool: S above the band, whatever the sign of A."""
+    nonfinite: Tensor
+    """bool: S, A, objective or weight is not finite (exp may overflow); objective and weight are set to 0."""
+
+    @property
+    def clipped(self) -> Tensor:
+        """Sign-aware rejection [N]: sequences whose gradient a clip really removes."""
+        return self.clipped_low | self.clipped_high | self.dual_clipped
+
+    @property
+    def out_of_band(self) -> Tensor:
+        """Out-of-band rejection [N]: S on either side of the band, whatever the sign of A."""
+        return self.below | self.above
+
+
+def unclipped(objective: Tensor, weight: Tensor, ratio: Tensor, nonfinite: Tensor) -> Surrogate:
+    """A surrogate without limits: no flag but ``nonfinite`` is set."""
+    nowhere = torch.zeros_like(nonfinite)
+    return Surrogate(
+        objective=objective,
+        weight=weight,
+        ratio=ratio,
+        clipped_low=nowhere,
+        clipped_high=nowhere,
+        dual_clipped=nowhere,
+        below=nowhere,
+        above=nowhere,
+        nonfinite=nonfinite,
+    )
+
+
+def sequence_surrogate(
+    log_ratio_sum: Tensor,
+    lengths: Tensor,
+    advantages: Tensor,
+    band: ClipBand,
+    dual_clip: DualClip | None = None,
+    temper: float = 0.0,
+) -> Surrogate:
+    """PPO's pessimistic minimum on one importance ratio per sequence.
+
+    With S = Σ_t (log π_new(y_t) − log π_old(y_t)) and the ratio exp(s), s = scale·S::
+
+        J = min(exp(s)·A, exp(scale·clip(S, low, high))·A)
+        J = max(J, exp(scale·bound)·A)                           if A < 0 and there is a dual clip
+        weight = dJ/dS = scale·exp(s)·A, or 0 where a clip acts
+
+    Over thousands of tokens exp(s) spreads so far that few sequences carry the gradient. A ``temper`` b > 0
+    (ours) makes its weight scale·exp(s/L^b)·A, with the same clip decisions and the same gradient at S = 0:
+    J is the integral of that weight, L^b·exp(s/L^b) − L^b + 1 in the place of exp(s).
+
+    Args:
+        log_ratio_sum: S [N] in nats, float32 or float64, also the dtype of the result. Detached here.
+        lengths: L [N], response tokens. A sequence with L = 0 gets objective 0, weight 0 and no flag.
+        advantages: A [N]. Where A = 0 the weight is 0 and nothing counts as clipped; below/above report.
+        band: limits on S and the scale of the ratio.
+        dual_clip: a limit for A < 0; without it exp(s)·A is unbounded below.
+        temper: b, from 0 to 1.
+
+    Raises:
+        ValueError: the three tensors are not [N] alike, S is of another dtype, or temper is out of range.
+
+    For a token-level objective the N are tokens, L = 1 for each. One that is not finite is then reported for
+    itself only: whether its sequence is dropped is the caller's decision.
+
+    Source: the min-form on exp(S) without 1/L for FSPO is second-hand; GSPO's is in arXiv 2507.18071; the
+    handling of A = 0, L = 0 and non-finite values is ours. Tokens: PPO (arXiv 1707.06347).
+    """
+    if log_ratio_sum.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"log-ratios must be float32 or float64, got {log_ratio_sum.dtype}: "
+            "difference first, sum later, both in float32 (bfloat16 loses most of a nat at 32k tokens)"
+        )
+    for name, tensor in (("lengths", lengths), ("advantages", advantages)):
+        if log_ratio_sum.dim() != 1 or tensor.shape != log_ratio_sum.shape:
+            raise ValueError(
+                f"log-ratios and {name} must both be [N], got {[*log_ratio_sum.shape]} and {[*tensor.shape]}"
+            )
+    if not 0.0 <= temper <= 1.0:
+        raise ValueError(f"temper must be from 0 to 1, got {temper}")
+    lengths = lengths.to(log_ratio_sum.dtype)  # so that float64 in gives limits in float64
+    scale = band.log_ratio_scale(lengths)
+    low, high = band.bounds(lengths)
+    if dual_clip is None:
+        dual_bound = torch.full_like(log_ratio_sum, math.inf)
+    else:
+        dual_bound = dual_clip.log_bound(lengths, scale)
+    cooling = lengths.clamp(min=1) ** -temper
+    return min_form(log_ratio_sum, advantages, low, high, dual_bound, scale, cooling, present=lengths > 0)
+
+
+def min_form(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    low: Tensor,
+    high: Tensor,
+    dual_bound: Tensor,
+    scale: Tensor,
+    cooling: Tensor,
+    present: Tensor,
+) -> Surrogate:
+    """``sequence_surrogate`` of limits that are given as numbers; all tensors [N].
+
+    Once the sign of A is known, min and max of multiples of A are one clamp of the exponent, before exp::
+
+        A > 0:  J = A·g(scale·min(S, high))
+        A < 0:  J = A·g(scale·min(max(S, low), dual_bound))
+        g(s) = exp(cooling·s)/cooling + 1 − 1/cooling, so exp(s) for cooling = 1
+    """
+    log_ratio, advantages = log_ratio.detach(), advantages.detach().to(log_ratio.dtype)
+    positive, negative = advantages > 0, advantages < 0
+    below, above = log_ratio < low, log_ratio > high
+    clipped_low, clipped_high = negative & below, positive & above
+    dual_clipped = negative & (log_ratio > dual_bound)
+
+    clamped = torch.where(positive, log_ratio.minimum(high), log_ratio.maximum(low).minimum(dual_bound))
+    # Everything is selected by where, never by a product: 0·inf and 0·NaN are NaN.
+    ratio = (cooling * scale * clamped).exp()
+    growth = ratio / cooling + (1 - 1 / cooling)
+    objective = torch.where(positive | negative, growth * advantages, 0.0)
+    clipped = clipped_low | clipped_high | dual_clipped
+    weight = torch.where((positive | negative) & ~clipped, scale * ratio * advantages, 0.0)
+
+    finite = log_ratio.isfinite() & advantages.isfinite() & objective.isfinite() & weight.isfinite()
+    usable = present & finite
+    return Surrogate(
+        objective=torch.where(usable, objective, 0.0),
+        weight=torch.where(usable, weight, 0.0),
+        ratio=torch.where(usable & ~clipped, ratio, 0.0),
+        clipped_low=clipped_low & usable,
+        clipped_high=clipped_high & usable,
+        dual_clipped=dual_clipped & usable,
+        below=below & usable,
+        above=above & usable,
+        nonfinite=present & ~finite,
+    )
+
+
+def k3_kl(log_ratio_tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum, count) over masked tokens of k3 = r − 1 − log r, r = π_new/π_old: KL(old‖new) is sum/count.
+
+    Args:
+        log_ratio_tokens: log r [T] in nats, of tokens sampled from the old policy.
+        mask: bool [T]; False tokens may hold anything.
+
+    Returns two float64 scalars, to be added up over ranks before one is divided by the other. Tokens with a
+    non-finite k3 are in neither.
+    """
+    # expm1(x) − x keeps the digits of x²/2 that exp(x) − 1 − x loses.
+    log_ratio = log_ratio_tokens.detach().double()
+    k3 = log_ratio.expm1() - log_ratio
+    counted = mask & k3.isfinite()
+    return torch.where(counted, k3, 0.0).sum(), counted.sum().double()
+
 
 Aggregation = Literal["sequence-mean", "token-mean"]
 
@@ -123,7 +309,9 @@ def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate)
     columns = torch.stack([log_ratio_sum, terms.weight, terms.ratio, terms.objective, *flags])
     log_ratio_sum, weight, ratio, objective, low, high, dual, out, broken = inputs.decided(columns)
     # Context-parallel ranks each hold some tokens of a sequence but all of its S: count J_i by tokens.
-    share = _local_tokens(inputs) / inputs.lengths.clamp(min=1)
+    counts = inputs.log_ratio.new_zeros(inputs.lengths.numel() + 1)
+    held = counts.index_add_(0, inputs.segment, inputs.mask.to(counts.dtype))[:-1]
+    share = held / inputs.lengths.clamp(min=1)
     return LossTerms(
         log_ratio_sum=log_ratio_sum,
         weight=torch.where(inputs.mask, per_token(weight, inputs), 0.0),
@@ -176,9 +364,3 @@ def weigh_tokens(inputs: LossInputs, terms: Surrogate, aggregation: Aggregation)
 def per_token(values: Tensor, inputs: LossInputs) -> Tensor:
     """[n] → [t]; 0 (or False) for tokens that belong to nobody."""
     return torch.cat([values, values.new_zeros(1)])[inputs.segment]
-
-
-def _local_tokens(inputs: LossInputs) -> Tensor:
-    """[n] response tokens that this rank holds."""
-    counts = inputs.log_ratio.new_zeros(inputs.lengths.numel() + 1)
-    return counts.index_add_(0, inputs.segment, inputs.mask.to(counts.dtype))[:-1]

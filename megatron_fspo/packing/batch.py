@@ -10,7 +10,7 @@ Megatron's packed RoPE expect. ``borders`` are cumulative padded lengths from 0;
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, overload
@@ -246,8 +246,8 @@ class Packs(Sequence[MicroBatch]):
         device: torch.device | str,
         columns: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> None:
-        self._sequences, self._batches, self._device = sequences, list(batches), device
-        self._columns = {name: list(tensors) for name, tensors in (columns or {}).items()}
+        self.sequences, self._batches, self._device = sequences, list(batches), device
+        self.columns = {name: list(tensors) for name, tensors in (columns or {}).items()}
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -258,20 +258,10 @@ class Packs(Sequence[MicroBatch]):
     def __getitem__(self, index: slice) -> Packs: ...
     def __getitem__(self, index: int | slice) -> MicroBatch | Packs:
         if isinstance(index, slice):
-            some = {name: tensors[index] for name, tensors in self._columns.items()}
-            return Packs(self._sequences, self._batches[index], self._device, some)
-        columns: dict[str, Any] = {name: tensors[index] for name, tensors in self._columns.items()}
+            some = {name: tensors[index] for name, tensors in self.columns.items()}
+            return Packs(self.sequences, self._batches[index], self._device, some)
+        columns: dict[str, Any] = {name: tensors[index] for name, tensors in self.columns.items()}
         return replace(self._batches[index].to(self._device), **columns)
-
-    @property
-    def sequences(self) -> Sequences:
-        """The sequences that they are made of."""
-        return self._sequences
-
-    @property
-    def columns(self) -> Mapping[str, Sequence[Tensor]]:
-        """The per-token fields that were added to them."""
-        return self._columns
 
     @property
     def tokens(self) -> int:
@@ -283,9 +273,6 @@ class Packs(Sequence[MicroBatch]):
         """The totals of the optimizer step of the first of them."""
         return self._batches[0].totals
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return (self[index] for index in range(len(self)))
-
     def with_columns(self, **columns: Sequence[Tensor]) -> Packs:
         """Return them with more per-token fields, one tensor [t] for each micro-batch."""
-        return Packs(self._sequences, self._batches, self._device, {**self._columns, **columns})
+        return Packs(self.sequences, self._batches, self._device, {**self.columns, **columns})

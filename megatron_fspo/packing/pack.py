@@ -198,17 +198,17 @@ def _per_token(rows: Sequence[Tensor], sizes: Tensor, firsts: Tensor, *, nobody:
     mask = torch.tensor([False, True, False, False])
     ends = sizes.sum(-1).flatten().cumsum(0).view(firsts.shape)
     shift = firsts - ends + sizes.sum(-1)
-
-    def per_token(values: Tensor) -> Tensor:
-        return values.expand(sizes.shape).flatten().index_select(0, kind)
-
-    positions = torch.arange(len(tokens))
+    per_token = (
+        values.expand(sizes.shape).flatten().index_select(0, kind)
+        for values in (shift[..., None], mask, segment[:, None])
+    )
+    shift, mask, segment = per_token
     return {
         "tokens": tokens.long()[None],
-        "position_ids": positions.add_(per_token(shift[..., None]))[None],
+        "position_ids": torch.arange(len(tokens)).add_(shift)[None],
         "labels": labels.long(),
-        "mask": per_token(mask),
-        "segment": per_token(segment[:, None]),
+        "mask": mask,
+        "segment": segment,
         "sampled_log_probs": sampled,
     }
 

@@ -107,7 +107,7 @@ def sequence_sums(
     """
     sums = ExactSums(len(values), num_segments + 1, device=values.device)
     sums.add(torch.where(mask, values, 0.0), segment)
-    return _like(values, sums.total(group)[:, :-1])
+    return sums.total(group)[:, :-1].to(torch.promote_types(values.dtype, torch.float32))
 
 
 def prefix_sums(
@@ -147,8 +147,5 @@ def prefix_sums(
     before = (added_up(chunks, group).cumsum(0) - chunks)[held].movedim(0, -1).flatten(2)
     # The running sum of the row begins with the chunks that lie before the token's own in it.
     before -= own.cumsum(2) - own
-    return _like(values, rounded(digits.cumsum(2) + before.index_select(2, column)))
-
-
-def _like(values: Tensor, sums: Tensor) -> Tensor:
-    return sums.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
+    sums = rounded(digits.cumsum(2) + before.index_select(2, column))
+    return sums.to(torch.promote_types(values.dtype, torch.float32))

@@ -177,7 +177,7 @@ class RunLog:
         """A progress bar on a terminal, and the seconds of the phase as ``timing_s/<name>``."""
 
         def progress(count: int) -> None:
-            self.activity.progressed()
+            self.activity.progress = time.time()
             bar.update(count)
 
         began = time.perf_counter()

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.objective import effective_sample_size, length_reweighting_error
-from megatron_fspo.objective.calibration import sigma_hat
-from megatron_fspo.objective.exponent import fit_exponent
+from megatron_fspo.objective.calibration import fit_exponent, sigma_hat
 from megatron_fspo.objective.policy_objective import LossTerms
 from megatron_fspo.packing.batch import MicroBatch
 

@@ -91,18 +91,13 @@ def auto(response: str) -> str | None:
     return None
 
 
-def whole(response: str) -> str:
-    """Return all of it."""
-    return response
-
-
 _RULES: dict[str, Callable[[str], str | None]] = {
     "auto": auto,
     "boxed": boxed,
     "answer_line": answer_line,
     "hashes": hashes,
     "last_number": last_number,
-    "whole": whole,
+    "whole": str,
 }
 
 

@@ -200,8 +200,8 @@ def tally(config: Reward, grades: Iterable[Grade]) -> dict[str, tuple[float, flo
 
     The names depend on the configuration alone, so that they are the same on every rank.
     """
-    grades = list(grades)
-    mine = {metric for name in config.names if name in VERIFIERS for metric in VERIFIERS[name].metrics}
+    grades, names = list(grades), (config.name, *config.also)
+    mine = {metric for name in names if name in VERIFIERS for metric in VERIFIERS[name].metrics}
     values = {name: [of(grade) for grade in grades] for name, of in _METRICS.items() if name in mine}
     for name in (*config.also, *(["overlong"] if config.overlong_tokens else [])):
         values[f"{name}/mean"] = [grade.parts[name] for grade in grades]

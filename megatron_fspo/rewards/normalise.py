@@ -140,7 +140,11 @@ def form(answer: str) -> Form:
     text = answer.strip().translate(_MINUS)
     number = _plain_number(text)
     if number is None:
-        text = _undressed(text)
+        text = _unwrapped(text)
+        if "\\" in text or "~" in text or "{,}" in text:
+            for pattern, spelling in _SPELLINGS:
+                text = pattern.sub(spelling, text)
+            text = _unwrapped(text)
         number = number_of(text)
     if number is None:
         text = _SPACE.sub("", text)
@@ -194,15 +198,6 @@ def _compare_numbers(gold: Number, answer: Number) -> Sameness:
         if abs(one - other) <= CLOSE * max(abs(one), abs(other)):
             return Sameness.UNSURE
     return Sameness.DIFFERENT
-
-
-def _undressed(text: str) -> str:
-    text = _unwrapped(text)
-    if "\\" in text or "~" in text or "{,}" in text:
-        for pattern, spelling in _SPELLINGS:
-            text = pattern.sub(spelling, text)
-        text = _unwrapped(text)
-    return text
 
 
 def _unwrapped(text: str) -> str:

@@ -8,7 +8,6 @@ sandbox for text that is meant to be run.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import logging
@@ -22,7 +21,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from megatron_fspo.parent import end_with_parent
+
 _PAGE = resource.getpagesize()
 _MOST_TASKS = 5000  # then a fresh process: libraries keep a little of everything
 _REFUSED = {
@@ -56,7 +56,7 @@ def main(descriptor: int, parent: int, function: str, seconds: float, memory_byt
         seconds: of CPU time for a task.
         memory_bytes: beyond what the process has when the function's module is imported.
     """
-    _die_with(parent)
+    end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as stream:
 
@@ -106,15 +106,6 @@ def _limit_cpu_time(seconds: float) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     allowed = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (allowed, most))
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the parent's thread that started it ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _refuse(event: str, details: tuple[Any, ...]) -> None:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.rollout.engine import Arrived, Pending, Progress
-from megatron_fspo.rollout.sampling import sample, uniforms
-from megatron_fspo.rollout.stop import completes_stop
+from megatron_fspo.rollout.sampling import completes_stop, sample, uniforms
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 
@@ -120,7 +119,13 @@ class EmbeddedEngine:
             logits = self._model.feed([lane[0].prompt.token_ids[:position] for lane in lanes])
             while True:
                 shared = lanes
-                lanes, origins = _split(shared, position)
+                # Each row that writes at this position gets a lane of its own, from the one that it shared.
+                pairs = [
+                    (rows, origin)
+                    for origin, lane in enumerate(shared)
+                    for rows in ([lane] if position < len(lane[0].prompt.token_ids) else [[r] for r in lane])
+                ]
+                lanes, origins = [rows for rows, _ in pairs], [origin for _, origin in pairs]
                 next_tokens = self._extend(lanes, logits[origins], position, params)
                 live = [i for i, lane in enumerate(lanes) if lane[0].finish_reason is None]
                 finished([lane[0] for lane in lanes if lane[0].finish_reason is not None])
@@ -165,13 +170,3 @@ class EmbeddedEngine:
             finish_reason=row.finish_reason,
             weight_version=self._version,
         )
-
-
-def _split(lanes: list[list[_Row]], position: int) -> tuple[list[list[_Row]], list[int]]:
-    """Lanes with each row that writes at ``position`` in one of its own, and which lane each comes from."""
-    pairs = [
-        (rows, origin)
-        for origin, lane in enumerate(lanes)
-        for rows in ([lane] if position < len(lane[0].prompt.token_ids) else [[row] for row in lane])
-    ]
-    return [rows for rows, _ in pairs], [origin for _, origin in pairs]

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from megatron_fspo.config import Config
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import newest_checkpoint
+from megatron_fspo.mcore.nonfinite import suspects_of
 from megatron_fspo.mismatch.correction import correct, little_is_left
 from megatron_fspo.mismatch.measure import FP8_LIMIT, LIMIT, MismatchAlarm, measure
-from megatron_fspo.parallel.metrics import agreed
+from megatron_fspo.parallel.groups import agreed
 from megatron_fspo.trainer.build import Training
-from megatron_fspo.trainer.optimize import Step, drop_from_old_pass
+from megatron_fspo.trainer.optimize import Step, drop_culprits, is_stopping
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import (
     Rollout,
@@ -46,11 +47,11 @@ def begin_step(run: Training) -> Step:
         RewardError: the rewards of the rollout are no use.
     """
     responses, metrics = roll_out(run)
-    if run.stopping():
+    if is_stopping(run):
         raise StopRequested("a stop was requested during the rollout")
     run.engine.rest()
     step = with_packs(run, responses, metrics)
-    if run.stopping():
+    if is_stopping(run):
         raise StopRequested("a stop was requested during the old pass")
     return step
 
@@ -240,8 +241,7 @@ def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> 
     """
     config = run.inputs.config
     metrics |= staleness_metrics(responses, run.step, limit=config.rollout.max_staleness)
-    device = run.inputs.backend.device
-    packs, sizes = make_mini_batches(config, run.inputs.arch, responses, run.groups, device)
+    packs, sizes = make_mini_batches(config, responses, run.groups, run.layout)
     step = Step(
         rollout=replace(responses, held={}, grades={}),  # the tokens are in packs, the grades counted
         packs=packs,
@@ -281,7 +281,8 @@ def score_old(run: Training, step: Step) -> None:
     """
     with run.log.phase("old_log_prob", len(step.packs), "pack", run.timings) as progress:
         step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
-        if drop_from_old_pass(run, step):
+        suspects = suspects_of(step.packs, step.packs.columns["old_log_probs"], run.groups)
+        if drop_culprits(run, step, step.packs, suspects):
             # Old and new pass see the same packs.
             step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
         progress(len(step.packs))
@@ -301,7 +302,7 @@ def score_old(run: Training, step: Step) -> None:
 def make_alarm(run: Training, responses: Rollout) -> MismatchAlarm:
     """Return the alarm for these responses, with the limit of the run's precision."""
     rollout, parallel = run.inputs.config.rollout, run.inputs.config.parallel
-    usual = FP8_LIMIT if run.inputs.config.fp8.on else LIMIT[run.inputs.dtype]
+    usual = FP8_LIMIT if run.inputs.config.fp8.recipe != "none" else LIMIT[run.inputs.dtype]
     return MismatchAlarm(
         fresh=responses.fresh_from(run.step).to(run.inputs.backend.device),
         version=run.step,

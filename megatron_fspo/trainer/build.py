@@ -33,8 +33,7 @@ from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.packing.pack import PackLayout
-from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import any_rank
+from megatron_fspo.parallel.groups import ParallelGroups, any_rank
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.client import proof
@@ -101,7 +100,7 @@ class Training:
         if not any_rank(folder.exists(), device=self.inputs.backend.device):
             state = {
                 "step": self.step,
-                "cursor": self.queue.state_dict() if cursor is None else cursor,
+                "cursor": self.queue.prompts.state_dict() if cursor is None else cursor,
                 "loss": self.loss.state_dict(),
                 "spikes": {"norms": list(self.norms), "in_a_row": self.skips_in_a_row},
             }
@@ -110,10 +109,6 @@ class Training:
             if not asynchronous:
                 self.saving.written(wait=True)
         self.saved = self.step
-
-    def stopping(self) -> bool:
-        """Return True if the job was asked to stop; the same on all ranks. Collective."""
-        return any_rank(self.groups.control.stop_requested, device=self.inputs.backend.device)
 
     def end_save(self, *, wait: bool, prune: bool = True) -> None:
         """Give the checkpoint being written, if there is one, its name; without ``wait`` only if all ranks

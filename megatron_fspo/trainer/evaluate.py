@@ -19,8 +19,7 @@ import torch.distributed as dist
 from megatron_fspo.evaluation.records import Key, Record, RecordFile
 from megatron_fspo.evaluation.summary import per_problem, summarize
 from megatron_fspo.evaluation.table import metrics_of
-from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import agreed
+from megatron_fspo.parallel.groups import ParallelGroups, agreed
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs

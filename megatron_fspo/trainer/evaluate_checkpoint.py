@@ -31,8 +31,7 @@ from megatron_fspo.evaluation.summary import compare, match, per_problem, summar
 from megatron_fspo.job.consistency import prove_same
 from megatron_fspo.job.lock import FolderLock
 from megatron_fspo.mcore.startup import start
-from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import agreed
+from megatron_fspo.parallel.groups import ParallelGroups, agreed
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.build import build_engine, load_model, open_servers

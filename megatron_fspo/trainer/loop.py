@@ -97,7 +97,7 @@ def train_step(run: Training) -> dict[str, float] | None:
     run.timings.clear()
     run.log.activity.step = run.step + 1
     began = time.perf_counter()
-    cursor = run.queue.state_dict()
+    cursor = run.queue.prompts.state_dict()
     try:
         step = begin_step(run)
     except StopRequested:

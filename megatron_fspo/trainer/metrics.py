@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_fspo.job.rank_status import named_ranks
 from megatron_fspo.mcore.backend import peak_tflops
 from megatron_fspo.mismatch.measure import outlier_share
-from megatron_fspo.parallel.metrics import Totals, any_rank, gather_lists, means, pool
+from megatron_fspo.parallel.groups import Totals, any_rank, gather_lists, means, pool
 from megatron_fspo.record.log import PHASES
 from megatron_fspo.record.records import as_tensors, clip_metrics, sigma_of
 from megatron_fspo.trainer.build import Training
@@ -57,7 +57,7 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     }
     if config.optimizer.skip_norm_ratio is not None:
         metrics["actor/skipped_updates"] = float(sum(update.skipped for update in updates))
-    if config.fp8.on:
+    if config.fp8.recipe != "none":
         metrics["fspo/fp8_modules"] = float(run.fp8_modules)
     band = run.loss.metrics()
     clips = clip_metrics(step.off_policy, seed=config.run.seed, exponent=band.get("fspo/exponent", 0.5))
@@ -65,7 +65,23 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
         run.log.warn_once(topic, f"step {run.step + 1}: {text}")
     counted = [record for record in step.off_policy if record.counts]
     clips |= run.loss.noise_metrics(as_tensors(counted)[1], clips.get("fspo/out_of_band", math.nan))
-    return metrics | _first_update(step, sampled=sampled) | clips | band
+    # The first update, before which no other has moved the policy. S must be 0 then. From the sampler's
+    # log-probs it is the mismatch instead, of the first mini-batch: all there is to measure it by without a
+    # pass.
+    first = updates[0].metrics
+    if sampled:
+        sigma = sigma_of(step.first) or math.nan
+        metrics |= {
+            "rollout/kl_k1": first["actor/ppo_kl"],
+            "rollout/kl_k3": first["fspo/kl_k3"],
+            "rollout/mismatch_sigma": sigma,
+            "rollout/mismatch_outliers": outlier_share(*as_tensors(step.first), sigma),
+        }
+    else:
+        largest = max((abs(r.log_ratio_sum) for r in step.first if r.counts), default=math.nan)
+        metrics["fspo/on_policy_abs_s_max"] = largest
+        metrics |= {f"{name}/on_policy": first[name] for name in OFF_POLICY}
+    return metrics | clips | band
 
 
 def pooled_metrics(updates: Sequence[Totals], *, on_policy: int) -> dict[str, float]:
@@ -80,7 +96,7 @@ def pooled_metrics(updates: Sequence[Totals], *, on_policy: int) -> dict[str, fl
     ============================================  ==========  ====================================
 
     The first optimizer step of a rollout is on-policy: old and new log-probs are the same, and what compares
-    them is 0. It is left out of the last row, which is NaN where there is no other; :func:`_first_update`
+    them is 0. It is left out of the last row, which is NaN where there is no other; :func:`update_metrics`
     reports it. Where S starts from the sampler, all are off-policy.
 
     Args:
@@ -90,26 +106,6 @@ def pooled_metrics(updates: Sequence[Totals], *, on_policy: int) -> dict[str, fl
     """
     off_policy = means(pool(updates[on_policy:]))
     return means(pool(updates)) | {name: off_policy.get(name, math.nan) for name in OFF_POLICY}
-
-
-def _first_update(step: Step, *, sampled: bool) -> dict[str, float]:
-    """Metrics of the first update of a rollout, before which no other has moved the policy.
-
-    S must be 0 then. From the sampler's log-probs it is the mismatch instead, of the first mini-batch: all
-    there is to measure it by without a pass.
-    """
-    metrics, records = step.updates[0].metrics, step.first
-    if not sampled:
-        largest = max((abs(r.log_ratio_sum) for r in records if r.counts), default=math.nan)
-        alone = {f"{name}/on_policy": metrics[name] for name in OFF_POLICY}
-        return {"fspo/on_policy_abs_s_max": largest} | alone
-    sigma = sigma_of(records) or math.nan
-    return {
-        "rollout/kl_k1": metrics["actor/ppo_kl"],
-        "rollout/kl_k3": metrics["fspo/kl_k3"],
-        "rollout/mismatch_sigma": sigma,
-        "rollout/mismatch_outliers": outlier_share(*as_tensors(records), sigma),
-    }
 
 
 def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]:

@@ -133,7 +133,7 @@ class Calibration(_Record):
 
 def own_precision(config: Config) -> str:
     """The precision in which the layers of a run multiply."""
-    return config.fp8.recipe if config.fp8.on else config.model.dtype
+    return config.fp8.recipe if config.fp8.recipe != "none" else config.model.dtype
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -22,12 +22,11 @@ from typing import NoReturn
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.job.folder import checkpoints
 from megatron_fspo.losses import LossState
-from megatron_fspo.mcore.nonfinite import culprits, packs_to_blame, suspects_of, without
+from megatron_fspo.mcore.nonfinite import culprits, packs_to_blame, without
 from megatron_fspo.mcore.policy import Update
 from megatron_fspo.mcore.policy_loss import Observer, PolicyLoss
 from megatron_fspo.packing.batch import Packs
-from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import Totals, agreed, any_rank, gather_lists, means, share
+from megatron_fspo.parallel.groups import ParallelGroups, Totals, agreed, any_rank, gather_lists, means, share
 from megatron_fspo.record.records import SequenceRecord, as_tensors, records_of, sigma_of
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.rollout import Rollout
@@ -105,9 +104,14 @@ def optimize(run: Training, step: Step) -> bool:
                     run.log.say(f"step {run.step + 1}: the band from here on: {text}")
             step.updates.append(update)
             progress(1)
-            if run.saved == run.step and len(step.updates) < turns and run.stopping():
+            if run.saved == run.step and len(step.updates) < turns and is_stopping(run):
                 return False
     return True
+
+
+def is_stopping(run: Training) -> bool:
+    """Return True if the job was asked to stop; the same on all ranks. Collective."""
+    return any_rank(run.groups.control.stop_requested, device=run.inputs.backend.device)
 
 
 def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
@@ -161,19 +165,6 @@ def _is_on_policy(run: Training, step: Step) -> bool:
     return none_taken and run.inputs.config.rollout.old_log_probs != "sampled"
 
 
-def drop_from_old_pass(run: Training, step: Step) -> bool:
-    """Take the responses out of the packs that made the old pass, in its last column, not finite. Collective.
-
-    Returns:
-        True if there were any: the packs are others then, to be scored again.
-
-    Raises:
-        TrainingError: more than ``loss.max_nonfinite_share`` of a mini-batch.
-    """
-    suspects = suspects_of(step.packs, step.packs.columns["old_log_probs"], run.groups)
-    return _drop_culprits(run, step, step.packs, suspects)
-
-
 def _drop_from_update(run: Training, step: Step, records: Sequence[SequenceRecord]) -> None:
     """Take the responses out of the packs that made the gradient of the next optimizer step not finite, and
     forget the gradient. Collective.
@@ -189,7 +180,7 @@ def _drop_from_update(run: Training, step: Step, records: Sequence[SequenceRecor
     run.policy.zero_gradients()
     packs, rank = step.packs_of(step.turn), run.groups.dp.rank()
     suspects = [r.sample for r in records if r.rank == rank and not math.isfinite(r.log_ratio_sum)]
-    if _drop_culprits(run, step, packs, suspects):
+    if drop_culprits(run, step, packs, suspects):
         return
     blamed = packs_to_blame(run.policy, packs, _loss(run, step), layout=run.layout)
     where = "; ".join(
@@ -205,9 +196,15 @@ def _drop_from_update(run: Training, step: Step, records: Sequence[SequenceRecor
     )
 
 
-def _drop_culprits(run: Training, step: Step, packs: Packs, suspects: Sequence[int]) -> bool:
-    """Take the suspects that are not finite out of all packs of the step; returns whether there are any.
-    Collective."""
+def drop_culprits(run: Training, step: Step, packs: Packs, suspects: Sequence[int]) -> bool:
+    """Take the suspects that made ``packs`` not finite out of all packs of the step. Collective.
+
+    Returns:
+        True if there were any: the packs are others then, to be scored again.
+
+    Raises:
+        TrainingError: more than ``loss.max_nonfinite_share`` of a mini-batch.
+    """
     guilty = culprits(
         packs,
         suspects,
@@ -358,7 +355,7 @@ def _check_on_policy(run: Training, records: Sequence[SequenceRecord], rollout: 
         f"step {run.step + 1}: S is not 0 before the first update, but {worst.log_ratio_sum:.3g} nats for "
         f"{rollout.name(worst.sample)} (L = {worst.length})"
     )
-    if not fp8.on:
+    if fp8.recipe == "none":
         run.log.say(f"{text}: kernels whose sums change from pass to pass")
         return
     raise TrainingError(

@@ -246,11 +246,7 @@ def layout_of(config: Config, arch: Architecture, groups: ParallelGroups, device
 
 
 def make_mini_batches(
-    config: Config,
-    arch: Architecture,
-    rollout: Rollout,
-    groups: ParallelGroups,
-    device: torch.device,
+    config: Config, rollout: Rollout, groups: ParallelGroups, layout: PackLayout
 ) -> tuple[Packs, list[int]]:
     """This rank's micro-batches of all mini-batches, and how many each has. Collective.
 
@@ -261,7 +257,6 @@ def make_mini_batches(
     A response with A = 0 has no policy gradient. Unless a bonus on the entropy or a penalty on the KL wants
     it, it counts in N and T and is in no pack.
     """
-    layout = layout_of(config, arch, groups, device)
     idle = left_out(config, rollout)
     prompt_lengths, lengths = rollout.prompt_lengths.tolist(), rollout.lengths.tolist()
     per_batch = len(rollout) // config.batch.mini_batches
@@ -277,7 +272,7 @@ def make_mini_batches(
         packs += [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine]
         plans.append(plan)
         sizes.append(len(mine))
-    return collate_packs(_spread(rollout, plans, groups, device), packs, layout), sizes
+    return collate_packs(_spread(rollout, plans, groups, layout.device), packs, layout), sizes
 
 
 def left_out(config: Config, rollout: Rollout, dropped: Sequence[int] = ()) -> Tensor:
@@ -288,7 +283,7 @@ def left_out(config: Config, rollout: Rollout, dropped: Sequence[int] = ()) -> T
 
 
 def _spread(
-    rollout: Rollout, plans: Sequence[Plan], groups: ParallelGroups, device: torch.device
+    rollout: Rollout, plans: Sequence[Plan], groups: ParallelGroups, device: torch.device | str
 ) -> Sequences:
     """The sequences that this data-parallel rank's packs need. Collective.
 

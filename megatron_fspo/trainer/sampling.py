@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,7 @@ from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
 from megatron_fspo.parallel.control import SLICE, Control
-from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
-from megatron_fspo.parallel.metrics import Totals, means
+from megatron_fspo.parallel.groups import ParallelGroups, Totals, means, of_first_rank
 from megatron_fspo.rewards import Failure, Grade, Grader, PendingGrade, tally
 from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
@@ -127,14 +126,15 @@ class RolloutQueue:
         self._engine = engine
         self._groups = groups
         self._grader = grader
-        self._prompts = prompts
+        self.prompts = prompts
+        """Their state resumes a run: what was only asked for is asked for again."""
         self._next = step
         self._asked: deque[Batch] = deque()
 
     def take(self, step: int) -> Batch:
         """The batch of this step. Collective."""
         self._ask_until(step)
-        self._prompts.close()
+        self.prompts.close()
         return self._asked.popleft()
 
     def further(self, step: int, number: int, prompts: int) -> Batch:
@@ -145,29 +145,21 @@ class RolloutQueue:
             number: of the round: 1 after the batch itself.
             prompts: how many.
         """
-        return self._ask(self._prompts.further(prompts), self._params(step, number))
+        return self._ask(self.prompts.further(prompts), step, number)
 
     def ask(self, step: int) -> None:
         """Ask for all that may be sampled while this step trains. Collective."""
         config = self._inputs.config
         self._ask_until(min(step + config.rollout.max_staleness, config.run.steps - 1))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the prompts to resume with: what was only asked for is asked for again."""
-        return self._prompts.state_dict()
-
     def _ask_until(self, step: int) -> None:
         while self._next <= step:
-            self._asked.append(self._ask(self._prompts.batch(), self._params(self._next)))
+            self._asked.append(self._ask(self.prompts.batch(), self._next))
             self._next += 1
 
-    def _ask(self, indices: Sequence[int], params: SamplingParams) -> Batch:
-        prompts = [self._inputs.train[i] for i in indices]
-        return ask(self._inputs, self._engine, self._groups, self._grader, prompts, params)
-
-    def _params(self, step: int, number: int = 0) -> SamplingParams:
-        rollout = self._inputs.config.rollout
-        return SamplingParams(
+    def _ask(self, indices: Sequence[int], step: int, number: int = 0) -> Batch:
+        prompts, rollout = [self._inputs.train[i] for i in indices], self._inputs.config.rollout
+        params = SamplingParams(
             n=rollout.samples,
             temperature=rollout.temperature,
             top_p=rollout.top_p,
@@ -178,6 +170,7 @@ class RolloutQueue:
             # A prompt that comes again in a later step, or in a later round, gets other responses.
             seed=self._inputs.config.run.seed * 1_000_000_007 + step + (number << 64),
         )
+        return ask(self._inputs, self._engine, self._groups, self._grader, prompts, params)
 
 
 def collect_and_grade(

@@ -21,9 +21,8 @@ from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.objective.policy_objective import LossTerms
 from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, padded_length
 from megatron_fspo.packing.pack import pack
-from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank, pack_layout
+from megatron_fspo.parallel.groups import ParallelGroups, means, of_first_rank, pack_layout, share
 from megatron_fspo.parallel.head import linear_log_probs
-from megatron_fspo.parallel.metrics import means, share
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.types import Sample
 from megatron_fspo.verify.cases import Case, split
@@ -251,10 +250,9 @@ _COLLECTIVES = [
     )
     if hasattr(dist, name)
 ]
-_HEAD_AND_LOSS = {
-    function.__module__ for function in (linear_log_probs, sequence_sums, prefix_sums, of_first_rank)
-}
-"""Modules whose collectives are counted: of the functions by which ``PolicyLoss`` asks other ranks."""
+_HEAD_AND_LOSS = {function.__module__ for function in (linear_log_probs, sequence_sums, prefix_sums)}
+"""Modules whose collectives are counted, as are those of ``of_first_rank``: by these functions ``PolicyLoss``
+asks other ranks."""
 
 
 @contextmanager
@@ -268,7 +266,8 @@ def _counted(groups: ParallelGroups) -> Iterator[Counter[str]]:
 
     def counting(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if sys._getframe(1).f_globals["__name__"] in _HEAD_AND_LOSS:
+            caller = sys._getframe(1)
+            if caller.f_globals["__name__"] in _HEAD_AND_LOSS or caller.f_code is of_first_rank.__code__:
                 members = dist.get_process_group_ranks(kwargs["group"])
                 counts.update(name for name, group in ranks.items() if group == members)
             return function(*args, **kwargs)

@@ -15,7 +15,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.mcore.backend import Backend
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import join, start, stop
-from megatron_fspo.parallel.metrics import share
+from megatron_fspo.parallel.groups import share
 from megatron_fspo.verify.cases import (
     SMALL,
     SPLITS,

@@ -58,7 +58,7 @@ def test_files_of_a_loss_and_of_a_layout_change_nothing_else() -> None:
 def test_all_files_go_together() -> None:
     for loss, layout, precision in product(("", *LOSSES), ("", *LAYOUTS), ("", "fp8")):
         found = config(*filter(None, (loss, layout, precision)))
-        assert found.fp8.on == bool(precision) and found.loss.name == (loss or "fspo")
+        assert (found.fp8.recipe != "none") == bool(precision) and found.loss.name == (loss or "fspo")
         assert found.rollout.engine == ("vllm" if layout else config().rollout.engine)
         assert found.rollout.prompts * found.rollout.samples == 1024
         assert 8 % found.parallel.model_size == 0, "a model is within a node"

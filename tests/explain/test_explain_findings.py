@@ -29,8 +29,7 @@ from megatron_fspo.lab.explain.losses import (
 from megatron_fspo.lab.explain.text import as_json, sentences
 from megatron_fspo.losses import CTPOLoss
 from megatron_fspo.objective import FSPOBand, length_reweighting_error
-from megatron_fspo.objective.calibration import sigma_hat
-from megatron_fspo.objective.exponent import Exponent
+from megatron_fspo.objective.calibration import Exponent, sigma_hat
 
 
 @pytest.fixture

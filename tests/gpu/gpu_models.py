@@ -24,8 +24,7 @@ from megatron_fspo.objective import FSPOBand, LengthFairDualClip
 from megatron_fspo.objective.policy_objective import SequenceLevel
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.packing.pack import pack
-from megatron_fspo.parallel.groups import pack_layout
-from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.parallel.groups import gather_lists, pack_layout
 from megatron_fspo.verify.cases import random_samples
 from megatron_fspo.weights import Architecture
 from packs import sequences_of

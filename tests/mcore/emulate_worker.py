@@ -20,7 +20,7 @@ from megatron_fspo.mcore.policy import Model
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.mcore.startup import start, stop
-from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.parallel.groups import gather_lists
 from megatron_fspo.weights import read_architecture
 
 # A scale belongs to 32 values of a row: the same ones, however rows are put together or cut.

@@ -12,15 +12,15 @@ import megatron.core
 import pytest
 
 from launch import environment
-from megatron_fspo.mcore.cpu import _FACTORIES
+from megatron_fspo.mcore.backend import _FACTORIES
 
 # A process of its own: what is installed stays.
 IN_A_PROCESS = """
 import torch
 before = torch.empty
-from megatron_fspo.mcore import cpu
-cpu.install()
-cpu.install()
+from megatron_fspo.mcore.backend import install_cpu
+install_cpu()
+install_cpu()
 assert torch.empty.__wrapped__ is before
 on_cpu = [
     torch.zeros(2, device="cuda"), torch.tensor([1.0], device=torch.device("cuda", 1), pin_memory=True),

@@ -19,7 +19,7 @@ from megatron_fspo.console import exit_status
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.startup import job, join, start
-from megatron_fspo.parallel.metrics import share
+from megatron_fspo.parallel.groups import share
 
 COLLECTIVE = 12.0
 WAIT = Parallel(collective_seconds=COLLECTIVE, silence_seconds=8)

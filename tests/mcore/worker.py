@@ -25,7 +25,7 @@ from megatron_fspo.mcore.startup import start, stop
 from megatron_fspo.objective import FSPOBand, LengthFairDualClip
 from megatron_fspo.objective.policy_objective import SequenceLevel
 from megatron_fspo.packing.pack import PackLayout, pack
-from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.types import Prompt, SamplingParams
 from megatron_fspo.weights import read_architecture

@@ -6,7 +6,7 @@ import torch
 from random_walks import walks
 
 from megatron_fspo.objective.calibration import BandCalibrator, drift_from_kl, drift_from_sigma, sigma_hat
-from megatron_fspo.objective.surrogate import k3_kl
+from megatron_fspo.objective.policy_objective import k3_kl
 
 
 @pytest.mark.parametrize(("sigma", "exponent"), [(0.02, 0.5), (0.3, 0.25), (0.004, 0.75)])

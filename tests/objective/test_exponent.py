@@ -7,7 +7,7 @@ import torch
 from random_walks import walks
 from torch import Tensor
 
-from megatron_fspo.objective.exponent import QUANTILE, fit_exponent, measure_exponent, student_t
+from megatron_fspo.objective.calibration import QUANTILE, fit_exponent, measure_exponent, student_t
 
 
 def steps(size: int, count: int) -> Tensor:

@@ -16,8 +16,16 @@ from megatron_fspo.config import Optimizer, Reward
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.packing.batch import local_positions
 from megatron_fspo.parallel.control import Control
-from megatron_fspo.parallel.groups import ParallelGroups, exchange, of_first_rank
-from megatron_fspo.parallel.metrics import add_metrics, any_rank, gather_lists, means, share, sum_metrics
+from megatron_fspo.parallel.groups import (
+    ParallelGroups,
+    any_rank,
+    exchange,
+    gather_lists,
+    means,
+    of_first_rank,
+    share,
+    sum_metrics,
+)
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.rollout.client.hand_out import hand_out
 from megatron_fspo.trainer.optimize import check_kl
@@ -153,10 +161,10 @@ def check_metrics() -> None:
         parts = [
             {"a": torch.stack([v.sum(), torch.tensor(float(len(v)))]), "none": torch.zeros(2)} for v in mine
         ]
-        reduced = means(sum_metrics(add_metrics(parts), group=dist.group.WORLD))
+        reduced = means(sum_metrics(parts, group=dist.group.WORLD))
         assert abs(reduced["a"] - want) < 1e-12 and reduced["none"] != reduced["none"]
     try:
-        add_metrics([{"a": torch.ones(2)}, {"b": torch.ones(2)}])
+        sum_metrics([{"a": torch.ones(2)}, {"b": torch.ones(2)}], group=dist.group.WORLD)
         raise AssertionError("different names were added up")
     except KeyError:
         pass

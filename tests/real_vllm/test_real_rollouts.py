@@ -15,7 +15,7 @@ from megatron_fspo.remote import http_client
 from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Refused, Server
 from megatron_fspo.rollout.common import api_key
-from megatron_fspo.rollout.stop import kept
+from megatron_fspo.rollout.sampling import kept
 from megatron_fspo.types import Completion, Prompt, SamplingParams, VersionSpan
 from real_server import random_like, send, weights
 from serving import Served

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_fspo.rollout.stop import completes_stop, kept
+from megatron_fspo.rollout.sampling import completes_stop, kept
 from megatron_fspo.types import Decode, SamplingParams
 
 SENTENCES = [

@@ -37,8 +37,7 @@ from megatron_fspo.objective import FSPOBand, LengthFairDualClip
 from megatron_fspo.objective.policy_objective import SequenceLevel
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.packing.pack import pack
-from megatron_fspo.parallel.groups import pack_layout
-from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.parallel.groups import gather_lists, pack_layout, share
 from megatron_fspo.trainer import build as build_module
 from megatron_fspo.trainer.build import canary_scores
 from megatron_fspo.weights import read_architecture

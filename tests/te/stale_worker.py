@@ -9,17 +9,17 @@ from unittest import mock
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_fspo.cli import main
-from megatron_fspo.mcore import policy
+from megatron_fspo.mcore.policy import Model
 
 
 def run() -> int:
-    real = policy.score
+    real = Model.score
 
     def stale(*args: Any) -> Any:
         with mock.patch.object(MegatronModule, "set_is_first_microbatch", lambda self: None):
             return real(*args)
 
-    with mock.patch.object(policy, "score", stale):
+    with mock.patch.object(Model, "score", stale):
         return main(sys.argv[1:])
 
 

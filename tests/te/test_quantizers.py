@@ -87,7 +87,7 @@ def test_blocks_of_the_lane_lie_along_what_each_product_sums_over(recipe: str) -
     import transformer_engine.pytorch as engine
     from transformer_engine.common.recipe import CustomRecipe
 
-    import megatron_fspo.mcore.cpu  # noqa: F401 - from here on cuda means the CPU
+    import megatron_fspo.mcore.backend  # noqa: F401 - from here on cuda means the CPU
 
     generator = torch.Generator().manual_seed(1)
     layer = engine.Linear(64, 96, bias=False, params_dtype=torch.float32, device="cpu")

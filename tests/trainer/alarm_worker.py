@@ -21,7 +21,7 @@ from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.mismatch.measure import LIMIT, MismatchAlarm, token_deltas
 from megatron_fspo.packing.batch import MicroBatch, Packs
-from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.parallel.groups import gather_lists
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
 from megatron_fspo.verify import production

@@ -32,7 +32,7 @@ def train() -> int:
     folder, name, die_in_step = sys.argv[1], sys.argv[2], int(sys.argv[3])
     make, further = begin.make_mini_batches, RolloutQueue.further
 
-    def written(config: Any, arch: Any, rollout: Any, groups: Any, device: Any) -> Any:
+    def written(config: Any, rollout: Any, groups: Any, layout: Any) -> Any:
         row = {
             "prompts": [prompt.index for prompt in rollout.prompts],
             "lengths": rollout.lengths.tolist(),
@@ -48,7 +48,7 @@ def train() -> int:
         if dist.get_rank() == 0:
             with (Path(folder) / name / BATCHES).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        return make(config, arch, rollout, groups, device)
+        return make(config, rollout, groups, layout)
 
     def asked(self: RolloutQueue, step: int, number: int, prompts: int) -> Any:
         if step + 1 == die_in_step:

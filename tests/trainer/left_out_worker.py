@@ -35,7 +35,8 @@ from megatron_fspo.mcore.startup import start
 from megatron_fspo.mismatch.correction import correct
 from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.packing.batch import Packs
-from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.packing.pack import PackLayout
+from megatron_fspo.parallel.groups import gather_lists
 from megatron_fspo.trainer import rollout as rollout_module
 from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages
 from megatron_fspo.types import Completion, Prompt
@@ -98,10 +99,15 @@ def settings(policy: Policy, loss: PolicyLossConfig) -> Any:
     return SimpleNamespace(parallel=policy.parallel, batch=batch, loss=loss, fp8=BF16)
 
 
+def layout_for(policy: Policy, config: Any) -> PackLayout:
+    return rollout_module.layout_of(config, policy.arch, policy.groups, policy.backend.device)
+
+
 def packs_of(policy: Policy, rollout: Rollout, loss: PolicyLossConfig) -> list[Packs]:
     """Of each mini-batch, with old log-probs that lie below and above the policy's."""
+    config = settings(policy, loss)
     packs, sizes = rollout_module.make_mini_batches(
-        settings(policy, loss), policy.arch, rollout, policy.groups, policy.backend.device
+        config, rollout, policy.groups, layout_for(policy, config)
     )
     scores = policy.score(packs, scoring(policy))
 
@@ -155,9 +161,8 @@ def without_any(policy: Policy) -> dict[str, dict[str, float]]:
     """Correction → what the old pass says of a rollout of which nothing is in a pack."""
     rollout = make_rollout(policy)
     rollout = replace(rollout, advantages=torch.zeros_like(rollout.advantages))
-    packs = rollout_module.make_mini_batches(
-        settings(policy, LOSSES["fspo"]), policy.arch, rollout, policy.groups, policy.backend.device
-    )[0]
+    config = settings(policy, LOSSES["fspo"])
+    packs = rollout_module.make_mini_batches(config, rollout, policy.groups, layout_for(policy, config))[0]
     packs = packs.with_columns(old_log_probs=policy.score(packs, scoring(policy)))
     found = {}
     for correction in CORRECTIONS:

@@ -22,12 +22,13 @@ from megatron_fspo.errors import TrainingError
 from megatron_fspo.losses import FSPOLoss
 from megatron_fspo.mcore import policy_loss
 from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.mcore.nonfinite import suspects_of
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.parallel.groups import gather_lists
 from megatron_fspo.trainer import rollout as rollout_module
-from megatron_fspo.trainer.optimize import Step, _update, drop_from_old_pass
+from megatron_fspo.trainer.optimize import Step, _update, drop_culprits
 from megatron_fspo.trainer.rollout import Rollout, layout_of, make_mini_batches, with_advantages
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights, with_layers
@@ -128,9 +129,7 @@ class Situation:
             return left_out(config, rollout, dropped)
 
         with mock.patch.object(rollout_module, "left_out", also_dropped):
-            packs, sizes = make_mini_batches(
-                run.inputs.config, self.arch, rollout, self.groups, self.backend.device
-            )
+            packs, sizes = make_mini_batches(run.inputs.config, rollout, self.groups, run.layout)
         # Each token by its response and place, whoever holds it.
         old = [
             score - 0.02 * torch.sin(3.0 * batch.position_ids[0] + _numbers(batch)).to(score)
@@ -235,7 +234,8 @@ def old_pass(situation: Situation) -> dict[str, Any]:
     step = situation.step(run)
     with Fault([CULPRIT])():
         step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
-        found = drop_from_old_pass(run, step)
+        suspects = suspects_of(step.packs, step.packs.columns["old_log_probs"], run.groups)
+        found = drop_culprits(run, step, step.packs, suspects)
         step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
         said = len(run.said)
         _, records = _update(run, step)

@@ -22,7 +22,7 @@ from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.mismatch.correction import correct
 from megatron_fspo.mismatch.measure import measure
-from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.record.records import SequenceRecord, clip_metrics, records_of
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import (

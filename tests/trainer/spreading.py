@@ -11,9 +11,15 @@ import torch
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import BF16
 from megatron_fspo.packing.batch import StepTotals
-from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import gather_lists, share
-from megatron_fspo.trainer.rollout import Rollout, describe, make_mini_batches, rollout_of, with_advantages
+from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, share
+from megatron_fspo.trainer.rollout import (
+    Rollout,
+    describe,
+    layout_of,
+    make_mini_batches,
+    rollout_of,
+    with_advantages,
+)
 from megatron_fspo.types import Completion, Prompt
 
 LENGTHS = [[5, 9, 2], [1, 1, 30], [4, 0, 7], [12, 3, 6], [2, 2, 2], [8, 17, 1]]
@@ -56,7 +62,8 @@ def check_spreading(groups: ParallelGroups, parallel: Parallel) -> None:
             parallel=parallel,
         )
         rollout, completions = rollout_on(groups)
-        packs, sizes = make_mini_batches(config, SimpleNamespace(), rollout, groups, torch.device("cpu"))  # type: ignore[arg-type]
+        layout = layout_of(config, SimpleNamespace(), groups, torch.device("cpu"))  # type: ignore[arg-type]
+        packs, sizes = make_mini_batches(config, rollout, groups, layout)
         left_out = {3 * i + j for i in IDLE for j in range(3)} if not entropy else set()
         for part, size in enumerate(sizes):
             batches = packs[sum(sizes[:part]) :][:size]

@@ -90,7 +90,7 @@ def test_what_a_step_reports() -> None:
             noise=None,
             config=SimpleNamespace(
                 rollout=SimpleNamespace(old_log_probs="recompute"),
-                fp8=SimpleNamespace(on=False),
+                fp8=SimpleNamespace(recipe="none"),
                 run=SimpleNamespace(seed=1),
                 optimizer=SimpleNamespace(skip_norm_ratio=10.0),
             ),

@@ -101,7 +101,7 @@ def test_a_resumed_run_goes_on_where_the_trainer_was(before: int, after: int, sa
     whole = walk(make(0)[0], range(8))
     first, _ = make(before)
     assert walk(first, range(saved)) == whole[:saved]
-    second, _ = make(after, step=saved, state=first.state_dict())
+    second, _ = make(after, step=saved, state=first.prompts.state_dict())
     assert walk(second, range(saved, 8)) == whole[saved:]
 
 
@@ -132,7 +132,7 @@ def test_a_resumed_run_asks_for_the_same_further_prompts(
     whole = learn(*make(staleness), range(8), further)
     first, engine = make(staleness)
     assert learn(first, engine, range(saved), further) == whole[:saved]
-    state = json.loads(json.dumps(first.state_dict()))
+    state = json.loads(json.dumps(first.prompts.state_dict()))
     second, engine = make(staleness, step=saved, state=state)
     assert learn(second, engine, range(saved, 8), further) == whole[saved:]
 
@@ -144,7 +144,7 @@ def test_a_step_that_is_broken_off_between_rounds_is_done_again() -> None:
         whole = learn(*make(staleness), range(8), further)
         queue, engine = make(staleness)
         learn(queue, engine, range(2), further)
-        state = queue.state_dict()
+        state = queue.prompts.state_dict()
         queue.take(2)
         queue.further(2, 1, 1)
         again, engine = make(staleness, step=2, state=state)
@@ -157,7 +157,7 @@ def test_a_run_that_resumes_with_another_staleness_loses_no_batch() -> None:
     learn(first, engine, range(2), further)
     ahead_of = [prompts for prompts, _ in engine.asked if len(prompts) == 3][-3:]
     for staleness in (0, 1, 5):
-        second, engine = make(staleness, step=2, state=first.state_dict())
+        second, engine = make(staleness, step=2, state=first.prompts.state_dict())
         assert [batch for batch, _ in learn(second, engine, range(2, 8), further)][:3] == ahead_of
 
 

@@ -29,10 +29,9 @@ from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.mismatch import correction
 from megatron_fspo.mismatch.measure import measure
-from megatron_fspo.objective import surrogate
+from megatron_fspo.objective import policy_objective
 from megatron_fspo.objective.calibration import BandCalibrator
-from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
-from megatron_fspo.parallel.metrics import gather_lists, share
+from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, of_first_rank, share
 from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.rollout import embedded
 from megatron_fspo.rollout.embedded import EmbeddedEngine
@@ -94,7 +93,7 @@ def apart(what: set[str], *, here: bool) -> Patch:
         )
 
     stack = ExitStack()
-    stack.enter_context(wrap(surrogate, "min_form", decide))
+    stack.enter_context(wrap(policy_objective, "min_form", decide))
     stack.enter_context(wrap(policy_loss.PolicyLoss, "loss", loss))
     return stack
 

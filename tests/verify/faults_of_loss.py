@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fspo.losses import DAPOLoss, FSPOLoss, GRPOLoss
 from megatron_fspo.mcore import policy, policy_loss
-from megatron_fspo.objective import FSPOBand, policy_objective, surrogate
+from megatron_fspo.objective import FSPOBand, policy_objective
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel import segments
@@ -324,7 +324,7 @@ def _keep_gradient() -> Patch:
         scale = args[5]
         return replace(rows, weight=scale * rows.objective)
 
-    return wrap(surrogate, "min_form", keep)
+    return wrap(policy_objective, "min_form", keep)
 
 
 @fault(CP, "weighting")

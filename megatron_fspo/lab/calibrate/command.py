@@ -17,7 +17,7 @@ from megatron_fspo.evaluation.intervals import resample_groups, wilson_interval
 from megatron_fspo.lab.calibrate.page import render, write_page
 from megatron_fspo.lab.calibrate.passes import Measured, PassDifference, measure, quiet, read_responses
 from megatron_fspo.objective import ClipBand, FSPOBand
-from megatron_fspo.objective.exponent import fit_exponent
+from megatron_fspo.objective.calibration import fit_exponent
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.objective.noise import noise_of, two_sigma
 from megatron_fspo.trainer.noise import (
@@ -45,7 +45,7 @@ def check(config: Config, recipes: Sequence[str], responses: Path | None, *, wor
         InputError: the first thing that is wrong.
     """
     band_of_run(config)
-    if recipes and config.fp8.on:
+    if recipes and config.fp8.recipe != "none":
         raise InputError(f"--emulate is for runs in bfloat16 or float32; fp8.recipe is {config.fp8.recipe}")
     inputs = prepare(quiet(config, given=responses is not None), world_size=world_size)
     if responses is not None:

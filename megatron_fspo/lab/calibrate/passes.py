@@ -152,11 +152,9 @@ class _Passes:
     def _packed(self, max_tokens: int) -> Packs:
         run = self._run
         config = run.inputs.config
-        batch = config.batch.model_copy(update={"max_tokens": max_tokens, "mini_batches": 1})
-        config = config.model_copy(update={"batch": batch})
-        return make_mini_batches(
-            config, run.inputs.arch, self._everything, run.groups, run.inputs.backend.device
-        )[0]
+        config = config.model_copy(update={"batch": config.batch.model_copy(update={"mini_batches": 1})})
+        layout = replace(run.layout, max_tokens=max_tokens)
+        return make_mini_batches(config, self._everything, run.groups, layout)[0]
 
     def _other_size(self) -> int:
         """Tokens of packs that hold other sequences than the run's: as few as fit, or else twice as many."""
@@ -185,7 +183,7 @@ class _Passes:
         config, own = run.inputs.config, self._scored(run.policy)
         export_hf(run.policy, self._weights, source=config.model.checkpoint)
         scored: dict[str, tuple[Tensor, Tensor]] = {}
-        if config.fp8.on:
+        if config.fp8.recipe != "none":
             finer = self._copy(torch.bfloat16, run.inputs.backend.layers)
             scored[config.fp8.recipe] = own, self._scored(finer)
         elif config.model.dtype == "bfloat16":

@@ -17,8 +17,7 @@ from megatron_fspo.lab.explain.dump import Dump
 from megatron_fspo.lab.explain.losses import Decisions, factor_for, judge, reach
 from megatron_fspo.losses import PolicyLossConfig
 from megatron_fspo.objective import LengthReweightingError
-from megatron_fspo.objective.calibration import sigma_hat
-from megatron_fspo.objective.exponent import Exponent, measure_exponent
+from megatron_fspo.objective.calibration import Exponent, measure_exponent, sigma_hat
 from megatron_fspo.objective.fairness import length_bins
 
 _EXAMPLES = 3

@@ -180,7 +180,7 @@ def shape_of(config: Config, arch: Architecture, world: int) -> Shape:
         layers="local" if local else "transformer_engine",
         device=device,  # type: ignore[arg-type]
         recompute=config.model.recompute == "full",
-        fp8=config.fp8.on,
+        fp8=config.fp8.recipe != "none",
     )
 
 

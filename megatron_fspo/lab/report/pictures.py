@@ -32,7 +32,7 @@ from megatron_fspo.lab.report.drawing import (
 )
 from megatron_fspo.lab.report.history import Array, BinRates, Records, Series
 from megatron_fspo.objective import ClipBand, LengthReweightingError
-from megatron_fspo.objective.exponent import Exponent
+from megatron_fspo.objective.calibration import Exponent
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY)
 _STYLES = ("-", "--", ":", "-.")

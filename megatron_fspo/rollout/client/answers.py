@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.rollout.common import MODEL
-from megatron_fspo.rollout.stop import kept
+from megatron_fspo.rollout.sampling import kept
 from megatron_fspo.types import Completion, SamplingParams, VersionSpan
 
 FIRST_VERSION = "default"

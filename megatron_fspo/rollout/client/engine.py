@@ -23,8 +23,7 @@ from torch import Tensor
 
 from megatron_fspo.errors import InputError, StopRequested, TrainingError
 from megatron_fspo.parallel.control import SLICE
-from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parallel.metrics import gather_lists
+from megatron_fspo.parallel.groups import ParallelGroups, gather_lists
 from megatron_fspo.remote import Loop
 from megatron_fspo.rollout.checksum import Checksum
 from megatron_fspo.rollout.client import proof, turns, weights
