@@ -82,7 +82,7 @@ def test_ranks_are_asked_for_their_share_of_one_order(
     for rank in range(ranks):
         before, stopped = make(rank, ranks, size, staleness)
         walk(before, 0, cut)
-        after, resumed = make(rank, ranks, size, staleness, step=cut, state=before.state_dict())
+        after, resumed = make(rank, ranks, size, staleness, step=cut, state=before.prompts.state_dict())
         walk(after, cut, STEPS)
         each.append(stopped.mine[:cut] + resumed.mine)
     assert len(one.mine) == STEPS
