@@ -97,13 +97,15 @@ def resident() -> int:
 
 @pytest.mark.slow
 def test_hostile_answers_among_ordinary_ones(tmp_path: Path) -> None:
-    """Sixty of them, of which a dozen burn their whole time: what they cost is that time and nothing else."""
+    """Sixty of them, of which a dozen burn their whole time: they cost that time, and a fresh worker each."""
     before = workers()
     file = tmp_path / "written"
     ordinary = (pairs() * 2)[:500]
     bad = hostile(file)
     assert len(ordinary) >= 480 and len(bad) >= 60
+    begun = time.monotonic()
     with Grader(Reward(name="math", workers=WORKERS, seconds=SECONDS), max_response_tokens=100) as grader:
+        starting = time.monotonic() - begun
 
         def run(answers: list[tuple[str, str]]) -> tuple[list[Grade], float]:
             begun = time.monotonic()
@@ -134,6 +136,7 @@ def test_hostile_answers_among_ordinary_ones(tmp_path: Path) -> None:
     assert timed_out >= 5, "the pool had something to kill"
     assert not any(told[pair].timed_out for pair in by_pair)
     # A worker that died, of its CPU time perhaps, is tried once more.
-    assert together < 3 * alone + 2 * timed_out * SECONDS / WORKERS + 1, (together, alone, timed_out)
+    lost = 2 * timed_out * (SECONDS + starting) / WORKERS
+    assert together < 3 * alone + lost + 1, (together, alone, timed_out, starting)
     assert not file.exists(), "a response was run"
     assert workers() == before
