@@ -35,7 +35,9 @@ def step(recipe: str) -> dict[str, Any]:
     least = torch.tensor(torch.cuda.mem_get_info()[0], device="cuda")
     dist.all_reduce(least, op=dist.ReduceOp.MIN)  # all are to build the same model
     free = int(least)
-    layers = layers_that_fit(size.model, free, tokens=size.max_tokens, ranks=ranks, fp8=precision.on)
+    layers = layers_that_fit(
+        size.model, free, tokens=size.max_tokens, ranks=ranks, fp8=precision.recipe != "none"
+    )
     arch = narrowed(size.model, layers)
     policy = build(
         arch,
@@ -68,7 +70,7 @@ def step(recipe: str) -> dict[str, Any]:
         # Without attention and what recomputing adds: what the model needs, not what was done.
         "tflops": 6 * matrices * tokens / seconds / ranks / 1e12,
         "peak": torch.cuda.max_memory_allocated(),
-        "state": state_bytes(arch, ranks=ranks, fp8=precision.on),
+        "state": state_bytes(arch, ranks=ranks, fp8=precision.recipe != "none"),
         "free": free,
         **_lent(policy),
     }
