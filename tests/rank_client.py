@@ -31,7 +31,7 @@ class Server:
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
         self.ended: dict[int, int] = {}
-        """Process id → exit status, of ranks that have not been asked for."""
+        """Process id → exit status."""
 
     def fork(self, request: Mapping[str, Any]) -> int:
         """The process id of a new rank."""
@@ -39,6 +39,7 @@ class Server:
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
         while (pid := self.read().get("started")) is None:
             pass
+        self.ended.pop(pid, None)  # an earlier rank had the id
         return int(pid)
 
     def close(self) -> None:

@@ -95,7 +95,7 @@ def _returns_nothing_json_has() -> object:
 
 
 def _forges() -> None:
-    for descriptor in range(3, 20):
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
             os.write(descriptor, b'[100000, "forged", null, false]\n')
 
