@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import ROOT, cpu
-from megatron_fspo.evaluation.table import AVERAGE
+from megatron_fspo.evaluation.results import AVERAGE
 from megatron_fspo.lab.report.history import Records, clip_rates, overall_rates, pooled_lre, read_records
 
 RUNS = ROOT / "runs"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import ROOT, machine
-from megatron_fspo.remote import http_client
+from megatron_fspo.job.remote import http_client
 from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.common import MODEL

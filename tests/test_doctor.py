@@ -11,7 +11,8 @@ import tomllib
 import pytest
 
 from launch import REPO
-from megatron_fspo import cli, doctor
+from megatron_fspo import cli
+from megatron_fspo.cli import doctor
 
 PACKAGES = tuple(doctor._MODULES[""])
 

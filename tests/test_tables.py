@@ -7,7 +7,16 @@ import math
 import torch
 
 from megatron_fspo.evaluation.intervals import Estimate
-from megatron_fspo.tables import by_column, columns, interval, markdown, number, percent, plain, with_interval
+from megatron_fspo.evaluation.tables import (
+    by_column,
+    columns,
+    interval,
+    markdown,
+    number,
+    percent,
+    plain,
+    with_interval,
+)
 
 
 def test_numbers_and_intervals() -> None:

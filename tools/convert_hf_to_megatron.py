@@ -14,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_fspo.console import OneLineParser, exit_status, progress_bar
+from megatron_fspo.cli.console import OneLineParser, exit_status, progress_bar
 from megatron_fspo.weights import HFReader, read_architecture, size_in_bytes, write_megatron_checkpoint
 
 

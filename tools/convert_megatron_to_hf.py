@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_fspo.console import OneLineParser, exit_status, progress_bar
+from megatron_fspo.cli.console import OneLineParser, exit_status, progress_bar
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import (
     MegatronReader,

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_fspo.console import OneLineParser, exit_status, import_megatron, progress_bar
+from megatron_fspo.cli.console import OneLineParser, exit_status, import_megatron, progress_bar
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.weights import (
     Architecture,

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_fspo.cli.console import exit_status
 from megatron_fspo.config.data import TEMPLATES, Data, DataSet, PresetName
-from megatron_fspo.console import exit_status
 from megatron_fspo.data.check import examine
 from megatron_fspo.data.rows import read_rows
 from megatron_fspo.data.tasks import Source, Task, gradable, read_task, source_of

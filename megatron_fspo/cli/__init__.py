@@ -13,7 +13,7 @@ import select
 import sys
 from collections.abc import Sequence
 
-from megatron_fspo import doctor
+from megatron_fspo.cli import doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,8 +51,8 @@ def _checked(words: list[str]) -> int:
 
 
 def _main(words: list[str]) -> int:
+    from megatron_fspo.cli.console import exit_status, quiet_megatron
     from megatron_fspo.cli.parser import make_parser
-    from megatron_fspo.console import exit_status, quiet_megatron
 
     quiet_megatron()
     parser = make_parser()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from megatron_fspo.console import OneLineParser
+from megatron_fspo.cli.console import OneLineParser
 from megatron_fspo.errors import InputError
 
 Commands: TypeAlias = "argparse._SubParsersAction[OneLineParser]"

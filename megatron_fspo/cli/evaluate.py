@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fspo.cli import command
+from megatron_fspo.cli.console import import_megatron
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config, make_config
-from megatron_fspo.console import import_megatron
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.folder import check_writable
 from megatron_fspo.weights import read_architecture

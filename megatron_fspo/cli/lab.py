@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from megatron_fspo.cli import command
+from megatron_fspo.cli.console import import_megatron
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.console import import_megatron
 from megatron_fspo.errors import InputError
 
 _PLAN_HELP = """\

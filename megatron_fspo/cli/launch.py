@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_fspo.console import exit_status
+from megatron_fspo.cli.console import exit_status
 
 
 def main() -> int:

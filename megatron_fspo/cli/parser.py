@@ -6,7 +6,7 @@ import argparse
 
 from megatron_fspo import __version__
 from megatron_fspo.cli import evaluate, lab, tools, train
-from megatron_fspo.console import OneLineParser
+from megatron_fspo.cli.console import OneLineParser
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import get_args
 
 from megatron_fspo.cli import command
+from megatron_fspo.cli.console import import_megatron
 from megatron_fspo.config.data import Data, DataSet, PresetName
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.console import import_megatron
 from megatron_fspo.errors import InputError
 
 _VERIFY_HELP = """\
@@ -222,7 +222,7 @@ def run_doctor(args: argparse.Namespace, _: list[str]) -> int:
     """Print what is installed; with a trainer the exit status is 1 if FSPO is not registered there."""
     if args.trainer is not None:
         return _doctor_verl(args)
-    from megatron_fspo.doctor import examine, render
+    from megatron_fspo.cli.doctor import examine, render
 
     findings = examine(load_config(args.config, []) if args.config else None)
     print(json.dumps(findings) if args.json else render(findings))

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_fspo.cli import command
+from megatron_fspo.cli.console import each_line, import_megatron
+from megatron_fspo.cli.doctor import absent, what_is_required
 from megatron_fspo.config.loading import describe_keys, load_config
-from megatron_fspo.console import each_line, import_megatron
-from megatron_fspo.doctor import absent, what_is_required
 from megatron_fspo.errors import TrainingError
 
 _HELP = """\

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, field_validator
 
-from megatron_fspo.section import Section
+from megatron_fspo.losses.section import Section
 
 _ALIGN = {"none": 1, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 

@@ -120,6 +120,24 @@ def save_config(config: Config, path: Path) -> None:
     partial.rename(path)
 
 
+def config_changes(config: Config) -> list[str]:
+    """Compare with the ``config.toml`` of the run, if it has one; returns ``key: old -> new`` lines.
+
+    Raises:
+        InputError: the file there is not a configuration.
+    """
+    path = config.run_folder / "config.toml"
+    if not path.exists():
+        return []
+    before, after = load_config(path).model_dump(mode="json"), config.model_dump(mode="json")
+    return [
+        f"{section}.{key}: {before[section].get(key)} -> {keys.get(key)}"
+        for section, keys in after.items()
+        for key in sorted(keys.keys() | before[section].keys())
+        if before[section].get(key) != keys.get(key)
+    ]
+
+
 def legal_keys() -> Iterator[tuple[str, FieldInfo, str]]:
     """Every key as (``section.key``, its field, the variant that has it or ""), in the order of the file."""
     for section, field in Config.model_fields.items():

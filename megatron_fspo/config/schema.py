@@ -27,7 +27,7 @@ from megatron_fspo.config.sections import (
     Run,
 )
 from megatron_fspo.losses import FSPOLoss, PolicyLossConfig
-from megatron_fspo.section import Section
+from megatron_fspo.losses.section import Section
 
 
 class Config(Section):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_fspo.config import Config
-from megatron_fspo.config.loading import load_config, save_config
+from megatron_fspo.config.loading import save_config
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.lock import LOCK, Owner, check_not_held
 
@@ -148,24 +148,6 @@ def put_aside(damaged: Path) -> Path:
     if aside.exists():
         shutil.rmtree(aside)
     return damaged.rename(aside)
-
-
-def config_changes(config: Config) -> list[str]:
-    """Compare with the ``config.toml`` of the run, if it has one; returns ``key: old -> new`` lines.
-
-    Raises:
-        InputError: the file there is not a configuration.
-    """
-    path = config.run_folder / "config.toml"
-    if not path.exists():
-        return []
-    before, after = load_config(path).model_dump(mode="json"), config.model_dump(mode="json")
-    return [
-        f"{section}.{key}: {before[section].get(key)} -> {keys.get(key)}"
-        for section, keys in after.items()
-        for key in sorted(keys.keys() | before[section].keys())
-        if before[section].get(key) != keys.get(key)
-    ]
 
 
 def write_config(config: Config) -> None:

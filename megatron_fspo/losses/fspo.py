@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.losses.common import Definition, Loss, LossState, pessimistic_minimum
+from megatron_fspo.losses.section import Share
 from megatron_fspo.objective import ConstantDualClip, DualClip, FSPOBand, LengthFairDualClip, SequenceLevel
 from megatron_fspo.objective.band import DEFAULT_C
 from megatron_fspo.objective.calibration import BandCalibrator, drift_from_kl, drift_from_sigma
 from megatron_fspo.objective.noise import Noise
-from megatron_fspo.section import Share
 
 WATCHED = 5
 """Steps in a row, with one width of the band and after the warm-up, whose medians judge that width."""

@@ -24,11 +24,11 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.job.control import JobControl
+from megatron_fspo.job.parent import end_with_parent
 from megatron_fspo.job.start_id import agree_on_start_id
 from megatron_fspo.mcore.backend import Backend
 from megatron_fspo.parallel.control import Control, Patience
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.parent import end_with_parent
 
 _jobs = itertools.count()
 _TELL_SECONDS = 60.0  # for the others to start, so that they hear why there will be no job

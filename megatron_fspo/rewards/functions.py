@@ -17,7 +17,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from megatron_fspo.remote import Loop
+from megatron_fspo.job.remote import Loop
 from megatron_fspo.rewards.extract import extract
 from megatron_fspo.rewards.grade import (
     Failure,

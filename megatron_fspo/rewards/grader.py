@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_fspo.errors import Attempts, InputError
-from megatron_fspo.remote import Loop
+from megatron_fspo.job.remote import Loop
 from megatron_fspo.rewards.functions import Function, Threads
 from megatron_fspo.rewards.grade import (
     LARGEST,

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.remote import Loop
+from megatron_fspo.job.remote import Loop
 from megatron_fspo.rewards.extract import extract
 from megatron_fspo.rewards.grade import Failure, Grade, GradeOrFailure, GradeRequest, after
 from megatron_fspo.rewards.pool import KillablePool, Unfinished, WorkerError

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from megatron_fspo.remote import Loop
+from megatron_fspo.job.remote import Loop
 from megatron_fspo.rewards.extract import extract, reference
 from megatron_fspo.rewards.grade import Grade, GradeOrFailure, GradeRequest, after
 from megatron_fspo.rewards.normalise import Form, Sameness, canonical_form, compare_forms, form, too_much

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.remote import Loop, TryAgain, attempted, http_client
+from megatron_fspo.job.remote import Loop, TryAgain, attempted, http_client
 from megatron_fspo.rewards.grade import Failure, Grade, GradeOrFailure, GradeRequest, one_line
 
 if TYPE_CHECKING:

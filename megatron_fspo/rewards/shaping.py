@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_fspo.remote import Loop
+from megatron_fspo.job.remote import Loop
 from megatron_fspo.rewards.extract import extract
 from megatron_fspo.rewards.grade import Grade, GradeRequest
 from megatron_fspo.rewards.normalise import canonical

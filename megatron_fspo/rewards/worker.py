@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from megatron_fspo.parent import end_with_parent
+from megatron_fspo.job.parent import end_with_parent
 
 _PAGE = resource.getpagesize()
 _MOST_TASKS = 5000  # then a fresh process: libraries keep a little of everything

@@ -9,10 +9,10 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import newest_checkpoint
 from megatron_fspo.mcore.nonfinite import suspects_of
-from megatron_fspo.mismatch.correction import correct, little_is_left
-from megatron_fspo.mismatch.measure import FP8_LIMIT, LIMIT, MismatchAlarm, measure
 from megatron_fspo.parallel.groups import agreed
 from megatron_fspo.trainer.build import Training
+from megatron_fspo.trainer.correction import correct, little_is_left
+from megatron_fspo.trainer.mismatch import FP8_LIMIT, LIMIT, MismatchAlarm, measure
 from megatron_fspo.trainer.optimize import Step, drop_culprits, is_stopping
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import (

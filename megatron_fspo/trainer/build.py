@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.config import Config
+from megatron_fspo.config.loading import config_changes
 from megatron_fspo.data.cursor import PromptCursor, mixture
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.folder import (
     checkpoint_folder,
-    config_changes,
     put_aside,
     remove_old_checkpoints,
     write_config,

@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_fspo.evaluation.records import Key, Record, RecordFile
+from megatron_fspo.evaluation.results import metrics_of
 from megatron_fspo.evaluation.summary import per_problem, summarize
-from megatron_fspo.evaluation.table import metrics_of
 from megatron_fspo.parallel.groups import ParallelGroups, agreed
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.evaluation import table
+from megatron_fspo.evaluation import results
 from megatron_fspo.evaluation.records import (
     Manifest,
     Problem,
@@ -193,9 +193,9 @@ def _write(out: Path, compared: SavedEvaluation | None) -> dict[str, float]:
     saved = load(out)
     summary = summarize(per_problem(saved.records), saved.manifest.samples)
     comparison = compare(saved, compared) if compared is not None else None
-    table.write(out, saved.manifest, summary, comparison)
-    metrics = table.metrics_of(summary)
-    return metrics | (table.metrics_of(comparison.differences, "difference") if comparison else {})
+    results.write(out, saved.manifest, summary, comparison)
+    metrics = results.metrics_of(summary)
+    return metrics | (results.metrics_of(comparison.differences, "difference") if comparison else {})
 
 
 def _say(line: str) -> None:

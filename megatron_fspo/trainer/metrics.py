@@ -22,11 +22,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_fspo.job.rank_status import named_ranks
 from megatron_fspo.mcore.backend import peak_tflops
-from megatron_fspo.mismatch.measure import outlier_share
 from megatron_fspo.parallel.groups import Totals, any_rank, gather_lists, means, pool
 from megatron_fspo.record.log import PHASES
 from megatron_fspo.record.records import as_tensors, clip_metrics, sigma_of
 from megatron_fspo.trainer.build import Training
+from megatron_fspo.trainer.mismatch import outlier_share
 from megatron_fspo.trainer.optimize import Step
 from megatron_fspo.trainer.rollout import left_out
 from megatron_fspo.weights.architecture import BACKWARD, forward_flops

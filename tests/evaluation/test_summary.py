@@ -14,8 +14,8 @@ import pytest
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation.records import Manifest, Problem, Record, SavedEvaluation
+from megatron_fspo.evaluation.results import metrics_of, results, table, write
 from megatron_fspo.evaluation.summary import compare, per_problem, summarize
-from megatron_fspo.evaluation.table import metrics_of, results, table, write
 
 
 def saved(

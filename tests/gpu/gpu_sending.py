@@ -17,8 +17,8 @@ from gpu_sizes import SIZES
 from torch import Tensor
 
 from backend import FAKE
+from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.mcore.hf_weights import hf_tensors
-from megatron_fspo.remote import Loop, http_client
 from megatron_fspo.rollout.client import weights as client_weights
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.client.weights import BroadcastSender

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_fspo.cli.console import exit_status
 from megatron_fspo.config import Parallel
-from megatron_fspo.console import exit_status
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.startup import job, join, start

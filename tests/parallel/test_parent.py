@@ -10,7 +10,7 @@ import pytest
 
 from launch import environment
 
-ENDS = "from megatron_fspo.parent import end_with_parent; end_with_parent()"
+ENDS = "from megatron_fspo.job.parent import end_with_parent; end_with_parent()"
 RANK = "from megatron_fspo.mcore.startup import job; job().__enter__()"
 REST = "; import sys, time; print('ready', flush=True); time.sleep(float(sys.argv[1]))"
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"

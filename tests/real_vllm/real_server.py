@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from megatron_fspo.remote import Loop, http_client
+from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.rollout.checksum import Checksum
 from megatron_fspo.rollout.client.proof import Proof, prove, with_checksums
 from megatron_fspo.rollout.client.server import Server

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from fake_vllm import until
+from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.remote import Loop, http_client
 from megatron_fspo.rollout.client import weights as client_weights
 from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.rollout.client.pool import Pool

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_fspo.data.tokenizer import load_tokenizer
-from megatron_fspo.remote import http_client
+from megatron_fspo.job.remote import http_client
 from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Refused, Server
 from megatron_fspo.rollout.common import api_key

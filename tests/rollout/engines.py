@@ -12,9 +12,9 @@ import torch.distributed as dist
 from fake_server import KEY, MAX_TOKENS, VOCAB_SIZE, FakeServer, tokens_of
 from torch import Tensor
 
+from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.remote import Loop, http_client
 from megatron_fspo.rollout.client.engine import Leader, Trainer, VLLMEngine
 from megatron_fspo.rollout.client.pool import Pool
 from megatron_fspo.rollout.client.server import Server

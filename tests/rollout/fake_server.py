@@ -16,7 +16,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_fspo.remote import http_client
+from megatron_fspo.job.remote import http_client
 from megatron_fspo.rollout.checksum import checksum
 from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_fspo.remote import http_client
+from megatron_fspo.job.remote import http_client
 from megatron_fspo.rollout.checksum import Checksum, checksum
 from megatron_fspo.rollout.client.proof import Proof, compare, difference, prove, with_checksums
 from megatron_fspo.rollout.client.server import Server, ServerLost

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from launch import REPO, environment
-from megatron_fspo.remote import Loop
+from megatron_fspo.job.remote import Loop
 
 
 async def double(value: int) -> int:
@@ -87,7 +87,7 @@ def test_its_own_coroutines_may_not_wait_for_it() -> None:
 def test_the_interpreter_ends_with_work_under_way() -> None:
     program = """
 import asyncio
-from megatron_fspo.remote import Loop
+from megatron_fspo.job.remote import Loop
 async def work():
     try:
         await asyncio.sleep(60)

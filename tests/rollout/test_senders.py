@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from launch import run_worker
-from megatron_fspo.remote import Loop, http_client
+from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.rollout.client import weights as client_weights
 from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.client.weights import BroadcastSender, in_buckets

@@ -19,10 +19,10 @@ from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import start
-from megatron_fspo.mismatch.measure import LIMIT, MismatchAlarm, token_deltas
 from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.groups import gather_lists
 from megatron_fspo.rollout.embedded import EmbeddedEngine
+from megatron_fspo.trainer.mismatch import LIMIT, MismatchAlarm, token_deltas
 from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights, with_layers

@@ -32,12 +32,12 @@ from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.startup import start
-from megatron_fspo.mismatch.correction import correct
-from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.groups import gather_lists
 from megatron_fspo.trainer import rollout as rollout_module
+from megatron_fspo.trainer.correction import correct
+from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages
 from megatron_fspo.types import Completion, Prompt
 from megatron_fspo.verify import production

@@ -20,10 +20,10 @@ from megatron_fspo.config.correction import (
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.mcore.startup import start
-from megatron_fspo.mismatch.correction import correct
-from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.record.records import SequenceRecord, clip_metrics, records_of
+from megatron_fspo.trainer.correction import correct
+from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import (
     LOSSES,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_fspo.config import Config
-from megatron_fspo.config.loading import load_config
+from megatron_fspo.config.loading import config_changes, load_config
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.folder import (
     Resume,
@@ -20,7 +20,6 @@ from megatron_fspo.job.folder import (
     checkpoint_folder,
     checkpoints,
     checkpoints_to_resume,
-    config_changes,
     newest_checkpoint,
     put_aside,
     remove_old_checkpoints,

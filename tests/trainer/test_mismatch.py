@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from megatron_fspo.mismatch.measure import measure, outlier_share
 from megatron_fspo.objective.calibration import sigma_hat
+from megatron_fspo.trainer.mismatch import measure, outlier_share
 from megatron_fspo.types import Sample
 from mismatch_cases import ALONE, PACKS, packed, responses, sample
 

@@ -24,13 +24,13 @@ from megatron_fspo.config.correction import (
 )
 from megatron_fspo.losses import DAPOLoss, GRPOLoss
 from megatron_fspo.mcore.policy_loss import PolicyLoss
-from megatron_fspo.mismatch.correction import correct, effective_share, little_is_left, sequence_weights
-from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.policy_objective import PolicyObjective, SequenceLevel
 from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.records import SequenceRecord, records_of
+from megatron_fspo.trainer.correction import correct, effective_share, little_is_left, sequence_weights
+from megatron_fspo.trainer.mismatch import measure
 from mismatch_cases import ALONE, LENGTHS, PACKS, packed, responses
 
 GROUPS = ParallelGroups(tp=ALONE, pp=ALONE, cp=ALONE, ep=ALONE, dp=ALONE, dp_cp=ALONE)

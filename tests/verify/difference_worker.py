@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron_fspo.mismatch import correction
 from patching import Patch, wrap
 from torch import Tensor
 
@@ -27,14 +28,13 @@ from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import join, start, stop
-from megatron_fspo.mismatch import correction
-from megatron_fspo.mismatch.measure import measure
 from megatron_fspo.objective import policy_objective
 from megatron_fspo.objective.calibration import BandCalibrator
 from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, of_first_rank, share
 from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.rollout import embedded
 from megatron_fspo.rollout.embedded import EmbeddedEngine
+from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.optimize import observe
 from megatron_fspo.types import Prompt, SamplingParams
 from megatron_fspo.verify import production

@@ -9,9 +9,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
+from megatron_fspo.evaluation.tables import by_column, columns, interval, number
 from megatron_fspo.lab.report.drawing import BLUE, EDGE, GREEN, GREY, ORANGE, PURPLE, legend, picture
 from megatron_fspo.lab.report.page import template
-from megatron_fspo.tables import by_column, columns, interval, number
 from megatron_fspo.trainer.noise import Calibration, Interval, NoiseRecord
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)

@@ -23,12 +23,12 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.lab.calibrate.emulate import emulate_fp8
 from megatron_fspo.mcore.hf_weights import export_hf, load_hf
 from megatron_fspo.mcore.policy import Model
-from megatron_fspo.mismatch.measure import per_sample
 from megatron_fspo.packing.batch import MicroBatch, Packs, padded_length
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.records import as_tensors
 from megatron_fspo.trainer.begin import roll_out, with_packs
 from megatron_fspo.trainer.build import Training, build
+from megatron_fspo.trainer.mismatch import per_sample
 from megatron_fspo.trainer.noise import own_precision
 from megatron_fspo.trainer.optimize import optimize
 from megatron_fspo.trainer.prepare import Inputs

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_fspo.evaluation.intervals import Estimate
+from megatron_fspo.evaluation.tables import by_column, columns, number, percent, plain, with_interval
 from megatron_fspo.lab.explain.decomposition import Parts
 from megatron_fspo.lab.explain.explanation import Disagreement, Explanation, OfLoss
 from megatron_fspo.lab.explain.losses import FATES
-from megatron_fspo.tables import by_column, columns, number, percent, plain, with_interval
 
 Table = tuple[list[str], list[tuple[str, ...]]]
 """Head and rows."""

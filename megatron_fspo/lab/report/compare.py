@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from megatron_fspo import __version__
 from megatron_fspo.errors import InputError
+from megatron_fspo.evaluation.tables import number
 from megatron_fspo.lab.report import pictures
 from megatron_fspo.lab.report.drawing import Line, smoothing_window
 from megatron_fspo.lab.report.figures import ABSENT, TAIL, WINDOW, RunData, machines, read_run
@@ -20,7 +21,6 @@ from megatron_fspo.lab.report.history import Records, clip_rates, overall_rates
 from megatron_fspo.lab.report.page import template
 from megatron_fspo.lab.report.pictures import Evaluations, LengthCurve, style_of
 from megatron_fspo.objective import FSPOBand
-from megatron_fspo.tables import number
 
 _MATCHED = 0.02
 """Shares outside further apart than this are not matched."""

@@ -14,12 +14,12 @@ from pydantic import BaseModel
 
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
+from megatron_fspo.evaluation.tables import number
 from megatron_fspo.lab.report.history import History, Records, Series, pooled_lre, read_records
 from megatron_fspo.lab.report.samples import AccuracyChange, accuracy_change, first_and_last_samples
 from megatron_fspo.objective import ClipBand, FSPOBand, LengthReweightingError
 from megatron_fspo.objective.calibration import Exponent, measure_exponent
 from megatron_fspo.record.log import JOBS, PHASES, WARNINGS, read_rows
-from megatron_fspo.tables import number
 
 ABSENT = "–"
 WINDOW = 5

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from megatron_fspo.config import Config
+from megatron_fspo.config.loading import config_changes
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.job.folder import config_changes
 from megatron_fspo.lab.explain.losses import factor_for, reach_of_sums
 from megatron_fspo.lab.report.history import History, Records, read_records, steady
 from megatron_fspo.lab.sweep.file import Planned, Sweep, config_of, planned

@@ -14,10 +14,10 @@ from statistics import fmean
 from typing import Any
 
 from megatron_fspo.evaluation.intervals import t_half_width
+from megatron_fspo.evaluation.tables import markdown, number, plain
 from megatron_fspo.lab.report.history import History, Records, overall_rates, pooled_lre, read_records, steady
 from megatron_fspo.lab.report.samples import accuracy_change, first_and_last_samples
 from megatron_fspo.lab.sweep.file import Planned, Sweep, planned
-from megatron_fspo.tables import markdown, number, plain
 
 COLUMNS = {
     "out_of_band": "outside",

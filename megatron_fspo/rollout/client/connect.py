@@ -10,7 +10,7 @@ import httpx
 
 from megatron_fspo.config import VLLM
 from megatron_fspo.errors import InputError, InputErrors
-from megatron_fspo.remote import Loop, http_client
+from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.rollout.client.engine import Leader
 from megatron_fspo.rollout.client.pool import Pool
 from megatron_fspo.rollout.client.server import Server

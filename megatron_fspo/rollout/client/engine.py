@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.errors import InputError, StopRequested, TrainingError
+from megatron_fspo.job.remote import Loop
 from megatron_fspo.parallel.control import SLICE
 from megatron_fspo.parallel.groups import ParallelGroups, gather_lists
-from megatron_fspo.remote import Loop
 from megatron_fspo.rollout.checksum import Checksum
 from megatron_fspo.rollout.client import proof, turns, weights
 from megatron_fspo.rollout.client.hand_out import hand_out

@@ -11,7 +11,7 @@ from dataclasses import replace
 import httpx
 
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.remote import TryAgain, attempted
+from megatron_fspo.job.remote import TryAgain, attempted
 from megatron_fspo.rollout.client.answers import (
     BadAnswer,
     StoppedElsewhere,

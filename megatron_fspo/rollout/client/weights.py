@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from megatron_fspo.remote import Loop
+from megatron_fspo.job.remote import Loop
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.common import is_loopback
 from megatron_fspo.rollout.links import address_towards, join_gloo, join_nccl, listen

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_fspo.evaluation.intervals import LEVEL, RESAMPLES
 from megatron_fspo.evaluation.records import Manifest, write_whole
 from megatron_fspo.evaluation.summary import Comparison, Summary
-from megatron_fspo.tables import markdown, plain
+from megatron_fspo.evaluation.tables import markdown, plain
 
 RESULTS = "results.json"
 TABLE = "table.md"

@@ -25,11 +25,11 @@ from megatron_fspo.config.correction import (
     SequenceTIS,
     TokenTIS,
 )
-from megatron_fspo.mismatch.measure import Mismatch, per_sample, token_deltas
 from megatron_fspo.objective.correction import length_fair_gate, masked_weight, truncated_weight, within_ratio
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
+from megatron_fspo.trainer.mismatch import Mismatch, per_sample, token_deltas
 
 LEAST_LEFT = 0.5
 """Mean weight and effective sample size below which the user is warned."""

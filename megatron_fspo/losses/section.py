@@ -1,4 +1,4 @@
-"""The base of all sections of the configuration."""
+"""A section of the configuration, which the keys of a loss are: the base of all."""
 
 from __future__ import annotations
 

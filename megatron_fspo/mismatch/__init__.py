@@ -1,1 +1,0 @@
-"""Sampler against trainer: how far their log-probs of the same tokens differ, why, and what follows."""
