@@ -34,7 +34,6 @@ from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.evaluation.intervals import (
     Estimate,
-    difference_interval,
     jackknife_interval,
     wilson_interval,
 )
@@ -45,6 +44,7 @@ from megatron_fspo.objective import FSPOBand, length_reweighting_error
 from megatron_fspo.objective.calibration import fit_exponent, jackknife, measure_exponent, student_t
 from megatron_fspo.objective.fairness import LengthReweightingError, length_bins
 from megatron_fspo.types import Completion, Prompt
+from noise_check import difference_interval
 
 CONFIG = ROOT / "benchmarks/long_responses.toml"
 TOPICS = ("the sea", "a railway", "bread", "the moon", "a garden", "an old library", "winter", "a clock")

@@ -13,15 +13,26 @@ estimate from a finite number of responses as well.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fspo.evaluation.intervals import Estimate, difference_interval, wilson_interval
+from megatron_fspo.evaluation.intervals import Estimate, wilson_interval
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.objective.noise import Noise
 from megatron_fspo.trainer.noise import read_calibration
+
+
+def difference_interval(first: Estimate, second: Estimate) -> Estimate:
+    """First less second, which are independent (Newcombe 1998, Statistics in Medicine 17, method 10)."""
+    value = first.value - second.value
+    return Estimate(
+        value=value,
+        low=value - math.hypot(first.value - first.low, second.high - second.value),
+        high=value + math.hypot(first.high - first.value, second.value - second.low),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

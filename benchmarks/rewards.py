@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future, wait
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron_fspo.config import Reward
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rewards.extract import extract, reference
 from megatron_fspo.rewards.math import TIER2
-from megatron_fspo.rewards.normalise import Sameness, canonical, compare
+from megatron_fspo.rewards.normalise import canonical, compare, form
 from megatron_fspo.rewards.pool import KillablePool
 from megatron_fspo.types import Completion, Prompt
 
@@ -82,8 +83,9 @@ def tier1(count: int) -> float:
     for gold, response in tasks:
         found = extract(response, "auto")
         assert found is not None
-        canonical(found)
-        if compare(reference(gold), found) is Sameness.UNSURE:
+        written = form(found)
+        canonical(written)
+        if compare(form(reference(gold)), written) is None:
             raise AssertionError(f"{gold} and {found} are for tier 2")
     return count / (time.process_time() - began)
 
@@ -107,7 +109,7 @@ def pool_against_alone(workers: int, count: int, turns: int) -> list[tuple[float
     processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(workers)]
     tasks = algebra(count * (turns + 1))
     rates = []
-    with KillablePool(TIER2, workers=workers, seconds=60.0, memory_gb=1.0) as pool:
+    with closing(KillablePool(TIER2, workers=workers, seconds=60.0, memory_gb=1.0)) as pool:
         for turn in range(turns + 1):
             part = tasks[turn * count : (turn + 1) * count]
             began = time.perf_counter()

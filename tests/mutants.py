@@ -141,7 +141,7 @@ MUTANTS = {
         '"open": [*self._open, *self._again]', '"open": []', "test_cursor.py",
     ),
     "overlong: reaches its end at once": Mutant(
-        "min(over / tokens, 1.0)", "min(over, 1.0)", "test_shaping.py",
+        "min(over / tokens, 1.0)", "min(over, 1.0)", "test_grader.py penalty",
     ),
     # rollouts and the trainer
     "tokens older than allowed": Mutant(

@@ -20,6 +20,7 @@ from benchmarks import (
     evidence,
     logprob_head,
     long_responses,
+    rewards,
     rollout_client,
 )
 from launch import REPO, environment
@@ -61,13 +62,22 @@ def read(name: str) -> Any:
         "async_rollouts": (async_rollouts.table,),
         "convert": (convert.table,),
         "logprob_head": (lambda report: logprob_head.table(report["results"]),),
+        "rewards": (rewards.table,),
         "rollout_client": (rollout_client.table, rollout_client.one_reader),
     }.items(),
 )
 def test_the_page_shows_what_was_measured(name: str, shown: Sequence[Callable[[Any], str]]) -> None:
-    report, page = read(name), (REPO / "docs/performance.md").read_text(encoding="utf-8")
-    assert report.get("command", "") in page
-    assert all(table(report) in page for table in shown)
+    page = REPO / "docs" / ("rewards.md" if name == "rewards" else "performance.md")
+    report, text = read(name), page.read_text(encoding="utf-8")
+    assert report.get("command", "") in text
+    assert all(table(report) in text for table in shown)
+
+
+def test_tier_1_is_fast_enough() -> None:
+    report = read("rewards")
+    assert report["tier1_of_aim"] >= 1 and report["pool_of_workers_alone"] >= 0.8
+    assert report["responses"] == 1024 and report["sleep_of_longest"] < 1.5
+    assert max(rewards.tier1(2000) for _ in range(5)) > rewards.AIM, "here too"
 
 
 def test_figures_are_of_the_settings_that_are_there() -> None:
@@ -110,10 +120,6 @@ def test_the_heads_peak_is_that_of_one_chunk_of_logits() -> None:
     expected = (32768 * 512 + 256 * 32768 + 2 * 2048 * 512) * 4 / 2**20
     assert expected - 3 <= short <= expected + 10  # the warm-up left a little room
     assert long <= 1.15 * short
-
-
-def test_an_answer_of_a_server_is_read() -> None:
-    assert rollout_client.measure(64, count=20, repeats=1)["of_json_loads"] > 0
 
 
 @pytest.mark.slow

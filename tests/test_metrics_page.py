@@ -117,10 +117,3 @@ def test_rows_are_whole_and_there_once() -> None:
     for name, rest in rows:
         cells = [cell.strip() for cell in rest.replace(r"\|", "").split("|")]
         assert len(cells) == 3 and all(cells), f"{name}: unit, formula, what a healthy run shows"
-
-
-def test_a_name_that_is_not_there_is_seen() -> None:
-    assert unknown(["step", "actor/lr", "fspo/clip_rate/bin_7", "fspo/new", "val/x/mean@8", "val/x/y/z"]) == [
-        "fspo/new",
-        "val/x/y/z",
-    ]

@@ -30,7 +30,7 @@ from megatron_fspo.data.rows import read_rows
 from megatron_fspo.data.tasks import Source, Task, gradable, read_task, source_of
 from megatron_fspo.errors import InputError
 from megatron_fspo.rewards.extract import extract, reference
-from megatron_fspo.rewards.normalise import Sameness, compare_forms, form
+from megatron_fspo.rewards.normalise import compare, form
 
 RUN = 30
 """Words and numbers in a row that two different problems do not share: the usual closing sentence of a
@@ -139,7 +139,7 @@ def can_be_right(answer: str) -> bool:
     given = extract(f"So it follows.\nAnswer: {answer}", "auto")
     if given is None or not gradable(answer):
         return False
-    return compare_forms(form(reference(answer)), form(given)) is not Sameness.DIFFERENT
+    return compare(form(reference(answer)), form(given)) is not False
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_fspo.data.prompts import Seen
-from megatron_fspo.data.rows import Row, read_rows
+from megatron_fspo.data.rows import read_rows
 from megatron_fspo.data.tasks import (
     Source,
     Task,
     check_source,
     conversation,
+    encode,
     gradable,
     read_task,
-    render,
-    tokens,
 )
 from megatron_fspo.errors import InputError
 
@@ -84,49 +83,44 @@ def examine(source: Source, tokenizer: PreTrainedTokenizerBase | None, max_promp
     for row in read_rows(source.file, (source.prompt_key, source.answer_key)):
         checked.rows += 1
         try:
-            _examine_row(row, checked, seen, tokenizer, max_prompt_tokens)
+            task = read_task(row, source)
+            novelty = seen.add(task)
+            if novelty == "conflict":
+                answer, location = seen.first(task)
+                checked.conflicts.append(
+                    f"{row.location}: {task.answer[:40]!r}, but {answer[:40]!r} at {location}"
+                )
+            if novelty == "duplicate":
+                checked.duplicates += 1
+                if source.duplicates == "drop":
+                    continue
+            text, units = _shown(task, source) if tokenizer is None else encode(task, source, tokenizer)
         except InputError as error:
             checked.broken.append(str(error))
+            continue
+        length = len(units)
+        checked.lengths.append(length)
+        if not gradable(task.answer):
+            checked.ungradable.append(f"{row.location}: {source.answer_key!r} is {task.answer[:40]!r}")
+        if tokenizer is not None and length > max_prompt_tokens:
+            checked.too_long.append(
+                f"{row.location}: {length} tokens, max_prompt_tokens is {max_prompt_tokens}"
+            )
+        if len(checked.rendered) < _SHOWN:
+            checked.rendered.append(f"{row.location}, answer {task.answer[:200]!r}\n{text}")
     if not checked.rows:
         raise InputError(f"{source.file}: holds no prompts")
     return checked
 
 
-def _examine_row(
-    row: Row,
-    checked: FileCheck,
-    seen: Seen,
-    tokenizer: PreTrainedTokenizerBase | None,
-    max_prompt_tokens: int,
-) -> None:
-    source = checked.source
-    task = read_task(row, source)
-    question = task.question
-    novelty = seen.add(question, task)
-    if novelty == "conflict":
-        answer, location = seen.first(question)
-        checked.conflicts.append(f"{row.location}: {task.answer[:40]!r}, but {answer[:40]!r} at {location}")
-    if novelty == "duplicate":
-        checked.duplicates += 1
-        if source.duplicates == "drop":
-            return
-    text = _shown(task, source) if tokenizer is None else render(task, source, tokenizer)
-    length = len(text) if tokenizer is None else len(tokens(task, text, source, tokenizer))
-    checked.lengths.append(length)
-    if not gradable(task.answer):
-        checked.ungradable.append(f"{row.location}: {source.answer_key!r} is {task.answer[:40]!r}")
-    if tokenizer is not None and length > max_prompt_tokens:
-        checked.too_long.append(f"{row.location}: {length} tokens, max_prompt_tokens is {max_prompt_tokens}")
-    if len(checked.rendered) < _SHOWN:
-        checked.rendered.append(f"{row.location}, answer {task.answer[:200]!r}\n{text}")
-
-
-def _shown(task: Task, source: Source) -> str:
-    """Return the prompt without a tokenizer: where its chat template would be, messages with their roles."""
+def _shown(task: Task, source: Source) -> tuple[str, str]:
+    """Return the prompt without a tokenizer, twice, where text and ids would be: for the chat template stand
+    messages with their roles."""
     messages = conversation(task, source)
-    if not source.chat_template:
-        return str(messages[0]["content"])
-    return "\n".join(f"<{message['role']}> {message['content']}" for message in messages)
+    text = str(messages[0]["content"])
+    if source.chat_template:
+        text = "\n".join(f"<{message['role']}> {message['content']}" for message in messages)
+    return text, text
 
 
 def as_json(checked: FileCheck) -> dict[str, Any]:
@@ -163,11 +157,7 @@ def describe(checked: FileCheck) -> str:
         f"{source.file}: prompt from {source.prompt_key!r}, answer from {source.answer_key!r}{after}",
         _count("rows", checked.rows),
         _count("prompts", len(checked.lengths)),
-        *(
-            []
-            if checked.samples is None
-            else [_count("samples", checked.samples, "responses to each prompt")]
-        ),
+        *([_count("samples", checked.samples, "responses to each prompt")] if checked.samples else []),
         _count("duplicates", checked.duplicates, "left out" if source.duplicates == "drop" else "kept"),
     ]
     refused = {"error": "a run refuses the file", "drop": "a run leaves them out", "keep": "kept"}

@@ -15,10 +15,9 @@ from megatron_fspo.data.tasks import (
     Task,
     Which,
     check_source,
+    encode,
     read_task,
-    render,
     sources_of,
-    tokens,
 )
 from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.types import Prompt
@@ -87,24 +86,22 @@ def load_set(
     check_source(source, tokenizer)
     seen = Seen()
     dropped: Counter[str] = Counter()
-    kept: list[tuple[bytes, Task, str, tuple[int, ...]]] = []
+    kept: list[tuple[Task, str, tuple[int, ...]]] = []
     rows = 0
     for row in read_rows(source.file, (source.prompt_key, source.answer_key)):
         rows += 1
         task = read_task(row, source)
-        question = task.question
-        novelty = seen.add(question, task)
+        novelty = seen.add(task)
         if novelty == "duplicate" and source.duplicates == "drop":
             dropped["duplicate"] += 1
             continue
         if novelty == "conflict" and source.conflicts == "error":
-            answer, location = seen.first(question)
+            answer, location = seen.first(task)
             task.row.fail(
                 f"{source.answer_key!r} is {task.answer[:40]!r}, but {location} has {answer[:40]!r} for the "
                 'same prompt; set data.conflicts to "drop" (none of them is taken) or "keep"'
             )
-        text = render(task, source, tokenizer)
-        ids = tokens(task, text, source, tokenizer)
+        text, ids = encode(task, source, tokenizer)
         if len(ids) > max_prompt_tokens and source.too_long == "error":
             task.row.fail(
                 f"{source.prompt_key!r} has {len(ids)} tokens, max_prompt_tokens is {max_prompt_tokens}"
@@ -112,7 +109,7 @@ def load_set(
         if len(ids) > max_prompt_tokens:
             dropped["too long"] += 1
             continue
-        kept.append((question, task, text, ids))
+        kept.append((task, text, ids))
     if source.conflicts == "drop":
         staying = [item for item in kept if seen.has_one_answer(item[0])]
         dropped["conflicting"] = len(kept) - len(staying)
@@ -124,7 +121,7 @@ def load_set(
         Prompt(
             index=index, token_ids=ids, text=text, answer=task.answer, fields=task.fields, dataset=source.name
         )
-        for index, (_, task, text, ids) in enumerate(kept, start=start)
+        for index, (task, text, ids) in enumerate(kept, start=start)
     ]
     return LoadedSet(source=source, prompts=tuple(prompts), rows=rows, dropped=dropped)
 
@@ -135,20 +132,20 @@ class Seen:
     def __init__(self) -> None:
         self._answers: dict[bytes, dict[str, str]] = {}
 
-    def add(self, question: bytes, task: Task) -> Literal["new", "duplicate", "conflict"]:
+    def add(self, task: Task) -> Literal["new", "duplicate", "conflict"]:
         """Take a task in, and return what it is beside those before; a conflict is another answer."""
-        answers = self._answers.setdefault(question, {})
+        answers = self._answers.setdefault(task.question, {})
         if task.answer in answers:
             return "duplicate"
         answers[task.answer] = task.row.location
         return "new" if len(answers) == 1 else "conflict"
 
-    def has_one_answer(self, question: bytes) -> bool:
-        return len(self._answers[question]) == 1
+    def has_one_answer(self, task: Task) -> bool:
+        return len(self._answers[task.question]) == 1
 
-    def first(self, question: bytes) -> tuple[str, str]:
-        """Return the first answer to a question, and the location of its row."""
-        return next(iter(self._answers[question].items()))
+    def first(self, task: Task) -> tuple[str, str]:
+        """Return the first answer to the task's question, and the location of its row."""
+        return next(iter(self._answers[task.question].items()))
 
 
 def notes(sets: Sequence[LoadedSet]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,27 +22,15 @@ Which = Literal["train", "validation"]
 """The training or the evaluation files of a run."""
 LONGEST_GRADABLE = 1000
 """Characters of an answer."""
-_BOXED = {
-    "prompt_key": "problem",
-    "answer_key": "answer",
-    "answer_after": "",
-    "template": "boxed",
-    "chat_template": True,
-    "system_prompt": "",
-}
-PRESETS: dict[PresetName, dict[str, Any]] = {
-    "raw": {**_BOXED, "prompt_key": "prompt", "template": "plain", "chat_template": False},
-    "dapo": {
-        **_BOXED,
-        "prompt_key": "prompt",
-        "answer_key": "reward_model.ground_truth",
-        "template": "plain",
-    },
-    "math500": _BOXED,
-    "aime": _BOXED,
-    "amc": _BOXED,
-    "gsm8k": {**_BOXED, "prompt_key": "question", "answer_after": "####"},
-    "slime": {**_BOXED, "prompt_key": "prompt", "answer_key": "label", "template": "plain"},
+_KEYS = ("prompt_key", "answer_key", "answer_after", "template", "chat_template")
+PRESETS: dict[PresetName, tuple[str | bool, ...]] = {
+    "raw": ("prompt", "answer", "", "plain", False),
+    "dapo": ("prompt", "reward_model.ground_truth", "", "plain", True),
+    "math500": ("problem", "answer", "", "boxed", True),
+    "aime": ("problem", "answer", "", "boxed", True),
+    "amc": ("problem", "answer", "", "boxed", True),
+    "gsm8k": ("question", "answer", "####", "boxed", True),
+    "slime": ("prompt", "label", "", "plain", True),
 }
 """The keys that depend on the format of a file; what they mean is in the configuration. The prompts of DAPO's
 and slime's files hold their instruction already; the others are bare questions, and are asked for an answer
@@ -75,7 +64,7 @@ def sources_of(data: Data, which: Which) -> tuple[Source, ...]:
 def source_of(data: Data, one: DataSet) -> Source:
     """Return how the file of a set is read: what the set's table gives holds; else what ``[data]`` gives;
     else what the preset says, the set's own or that of ``[data]``."""
-    keys = dict(PRESETS[one.preset or data.preset])
+    keys: dict[str, Any] = dict(zip(_KEYS, PRESETS[one.preset or data.preset], strict=True))
     for given in (data, one):
         values = {key: getattr(given, key) for key in Reading.model_fields if key != "preset"}
         keys |= {key: value for key, value in values.items() if value is not None}
@@ -94,7 +83,7 @@ class Task:
     answer: str
     """The answer as the file spells it; never blank."""
 
-    @property
+    @cached_property
     def question(self) -> bytes:
         """Return a digest of the messages: the same for the same question."""
         text = json.dumps(self.messages, sort_keys=True)
@@ -140,24 +129,21 @@ def conversation(task: Task, source: Source) -> list[dict[str, Any]]:
     return [{"role": "system", "content": source.system_prompt}, *messages]
 
 
-def render(task: Task, source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what the model reads: through the chat template, up to where the assistant begins, or bare."""
+def encode(task: Task, source: Source, tokenizer: PreTrainedTokenizerBase) -> tuple[str, tuple[int, ...]]:
+    """Return what the model reads, as text and as token ids without a special token added: through the chat
+    template up to where the assistant begins, or bare."""
     messages = conversation(task, source)
-    if not source.chat_template:
-        return str(messages[0]["content"])
-    try:
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # the template is a program of the checkpoint's and may raise anything
-        reason = str(error).strip().partition("\n")[0]
-        task.row.fail(f"the chat template refuses {source.prompt_key!r}: {reason}", error)
-
-
-def tokens(task: Task, text: str, source: Source, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the token ids of the text, no special token added; ``InputError`` if there are none."""
+    text = str(messages[0]["content"])
+    if source.chat_template:
+        try:
+            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except Exception as error:  # the template is a program of the checkpoint's and may raise anything
+            reason = str(error).strip().partition("\n")[0]
+            task.row.fail(f"the chat template refuses {source.prompt_key!r}: {reason}", error)
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         task.row.fail(f"{source.prompt_key!r} is empty: it has no tokens ({text[:40]!r})")
-    return ids
+    return text, ids
 
 
 def _value(row: Row, tree: dict[str, Any], key: str) -> Any:
@@ -170,16 +156,12 @@ def _value(row: Row, tree: dict[str, Any], key: str) -> Any:
         if not isinstance(value, dict):
             row.fail(f"no key {key!r}: {'.'.join(way)!r} is {kind(value)}")
         if name not in value:
-            inside = f" in {'.'.join(way)!r}" if way else ""
-            row.fail(f"no key {key!r}; the keys{inside or ' here'} are {_listed(value)}")
+            place = f"in {'.'.join(way)!r}" if way else "here"
+            names = [repr(key[:40]) for key in list(value)[:12]] + ["…"] * (len(value) > 12)
+            row.fail(f"no key {key!r}; the keys {place} are {', '.join(names) or 'none'}")
         value = value[name]
         way.append(name)
     return value
-
-
-def _listed(keys: dict[str, Any]) -> str:
-    names = [repr(key[:40]) for key in list(keys)[:12]]
-    return ", ".join(names + ["…"] * (len(keys) > 12)) or "none"
 
 
 def _messages(row: Row, prompt: Any, source: Source) -> list[dict[str, Any]]:

@@ -22,14 +22,8 @@ def pass_at(k: int, n: int, right: int) -> float:
     """Probability that k of n responses hold a right one: 1 − C(n − c, k)/C(n, k) with c right ones.
 
     The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), in integers up to one division, so it is
-    the float nearest to the true value for every n.
-
-    Raises:
-        ValueError: k is not in 1 … n, or c not in 0 … n.
+    the float nearest to the true value for every n. k is in 1 … n, and c in 0 … n.
     """
-    _check(k, n)
-    if not 0 <= right <= n:
-        raise ValueError(f"{right} right ones of {n} responses")
     ways = math.comb(n, k)
     return (ways - math.comb(n - right, k)) / ways
 
@@ -43,15 +37,11 @@ def majority_at(k: int, answers: Sequence[Hashable | None], scores: Sequence[flo
     where nobody votes the result is wrong: it scores 0.
 
     Args:
-        k: how many of the n responses vote, drawn without replacement.
+        k: how many of the n responses vote, drawn without replacement; from 1 to n.
         answers: of the n responses, extracted and normalised; None where there is none.
         scores: of the n responses.
-
-    Raises:
-        ValueError: k is not in 1 … n, or the lengths differ.
     """
     n = len(answers)
-    _check(k, n)
     by_answer: dict[Hashable, list[float]] = {}
     for answer, score in zip(answers, scores, strict=True):
         if answer is not None:
@@ -100,8 +90,3 @@ def _drawn(count: int, k: int, n: int) -> Array:
 def powers_of_two(n: int) -> list[int]:
     """1, 2, 4, … up to n, and n: the k of the pass@k and maj@k in a table."""
     return sorted({2**i for i in range(n.bit_length())} | {n})
-
-
-def _check(k: int, n: int) -> None:
-    if not 1 <= k <= n:
-        raise ValueError(f"k = {k} of {n} responses: must be between 1 and {n}")

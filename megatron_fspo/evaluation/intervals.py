@@ -1,17 +1,5 @@
 """95% intervals: one result type, and one function for each method.
 
-| function | method | stands at |
-|---|---|---|
-| :func:`interval_of_means` | BCa bootstrap of problems | evaluations; held-out accuracy of a run |
-| :func:`resample_groups` | percentile bootstrap of prompts | ``calibrate`` |
-| :func:`wilson_interval` | Wilson's score interval | shares outside the band by length |
-| :func:`difference_interval` | Newcombe's method 10, from two intervals | benchmarks |
-| :func:`t_half_width` | Student's t over seeds | ``sweep`` |
-| :func:`jackknife_interval` | delete-a-group jackknife | the parts of S in ``explain`` |
-| ``objective.calibration.measure_exponent`` | the same, in a room that knows only torch | the exponent of S |
-| ``objective.fairness`` | bootstrap of responses | LRE of a run |
-| ``lab.explain.chance`` | multinomial bootstrap of counts | LRE of a dump |
-
 Responses to one problem are alike: they are right together or wrong together. So problems are what is drawn,
 each with all its responses. With several sets problems are drawn within each, and the estimate is the mean
 over the sets of their means.
@@ -67,16 +55,6 @@ def wilson_interval(rate: float, count: int) -> Estimate:
     centre = (rate + z2 / (2 * count)) / (1 + z2 / count)
     half = math.sqrt(z2 * (rate * (1 - rate) + z2 / (4 * count)) / count) / (1 + z2 / count)
     return Estimate(value=rate, low=centre - half, high=centre + half)
-
-
-def difference_interval(first: Estimate, second: Estimate) -> Estimate:
-    """First less second, which are independent (Newcombe 1998, Statistics in Medicine 17, method 10)."""
-    value = first.value - second.value
-    return Estimate(
-        value=value,
-        low=value - math.hypot(first.value - first.low, second.high - second.value),
-        high=value + math.hypot(first.high - first.value, second.value - second.low),
-    )
 
 
 def t_half_width(values: Sequence[float]) -> float:
@@ -147,45 +125,34 @@ def interval_of_means(
     if not sets or not all(len(values) for values in sets.values()):
         raise ValueError("an interval needs a set, and every set problems")
     tables = [np.asarray(values, dtype=np.float64) for values in sets.values()]
-    means = [_means(values) for values in tables]
+    # Deviations from the first problem, then from the mean: equal problems give exactly their value, and 0.
+    means = [values[0] + (values - values[0]).mean(0) for values in tables]
     centred = [values - mean for values, mean in zip(tables, means, strict=True)]
     share = 1 / len(tables)
-    # Deviations: equal problems give exactly 0, not the rounding of a sum.
-    moved = share * np.sum(
-        [
-            _resampled(values, _stream(seed, f"bootstrap/{name}"), resamples)
-            for name, values in zip(sets, centred, strict=True)
-        ],
-        axis=0,
-    )
+    drawn = [
+        _resampled(values, f"{seed}/bootstrap/{name}", resamples)
+        for name, values in zip(sets, centred, strict=True)
+    ]
+    moved = share * np.sum(drawn, axis=0)
     influence = np.concatenate([share / len(values) * values for values in centred])
     lone = any(len(values) == 1 for values in tables)
-    wide = _widening(centred)
+    # Standard error from unbiased variances over that of the bootstrap; 1 where that is 0.
+    plain = np.sum([(values**2).mean(0) / len(values) for values in centred], axis=0)
+    unbiased = np.sum([(values**2).mean(0) / max(len(values) - 1, 1) for values in centred], axis=0)
+    wide = np.sqrt(np.divide(unbiased, plain, out=np.ones_like(plain), where=plain > 0))
     estimates = []
-    for number, value in enumerate(share * np.sum(means, axis=0)):
-        low, high = (
-            (math.nan, math.nan)
-            if lone
-            else _bca(moved[:, number], influence[:, number], float(wide[number]))
-        )
-        estimates.append(Estimate(value=float(value), low=float(value + low), high=float(value + high)))
+    for number, value in enumerate((share * np.sum(means, axis=0)).tolist()):
+        low = high = math.nan
+        if not lone:
+            low, high = _bca(moved[:, number], influence[:, number], float(wide[number]))
+        estimates.append(Estimate(value=value, low=value + low, high=value + high))
     return estimates
 
 
-def _stream(seed: int, name: str) -> np.random.Generator:
-    """The random stream with that name: the same whatever else is drawn."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
-    return np.random.default_rng(int.from_bytes(digest, "little"))
-
-
-def _means(values: Array) -> Array:
-    """Means [quantities] over problems; where all values are equal, exactly that value."""
-    means: Array = values[0] + (values - values[0]).mean(0)
-    return means
-
-
-def _resampled(centred: Array, random: np.random.Generator, resamples: int) -> Array:
-    """Means [resamples, quantities] of as many problems, drawn with replacement."""
+def _resampled(centred: Array, stream: str, resamples: int) -> Array:
+    """Means [resamples, quantities] of as many problems, drawn with replacement from the stream named so."""
+    digest = hashlib.blake2b(stream.encode(), digest_size=16).digest()
+    random = np.random.default_rng(int.from_bytes(digest, "little"))
     problems = len(centred)
     rows = max(1, _BLOCK // problems)
     blocks = []
@@ -196,14 +163,6 @@ def _resampled(centred: Array, random: np.random.Generator, resamples: int) -> A
         times = np.bincount(drawn.ravel(), minlength=count * problems).reshape(count, problems)
         blocks.append(times @ centred / problems)
     return np.concatenate(blocks)
-
-
-def _widening(centred: list[Array]) -> Array:
-    """[quantities] standard error from unbiased variances over that of the bootstrap; 1 where that is 0."""
-    plain = np.sum([(values**2).mean(0) / len(values) for values in centred], axis=0)
-    unbiased = np.sum([(values**2).mean(0) / max(len(values) - 1, 1) for values in centred], axis=0)
-    ratios: Array = np.divide(unbiased, plain, out=np.ones_like(plain), where=plain > 0)
-    return np.asarray(np.sqrt(ratios))
 
 
 def _bca(moved: Array, influence: Array, wide: float) -> tuple[float, float]:

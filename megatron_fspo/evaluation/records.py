@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -92,7 +93,7 @@ Row = TypeVar("Row", Record, Problem)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class EvaluationManifest:
     """The evaluation that a folder holds."""
 
     model: str
@@ -102,21 +103,12 @@ class Manifest:
     facts: Mapping[str, Any]
     """All that decides the results, by name, as JSON types: hashes of what is long."""
 
-    def samples_of(self, dataset: str) -> int:
-        """Completions of each problem of a set."""
-        return self.samples if isinstance(self.samples, int) else self.samples[dataset]
-
-    def save(self, folder: Path) -> None:
-        """Write it whole or not at all."""
-        write_whole(folder / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
-
     @classmethod
-    def load(cls, folder: Path) -> Manifest:
+    def load(cls, folder: Path) -> EvaluationManifest:
         """Read the file; ``InputError`` where there is none, or a damaged one."""
         path = folder / MANIFEST
         try:
-            content = json.loads(path.read_bytes())
-            manifest = cls(**content)
+            manifest = cls(**json.loads(path.read_bytes()))
             samples = manifest.samples
             numbers = samples.values() if isinstance(samples, dict) else [samples]
             if not (isinstance(manifest.facts, dict) and all(isinstance(n, int) and n > 0 for n in numbers)):
@@ -145,7 +137,7 @@ def line_of(row: Record | Problem) -> str:
 class SavedEvaluation:
     """A finished evaluation, read back."""
 
-    manifest: Manifest
+    manifest: EvaluationManifest
     problems: tuple[Problem, ...]
     records: tuple[Record, ...]
     """Completions in the order of the file."""
@@ -166,7 +158,7 @@ class RecordFile:
     def __init__(
         self,
         folder: Path,
-        manifest: Manifest,
+        manifest: EvaluationManifest,
         problems: Sequence[Problem],
         portions: Sequence[Sequence[Key]],
         *,
@@ -176,12 +168,18 @@ class RecordFile:
         self._check = check
         self._path = folder / SAMPLES
         if (folder / MANIFEST).exists():
-            _check_same(folder, manifest)
+            before, now = EvaluationManifest.load(folder).facts, json.loads(json.dumps(manifest.facts))
+            for name in {**now, **before}:
+                if before.get(name) != now.get(name):
+                    raise InputError(
+                        f"{folder} has the results of another evaluation: {name}: {before.get(name)} -> "
+                        f"{now.get(name)}. Name another folder with --out, or remove this one"
+                    )
         elif self._path.exists():
             raise InputError(f"{folder} has {SAMPLES} and no {MANIFEST}: not an evaluation, or a damaged one")
         else:
             (folder / PROBLEMS).write_text("".join(map(line_of, problems)), encoding="utf-8")
-            manifest.save(folder)
+            write_whole(folder / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
         self._path.touch()
         self._portions = list(portions)
         self.done = self._cut()
@@ -215,18 +213,18 @@ class RecordFile:
 
     def _cut(self) -> int:
         """Portions that the file holds whole; what comes after them goes."""
-        order = [(number, key) for number, portion in enumerate(self._portions, 1) for key in portion]
-        ends = [0]  # of whole portions, in bytes
-        end = 0
-        for count, (raw, record) in enumerate(_read(self._path, Record), 1):
-            if count > len(order) or record.key != order[count - 1][1]:
+        keys = list(chain(*self._portions))
+        sizes: list[int] = []
+        for raw, record in _read(self._path, Record):
+            if keys[len(sizes) : len(sizes) + 1] != [record.key]:
                 key = f"set {record.dataset}, prompt {record.index}, sample {record.sample}"
-                raise InputError(f"{self._path}:{count}: {key} does not come here: the file was changed")
-            end += len(raw)
-            if count == len(order) or order[count][0] != order[count - 1][0]:
-                ends.append(end)
-        os.truncate(self._path, ends[-1])
-        return len(ends) - 1
+                raise InputError(
+                    f"{self._path}:{len(sizes) + 1}: {key} does not come here: the file was changed"
+                )
+            sizes.append(len(raw))
+        ends = [end for end in accumulate(map(len, self._portions)) if end <= len(sizes)]
+        os.truncate(self._path, sum(sizes[: ends[-1]]) if ends else 0)
+        return len(ends)
 
 
 def load(folder: Path) -> SavedEvaluation:
@@ -235,13 +233,15 @@ def load(folder: Path) -> SavedEvaluation:
     Raises:
         InputError: it is not finished, or no evaluation, or damaged.
     """
-    manifest = Manifest.load(folder)
+    manifest = EvaluationManifest.load(folder)
     problems = tuple(problem for _, problem in _read(folder / PROBLEMS, Problem))
     records = tuple(record for _, record in _read(folder / SAMPLES, Record))
+    own = manifest.samples
     try:
-        wanted = {(p.dataset, p.index, n) for p in problems for n in range(manifest.samples_of(p.dataset))}
+        samples = {p.dataset: own if isinstance(own, int) else own[p.dataset] for p in problems}
     except KeyError as error:
         raise InputError(f"{folder / MANIFEST}: no samples of set {error}: it is damaged") from None
+    wanted = {(p.dataset, p.index, n) for p in problems for n in range(samples[p.dataset])}
     if {record.key for record in records} != wanted or len(records) != len(wanted):
         raise InputError(
             f"{folder} has {len(records)} of {len(wanted)} completions: go on with the command that began it"
@@ -254,38 +254,28 @@ def hash_of_prompts(prompts: Sequence[Prompt]) -> str:
     return _digest([[p.index, list(p.token_ids), p.answer, Problem.of(p, "").id] for p in prompts])
 
 
-def _check_same(folder: Path, manifest: Manifest) -> None:
-    before, now = Manifest.load(folder).facts, json.loads(json.dumps(manifest.facts))
-    for name in [*now, *(name for name in before if name not in now)]:
-        if before.get(name) != now.get(name):
-            raise InputError(
-                f"{folder} has the results of another evaluation: {name}: {before.get(name)} -> "
-                f"{now.get(name)}. Name another folder with --out, or remove this one"
-            )
-
-
 def _read(path: Path, kind: type[Row]) -> Iterator[tuple[bytes, Row]]:
     """Bytes and content of every line; a last one without its end is left out."""
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, 1):
                 if raw.endswith(b"\n"):
-                    yield raw, _row(raw, kind, f"{path}:{number}")
+                    try:
+                        yield raw, _row(raw, kind)
+                    except (ValueError, TypeError, KeyError, AttributeError):
+                        name = "completion" if kind is Record else "problem"
+                        raise InputError(
+                            f"{path}:{number}: not a {name}: the file was changed or is damaged"
+                        ) from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _row(raw: bytes, kind: type[Row], where: str) -> Row:
-    try:
-        values = json.loads(raw)
-        row = kind(dataset=values.pop("set"), **values)
-        if isinstance(row, Record) and not (
-            isinstance(row.score, int | float) and isinstance(row.tokens, int)
-        ):
-            raise ValueError("score or tokens are no numbers")
-    except (ValueError, TypeError, KeyError, AttributeError):
-        name = {Record: "completion", Problem: "problem"}[kind]
-        raise InputError(f"{where}: not a {name}: the file was changed or is damaged") from None
+def _row(raw: bytes, kind: type[Row]) -> Row:
+    values = json.loads(raw)
+    row = kind(dataset=values.pop("set"), **values)
+    if isinstance(row, Record) and not (isinstance(row.score, int | float) and isinstance(row.tokens, int)):
+        raise ValueError("score or tokens are no numbers")
     return row
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fspo.evaluation.intervals import LEVEL, RESAMPLES
-from megatron_fspo.evaluation.records import Manifest, write_whole
+from megatron_fspo.evaluation.records import EvaluationManifest, write_whole
 from megatron_fspo.evaluation.summary import Comparison, Summary
 from megatron_fspo.evaluation.tables import markdown, plain
 
@@ -34,8 +34,10 @@ def metrics_of(summary: Summary, group: str = "val") -> dict[str, float]:
     return metrics
 
 
-def results(manifest: Manifest, summary: Summary, comparison: Comparison | None = None) -> dict[str, Any]:
-    """The content of ``results.json``, as JSON types."""
+def write(
+    folder: Path, manifest: EvaluationManifest, summary: Summary, comparison: Comparison | None = None
+) -> None:
+    """Write both files, each whole or not at all."""
     content: dict[str, Any] = {
         "model": manifest.model,
         "samples": manifest.samples,
@@ -50,17 +52,8 @@ def results(manifest: Manifest, summary: Summary, comparison: Comparison | None 
             "changed": comparison.changed,
             "difference": _figures(comparison.differences),
         }
-    return content
-
-
-def write(folder: Path, manifest: Manifest, summary: Summary, comparison: Comparison | None = None) -> None:
-    """Write both files, each whole or not at all."""
-    texts = {
-        RESULTS: json.dumps(results(manifest, summary, comparison), indent=1, allow_nan=False) + "\n",
-        TABLE: table(manifest.model, summary, comparison),
-    }
-    for name, text in texts.items():
-        write_whole(folder / name, text)
+    write_whole(folder / RESULTS, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_whole(folder / TABLE, table(manifest.model, summary, comparison))
 
 
 def table(model: str, summary: Summary, comparison: Comparison | None = None) -> str:

@@ -53,23 +53,13 @@ class Comparison:
 def per_problem(records: Iterable[Record]) -> dict[str, Quantities]:
     """Figures of each problem, by set, in the order in which the sets come.
 
-    Raises:
-        ValueError: problems of a set have different numbers of completions, or one twice.
+    Args:
+        records: at least one; problems of a set have the same number of completions.
     """
-    sets: dict[str, dict[int, dict[int, Record]]] = {}
-    for record in records:
-        rows = sets.setdefault(record.dataset, {}).setdefault(record.index, {})
-        if record.sample in rows:
-            raise ValueError(f"{record.key} is there twice")
-        rows[record.sample] = record
-    if any(len({tuple(sorted(rows)) for rows in problems.values()}) != 1 for problems in sets.values()):
-        raise ValueError("problems of a set with different numbers of completions")
-    if not sets:
-        raise ValueError("no completions")
-    return {
-        name: _quantities([[rows[n] for n in sorted(rows)] for _, rows in sorted(problems.items())])
-        for name, problems in sets.items()
-    }
+    sets: dict[str, dict[int, list[Record]]] = {}
+    for record in sorted(records, key=lambda record: record.sample):
+        sets.setdefault(record.dataset, {}).setdefault(record.index, []).append(record)
+    return {name: _quantities([rows for _, rows in sorted(some.items())]) for name, some in sets.items()}
 
 
 def _quantities(problems: Sequence[Sequence[Record]]) -> Quantities:
@@ -118,7 +108,7 @@ def compare(this: SavedEvaluation, other: SavedEvaluation) -> Comparison:
     rows = match(this.problems, other.problems, f"{this.manifest.model} and {other.manifest.model}")
     mine, theirs = per_problem(this.records), per_problem(other.records)
     before, now = other.manifest.facts, this.manifest.facts
-    names = [name for name in (*now, *(n for n in before if n not in now)) if not name.endswith("sha256")]
+    names = [name for name in {**now, **before} if not name.endswith("sha256")]
     return Comparison(
         model=other.manifest.model,
         summary=summarize(theirs, other.manifest.samples),
@@ -140,34 +130,30 @@ def compare(this: SavedEvaluation, other: SavedEvaluation) -> Comparison:
 def match(mine: Sequence[Problem], theirs: Sequence[Problem], between: str) -> dict[str, list[int]]:
     """Returns by set, for each of my problems in the order of indices, the row of the same one of theirs.
 
-    Args:
-        mine: problems of the one evaluation.
-        theirs: those of the other.
-        between: which two evaluations, for the message.
-
-    Raises:
-        InputError: the problems are not the same; names some.
+    Raises ``InputError`` naming some if the problems of the two evaluations, ``between``, are not the same.
     """
     ours, others = _named_once(mine), _named_once(theirs)
-    alone = {
-        "only in the first": [problem for name, problem in ours.items() if name not in others],
-        "only in the second": [problem for name, problem in others.items() if name not in ours],
-    }
-    if any(alone.values()):
-        lists = "; ".join(f"{where}: {_listed(problems)}" for where, problems in alone.items() if problems)
-        raise InputError(f"{between} were evaluated on different problems: {lists}")
-    indices: dict[str, list[int]] = {}
-    for problem in theirs:
-        indices.setdefault(problem.dataset, []).append(problem.index)
-    row_of = {(name, i): row for name, some in indices.items() for row, i in enumerate(sorted(some))}
+    lists = []
+    for where, some, rest in (("first", ours, others), ("second", others, ours)):
+        alone = [str(problem) for name, problem in some.items() if name not in rest]
+        if alone:
+            more = [f"{len(alone) - _SHOWN} more"] if len(alone) > _SHOWN else []
+            lists.append(f"only in the {where}: {', '.join([*alone[:_SHOWN], *more])}")
+    if lists:
+        raise InputError(f"{between} were evaluated on different problems: {'; '.join(lists)}")
+    sizes: Counter[str] = Counter()
+    row_of = {}
+    for name in others:
+        row_of[name] = sizes[name[0]]
+        sizes[name[0]] += 1
     rows: dict[str, list[int]] = {}
-    for name, problem in sorted(ours.items(), key=lambda item: item[1].index):
-        rows.setdefault(problem.dataset, []).append(row_of[problem.dataset, others[name].index])
+    for name in ours:
+        rows.setdefault(name[0], []).append(row_of[name])
     return rows
 
 
 def _named_once(problems: Sequence[Problem]) -> dict[tuple[str, str, int], Problem]:
-    """Problems by set, identity, and how often it came before: a file may hold a problem twice."""
+    """Problems by set, identity, and how often it came before (a file may hold one twice), by index."""
     seen: Counter[tuple[str, str]] = Counter()
     named = {}
     for problem in sorted(problems, key=lambda problem: problem.index):
@@ -175,8 +161,3 @@ def _named_once(problems: Sequence[Problem]) -> dict[tuple[str, str, int], Probl
         named[*name, seen[name]] = problem
         seen[name] += 1
     return named
-
-
-def _listed(problems: Sequence[Problem]) -> str:
-    more = [f"{len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-    return ", ".join([*map(str, problems[:_SHOWN]), *more])

@@ -1,9 +1,9 @@
 """Verifiers: one number per completion. Importing this package registers the built-in ones, and is light."""
 
-from megatron_fspo.rewards import exact_match, make_sum
+from megatron_fspo.rewards import make_sum
 from megatron_fspo.rewards.grade import Failure, Grade
 from megatron_fspo.rewards.grader import Grader, PendingGrade, check_reward, tally
-from megatron_fspo.rewards.registry import Reward, get_reward, register
+from megatron_fspo.rewards.registry import Reward, exact_match, get_reward, register
 
 __all__ = [
     "Failure",

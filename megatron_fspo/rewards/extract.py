@@ -13,8 +13,7 @@ LONGEST = 20_000
 """Characters of an answer; what is longer is none."""
 _MARKS = 16  # so many are tried, from the last one back
 
-BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
-"""Braces, among them escaped characters, which are text."""
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)  # among them escaped characters, which are text
 _OPEN = re.compile(r"\s*\{")
 _COLON = re.compile(r"nswer[*_\s]{0,8}[:：][*_]*\s*", re.IGNORECASE)
 _NUMBER = re.compile(
@@ -41,11 +40,19 @@ def boxed(response: str) -> str | None:
         opening = _OPEN.match(response, start + len("\\boxed"))
         if opening is None:
             continue
-        depth, first = 1, opening.end()
-        for brace in BRACES.finditer(response, first, first + LONGEST + 1):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if depth == 0:
-                return response[first : brace.start()]
+        end = end_of_braces(response, opening.end())
+        if end is not None:
+            return response[opening.end() : end]
+    return None
+
+
+def end_of_braces(text: str, first: int) -> int | None:
+    """Return where the brace before ``first`` is closed; None where it is not, or far away."""
+    depth = 1
+    for brace in _BRACES.finditer(text, first, first + LONGEST + 1):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return brace.start()
     return None
 
 
@@ -84,11 +91,7 @@ def last_number(response: str) -> str | None:
 
 def auto(response: str) -> str | None:
     """Return the last box, else the last answer line, else what follows the last hashes."""
-    for rule in (boxed, answer_line, hashes):
-        answer = rule(response)
-        if answer is not None and answer.strip():
-            return answer
-    return None
+    return _first(response, boxed, answer_line, hashes)
 
 
 _RULES: dict[str, Callable[[str], str | None]] = {
@@ -103,11 +106,12 @@ _RULES: dict[str, Callable[[str], str | None]] = {
 
 def reference(answer: str) -> str:
     """Return the answer of a data set: what its box holds or follows its hashes (GSM8K), else all of it."""
-    for rule in (boxed, hashes):
-        inner = rule(answer)
-        if inner is not None and inner.strip():
-            return inner.strip()
-    return answer.strip()
+    return (_first(answer, boxed, hashes) or answer).strip()
+
+
+def _first(text: str, *rules: Callable[[str], str | None]) -> str | None:
+    """Return the answer of the first rule that has one."""
+    return next((answer for rule in rules if (answer := rule(text)) and answer.strip()), None)
 
 
 def _from_the_end(text: str, mark: str) -> Iterator[int]:

@@ -6,112 +6,26 @@ waits (for a network, a file, a judge) is called for many responses at a time.
 
 from __future__ import annotations
 
-import ctypes
+import asyncio
 import inspect
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
 from megatron_fspo.job.remote import Loop
 from megatron_fspo.rewards.extract import extract
-from megatron_fspo.rewards.grade import (
-    Failure,
-    Grade,
-    GradeOrFailure,
-    GradeRequest,
-    Interrupted,
-    awaited,
-    called,
-)
-from megatron_fspo.rewards.normalise import canonical
+from megatron_fspo.rewards.grade import Failure, Grade, GradeOrFailure, GradeRequest, Verifier
+from megatron_fspo.rewards.normalise import canonical, form
+from megatron_fspo.rewards.pool import Threads
 from megatron_fspo.rewards.registry import AnyReward
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from megatron_fspo.config import Reward  # at run time it would bring torch to the worker processes
 
 
-class Threads:
-    """At most ``most`` calls at a time, each in a thread. Threads are started as they are needed.
-
-    Those of ``concurrent.futures`` are no daemons: one call that never returns would keep the program from
-    ending.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._threads = 0
-        self._running: dict[int, float] = {}  # thread → when its call began
-        self._interrupted = False
-        self._unfinished = 0
-
-    def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Return the call's result to come, or its error."""
-        future: Future[T] = Future()
-        self._queue.put((future, call))
-        with self._lock:
-            self._unfinished += 1
-            if self._threads < min(self._unfinished, self._most):
-                self._threads += 1
-                threading.Thread(target=self._work, name="reward", daemon=True).start()
-        return future
-
-    def interrupt(self, seconds: float) -> None:
-        """Raise :class:`Interrupted` in calls that have run for longer; after that no other call begins.
-
-        A call that computes without end takes Python's lock for 5 ms at a time, from the thread that trains
-        too. One that waits in C hears of it at the end of its wait.
-        """
-        with self._lock:  # so that none of them ends meanwhile
-            for thread, began in self._running.items():
-                if time.monotonic() - began > seconds:
-                    self._interrupted = True
-                    self._running[thread] = time.monotonic()
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                        ctypes.c_ulong(thread), ctypes.py_object(Interrupted)
-                    )
-
-    def close(self) -> None:
-        """Cancel what has not begun, interrupt what runs. Nobody waits for that."""
-        with suppress(Empty):
-            while (item := self._queue.get_nowait()) is not None:
-                item[0].cancel()
-        for _ in range(self._threads):
-            self._queue.put(None)
-        self.interrupt(-1)
-
-    def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if self._interrupted:
-                return
-            future, call = item
-            with suppress(InvalidStateError):  # cancelled meanwhile
-                try:
-                    result = self._called(call)
-                except BaseException as error:
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
-            with self._lock:
-                self._unfinished -= 1
-
-    def _called(self, call: Callable[[], Any]) -> Any:
-        thread = threading.get_ident()
-        try:
-            self._running[thread] = time.monotonic()
-            return call()
-        finally:
-            with self._lock:
-                self._running.pop(thread, None)
-
-
-class Function:
-    """A reward that is a function.
+class Function(Verifier):
+    """A reward that is a function. What it raises is the error of the future.
 
     Args:
         extract: where the answer stands that majority votes count, a value of ``reward.extract``.
@@ -128,30 +42,47 @@ class Function:
 
     def grade(self, request: GradeRequest) -> GradeOrFailure | Future[GradeOrFailure]:
         if self._is_async:
-            return self._loop.submit(self._call_awaited(request))
+            return self._loop.submit(self._awaited(partial(self._value, request), request))
         if self._threads is None:
-            return self._grade_of(called(self._reward, request), request)
-        return self._threads.submit(partial(self._call, request))
+            return self._grade_of(self._value(request), request)
+        return self._threads.submit(partial(self._called, request))
 
-    def close(self) -> None:
-        """Threads and loop are their owner's."""
+    def _value(self, request: GradeRequest) -> object:
+        return self._reward(request.prompt, request.completion, request.response)
 
-    def _call(self, request: GradeRequest) -> GradeOrFailure:
-        value = called(self._reward, request)
+    def _called(self, request: GradeRequest) -> GradeOrFailure:
+        value = self._value(request)
         if inspect.isawaitable(value):
-            return self._loop.submit(self._await(value, request)).result()
+            return self._loop.submit(self._awaited(lambda: value, request)).result()
         return self._grade_of(value, request)
 
-    async def _call_awaited(self, request: GradeRequest) -> GradeOrFailure:
-        return await self._await(called(self._reward, request), request)
-
-    async def _await(self, value: object, request: GradeRequest) -> GradeOrFailure:
-        return self._grade_of(await awaited(value, request), request)
+    async def _awaited(self, call: Callable[[], object], request: GradeRequest) -> GradeOrFailure:
+        try:
+            value = call()
+            return self._grade_of(await value if inspect.isawaitable(value) else value, request)
+        except (SystemExit, asyncio.CancelledError) as error:  # it would end the loop, or look like its end
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # not the reward's doing: we are closing
+                raise
+            return request.raised(error)
 
     def _grade_of(self, value: object, request: GradeRequest) -> GradeOrFailure:
         """Return the grade in what a reward returned, with the answer as votes count it."""
-        score = value if isinstance(value, Failure) else request.number(value)
+        score = request.number(value)
         if isinstance(score, Failure):
             return score
         answer = extract(request.response, self._extract)
-        return Grade(score=score, answer=None if answer is None else canonical(answer))
+        return Grade(score=score, answer=None if answer is None else canonical(form(answer)))
+
+
+class Format(Verifier):
+    """The reward ``format``: 1 if there is an answer where ``reward.extract`` looks for it, else 0."""
+
+    def __init__(self, config: Reward, loop: Loop) -> None:
+        self._extract = config.extract
+
+    def grade(self, request: GradeRequest) -> Grade:
+        answer = extract(request.response, self._extract)
+        if answer is None:
+            return Grade(score=0.0, parsed=False)
+        return Grade(score=1.0, answer=canonical(form(answer)))

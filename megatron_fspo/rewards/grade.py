@@ -5,21 +5,18 @@ A reward is a user's code: what it does wrong becomes a :class:`Failure` that sa
 
 from __future__ import annotations
 
-import asyncio
 import math
 import reprlib
 import traceback
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from inspect import isawaitable
-from typing import Any, Protocol, SupportsFloat, TypeVar
+from pathlib import Path
+from typing import Any, SupportsFloat
 
-from megatron_fspo.rewards.registry import AnyReward
 from megatron_fspo.types import Completion, Prompt
-
-T = TypeVar("T")
 
 LARGEST = 1e6
 """Largest size of a reward: sums and squares of as many as there are stay exact enough in fp32."""
@@ -54,14 +51,44 @@ class Grade:
     """The further rewards' scores, without their weights; ``overlong``, if there is a penalty on length."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A response for which the reward gave no number that can be learned from."""
+@dataclass(frozen=True)
+class GradeRequest:
+    """A response to grade, with its prompt."""
 
     prompt: Prompt
     completion: Completion
     response: str
-    """The text that the reward was given."""
+
+    def failure(self, problem: str, error: BaseException | None = None) -> Failure:
+        """Return that the reward gave no grade, with the traceback of ``error``."""
+        lines = "".join(traceback.format_exception(error)).splitlines() if error is not None else []
+        return Failure(self.prompt, self.completion, self.response, problem=problem, traceback=tuple(lines))
+
+    def raised(self, error: BaseException) -> Failure:
+        """Return that the reward gave no grade, as it raised, or took too long."""
+        if isinstance(error, Interrupted):
+            return replace(self.failure(f"was interrupted{_line_of(error)}", error), interrupted=True)
+        described = one_line(f"{type(error).__name__}: {error}").removesuffix(":")
+        return self.failure(f"raised {described}{_line_of(error)}", error)
+
+    def number(self, value: object) -> float | Failure:
+        """Return the number that a reward returned (or a bool, or an array or tensor of one number)."""
+        number = math.nan
+        if isinstance(value, SupportsFloat):  # text is none: ``float`` would read it
+            with suppress(Exception):
+                number = float(value)
+        if not abs(number) <= LARGEST:
+            wanted = (
+                f"a number from {-LARGEST:g} to {LARGEST:g}" if math.isfinite(number) else "a finite number"
+            )
+            return self.failure(f"returned {one_line(reprlib.repr(value))} instead of {wanted}")
+        return number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(GradeRequest):
+    """A response for which the reward gave no number that can be learned from."""
+
     problem: str
     """One line: the exception with its file and line, or the value that the reward returned."""
     traceback: tuple[str, ...] = ()
@@ -85,98 +112,25 @@ class Failure:
         }
 
 
-@dataclass(frozen=True)
-class GradeRequest:
-    """A response to grade, with its prompt."""
-
-    prompt: Prompt
-    completion: Completion
-    response: str
-
-    def failure(self, problem: str, error: BaseException | None = None) -> Failure:
-        """Return that the reward gave no grade, with the traceback of ``error``."""
-        lines = "".join(traceback.format_exception(error)).splitlines() if error is not None else []
-        return Failure(
-            prompt=self.prompt,
-            completion=self.completion,
-            response=self.response,
-            problem=problem,
-            traceback=tuple(lines),
-        )
-
-    def raised(self, error: BaseException) -> Failure:
-        """Return that the reward gave no grade, as it raised."""
-        described = one_line(f"{type(error).__name__}: {error}").removesuffix(":")
-        return self.failure(f"raised {described}{_line_of(error)}", error)
-
-    def interrupted(self, error: Interrupted) -> Failure:
-        """Return that the reward gave no grade, as it took too long."""
-        return replace(self.failure(f"was interrupted{_line_of(error)}", error), interrupted=True)
-
-    def number(self, value: object) -> float | Failure:
-        """Return the number that a reward returned (or a bool, or an array or tensor of one number)."""
-        number = math.nan
-        if isinstance(value, SupportsFloat):  # text is none: ``float`` would read it
-            with suppress(Exception):
-                number = float(value)
-        if not abs(number) <= LARGEST:
-            wanted = (
-                f"a number from {-LARGEST:g} to {LARGEST:g}" if math.isfinite(number) else "a finite number"
-            )
-            return self.failure(f"returned {one_line(reprlib.repr(value))} instead of {wanted}")
-        return number
-
-
 GradeOrFailure = Grade | Failure
 
 
-class Verifier(Protocol):
+class Verifier(ABC):
     """One reward of a run."""
 
+    @abstractmethod
     def grade(self, request: GradeRequest) -> GradeOrFailure | Future[GradeOrFailure]:
         """Return the grade, or the one to come. Does not wait for it; any thread may ask."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most have started nothing
         """End what it started."""
 
 
-def after(work: Future[T], then: Callable[[Future[T]], GradeOrFailure]) -> Future[GradeOrFailure]:
-    """Return what ``then`` makes of the finished ``work``; cancelled with it."""
-    result: Future[GradeOrFailure] = Future()
-
-    def settle(work: Future[T]) -> None:
-        if work.cancelled():
-            result.cancel()
-            return
-        try:
-            result.set_result(then(work))
-        except BaseException as error:
-            result.set_exception(error)
-
-    work.add_done_callback(settle)
-    return result
-
-
-def called(reward: AnyReward, request: GradeRequest) -> object:
-    """Return what the reward returns, be it what it may; a :class:`Failure` where it raises."""
+def outcome(one: GradeOrFailure | Future[GradeOrFailure], request: GradeRequest) -> GradeOrFailure:
+    """Return what a verifier's answer holds; what it raised is a failure."""
     try:
-        return reward(request.prompt, request.completion, request.response)
-    except (Exception, SystemExit) as error:  # to exit is no grade either
-        return request.raised(error)
-
-
-async def awaited(value: object, request: GradeRequest) -> object:
-    """Return what an ``async`` reward returns in the end, of what :func:`called` gave."""
-    if not isawaitable(value):
-        return value
-    try:
-        return await value
-    except (Exception, SystemExit) as error:
-        return request.raised(error)
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():  # not the reward's doing: we are closing
-            raise
+        return one.result() if isinstance(one, Future) else one
+    except (Exception, SystemExit, CancelledError, Interrupted) as error:  # else nobody ever hears of it
         return request.raised(error)
 
 
@@ -187,6 +141,7 @@ def one_line(text: str, limit: int = 300) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return file and line of the reward that raised, in brackets."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is our call
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    """Return file and line of the reward that raised, in brackets; none where our call of it did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = frames and Path(frames[-1].filename).parent != Path(__file__).parent
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if theirs else ""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING
 
 from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.job.remote import Loop
-from megatron_fspo.rewards.functions import Function, Threads
+from megatron_fspo.rewards.functions import Function
 from megatron_fspo.rewards.grade import (
     LARGEST,
     Failure,
     Grade,
     GradeOrFailure,
     GradeRequest,
-    Interrupted,
     Verifier,
+    outcome,
 )
+from megatron_fspo.rewards.pool import Threads
 from megatron_fspo.rewards.registry import VERIFIERS, get_reward
-from megatron_fspo.rewards.shaping import overlong
 from megatron_fspo.types import Completion, Prompt
 
 if TYPE_CHECKING:
@@ -50,16 +50,19 @@ class PendingGrade(Future[GradeOrFailure]):
 
     def __init__(self, request: GradeRequest) -> None:
         super().__init__()
-        self._request = request
+        self.request = request
         self.by_reward: Mapping[str, GradeOrFailure | Future[GradeOrFailure]] = {}
         """The first reward first."""
+
+    def late(self) -> list[str]:
+        """Return the names of the rewards that have not answered."""
+        return [name for name, one in self.by_reward.items() if isinstance(one, Future) and not one.done()]
 
     def missing(self, problem: str) -> Failure:
         """Return the failure of the first reward that has not answered."""
         names = list(self.by_reward)
-        late = [name for name, one in self.by_reward.items() if isinstance(one, Future) and not one.done()]
-        name = (late or names)[0]
-        return self._request.failure(problem if name == names[0] else f"with {name!r}: {problem}")
+        name = (self.late() or names)[0]
+        return self.request.failure(problem if name == names[0] else f"with {name!r}: {problem}")
 
 
 class Grader:
@@ -112,8 +115,11 @@ class Grader:
                 raise RuntimeError("the grader is closed")
             self._pending.add(result)
         result.by_reward = {name: one.grade(request) for name, one in self._verifiers.items()}
-        futures = [one for one in result.by_reward.values() if isinstance(one, Future)]
-        _when_done(futures, partial(self._settle, result, request))
+        settle = partial(self._settle, result)
+        settle()
+        for one in result.by_reward.values():
+            if isinstance(one, Future):
+                one.add_done_callback(settle)
         return result
 
     def interrupt(self, seconds: float) -> None:
@@ -133,6 +139,7 @@ class Grader:
         for verifier in self._verifiers.values():
             verifier.close()
         self._threads.close()
+        self._threads.interrupt(-1)
         self._loop.close()
 
     def __enter__(self) -> Grader:
@@ -155,11 +162,14 @@ class Grader:
             loop=self._loop,
         )
 
-    def _settle(self, result: PendingGrade, request: GradeRequest) -> None:
-        """Make the grade, now that all rewards have answered."""
-        grade = self._sum({name: _outcome(one, request) for name, one in result.by_reward.items()}, request)
+    def _settle(self, result: PendingGrade, _: object = None) -> None:
+        """Make the grade once all rewards have answered."""
+        if result.late():
+            return
+        request = result.request
+        grade = self._sum({name: outcome(one, request) for name, one in result.by_reward.items()}, request)
         with self._lock:
-            if result not in self._pending:  # closed meanwhile
+            if result not in self._pending:  # settled by another thread, or closed
                 return
             self._pending.remove(result)
         with suppress(InvalidStateError):  # the caller cancelled it
@@ -184,9 +194,8 @@ class Grader:
             reward += parts["overlong"]
         if not abs(reward) <= LARGEST:
             return request.failure(f"with its weights: is {reward:g}, more than ±{LARGEST:g}")
-        return Grade(
-            score=first.score,
-            answer=first.answer,
+        return replace(
+            first,
             parsed=all(one.parsed for one in grades.values()),
             timed_out=any(one.timed_out for one in grades.values()),
             tier=max(one.tier for one in grades.values()),
@@ -206,6 +215,19 @@ def tally(config: Reward, grades: Iterable[Grade]) -> dict[str, tuple[float, flo
     for name in (*config.also, *(["overlong"] if config.overlong_tokens else [])):
         values[f"{name}/mean"] = [grade.parts[name] for grade in grades]
     return {f"reward/{name}": (float(sum(some)), float(len(some))) for name, some in values.items()}
+
+
+def overlong(length: int, *, longest: int, tokens: int, penalty: float) -> float:
+    """DAPO's soft overlong punishment: 0 up to ``longest - tokens``, then linearly down to ``-penalty``.
+
+    Args:
+        length: tokens of the response.
+        longest: ``rollout.max_response_tokens``.
+        tokens: ``reward.overlong_tokens``; 0: no penalty.
+        penalty: ``reward.overlong_penalty``.
+    """
+    over = length - (longest - tokens)
+    return -penalty * min(over / tokens, 1.0) if tokens and over > 0 else 0.0
 
 
 def check_reward(config: Reward, *, max_response_tokens: int) -> None:
@@ -234,33 +256,3 @@ def check_reward(config: Reward, *, max_response_tokens: int) -> None:
         from megatron_fspo.rewards.remote import check_url
 
         check_url(config.url)
-
-
-def _when_done(futures: Sequence[Future[GradeOrFailure]], then: Callable[[], None]) -> None:
-    """Call ``then`` when all are, in the thread of the last one; at once where there is none."""
-    left = len(futures)
-    lock = threading.Lock()
-    if not futures:
-        then()
-
-    def one(_: Future[GradeOrFailure]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
-            then()
-
-    for future in futures:
-        future.add_done_callback(one)
-
-
-def _outcome(one: GradeOrFailure | Future[GradeOrFailure], request: GradeRequest) -> GradeOrFailure:
-    if not isinstance(one, Future):
-        return one
-    try:
-        return one.result()
-    except Interrupted as error:
-        return request.interrupted(error)
-    except (Exception, CancelledError) as error:  # ours: a grade that never comes would be waited for
-        return request.raised(error)

@@ -10,16 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.remote import Loop
 from megatron_fspo.rewards.extract import extract
-from megatron_fspo.rewards.grade import Failure, Grade, GradeOrFailure, GradeRequest, after
-from megatron_fspo.rewards.pool import KillablePool, Unfinished, WorkerError
-
-if TYPE_CHECKING:
-    from megatron_fspo.config import Reward  # at run time it would bring torch to the worker processes
+from megatron_fspo.rewards.grade import Failure, Grade, GradeOrFailure, GradeRequest
+from megatron_fspo.rewards.pool import InWorkers
 
 LONGEST = 100_000
 """Characters of an answer that a scorer is given."""
@@ -30,17 +26,10 @@ _LEFT_OUT = {
 _FIELDS = ("task", "config", "metadata")
 
 
-class ReasoningGym:
+class ReasoningGym(InWorkers):
     """The reward ``reasoning_gym``: a scorer's number, mostly from 0 to 1."""
 
-    def __init__(self, config: Reward, loop: Loop) -> None:
-        self._extract = config.extract
-        self._pool = KillablePool(
-            "megatron_fspo.rewards.gym_worker:score",
-            workers=config.workers,
-            seconds=config.seconds,
-            memory_gb=config.memory_gb,
-        )
+    function = "megatron_fspo.rewards.gym_worker:score"
 
     def grade(self, request: GradeRequest) -> GradeOrFailure | Future[GradeOrFailure]:
         fields = request.prompt.fields
@@ -53,24 +42,14 @@ class ReasoningGym:
             return Grade(score=0.0, parsed=False)
         row = json.dumps({name: fields[name] for name in _FIELDS} | {"answer": request.prompt.answer})
 
-        def grade(work: Future[Any]) -> GradeOrFailure:
-            error = work.exception()
-            if isinstance(error, Unfinished):
-                return Grade(score=0.0, answer=answer, timed_out=True)
-            if isinstance(error, WorkerError) and error.kind == "BadRowError":
-                return request.failure(f"cannot score the row's own answer: {error.text}")
-            if error is not None:
-                return request.failure(f"raised {error}", error)
-            value, taken = work.result()
-            score = request.number(value)
+        def grade(value: tuple[float, bool]) -> GradeOrFailure:
+            score = request.number(value[0])
             if isinstance(score, Failure):
                 return score
-            return Grade(score=score, answer=answer, parsed=taken)
+            return Grade(score=score, answer=answer, parsed=value[1])
 
-        return after(self._pool.submit(row, answer), grade)
-
-    def close(self) -> None:
-        self._pool.close()
+        unfinished = Grade(score=0.0, answer=answer, timed_out=True)
+        return self.ask(request, row, answer, unfinished=unfinished, then=grade)
 
 
 def gym_rows(task: str, size: int, seed: int, **config: Any) -> Iterator[dict[str, Any]]:
@@ -119,7 +98,9 @@ def gym_rows(task: str, size: int, seed: int, **config: Any) -> Iterator[dict[st
 
 def _plain(value: Any) -> Any:
     """Return JSON types from which ``gym_worker.rich`` makes the same again: scorers compare tuples."""
-    if value is None or isinstance(value, str | bool):
+    if hasattr(value, "item"):  # a number of numpy
+        value = value.item()
+    if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, tuple):
         return {"__tuple__": [_plain(item) for item in value]}
@@ -131,8 +112,4 @@ def _plain(value: Any) -> Any:
         return {"__dict__": [[_plain(key), _plain(item)] for key, item in value.items()]}
     if isinstance(value, set | frozenset):
         return {"__set__": sorted(map(_plain, value), key=repr)}
-    if hasattr(value, "item"):  # a number of numpy
-        return value.item()
-    if isinstance(value, int | float):
-        return value
     raise TypeError(f"a {type(value).__name__} is no JSON")

@@ -23,9 +23,8 @@ from reasoning_gym.factory import DATASETS
 from sympy.parsing import sympy_parser
 
 LITERAL = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
-FORMULA = (
-    *("countdown", "puzzle24"),
-    *("intermediate_integration", "polynomial_multiplication", "simple_integration"),
+FORMULA = tuple(
+    "countdown puzzle24 intermediate_integration polynomial_multiplication simple_integration".split()
 )
 _SIGNS = re.compile(r"[\w\s+\-*/^().,!|]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -37,6 +36,9 @@ _NAMES = frozenset(
 
 class BadRowError(Exception):
     """The scorer does not even take the row's own answer."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"cannot score the row's own answer: {type(error).__name__}: {error}")
 
 
 def score(row: str, answer: str) -> tuple[float, bool]:
@@ -55,7 +57,7 @@ def score(row: str, answer: str) -> tuple[float, bool]:
         own = fields["answer"] or None  # several tasks have no single one
         entry = {"answer": own, "metadata": rich(json.loads(_text(fields["metadata"])))}
     except Exception as error:
-        raise BadRowError(f"{type(error).__name__}: {error}") from error
+        raise BadRowError(error) from error
     try:
         return scorer(answer, entry), True
     except (MemoryError, RecursionError):
@@ -66,7 +68,7 @@ def score(row: str, answer: str) -> tuple[float, bool]:
             if own is not None:
                 scorer(own, entry)
         except Exception:
-            raise BadRowError(f"{type(error).__name__}: {error}") from error
+            raise BadRowError(error) from error
         return 0.0, False
 
 

@@ -10,28 +10,19 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
 
-from megatron_fspo.job.remote import Loop
 from megatron_fspo.rewards.extract import extract, reference
-from megatron_fspo.rewards.grade import Grade, GradeOrFailure, GradeRequest, after
-from megatron_fspo.rewards.normalise import Form, Sameness, canonical_form, compare_forms, form, too_much
-from megatron_fspo.rewards.pool import KillablePool, Unfinished
-
-if TYPE_CHECKING:
-    from megatron_fspo.config import Reward  # at run time it would bring torch to the worker processes
+from megatron_fspo.rewards.grade import Grade, GradeOrFailure, GradeRequest
+from megatron_fspo.rewards.normalise import Form, canonical, compare, form, too_much
+from megatron_fspo.rewards.pool import InWorkers
 
 TIER2 = "megatron_fspo.rewards.math_worker:compare"
 
 
-class Mathematics:
+class Mathematics(InWorkers):
     """The reward ``math``: 1 or 0."""
 
-    def __init__(self, config: Reward, loop: Loop) -> None:
-        self._extract = config.extract
-        self._pool = KillablePool(
-            TIER2, workers=config.workers, seconds=config.seconds, memory_gb=config.memory_gb
-        )
+    function = TIER2
 
     def grade(self, request: GradeRequest) -> Grade | Future[GradeOrFailure]:
         answer = extract(request.response, self._extract)
@@ -39,26 +30,19 @@ class Mathematics:
             return Grade(score=0.0, parsed=False, tier=1)
         gold, form_of_gold = _reference(request.prompt.answer)
         form_of_answer = form(answer)
-        vote = canonical_form(form_of_answer)
-        sameness = compare_forms(form_of_gold, form_of_answer)
-        if sameness is not Sameness.UNSURE:
-            return Grade(score=float(sameness is Sameness.EQUAL), answer=vote, tier=1)
+        vote = canonical(form_of_answer)
+        same = compare(form_of_gold, form_of_answer)
+        if same is not None:
+            return Grade(score=float(same), answer=vote, tier=1)
         if too_much(gold) or too_much(answer):
             return Grade(score=0.0, answer=vote, parsed=False, tier=1)
 
-        def grade(work: Future[Any]) -> GradeOrFailure:
-            error = work.exception()
-            if isinstance(error, Unfinished):
-                return Grade(score=0.0, answer=vote, timed_out=True, tier=2)
-            if error is not None:
-                return request.failure(f"raised {error}", error)
-            same, readable = work.result()
+        def grade(value: tuple[bool, bool]) -> Grade:
+            same, readable = value
             return Grade(score=float(same), answer=vote, parsed=readable, tier=2)
 
-        return after(self._pool.submit(gold, answer), grade)
-
-    def close(self) -> None:
-        self._pool.close()
+        unfinished = Grade(score=0.0, answer=vote, timed_out=True, tier=2)
+        return self.ask(request, gold, answer, unfinished=unfinished, then=grade)
 
 
 @lru_cache(maxsize=4096)

@@ -21,23 +21,22 @@ _EXAMPLES = (
 )
 
 
+_WORDS = re.compile(r"[A-Za-z]{4,}|[A-Za-z]{2,}(?:[ '-][A-Za-z]{2,})+")
+"""Text, as far as a look tells: a short word alone is a product (``xy``)."""
+
+
 def compare(gold: str, answer: str) -> tuple[bool, bool]:
     """Return whether math-verify takes ``answer`` for ``gold``, and whether it could read ``answer``.
 
     The order matters: it is not symmetric (docs/rewards.md). Its own time limits are off, as the pool's
     replaces them: they are alarms of the main thread that code in C does not hear.
     """
-    if _is_word(gold) and _is_word(answer):
+    if all(map(_WORDS.fullmatch, (gold, answer))):
         # Else each letter is a factor, and "Friday" is "Fridya".
         gold, answer = rf"\text{{{gold}}}", rf"\text{{{answer}}}"
     parsed = _parsed(answer)
     readable = any(not isinstance(one, str) for one in parsed)
     return bool(verify(_parsed_reference(gold), parsed, timeout_seconds=None)), readable
-
-
-def _is_word(answer: str) -> bool:
-    """Return whether this is text, as far as a look tells: a short word alone is a product (``xy``)."""
-    return re.fullmatch(r"[A-Za-z]{4,}|[A-Za-z]{2,}(?:[ '-][A-Za-z]{2,})+", answer) is not None
 
 
 def _parsed(answer: str) -> list[Any]:

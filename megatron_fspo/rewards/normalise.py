@@ -8,12 +8,12 @@ Nothing is evaluated, and all is bounded: characters, digits, exponents.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from hashlib import sha256
+from itertools import accumulate
 
-from megatron_fspo.rewards.extract import BRACES
+from megatron_fspo.rewards.extract import end_of_braces
 
 LONGEST = 1000
 """Characters of an answer that is read; longer ones are compared as they stand."""
@@ -23,15 +23,6 @@ EXPONENT = 400  # of ten
 POWER = 9999  # exponents that tier 2 may have to work out
 CLOSE = Fraction(1, 10_000)
 """Decimals that differ by a smaller share may be one number, rounded: tier 2 says."""
-
-
-class Sameness(Enum):
-    """Tier 1's comparison of an answer with its reference."""
-
-    EQUAL = "equal"
-    DIFFERENT = "different"
-    """Both are plainly numbers, and not the same."""
-    UNSURE = "unsure"
 
 
 @dataclass(frozen=True)
@@ -70,7 +61,6 @@ _SPELLINGS = (
 _SPACE = re.compile(r"\s+(?=[^\w\s\\])|(?<=[^\w\s])\s+")
 _MINUS = str.maketrans({"−": "-", "–": "-", "\u00a0": " "})
 _SIGN = r"([-+]?)\s*"
-_INTEGER = re.compile(_SIGN + r"(\d{1,3}(?:,\d{3})+|\d+)", re.ASCII)
 _DECIMAL = re.compile(
     _SIGN + r"(?=\.?\d)(\d{1,3}(?:,\d{3})+|\d*)(?:\.(\d*))?(?:[eE]([-+]?\d{1,4}))?", re.ASCII
 )
@@ -88,39 +78,30 @@ _CHOICE = re.compile(r"[(\[]?([A-J])[)\].:]*")
 _WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
 _NAMED = re.compile(r"[a-zA-Z]\s*=\s*")
 _TOWER = re.compile(r"\d[\s{(]*(?:\^|\*\*)[\s{(]*-?(\d+)[\s{(]*(?:\^|\*\*)[\s{(]*-?(\d+)", re.ASCII)
-_HOSTILE = {
-    "control characters": re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]"),
-    f"a number of more than {DIGITS} digits": re.compile(rf"\d{{{DIGITS + 1}}}"),
-    f"a power above {POWER}": re.compile(r"(?:\^|\*\*|\d[eE])[\s{(]*[-+]?\d{5}"),
-    "a tower of powers": re.compile(
+_HOSTILE = (
+    re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]"),  # control characters
+    re.compile(rf"\d{{{DIGITS + 1}}}"),
+    re.compile(r"(?:\^|\*\*|\d[eE])[\s{(]*[-+]?\d{5}"),  # a power above POWER
+    re.compile(
         r"(?:(?:\^|\*\*)[\s{(]*[-+]?(?:\d+|[a-zA-Z]|\\[a-zA-Z]+)[\s)]*){2}(?:\^|\*\*)"
-    ),
-    "a large factorial": re.compile(r"\d{5}[\s)}]*!|![\s)}]*!"),
-}
+    ),  # a tower of them
+    re.compile(r"\d{5}[\s)}]*!|![\s)}]*!"),  # a large factorial
+)
 
 
-def compare(gold: str, answer: str) -> Sameness:
-    """Return whether ``answer`` is the reference ``gold``, as far as that is certain."""
-    return compare_forms(form(gold), form(answer))
-
-
-def compare_forms(gold: Form, answer: Form) -> Sameness:
-    """:func:`compare` for answers that are undressed already."""
+def compare(gold: Form, answer: Form) -> bool | None:
+    """Return whether the answer is the reference; None where that is not certain. Both are numbers where it
+    is False."""
     if gold.number is not None and answer.number is not None:
         return _compare_numbers(gold.number, answer.number)
     same = gold.text == answer.text or (
         gold.text.lower() == answer.text.lower() and _WORDS.fullmatch(gold.text) is not None
     )
-    return Sameness.EQUAL if same and gold.text else Sameness.UNSURE
+    return True if same and gold.text else None
 
 
-def canonical(answer: str) -> str:
+def canonical(written: Form) -> str:
     """Return one text for answers that :func:`compare` takes for equal: the key of a majority vote."""
-    return canonical_form(form(answer))
-
-
-def canonical_form(written: Form) -> str:
-    """:func:`canonical` for an answer that is undressed already."""
     if written.number is None and (named := _NAMED.match(written.text)) is not None:
         value = form(written.text[named.end() :])
         written = value if value.number is not None else written
@@ -145,7 +126,12 @@ def form(answer: str) -> Form:
             for pattern, spelling in _SPELLINGS:
                 text = pattern.sub(spelling, text)
             text = _unwrapped(text)
-        number = number_of(text)
+        bare = text.removesuffix("%").rstrip()
+        number = _plain_number(bare)
+        if number is None and len(bare) <= DIGITS:
+            number = _fraction(bare) or _scientific(bare) or _in_base(bare)
+        if number is not None and text.endswith("%"):
+            number = replace(number, percent=True)
     if number is None:
         text = _SPACE.sub("", text)
         choice = _CHOICE.fullmatch(text)
@@ -153,51 +139,25 @@ def form(answer: str) -> Form:
     return Form(text, number)
 
 
-def number_of(text: str) -> Number | None:
-    """Return the number that an undressed answer is; None where it is not plainly one."""
-    percent = text.endswith("%")
-    text = text.removesuffix("%").rstrip()
-    number = _plain_number(text) or _fraction(text) or _scientific(text) or _in_base(text)
-    if number is None or not percent:
-        return number
-    return Number(number.value, number.decimal, percent=True)
+def too_much(text: str) -> bool:
+    """Return whether an answer is nothing to do algebra with."""
+    if len(text) > LONGEST or any(pattern.search(text) for pattern in _HOSTILE):
+        return True
+    depths = accumulate((character in "{([") - (character in "})]") for character in text)
+    if max(depths, default=0) > DEEPEST:
+        return True
+    towers = [(int(tower[1][:6]), int(tower[2][:6])) for tower in _TOWER.finditer(text)]
+    return any(middle > 1 and (top > 20 or middle**top > POWER) for middle, top in towers)
 
 
-def too_much(text: str) -> str | None:
-    """Return why an answer is nothing to do algebra with; None where it may be."""
-    if len(text) > LONGEST:
-        return f"more than {LONGEST} characters"
-    depth = deepest = 0
-    for character in text:
-        if character in "{([":
-            depth += 1
-            deepest = max(depth, deepest)
-        elif character in "})]":
-            depth -= 1
-    if deepest > DEEPEST:
-        return f"brackets more than {DEEPEST} deep"
-    for reason, pattern in _HOSTILE.items():
-        if pattern.search(text):
-            return reason
-    for tower in _TOWER.finditer(text):
-        middle, top = int(tower[1][:6]), int(tower[2][:6])
-        if middle > 1 and (top > 20 or middle**top > POWER):
-            return "a tower of powers"
-    return None
-
-
-def _compare_numbers(gold: Number, answer: Number) -> Sameness:
+def _compare_numbers(gold: Number, answer: Number) -> bool | None:
     if gold.percent != answer.percent or (gold.base != answer.base and 10 in (gold.base, answer.base)):
-        return Sameness.UNSURE
-    if gold.base != answer.base:
-        return Sameness.DIFFERENT
-    if gold.value == answer.value:
-        return Sameness.EQUAL
-    if gold.decimal or answer.decimal:
-        one, other = Fraction(gold.value), Fraction(answer.value)
-        if abs(one - other) <= CLOSE * max(abs(one), abs(other)):
-            return Sameness.UNSURE
-    return Sameness.DIFFERENT
+        return None
+    if gold.base != answer.base or gold.value == answer.value:
+        return gold.base == answer.base
+    one, other = Fraction(gold.value), Fraction(answer.value)
+    close = abs(one - other) <= CLOSE * max(abs(one), abs(other))
+    return None if close and (gold.decimal or answer.decimal) else False
 
 
 def _unwrapped(text: str) -> str:
@@ -210,35 +170,21 @@ def _unwrapped(text: str) -> str:
         if text.endswith(".") and not text.endswith(".."):
             text = text[:-1].rstrip()
         for opening, closing in _WRAPPERS:
-            if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening):
-                inner = text[len(opening) : -len(closing)]
-                # Not so in \text{a}+\text{b} and $1$, $2$.
-                if _is_whole(inner) if closing == "}" else closing not in inner:
-                    text = inner
+            if text.startswith(opening):
+                first = len(opening)
+                end = end_of_braces(text, first) if closing == "}" else text.find(closing, first)
+                if end == len(text) - len(closing):  # not so in \text{a}+\text{b} and $1$, $2$
+                    text = text[first:end]
         if text == before:
             break
     return text
 
 
-def _is_whole(inner: str) -> bool:
-    """Return whether no brace in it closes one before it."""
-    depth = 0
-    for brace in BRACES.finditer(inner):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth < 0:
-            return False
-    return depth == 0
-
-
 def _plain_number(text: str) -> Number | None:
-    integer = _INTEGER.fullmatch(text)
-    if integer is not None and len(text) <= DIGITS:
-        value = int(integer[2].replace(",", ""))
-        return Number(-value if integer[1] == "-" else value)
-    decimal = _DECIMAL.fullmatch(text)
-    if decimal is None or len(text) > DIGITS:
+    if len(text) > DIGITS or (written := _DECIMAL.fullmatch(text)) is None:
         return None
-    return _decimal(decimal[1], decimal[2].replace(",", ""), decimal[3] or "", int(decimal[4] or 0))
+    sign, whole, places, exponent = written.groups()
+    return _decimal(sign, whole.replace(",", ""), places or "", int(exponent or 0))
 
 
 def _decimal(sign: str, whole: str, places: str, exponent: int) -> Number | None:
@@ -251,8 +197,6 @@ def _decimal(sign: str, whole: str, places: str, exponent: int) -> Number | None
 
 
 def _fraction(text: str) -> Number | None:
-    if len(text) > DIGITS:
-        return None
     if (slash := _SLASH.fullmatch(text)) is not None:
         sign, whole, top, bottom = slash.groups()
     elif (written := _FRACTION.fullmatch(text)) is not None:
@@ -271,7 +215,7 @@ def _fraction(text: str) -> Number | None:
 
 
 def _scientific(text: str) -> Number | None:
-    if len(text) > DIGITS or (written := _SCIENTIFIC.fullmatch(text)) is None:
+    if (written := _SCIENTIFIC.fullmatch(text)) is None:
         return None
     sign, whole, places, braced, digit = written.groups()
     return _decimal(sign, whole or "1", places or "", int(braced or digit))
@@ -279,7 +223,7 @@ def _scientific(text: str) -> Number | None:
 
 def _in_base(text: str) -> Number | None:
     """Return a number in a base, ``1011_2``; its digits stay as they are, in canonical texts too."""
-    if len(text) > DIGITS or (written := _BASED.fullmatch(text)) is None:
+    if (written := _BASED.fullmatch(text)) is None:
         return None
     base = int(written[2] or written[3])
     if base < 2 or any(int(digit) >= base for digit in written[1]):

@@ -1,4 +1,5 @@
-"""Worker processes that can be killed: where text of a model meets a library that may hang on it.
+"""Calls in threads, and worker processes that can be killed: where text of a model meets a library that may
+hang on it.
 
 A worker is an interpreter of its own, with the libraries and without the trainer's memory: the trainer has
 threads, GPUs and process groups, and must not be forked. A thread for each worker hands it one task after
@@ -8,6 +9,7 @@ comes back is JSON, so nothing that a worker was made to send is run here.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -15,16 +17,109 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from megatron_fspo.job.remote import Loop
 from megatron_fspo.rewards import worker
+from megatron_fspo.rewards.grade import Grade, GradeOrFailure, GradeRequest, Interrupted, Verifier
 
+if TYPE_CHECKING:
+    from megatron_fspo.config import Reward  # at run time it would bring torch to the worker processes
+
+T = TypeVar("T")
 _START_SECONDS = 120.0
 _LARGEST = 2**20  # bytes of an answer
+
+
+class Threads:
+    """At most ``most`` calls at a time, each in a thread. Threads are started as they are needed.
+
+    Those of ``concurrent.futures`` are no daemons: one call that never returns would keep the program from
+    ending.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._running: dict[int, tuple[float, Future[Any]]] = {}
+        """Thread → when its call began, and its result."""
+        self._interrupted = self._closed = False
+        self._unfinished = 0
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Return the call's result to come, or its error; ``RuntimeError`` when closed."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("these threads are closed")
+            self._queue.put((future, call))
+            self._unfinished += 1
+            if len(self._threads) < min(self._unfinished, self._most):
+                self._threads.append(threading.Thread(target=self._work, name="reward", daemon=True))
+                self._threads[-1].start()
+        return future
+
+    def interrupt(self, seconds: float) -> None:
+        """Raise :class:`Interrupted` in calls that have run for longer; after that no other call begins.
+
+        A call that computes without end takes Python's lock for 5 ms at a time, from the thread that trains
+        too. One that waits in C hears of it at the end of its wait.
+        """
+        with self._lock:  # so that none of them ends meanwhile
+            for thread, (began, future) in self._running.items():
+                if time.monotonic() - began > seconds:
+                    self._interrupted = True
+                    self._running[thread] = time.monotonic(), future
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(thread), ctypes.py_object(Interrupted)
+                    )
+
+    def close(self) -> None:
+        """Cancel all that is not finished, and begin no other call. Nobody waits for those that run."""
+        with self._lock:
+            self._closed = True
+            futures = [future for _, future in self._running.values()]
+        with suppress(Empty):
+            while (item := self._queue.get_nowait()) is not None:
+                futures.append(item[0])
+        for future in futures:
+            future.cancel()
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def join(self) -> None:
+        """Wait for the end of the calls that run; after :meth:`close`."""
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None and not self._interrupted:
+            future, call = item
+            with suppress(InvalidStateError):  # cancelled meanwhile
+                try:
+                    result = self._called(call, future)
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+            with self._lock:
+                self._unfinished -= 1
+
+    def _called(self, call: Callable[[], T], future: Future[T]) -> T:
+        thread = threading.get_ident()
+        try:
+            self._running[thread] = time.monotonic(), future
+            return call()
+        finally:
+            with self._lock:
+                self._running.pop(thread, None)
 
 
 class Unfinished(Exception):
@@ -32,12 +127,7 @@ class Unfinished(Exception):
 
 
 class WorkerError(Exception):
-    """The function raised: ``kind`` is the name of the exception's type, ``text`` what it said."""
-
-    def __init__(self, kind: str, text: str, traceback: str) -> None:
-        super().__init__(f"{kind}: {text}")
-        self.kind, self.text = kind, text
-        self.add_note(traceback)
+    """The function raised: the name of the exception's type and what it said; a note with its traceback."""
 
 
 class KillablePool:
@@ -60,83 +150,42 @@ class KillablePool:
     """
 
     def __init__(self, function: str, *, workers: int, seconds: float, memory_gb: float) -> None:
-        self._lock = threading.Lock()
-        self._closed = False
-        self._tasks: SimpleQueue[tuple[Future[Any], bytes] | None] = SimpleQueue()
         self._workers = [_Worker(function, seconds, int(memory_gb * 2**30)) for _ in range(workers)]
-        ready: list[Future[None]] = [Future() for _ in self._workers]
-        self._threads = [
-            threading.Thread(target=self._serve, args=pair, name="grader worker", daemon=True)
-            for pair in zip(self._workers, ready, strict=True)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        # Processes end with the thread that started them, and these stay.
+        self._threads = Threads(workers)
         try:
-            for one in ready:
-                one.result()
+            for start in [self._threads.submit(one.ready) for one in self._workers]:
+                start.result()
         except Exception as error:
             self.close()
             raise RuntimeError(f"no grader process starts: {type(error).__name__} {error}") from error
+        for one in self._workers:
+            self._idle.put(one)
 
     def submit(self, *args: Any) -> Future[Any]:
         """Return the result to come; see :meth:`_Worker.call`. Does not wait."""
-        result: Future[Any] = Future()
-        task = json.dumps(args).encode() + b"\n"
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the pool is closed")
-            self._tasks.put((result, task))
-        return result
+        return self._threads.submit(partial(self._call, json.dumps(args).encode() + b"\n"))
 
     def close(self) -> None:
         """Kill the workers; what is not finished is cancelled. A second call does nothing."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        with suppress(Empty):
-            while (item := self._tasks.get_nowait()) is not None:
-                item[0].cancel()
+        self._threads.close()
         for one in self._workers:
-            self._tasks.put(None)
             one.end()
-        for thread in self._threads:
-            thread.join()
+        self._threads.join()
+        for one in self._workers:
+            one.stop()
 
-    def __enter__(self) -> KillablePool:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def _serve(self, process: _Worker, ready: Future[None]) -> None:
-        """Work of the thread of one worker. Only it starts the process, which would end with its thread."""
+    def _call(self, task: bytes) -> Any:
+        process = self._idle.get()
         try:
-            process.ready()
-        except Exception as error:
-            ready.set_exception(error)
-        else:
-            ready.set_result(None)
-        while (item := self._tasks.get()) is not None:
-            result, task = item
-            if result.cancelled():
-                continue
-            try:
-                settle = partial(result.set_result, process.call(task))
-            except Exception as error:
-                settle = partial(result.set_exception, error)
-            with suppress(InvalidStateError):  # cancelled meanwhile
-                if self._closed:
-                    result.cancel()
-                else:
-                    settle()
-            with suppress(Exception):  # else the next task says what is wrong
-                process.ready()
-        process.stop()
+            return process.call(task)
+        finally:
+            self._idle.put(process)
 
 
 class _Worker:
-    """A worker process, replaced where it died. One thread's, but for :meth:`end`."""
+    """A worker process, replaced where it died. One thread's at a time, but for :meth:`end`."""
 
     def __init__(self, function: str, seconds: float, memory_bytes: int) -> None:
         self._settings = (os.getpid(), function, seconds, memory_bytes)
@@ -234,6 +283,44 @@ class _Worker:
             self.stop()
         if error is None:
             return value
-        if error[0] in ("MemoryError", "RecursionError"):
-            raise Unfinished(": ".join(error[:2]))
-        raise WorkerError(*error)
+        kind, text, traceback = error
+        if kind in ("MemoryError", "RecursionError"):
+            raise Unfinished(f"{kind}: {text}")
+        raised = WorkerError(f"{kind}: {text}")
+        raised.add_note(traceback)
+        raise raised
+
+
+class InWorkers(Verifier):
+    """A reward that is a function in worker processes."""
+
+    function: ClassVar[str]
+    """As ``module:name``."""
+
+    def __init__(self, config: Reward, loop: Loop) -> None:
+        self._extract = config.extract
+        self._pool = KillablePool(
+            self.function, workers=config.workers, seconds=config.seconds, memory_gb=config.memory_gb
+        )
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def ask(
+        self, request: GradeRequest, *task: str, unfinished: Grade, then: Callable[[Any], GradeOrFailure]
+    ) -> Future[GradeOrFailure]:
+        """Return the grade to come: what ``then`` makes of the value, or ``unfinished`` at a limit."""
+        result: Future[GradeOrFailure] = Future()
+
+        def settle(work: Future[Any]) -> None:
+            try:
+                result.set_result(then(work.result()))
+            except CancelledError:
+                result.cancel()
+            except Unfinished:
+                result.set_result(unfinished)
+            except Exception as error:  # of the function; or what came back is not of its making
+                result.set_result(request.failure(f"raised {error}", error))
+
+        self._pool.submit(*task).add_done_callback(settle)
+        return result

@@ -41,8 +41,8 @@ class VerifierEntry(NamedTuple):
 _ROOM = "megatron_fspo.rewards"
 _FAILS = ("timeout_rate", "parse_fail_rate")
 VERIFIERS = {
-    "format": VerifierEntry(f"{_ROOM}.shaping:Format", ("parse_fail_rate",)),
-    "http": VerifierEntry(f"{_ROOM}.remote:verifier"),
+    "format": VerifierEntry(f"{_ROOM}.functions:Format", ("parse_fail_rate",)),
+    "http": VerifierEntry(f"{_ROOM}.remote:Remote"),
     "math": VerifierEntry(f"{_ROOM}.math:Mathematics", (*_FAILS, "tier1", "tier2"), "math_verify", "math"),
     "reasoning_gym": VerifierEntry(f"{_ROOM}.gym:ReasoningGym", _FAILS, "reasoning_gym", "gym"),
 }
@@ -65,6 +65,12 @@ def register(name: str) -> Callable[[Reward], Reward]:
         return reward
 
     return add
+
+
+@register("exact_match")
+def exact_match(prompt: Prompt, completion: Completion, response: str) -> float:
+    """1.0 if the response is the answer, white space at both ends aside, else 0.0."""
+    return float(response.strip() == prompt.answer.strip())
 
 
 def get_reward(name: str) -> Reward:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ import httpx
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.job.remote import Loop, TryAgain, attempted, http_client
-from megatron_fspo.rewards.grade import Failure, Grade, GradeOrFailure, GradeRequest, one_line
+from megatron_fspo.rewards.grade import Failure, Grade, GradeOrFailure, GradeRequest, Verifier, one_line
 
 if TYPE_CHECKING:
     from megatron_fspo.config import Reward
@@ -32,27 +31,15 @@ _GRACE_SECONDS = 2.0
 _LARGEST = 2**20  # bytes of an answer
 
 
-class Remote:
-    """The reward ``http``.
+class Remote(Verifier):
+    """The reward ``http``."""
 
-    Args:
-        seconds: for one attempt, from the connection to the last byte.
-        retries: further attempts.
-        concurrency: requests at a time.
-
-    Raises:
-        InputError: not a URL.
-    """
-
-    name = "http"
-
-    def __init__(self, url: str, *, seconds: float, retries: int, concurrency: int, loop: Loop) -> None:
-        check_url(url)
-        self._url = url
-        self._seconds = seconds
-        self._retries = retries
+    def __init__(self, config: Reward, loop: Loop) -> None:
+        assert config.url is not None
+        self._url, self._seconds = config.url, config.seconds
+        self._attempts = 1 + config.retries
         self._loop = loop
-        self._open = asyncio.Semaphore(concurrency)
+        self._open = asyncio.Semaphore(config.concurrency or REQUESTS)
         self._http = http_client()
 
     def grade(self, request: GradeRequest) -> Future[GradeOrFailure]:
@@ -63,19 +50,28 @@ class Remote:
             self._loop.submit(self._http.aclose()).result(_GRACE_SECONDS)
 
     async def _grade(self, request: GradeRequest) -> GradeOrFailure:
+        asked = {
+            "prompt": request.prompt.text,
+            "response": request.response,
+            "answer": request.prompt.answer,
+            "fields": dict(request.prompt.fields),
+        }
         try:
-            body = _body(request)
+            # ASCII: a response may hold halves of characters, which UTF-8 has no bytes for.
+            body = json.dumps(asked, allow_nan=False).encode("ascii")
         except (TypeError, ValueError) as error:
             return request.failure(
                 f"cannot be asked: the prompt's fields are no JSON: {one_line(str(error))}"
             )
-        attempts = 1 + self._retries
         try:
             status, answer = await attempted(
-                lambda: self._attempt(body), attempts, first_wait=_FIRST_WAIT, longest_wait=_LONGEST_WAIT
+                lambda: self._attempt(body),
+                self._attempts,
+                first_wait=_FIRST_WAIT,
+                longest_wait=_LONGEST_WAIT,
             )
         except TryAgain as error:
-            last = f"attempt {attempts} of {attempts}"
+            last = f"attempt {self._attempts} of {self._attempts}"
             return request.failure(f"got no verdict from {self._url}: {error} ({last})")
         return self._read(status, answer, request)
 
@@ -111,15 +107,14 @@ class Remote:
         try:
             reply = json.loads(content)
             reward, answer = reply["reward"], reply.get("answer")
-            number = reward if isinstance(reward, int | float) else math.nan
-            sound = math.isfinite(number) and isinstance(answer, str | None)
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError):
+            sound = isinstance(reward, int | float) and isinstance(answer, str | None)
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             sound = False
         if not sound:
             return request.failure(
                 f'got no {{"reward": number}}, with "answer": text or without, from {self._url}: {said}'
             )
-        score = request.number(number)
+        score = request.number(reward)
         return score if isinstance(score, Failure) else Grade(score=score, answer=answer)
 
 
@@ -133,28 +128,5 @@ def check_url(url: str) -> None:
         raise InputError(f"reward.url = {url!r}: must be http://host:port/path, or https")
 
 
-def _body(request: GradeRequest) -> bytes:
-    """ASCII: a response may hold halves of characters, which UTF-8 has no bytes for."""
-    asked = {
-        "prompt": request.prompt.text,
-        "response": request.response,
-        "answer": request.prompt.answer,
-        "fields": dict(request.prompt.fields),
-    }
-    return json.dumps(asked, allow_nan=False).encode("ascii")
-
-
 def _said(content: bytes) -> str:
     return one_line(content[:2000].decode("utf-8", "replace"), 200) or "(nothing)"
-
-
-def verifier(config: Reward, loop: Loop) -> Remote:
-    """Return the verifier of a run."""
-    assert config.url is not None
-    return Remote(
-        config.url,
-        seconds=config.seconds,
-        retries=config.retries,
-        concurrency=config.concurrency or REQUESTS,
-        loop=loop,
-    )

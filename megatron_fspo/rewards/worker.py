@@ -25,21 +25,12 @@ from megatron_fspo.job.parent import end_with_parent
 
 _PAGE = resource.getpagesize()
 _MOST_TASKS = 5000  # then a fresh process: libraries keep a little of everything
-_REFUSED = {
-    *(
-        "os.system",
-        "os.exec",
-        "os.fork",
-        "os.forkpty",
-        "os.posix_spawn",
-        "os.startfile",
-        "os.kill",
-        "os.killpg",
-    ),
-    *("subprocess.Popen", "pty.spawn", "socket.connect", "socket.bind", "socket.sendto", "ctypes.dlopen"),
-    *("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.link", "os.symlink"),
-    *("os.truncate", "shutil.rmtree", "shutil.move", "shutil.copyfile", "os.putenv", "os.chdir"),
-}
+_REFUSED = frozenset(
+    "os.system os.exec os.fork os.forkpty os.posix_spawn os.startfile os.kill os.killpg subprocess.Popen"
+    " pty.spawn socket.connect socket.bind socket.sendto ctypes.dlopen os.remove os.rename os.rmdir os.mkdir"
+    " os.chmod os.chown os.link os.symlink os.truncate os.putenv os.chdir shutil.rmtree shutil.move"
+    " shutil.copyfile".split()
+)
 
 
 def main(descriptor: int, parent: int, function: str, seconds: float, memory_bytes: int) -> None:
@@ -70,8 +61,13 @@ def main(descriptor: int, parent: int, function: str, seconds: float, memory_byt
         except Exception as error:
             answer(0, _error(error), last=True)
             return
-        plenty = _virtual_bytes() + memory_bytes // 2
-        _limit(memory_bytes)
+        taken = _virtual_bytes()
+        plenty = taken + memory_bytes // 2
+        resource.setrlimit(resource.RLIMIT_AS, (taken + memory_bytes,) * 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        logging.disable(logging.CRITICAL)  # what a library says of such text could fill a disk
+        sys.addaudithook(_refuse)
         answer(0, "null, null", last=False)
         for number, task in enumerate(stream, start=1):
             _limit_cpu_time(seconds)
@@ -89,15 +85,6 @@ def main(descriptor: int, parent: int, function: str, seconds: float, memory_byt
 def _error(error: Exception) -> str:
     lines = "".join(traceback.format_exception(error))
     return f"null, {json.dumps([type(error).__name__, str(error), lines])}"
-
-
-def _limit(memory_bytes: int) -> None:
-    taken = _virtual_bytes()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + memory_bytes,) * 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    logging.disable(logging.CRITICAL)  # what a library says of such text could fill a disk
-    sys.addaudithook(_refuse)
 
 
 def _limit_cpu_time(seconds: float) -> None:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation import results
 from megatron_fspo.evaluation.records import (
-    Manifest,
+    EvaluationManifest,
     Problem,
     RecordFile,
     SavedEvaluation,
@@ -150,7 +150,7 @@ def _opened(
     problems = [Problem.of(prompt, name) for name, prompts in sets.items() for prompt in prompts]
     if compared is not None:
         match(problems, compared.problems, f"{config.model.checkpoint} and {compared.manifest.model}")
-    manifest = Manifest(
+    manifest = EvaluationManifest(
         model=str(config.model.checkpoint),
         samples=_one_if_equal(config.evaluation_samples),
         facts=facts(inputs, sets, dist.get_world_size()),

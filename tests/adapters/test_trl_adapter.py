@@ -10,7 +10,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +17,8 @@ from trl import GRPOConfig
 from trl_batches import difference, make_trainer, one_step, random_batch, random_model, score
 
 from launch import REPO, environment
-from megatron_fspo.adapters import trl as adapter
 from megatron_fspo.adapters.trl import FSPOConfig, FSPOTrainer
 from megatron_fspo.losses import FSPOLoss
-from megatron_fspo.objective import FSPOBand, LengthFairDualClip, Surrogate, sequence_surrogate
 
 # TRL and transformers announce what they are going to remove.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -30,50 +27,6 @@ BANDS = [
     pytest.param({}, id="defaults"),
     pytest.param({"c_low": 0.05, "c_high": 0.01, "c_dual": 0.012}, id="dual clip acts"),
 ]
-
-
-def library(log_probs: torch.Tensor, batch: dict[str, torch.Tensor], **band: float) -> Surrogate:
-    """The surrogate of the library, from S that is written out."""
-    mask = batch["completion_mask"].bool()
-    limits = {"c_low": 0.03, "c_high": 0.03} | {k: band[k] for k in ("c_low", "c_high") if k in band}
-    dual_clip = LengthFairDualClip(c=band.get("c_dual", 2 * limits["c_high"]))
-    s = torch.where(mask, log_probs.detach() - batch["old_per_token_logps"], 0.0).sum(dim=1)
-    return sequence_surrogate(s, mask.sum(dim=1), batch["advantages"], FSPOBand(**limits), dual_clip)
-
-
-@pytest.mark.parametrize("band", BANDS)
-def test_s_clips_weights_and_gradient_are_the_librarys(
-    band: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float32, on the log-probs that TRL's path scored."""
-    trainer, batch = make_trainer(FSPOTrainer, FSPOConfig, tmp_path, **band), random_batch()
-    seen: dict[str, Any] = {}
-    scored = trainer._get_per_token_logps_and_entropies
-
-    def spy(*args: Any, **keys: Any) -> Any:
-        log_probs, *others = scored(*args, **keys)
-        log_probs.retain_grad()
-        seen["log_probs"] = log_probs
-        return log_probs, *others
-
-    def spy_loss(log_ratio_sum: Any, terms: Any, count: Any) -> Any:
-        seen["terms"] = terms
-        return plain_loss(log_ratio_sum, terms, count)
-
-    plain_loss = adapter.mean_loss
-    trainer._get_per_token_logps_and_entropies = spy
-    monkeypatch.setattr(adapter, "mean_loss", spy_loss)
-    monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda rows: rows)
-    one_step(trainer, batch)
-
-    native = library(seen["log_probs"], batch, **band)
-    terms = seen["terms"]
-    for name in ("clipped_low", "clipped_high", "dual_clipped"):
-        assert torch.equal(getattr(terms, name), getattr(native, name)), name
-    assert 0 < terms.clipped.sum() < 6
-    assert bool(band) == bool(terms.dual_clipped.any())
-    weight = torch.where(batch["completion_mask"].bool(), native.weight[:, None] / 7, 0.0)
-    torch.testing.assert_close(-seen["log_probs"].grad, weight, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("band", BANDS)
@@ -132,14 +85,6 @@ def test_on_policy_nothing_is_clipped(tmp_path: Path) -> None:
     recorded = trainer._metrics["train"]
     assert recorded["fspo/out_of_band"] == [0.0]
     assert "fspo/sigma_hat" not in recorded
-
-
-def test_what_is_not_finite_is_left_out_and_counted(tmp_path: Path) -> None:
-    trainer, batch = make_trainer(FSPOTrainer, FSPOConfig, tmp_path), random_batch()
-    batch["old_per_token_logps"][0, 3] = -torch.inf
-    gradient, loss = one_step(trainer, batch)
-    assert loss == loss and all(value.isfinite().all() for value in gradient.values())
-    assert trainer._metrics["train"]["fspo/nonfinite_share"] == [pytest.approx(1 / 7)]
 
 
 def test_tokens_of_tools_are_no_tokens_of_the_policy(tmp_path: Path) -> None:

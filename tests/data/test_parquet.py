@@ -23,6 +23,8 @@ from megatron_fspo.data.rows import read_rows
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Prompt
 
+GOOD = {"prompt": "a", "answer": "1"}
+
 
 def write(folder: Path, rows: list[dict[str, Any]] | pyarrow.Table, **options: Any) -> Path:
     path = folder / "rows.parquet"
@@ -37,15 +39,9 @@ def load(path: Path, tokenizer: PreTrainedTokenizerFast, **keys: Any) -> tuple[P
 
 
 def test_nested_rows_become_fields(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    deep = {"list": [{"y": None}, {"y": 2}]}
     rows = [
-        {
-            "prompt": "a",
-            "answer": "1",
-            "n": 3,
-            "x": 0.5,
-            "b": True,
-            "deep": {"list": [{"y": None}, {"y": 2}]},
-        },
+        {"prompt": "a", "answer": "1", "n": 3, "x": 0.5, "b": True, "deep": deep},
         {"prompt": "b", "answer": "2", "n": None, "x": float("nan"), "b": None, "deep": None},
     ]
     first, second = load(write(tmp_path, rows), tokenizer)
@@ -86,14 +82,8 @@ def test_a_map_is_an_object(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) 
 def test_columns_that_json_has_no_word_for_are_left_out(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    row = {
-        "prompt": "a",
-        "answer": "1",
-        "picture": b"\xff",
-        "day": datetime.date(2026, 1, 2),
-        "price": Decimal("1.5"),
-    }
-    nested = {**row, "box": {"picture": b"\xff", "x": 1}, "list": [b""], "level": 2}
+    kinds = {"picture": b"\xff", "day": datetime.date(2026, 1, 2), "price": Decimal("1.5"), "list": [b""]}
+    nested = {**GOOD, **kinds, "box": {"picture": b"\xff", "x": 1}, "level": 2}
     (prompt,) = load(write(tmp_path, [nested]), tokenizer)
     assert prompt.fields == {"prompt": "a", "answer": "1", "level": 2}
     for key, kind in (("picture", "binary"), ("day", "date32"), ("price", "decimal"), ("box.x", "struct<")):
@@ -135,18 +125,13 @@ def test_a_file_is_read_in_batches(tmp_path: Path) -> None:
     assert most < 20e6
 
 
-GOOD = {"prompt": "a", "answer": "1"}
-
-
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
         ([GOOD, {"prompt": "b", "answer": None}], "row 2: 'answer' .* found null"),
-        ([GOOD, {"prompt": None, "answer": "2"}], "row 2: 'prompt' .* found null"),
-        ([{"prompt": "a", "answer": {"x": 1}}], "row 1: 'answer' .* found an object"),
-        ([{"prompt": "a", "answer": float("nan")}], "row 1: 'answer' .* found NaN or an infinity"),
         ([{"prompt": b"a", "answer": "1"}], "the column 'prompt' is of type binary"),
         ([{"prompt": [{"role": "user", "content": None}], "answer": "1"}], "row 1: 'prompt' must be"),
+        ([{"text": "a"}], "row 1: no key 'prompt'"),
     ],
 )
 def test_wrong_rows(
@@ -155,20 +140,6 @@ def test_wrong_rows(
     with pytest.raises(InputError, match=f"rows.parquet: {told}") as caught:
         load(write(tmp_path, rows), tokenizer)
     assert "\n" not in str(caught.value)
-
-
-def test_nulls_inside(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    question = [{"role": "user", "content": "a"}]
-    good = {"prompt": question, "reward_model": {"ground_truth": "1"}}
-    for change, told in (
-        ({"reward_model": None}, "'reward_model' is null"),
-        ({"reward_model": {"ground_truth": None}}, "'reward_model.ground_truth' must be .* found null"),
-        ({"prompt": None}, "'prompt' must be a string or .* found null"),
-    ):
-        other = {"prompt": [{"role": "user", "content": "b"}]}
-        path = write(tmp_path, [good, {**good, **other, **change}])
-        with pytest.raises(InputError, match=f"rows.parquet: row 2: .*{told}"):
-            load(path, tokenizer, preset="dapo")
 
 
 def test_text_that_is_not_utf_8(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -187,17 +158,9 @@ def test_files_that_are_not_parquet(tmp_path: Path, tokenizer: PreTrainedTokeniz
         with pytest.raises(InputError, match=r"broken.parquet: not parquet, cut short or") as caught:
             load(path, tokenizer)
         assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match=r"none.parquet: cannot read the prompts: No such file"):
-        load(tmp_path / "none.parquet", tokenizer)
-    (tmp_path / "folder.parquet").mkdir()
-    with pytest.raises(InputError, match=r"folder.parquet: cannot read the prompts: Is a directory"):
-        load(tmp_path / "folder.parquet", tokenizer)
-
-
-def test_a_file_without_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path, pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}))
-    with pytest.raises(InputError, match=r"rows.parquet: holds no prompts"):
-        load(path, tokenizer)
+    for name in ("none.parquet", ""):
+        with pytest.raises(InputError, match=r"cannot read the prompts: (No such file|Is a directory)"):
+            load(tmp_path / name, tokenizer)
 
 
 def test_a_column_that_is_there_twice(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -84,9 +84,7 @@ def test_base_models_get_text(tokenizer: PreTrainedTokenizerFast, dapo: Path) ->
     tokenizer.chat_template = None
     (prompt,) = load(tokenizer, train=dapo, preset="dapo", chat_template=False)
     assert prompt.text == DAPO_QUESTION
-    with pytest.raises(
-        InputError, match=r"dapo.parquet: chat_template is true, but the tokenizer has no chat"
-    ):
+    with pytest.raises(InputError, match=r"dapo.parquet: chat_template is true"):
         load(tokenizer, train=dapo, preset="dapo")
 
 
@@ -128,24 +126,20 @@ def test_a_table_says_more_than_the_section_and_that_more_than_a_preset() -> Non
     assert (b.template, b.too_long, b.duplicates) == ("{prompt}" + BOXED, "drop", "drop")
 
 
+SYSTEM = '{"p": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "a": "1"}'
+ASSISTANT = '{"p": [{"role": "assistant", "content": "s"}], "a": "1"}'
+
+
 @pytest.mark.parametrize(
     ("row", "keys", "told"),
     [
-        ('{"p": "x", "a": {"b": 1}}', {"answer_key": "a.c"}, r"no key 'a.c'; the keys in 'a' are 'b'"),
-        ('{"p": "x", "a": "1"}', {"answer_key": "a.c"}, r"no key 'a.c': 'a' is a string"),
-        ('{"p": "x", "a": null}', {"answer_key": "a.b.c"}, r"no key 'a.b.c': 'a' is null"),
-        ('{"p": "x", "a": "12"}', {"answer_after": "####"}, "'a' has no '####', which the answer should"),
+        ('{"p": "x", "a": {"b": 1}}', {"answer_key": "a.c"}, "no key 'a.c'; the keys in 'a' are 'b'"),
+        ('{"p": "x", "a": "1"}', {"answer_key": "a.c"}, "no key 'a.c': 'a' is a string"),
+        ('{"p": "x", "a": null}', {"answer_key": "a.b.c"}, "no key 'a.b.c': 'a' is null"),
+        ('{"p": "x", "a": "12"}', {"answer_after": "####"}, "'a' has no '####'"),
         ('{"p": "x", "a": "12 ####  "}', {"answer_after": "####"}, "'a' is empty"),
-        (
-            '{"p": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "a": "1"}',
-            {"chat_template": True, "system_prompt": "t"},
-            "'p' has a system message, and so has system_prompt",
-        ),
-        (
-            '{"p": [{"role": "assistant", "content": "s"}], "a": "1"}',
-            {"chat_template": True, "template": "boxed"},
-            "'p' has no message of the user",
-        ),
+        (SYSTEM, {"chat_template": True, "system_prompt": "t"}, "'p' has a system message"),
+        (ASSISTANT, {"chat_template": True, "template": "boxed"}, "'p' has no message of the user"),
     ],
 )
 def test_what_does_not_fit(

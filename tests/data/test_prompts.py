@@ -71,12 +71,6 @@ def test_fields_are_json_types(tmp_path: Path, tokenizer: PreTrainedTokenizerFas
     json.dumps(prompt.fields, allow_nan=False)
 
 
-def test_keys_can_be_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path, '{"question": "q", "label": "a", "prompt": "no", "answer": "no"}')
-    (prompt,) = load_prompts(path, tokenizer, prompt_key="question", answer_key="label", max_prompt_tokens=9)
-    assert (prompt.text, prompt.answer) == ("q", "a")
-
-
 def test_a_special_token_written_in_the_file_is_one_token(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -137,34 +131,29 @@ GOOD = '{"prompt": "a", "answer": "1"}\n'
     ("line", "message"),
     [
         ('{"prompt": "a"', "not JSON: Expecting"),
-        ('{"prompt": "a", "answer": "1"} {}', "not JSON: Extra data"),
         ("[" * 100_000, "not JSON: maximum recursion"),
         ('["a", "1"]', "not an object but a list"),
         ("17", "not an object but a number"),
-        ("null", "not an object but null"),
         ('{"text": "a", "answer": "1"}', "no key 'prompt'; the keys here are 'text', 'answer'"),
-        ('{"prompt": "a"}', "no key 'answer'; the keys here are 'prompt'"),
         ("{}", "no key 'prompt'; the keys here are none"),
-        ('{"prompt": null, "answer": "1"}', "'prompt' must be a string or a list of messages, .* found null"),
+        ('{"prompt": null, "answer": "1"}', "'prompt' must be .* found null"),
         (
             '{"prompt": [{"role": "tool", "content": ""}, {"role": "user", "content": "a"}], "answer": "1"}',
-            "'prompt' must be a string or one message of the user, found messages of tool, user; with",
+            "'prompt' must be .* messages of tool, user",
         ),
         ('{"prompt": "a", "answer": " \\n"}', "'answer' is empty"),
-        ('{"prompt": "a", "answer": "1", "prompt": "b"}', "not JSON: the key 'prompt' is there twice"),
         ('{"prompt": "a", "answer": "1", "x": [{"y": 1, "y": 2}]}', "not JSON: the key 'y' is there twice"),
-        ('{"prompt": "a", "answer": "1", "x": ' + "[" * 995 + "]" * 995 + "}", DEEP),
+        ('{"prompt": "a", "answer": "1", "x": ' + "[" * 600 + "]" * 600 + "}", DEEP),
         ('{"prompt": "a", "answer": "1", "x": ' + "9" * 5000 + "}", "'x' has an integer of more than 4,300"),
         ('\ufeff{"prompt": "a", "answer": "1"}', "not JSON: Unexpected UTF-8 BOM"),
-        ('{"prompt": "a", "answer": true}', "'answer' must be a string or a number, found a boolean"),
-        ('{"prompt": "a", "answer": null}', "'answer' must be a string or a number, found null"),
-        ('{"prompt": "a", "answer": {"x": 1}}', "'answer' must be a string or a number, found an object"),
-        ('{"prompt": "a", "answer": NaN}', "'answer' must be a string or a number, found NaN or an infinity"),
-        ('{"prompt": "", "answer": "1"}', "'prompt' is empty: it has no text"),
+        ('{"prompt": "a", "answer": true}', "'answer' must be .* found a boolean"),
+        ('{"prompt": "a", "answer": {"x": 1}}', "'answer' must be .* found an object"),
+        ('{"prompt": "a", "answer": NaN}', "'answer' must be .* found NaN or an infinity"),
+        ('{"prompt": "", "answer": "1"}', "'prompt' is empty"),
         ('{"prompt": "ж", "answer": "1"}', "'prompt' is empty: it has no tokens"),
         ('{"prompt": "123456", "answer": "1"}', "'prompt' has 6 tokens, max_prompt_tokens is 5"),
-        ('{"prompt": "\\ud800", "answer": "1"}', "not UTF-8: .*surrogates not allowed"),
-        (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8: .*can't decode byte 0xff"),
+        ('{"prompt": "\\ud800", "answer": "1"}', "not UTF-8: "),
+        (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8: "),
     ],
 )
 def test_a_bad_line(
@@ -178,19 +167,15 @@ def test_a_bad_line(
     assert len(str(caught.value)) < 400
 
 
+NO_MESSAGES: list[Any] = [[], 7, ["a"], {"role": "user"}, [{"role": "user", "content": 3}]]
+NO_MESSAGES += [[{"role": "user", "content": "a"}, {"role": "user"}]]
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        *(
-            (bad, "'prompt' must be a string or a list of messages")
-            for bad in ([], 7, ["a"], {"role": "user"})
-        ),
-        ([{"role": "user"}], "'prompt' must be a string or a list of messages"),
-        ([{"role": "user", "content": 3}], "'prompt' must be a string or a list of messages"),
-        ([{"role": "user", "content": None}], "'prompt' must be a string or a list of messages"),
-        ([{"role": "user", "content": "a"}, {"role": "user"}], "'prompt' must be a string or a list"),
-        ("", "'prompt' is empty: it has no text"),
-        ([{"role": "user", "content": ""}], "'prompt' is empty: it has no text"),
+        *((bad, "'prompt' must be a string or a list of messages") for bad in NO_MESSAGES),
+        ([{"role": "user", "content": ""}], "'prompt' is empty"),
         ([{"role": "tool", "content": "a"}], "the chat template refuses 'prompt': no tools here$"),
         ("x" * 33, "'prompt' has 51 tokens, max_prompt_tokens is 50"),
     ],
@@ -201,12 +186,6 @@ def test_a_bad_chat_prompt(
     path = write(tmp_path, json.dumps({"prompt": prompt, "answer": "1"}))
     with pytest.raises(InputError, match=f"prompts.jsonl:1: {message}"):
         load_prompts(path, tokenizer, chat_template=True, max_prompt_tokens=50)
-
-
-def test_a_chat_template_that_is_not_there(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = None
-    with pytest.raises(InputError, match="chat_template is true, but the tokenizer has no chat template"):
-        load_prompts(write(tmp_path, GOOD), tokenizer, chat_template=True, max_prompt_tokens=5)
 
 
 def test_a_byte_order_mark_and_carriage_returns_are_read_over(
@@ -226,10 +205,3 @@ def test_a_byte_order_mark_and_carriage_returns_are_read_over(
 def test_an_empty_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, content: str | bytes) -> None:
     with pytest.raises(InputError, match=r"prompts.jsonl: holds no prompts"):
         load_prompts(write(tmp_path, content), tokenizer, max_prompt_tokens=5)
-
-
-def test_no_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(InputError, match=r"none.jsonl: cannot read the prompts: No such file"):
-        load_prompts(tmp_path / "none.jsonl", tokenizer, max_prompt_tokens=5)
-    with pytest.raises(InputError, match="cannot read the prompts: Is a directory"):
-        load_prompts(tmp_path, tokenizer, max_prompt_tokens=5)

@@ -19,16 +19,12 @@ def test_loads_what_was_saved(checkpoint: Path) -> None:
     assert tokenizer.chat_template is not None
 
 
-def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none: no such folder; give a Hugging Face checkpoint"):
-        load_tokenizer(tmp_path / "none")
-    with pytest.raises(InputError, match="Qwen/Qwen3-8B: no such folder"):
-        load_tokenizer("Qwen/Qwen3-8B")  # a name on the hub is not a folder, and is not fetched
-
-
-def test_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no tokenizer"):
-        load_tokenizer(tmp_path)
+@pytest.mark.parametrize("name", ["none", "Qwen/Qwen3-8B", "."])
+def test_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A name on the hub is not a folder, and is not fetched."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="no such folder" if name != "." else "holds no tokenizer"):
+        load_tokenizer(name)
 
 
 @pytest.mark.parametrize("broken", ["tokenizer.json", "tokenizer_config.json"])
@@ -63,23 +59,14 @@ EOS = 96
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (None, (EOS,)),
-        ({}, (EOS,)),
-        ({"eos_token_id": None}, (EOS,)),
-        ({"eos_token_id": EOS}, (EOS,)),
-        ({"eos_token_id": 5}, (EOS, 5)),
-        ({"eos_token_id": [5, EOS, 7, 5]}, (EOS, 5, 7)),
-        ({"eos_token_id": []}, (EOS,)),
-        ({"eos_token_id": 0}, (EOS, 0)),
-    ],
+    ("given", "expected"),
+    [(None, (EOS,)), (EOS, (EOS,)), (0, (EOS, 0)), ([5, EOS, 7, 5], (EOS, 5, 7)), ([], (EOS,))],
 )
 def test_stop_token_ids(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, config: Any, expected: tuple[int, ...]
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, given: Any, expected: tuple[int, ...]
 ) -> None:
-    if config is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert stop_token_ids(tokenizer, tmp_path) == (EOS,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
     assert stop_token_ids(tokenizer, tmp_path) == expected
 
 
@@ -95,7 +82,7 @@ def test_stop_token_ids_of_a_tokenizer_without_eos(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     tokenizer.eos_token = None
-    with pytest.raises(InputError, match=r"no stop token, neither an eos_token .* nor an eos_token_id"):
+    with pytest.raises(InputError, match="no stop token"):
         stop_token_ids(tokenizer, tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
     assert stop_token_ids(tokenizer, tmp_path) == (3,)
@@ -104,11 +91,10 @@ def test_stop_token_ids_of_a_tokenizer_without_eos(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"eos_token_id": "</s>"}', "eos_token_id must be a token id or a list of them, found '</s>'"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id .* found '</s>'"),
         ('{"eos_token_id": [1, -1]}', r"found \[1, -1\]"),
         ('{"eos_token_id": true}', "found True"),
-        ('{"eos_token_id": [1.0]}', r"found \[1.0\]"),
-        ("[1]", "a JSON object is needed, found list"),
+        ("[1]", r"found \[1\]"),
         ("{", "generation_config.json: not JSON: "),
     ],
 )

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.noise_check import difference_interval
 from megatron_fspo.evaluation.intervals import (
     Estimate,
-    difference_interval,
     interval_of_means,
     jackknife_interval,
     resample_groups,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.evaluation.records import (
     MANIFEST,
     SAMPLES,
+    EvaluationManifest,
     Key,
-    Manifest,
     Problem,
     Record,
     RecordFile,
@@ -27,7 +26,7 @@ from megatron_fspo.types import Prompt
 PORTIONS: list[list[Key]] = [
     [(name, i, n) for i in some for n in range(2)] for name, some in (("a", (0, 1)), ("a", (2,)), ("b", (3,)))
 ]
-MANIFEST_OF = Manifest(model="m", samples=2, facts={"seed": 1, "stop": [12], "data sha256": "x"})
+MANIFEST_OF = EvaluationManifest(model="m", samples=2, facts={"seed": 1, "stop": [12], "data sha256": "x"})
 PROBLEM_OF = [
     Problem(dataset="a" if i < 3 else "b", index=i, id=str(i), prompt=f"p{i}", answer="1") for i in range(4)
 ]
@@ -40,7 +39,7 @@ def record(key: Key, response: str = 'x\u2028y\n"z" \U0001d49c') -> Record:
     )  # fmt: skip
 
 
-def opened(folder: Path, manifest: Manifest = MANIFEST_OF) -> RecordFile:
+def opened(folder: Path, manifest: EvaluationManifest = MANIFEST_OF) -> RecordFile:
     return RecordFile(folder, manifest, PROBLEM_OF, PORTIONS)
 
 
@@ -80,9 +79,9 @@ def test_sets_with_samples_of_their_own_are_read_back(tmp_path: Path) -> None:
     """A file that holds as many completions in all, but not of each set, is not whole."""
     (tmp_path / "other").mkdir()
     for folder, own in ((tmp_path, {"a": 2, "b": 2}), (tmp_path / "other", {"a": 1, "b": 5})):
-        RecordFile(folder, Manifest(model="m", samples=own, facts={}), PROBLEM_OF, PORTIONS)
+        RecordFile(folder, EvaluationManifest(model="m", samples=own, facts={}), PROBLEM_OF, PORTIONS)
         (folder / SAMPLES).write_text("".join(line_of(record(key)) for some in PORTIONS for key in some))
-    assert load(tmp_path).manifest.samples_of("b") == 2
+    assert len(load(tmp_path).records) == 8
     with pytest.raises(InputError, match="has 8 of 8 completions"):
         load(tmp_path / "other")
 
@@ -98,44 +97,39 @@ def test_a_kill_between_the_first_files(tmp_path: Path, missing: str) -> None:
     assert opened(tmp_path).done == 0 and filled(tmp_path) == whole
 
 
-@pytest.mark.parametrize(
-    ("facts", "told"),
-    [
-        ({"seed": 2, "stop": [12], "data sha256": "x"}, "seed: 1 -> 2"),
-        ({"seed": 1, "stop": [12], "data sha256": "y"}, "data sha256: x -> y"),
+def test_results_of_something_else_are_refused(tmp_path: Path) -> None:
+    whole, facts = filled(tmp_path), dict(MANIFEST_OF.facts)
+    for other, told in (
+        (facts | {"seed": 2}, "seed: 1 -> 2"),
         ({"seed": 1, "stop": [12]}, "data sha256: x -> None"),
-        ({"seed": 1, "stop": [12], "data sha256": "x", "top_p": 1.0}, "top_p: None -> 1.0"),
-    ],
-)
-def test_results_of_something_else_are_refused(tmp_path: Path, facts: dict[str, object], told: str) -> None:
-    whole = filled(tmp_path)
-    with pytest.raises(InputError) as caught:
-        opened(tmp_path, Manifest(model="m", samples=2, facts=facts))
-    assert told in str(caught.value) and "--out" in str(caught.value) and "\n" not in str(caught.value)
-    assert (tmp_path / SAMPLES).read_bytes() == whole
-    elsewhere = Manifest(model="elsewhere/m", samples=2, facts=MANIFEST_OF.facts)
+        (facts | {"top_p": 1.0}, "top_p: None -> 1.0"),
+    ):
+        with pytest.raises(InputError, match=told):
+            opened(tmp_path, EvaluationManifest(model="m", samples=2, facts=other))
+        assert (tmp_path / SAMPLES).read_bytes() == whole
+    elsewhere = EvaluationManifest(model="elsewhere/m", samples=2, facts=MANIFEST_OF.facts)
     assert opened(tmp_path, elsewhere).left == 0, "its name is no fact"
 
 
-@pytest.mark.parametrize(
-    ("damage", "told"),
-    [
-        (lambda lines: lines[1:], "samples.jsonl:1: set a, prompt 0, sample 1 does not come here"),
-        (lambda lines: [lines[0], *lines], "samples.jsonl:2: set a, prompt 0, sample 0 does not come"),
-        (lambda lines: [*lines, lines[-1]], "samples.jsonl:9: "),
-        (lambda lines: [lines[0], b"{}\n", *lines[2:]], "samples.jsonl:2: not a completion"),
-        (lambda lines: [lines[0], lines[1][:9] + b"\n", *lines[2:]], "samples.jsonl:2: not a completion"),
-        (lambda lines: [b"[]\n", *lines[1:]], "samples.jsonl:1: not a completion"),
-        (lambda lines: [lines[0].replace(b"0.1", b'"x"'), *lines[1:]], "samples.jsonl:1: not a completion"),
-    ],
-)
-def test_a_changed_file_is_refused(tmp_path: Path, damage, told: str) -> None:  # type: ignore[no-untyped-def]
-    whole = filled(tmp_path)
-    changed = b"".join(damage(whole.splitlines(keepends=True)))
+DAMAGES: list[tuple[Callable[[list[bytes]], list[bytes]], int]] = [
+    (lambda lines: lines[1:], 1),
+    (lambda lines: [lines[0], *lines], 2),
+    (lambda lines: [*lines, lines[-1]], 9),
+    (lambda lines: [lines[0], b"{}\n", *lines[2:]], 2),
+    (lambda lines: [lines[0], lines[1][:9] + b"\n", *lines[2:]], 2),
+    (lambda lines: [b"[]\n", *lines[1:]], 1),
+    (lambda lines: [lines[0].replace(b"0.1", b'"x"'), *lines[1:]], 1),
+]
+
+
+@pytest.mark.parametrize(("damage", "line"), DAMAGES)
+def test_a_changed_file_is_refused(
+    tmp_path: Path, damage: Callable[[list[bytes]], list[bytes]], line: int
+) -> None:
+    changed = b"".join(damage(filled(tmp_path).splitlines(keepends=True)))
     (tmp_path / SAMPLES).write_bytes(changed)
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=rf"samples\.jsonl:{line}: "):
         opened(tmp_path)
-    assert told in str(caught.value)
     assert (tmp_path / SAMPLES).read_bytes() == changed
 
 
@@ -200,11 +194,6 @@ def test_a_problem_is_its_task_and_answer_not_its_tokens() -> None:
     assert name(fields=row) != name(fields=row | {"level": 2})
 
 
-@settings(max_examples=50)
-@given(
-    other=st.fixed_dictionaries(
-        {}, optional={"index": st.just(1), "token_ids": st.just((1, 3)), "answer": st.just("5")}
-    )
-)
+@pytest.mark.parametrize("other", [{"index": 1}, {"token_ids": (1, 3)}, {"answer": "5"}])
 def test_the_hash_of_prompts_sees_what_the_model_reads(other: dict[str, object]) -> None:
-    assert (hash_of_prompts([prompt()]) == hash_of_prompts([prompt(**other)])) == (not other)
+    assert hash_of_prompts([prompt()]) == hash_of_prompts([prompt()]) != hash_of_prompts([prompt(**other)])

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.evaluation.records import Manifest, Problem, Record, SavedEvaluation
-from megatron_fspo.evaluation.results import metrics_of, results, table, write
+from megatron_fspo.evaluation.records import EvaluationManifest, Problem, Record, SavedEvaluation
+from megatron_fspo.evaluation.results import metrics_of, table, write
 from megatron_fspo.evaluation.summary import compare, per_problem, summarize
 
 
@@ -27,7 +27,7 @@ def saved(
 ) -> SavedEvaluation:
     keys = [(name, i, n) for name, indices in sets.items() for i in indices for n in range(samples)]
     return SavedEvaluation(
-        manifest=Manifest(model=model, samples=samples, facts=facts),
+        manifest=EvaluationManifest(model=model, samples=samples, facts=facts),
         problems=tuple(
             Problem(dataset=name, index=i, id=f"{name}{i}", prompt=f"^{i}=", answer=str(i))
             for name, indices in sets.items()
@@ -67,13 +67,6 @@ def test_figures_by_hand() -> None:
     assert found.problems == {"s": 3} and found.average["mean"] == found.sets["s"]["mean"]
 
 
-def test_incomplete_problems_are_refused() -> None:
-    records = saved(noisy(1, 0.5), {"a": range(3)}).records
-    for rows in (records[:-1], (), (*records, records[0])):
-        with pytest.raises(ValueError, match=r"completions|twice"):
-            per_problem(rows)
-
-
 def test_a_difference_in_pairs_is_narrower_than_its_sides() -> None:
     """Problems differ far more than the two models on any of them."""
 
@@ -97,7 +90,7 @@ def test_sets_with_a_k_of_their_own(tmp_path: Path) -> None:
     many = saved(noisy(2, 0.5), {"b": range(6, 10)}, samples=8)
     ks = {"a": 2, "b": 8}
     both = SavedEvaluation(
-        manifest=Manifest(model="m", samples=ks, facts={}),
+        manifest=EvaluationManifest(model="m", samples=ks, facts={}),
         problems=few.problems + many.problems,
         records=few.records + many.records,
     )
@@ -108,18 +101,12 @@ def test_sets_with_a_k_of_their_own(tmp_path: Path) -> None:
     assert [name for name in found.average if "@" in name] == ["pass@1", "pass@2", "maj@1", "maj@2"]
     mean = [found.sets[name]["mean"].value for name in "ab"]
     assert found.average["mean"].value == pytest.approx(sum(mean) / 2)
-    assert {name for name in metrics_of(found) if "mean@" in name and name.count("/") == 2} == {
-        "val/a/mean@2",
-        "val/b/mean@8",
-    }
-    assert {"val/a/maj@2", "val/b/maj@8", "val/b/pass@8"} < metrics_of(found).keys()
+    names = {name for name in metrics_of(found) if name.count("/") == 2 and name[6:9] in ("mea", "maj")}
+    assert names == {"val/a/mean@2", "val/b/mean@8", "val/a/maj@2", "val/b/maj@8"}
     write(tmp_path, both.manifest, found, compare(both, both))
     assert json.loads((tmp_path / "results.json").read_text())["samples"] == ks
     rows = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("|")]
-    assert rows[0] == (
-        "| model | a mean@2 | a pass@2 | a maj@2 | b mean@8 | b pass@8 | b maj@8 "
-        "| average mean | average pass@2 | average maj@2 |"
-    )
+    assert rows[0].endswith("| b maj@8 | average mean | average pass@2 | average maj@2 |")
     heads, _, first, second = ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows[-4:])
     assert heads[:4] == ["set", "problems", "samples", "mean"] and heads.count("pass@8") == 1
     assert first[:3] == ["a", "6", "2"] and second[:3] == ["b", "4", "8"]
@@ -134,19 +121,16 @@ def test_a_comparison_of_one_set_with_another_k() -> None:
         whole = saved(noisy(seed, 0.5), sets, samples=8)
         return replace(
             whole,
-            manifest=Manifest(model="m", samples={"a": 8, "b": samples}, facts={}),
+            manifest=EvaluationManifest(model="m", samples={"a": 8, "b": samples}, facts={}),
             records=tuple(r for r in whole.records if r.dataset == "a" or r.sample < samples),
         )
 
     this, other = with_b(2, 1), with_b(8, 2)
     found, alike = compare(this, other), compare(with_b(8, 1), other)
     assert found.differences.sets["a"] == alike.differences.sets["a"]
-    assert [name for name in found.differences.sets["b"] if "@" in name] == [
-        *("pass@1", "pass@2", "maj@1", "maj@2")
-    ]
+    assert "pass@2" in found.differences.sets["b"] and "pass@4" not in found.differences.sets["b"]
     text = table("m", summarize(per_problem(this.records), {"a": 8, "b": 2}), found)
-    heads = "| model | a mean@8 | a pass@8 | a maj@8 | b mean | b pass | b maj | average mean | average pass "
-    assert heads in text
+    assert "| a maj@8 | b mean | b pass | b maj | average mean | average pass " in text
 
 
 def test_problems_are_matched_by_what_they_ask() -> None:
@@ -172,12 +156,8 @@ def test_problems_are_matched_by_what_they_ask() -> None:
 def test_other_problems_are_refused_by_name() -> None:
     one = saved(noisy(1, 0.5), {"s": range(20)}, model="one")
     other = saved(noisy(1, 0.5), {"s": range(8, 21)}, model="two")
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=r"first: s 0 .*, s 4 .*, 3 more; .* second: s 20 \('\^20='\)$"):
         compare(one, other)
-    assert str(caught.value) == (
-        "one and two were evaluated on different problems: only in the first: s 0 ('^0='), s 1 ('^1='), "
-        "s 2 ('^2='), s 3 ('^3='), s 4 ('^4='), 3 more; only in the second: s 20 ('^20=')"
-    )
     with pytest.raises(InputError, match="only in the second: t 0"):
         compare(one, replace(one, problems=tuple(replace(p, dataset="t") for p in one.problems)))
 
@@ -189,7 +169,6 @@ def test_the_table_and_the_results(tmp_path: Path) -> None:
     summary, comparison = summarize(per_problem(one.records), 4), compare(one, other)
     write(tmp_path, one.manifest, summary, comparison)
     found = json.loads((tmp_path / "results.json").read_text())
-    assert found == json.loads(json.dumps(results(one.manifest, summary, comparison)))
     assert found["sets"]["c"]["mean"]["low"] is None and found["sets"]["c"]["problems"] == 1
     assert found["average"]["mean"]["value"] == summary.average["mean"].value
     assert found["comparison"]["changed"] == {"temperature": [1.0, 0.6]}

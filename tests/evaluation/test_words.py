@@ -33,10 +33,8 @@ def flags(out: Path, *more: str) -> Config:
 
 def test_flags_are_a_configuration(tmp_path: Path) -> None:
     found = flags(tmp_path / "out of the way/x")
-    assert found.model.checkpoint == Path(MODEL) and [one.file for one in found.data.validation_sets] == [
-        Path(DATA)
-    ]
-    assert found.reward.name == "make_sum"
+    files = [str(one.file) for one in found.data.validation_sets]
+    assert (str(found.model.checkpoint), files, found.reward.name) == (MODEL, [DATA], "make_sum")
     assert (found.evaluation.samples, found.evaluation.temperature, found.evaluation.top_p) == (16, 1, 1)
     assert found.rollout.engine == "embedded"
     # The model reads 256 tokens.
@@ -60,10 +58,8 @@ def test_a_run_evaluates_as_it_is_configured_but_for_flags(tmp_path: Path) -> No
     found = config("--config", RUN)
     assert found.evaluation.samples == 64 and found.parallel.tensor == 2
     found = config("--config", RUN, "--model", "other", "--data", "a.jsonl", "b.jsonl", "--samples", "2")
-    assert found.model.checkpoint == Path("other") and [one.file for one in found.data.validation_sets] == [
-        Path("a.jsonl"),
-        Path("b.jsonl"),
-    ]
+    files = [str(one.file) for one in found.data.validation_sets]
+    assert (str(found.model.checkpoint), files) == ("other", ["a.jsonl", "b.jsonl"])
     assert found.evaluation.samples == 2 and found.run.name == "demo"
 
 
@@ -91,29 +87,21 @@ def test_samples_given_hold_before_those_of_a_file(tmp_path: Path) -> None:
     assert config(*files, "--samples", "2").data.train == config(*files).data.train
 
 
+FLAGS = f"--model {MODEL} --data {DATA} --reward make_sum --out {{tmp}}"
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("", "evaluate needs --model, --data, --reward, --out, or --config"),
-        (f"--model {MODEL} --out {{tmp}}", "evaluate needs --data, --reward, or --config"),
-        (f"--config {RUN} --compare {{tmp}}", "--compare needs --out, the folder of this evaluation"),
-        (f"--config {RUN} --out {{tmp}}/file", "--out: {tmp}/file cannot be made: {tmp}/file is a file"),
-        (f"--config {RUN} --out {{tmp}}/file/x", "--out: {tmp}/file/x cannot be made: {tmp}/file is a file"),
-        (f"--config {RUN} --samples 0", "--evaluation.samples = 0: input should be greater than 0"),
-        (
-            f"--config {RUN} --samples 2 3",
-            "--samples has 2 numbers and --data 0 files: give one number for all sets, or one for each file",
-        ),
-        (f"--config {RUN} --data a b c --samples 2 3", "--samples has 2 numbers and --data 3 files"),
-        (f"--config {RUN} --data a b --samples 2 0", "data.validation[1].samples = 0: input should be"),
-        (
-            f"--model {MODEL} --data {DATA} --reward make_sum --out {{tmp}} --top-p 2",
-            "--evaluation.top_p = 2.0: input should be less than or equal to 1",
-        ),
-        (
-            f"--model {MODEL} --data {DATA} --reward make_sum --out {{tmp}} --max-response-tokens -1",
-            "--rollout.max_response_tokens = -1: input should be greater than 0",
-        ),
+        ("", "--model, --data, --reward, --out, or --config"),
+        (f"--model {MODEL} --out {{tmp}}", "needs --data, --reward, or --config"),
+        (f"--config {RUN} --compare {{tmp}}", "--compare needs --out"),
+        (f"--config {RUN} --out {{tmp}}/file/x", "--out: {tmp}/file/x"),
+        (f"--config {RUN} --samples 0", "--evaluation.samples = 0"),
+        (f"--config {RUN} --samples 2 3", "--samples has 2 numbers and --data 0 files"),
+        (f"--config {RUN} --data a b --samples 2 0", "data.validation[1].samples = 0"),
+        (f"{FLAGS} --top-p 2", "--evaluation.top_p = 2.0"),
+        (f"{FLAGS} --max-response-tokens -1", "--rollout.max_response_tokens = -1"),
         (f"--model {{tmp}} --data {DATA} --reward make_sum --out {{tmp}}", "{tmp}/config.json"),
     ],
 )

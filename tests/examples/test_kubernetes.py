@@ -43,10 +43,7 @@ def test_the_pods_are_the_nodes_of_one_job() -> None:
     assert JOB["parallelism"] == JOB["completions"], "all nodes at once"
     assert ENV["MASTER_ADDR"] == "fspo-trainer-0.fspo-trainer"
     assert TRAINER["resources"]["limits"]["nvidia.com/gpu"] == int(ENV["NPROC"])
-
-
-def test_a_pod_has_the_time_to_save() -> None:
-    assert POD["terminationGracePeriodSeconds"] > int(ENV["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    assert POD["terminationGracePeriodSeconds"] > int(ENV["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]), "time to save"
 
 
 def test_bad_input_fails_the_job_at_once() -> None:

@@ -42,13 +42,6 @@ def test_demonstrations_are_right(number: int, seed: int) -> None:
     assert get_reward("make_sum")(prompt, completion, response.removesuffix(make_sum.STOP)) == 1.0
 
 
-def test_lengths_vary_widely_for_one_prompt() -> None:
-    rng = random.Random(0)
-    lengths = [len(make_sum.demonstration(57, rng)) for _ in range(500)]
-    assert min(lengths) < 35
-    assert max(lengths) > 90
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Folders that two short runs of the script wrote, the second after other random numbers were drawn."""
@@ -94,15 +87,6 @@ def test_shipped_files_are_what_the_script_writes(made: list[Path]) -> None:
     assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) < 1_200_000
 
 
-@pytest.mark.slow
-def test_another_width_of_heads(tmp_path: Path) -> None:
-    make_checkpoint.main(["--steps", "1", "--head-dim", "32", "--out", str(tmp_path)])
-    model = Qwen3ForCausalLM.from_pretrained(tmp_path / "checkpoint")
-    assert model.config.head_dim == 32
-    assert model.model.layers[0].self_attn.q_proj.out_features == 4 * 32
-    assert make_checkpoint.CONFIG["head_dim"] == 24
-
-
 def test_shipped_prompts_read_as_prompts() -> None:
     tokenizer = load_tokenizer(CHECKPOINT)
     check_vocabulary(tokenizer, json.loads((CHECKPOINT / "config.json").read_text())["vocab_size"])
@@ -117,16 +101,6 @@ def test_shipped_prompts_read_as_prompts() -> None:
     train, validation = ({int(prompt.answer) for prompt in split} for split in splits)
     assert not train & validation
     assert sorted(train | validation) == list(make_sum.NUMBERS)
-
-
-def test_the_tokenizer_is_one_character_a_token() -> None:
-    tokenizer = load_tokenizer(CHECKPOINT)
-    text = "^57=948399$_0123456789^=$_"
-    ids = [make_sum.ALPHABET.index(character) for character in text]
-    assert tokenizer(text)["input_ids"] == ids
-    assert tokenizer.decode(ids) == text
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (10, 12, 13)
-    assert len(tokenizer) == 14
 
 
 def test_shipped_model_is_right_about_two_times_in_three() -> None:

@@ -14,8 +14,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from launch import REPO, forked, why
-from megatron_fspo.cli import main
+from launch import REPO
 from megatron_fspo.config import Config
 from megatron_fspo.config.data import TEMPLATES
 from megatron_fspo.config.loading import load_config
@@ -29,12 +28,6 @@ sys.modules[SPEC.name] = prepare
 SPEC.loader.exec_module(prepare)
 
 LOSSES, LAYOUTS = ("rloo", "gspo", "ctpo"), ("one_node", "colocated", "two_nodes", "four_nodes")
-QWEN3_8B = {
-    "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
-    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
-    "tie_word_embeddings": False, "dtype": "bfloat16",
-}  # fmt: skip
 
 
 def config(*layers: str) -> Config:
@@ -71,22 +64,6 @@ def test_the_other_model_changes_no_method() -> None:
         assert ours[section] == other[section]
     assert load_config(files).parallel.model_size == 1
     assert other["run"]["folder"] != ours["run"]["folder"]
-
-
-def checkpoint(folder: Path) -> Path:
-    (folder / "config.json").write_text(json.dumps(QWEN3_8B), encoding="utf-8")
-    return folder
-
-
-@pytest.mark.slow
-def test_the_gradient_of_a_layout(tmp_path: Path) -> None:
-    """The smallest of them, in one precision; README.md has the commands for all."""
-    files = [word for name in ("run", "one_node") for word in ("--config", str(EXAMPLE / f"{name}.toml"))]
-    words = ["--model.backend", "cpu", "--model.checkpoint", str(checkpoint(tmp_path))]
-    program = ["-m", "megatron_fspo", "verify", *files, *words, "--dtype", "float64"]
-    done = forked(program, nproc=4)
-    assert done.returncode == 0, done.stdout + why(done.stderr)
-    assert "tp4.sp" in done.stdout and "pass" in done.stdout
 
 
 # Rows as the public files have them, with problems of our own.
@@ -170,35 +147,15 @@ def test_what_is_left_of_the_public_files(tmp_path: Path, capsys: pytest.Capture
     assert "0 of math500, 1 of amc23, 1 of aime24, 0 of aime25" in said
 
 
-def test_a_run_reads_what_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare.main([*public(tmp_path), "--any-count"])
-    sets = [f"{{file = '{tmp_path}/data/{name}.jsonl'}}" for name in HELD_OUT]
-    path = tmp_path / "sets.toml"
-    path.write_text(
-        f"[data]\ntrain = '{tmp_path}/data/train.jsonl'\nvalidation = [{', '.join(sets)}]", encoding="utf-8"
-    )
-    words = ["data", "check", "--config", str(EXAMPLE / "run.toml"), "--config", str(path)]
-    assert main([*words, "--tokenizer", str(REPO / "examples/make_sum/checkpoint"), "--json"]) == 0
-    first = json.loads(capsys.readouterr().out.splitlines()[-1])[0]
-    assert first["prompts"] == 2 and "Solve the following math problem" in first["rendered"][0]
-
-
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
         ({}, "train.parquet: 6 different prompts in 9 rows, where train has 17,000 to 18,000"),
-        (
-            {"train": [{"prompt": "?", "answer": "1"}]},
-            "train.parquet: row 1: no key 'reward_model.ground_truth'",
-        ),
-        (
-            {"aime25": [{"problem": "?", "answer": None}]},
-            "aime25.jsonl:1: 'answer' must be a string or a number",
-        ),
-        ({"amc23": [{"text": "?", "answer": "1"}]}, "amc23.parquet: row 1: no key 'problem'"),
+        ({"train": [{"prompt": "?", "answer": "1"}]}, "train.parquet: row 1: no key 'reward_model."),
+        ({"aime25": [{"problem": "?", "answer": None}]}, "aime25.jsonl:1: 'answer' must be"),
         (
             {"train": [dapo("x", "1", "a") | {"prompt": [{"role": "user", "content": "bare"}]}]},
-            "train.parquet: row 1: 'prompt' has no question between the instructions of DAPO's file",
+            "train.parquet: row 1: 'prompt' has no question",
         ),
     ],
 )
@@ -216,7 +173,7 @@ def test_a_problem_that_cannot_be_evaluated_is_refused(
 ) -> None:
     amc = [{"id": 7, "question": "Which set is empty?", "answer": "\u2205"}]
     assert prepare.main([*public(tmp_path, amc23=amc), "--any-count"]) == 2
-    assert "1 problems cannot be evaluated; 7 has the answer '\u2205'" in capsys.readouterr().err
+    assert "7 has the answer '\u2205'" in capsys.readouterr().err
 
 
 def test_a_closing_sentence_is_no_overlap() -> None:

@@ -19,9 +19,6 @@ def main(end: str) -> None:
         1 / 0  # noqa: B018
     if end == "exit":
         return
-    if end == "close":
-        pool.close()
-        return
     time.sleep(60)
 
 

@@ -28,17 +28,8 @@ def _echo(value: Any) -> Any:
     return value
 
 
-def _nap(seconds: float) -> None:
+def _sleep(seconds: float = 60) -> None:
     time.sleep(seconds)
-
-
-def _sleep() -> None:
-    time.sleep(60)
-
-
-def _loop() -> None:
-    while True:
-        pass
 
 
 def _loop_in_c() -> int:
@@ -70,7 +61,8 @@ def _too_much_memory_in_c() -> int:
 
 def _burn(seconds: float) -> None:
     worker._limit_cpu_time(seconds)
-    _loop()
+    while True:
+        pass
 
 
 def _modules() -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import suppress
 
 import psutil
@@ -23,13 +21,3 @@ def gone(processes: list[psutil.Process], seconds: float = 10.0) -> bool:
     """Whether all of them end in time."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     return not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
-
-
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether the condition comes true in time."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False

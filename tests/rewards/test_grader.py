@@ -44,10 +44,7 @@ def test_built_in_functions() -> None:
         assert found.done(), "it takes no time, so it takes no detour"
         assert graded(found) == Grade(reward=1.0, score=1.0, answer="5")
         wrong = graded(ask(grader, "6"))
-        assert wrong.score == 0.0
-        assert tally(Reward(name="exact_match"), [wrong]) == {}
-    with make(name="make_sum") as grader:
-        assert graded(ask(grader, "908503300", "17")) == Grade(reward=1.0, score=1.0, answer="908503300")
+        assert wrong.score == 0.0 and tally(Reward(name="exact_match"), [wrong]) == {}
 
 
 def test_several_rewards_are_summed_by_weight() -> None:
@@ -95,6 +92,13 @@ def test_mathematics_with_a_penalty_on_length() -> None:
         "reward/tier1": (1.0, 5.0),
         "reward/tier2": (4.0, 5.0),
     }
+
+
+@pytest.mark.parametrize(("response", "value"), [("\\boxed{}", 0.0), ("\\boxed{5}", 1.0), ("5", 0.0)])
+def test_format(response: str, value: float) -> None:
+    with make(name="format") as grader:
+        grade = graded(ask(grader, response, "6"))
+    assert (grade.score, grade.parsed) == (value, bool(value))
 
 
 @pytest.mark.parametrize("name", ["field", "field_awaited", "returns_awaitable", "instance"])
@@ -184,12 +188,11 @@ def test_closing_cancels_and_leaves_nothing() -> None:
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"name": "maths"}, r"no reward is called 'maths' \(did you mean 'math'\?\)"),
         ({"name": "math", "also": {"formt": 0.1}}, "did you mean 'format'"),
-        ({"name": "own_rewards:gone"}, "holds nothing called 'gone'"),
         ({"name": "exact_match", "also": {"no_such_module:f": 1.0}}, "cannot import 'no_such_module'"),
         ({"name": "exact_match", "also": {"exact_match": 1.0}}, "reward.also has 'exact_match'"),
-        ({"name": "http", "url": "localhost:80"}, "must be http"),
+        ({"name": "http", "url": "localhost:80"}, "reward.url = 'localhost:80'"),
+        ({"name": "http", "url": "http://x:port"}, "reward.url = 'http://x:port'"),
     ],
 )
 def test_what_a_run_cannot_have_is_told_before_it_begins(keys: dict[str, Any], problem: str) -> None:
@@ -204,9 +207,5 @@ def test_a_package_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match="'math' needs the package math-verify of the extra math"):
         check_reward(Reward(name="math"), max_response_tokens=9)
-
-
-def test_rewards_that_only_a_grader_has() -> None:
-    for name in ("math", "http", "format", "reasoning_gym"):
-        with pytest.raises(InputError, match="a Grader has it"):
-            get_reward(name)
+    with pytest.raises(InputError, match="a Grader has it"):
+        get_reward("math")

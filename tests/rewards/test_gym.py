@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,7 +96,7 @@ def test_a_row_that_is_no_good_is_a_failure(grader: Grader, change: dict[str, st
     (row,) = gym_rows("n_queens", size=1, seed=1)
     found = ask(grader, row | change, "17").result(timeout=60)
     assert isinstance(found, Failure)
-    assert found.problem.startswith(f"cannot score the row's own answer: {problem}")
+    assert found.problem.startswith(f"raised BadRowError: cannot score the row's own answer: {problem}")
 
 
 def test_a_prompt_of_another_file_is_a_failure(grader: Grader) -> None:
@@ -107,8 +110,7 @@ def test_a_prompt_of_another_file_is_a_failure(grader: Grader) -> None:
         ("no_such_task", {}, "not registered"),
         ("leg_counting", {"legs": 3}, "legs"),
         ("leg_counting", {"min_animals": -1}, "min_animals"),
-        ("game_of_life_halting", {}, "any text for right"),
-        ("composite", {}, "rows of each"),
+        ("composite", {}, "left out"),
     ],
 )
 def test_rows_that_cannot_be_had(task: str, config: dict[str, Any], problem: str) -> None:
@@ -163,34 +165,17 @@ def test_literals_are_still_read(grader: Grader) -> None:
     assert score(ask(grader, row, repr(list(row["answer"])))) == 0.1
 
 
-@pytest.mark.parametrize(
-    "text", ["x**2/2 + sin(2*x) - C", "1.5e3*x", "(3 + 4)*2", "sqrt(x)**(1/2) + log(x, 2)", "-5!"]
-)
-def test_formulas(text: str) -> None:
-    check_formula(text)
+FORMULAS = "x**2/2 + sin(2*x) - C|1.5e3*x|(3 + 4)*2|sqrt(x)**(1/2) + log(x, 2)|-5!"
+NO_FORMULAS = "x.diff|().__class__|x . real|__import__('os')|a_b|open(x)|'a'|x[0]|{x}|x; y|lambda x|x = 1"
+NO_FORMULAS += "|x if y else z|print(x)|\\frac{1}{2}|ｅｖａｌ(x)|S('x')|@x"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            "x.diff",
-            "().__class__",
-            "x . real",
-            "__import__('os')",
-            "a_b",
-            "open(x)",
-            "'a'",
-            "x[0]",
-            "{x}",
-            "x; y",
-        ),
-        *("lambda x", "x = 1", "x if y else z", "print(x)", "\\frac{1}{2}", "ｅｖａｌ(x)", "S('x')", "@x"),
-    ],
-)
-def test_no_formulas(text: str) -> None:
-    with pytest.raises(ValueError, match="no formula"):
+def test_formulas() -> None:
+    for text in FORMULAS.split("|"):
         check_formula(text)
+    for text in NO_FORMULAS.split("|"):
+        with pytest.raises(ValueError, match="no formula"):
+            check_formula(text)
 
 
 @pytest.mark.slow
@@ -215,25 +200,16 @@ def test_every_task_scores_as_the_package_does(grader: Grader) -> None:
 
 def test_the_nine_are_all_that_evaluate() -> None:
     """Read from the sources of the scorers."""
-    import ast
-    import inspect
-
     from reasoning_gym.factory import DATASETS
 
     found = set()
     for task, (dataset, _) in DATASETS.items():
-        source = "class A:\n" + inspect.getsource(dataset.score_answer)
-        calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-        names = {call.id if isinstance(call, ast.Name) else getattr(call, "attr", "") for call in calls}
-        arguments = [
-            ast.unparse(node)
-            for node in ast.walk(ast.parse(source))
-            if isinstance(node, ast.Call)
-            and ast.unparse(node.func).split(".")[-1] in ("eval", "exec", "parse_expr", "sympify", "S")
-        ]
-        if names & {"eval", "exec", "parse_expr", "sympify", "S"} and any(
-            "answer)" in a or "answer," in a for a in arguments
-        ):
-            found.add(task)
+        tree = ast.parse("class A:\n" + inspect.getsource(dataset.score_answer))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func).split(".")[-1]
+                given = ", ".join(map(ast.unparse, node.args)) + ","
+                if name in ("eval", "exec", "parse_expr", "sympify", "S") and re.search(r"answer[),]", given):
+                    found.add(task)
     # It evaluates its own answer where that is no JSON.
     assert found - {"number_sorting"} == {*LITERAL, *FORMULA}

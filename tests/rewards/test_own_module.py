@@ -9,26 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import REPO, environment, torchrun
-from megatron_fspo.errors import InputError
-from megatron_fspo.rewards import get_reward
+from launch import environment
 
-PROGRAM = (
-    "from megatron_fspo.rewards import get_reward\nprint(get_reward('my_rewards:fn')(None, None, 'abc'))\n"
-)
-MAKE_SUM = REPO / "examples/make_sum"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """The working directory, with a module; what is started lies in another one."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/program.py").write_text(PROGRAM)
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work/my_rewards.py").write_text(
-        "def fn(prompt, completion, response):\n    return float(len(response))\n"
-    )
-    return tmp_path / "work"
+PROGRAM = "from megatron_fspo.rewards import get_reward\nprint(get_reward('my_rewards:fn')(0, 0, 'abc'))\n"
 
 
 @pytest.mark.parametrize(
@@ -39,28 +22,13 @@ def folder(tmp_path: Path) -> Path:
         pytest.param(["-P", "-m", "program"], id="safe-path"),
     ],
 )
-def test_a_module_in_the_working_directory(folder: Path, words: list[str]) -> None:
+def test_a_module_in_the_working_directory(tmp_path: Path, words: list[str]) -> None:
+    for name in ("bin", "work"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "bin/program.py").write_text(PROGRAM)
+    (tmp_path / "work/my_rewards.py").write_text("def fn(a, b, response):\n    return float(len(response))\n")
     env = environment()
-    env["PYTHONPATH"] += f"{os.pathsep}{folder.parent / 'bin'}"
-    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True)
+    env["PYTHONPATH"] += f"{os.pathsep}{tmp_path / 'bin'}"
+    program = [sys.executable, *words]
+    done = subprocess.run(program, cwd=tmp_path / "work", env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "3.0\n"), done.stderr
-
-
-@pytest.mark.slow
-def test_torchrun_from_another_folder(folder: Path) -> None:
-    words = ["--config", f"{MAKE_SUM}/run.toml", "--model.checkpoint", f"{MAKE_SUM}/checkpoint"]
-    words += ["--data.train", f"{MAKE_SUM}/train.jsonl", "--data.validation", f"{MAKE_SUM}/validation.jsonl"]
-    words += ["--parallel.tensor", "1", "--parallel.sequence", "false", "--model.backend", "cpu"]
-    words += ["--reward.name", "my_rewards:fn"]
-    done = torchrun(["-m", "megatron_fspo", "train", *words, "--check"], nproc=1, cwd=folder)
-    assert done.returncode == 0 and "fine; the run would be in" in done.stdout, done.stderr
-
-
-def test_one_that_is_not_there_is_told_with_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(InputError) as caught:
-        get_reward("no_rewards_for_test:fn")
-    assert str(caught.value).endswith(
-        f"No module named 'no_rewards_for_test' in {folder} or among what is installed"
-    )

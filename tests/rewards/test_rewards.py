@@ -24,51 +24,33 @@ def reward_of(name: str, answer: str, response: str, completion: Completion = ST
     return get_reward(name)(prompt, completion, response)
 
 
-@pytest.mark.parametrize(
-    ("answer", "response", "right"),
-    [
-        ("17", "908503300", True),  # as taught
-        ("17", "503300908", True),  # any order
-        ("17", "999899", True),  # 9 + 8; the remainders are notes, not judged
-        ("17", "908503200", False),  # 16
-        ("17", "90850330", False),  # half a group
-        ("17", "9085033000", False),  # one digit too many
-        ("17", "908503300000", False),  # 0 is no digit to take off
-        ("17", "", False),
-        ("0", "", False),
-        ("17", " 908503300", False),
-        ("17", "908503300\n", False),
-        ("17", "908^03300", False),  # a special token in between
-        ("17", "+08503300", False),
-        ("9", "٩٠٠", False),  # Arabic-Indic 900: int() would read it
-        ("9", "9²0", False),  # isdigit() alone lets it pass
-        ("9", "９00", False),  # full-width 9
-        ("297", "999" * 33, True),
-    ],
-)
-def test_make_sum(answer: str, response: str, right: bool) -> None:
-    assert reward_of("make_sum", answer, response) == float(right)
+SUMS = {
+    # as taught; in any order; 9 + 8, as the remainders are notes, not judged
+    ("17", "908503300|503300908|999899"): True,
+    ("297", "999" * 33): True,
+    # 16; half a group; a digit too many; 0 is no digit to take off; a special token; a sign
+    ("17", "908503200|90850330|9085033000|908503300000|| 908503300|908503300\n|908^03300|+08503300"): False,
+    ("0", ""): False,
+    # what int() would read, what isdigit() lets pass, and a full-width 9
+    ("9", "٩٠٠|9²0|９00"): False,
+}
+
+
+@pytest.mark.parametrize(("given", "right"), SUMS.items())
+def test_make_sum(given: tuple[str, str], right: bool) -> None:
+    for response in given[1].split("|"):
+        assert reward_of("make_sum", given[0], response) == float(right), response
 
 
 def test_make_sum_wants_the_policy_to_stop_by_itself() -> None:
     assert reward_of("make_sum", "17", "908503300", CUT_OFF) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("answer", "response", "right"),
-    [
-        ("4/3", "4/3", True),
-        ("4/3", "\n 4/3\t", True),
-        (" 4/3", "4/3", True),
-        ("4/3", "4 /3", False),
-        ("4/3", "14/3", False),
-        ("4", "4.0", False),
-        ("٣", "3", False),
-        ("x", "X", False),
-    ],
-)
-def test_exact_match(answer: str, response: str, right: bool) -> None:
-    assert reward_of("exact_match", answer, response) == float(right)
+def test_exact_match() -> None:
+    for answer, response in (("4/3", "4/3"), ("4/3", "\n 4/3\t"), (" 4/3", "4/3")):
+        assert reward_of("exact_match", answer, response) == 1.0
+    for answer, response in (("4/3", "4 /3"), ("4/3", "14/3"), ("4", "4.0"), ("٣", "3"), ("x", "X")):
+        assert reward_of("exact_match", answer, response) == 0.0
 
 
 @pytest.mark.parametrize("name", ["make_sum", "exact_match"])
@@ -91,48 +73,42 @@ def test_rewards_are_quick_on_giant_text(name: str, character: str) -> None:
     assert time.monotonic() - started < 5
 
 
-def test_unknown_reward_names_the_nearest_and_all() -> None:
-    with pytest.raises(
-        InputError,
-        match=r"'make_sun' \(did you mean 'make_sum'\?\).*exact_match, format, .*gym, or module:function",
+def test_unknown_reward_names_the_nearest() -> None:
+    for name, told in (
+        ("make_sun", "did you mean 'make_sum'"),
+        ("zzz", "no reward is called 'zzz': use one of"),
     ):
-        get_reward("make_sun")
-    with pytest.raises(InputError, match="no reward is called 'zzz': use one of"):
-        get_reward("zzz")
-
-
-def test_register_refuses_a_taken_name_and_keeps_the_first() -> None:
-    first = get_reward("make_sum")
-    with pytest.raises(
-        InputError, match=r"'make_sum' is registered twice, first by megatron_fspo\.rewards\.make_sum"
-    ):
-        register("make_sum")(lambda prompt, completion, response: 1.0)
-    assert get_reward("make_sum") is first
+        with pytest.raises(InputError, match=told):
+            get_reward(name)
 
 
 def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_fspo.rewards.registry._REWARDS", {})
     for name in ("", "a:b"):
-        with pytest.raises(InputError, match="not empty and holds no ':'"):
+        with pytest.raises(InputError, match="module:function"):
             register(name)
 
     @register("half")
     def half(prompt: Prompt, completion: Completion, response: str) -> float:
         return 0.5
 
+    with pytest.raises(InputError, match="'half' is registered twice, first by test_rewards"):
+        register("half")(lambda prompt, completion, response: 1.0)
     assert get_reward("half") is half
     assert reward_of("half", "", "") == 0.5
 
 
 @pytest.fixture
 def user_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module ``mine_for_test`` on the path, as a user would have it, and a broken one."""
+    """A module ``mine_for_test`` in the working directory, as a user would have it, and a broken one."""
     (tmp_path / "mine_for_test.py").write_text(
         "LIMIT = 3\ndef short(prompt, completion, response):\n    return float(len(response) < LIMIT)\n"
+        "def one(prompt): ...\n"
     )
     (tmp_path / "broken_for_test.py").write_text("import no_such_package_for_test\n")
     (tmp_path / "raises_for_test.py").write_text("1 / 0\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict[str, ModuleType](sys.modules))
 
 
@@ -146,14 +122,12 @@ def test_a_users_own_reward() -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("no_such_module_for_test:f", "cannot import 'no_such_module_for_test': No module named"),
-        ("broken_for_test:f", "cannot import 'broken_for_test': No module named 'no_such_package_for_test'"),
-        ("mine_for_test:shrt", "'mine_for_test' holds nothing called 'shrt'"),
-        ("mine_for_test:LIMIT", "'mine_for_test' holds a int, not a function, called 'LIMIT'"),
-        ("mine_for_test:", "does not read as package.module:function"),
-        (":short", "does not read as package.module:function"),
-        (".mine_for_test:short", "does not read as package.module:function"),
-        ("a:b:c", "does not read as package.module:function"),
+        ("no_such_module_for_test:f", "cannot import 'no_such_module_for_test': .* or among what"),
+        ("broken_for_test:f", "cannot import 'broken_for_test': .* 'no_such_package_for_test'$"),
+        ("mine_for_test:shrt", "holds nothing called 'shrt'"),
+        ("mine_for_test:LIMIT", "holds a int, not a function, called 'LIMIT'"),
+        ("mine_for_test:one", "three positional arguments"),
+        *((path, "does not read") for path in ("mine_for_test:", ":short", ".mine_for_test:short", "a:b:c")),
     ],
 )
 def test_a_users_reward_that_is_not_there(path: str, message: str) -> None:

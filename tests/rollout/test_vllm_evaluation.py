@@ -17,7 +17,7 @@ from fake_server import MAX_TOKENS, tokens_of
 from launch import REPO
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.evaluation.records import SAMPLES, Manifest, Problem, RecordFile, load
+from megatron_fspo.evaluation.records import SAMPLES, EvaluationManifest, Problem, RecordFile, load
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.rewards import Grader
@@ -83,7 +83,7 @@ def opened(folder: Path, one: Inputs, before_write: Callable[[int], None] = lamb
     folder.mkdir(exist_ok=True)
     file = RecordFile(
         folder,
-        Manifest(model="m", samples=one.config.evaluation_samples, facts={}),
+        EvaluationManifest(model="m", samples=one.config.evaluation_samples, facts={}),
         [Problem.of(prompt, prompt.dataset) for prompt in one.validation],
         [portion.keys for portion in portions(one, 1)],
         check=lambda: before_write(file.done),
