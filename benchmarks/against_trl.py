@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import ROOT, cpu, environment
+from machine import ROOT, cpu, environment, markdown, options_of
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.data.prompts import load_sets
@@ -36,9 +36,7 @@ SKIPPED = 1
 
 def main() -> None:
     """Run both on each configuration, and print the ratios; results of other configurations stay."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("configs", type=Path, nargs="+")
     parser.add_argument("--trl", type=Path, default=ROOT / ".venv-trl/bin/python")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each, in turns")
@@ -64,32 +62,22 @@ def main() -> None:
 
 def table(results: Mapping[str, Any]) -> str:
     """Response tokens per second as multiples of TRL's better count."""
-    lines = ["| configuration | ours | TRL, a process a core | TRL, one process |", "|---|---|---|---|"]
+    rows = []
     for path, found in results.items():
         rates = {name: median(steps) for name, steps in found["tokens_per_second"].items()}
         best = max(rates["trl"], rates["trl, one process"])
-        cells = [f"{rates[name] / best:.2f}" for name in ("ours", "trl", "trl, one process")]
-        lines.append(f"| `{path}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([f"`{path}`", *(f"{rates[n] / best:.2f}" for n in ("ours", "trl", "trl, one process"))])
+    return markdown(["configuration", "ours", "TRL, a process a core", "TRL, one process"], rows)
 
 
 def ours(path: Path, args: argparse.Namespace, seed: int) -> list[float]:
     """Response tokens per second of each counted step."""
     with tempfile.TemporaryDirectory() as folder:
-        options = {
-            "--run.folder": folder,
-            "--run.name": "run",
-            "--run.seed": seed,
-            "--run.steps": args.steps,
-            "--evaluation.every": 0,
-            "--checkpoint.every": 0,
-            "--parallel.tensor": 1,
-            "--parallel.sequence": "false",
-            "--optimizer.lr": LEARNING_RATE,
-        }
-        words = [str(word) for pair in options.items() for word in pair]
         command = [sys.executable, "-m", "megatron_fspo", "train", "--config", str(path)]
-        _run([*command, "--nproc", str(args.nproc), *words])
+        command += ["--nproc", str(args.nproc), "--run.folder", folder, "--run.name", "run"]
+        command += f"--run.seed {seed} --run.steps {args.steps} --optimizer.lr {LEARNING_RATE}".split()
+        command += "--evaluation.every 0 --checkpoint.every 0".split()
+        _run([*command, *"--parallel.tensor 1 --parallel.sequence false".split()])
         lines = (Path(folder) / "run/metrics.jsonl").read_text().splitlines()
         config = load_config(path, [])
         responses = config.rollout.prompts * config.rollout.samples

@@ -8,7 +8,6 @@ Server and trainer have one core each, as they would have GPUs of their own. Sec
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -21,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from machine import ROOT, environment, machine, vllm_server
+from machine import ROOT, environment, machine, markdown, options_of, vllm_server
 
 CHECKPOINT = "runs/make-sum-32/checkpoint"
 TRAINING = (
@@ -57,16 +56,15 @@ def on_core(core: int) -> Callable[[], None]:
 
 def table(report: Mapping[str, Any]) -> str:
     """Markdown: times as multiples of a synchronous step."""
-    lines = ["| | a step | of it waiting for responses | staleness, mean over tokens |", "|---|---|---|---|"]
+    rows, step = [], report["sync"]["seconds"]
     for name, key in (("synchronous", "sync"), ("one step ahead", "async")):
-        run, step = report[key], report["sync"]["seconds"]
-        times = f"{run['seconds'] / step:.2f} | {run['waiting'] / step:.2f}"
-        lines.append(f"| {name} | {times} | {run['staleness']:.2g} |")
-    return "\n".join(lines)
+        times = [f"{report[key][what] / step:.2f}" for what in ("seconds", "waiting")]
+        rows.append([name, *times, f"{report[key]['staleness']:.2g}"])
+    return markdown(["", "a step", "of it waiting for responses", "staleness, mean over tokens"], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--steps", type=int, default=10, help="of each run, 2 or more (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=2, help="runs of each kind (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8190, help="of the server (default: %(default)s)")

@@ -6,7 +6,6 @@ torchrun --standalone --nproc-per-node 2 benchmarks/checkpoint_memory.py --distr
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-REPO = Path(__file__).resolve().parent.parent
+from machine import ROOT, options_of
 
 SIZES = {
     "hidden_size": 1024,
@@ -33,10 +32,10 @@ SIZES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--distributed-optimizer", action="store_true")
     parser.add_argument("--asynchronous", action="store_true", help="with the copy that lets training go on")
-    parser.add_argument("--package", type=Path, default=REPO, help="a tree of this or of an older commit")
+    parser.add_argument("--package", type=Path, default=ROOT, help="a tree of this or of an older commit")
     args = parser.parse_args()
     sys.path.insert(0, str(args.package))
 
@@ -53,7 +52,7 @@ def main() -> None:
     dist.broadcast_object_list(folders)
     folder = Path(str(folders[0]))
     if dist.get_rank() == 0:
-        example = json.loads((REPO / "examples/make_sum/checkpoint/config.json").read_text())
+        example = json.loads((ROOT / "examples/make_sum/checkpoint/config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**example, **SIZES}))
     dist.barrier()
     parallel = options.Parallel(distributed_optimizer=args.distributed_optimizer)
@@ -80,7 +79,7 @@ def main() -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     began = time.perf_counter()
-    if args.package == REPO:
+    if args.package == ROOT:
         saving = checkpoint.begin_save(policy, folder / "saved", {}, snapshot=args.asynchronous)
         free = time.perf_counter() - began
         saving.finish(wait=True)
@@ -95,7 +94,7 @@ def main() -> None:
         f"{free if args.asynchronous else seconds:.1f}",
         flush=True,
     )
-    if args.package == REPO:
+    if args.package == ROOT:
         began = time.perf_counter()
         checkpoint._check_files(folder / "saved")
         dist.barrier()

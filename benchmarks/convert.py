@@ -10,7 +10,6 @@ the page cache; time is until all is on the disk. Peak is the largest resident s
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import runpy
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from machine import ROOT, environment, machine, peak_kib
+from machine import ROOT, environment, machine, markdown, options_of, peak_kib
 from megatron_fspo.weights import expected_hf_shapes, read_architecture, row_blocks, write_hf_checkpoint
 
 COMMON = {
@@ -139,20 +138,17 @@ def measure(folder: Path, model: str) -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> str:
     """Markdown."""
-    lines = [f"| {report['model']}, {report['bytes'] / 1e9:.1f} GB | time | peak memory |", "|---|---|---|"]
-    for name, row in report["steps"].items():
-        lines.append(f"| {name} | {row['time']:.2f} | {row['peak_mib'] / 1024:.2f} GiB |")
-    return "\n".join(lines)
+    head = [f"{report['model']}, {report['bytes'] / 1e9:.1f} GB", "time", "peak memory"]
+    steps = report["steps"].items()
+    return markdown(head, [[n, f"{x['time']:.2f}", f"{x['peak_mib'] / 1024:.2f} GiB"] for n, x in steps])
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--in-this-process"]:
         serve(sys.argv[2:])
         return
-    parser = argparse.ArgumentParser(description="Checkpoint conversion: time, memory, exactness.")
-    parser.add_argument(
-        "--folder", type=Path, required=True, help="where there is room for three checkpoints"
-    )
+    parser = options_of(__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="with room for three checkpoints")
     parser.add_argument("--model", choices=[*MODELS], default="qwen3-8b", help="(default qwen3-8b)")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/convert.json")
     args = parser.parse_args()

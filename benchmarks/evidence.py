@@ -11,7 +11,6 @@ there is not made again.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import tempfile
@@ -26,7 +25,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from machine import ROOT, cpu
+from machine import ROOT, cpu, options_of
 from megatron_fspo.lab.report.history import Records
 from megatron_fspo.lab.sweep.file import Sweep, planned, read_sweep
 from megatron_fspo.lab.sweep.processes import make
@@ -41,16 +40,7 @@ LOOKS = {
     "gspo": ("GSPO", "#009e73", "v"),
 }
 """Arm → label, colour (Okabe and Ito's) and marker."""
-SHORT = (
-    "--run.steps",
-    "5",
-    "--rollout.prompts",
-    "12",
-    "--evaluation.every",
-    "5",
-    "--evaluation.samples",
-    "4",
-)
+SHORT = "--run.steps 5 --rollout.prompts 12 --evaluation.every 5 --evaluation.samples 4".split()
 
 
 def shortened(sweep: Sweep, folder: Path) -> Sweep:
@@ -106,9 +96,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Measure the parts that were asked for; write their files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--short", action="store_true", help="check the machinery; nothing is kept")
     args = parser.parse_args()

@@ -8,7 +8,6 @@ tokens. Starting Python and drawing the page are left out.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -20,6 +19,7 @@ import numpy as np
 import pyarrow
 from pyarrow import parquet
 
+from machine import options_of
 from megatron_fspo.lab.explain.command import explain
 
 
@@ -43,9 +43,7 @@ def tokens(count: int, random: np.random.Generator) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Write each dump, read it back, and print the seconds."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--responses", type=int, default=100_000, help="of each dump (default %(default)s)")
     count = parser.parse_args().responses
     for name, make in (("L, S, A", sums), ("token log-probs", tokens)):

@@ -8,7 +8,6 @@ nothing of its speed. `make test-te` makes the environment. Minutes for each run
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from machine import ROOT, environment, machine
+from machine import ROOT, environment, machine, markdown, options_of
 
 RECIPES = ("none", "blockwise", "tensorwise")
 CLOCK = ("timing_s/", "perf/")
@@ -39,14 +38,7 @@ def train(folder: Path, name: str, recipe: str, seed: int, steps: int, *more: st
     words = [sys.executable, "-W", "ignore", "-m", "megatron_fspo", "train", "--nproc", "2"]
     words += ["--config", "examples/make_sum/run.toml", "--run.folder", str(folder), "--run.name", name]
     words += ["--run.steps", str(steps), "--run.seed", str(seed), "--fp8.recipe", recipe]
-    words += [
-        "--model.dtype",
-        "bfloat16",
-        "--evaluation.every",
-        str(steps),
-        "--checkpoint.every",
-        str(steps // 2),
-    ]
+    words += f"--model.dtype bfloat16 --evaluation.every {steps} --checkpoint.every {steps // 2}".split()
     env = environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     env["PYTHONPATH"] += os.pathsep + str(ROOT / "tests/te/fake")
     done = subprocess.run([*words, *more], cwd=ROOT, env=env, capture_output=True, text=True)
@@ -130,10 +122,7 @@ def table(runs: dict[str, list[dict[str, Any]]], steps: int) -> str:
         "mean abs Δ to the bf16 sampler": lambda run: run["abs_delta_to_bf16_sampler"],
         "rollout/mismatch_sigma": lambda run: run["mismatch_sigma"],
     }
-    found = [f"| | {' | '.join(runs)} |", "|---" * (len(runs) + 1) + "|"]
-    found += [
-        f"| {name} | {' | '.join(cell(recipe, pick) for recipe in runs)} |" for name, pick in lines.items()
-    ]
+    rows = [[name, *(cell(recipe, pick) for recipe in runs)] for name, pick in lines.items()]
     for name, key in (
         ("largest abs S before any first update", "abs_s_before_first_updates"),
         ("resumed to the bit", "resumed"),
@@ -141,12 +130,12 @@ def table(runs: dict[str, list[dict[str, Any]]], steps: int) -> str:
     ):
         # The second half is run again for the first seed with FP8 only.
         values = [{str(run[key]) for run in runs[recipe] if key in run} for recipe in runs]
-        found.append(f"| {name} | {' | '.join(', '.join(sorted(some)) for some in values)} |")
-    return "\n".join(found)
+        rows.append([name, *(", ".join(sorted(some)) for some in values)])
+    return markdown(["", *runs], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--steps", type=int, default=10, help="of each run (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs with each recipe (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/fp8_training.json")

@@ -10,12 +10,12 @@ evaluation in which a problem was learned by a share that is drawn from Beta(0.3
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 
 import numpy as np
 
+from machine import options_of
 from megatron_fspo.evaluation.intervals import interval_of_means
 
 POPULATIONS = [(9, (2.0, 1.0)), (30, (2.0, 2.0)), (30, (0.3, 2.0)), (30, (0.1, 1.0)), (100, (0.3, 3.0))]
@@ -47,9 +47,7 @@ def coverage(problems: int, shape: tuple[float, float], trials: int, resamples: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--trials", type=int, default=2000)
     parser.add_argument("--resamples", type=int, default=1000)
     args = parser.parse_args()

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from machine import ROOT, environment, machine, peak_kib
+from machine import ROOT, environment, machine, markdown, options_of, peak_kib
 from megatron_fspo.parallel.head import linear_log_probs
 
 CHUNK = 256
@@ -181,17 +181,17 @@ def compare(size: Size, rounds: int) -> dict[str, dict[str, float]]:
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: time and peak as multiples of the naive ones, a pair of columns per size."""
     heads = [f"{r['size']['dtype']}, T={r['size']['tokens']}" for r in results]
-    lines = ["| | " + " | ".join(f"{head}: time | peak" for head in heads) + " |"]
-    lines.append("|---" * (1 + 2 * len(heads)) + "|")
+    rows = []
     for variant in VARIANTS:
-        rows = [r["variants"][variant] for r in results]
-        cells = " | ".join(f"{row['time']:.2f} | {row['peak']:.3f}" for row in rows)
-        lines.append(f"| {variant} | {cells} |")
-    return "\n".join(lines)
+        found = [r["variants"][variant] for r in results]
+        rows.append(
+            [variant, *(cell for one in found for cell in (f"{one['time']:.2f}", f"{one['peak']:.3f}"))]
+        )
+    return markdown(["", *(name for head in heads for name in (f"{head}: time", "peak"))], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The log-prob head beside other ways to log-probs.")
+    parser = options_of(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096], help="T (default 2048 4096)")
     parser.add_argument("--hidden", type=int, default=512, help="H (default 512)")
     parser.add_argument("--vocab", type=int, default=32768, help="V (default 32768)")

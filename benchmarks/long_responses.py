@@ -13,7 +13,6 @@ benchmarks/results/long_responses.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -29,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from machine import ROOT, cpu, vllm_server
+from machine import ROOT, cpu, options_of, vllm_server
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.evaluation.intervals import (
@@ -305,8 +304,23 @@ def predicted_rates(halves: Halves, prompts: Tensor, band: FSPOBand, leave_out: 
     kept = torch.ones_like(even) if leave_out is None else prompts != leave_out
     predicted = torch.zeros(len(prompts), dtype=torch.float64)
     for mine in (even, ~even):
-        predicted[mine] = decompose(halves[~mine & kept]).clip_rates(halves.lengths[mine], band)
+        predicted[mine] = rates_as_of(halves[~mine & kept], halves.lengths[mine], band)
     return predicted
+
+
+def rates_as_of(known: Halves, lengths: Tensor, band: FSPOBand) -> Tensor:
+    """Share [N] of responses of ``lengths`` [N] outside of the band, from the parts of S of others and the
+    shape that it has with these taken out, one for all lengths."""
+    parts = decompose(known)
+
+    def reduced(sums: Tensor, of: Tensor) -> Tensor:
+        return (sums - parts.drift * of) / (parts.noise**2 * of + (parts.signal * of) ** 2).sqrt()
+
+    shape = reduced(known.log_ratio_sums, known.lengths.double()).sort().values
+    low, high = (reduced(edge.double(), lengths.double()) for edge in band.bounds(lengths.double()))
+    below = torch.searchsorted(shape, low)
+    above = len(shape) - torch.searchsorted(shape, high, right=True)
+    return (below + above).double() / len(shape)
 
 
 def within_responses(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Any]:
@@ -375,9 +389,7 @@ def report(recorded: Recorded) -> dict[str, Any]:
 
 def main() -> None:
     """Record what is not there yet; write the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--short", action="store_true", help="check the machinery; nothing is kept")
     short = parser.parse_args().short
     os.chdir(ROOT)

@@ -8,7 +8,6 @@ The rows of the short run are repeated; CPU time is what other work on the machi
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import shutil
@@ -18,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, cpu, environment
+from machine import ROOT, cpu, environment, markdown, options_of
 from megatron_fspo.record.log import METRICS, SEQUENCES, read_rows
 
 RECORDS = 1024
@@ -40,9 +39,7 @@ print(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, status)
 
 def main() -> None:
     """Print a table; write the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--steps", type=int, nargs="+", default=[10_000, 50_000])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/long_run.json")
@@ -101,11 +98,11 @@ def measure(folder: Path, steps: int) -> dict[str, dict[str, float]]:
 def table(found: dict[str, Any]) -> str:
     """Rows for docs/running.md."""
     names = ("imports", "resume", "status", "report")
-    lines = [f"| steps | sequences.jsonl | {' | '.join(names)} |", "|---|---|---|---|---|---|"]
+    rows = []
     for steps, run in found["runs"].items():
         cells = [f"{run[name]['seconds']:.1f} s, {run[name]['mib']:.0f} MiB" for name in names]
-        lines.append(f"| {int(steps):,} | {run['bytes'] / 2**30:.2f} GiB | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([f"{int(steps):,}", f"{run['bytes'] / 2**30:.2f} GiB", *cells])
+    return markdown(["steps", "sequences.jsonl", *names], rows)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""What the benchmarks share: the machine, and processes of their own."""
+"""What the benchmarks share: their options, the machine, and processes of their own."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,17 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def options_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help begins with the text of the script."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as the pages have it."""
+    first, *others = (f"| {' | '.join(row)} |" for row in (head, *rows))
+    return "\n".join([first.replace("|  |", "| |"), "|---" * len(head) + "|", *others])
 
 
 def cpu() -> str:

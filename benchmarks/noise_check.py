@@ -12,12 +12,12 @@ estimate from a finite number of responses as well.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from machine import options_of
 from megatron_fspo.evaluation.intervals import Estimate, wilson_interval
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.fairness import length_bins
@@ -90,9 +90,7 @@ def rows(first: Noise, second: Noise, widths: Sequence[float]) -> Iterator[Row]:
 
 def main() -> None:
     """Print the table, and how many predictions hold."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
     parser.add_argument("--c", type=float, nargs="+", default=[], help="widths, in place of those by sigma")

@@ -9,7 +9,6 @@ the local ones. Bytes of tensors, on the worst rank. docs/plan.md says what is c
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from machine import ROOT, environment, machine
+from machine import ROOT, environment, machine, options_of
 from megatron_fspo.config import Parallel
 from megatron_fspo.lab.plan.activations import activations
 from megatron_fspo.lab.plan.shape import PlannedPack, Shape
@@ -70,7 +69,7 @@ def planned(case: Case, found: Mapping[str, Any], world: int) -> dict[str, float
     )
     pack = PlannedPack(lengths=tuple(found["lengths"]), scored=found["scored"])
     step = activations(shape, found["stage"], pack, case.get("packs", 1))
-    result: dict[str, float] = {"held": step.held, "peak": step.peak}
+    result: dict[str, float] = {"held": step.held, "peak": step.held + max(step.moments.values())}
     if case.get("state"):
         rows, tokens = case["rows"]
         result |= vars(state(shape, found["stage"], found["rank"]))
@@ -117,9 +116,7 @@ def _distance(ratio: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--layers", type=int, help="of each model (default: all)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/plan_memory.json")

@@ -7,13 +7,12 @@ The arguments are seeds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, cpu
+from machine import ROOT, cpu, markdown, options_of
 from megatron_fspo.evaluation.results import AVERAGE
 from megatron_fspo.lab.report.history import Records, clip_rates, overall_rates, pooled_lre, read_records
 
@@ -23,9 +22,7 @@ BINS = 4
 
 def main() -> None:
     """Print the tables; write the figures and the responses."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options_of(__doc__)
     parser.add_argument("seeds", nargs="+", help="of the runs; responses are those of the first")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/real_model.json")
     args = parser.parse_args()
@@ -92,42 +89,39 @@ def interval(value: dict[str, float], sign: str = "") -> str:
 def table(found: dict[str, Any]) -> str:
     """Before, after and the difference of every run: over all sets, and the values of each."""
     sets = [name for name in next(iter(found.values()))["before"] if name != AVERAGE]
-    heads = ["seed", "before", "after", "paired difference", *sets, "tokens", "truncated"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rows = []
     for run, one in found.items():
         before, after, difference = (one[key] for key in ("before", "after", "difference"))
-        cells = [
-            interval(before[AVERAGE]["mean"]),
-            interval(after[AVERAGE]["mean"]),
-            f"**{interval(difference[AVERAGE]['mean'], '+')}**",
-            *(
-                f"{100 * before[name]['mean']['value']:.1f} → {100 * after[name]['mean']['value']:.1f}"
-                for name in sets
-            ),
-            f"{before[AVERAGE]['length']['value']:.1f} → {after[AVERAGE]['length']['value']:.1f}",
-            " → ".join(f"{100 * one[AVERAGE]['truncated']['value']:.0f}%" for one in (before, after)),
-        ]
-        lines.append(f"| {run} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(
+            [
+                run,
+                interval(before[AVERAGE]["mean"]),
+                interval(after[AVERAGE]["mean"]),
+                f"**{interval(difference[AVERAGE]['mean'], '+')}**",
+                *(
+                    f"{100 * before[name]['mean']['value']:.1f} → {100 * after[name]['mean']['value']:.1f}"
+                    for name in sets
+                ),
+                f"{before[AVERAGE]['length']['value']:.1f} → {after[AVERAGE]['length']['value']:.1f}",
+                " → ".join(f"{100 * one[AVERAGE]['truncated']['value']:.0f}%" for one in (before, after)),
+            ]
+        )
+    return markdown(["seed", "before", "after", "paired difference", *sets, "tokens", "truncated"], rows)
 
 
 def steps_table(found: dict[str, Any]) -> str:
     """Mean reward of every quarter of a run, and its band."""
-    lines = ["| seed | first quarter | second | third | last | c |", "|---|---|---|---|---|---|"]
+    rows = []
     for seed, one in found.items():
         size = len(one["score"]) // 4
         quarters = [one["score"][at * size : (at + 1) * size] for at in range(4)]
-        cells = [f"{sum(part) / size:.2f}" for part in quarters] + [f"{one['c'][-1]:.3f}"]
-        lines.append(f"| {seed} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([seed, *(f"{sum(part) / size:.2f}" for part in quarters), f"{one['c'][-1]:.3f}"])
+    return markdown(["seed", "first quarter", "second", "third", "last", "c"], rows)
 
 
 def clip_table(found: dict[str, Any]) -> str:
     """Share outside the band by length, and how far acceptance depends on it."""
-    lines = [
-        "| seed | out of band | clipped | by length (tokens) | LRE | by chance |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for run, one in found.items():
         records = one["records"]
         bins = ", ".join(
@@ -136,9 +130,8 @@ def clip_table(found: dict[str, Any]) -> str:
         )
         lre = "{value:.2f} [{low:.2f}, {high:.2f}]".format(**records["lre"])
         shares = (f"{100 * records[name]:.1f}%" for name in ("out_of_band", "clipped"))
-        cells = [*shares, bins, lre, f"{records['lre by chance']:.2f}"]
-        lines.append(f"| {run} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([run, *shares, bins, lre, f"{records['lre by chance']:.2f}"])
+    return markdown(["seed", "out of band", "clipped", "by length (tokens)", "LRE", "by chance"], rows)
 
 
 def examples(seed: str) -> str:

@@ -12,7 +12,6 @@ Rates are printed. What is kept are ratios, since a rate is one machine's.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -24,7 +23,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, machine
+from machine import ROOT, machine, markdown, options_of
 from megatron_fspo.config import Reward
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rewards.extract import extract, reference
@@ -168,11 +167,11 @@ def table(report: dict[str, Any]) -> str:
             report["sleep_of_longest"],
         ),
     ]
-    return "\n".join(["| | measured |", "|---|---|", *(f"| {name} | {value:.2f} |" for name, value in rows)])
+    return markdown(["", "measured"], [[name, f"{value:.2f}"] for name, value in rows])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--workers", type=int, default=2, help="no more than there are cores")
     parser.add_argument("--count", type=int, default=20_000, help="verdicts of tier 1; of tier 2 a fortieth")
     parser.add_argument(

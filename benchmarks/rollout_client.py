@@ -9,7 +9,6 @@ the same bytes, alone: nothing received, nothing checked.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
@@ -20,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from machine import ROOT, machine
+from machine import ROOT, machine, markdown, options_of
 from megatron_fspo.job.remote import http_client
 from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server
@@ -116,8 +115,8 @@ def measure(length: int, count: int, repeats: int) -> dict[str, float]:
 
 def table(report: dict[str, Any]) -> str:
     """As in docs/performance.md."""
-    rows = [f"| {row['tokens']:,} | {row['of_json_loads']:.2f} |" for row in report["lengths"]]
-    return "\n".join(["| tokens of a response | client, `json.loads` = 1 |", "|---|---|", *rows])
+    rows = [[f"{row['tokens']:,}", f"{row['of_json_loads']:.2f}"] for row in report["lengths"]]
+    return markdown(["tokens of a response", "client, `json.loads` = 1"], rows)
 
 
 def most_sampled(length: int) -> float:
@@ -135,17 +134,16 @@ def most_sampled(length: int) -> float:
 
 def one_reader(report: dict[str, Any], gpus: int = 64) -> str:
     """As in docs/performance.md: what one process can read, beside what so many GPUs can sample at most."""
-    lines = [
-        f"| tokens of a response | read, M tokens/s of a core | {gpus} GPUs sample at most, M tokens/s |"
-    ]
+    rows = []
     for row in report["lengths"]:
         read, sampled = row["tokens_per_cpu_second"] / 1e6, gpus * most_sampled(row["tokens"]) / 1e6
-        lines.append(f"| {row['tokens']:,} | {read:.2f} | {sampled:.2f} |")
-    return "\n".join([lines[0], "|---|---|---|", *lines[1:]])
+        rows.append([f"{row['tokens']:,}", f"{read:.2f}", f"{sampled:.2f}"])
+    sampling = f"{gpus} GPUs sample at most, M tokens/s"
+    return markdown(["tokens of a response", "read, M tokens/s of a core", sampling], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = options_of(__doc__)
     parser.add_argument("--count", type=int, default=300, help="responses of each length")
     parser.add_argument("--repeats", type=int, default=5, help="of which the fastest counts")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/rollout_client.json")

@@ -34,23 +34,14 @@ def measured(seed: int = 0, sequences: int = 160, **changes: Any) -> Measured:
         return PassDifference(kind=kind, precision=precision, emulated=precision == "blockwise", sums=sums)
 
     updates = torch.randn(sequences, generator=generator, dtype=torch.float64) * 0.05 * lengths.sqrt()
-    differences = [
-        difference("repeat"),
-        difference("packs"),
-        difference("sampler"),
-        difference("updates"),
-        difference("updates", "blockwise"),
-    ]
+    kinds: list[Kind] = ["repeat", "packs", "sampler", "updates"]
+    differences = [*map(difference, kinds), difference("updates", "blockwise")]
     groups = torch.arange(sequences) // 4
     found = {"lengths": lengths, "groups": groups, "differences": differences}
     return Measured(**{**found, "first_updates": (updates, lengths, groups), **changes})
 
 
-def calibration(run: Config | None = None, **changes: Any) -> Calibration:
-    """Of :func:`measured`; its intervals take a second to resample."""
-    return calibration_of(measured(**changes), run or config(), device="cpu") if run or changes else _usual()
-
-
 @cache
-def _usual() -> Calibration:
+def calibration() -> Calibration:
+    """Of :func:`measured`; its intervals take a second to resample."""
     return calibration_of(measured(), config(), device="cpu")

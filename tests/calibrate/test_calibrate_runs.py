@@ -19,18 +19,15 @@ ALONE = ["--parallel.tensor", "1", "--parallel.sequence", "false"]
 SIZES = [*SMALL, "--rollout.prompts", "16", "--model.dtype", "bfloat16", "--evaluation.every", "0"]
 
 
-def calibrate(folder: Path, *words: str, nproc: int = 2) -> Any:
-    """What it printed as JSON, on forked ranks."""
-    command = ["-m", "megatron_fspo", *_words(folder, *words)]
-    return _found(forked(command, nproc=nproc if nproc > 1 else 0))
-
-
-def _words(folder: Path, *words: str) -> list[str]:
-    place = ["--run.folder", str(folder), "--json"]
-    return ["calibrate", "--config", str(CONFIG), *SIZES, *place, *words]
-
-
-def _found(done: subprocess.CompletedProcess[str]) -> Any:
+def calibrate(folder: Path, *words: str, nproc: int | None = None) -> Any:
+    """What it printed as JSON, on forked ranks; without ``nproc`` the command starts them itself."""
+    command = ["-m", "megatron_fspo", "calibrate", "--config", str(CONFIG), *SIZES]
+    command += ["--run.folder", str(folder), "--json", *words]
+    if nproc is None:
+        start = [sys.executable, *command, "--nproc", "2"]
+        done = subprocess.run(start, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
+    else:
+        done = forked(command, nproc=nproc)
     assert done.returncode == 0, why(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -42,12 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Any:
-    """By the command, which starts its ranks."""
-    words = ["--run.name", "noise", "--emulate", "blockwise", "tensorwise"]
-    words += ["--rollout.top-p", "0.99", "--nproc", "2"]
-    command = [sys.executable, "-m", "megatron_fspo", *_words(folder, *words)]
-    done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
-    return _found(done)
+    words = ["--run.name", "noise", "--emulate", "blockwise", "tensorwise", "--rollout.top-p", "0.99"]
+    return calibrate(folder, *words)
 
 
 def by_kind(found: Any) -> dict[tuple[str, str], Any]:
@@ -78,9 +71,9 @@ def test_another_layout_finds_the_same(found: Any, folder: Path) -> None:
     path = folder / "responses.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in samples))
     words = ["--responses", str(path), "--emulate", "mxfp8"]
-    one = by_kind(calibrate(folder, "--run.name", "tp2", *words))
+    one = by_kind(calibrate(folder, "--run.name", "tp2", *words, nproc=2))
     assert {kind for kind, _ in one} == {"repeat", "packs", "precision"}
-    other = by_kind(calibrate(folder, "--run.name", "one", *words, *ALONE, nproc=1))
+    other = by_kind(calibrate(folder, "--run.name", "one", *words, *ALONE, nproc=0))
     for key in (("precision", "bfloat16"), ("precision", "mxfp8")):
         assert one[key]["sigma"][0] == pytest.approx(other[key]["sigma"][0], rel=0.5), key
         assert one[key]["lengths"] == other[key]["lengths"] == list(range(1, 41))
@@ -88,10 +81,6 @@ def test_another_layout_finds_the_same(found: Any, folder: Path) -> None:
 
 def test_a_run_that_knows_its_noise(found: Any, folder: Path, tmp_path: Path) -> None:
     words = [*SIZES, "--loss.noise", str(folder / "noise.calibrate/calibration.json"), "--run.steps", "1"]
-    refused = run(tmp_path, "narrow", *words, "--loss.c-low", "1e-5", "--loss.c-high", "1e-5")
-    assert refused.returncode != 0
-    assert "the band lies inside the noise: updates (bfloat16)" in refused.stderr
-    assert not (tmp_path / "narrow").exists()
     done = run(tmp_path, "wide", *words, "--loss.max-noise-clip-rate", "1")
     assert done.returncode == 0, why(done.stderr)
     (row,) = rows(tmp_path, "wide")

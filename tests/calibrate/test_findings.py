@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import noise_check
 from calibrations import DRIFT, SIGMA, calibration, config, measured
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.lab.calibrate.command import calibration_of, checks
@@ -16,21 +17,22 @@ from megatron_fspo.lab.calibrate.page import render, write_page
 from megatron_fspo.lab.calibrate.passes import read_responses
 from megatron_fspo.losses import GSPOLoss
 from megatron_fspo.objective import FSPOBand
+from megatron_fspo.objective.noise import Noise, noise_of
 from megatron_fspo.trainer.noise import Calibration
 from megatron_fspo.weights import read_architecture
 
 
 @pytest.fixture(scope="module")
 def many() -> Calibration:
-    return calibration(sequences=1600)
+    return calibration_of(measured(sequences=1600), config(), device="cpu")
 
 
 def test_figures_are_those_of_what_was_put_in(many: Calibration) -> None:
     found = many
     assert (found.responses, found.prompts, found.longest) == (1599, 400, 399)
     by_kind = {(one.kind, one.precision): one for one in found.comparisons}
-    (drift_seen,) = (one for one in found.comparisons if one.kind == "updates" and not one.emulated)
-    assert drift_seen.crossover[0] == pytest.approx((SIGMA["updates"] / DRIFT["updates"]) ** 2, rel=0.5)
+    crossover = by_kind["updates", "bfloat16"].crossover[0]
+    assert crossover == pytest.approx((SIGMA["updates"] / DRIFT["updates"]) ** 2, rel=0.5)
     for kind in ("sampler", "updates"):
         one = by_kind[kind, "bfloat16"]
         for (value, low, high), true in ((one.sigma, SIGMA[kind]), (one.drift, DRIFT[kind])):
@@ -40,9 +42,8 @@ def test_figures_are_those_of_what_was_put_in(many: Calibration) -> None:
         value, low, high = one.exponent
         assert value is not None and low is not None and high is not None
         assert value == pytest.approx(0.5, abs=0.12) and low < 0.5 < high and high - low < 0.4
-    assert by_kind["repeat", "bfloat16"].sigma == (0, 0, 0)
-    assert by_kind["repeat", "bfloat16"].exponent == (None, None, None)
-    assert by_kind["repeat", "bfloat16"].crossover == (None, None, None)
+    same = by_kind["repeat", "bfloat16"]
+    assert same.sigma == (0, 0, 0) and same.exponent == same.crossover == (None, None, None)
     assert by_kind["updates", "blockwise"].emulated
     assert found.first_updates is not None and found.first_updates[0] == pytest.approx(0.1, rel=0.1)
     assert found.first_updates_exponent is not None
@@ -73,52 +74,56 @@ def test_a_prediction_does_not_know_what_it_is_compared_with() -> None:
     assert checks(sums.double(), lengths, groups * 0, FSPOBand(c_low=0.03, c_high=0.03)) == []
 
 
-def test_the_file_is_read_back_and_the_table_has_everything() -> None:
+def test_the_file_is_read_back_and_table_and_page_have_everything(tmp_path: Path) -> None:
     found = calibration()
     assert Calibration.model_validate_json(found.model_dump_json()) == found
-    text = render(found)
-    for words in (
-        "added to S by the updates",
-        "blockwise (emulated)",
-        "c_low = 0.03",
-        "first off-policy",
-    ):
-        assert words in text
+    text, sigma = render(found), found.comparisons[3].sigma[0]
+    assert all(words in text for words in ("blockwise (emulated)", "c_low = 0.03", f"{sigma:.2g} ["))
     assert "* longer" not in text
-    sigma = found.comparisons[3].sigma[0]
-    assert sigma is not None and f"{sigma:.2g} [" in text
-    longer = render(calibration(config("--rollout.max-response-tokens", "900", "--batch.max-tokens", "2048")))
+    limits = config("--rollout.max-response-tokens", "900", "--batch.max-tokens", "2048")
+    longer = render(calibration_of(measured(differences=measured().differences[3:4]), limits, device="cpu"))
     assert "512 *" in longer and "* longer than any that was measured" in longer
-
-
-def test_the_page_shows_the_same(tmp_path: Path) -> None:
-    found = calibration()
     write_page(found, tmp_path / "index.html")
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 2 and "blockwise (emulated)" in page
     assert not re.search(r'(src|href)="(?!data:|#)', page), "everything is in the file"
-    quiet = calibration(differences=measured().differences[:2])
+    nothing = measured(differences=measured().differences[:2], first_updates=None)
+    quiet = calibration_of(nothing, config(), device="cpu")
     write_page(quiet, tmp_path / "quiet.html")
     assert "<svg" not in (tmp_path / "quiet.html").read_text(encoding="utf-8")
-
-
-def test_without_a_drift_that_was_seen_there_is_no_length_at_which_it_takes_over() -> None:
-    unsure = measured(sequences=40)
-    sums = unsure.differences[3].sums
-    sums[:] = 0.04 * unsure.lengths.sqrt() * torch.tensor([1.0, -1.0]).repeat(20)
-    found = calibration_of(unsure, config(), device="cpu").comparisons[3]
-    assert found.drift[1] < 0 < found.drift[2] and found.crossover == (None, None, None)  # type: ignore[operator]
+    assert quiet.first_updates is None and "2 sigma-hat" not in render(quiet)
 
 
 def test_measurements_without_a_figure() -> None:
-    found = calibration(first_updates=None)
-    assert found.first_updates is None and "2 sigma-hat" not in render(found)
-    broken = measured()
+    # Without a drift that is seen there is no length at which it takes over.
+    (updates,) = measured(sequences=40).differences[3:4]
+    unsure = measured(sequences=40, differences=[updates])
+    updates.sums[:] = 0.04 * unsure.lengths.sqrt() * torch.tensor([1.0, -1.0]).repeat(20)
+    (found,) = calibration_of(unsure, config(), device="cpu").comparisons
+    assert found.drift[1] < 0 < found.drift[2] and found.crossover == (None, None, None)  # type: ignore[operator]
+    broken = measured(first_updates=None)
     broken.differences[0].sums.fill_(math.nan)
     with pytest.raises(TrainingError, match=r"repeat \(bfloat16\): no response"):
         calibration_of(broken, config(), device="cpu")
     with pytest.raises(InputError, match=r"loss\.name is gspo"):
         calibration_of(measured(), config().model_copy(update={"loss": GSPOLoss()}), device="cpu")
+
+
+def noise_behind_updates(seed: int) -> Noise:
+    responses = measured(seed=seed, sequences=400)
+    keep = responses.lengths > 0
+    return noise_of(responses.differences[3].sums[keep], responses.lengths[keep])
+
+
+def test_one_calibration_predicts_the_same_noise_and_no_other() -> None:
+    first, second = noise_behind_updates(0), noise_behind_updates(1)
+    found = list(noise_check.rows(first, second, []))
+    assert len(found) == 3 * 4 and {row.behind for row in found} == {99}
+    assert sum(row.consistent for row in found) >= 11
+    wider = Noise(drift=second.drift, lengths=second.lengths, residuals=3 * second.residuals)
+    assert sum(row.consistent for row in noise_check.rows(first, wider, [])) <= 1
+    given = list(noise_check.rows(first, second, [0.03]))
+    assert [row.c for row in given] == [0.03] * 4 and sum(row.responses for row in given) == 399
 
 
 GOOD = '{"prompt_token_ids": [1, 2], "token_ids": [3], "reward": 1}'
@@ -127,12 +132,9 @@ GOOD = '{"prompt_token_ids": [1, 2], "token_ids": [3], "reward": 1}'
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 2: needs an object with prompt_token_ids and token_ids"),
-        ('{"token_ids": [3]}', "line 2: needs an object"),
-        (
-            '{"prompt_token_ids": [], "token_ids": [3]}',
-            "line 2: prompt_token_ids and token_ids need token ids",
-        ),
+        ("{", ":2: not JSON"),
+        ('{"token_ids": [3]}', ":2: needs an object with prompt_token_ids and token_ids"),
+        ('{"prompt_token_ids": [], "token_ids": [3]}', ":2: prompt_token_ids and token_ids need token ids"),
         ('{"prompt_token_ids": [1], "token_ids": [14]}', "need token ids from 0 to 13"),
         ('{"prompt_token_ids": [1], "token_ids": [true]}', "need token ids from 0 to 13"),
         ('{"prompt_token_ids": [1], "token_ids": [%s1]}' % ("1, " * 5000), "more than batch.max_tokens"),

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from megatron_fspo.lab.explain.dump import Dump
-
 RECORDED = Path(__file__).with_name("recorded")
 """The first steps of runs of examples/smollm2, as the trainer wrote them: sequences and metrics."""
 LIMITS: Mapping[str, Sequence[str]] = {
@@ -27,9 +25,9 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     return path
 
 
-def walks(count: int, *, seed: int = 0, sigma: float = 0.02, longest: int = 200) -> list[dict[str, Any]]:
+def walks(count: int, *, sigma: float = 0.02, longest: int = 200) -> list[dict[str, Any]]:
     """Rows with L, S ~ Normal(0, σ²L) and A in {-1, 0, 1}."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(4, longest, (count,), generator=generator).tolist()
     z = torch.randn(count, generator=generator, dtype=torch.float64).tolist()
     return [
@@ -53,50 +51,26 @@ def fair_rows(prompts: int, samples: int, times: int, *, seed: int) -> list[dict
 
     prompt = torch.arange(prompts).repeat_interleave(samples)
     lengths = (10 * 15 ** torch.rand(len(prompt), generator=generator)).long().tolist()
-    own = 0.7 * (normal(prompts)[prompt] if samples > 1 else normal(len(prompt))) + 0.7 * normal(len(prompt))
-    return [
-        {"prompt": number, "length": length, "log_ratio_sum": 0.02 * math.sqrt(length) * z, "advantage": 1.0}
-        for _ in range(times)
-        for number, length, z in zip(
-            prompt.tolist(), lengths, (0.95 * own + 0.3 * normal(len(prompt))).tolist(), strict=True
-        )
-    ]
+    own = 0.7 * normal(prompts)[prompt] + 0.7 * normal(len(prompt))
+    rows = []
+    for _ in range(times):
+        z = (0.95 * own + 0.3 * normal(len(own))).tolist()
+        sums = [0.02 * math.sqrt(length) * value for length, value in zip(lengths, z, strict=True)]
+        rows += [
+            {"prompt": number, "length": length, "log_ratio_sum": s, "advantage": 1.0}
+            for number, length, s in zip(prompt.tolist(), lengths, sums, strict=True)
+        ]
+    return rows
 
 
-def prompts_with_tokens(prompts: int, samples: int, *, signal: float, seed: int) -> Dump:
-    """Responses of 20 to 400 tokens, of noise .02, and of a signal that all responses to a prompt share."""
-    generator = torch.Generator().manual_seed(seed)
-    prompt = torch.arange(prompts).repeat_interleave(samples)
-    lengths = (20 * 20 ** torch.rand(len(prompt), generator=generator)).long()
-    shared = signal * torch.randn(prompts, generator=generator, dtype=torch.float64)[prompt]
-    tokens = 0.02 * torch.randn(int(lengths.sum()), generator=generator, dtype=torch.float64)
-    return Dump(
-        path=Path("dump.jsonl"),
-        rows=torch.arange(len(prompt)),
-        lengths=lengths,
-        log_ratio_sum=torch.zeros(len(prompt)),
-        advantages=torch.ones(len(prompt)),
-        rewards=None,
-        log_ratio=tokens + shared.repeat_interleave(lengths),
-        sampler_gap=None,
-        clusters=prompt,
-        clustered_by="prompt",
-        empty=0,
-        nonfinite=0,
-    )
-
-
-def token_rows(count: int, *, seed: int = 0, longest: int = 40, signal: float = 0.0) -> list[dict[str, Any]]:
-    """Rows with token log-probs of both policies and the sampler, whose S are those of walks, and with
-    ``signal`` of something that all tokens of a response share."""
-    generator = torch.Generator().manual_seed(seed)
+def token_rows(count: int) -> list[dict[str, Any]]:
+    """Rows with token log-probs of both policies and the sampler, whose S are those of walks."""
+    generator = torch.Generator().manual_seed(0)
     rows = []
     for number in range(count):
-        length = int(torch.randint(2, longest, (1,), generator=generator))
+        length = int(torch.randint(2, 40, (1,), generator=generator))
         old = -torch.rand(length, generator=generator, dtype=torch.float64) - 1.0
         step, gap = torch.randn(2, length, generator=generator, dtype=torch.float64)
-        if signal:
-            step = step + signal / 0.02 * torch.randn((), generator=generator, dtype=torch.float64)
         rows.append(
             {
                 "old_log_probs": old.tolist(),

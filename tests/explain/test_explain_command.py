@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dumps import LIMITS, RECORDED, token_rows, walks, write
-from launch import REPO
+from launch import REPO, environment
 from megatron_fspo.cli import main
 from megatron_fspo.lab.explain.command import explain
 from megatron_fspo.lab.explain.losses import BAND_LOSSES
@@ -23,9 +23,8 @@ RUN = str(RECORDED / "fspo.sequences.jsonl")
 def test_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", RUN, "--step", "2", *LIMITS["fspo"]]) == 0
     out = capsys.readouterr().out
-    assert "40 responses of 2 to 64 tokens, 40 of them with an advantage" in out
     assert "fspo 40.0% (c_low = 0.06, c_high = 0.06)" in out  # the run's own fspo/out_of_band
-    assert "responses that change fate" in out and "nan" not in out
+    assert "nan" not in out
     assert main(["explain", RUN, "--json", "--rate", "0.2"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line, parse_constant=lambda name: pytest.fail(name))
@@ -39,15 +38,12 @@ def test_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_rows_with_tokens_have_ctpo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dump = write(tmp_path / "a.jsonl", token_rows(200))
     assert main(["explain", str(dump), "--ctpo.c-low", "0.03", "--out", str(tmp_path / "out")]) == 0
-    out = capsys.readouterr().out
-    assert "c_low = 0.03, c_high = 0.05" in out
+    assert "c_low = 0.03, c_high = 0.05" in capsys.readouterr().out
     pairs = json.loads((tmp_path / "out/explain.json").read_text(encoding="utf-8"))["disagreements"]
     assert all(one["in_part"] == 0 for one in pairs if one["clipped_by"] != "ctpo")
     assert all(0 < one["in_part"] <= one["responses"] for one in pairs if one["clipped_by"] == "ctpo")
     fates = map(json.loads, (tmp_path / "out/fates.jsonl").read_text(encoding="utf-8").splitlines())
     assert {one["fate"]["ctpo"] for one in fates} == {"kept", "in part", "no advantage"}
-    assert main(["explain", RUN]) == 0
-    assert "CTPO, which decides for every prefix, is left out" in capsys.readouterr().out
 
 
 def test_the_page_and_the_fate_of_each_response(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,31 +52,26 @@ def test_the_page_and_the_fate_of_each_response(tmp_path: Path, capsys: pytest.C
     assert main(["explain", str(dump), "--out", str(tmp_path / "out")]) == 0
     assert "out/index.html" in capsys.readouterr().out
     page = read_page(tmp_path / "out/index.html")
-    assert not {tag for tag, _ in page.tags} & {"script", "iframe", "img"}
-    assert sum(tag == "svg" for tag, _ in page.tags) == 5
-    for _, attributes in page.tags:
-        assert (attributes.get("href") or attributes.get("xlink:href") or "#").startswith(("#", "data:"))
+    assert page.loads_nothing and len(page.pictures) == 5
     figures = json.loads((tmp_path / "out/explain.json").read_text(encoding="utf-8"))
     assert all(sentence in page.text for sentence in figures["words"])
     fates = [json.loads(line) for line in (tmp_path / "out/fates.jsonl").read_text().splitlines()]
     assert [one["row"] for one in fates] == list(range(1, 501))
     assert [one["length"] for one in fates] == [row["length"] for row in rows]
     pairs = {(one["kept_by"], one["clipped_by"]): one["responses"] for one in figures["disagreements"]}
-    kept_by_rloo = [
-        one for one in fates if one["fate"]["rloo"] == "kept" and one["fate"]["fspo"] == "clipped"
-    ]
-    assert len(kept_by_rloo) == pairs["rloo", "fspo"] > 0
+    kept_by_rloo = sum((one["fate"]["rloo"], one["fate"]["fspo"]) == ("kept", "clipped") for one in fates)
+    assert kept_by_rloo == pairs["rloo", "fspo"] > 0
 
 
 def test_dumps_without_a_rate_or_a_fate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    inside = write(tmp_path / "inside.jsonl", walks(200, sigma=1e-6))
-    assert main(["explain", str(inside), "--out", str(tmp_path / "out")]) == 0
-    out = capsys.readouterr().out
-    assert "No response changes its fate" in out and "give one, such as --rate 0.1" in out
-    alike = write(tmp_path / "alike.jsonl", [{**row, "advantage": 0} for row in walks(200)])
-    assert main(["explain", str(alike)]) == 0
-    out = capsys.readouterr().out
-    assert "0 of them with an advantage" in out and "nan" not in out
+    for name, rows, said in (
+        ("inside", walks(200, sigma=1e-6), "give one, such as --rate 0.1"),
+        ("alike", [{**row, "advantage": 0} for row in walks(200)], "No response changes its fate"),
+    ):
+        dump = write(tmp_path / f"{name}.jsonl", rows)
+        assert main(["explain", str(dump), "--out", str(tmp_path / name)]) == 0
+        out = capsys.readouterr().out
+        assert said in out and "nan" not in out
 
 
 @pytest.mark.parametrize(
@@ -112,14 +103,14 @@ def test_a_hundred_thousand_responses(tmp_path: Path) -> None:
     assert len(found.dump) == 100_000
 
 
-@pytest.mark.slow  # starts a program
-def test_it_needs_no_megatron(tmp_path: Path) -> None:
-    dump = write(tmp_path / "a.jsonl", walks(100))
+def test_explain_and_plan_need_no_megatron(tmp_path: Path) -> None:
+    explain = ["explain", str(write(tmp_path / "a.jsonl", walks(100))), "--out", str(tmp_path / "out")]
+    plan = "plan --config examples/qwen3_8b/run.toml --model qwen3-8b --nproc 8".split()
     program = (
         "import sys; sys.modules.update(dict.fromkeys(['megatron', 'transformer_engine', 'transformers']));"
-        "from megatron_fspo.cli import main; sys.exit(main(sys.argv[1:]))"
+        f"from megatron_fspo.cli import main; sys.exit(main({explain}) or main({plan}))"
     )
-    words = ["explain", str(dump), "--out", str(tmp_path / "out")]
-    done = subprocess.run([sys.executable, "-c", program, *words], cwd=REPO, capture_output=True, text=True)
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=REPO, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out/index.html").exists()
+    assert (tmp_path / "out/index.html").exists() and "it fits" in done.stdout

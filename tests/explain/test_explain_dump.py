@@ -16,23 +16,16 @@ from pyarrow import parquet
 from dumps import token_rows, walks, write
 from megatron_fspo.cli import main
 from megatron_fspo.errors import InputError
-from megatron_fspo.lab.explain.dump import Dump, read_dump
-
-
-def same(one: Dump, other: Dump) -> bool:
-    """In all that figures are made of."""
-    fields = ("lengths", "log_ratio_sum", "advantages", "log_ratio")
-    return all(
-        a is b or (a is not None and b is not None and torch.allclose(a, b))
-        for a, b in ((getattr(one, field), getattr(other, field)) for field in fields)
-    )
+from megatron_fspo.lab.explain.dump import read_dump
 
 
 def test_json_lines_and_parquet_hold_the_same(tmp_path: Path) -> None:
     for name, rows in (("sums", walks(50)), ("tokens", token_rows(50))):
         lines = read_dump(write(tmp_path / f"{name}.jsonl", rows), {})
         parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
-        assert same(lines, read_dump(tmp_path / f"{name}.parquet", {}))
+        table = read_dump(tmp_path / f"{name}.parquet", {})
+        for field in ("rows", "lengths", "log_ratio_sum", "advantages", "log_ratio"):
+            torch.testing.assert_close(getattr(lines, field), getattr(table, field))
         assert lines.rows.tolist() == list(range(1, 51))
 
 
@@ -67,16 +60,9 @@ def test_what_counts_nowhere_is_left_out_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_run_of_ours_by_step(tmp_path: Path) -> None:
-    steps = [
-        {
-            "step": 1,
-            "length": [3, 4],
-            "log_ratio_sum": [0.1, -0.1],
-            "advantage": [1.0, -1.0],
-            "clipped": [1, 0],
-        },
-        {"step": 2, "length": [5], "log_ratio_sum": [0.2], "advantage": [1.0], "clipped": [False]},
-    ]
+    first = {"length": [3, 4], "log_ratio_sum": [0.1, -0.1], "advantage": [1.0, -1.0], "clipped": [1, 0]}
+    second = {"length": [5], "log_ratio_sum": [0.2], "advantage": [1.0], "clipped": [False]}
+    steps = [{"step": 1, **first}, {"step": 2, **second}]
     write(tmp_path / "sequences.jsonl", steps)
     assert read_dump(tmp_path, {}).lengths.tolist() == [3, 4, 5]
     assert read_dump(tmp_path, {}).rows.tolist() == [1, 1, 2]
@@ -100,10 +86,8 @@ BROKEN: list[tuple[list[dict[str, Any]] | bytes, str]] = [
     ([GOOD, without(GOOD, "length")], "d.jsonl:2: no field 'length'"),
     ([without(GOOD, "log_ratio_sum")], "d.jsonl:1: no field 'log_ratio_sum'"),
     ([without(TOKENS, "old_log_probs")], "d.jsonl:1: 'log_probs' without 'old_log_probs'"),
-    ([without(TOKENS, "log_probs")], "d.jsonl:1: 'old_log_probs' without 'log_probs'"),
     ([{**GOOD, "advantages": 1.0}], "d.jsonl:1: 'advantage' and 'advantages' both mean advantage"),
     ([GOOD, {**GOOD, "length": 2.5}], "d.jsonl:2: length = 2.5"),
-    ([GOOD, {**GOOD, "length": -1}], "d.jsonl:2: length = -1"),
     ([GOOD, {**GOOD, "length": True}], "d.jsonl:2: length = True"),
     ([GOOD, {**GOOD, "log_ratio_sum": None}], "d.jsonl:2: log_ratio_sum = null"),
     ([GOOD, {**GOOD, "advantage": "1"}], "d.jsonl:2: advantage = '1'"),
@@ -114,7 +98,6 @@ BROKEN: list[tuple[list[dict[str, Any]] | bytes, str]] = [
     ([{**TOKENS, "log_probs": [0.9, -2.0]}], "d.jsonl:1: log_probs[0] = 0.9"),
     ([{**TOKENS, "log_probs": [-1.0, "x"]}], "d.jsonl:1: log_probs = [-1.0, 'x']"),
     ([{**TOKENS, "sampled_log_probs": [-1.0, -math.inf]}], "d.jsonl:1: sampled_log_probs must be finite"),
-    ([{**TOKENS, "log_probs": -3.0}], "d.jsonl:1: log_probs = -3.0"),
     ([{**TOKENS, "mask": [1, 1, 0]}], "d.jsonl:1: mask has 3 tokens and log_probs 2"),
     ([{**TOKENS, "mask": [1, 0.5]}], "d.jsonl:1: mask must be 1"),
     ([{**TOKENS, "advantage": [1.0, 0.5]}], "d.jsonl:1: advantage is 0.5 at one token and 1 at another"),
@@ -142,9 +125,6 @@ def test_a_broken_row_is_named_in_one_line(
     out, line = capsys.readouterr()
     assert out == "" and line.count("\n") == 1 and line.startswith("megatron-fspo: ") and words in line
     assert not (tmp_path / "out").exists()
-
-
-LINE = json.dumps(GOOD).encode() + b"\n"
 
 
 def test_parquet_that_is_cut_short(tmp_path: Path) -> None:

@@ -47,27 +47,25 @@ STATE = {
 }
 # Real widths; fewer layers, and of the vocabulary what needs little memory.
 WIDE = {"layers": 4, "vocab_size": 4096, "dtype": "float32", "shapes": ((32, 96), (16, 112), (64, 192))}
-MODELS = ("smollm2-135m", "qwen3-0.6b")
 
 
-def wide(model: str, **more: Any) -> Any:
+def wide(model: str = "smollm2-135m", **more: Any) -> Any:
     return {**WIDE, "model": model, "parallel": {}, **more}
 
 
 # Tensor parallel on the model whose heads split, the rest on the smaller one: `benchmarks/plan_memory.py` has
 # all of both models, with all their layers.
-SMOLLM2, QWEN3 = MODELS
 ACTIVATIONS = {
     1: {
-        "float32": wide(SMOLLM2),
-        "recompute": wide(SMOLLM2, recompute=True),
-        "bfloat16": wide(SMOLLM2, dtype="bfloat16"),
+        "float32": wide(),
+        "recompute": wide(recompute=True),
+        "bfloat16": wide(dtype="bfloat16"),
     },
     2: {
-        "tp2": wide(QWEN3, parallel={"tensor": 2}),
-        "tp2 sp": wide(QWEN3, parallel={"tensor": 2, "sequence": True}),
-        "pp2 vpp2": wide(SMOLLM2, parallel={"pipeline": 2, "virtual_pipeline": 2}, packs=4),
-        "cp2 recompute bf16": wide(SMOLLM2, parallel={"context": 2}, recompute=True, dtype="bfloat16"),
+        "tp2": wide("qwen3-0.6b", parallel={"tensor": 2}),
+        "tp2 sp": wide("qwen3-0.6b", parallel={"tensor": 2, "sequence": True}),
+        "pp2 vpp2": wide(parallel={"pipeline": 2, "virtual_pipeline": 2}, packs=4),
+        "cp2 recompute bf16": wide(parallel={"context": 2}, recompute=True, dtype="bfloat16"),
     },
 }
 
@@ -81,9 +79,11 @@ def found(world: int) -> dict[str, list[dict[str, Any]]]:
     return dict(zip(cases, results, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("world", "name"), [(world, name) for world, named in STATE.items() for name in named]
-)
+def names(cases: dict[int, dict[str, Any]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("world", "name"), [(n, name) for n in cases for name in cases[n]])
+
+
+@names(STATE)
 def test_state_and_checkpoint_are_exact(world: int, name: str) -> None:
     case, ranks = STATE[world][name], found(world)[name]
     for measured in ranks:
@@ -95,9 +95,7 @@ def test_state_and_checkpoint_are_exact(world: int, name: str) -> None:
         assert plan_memory.planned(case, ranks[0], world)["sent"] == pytest.approx(ranks[0]["sent"], rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("world", "name"), [(world, name) for world, named in ACTIVATIONS.items() for name in named]
-)
+@names(ACTIVATIONS)
 def test_activations_are_within_a_tenth(world: int, name: str) -> None:
     case = ACTIVATIONS[world][name]
     for measured in found(world)[f"wide {name}"]:

@@ -35,27 +35,23 @@ def write_sweep(folder: Path, **more: object) -> Path:
     return file
 
 
-def command(file: Path, *words: str) -> list[str]:
-    return [sys.executable, "-W", "ignore", "-m", "megatron_fspo", "sweep", str(file), *words]
-
-
-def sweep(file: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(file, *words), cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300
-    )
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPO)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
 
 
 def test_runs_are_matched_made_once_and_one_that_fails_stops_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(REPO)
     broken = {"rollout": {"prompts": 400}}  # more than there are: seen once its rank has read the data
     arms = {"fspo": {"loss": {"c_low": 0.01, "c_high": 0.01}}, "rloo": {"loss": {"name": "rloo"}}}
     file = write_sweep(tmp_path, match="fspo", arms={**arms, "broken": broken})
-    done = sweep(file)
-    assert done.returncode == 1, done.stderr
-    assert "1 of 3 runs failed: broken-1: exit status 2: megatron-fspo: " in done.stderr
-    assert "[2/3]" in done.stdout and "[3/3]" not in done.stdout
+    assert main(["sweep", str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert "1 of 3 runs failed: broken-1: exit status 2: megatron-fspo: " in err
+    assert "[2/3]" in out and "[3/3]" not in out
     made = {path.parent.name: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/metrics.jsonl")}
     assert made.keys() == {"fspo-1", "rloo-1"}
 
@@ -74,9 +70,8 @@ def test_runs_are_matched_made_once_and_one_that_fails_stops_no_other(
 
 def test_a_sweep_that_is_stopped_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
     file = write_sweep(tmp_path, jobs=1, arms={"fspo": {"run": {"steps": 2}}})
-    process = subprocess.Popen(
-        command(file), cwd=REPO, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_fspo", "sweep", str(file)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     first = tmp_path / "runs/fspo-1/metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (first.exists() and first.read_text()):
@@ -87,6 +82,5 @@ def test_a_sweep_that_is_stopped_leaves_no_process_and_goes_on(tmp_path: Path) -
     assert process.returncode == 130
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # no run of it is left
-    done = sweep(file)
-    assert done.returncode == 0, done.stderr
+    assert main(["sweep", str(file)]) == 0
     assert len(json.loads((tmp_path / "runs/summary.json").read_text())["runs"]) == 1

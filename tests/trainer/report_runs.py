@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,8 @@ def make_records(step: int, count: int = 64) -> list[SequenceRecord]:
     sums = 0.02 * np.sqrt(lengths) * random.standard_normal(count)
     records = []
     for sample, (length, s) in enumerate(zip(lengths.tolist(), sums.tolist(), strict=True)):
-        advantage = float(sample % 3 - 1)
-        low, high = s < -0.03 * length**0.5, s > 0.03 * length**0.5
+        advantage, outside = float(sample % 3 - 1), abs(s) > 0.03 * length**0.5
+        clipped = outside and advantage * s > 0
         records.append(
             SequenceRecord(
                 sample=sample,
@@ -52,12 +52,12 @@ def make_records(step: int, count: int = 64) -> list[SequenceRecord]:
                 length=length,
                 log_ratio_sum=s,
                 advantage=advantage,
-                clipped_low=float(low and advantage < 0),
-                clipped_high=float(high and advantage > 0),
+                clipped_low=float(clipped and s < 0),
+                clipped_high=float(clipped and s > 0),
                 dual_clipped=0.0,
-                out_of_band=low or high,
+                out_of_band=outside,
                 nonfinite=False,
-                ratio=0.0 if advantage * s > 0 and (low or high) else 2.718281828459045**s,
+                ratio=0.0 if clipped else math.exp(s),
             )
         )
     return records
@@ -95,17 +95,15 @@ def write_run(
     save_config(config, config.run_folder / "config.toml")
     log = RunLog(config, writer=True, resume_step=None)
     for step in range(steps + 1):
-        metrics: dict[str, float] = {}
-        if step:
-            metrics |= on_policy_metrics(step)
-            if off_policy:
-                records = make_records(step)
-                log.sequences(step, records)
-                metrics |= clip_metrics(records, seed=1) | {"fspo/kl_k3": 0.001}
-                metrics |= {"fspo/out_of_band": step / 200, "fspo/lre_mean": step / 10, "fspo/lre_null": 0.05}
-            if off_policy and config.loss.name == "fspo":
+        metrics: dict[str, float] = on_policy_metrics(step) if step else {}
+        if step and off_policy:
+            records = make_records(step)
+            log.sequences(step, records)
+            metrics |= clip_metrics(records, seed=1) | {"fspo/kl_k3": 0.001}
+            metrics |= {"fspo/out_of_band": step / 200, "fspo/lre_mean": step / 10, "fspo/lre_null": 0.05}
+            if config.loss.name == "fspo":
                 metrics |= {"fspo/c_low": 0.03, "fspo/c_high": 0.04, "fspo/drift": 0.0, "fspo/exponent": 0.5}
-            metrics |= extra or {}
+        metrics |= (extra or {}) if step else {}
         if step in (evaluations or {}):
             metrics |= {"val/held_out/mean@4/low": 0.1, "val/held_out/mean@4": (evaluations or {})[step]}
             metrics["val/held_out/pass@4"] = 0.9
@@ -114,11 +112,19 @@ def write_run(
     return config.run_folder
 
 
+def job(step: int, **changes: Any) -> dict[str, Any]:
+    """A row of ``jobs.jsonl``."""
+    versions = {"Python": "3.12", "torch": "2.9"}
+    machine = {"processes": 2, "device": "CPU", "cpu": "Model X", "cores": 8, "layers": "local"}
+    return {"step": step, **machine, "versions": versions, **changes}
+
+
 class Page(HTMLParser):
     """What a browser would find in the page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
+        self.source = text
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.words: list[str] = []
         self.feed(text)
@@ -128,6 +134,18 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.words.append(data)
+
+    @property
+    def loads_nothing(self) -> bool:
+        """Nothing that runs, and only targets in the page itself."""
+        links = [attrs.get(name) or "#" for _, attrs in self.tags for name in ("src", "href", "xlink:href")]
+        links += re.findall(r"url\(['\"]?([^)]*)", self.source)
+        tags = {tag for tag, _ in self.tags}
+        return (
+            not tags & {"script", "iframe", "img", "object", "embed"}
+            and all(link.startswith(("data:", "#")) for link in links)
+            and "@import" not in self.source
+        )
 
     @property
     def text(self) -> str:
@@ -152,17 +170,12 @@ def table(path: Path) -> dict[str, tuple[str, str, str]]:
     return {name: (first, last, note) for name, first, last, note in found}
 
 
-def records_from(
-    lengths: Sequence[int],
-    out_of_band: Sequence[bool],
-    clipped: Sequence[bool],
-    advantages: Sequence[float],
-    sums: Sequence[float] | None = None,
-) -> Records:
+def records_from(lengths: Any, out_of_band: Any, clipped: Any, advantages: Any, sums: Any = None) -> Records:
+    """Records of one step, a sequence or an array for each figure."""
     return Records(
         step=np.ones(len(lengths), np.int64),
         length=np.array(lengths),
-        log_ratio_sum=np.array(sums or [0.0] * len(lengths)),
+        log_ratio_sum=np.zeros(len(lengths)) if sums is None else np.array(sums),
         advantage=np.array(advantages),
         clipped=np.array(clipped),
         out_of_band=np.array(out_of_band),

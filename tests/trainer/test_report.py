@@ -1,32 +1,46 @@
+"""The report of a run: its page, and what it says of time, machine, responses and the exponent."""
+
 import json
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.lab.report.history import pooled_lre, read_records
+from megatron_fspo.lab.report import drawing, pictures
+from megatron_fspo.lab.report.figures import exponent_of, machines, phases
+from megatron_fspo.lab.report.history import History, Series, pooled_lre, read_records
 from megatron_fspo.lab.report.page import write_report
-from megatron_fspo.record.log import RunLog
+from megatron_fspo.lab.report.samples import before_after, shortened
+from megatron_fspo.mcore.backend import choose_backend
+from megatron_fspo.record.log import RunLog, read_rows
+from megatron_fspo.trainer import prepare as machine_module
+from megatron_fspo.trainer.prepare import cpu_name, machine
 from report_runs import (
     BY_SEQUENCE,
     HEALTH,
     LEARNING,
     RATES,
+    job,
     make_config,
     on_policy_metrics,
     read_page,
+    records_from,
     table,
     write_run,
 )
 
+EVERY = LEARNING | RATES | BY_SEQUENCE | HEALTH
 
-def test_the_page_tells_the_numbers_of_the_run(tmp_path: Path) -> None:
+
+def test_the_page_has_the_numbers_and_pictures_of_the_run_and_loads_nothing(tmp_path: Path) -> None:
     run = write_run(make_config(tmp_path), steps=20, evaluations={0: 0.25, 10: 0.5, 20: 0.75})
     path = write_report(run)
-    assert path == run / "report" / "index.html"
+    assert path == run / "report" / "index.html" and [*path.parent.iterdir()] == [path]
 
     rows = table(path)
     assert rows["Reward"][:2] == ("0.030", "0.180")  # means of .01 … .05 and of .16 … .20
@@ -38,37 +52,25 @@ def test_the_page_tells_the_numbers_of_the_run(tmp_path: Path) -> None:
     assert rows["Dropped sequences"][1] == "20"
     assert rows["Throughput"][:2] == ("3,000", "18,000")
     assert rows["Steps"] == ("", "20 of 20", "20 min 00 s, without evaluations and checkpoints")
-
     pool = pooled_lre(read_records(run))
-    assert rows["LRE pooled"][1] == f"{pool.mean:.3f}"
     low, high = pool.mean_interval
-    assert rows["LRE pooled"][2] == (
+    assert rows["LRE pooled"][1:] == (
+        f"{pool.mean:.3f}",
         f"95% interval {low:.3f} to {high:.3f}; null floor {pool.null_mean:.3f}; "
-        "1,280 records, evenly over all steps"
+        "1,280 records, evenly over all steps",
     )
 
-    text = read_page(path).text
-    assert "Means over steps 1–5 and steps 16–20" in text
-    assert "c = 0.03 (low), 0.04 (high)" in text
-    assert "some/model, float32" in text
-    assert "tensor = 2, sequence = true" in text
-    assert "320 records of steps 16 to 20" in text
-    assert "Step 20, 64 records" in text
-    assert "is our reconstruction" in text
-
-
-def test_the_page_has_every_picture_and_loads_nothing(tmp_path: Path) -> None:
-    path = write_report(write_run(make_config(tmp_path), steps=20, evaluations={0: 0.5}))
     page = read_page(path)
-    assert page.pictures == LEARNING | RATES | BY_SEQUENCE | HEALTH
-    assert not {tag for tag, _ in page.tags} & {"script", "iframe", "object", "embed"}
-    for _, attributes in page.tags:
-        for name in ("src", "href", "xlink:href"):
-            assert (attributes.get(name) or "#").startswith(("data:", "#")), attributes
-    text = path.read_text(encoding="utf-8")
-    assert "@import" not in text
-    assert all(target.startswith("#") for target in re.findall(r"url\(['\"]?([^)]*)", text))
-    assert [item.name for item in path.parent.iterdir()] == ["index.html"]
+    assert page.pictures == EVERY and page.loads_nothing
+    for words in (
+        "steps 1–5 and steps 16–20",
+        "c = 0.03 (low), 0.04 (high)",
+        "some/model, float32",
+        "tensor = 2, sequence = true",
+        "320 records of steps 16 to 20",
+        "Step 20, 64 records",
+    ):
+        assert words in page.text
 
 
 def test_what_the_user_named_is_escaped(tmp_path: Path) -> None:
@@ -83,8 +85,12 @@ def test_what_the_user_named_is_escaped(tmp_path: Path) -> None:
     log = RunLog(config, writer=True, resume_step=2)
     log.warn("wide band", f"an earlier one {attack}")
     log.warn("wide band", f"c is too wide {attack}")
+    response = "<script>alert(1)</script></pre>{{ 7 * 7 }}"
+    both = [*answers(0, ("p", f"{response}\ud83d", 0.0)), *answers(2, ("p", "fine", 1.0))]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in both))
     page = read_page(write_report(run))
-    assert not {tag for tag, _ in page.tags} & {"script", "img"}
+    assert page.loads_nothing
+    assert f"{response}?" in page.text and "reward 0 → 1" in page.text
     assert f"c is too wide {attack}" in page.text and "an earlier one" not in page.text
     assert f"{attack}, float32" in page.text
     assert table(run / "report" / "index.html")["Evaluation"][1] == "0.500"
@@ -96,9 +102,7 @@ def test_what_the_user_named_is_escaped(tmp_path: Path) -> None:
 def test_runs_that_ended_early(tmp_path: Path) -> None:
     run = write_run(make_config(tmp_path / "one"), steps=1)
     path = write_report(run)
-    page = read_page(path)
-    assert page.pictures == LEARNING | RATES | BY_SEQUENCE | HEALTH
-    assert "Means over step 1 and step 1" in page.text and "running mean" not in page.text
+    assert read_page(path).pictures == EVERY
     rows = table(path)
     assert rows["Reward"][:2] == ("0.010", "0.010") and rows["Steps"][1] == "1 of 20"
     assert "Evaluation" not in rows
@@ -107,37 +111,24 @@ def test_runs_that_ended_early(tmp_path: Path) -> None:
     path = write_report(write_run(make_config(tmp_path), steps=0, evaluations={0: 0.25}))
     assert read_page(path).pictures == {"Reward"}
     rows = table(path)
-    assert rows["Evaluation"][:2] == ("0.250", "0.250")
-    assert rows["Reward"][:2] == ("–", "–")
-    assert rows["Steps"][1] == "0 of 20"
+    assert rows["Evaluation"][:2] == ("0.250", "0.250") and rows["Reward"][:2] == ("–", "–")
 
 
-@pytest.mark.parametrize("loss", ["rloo", "dapo"])
-def test_other_losses(tmp_path: Path, loss: str) -> None:
-    page = read_page(write_report(write_run(make_config(tmp_path, loss={"name": loss}), steps=6)))
-    assert page.pictures == LEARNING | RATES | BY_SEQUENCE | HEALTH
-    assert f"{loss}: advantage" in page.text and "at the end c" not in page.text
-    token_level = loss == "dapo"
-    assert ("Every token has a band of its own" in page.text) == token_level
-    assert ("shares of tokens" in page.text) == token_level
+def test_a_loss_without_a_band_on_s(tmp_path: Path) -> None:
+    page = read_page(write_report(write_run(make_config(tmp_path, loss={"name": "dapo"}), steps=6)))
+    assert page.pictures == EVERY
+    assert "at the end c" not in page.text and "shares of tokens" in page.text
 
 
-def test_an_on_policy_run_has_nothing_to_clip(tmp_path: Path) -> None:
+def test_runs_without_clips_or_kept_sequences(tmp_path: Path) -> None:
     config = make_config(tmp_path, batch={"mini_batches": 1})
     path = write_report(write_run(config, steps=6, off_policy=False))
-    page = read_page(path)
-    assert page.pictures == LEARNING | HEALTH - {
-        "Exponent of S",
-        "Noise σ̂ and width c",
-        "KL to the rollout policy",
-    }
-    assert "one optimizer step per rollout" in page.text
+    fewer = {"Exponent of S", "Noise σ̂ and width c", "KL to the rollout policy"}
+    assert read_page(path).pictures == LEARNING | HEALTH - fewer
     assert not {"Clip rate", "LRE (mean)", "LRE pooled"} & table(path).keys()
 
-    # Off policy, but without any kept sequences.
     path = write_report(write_run(make_config(tmp_path / "none", log={"sequences": 0}), steps=6))
-    page = read_page(path)
-    assert page.pictures == LEARNING | RATES | HEALTH and "log.sequences = 0" in page.text
+    assert read_page(path).pictures == LEARNING | RATES | HEALTH
     assert "LRE pooled" not in table(path)
 
 
@@ -150,44 +141,32 @@ def test_null_in_the_files(tmp_path: Path) -> None:
     rows[11] |= {"fspo/c_low": None, "fspo/sigma_hat": None}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = write_report(run)
-    assert read_page(path).pictures == LEARNING | RATES | BY_SEQUENCE | HEALTH - {"Entropy"}
+    assert read_page(path).pictures == EVERY - {"Entropy"}
     assert table(path)["Reward"][1] == "0.098"  # mean of .08, .09, .10 and .12
     assert "nan" not in read_page(path).text.lower()
 
 
 def test_records_that_count_in_no_rate_are_left_out(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    run = write_run(config, steps=1)
-    row = {
-        "step": 1,
-        "length": [5, 0, 7],
-        "log_ratio_sum": [None, 0.0, 0.25],
-        "advantage": [1.0, 1.0, -1.0],
-        "clipped": [False, False, True],
-        "out_of_band": [False, False, True],
-        "ratio": [None, 1.0, 0.0],
-    }
-    (run / "sequences.jsonl").write_text(json.dumps(row) + "\n")
-    records = read_records(run)
-    assert records.length.tolist() == [7]
-    assert records.log_ratio_sum.tolist() == [0.25]
+    row = {"step": 1, "length": [5, 0, 7], "log_ratio_sum": [None, 0.0, 0.25], "advantage": [1.0, 1.0, -1.0]}
+    row |= {"clipped": [0, 0, 1], "out_of_band": [False, False, True], "ratio": [None, 1.0, 0.0]}
+    (tmp_path / "sequences.jsonl").write_text(json.dumps(row) + "\n")
+    records = read_records(tmp_path)
+    assert (records.length.tolist(), records.log_ratio_sum.tolist()) == ([7], [0.25])
     assert records.clipped.tolist() == records.out_of_band.tolist() == [True]
 
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:
     steps, each = 300, 1024
-    config = make_config(tmp_path, run={"steps": 2000})
-    run = write_run(config, steps=0, evaluations={0: 0.5})
+    run = write_run(make_config(tmp_path, run={"steps": 2000}), steps=0, evaluations={0: 0.5})
     random = np.random.default_rng(0)
+    names = [f"fspo/{key}" for key in ("out_of_band", "clip_low", "clip_high", "dual_clip_frac", "kl_k3")]
+    names += [f"fspo/{key}" for key in ("lre_mean", "lre_max", "lre_null", "sigma_hat")]
+    settings = {"fspo/c_low": 0.03, "fspo/c_high": 0.03, "fspo/exponent": 0.5, "fspo/drift": 0.0}
     with (run / "metrics.jsonl").open("a") as file:
         for step in range(1, 2001):
             noisy = {name: value * (1 + random.random()) for name, value in on_policy_metrics(step).items()}
-            noisy |= {f"fspo/{key}": random.random() for key in ("out_of_band", "clip_low", "clip_high")}
-            noisy |= {f"fspo/{key}": random.random() for key in ("lre_mean", "lre_max", "lre_null")}
-            noisy |= {"fspo/kl_k3": random.random(), "fspo/sigma_hat": random.random()}
-            noisy |= {"fspo/c_low": 0.03, "fspo/c_high": 0.03, "fspo/exponent": 0.5}
-            noisy |= {"fspo/drift": 0.0, "fspo/dual_clip_frac": 0.01, "val/held_out/mean@4": random.random()}
-            file.write(json.dumps({"step": step, **noisy}) + "\n")
+            noisy |= {name: random.random() for name in [*names, "val/held_out/mean@4"]}
+            file.write(json.dumps({"step": step, **noisy, **settings}) + "\n")
     with (run / "sequences.jsonl").open("w") as file:
         for step in range(1, steps + 1):
             lengths = random.integers(1, 4096, each)
@@ -197,18 +176,109 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
             columns |= {"clipped": outside, "out_of_band": outside, "ratio": [1.0] * each}
             file.write(json.dumps({"step": step, **columns}) + "\n")
     path = write_report(run)
-    assert read_page(path).pictures == LEARNING | RATES | BY_SEQUENCE | HEALTH
+    assert read_page(path).pictures == EVERY
     assert "40,000 records, evenly over all steps" in table(path)["LRE pooled"][2]
     assert path.stat().st_size < 1_000_000
     assert "data:image/png;base64" in path.read_text(encoding="utf-8")  # the scatter is pixels
 
 
 def test_a_folder_without_a_run(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"holds no metrics\.jsonl"):
-        write_report(tmp_path)
-    with pytest.raises(InputError, match=r"holds no metrics\.jsonl"):
-        write_report(tmp_path / "nowhere")
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(InputError, match=r"holds no metrics\.jsonl"):
+            write_report(folder)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "val')  # killed while it wrote its first row
     with pytest.raises(InputError, match="holds no step"):
         write_report(tmp_path)
     assert not (tmp_path / "report").exists()
+
+
+def test_where_the_time_went_by_hand(tmp_path: Path) -> None:
+    times = {"timing_s/gen": 30.0, "timing_s/update_actor": 24.0, "timing_s/testing": 20.0}
+    run = write_run(make_config(tmp_path), steps=4, off_policy=False, extra=times)
+    found = phases(History(run))
+    assert [(one.name, one.seconds, one.between) for one in found] == [
+        ("sampling, grading", 30.0, False),
+        ("update", 24.0, False),
+        ("the rest", 6.0, False),
+        ("evaluation", 20.0, True),
+    ]
+    assert [one.share for one in found] == [0.375, 0.3, 0.075, 0.25]
+
+
+def test_machines_are_told_once() -> None:
+    assert machines([]) == {}
+    same = machines([job(0), job(3)])
+    assert same["Hardware"] == "2 processes on Model X, 8 cores on the first machine"
+    assert same["Versions"] == "Python 3.12, torch 2.9"
+    moved = machines([job(0), job(3, processes=1, device="GPU Y")])
+    assert "; from step 4: 1 process × GPU Y; Model X" in moved["Hardware"]
+    assert moved["Versions"] == same["Versions"]
+
+
+def test_a_job_records_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_module.dist, "get_world_size", lambda: 2)
+    assert cpu_name("processor\t: 0\nmodel name\t: Some CPU \nmodel name\t: another\n") == "Some CPU"
+    assert cpu_name("model name :\n") != ""
+    found = machine(choose_backend("cpu", "local"))
+    assert found["processes"] == 2 and found["device"] == "CPU" and found["cpu"]
+    assert {"Python", "torch", "megatron-fspo"} <= found["versions"].keys()
+    config = make_config(tmp_path)
+    config.run_folder.mkdir(parents=True)
+    for step in (None, 3, 1):
+        RunLog(config, writer=True, resume_step=step).job(step or 0, found)
+    rows = list(read_rows(config.run_folder / "jobs.jsonl"))
+    assert [row["step"] for row in rows] == [0, 1], "those after the step that the job goes on from are gone"
+    assert machines(rows)["Versions"].startswith("Python 3.")
+
+
+def answers(step: int, *given: tuple[str, str, float]) -> list[dict[str, Any]]:
+    return [{"step": step, "prompt": p, "response": r, "reward": reward} for p, r, reward in given]
+
+
+def test_responses_that_changed_come_first() -> None:
+    first = answers(0, ("p", "a", 0.0), ("q", "b", 1.0), ("r", "c", 1.0), ("p", "d", 0.0), ("gone", "", 0.0))
+    middle = answers(2, ("p", "?", 1.0))
+    last = answers(4, ("p", "A", 0.0), ("q", "B", 1.0), ("r", "C", 0.0), ("p", "D", 1.0))
+    found = before_after([*first, *middle, *last])
+    pairs = [(one.before["prompt"], one.before["response"], one.after["response"]) for one in found]
+    assert pairs == [("r", "c", "C"), ("p", "d", "D"), ("q", "b", "B"), ("p", "a", "A")]
+    assert [one.change for one in found] == [-1, 1, 0, 0]
+    assert before_after(first) == before_after([]) == []
+    assert before_after([*first, *answers(4, ("new", "", 0.0))]) == []
+
+
+def test_long_texts_keep_both_ends() -> None:
+    assert shortened("short", 30) == "short"
+    assert shortened("a" * 1000 + "b" * 1020, 30) == f"{'a' * 20} [… 1,990 characters …] {'b' * 10}"
+    assert shortened("\ud83d", 30) == "?"
+
+
+def test_the_exponent_has_an_interval_or_a_reason(tmp_path: Path) -> None:
+    found = exponent_of(read_records(write_run(make_config(tmp_path), steps=20)))
+    assert not isinstance(found, str)
+    low, high = found.interval
+    assert low < found.value < high and low < 0.5 < high, "S is a random walk there"
+    alike = records_from([5] * 8, [False] * 8, [False] * 8, [1.0] * 8, sums=[0.1] * 8)
+    assert exponent_of(alike) == "1 independent groups of sequences; an interval needs 3"
+
+
+def test_settings_are_drawn_in_steps() -> None:
+    series = Series(steps=np.arange(1, 41), values=np.array([0.03] * 20 + [0.05] * 20))
+    held, climbed = (
+        pictures.small([drawing.Line(series=series, label="c", colour=drawing.ORANGE, held=held)], "c")
+        for held in (True, False)
+    )
+    (path,) = re.findall(r'<path d="([^"]*)"[^>]*stroke: #d55e00[^>]*stroke-width: 1.6', held)[:1]
+    points = [tuple(map(float, one)) for one in re.findall(r"[ML] (\S+) (\S+)", path)]
+    assert len({y for _, y in points}) == 2, "two levels, and nothing between them"
+    assert all(a[0] == b[0] or a[1] == b[1] for a, b in pairwise(points))
+    assert len(re.findall(r"L ", climbed)) > len(re.findall(r"L ", held))
+
+
+def test_text_and_axes_follow_the_page() -> None:
+    series = Series(steps=np.arange(3), values=np.ones(3))
+    svg = pictures.small([drawing.Line(series=series, label="x", colour=drawing.BLUE)], "y")
+    assert "var(--figure-text, #374151)" in svg and "var(--figure-grid, #e5e7eb)" in svg
+    assert not re.findall(r"(?:fill|stroke): #(?:000000|374151|e5e7eb|9ca3af|111827)", svg)
+    for text in re.findall(r"<text[^>]*>", svg):
+        assert "fill: var(--figure-text" in text, text

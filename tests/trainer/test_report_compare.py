@@ -10,18 +10,7 @@ from megatron_fspo.cli import main
 from megatron_fspo.lab.report.compare import differences, names, write_comparison
 from megatron_fspo.lab.report.figures import TAIL, WINDOW
 from megatron_fspo.lab.report.history import clip_rates, read_records
-from report_runs import make_config, read_page, write_run
-
-EVERY = {
-    "Reward",
-    "Evaluation",
-    "Outside the band by length",
-    "Outside the band by length, over the run’s own",
-    "Length Reweighting Error",
-    "Outside the band",
-    "Effective sample size",
-    "Response length",
-}
+from report_runs import job, make_config, read_page, write_run
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +30,7 @@ def test_the_page_has_both_runs(runs: tuple[Path, Path], capsys: pytest.CaptureF
     path = runs[0].parent / "one.compare" / "index.html"
     assert capsys.readouterr().out == f"{path}\n"
     page = read_page(path)
-    assert page.pictures == EVERY
-    assert not {tag for tag, _ in page.tags} & {"script", "img", "iframe"}
+    assert len(page.pictures) == 8 and page.loads_nothing
     text = path.read_text(encoding="utf-8")
     rows = dict(re.findall(r'<th scope="row">(.*?)</th>(.*?)</tr>', text))
     cells = {name: re.findall(r"<td>(.*?)</td>", row) for name, row in rows.items()}
@@ -54,16 +42,12 @@ def test_the_page_has_both_runs(runs: tuple[Path, Path], capsys: pytest.CaptureF
     assert cells["run.seed"][1] == "7"
     assert "run.name" not in cells and "optimizer.lr" not in cells
 
-
-def test_the_page_begins_with_what_the_first_picture_says(runs: tuple[Path, Path]) -> None:
-    text = write_comparison(runs).read_text(encoding="utf-8")
+    # It begins with what the first picture says.
     lead, *rest = re.findall(r'<p class="(?:lead|hint)">(.*?)</p>', text.partition("<h2>")[0])
     assert text.index(lead) < text.index("<svg") < text.index("<table")
-    ratios = []
-    for run in runs:
-        bins = clip_rates(read_records(run).tail(TAIL, WINDOW))
-        ratios.append(f"{bins[-1].out_of_band / bins[0].out_of_band:.1f} ×")
-    assert re.findall(r"\d+\.\d ×", lead) == ratios
+    bins = [clip_rates(read_records(run).tail(TAIL, WINDOW)) for run in runs]
+    ratios = [f"{one[-1].out_of_band / one[0].out_of_band:.1f}" for one in bins]
+    assert re.findall(r"(\d+\.\d) ×", lead) == ratios
     # S of these runs spreads as the band does.
     (growth,) = (float(line.split(" ×")[0].split()[-1]) for line in rest if "S spreads" in line)
     assert growth == pytest.approx(1, abs=0.2)
@@ -77,28 +61,20 @@ def test_a_steeper_s_and_shares_that_differ_are_said(tmp_path: Path) -> None:
         folder = write_run(make_config(tmp_path, run={"name": name}), steps=6)
         rows = [json.loads(line) for line in (folder / "sequences.jsonl").read_text().splitlines()]
         for row in rows:
-            z = [s / length**0.5 for s, length in zip(row["log_ratio_sum"], row["length"], strict=True)]
-            row["log_ratio_sum"] = [scale * x * n for x, n in zip(z, row["length"], strict=True)]
-            row["out_of_band"] = [
-                abs(s) > 0.03 * n**0.5 for s, n in zip(row["log_ratio_sum"], row["length"], strict=True)
-            ]
+            pairs = list(zip(row["log_ratio_sum"], row["length"], strict=True))
+            row["log_ratio_sum"] = [scale * s * length**0.5 for s, length in pairs]
+            row["out_of_band"] = [scale * abs(s) > 0.03 for s, _ in pairs]
         (folder / "sequences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         folders.append(folder)
-    text = write_comparison(folders).read_text(encoding="utf-8").partition("<h2>")[0]
+    path = tmp_path / "pages" / "both.html"
+    assert write_comparison(folders, path) == path and [*path.parent.iterdir()] == [path]
+    text = path.read_text(encoding="utf-8").partition("<h2>")[0]
     assert "not matched" in text
     growths = [float(x) for x in re.findall(r"S grows (\d+\.\d) ×", text)]
-    shares = [
-        tuple(map(int, pair))
-        for pair in re.findall(r"leave (\d+)% of the short and (\d+)% of the long", text)
-    ]
-    assert all(2 < growth < 4 for growth in growths) and all(long > 2 * short for short, long in shares)
+    shares = re.findall(r"leave (\d+)% of the short and (\d+)% of the long", text)
+    assert all(2 < growth < 4 for growth in growths)
+    assert all(int(long) > 2 * int(short) for short, long in shares)
     assert len(growths) == len(shares) == 2
-
-
-def test_the_page_goes_where_it_is_wanted(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    path = tmp_path / "pages" / "both.html"
-    assert write_comparison(runs, path) == path
-    assert [one.name for one in path.parent.iterdir()] == ["both.html"]
 
 
 def test_equal_names_are_told_apart() -> None:
@@ -111,8 +87,7 @@ def test_settings_that_differ(tmp_path: Path) -> None:
     one = make_config(tmp_path, loss={"name": "fspo", "c_low": 0.1})
     two = make_config(tmp_path, run={"name": "two"}, loss={"name": "fspo", "c_low": 0.2})
     gspo = make_config(tmp_path, loss={"name": "gspo"})
-    assert differences([one, two]) == [("loss.c_low", ["0.1", "0.2"])]
-    assert differences([one, one]) == []
+    assert differences([one, two]) == [("loss.c_low", ["0.1", "0.2"])] and differences([one, one]) == []
     found = dict(differences([one, gspo]))
     assert found["loss.name"] == ["fspo", "gspo"] and found["loss.c_low"] == ["0.1", "–"]
 
@@ -142,17 +117,7 @@ def test_a_hostile_folder_name_is_escaped(runs: tuple[Path, Path], tmp_path: Pat
     folder.mkdir()
     for name in ("config.toml", "metrics.jsonl"):
         (folder / name).write_bytes((runs[0] / name).read_bytes())
-    (folder / "jobs.jsonl").write_text(json.dumps({"step": 0, **MACHINE}) + "\n")
+    (folder / "jobs.jsonl").write_text(json.dumps(job(0, device="<b>GPU")) + "\n")
     page = read_page(write_comparison([runs[1], folder], tmp_path / "page.html"))
-    assert "img" not in {tag for tag, _ in page.tags}
+    assert page.loads_nothing
     assert folder.name in page.text and "2 processes × <b>GPU" in page.text
-
-
-MACHINE = {
-    "processes": 2,
-    "device": "<b>GPU",
-    "cpu": "some CPU",
-    "cores": 8,
-    "layers": "local",
-    "versions": {"Python": "3.12", "torch": "2.9"},
-}

@@ -20,15 +20,7 @@ from megatron_fspo.objective import ClipBand, FSPOBand
 from megatron_fspo.objective.calibration import fit_exponent
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.objective.noise import noise_of, two_sigma
-from megatron_fspo.trainer.noise import (
-    AtLength,
-    Calibration,
-    Check,
-    Interval,
-    NoiseRecord,
-    interval,
-    lengths_up_to,
-)
+from megatron_fspo.trainer.noise import AtLength, Calibration, Check, NoiseRecord, interval, lengths_up_to
 from megatron_fspo.trainer.prepare import Inputs, prepare
 
 FILE = "calibration.json"
@@ -97,9 +89,10 @@ def calibration_of(measured: Measured, config: Config, *, device: str) -> Calibr
     band = band_of_run(config)
     lengths = measured.lengths
     longest = config.rollout.max_response_tokens
-    updates = None
+    width = exponent = None
     if measured.first_updates is not None:
         updates = resample_groups(lambda s, n: [two_sigma(s, n), fit_exponent(s, n)], *measured.first_updates)
+        width, exponent = map(interval, updates)
     return Calibration(
         version=__version__,
         model=str(config.model.checkpoint),
@@ -116,8 +109,8 @@ def calibration_of(measured: Measured, config: Config, *, device: str) -> Calibr
         band=f"c_low = {band.c_low:g}, c_high = {band.c_high:g}, exponent = {band.exponent:g}, "
         f"drift = {band.drift:g}",
         comparisons=tuple(_record(one, measured, band, longest) for one in measured.differences),
-        first_updates=None if updates is None else interval(updates[0]),
-        first_updates_exponent=None if updates is None else interval(updates[1]),
+        first_updates=width,
+        first_updates_exponent=exponent,
     )
 
 
@@ -152,7 +145,8 @@ def _record(difference: PassDifference, measured: Measured, band: ClipBand, long
         sigma=sigma,
         drift=drift,
         exponent=exponent,
-        crossover=crossover if _seen(drift) else (None, None, None),
+        # Only where the interval of the drift is on one side of 0.
+        crossover=crossover if (drift[1] or 0) * (drift[2] or 0) > 0 else (None, None, None),
         smallest_c=smallest,
         smallest_c_centred=centred,
         lengths=tuple(whole.lengths.int().tolist()),
@@ -160,12 +154,6 @@ def _record(difference: PassDifference, measured: Measured, band: ClipBand, long
         by_length=tuple(AtLength(length=n, clip_rate=rate) for n, rate in zip(at, rates, strict=True)),
         checks=tuple(checks(sums, lengths, groups, band)),
     )
-
-
-def _seen(drift: Interval) -> bool:
-    """Return True where its interval is on one side of 0."""
-    _, low, high = drift
-    return low is not None and high is not None and low * high > 0
 
 
 def checks(sums: Tensor, lengths: Tensor, groups: Tensor, band: ClipBand) -> list[Check]:
@@ -178,19 +166,15 @@ def checks(sums: Tensor, lengths: Tensor, groups: Tensor, band: ClipBand) -> lis
     for mine, other in (halves, halves[::-1]):
         predicted[mine] = noise_of(sums[other], lengths[other]).clip_rates(lengths[mine], band)
     low, high = (edge.double() for edge in band.bounds(lengths.double()))
-    outside = (sums < low) | (sums > high)
+    outside = ((sums < low) | (sums > high)).double()
     bins = length_bins(lengths, _BINS)
-    by_length = []
-    for number in sorted(set(bins.tolist())):
-        here = bins == number
-        rate, count = outside[here].double().mean().item(), int(here.sum())
-        by_length.append(
-            Check(
-                low=int(lengths[here].min()),
-                high=int(lengths[here].max()),
-                responses=count,
-                predicted=predicted[here].mean().item(),
-                measured=interval(wilson_interval(rate, count)),
-            )
+    return [
+        Check(
+            low=int(lengths[here].min()),
+            high=int(lengths[here].max()),
+            responses=int(here.sum()),
+            predicted=predicted[here].mean().item(),
+            measured=interval(wilson_interval(outside[here].mean().item(), int(here.sum()))),
         )
-    return by_length
+        for here in (bins == number for number in sorted(set(bins.tolist())))
+    ]

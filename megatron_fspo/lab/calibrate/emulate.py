@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from megatron_fspo.config.fp8 import FP8
@@ -31,6 +30,11 @@ def emulate_fp8(model: Model, fp8: FP8) -> int:
         the matrices of this rank that do.
     """
     assert model.backend.layers == "local"
+
+    def quantize_input(_: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        values, *rest = inputs
+        return through_fp8(values, fp8.recipe), *rest
+
     first, end = fp8.first_last_layers_bf16, model.arch.num_layers - fp8.first_last_layers_bf16
     count = 0
     for chunk in model.chunks:
@@ -39,18 +43,6 @@ def emulate_fp8(model: Model, fp8: FP8) -> int:
             for name, module in layer.named_modules():
                 if first <= number < end and name.rpartition(".")[2] in LINEARS:
                     module.weight.copy_(through_fp8(module.weight, fp8.recipe, weight=True))
-                    module.register_forward_pre_hook(_Activations(fp8.recipe))
+                    module.register_forward_pre_hook(quantize_input)
                     count += 1
     return count
-
-
-class _Activations:
-    """Quantizes what enters a layer."""
-
-    def __init__(self, recipe: str) -> None:
-        self._recipe = recipe
-
-    def __call__(self, module: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        values, *rest = inputs
-        assert isinstance(values, Tensor)
-        return through_fp8(values, self._recipe), *rest

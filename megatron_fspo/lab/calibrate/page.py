@@ -7,12 +7,23 @@ from pathlib import Path
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, PercentFormatter
+from matplotlib.ticker import NullFormatter
 
 from megatron_fspo.evaluation.tables import by_column, columns, interval, number
-from megatron_fspo.lab.report.drawing import BLUE, EDGE, GREEN, GREY, ORANGE, PURPLE, legend, picture
+from megatron_fspo.lab.report.drawing import (
+    BLUE,
+    EDGE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    legend,
+    length_axis,
+    picture,
+    share_axis,
+)
 from megatron_fspo.lab.report.page import template
-from megatron_fspo.trainer.noise import Calibration, Interval, NoiseRecord
+from megatron_fspo.trainer.noise import Calibration, Interval, NoiseRecord, lengths_up_to
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
 KINDS = {
@@ -28,6 +39,10 @@ KINDS = {
 def render(calibration: Calibration) -> str:
     """The text for the console."""
     return "\n".join(_lines(calibration))
+
+
+def _noisy(calibration: Calibration) -> list[NoiseRecord]:
+    return [one for one in calibration.comparisons if (one.sigma[0] or 0) > 0]
 
 
 def _lines(calibration: Calibration) -> Iterator[str]:
@@ -63,7 +78,7 @@ def _lines(calibration: Calibration) -> Iterator[str]:
     else:
         yield "no off-policy update was seen: responses were given, or too few groups had a spread"
     yield ""
-    if noisy := [one for one in calibration.comparisons if (one.sigma[0] or 0) > 0]:
+    if noisy := _noisy(calibration):
         yield from _by_length(calibration, noisy)
 
 
@@ -104,15 +119,12 @@ def ends(figure: Interval, form: str = ".2g") -> str:
 
 def write_page(calibration: Calibration, path: Path) -> None:
     """Write the page."""
-    noisy = [one for one in calibration.comparisons if (one.sigma[0] or 0) > 0]
     svgs = {}
-    if noisy:
+    if noisy := _noisy(calibration):
         in_s = [one for one in noisy if one.kind in ("sampler", "updates")]
         passes = [one for one in noisy if one.kind in ("sampler", "precision")]
-        svgs = {
-            "rates": _rates(in_s, calibration.longest),
-            "spread": _spread(passes, calibration.max_response_tokens),
-        }
+        svgs["rates"] = _rates(in_s, calibration.longest)
+        svgs["spread"] = _spread(passes, calibration.max_response_tokens)
     text = template(Path(__file__).with_name("page.html")).render(
         calibration=calibration,
         noisy=noisy,
@@ -135,12 +147,8 @@ def _rates(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
         axes.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
         axes.plot(at, value, color=colour, marker="o", ms=3.5, lw=1.4, label=_label(one))
     axes.axvline(longest, color=EDGE, ls=":", lw=1)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("response length L (tokens)")
-    axes.set_ylabel("outside by noise alone")
+    length_axis(axes)
+    share_axis(axes, "outside by noise alone", 1.0)
     legend(axes, columns=2)
 
 
@@ -148,17 +156,15 @@ def _rates(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
 def _spread(figure: Figure, noisy: Sequence[NoiseRecord], longest: int) -> None:
     """Draw sigma·√L and |drift|·L against length: they cross at L*."""
     axes = figure.subplots()
-    at = [2**i for i in range(4, 31) if 2**i < longest] + [longest]
+    at = lengths_up_to(longest)
     for one, colour in zip(noisy, _COLOURS, strict=False):
         sigma, drift = one.sigma[0] or 0.0, abs(one.drift[0] or 0.0)
         axes.plot(at, [sigma * n**0.5 for n in at], color=colour, lw=1.4, label=_label(one))
         axes.plot(at, [drift * n for n in at], color=colour, lw=1, ls="--")
-    axes.set_xscale("log", base=2)
+    length_axis(axes)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.set_xlabel("response length L (tokens)")
     axes.set_ylabel("nats: spread, drift (dashed)")
     legend(axes, columns=2)
 

@@ -6,7 +6,6 @@ model of another precision as a Hugging Face checkpoint, so both hold the same v
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.calibrate.emulate import emulate_fp8
+from megatron_fspo.lab.explain.rows import location, read_rows
 from megatron_fspo.mcore.hf_weights import export_hf, load_hf
 from megatron_fspo.mcore.policy import Model
 from megatron_fspo.packing.batch import MicroBatch, Packs, padded_length
@@ -36,7 +36,6 @@ from megatron_fspo.trainer.rollout import Rollout, describe, make_mini_batches, 
 from megatron_fspo.types import Completion, Prompt
 from megatron_fspo.weights import Architecture
 
-KEYS = ("prompt_token_ids", "token_ids")
 Row = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt and of its response."""
 Kind = Literal["repeat", "packs", "sampler", "precision", "updates"]
@@ -112,42 +111,34 @@ class _Passes:
 
     def measured(self, *, sampled: bool) -> Measured:
         run, rollout = self._run, self._rollout
-        precision = own_precision(run.inputs.config)
-        first = self._scored(run.policy)
-        pairs: list[tuple[Kind, Tensor]] = [
-            ("repeat", self._scored(run.policy) - first),
-            ("packs", self._scored(run.policy, self._packed(self._other_size())) - first),
+        own, first = own_precision(run.inputs.config), self._scored(run.policy)
+        differences: list[tuple[Kind, str, Tensor]] = [
+            ("repeat", own, self._scored(run.policy) - first),
+            ("packs", own, self._scored(run.policy, self._packed(self._other_size())) - first),
         ]
         if sampled:
-            pairs.append(("sampler", first - self._sums(self._packs, "sampled_log_probs")))
-        differences = [
-            PassDifference(kind=kind, precision=precision, emulated=False, sums=sums) for kind, sums in pairs
-        ]
+            differences.append(("sampler", own, first - self._sums(self._packs, "sampled_log_probs")))
         before = self._in_all_precisions()
-        differences += [
-            self._difference("precision", name, pair[0] - pair[1]) for name, pair in before.items()
-        ]
+        differences += [("precision", name, coarse - fine) for name, (coarse, fine) in before.items()]
         moved, first_updates = self._updates() if sampled else (False, None)
         if moved:
             after = self._in_all_precisions()
-            differences += [
-                self._difference("updates", name, (after[name][0] - coarse) - (after[name][1] - fine))
-                for name, (coarse, fine) in before.items()
-            ]
+            for name, (coarse, fine) in before.items():
+                differences.append(("updates", name, (after[name][0] - coarse) - (after[name][1] - fine)))
         if dist.get_rank() == 0:
             shutil.rmtree(self._weights, ignore_errors=True)
         numbers: dict[tuple[int, ...], int] = {}
         groups = [numbers.setdefault(tuple(prompt.token_ids), len(numbers)) for prompt in rollout.prompts]
+        emulated = {fp8.recipe for fp8 in self._emulated}
         return Measured(
             lengths=rollout.lengths,
             groups=torch.tensor(groups).repeat_interleave(rollout.samples),
-            differences=differences,
+            differences=[
+                PassDifference(kind=kind, precision=precision, emulated=precision in emulated, sums=sums)
+                for kind, precision, sums in differences
+            ],
             first_updates=first_updates,
         )
-
-    def _difference(self, kind: Kind, precision: str, sums: Tensor) -> PassDifference:
-        emulated = precision in [fp8.recipe for fp8 in self._emulated]
-        return PassDifference(kind=kind, precision=precision, emulated=emulated, sums=sums)
 
     def _packed(self, max_tokens: int) -> Packs:
         run = self._run
@@ -166,9 +157,8 @@ class _Passes:
     def _scored(self, model: Model, packs: Packs | None = None) -> Tensor:
         """[n] log-probs of the responses under a model."""
         packs = self._packs if packs is None else packs
-        return self._sums(
-            packs.with_columns(old_log_probs=model.score(packs, self._run.scoring)), "old_log_probs"
-        )
+        scored = packs.with_columns(old_log_probs=model.score(packs, self._run.scoring))
+        return self._sums(scored, "old_log_probs")
 
     def _sums(self, packs: Packs, column: str) -> Tensor:
         def values(batch: MicroBatch) -> Tensor:
@@ -183,12 +173,12 @@ class _Passes:
         config, own = run.inputs.config, self._scored(run.policy)
         export_hf(run.policy, self._weights, source=config.model.checkpoint)
         scored: dict[str, tuple[Tensor, Tensor]] = {}
-        if config.fp8.recipe != "none":
+        precision = own_precision(config)
+        if precision == "bfloat16":
+            scored[precision] = own, self._scored(self._copy(torch.float32, "local"))
+        elif precision != "float32":
             finer = self._copy(torch.bfloat16, run.inputs.backend.layers)
-            scored[config.fp8.recipe] = own, self._scored(finer)
-        elif config.model.dtype == "bfloat16":
-            finer = self._copy(torch.float32, "local")
-            scored["bfloat16"] = own, self._scored(finer)
+            scored[precision] = own, self._scored(finer)
         for fp8 in self._emulated:
             coarser = self._copy(run.inputs.dtype, "local")
             emulate_fp8(coarser, fp8)
@@ -229,31 +219,19 @@ def read_responses(path: Path, config: Config, arch: Architecture) -> list[Row]:
     Raises:
         InputError: the file, the line, and what is wrong with it.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not text in UTF-8") from None
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    rows, most = [], config.batch.max_tokens
+    keys, last = "prompt_token_ids and token_ids", arch.vocab_size - 1
+    for number, content in read_rows(path):
+        where = location(path, number)
         try:
-            content = json.loads(line)
-            row = tuple(content[KEYS[0]]), tuple(content[KEYS[1]])
-        except (ValueError, KeyError, TypeError):
-            raise InputError(f"{path}, line {number}: needs an object with {' and '.join(KEYS)}") from None
+            row = tuple(content["prompt_token_ids"]), tuple(content["token_ids"])
+        except (KeyError, TypeError):
+            raise InputError(f"{where}: needs an object with {keys}") from None
         ids = row[0] + row[1]
-        if not row[0] or not row[1] or not all(type(i) is int and 0 <= i < arch.vocab_size for i in ids):
-            raise InputError(
-                f"{path}, line {number}: {' and '.join(KEYS)} need token ids from 0 to {arch.vocab_size - 1}"
-            )
-        if len(ids) > config.batch.max_tokens:
-            raise InputError(
-                f"{path}, line {number}: {len(ids)} tokens, more than batch.max_tokens = "
-                f"{config.batch.max_tokens}"
-            )
+        if not row[0] or not row[1] or not all(type(i) is int and 0 <= i <= last for i in ids):
+            raise InputError(f"{where}: {keys} need token ids from 0 to {last}")
+        if len(ids) > most:
+            raise InputError(f"{where}: {len(ids)} tokens, more than batch.max_tokens = {most}")
         rows.append(row)
     if not rows:
         raise InputError(f"{path} has no responses")
@@ -268,8 +246,6 @@ def as_rollout(rows: list[Row], groups: ParallelGroups) -> Rollout:
         Completion(token_ids=ids, log_probs=[0.0] * len(ids), finish_reason="stop", weight_version=0)
         for _, ids in rows
     ]
-    table = torch.tensor(
-        [(*describe(completion, i % size), 0.0, 0.0) for i, completion in enumerate(completions)]
-    )
+    table = torch.tensor([(*describe(one, i % size), 0.0, 0.0) for i, one in enumerate(completions)])
     held = {i: one for i, one in enumerate(completions) if i % size == rank} if groups.first_of_copy else {}
     return rollout_of(prompts, 1, table.double(), held)

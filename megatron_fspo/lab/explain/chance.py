@@ -31,14 +31,13 @@ _LEAST = 100_000
 _MOST_TIMES = 20
 
 
-def lre_of(accepted: Tensor, lengths: Tensor, clusters: Tensor, seed: int = 0) -> LengthReweightingError:
+def lre_of(accepted: Tensor, lengths: Tensor, clusters: Tensor) -> LengthReweightingError:
     """LRE of ``accepted`` [N] bool over ``lengths`` [N], with null floor and 95% intervals.
 
     Args:
         accepted: [N] bool: inside the band.
         lengths: L [N], tokens.
         clusters: [N] int64, from 0: rows of different clusters are independent.
-        seed: of the resampling.
     """
     error = length_reweighting_error(accepted, lengths, NUM_BINS, permutations=0, bootstrap=0)
     total = int((lengths > 0).sum())
@@ -47,7 +46,7 @@ def lre_of(accepted: Tensor, lengths: Tensor, clusters: Tensor, seed: int = 0) -
     if not passed.sum():
         return error
     widening = design_effect(accepted, lengths, clusters) ** 0.5
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     # Flags permuted: which bins the accepted ones fall into.
     null = random.multivariate_hypergeometric(counts, int(passed.sum()), size=_DRAWS)
     null_mean, null_max = _errors(np.broadcast_to(counts, null.shape), null, 0.0, widening)
@@ -109,7 +108,7 @@ def _interval(values: npt.NDArray[Any]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def noise_alone(dump: Dump, seed: int = 0) -> tuple[Dump, Source]:
+def noise_alone(dump: Dump) -> tuple[Dump, Source]:
     """The responses, each as often as any other, with S of noise, and where that comes from.
 
     sampler: S = Σ_t (log π_old − log π_sampler), of two policies that should agree: as measured.
@@ -121,13 +120,12 @@ def noise_alone(dump: Dump, seed: int = 0) -> tuple[Dump, Source]:
     if dump.sampler_gap is not None:
         gap = dump.sampler_gap
         return replace(dump, log_ratio=gap, log_ratio_sum=_totals(gap, dump.lengths)), "sampler"
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     tokens = dump.log_ratio
     times = max(1, min(_MOST_TIMES, _LEAST // len(dump.lengths if tokens is None else tokens)))
-    lengths = dump.lengths.repeat(times)
-    many = replace(
-        dump, rows=dump.rows.repeat(times), lengths=lengths, advantages=dump.advantages.repeat(times)
-    )
+    names = ("rows", "lengths", "advantages")
+    many = replace(dump, **{name: getattr(dump, name).repeat(times) for name in names})
+    lengths = many.lengths
     if tokens is None:
         z = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
         spread = sigma_hat(dump.log_ratio_sum, dump.lengths) * lengths.double().sqrt()

@@ -13,10 +13,6 @@ from megatron_fspo.lab.explain.losses import known_for, with_limits
 from megatron_fspo.lab.explain.rows import given_names
 from megatron_fspo.lab.explain.text import as_json, fates, render
 
-PAGE = "index.html"
-FIGURES = "explain.json"
-FATES = "fates.jsonl"
-
 
 def explain(
     path: Path, limits: Sequence[str], fields: Sequence[str], *, step: int | None, rate: float | None
@@ -48,11 +44,12 @@ def write(explanation: Explanation, folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise InputError(f"--out {folder}: is there and is no folder") from None
-    (folder / FIGURES).write_text(json.dumps(as_json(explanation), indent=1) + "\n", encoding="utf-8")
-    with (folder / FATES).open("w", encoding="utf-8") as file:
+    page, figures, each = (folder / name for name in ("index.html", "explain.json", "fates.jsonl"))
+    figures.write_text(json.dumps(as_json(explanation), indent=1) + "\n", encoding="utf-8")
+    with each.open("w", encoding="utf-8") as file:
         file.writelines(fates(explanation))
-    write_page(explanation, folder / PAGE)
-    return f"\n  page      {folder / PAGE}\n  figures   {folder / FIGURES}\n  each one  {folder / FATES}"
+    write_page(explanation, page)
+    return f"\n  page      {page}\n  figures   {figures}\n  each one  {each}"
 
 
 def text(explanation: Explanation, *, use_json: bool) -> str:

@@ -21,14 +21,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_fspo.evaluation.intervals import Estimate, jackknife_interval
-from megatron_fspo.lab.explain.dump import Dump
-from megatron_fspo.objective.band import ClipBand
 
 _BLOCKS = 20
 _LEAST = 100
@@ -70,7 +68,7 @@ def halves_of(log_ratios: Tensor, lengths: Tensor) -> Halves:
     return Halves(first=first[keep], second=second[keep], lengths=lengths[keep])
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class Decomposition:
     """The parts of S."""
 
@@ -79,8 +77,6 @@ class Decomposition:
     noise: float
     signal_squared: float
     """Below 0 where the halves of a response go against each other: by chance half of the time, of noise."""
-    shape: Tensor
-    """[N] (S − drift·L) / spread(L), ascending: what is left when length is taken out."""
 
     @property
     def signal(self) -> float:
@@ -92,11 +88,6 @@ class Decomposition:
         """L* in tokens, at which both parts are equal; infinite without a signal."""
         return (self.noise / self.signal) ** 2 if self.signal else math.inf
 
-    def spread(self, lengths: Tensor) -> Tensor:
-        """[N] standard deviation of S at each of ``lengths`` [N]."""
-        tokens = lengths.double()
-        return (self.noise**2 * tokens + (self.signal * tokens) ** 2).sqrt()
-
     def exponent(self, length: float) -> float:
         """The a of spread ∝ L^a near this length: ½ far below L*, 1 far above; NaN if nothing spreads.
 
@@ -104,14 +95,6 @@ class Decomposition:
         """
         noise, signal = self.noise**2, self.signal_squared * length
         return 0.5 + 0.5 * signal / (noise + signal) if noise + signal > 0 else math.nan
-
-    def clip_rates(self, lengths: Tensor, band: ClipBand) -> Tensor:
-        """Share [N] of responses of ``lengths`` [N] outside of ``band``, if one shape holds for all."""
-        low, high = (edge.double() for edge in band.bounds(lengths.double()))
-        spread, centre = self.spread(lengths), self.drift * lengths.double()
-        below = torch.searchsorted(self.shape, (low - centre) / spread)
-        above = len(self.shape) - torch.searchsorted(self.shape, (high - centre) / spread, right=True)
-        return (below + above).double() / len(self.shape)
 
 
 def decompose(halves: Halves) -> Decomposition:
@@ -125,18 +108,14 @@ def decompose(halves: Halves) -> Decomposition:
     lengths = halves.lengths.double()
     early = (halves.lengths // 2).double()
     late = lengths - early
-    sums = halves.log_ratio_sums
-    drift = (sums.sum() / lengths.sum()).item()
+    drift = (halves.log_ratio_sums.sum() / lengths.sum()).item()
     first, second = halves.first - drift * early, halves.second - drift * late
     # Each response says as much of the noise as any other, whatever its length.
     noise = ((first / early - second / late).square() * early * late / lengths).mean().item()
     signal = ((first * second).sum() / (early * late).sum()).item()
-    split = Decomposition(drift=drift, noise=math.sqrt(noise), signal_squared=signal, shape=torch.empty(0))
-    spread = split.spread(lengths)
-    if not (spread > 0).all():
+    if noise <= 0 and signal <= 0:
         raise ValueError("all tokens have the same log-ratio: nothing spreads")
-    shape = ((sums - drift * lengths) / spread).sort().values
-    return replace(split, shape=shape)
+    return Decomposition(drift=drift, noise=math.sqrt(noise), signal_squared=signal)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,18 +142,21 @@ def blocks_of(clusters: Tensor) -> Tensor:
     return positions % _BLOCKS
 
 
-def take_apart(dump: Dump) -> Parts | None:
-    """The parts of S; None where tokens are not known, or too few responses or clusters differ."""
-    if dump.log_ratio is None:
+def take_apart(log_ratios: Tensor, lengths: Tensor, clusters: Tensor) -> Parts | None:
+    """The parts of S; None where too few responses or clusters differ.
+
+    Args:
+        log_ratios: [T] of the tokens, response by response, nats.
+        lengths: [N] L.
+        clusters: [N] int64; rows of different clusters are independent.
+    """
+    halves = halves_of(log_ratios, lengths)
+    blocks = blocks_of(clusters[lengths > 1])
+    if len(blocks) < _LEAST or (last := int(blocks.max())) < _LEAST_BLOCKS - 1:
         return None
-    halves = halves_of(dump.log_ratio, dump.lengths)
-    blocks = blocks_of(dump.clusters[dump.lengths > 1])
-    if len(blocks) < _LEAST or int(blocks.max()) < _LEAST_BLOCKS - 1:
-        return None
-    number = int(blocks.max()) + 1
     try:
         whole = decompose(halves)
-        left = [decompose(halves[blocks != block]) for block in range(number)]
+        left = [decompose(halves[blocks != block]) for block in range(last + 1)]
     except ValueError:
         return None
     median = int(halves.lengths.median())
@@ -182,13 +164,10 @@ def take_apart(dump: Dump) -> Parts | None:
     def estimate(of: Callable[[Decomposition], float]) -> Estimate:
         return jackknife_interval(of(whole), [of(one) for one in left])
 
-    def root(squared: float) -> float:
-        return math.sqrt(max(squared, 0.0))
-
-    signal = estimate(lambda one: one.signal_squared)
+    squared = vars(estimate(lambda one: one.signal_squared))
     return Parts(
         noise=estimate(lambda one: one.noise),
-        signal=Estimate(value=root(signal.value), low=root(signal.low), high=root(signal.high)),
+        signal=Estimate(**{name: math.sqrt(max(value, 0.0)) for name, value in squared.items()}),
         drift=estimate(lambda one: one.drift),
         crossover=whole.crossover,
         median=median,

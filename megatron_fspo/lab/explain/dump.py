@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.explain.rows import location, names_in, read_rows
 
+Values = np.ndarray[Any, Any]
 _MAX_NONFINITE = 0.05
 """Share of responses that are not finite; as ``loss.max_nonfinite_share`` is by default."""
 _SEQUENCES = "sequences.jsonl"
@@ -78,8 +79,8 @@ class _Response:
     prompt: Hashable = None
     response: Hashable = None
     """Identity: the field, or a hash of the old log-probs, which are the same in all its updates."""
-    log_ratio: np.ndarray[Any, Any] | None = None
-    sampler_gap: np.ndarray[Any, Any] | None = None
+    log_ratio: Values | None = None
+    sampler_gap: Values | None = None
 
 
 def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> Dump:
@@ -98,13 +99,12 @@ def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> 
     if not responses:
         raise InputError(f"{path}: holds no responses{'' if step is None else f' of step {step}'}")
     full = [one for one in responses if one.length > 0]
-    kept = [one for one in full if math.isfinite(one.log_ratio_sum) and math.isfinite(one.advantage)]
-    if len(full) - len(kept) > _MAX_NONFINITE * len(full):
-        good = {one.row for one in kept}
-        first = next(one.row for one in full if one.row not in good)
+    kept = [one for one in full if math.isfinite(one.log_ratio_sum + one.advantage)]
+    if (nonfinite := len(full) - len(kept)) > _MAX_NONFINITE * len(full):
+        first = next(one.row for one in full if not math.isfinite(one.log_ratio_sum + one.advantage))
         raise InputError(
-            f"{location(path, first)}: S or the advantage is not finite, as in {len(full) - len(kept)} of "
-            f"{len(full)} responses: more than {_MAX_NONFINITE:.0%} are no run to learn from"
+            f"{location(path, first)}: S or the advantage is not finite, as in {nonfinite} of {len(full)} "
+            f"responses: more than {_MAX_NONFINITE:.0%} are no run to learn from"
         )
     if not kept:
         raise InputError(f"{path}: all {len(responses)} responses are empty (length 0)")
@@ -113,17 +113,20 @@ def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> 
             f"{path}: log_ratio_sum is 0 in all {len(kept)} responses: on policy nothing is clipped; dump "
             "optimizer steps after the first of a rollout"
         )
-    return _as_tensors(path, kept, empty=len(responses) - len(full), nonfinite=len(full) - len(kept))
+    return _as_tensors(path, kept, empty=len(responses) - len(full), nonfinite=nonfinite)
 
 
 def _as_tensors(path: Path, kept: list[_Response], *, empty: int, nonfinite: int) -> Dump:
+    def numbers_of(field: str) -> Tensor:
+        return torch.tensor([getattr(one, field) for one in kept], dtype=torch.float64)
+
     def tokens(field: str) -> Tensor | None:
         arrays = [getattr(one, field) for one in kept]
         return None if arrays[0] is None else torch.from_numpy(np.concatenate(arrays))
 
-    rewards = torch.tensor([one.reward for one in kept], dtype=torch.float64)
+    rewards = numbers_of("reward")
     clustered_by: Literal["prompt", "response", "row"] = "row"
-    clusters: list[int] = list(range(len(kept)))
+    clusters = list(range(len(kept)))
     for field in ("prompt", "response"):
         keys = [getattr(one, field) for one in kept]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
@@ -134,8 +137,8 @@ def _as_tensors(path: Path, kept: list[_Response], *, empty: int, nonfinite: int
         path=path,
         rows=torch.tensor([one.row for one in kept]),
         lengths=torch.tensor([one.length for one in kept]),
-        log_ratio_sum=torch.tensor([one.log_ratio_sum for one in kept], dtype=torch.float64),
-        advantages=torch.tensor([one.advantage for one in kept], dtype=torch.float64),
+        log_ratio_sum=numbers_of("log_ratio_sum"),
+        advantages=numbers_of("advantage"),
         rewards=None if rewards.isnan().all() else rewards,
         log_ratio=tokens("log_ratio"),
         sampler_gap=tokens("sampler_gap"),
@@ -157,10 +160,7 @@ def _responses(path: Path, given: Mapping[str, str], step: int | None) -> Iterat
                 names = names_in(keys, given)
                 here = names.keys() & _IN_ALL_ROWS
                 if same is not None and here != same:
-                    field = min(here ^ same)
-                    raise InputError(
-                        f"{field} is in some rows and not in others: all rows need the same fields"
-                    )
+                    raise InputError(f"{min(here ^ same)} is in some rows and not in others: all need it")
                 same = frozenset(here)
             fields = {field: row[name] for field, name in names.items()}
             if step is not None and fields.get("step") != step:
@@ -175,54 +175,45 @@ def _responses(path: Path, given: Mapping[str, str], step: int | None) -> Iterat
 
 def _of_step(number: int, fields: Mapping[str, Any]) -> Iterator[_Response]:
     """The responses of a row that holds an optimizer step."""
-    columns = {field: fields[field] for field in ("length", "log_ratio_sum", "advantage")}
-    if "prompt" in fields:
-        columns["prompt"] = fields["prompt"]
+    names = ("length", "log_ratio_sum", "advantage", "prompt")
+    columns = {field: fields[field] for field in names if field in fields}
     for field, column in columns.items():
         if not isinstance(column, list) or len(column) != len(columns["length"]):
             raise InputError(f"{field} must be a list as long as length, {len(columns['length'])} responses")
     for values in zip(*columns.values(), strict=True):
         response = _response(number, dict(zip(columns, values, strict=True)))
-        response.prompt = response.prompt and (
-            number,
-            response.prompt,
-        )  # an index into the step's own rollout
+        if response.prompt is not None:  # an index into the step's own rollout
+            response.prompt = number, response.prompt
         yield response
 
 
 def _response(number: int, fields: Mapping[str, Any]) -> _Response:
-    length = None
-    if "length" in fields:
-        length = fields["length"]
-        if type(length) is not int or length < 0:
-            raise InputError(f"length = {_short(length)}: must be a number of tokens, 0 or more")
+    length = fields.get("length", 0)
+    if type(length) is not int or length < 0:
+        raise InputError(f"length = {_short(length)}: must be a number of tokens, 0 or more")
     mask = _mask(fields["mask"]) if "mask" in fields else None
-    reward = fields.get("reward")
+    reward, s = fields.get("reward"), fields.get("log_ratio_sum", math.nan)
     response = _Response(
         row=number,
-        length=length or 0,
-        log_ratio_sum=math.nan,
+        length=length,
+        log_ratio_sum=_number("log_ratio_sum", s),
         advantage=_advantage(fields["advantage"], mask),
         reward=math.nan if reward is None else _number("reward", reward),
         prompt=json.dumps(fields["prompt"]) if "prompt" in fields else None,
         response=json.dumps(fields["response"]) if "response" in fields else None,
     )
-    if "log_ratio_sum" in fields:
-        response.log_ratio_sum = _number("log_ratio_sum", fields["log_ratio_sum"])
     if "log_probs" in fields and "old_log_probs" in fields:
-        _add_tokens(response, fields, mask, length)
+        _add_tokens(response, fields, mask)
     return response
 
 
-def _add_tokens(
-    response: _Response, fields: Mapping[str, Any], mask: np.ndarray[Any, Any] | None, length: int | None
-) -> None:
+def _add_tokens(response: _Response, fields: Mapping[str, Any], mask: Values | None) -> None:
     """Add the figures from token log-probs; check L and S if the row has them, too."""
     new, old = (_log_probs(name, fields[name], mask) for name in ("log_probs", "old_log_probs"))
     if len(new) != len(old):
         raise InputError(f"log_probs has {len(new)} tokens and old_log_probs {len(old)}")
-    if length is not None and length != len(new):
-        raise InputError(f"length = {length}, but log_probs has {len(new)} response tokens")
+    if "length" in fields and response.length != len(new):
+        raise InputError(f"length = {response.length}, but log_probs has {len(new)} response tokens")
     with np.errstate(invalid="ignore"):  # -inf less -inf
         response.log_ratio = new - old
     # Difference first, sum later.
@@ -249,13 +240,9 @@ def _add_tokens(
         response.sampler_gap = old - sampled
 
 
-def _log_probs(field: str, value: Any, mask: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    """Log-probs [L] of response tokens; where there is a mask, those of its tokens."""
-    values = _array(field, value)
-    if mask is not None:
-        if len(mask) != len(values):
-            raise InputError(f"mask has {len(mask)} tokens and {field} {len(values)}")
-        values = values[mask]
+def _log_probs(field: str, value: Any, mask: Values | None) -> Values:
+    """Log-probs [L] of response tokens."""
+    values = _masked(field, value, mask)
     # A probability given for its logarithm is above 0; so is what rounding makes of log 1.
     if len(values) and values.max() > 1e-3:
         at = int(values.argmax())
@@ -263,22 +250,26 @@ def _log_probs(field: str, value: Any, mask: np.ndarray[Any, Any] | None) -> np.
     return values
 
 
-def _mask(value: Any) -> np.ndarray[Any, Any]:
+def _mask(value: Any) -> Values:
     values = _array("mask", value)
     if not np.isin(values, (0.0, 1.0)).all():
         raise InputError("mask must be 1 for response tokens and 0 elsewhere")
-    mask: np.ndarray[Any, Any] = values == 1.0
-    return mask
+    return values.astype(np.bool_)
 
 
-def _advantage(value: Any, mask: np.ndarray[Any, Any] | None) -> float:
+def _masked(field: str, value: Any, mask: Values | None) -> Values:
+    """Numbers of the tokens; where there is a mask, of those in it."""
+    values = _array(field, value)
+    if mask is not None and len(mask) != len(values):
+        raise InputError(f"mask has {len(mask)} tokens and {field} {len(values)}")
+    return values if mask is None else values[mask]
+
+
+def _advantage(value: Any, mask: Values | None) -> float:
     """The response's advantage: one number, or the same one at each of its tokens, as verl has it."""
     if not isinstance(value, list):
         return _number("advantage", value)
-    values = _array("advantage", value)
-    if mask is not None and len(mask) != len(values):
-        raise InputError(f"mask has {len(mask)} tokens and advantage {len(values)}")
-    values = values if mask is None else values[mask]
+    values = _masked("advantage", value, mask)
     if not len(values):
         return 0.0
     if not np.allclose(values, values[0], rtol=1e-6, atol=0.0, equal_nan=True):
@@ -289,7 +280,7 @@ def _advantage(value: Any, mask: np.ndarray[Any, Any] | None) -> float:
     return float(values[0])
 
 
-def _array(field: str, value: Any) -> np.ndarray[Any, Any]:
+def _array(field: str, value: Any) -> Values:
     """[L] float64."""
     try:
         values = np.asarray(value if isinstance(value, list) else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -158,12 +158,19 @@ def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float |
             factor = min(factor_for(far, wanted), loss.widest())
             same = loss.scaled(factor)
             matched.append(_of_loss(same, dump, judge(same, dump), by_noise > factor, bins))
+    try:
+        exponent: Exponent | str = measure_exponent(
+            dump.log_ratio_sum, dump.lengths, blocks_of(dump.clusters)
+        )
+    except ValueError as error:
+        exponent = str(error)
+    tokens = dump.log_ratio
     return Explanation(
         dump=dump,
-        bins=_describe(dump, bins),
+        bins=tuple(_describe(dump, bins)),
         sigma=sigma_hat(dump.log_ratio_sum, dump.lengths),
-        exponent=_exponent(dump),
-        parts=take_apart(dump),
+        exponent=exponent,
+        parts=None if tokens is None else take_apart(tokens, dump.lengths, dump.clusters),
         noise_source=source,
         given=given,
         decisions=decisions,
@@ -174,30 +181,19 @@ def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float |
     )
 
 
-def _exponent(dump: Dump) -> Exponent | str:
-    try:
-        return measure_exponent(dump.log_ratio_sum, dump.lengths, blocks_of(dump.clusters))
-    except ValueError as error:
-        return str(error)
-
-
 def _limits_for(
     losses: Sequence[PolicyLossConfig], reaches: Sequence[Tensor], given: Sequence[OfLoss]
-) -> list[Matched]:
-    matched = []
+) -> Iterator[Matched]:
     for (loss, far), target in itertools.product(zip(losses, reaches, strict=True), given):
         if loss.name != target.name and target.out_of_band < 1:
             factor = min(factor_for(far, target.out_of_band), loss.widest())
-            matched.append(
-                Matched(
-                    name=loss.name,
-                    to=target.name,
-                    limits=loss.scaled(factor).limits(),
-                    factor=factor,
-                    out_of_band=(far > factor).double().mean().item(),
-                )
+            yield Matched(
+                name=loss.name,
+                to=target.name,
+                limits=loss.scaled(factor).limits(),
+                factor=factor,
+                out_of_band=_mean(far > factor),
             )
-    return matched
 
 
 def _of_loss(
@@ -234,41 +230,32 @@ def _of_loss(
     )
 
 
-def _disagreements(dump: Dump, names: Sequence[str], decisions: Sequence[Decisions]) -> list[Disagreement]:
+def _disagreements(
+    dump: Dump, names: Sequence[str], decisions: Sequence[Decisions]
+) -> Iterator[Disagreement]:
     fates = [decided.fates(dump.advantages) for decided in decisions]
     judged = int((dump.advantages != 0).sum())
-    disagreements = []
     for one, other in itertools.permutations(range(len(names)), 2):
         rows = torch.nonzero((fates[one] == 0) & ((fates[other] == 1) | (fates[other] == 2)))[:, 0]
         heaviest = rows[decisions[one].mass[rows].argsort(descending=True)[:_EXAMPLES]]
-        disagreements.append(
-            Disagreement(
-                kept_by=names[one],
-                clipped_by=names[other],
-                responses=len(rows),
-                in_part=int((fates[other][rows] == 2).sum()),
-                share=len(rows) / judged if judged else math.nan,
-                lengths=_quartiles(dump.lengths[rows]),
-                rising=_mean(dump.advantages[rows] > 0),
-                mean_reward=math.nan if dump.rewards is None else _mean(dump.rewards[rows]),
-                examples=tuple(dump.rows[heaviest].tolist()),
-            )
+        yield Disagreement(
+            kept_by=names[one],
+            clipped_by=names[other],
+            responses=len(rows),
+            in_part=int((fates[other][rows] == 2).sum()),
+            share=len(rows) / judged if judged else math.nan,
+            lengths=_quartiles(dump.lengths[rows]),
+            rising=_mean(dump.advantages[rows] > 0),
+            mean_reward=math.nan if dump.rewards is None else _mean(dump.rewards[rows]),
+            examples=tuple(dump.rows[heaviest].tolist()),
         )
-    return disagreements
 
 
-def _describe(dump: Dump, bins: Tensor) -> tuple[Bin, ...]:
-    tokens = dump.lengths.sum().item()
-    members = [dump.lengths[bins == number] for number in range(int(bins.max()) + 1)]
-    return tuple(
-        Bin(
-            low=int(some.min()),
-            high=int(some.max()),
-            share=len(some) / len(dump),
-            tokens=some.sum().item() / tokens,
-        )
-        for some in members
-    )
+def _describe(dump: Dump, bins: Tensor) -> Iterator[Bin]:
+    for number in range(int(bins.max()) + 1):
+        some = dump.lengths[bins == number]
+        share, tokens = len(some) / len(dump), some.sum().item() / dump.lengths.sum().item()
+        yield Bin(low=int(some.min()), high=int(some.max()), share=share, tokens=tokens)
 
 
 def _quartiles(lengths: Tensor) -> tuple[int, int, int]:

@@ -24,6 +24,7 @@ from megatron_fspo.objective import ClipBand, effective_sample_size
 from megatron_fspo.objective.policy_objective import LossInputs
 
 _FIRST = ("fspo", "gspo")
+_BLOCK_TOKENS = 1 << 16
 BAND_LOSSES: tuple[PolicyLossConfig, ...] = tuple(
     sorted(
         (section() for section in loss_sections() if section.COMPARED and section().limits()),
@@ -31,9 +32,6 @@ BAND_LOSSES: tuple[PolicyLossConfig, ...] = tuple(
     )
 )
 """The losses with limits, at their defaults. The first is what the others are matched to."""
-
-_BLOCK_TOKENS = 1 << 16
-
 FATES = ("kept", "clipped", "in part", "dropped", "no advantage")
 """Fates of a response: in part where tokens have decisions of their own; dropped where its weight is not
 finite; without an advantage there is no gradient to clip."""
@@ -99,10 +97,9 @@ def with_limits(words: Sequence[str]) -> tuple[PolicyLossConfig, ...]:
 def _checked(loss: PolicyLossConfig, keys: Mapping[str, Any]) -> PolicyLossConfig:
     about_a_run = {"name", *Loss.model_fields, *loss.RUN_KEYS}
     legal = [name for name in type(loss).model_fields if name not in about_a_run]
+    if unknown := [key for key in keys if key not in legal]:
+        raise InputError(f"--{loss.name}.{unknown[0]}: no such limit; it has {', '.join(legal)}")
     try:
-        for key in keys:
-            if key not in legal:
-                raise InputError(f"--{loss.name}.{key}: no such limit; it has {', '.join(legal)}")
         return type(loss).model_validate(dict(keys))
     except ValidationError as error:
         first = error.errors()[0]
@@ -121,15 +118,13 @@ def reach(loss: PolicyLossConfig, dump: Dump) -> Tensor:
 
     Where a band holds for every prefix, the largest of those of the prefixes.
     """
-    if (prefix_band := loss.prefix_band()) is not None:
-        assert dump.log_ratio is not None
-        tokens, segment = dump.log_ratio, torch.arange(len(dump)).repeat_interleave(dump.lengths)
-        prefix, position = _prefix_sums(torch.stack([tokens, torch.ones_like(tokens)]), dump.lengths)
-        far = reach_of_sums(prefix_band, prefix, position)
-        return far.new_zeros(len(dump)).scatter_reduce_(0, segment, far, "amax")
-    band = loss.band()
-    assert band is not None
-    return reach_of_sums(band, dump.log_ratio_sum, dump.lengths.double())
+    if (band := loss.band()) is not None:
+        return reach_of_sums(band, dump.log_ratio_sum, dump.lengths.double())
+    prefix_band, tokens = loss.prefix_band(), dump.log_ratio
+    assert prefix_band is not None and tokens is not None
+    prefix, position = _prefix_sums(torch.stack([tokens, torch.ones_like(tokens)]), dump.lengths)
+    far, segment = reach_of_sums(prefix_band, prefix, position), torch.arange(len(dump))
+    return far.new_zeros(len(dump)).scatter_reduce_(0, segment.repeat_interleave(dump.lengths), far, "amax")
 
 
 def reach_of_sums(band: ClipBand, sums: Tensor, lengths: Tensor) -> Tensor:
@@ -158,41 +153,50 @@ def factor_for(far: Tensor, rate: float) -> float:
 
 def judge(loss: PolicyLossConfig, dump: Dump) -> Decisions:
     """The decisions of the loss on the dump."""
-    if loss.prefix_band() is not None:
-        return _judge_tokens(loss, dump)
-    # All tokens of a response have one weight: a row stands for them.
-    inputs = _inputs(dump, slice(None), dump.log_ratio_sum, torch.arange(len(dump)))
-    terms = loss.objective()(inputs)
-    return Decisions(
-        outside=terms.out_of_band,
-        clipped_low=terms.clipped_low,
-        clipped_high=terms.clipped_high,
-        dual_clipped=terms.dual_clipped,
-        dropped=terms.nonfinite,
-        mass=terms.weight.abs() * dump.lengths,
-        weights=terms.ratio,
-        owner=inputs.segment,
-    )
-
-
-def _judge_tokens(loss: PolicyLossConfig, dump: Dump) -> Decisions:
-    """Judge blocks of responses that caches hold: more than twice as fast as all tokens in one tensor."""
+    if loss.prefix_band() is None:
+        # All tokens of a response have one weight: a row stands for them.
+        return _judge(loss, dump, slice(0, len(dump)), dump.log_ratio_sum, torch.arange(len(dump)))
+    assert dump.log_ratio is not None
+    # Blocks of responses that caches hold: more than twice as fast as all tokens in one tensor.
     ends, blocks, start = dump.lengths.cumsum(0), [], 0
     while start < len(dump):
         before = int(ends[start] - dump.lengths[start])
         stop = max(start + 1, int(torch.searchsorted(ends, before + _BLOCK_TOKENS, right=True)))
-        blocks.append(_judge_block(loss, dump, slice(start, stop), slice(before, int(ends[stop - 1]))))
+        segment = torch.arange(stop - start).repeat_interleave(dump.lengths[start:stop])
+        tokens = dump.log_ratio[before : int(ends[stop - 1])]
+        blocks.append(_judge(loss, dump, slice(start, stop), tokens, segment))
         start = stop
     columns = {field.name: [getattr(block, field.name) for block in blocks] for field in fields(Decisions)}
     return Decisions(**{name: torch.cat(tensors) for name, tensors in columns.items()})
 
 
-def _judge_block(loss: PolicyLossConfig, dump: Dump, responses: slice, tokens: slice) -> Decisions:
-    """Decisions on some responses, whose tokens are ``tokens``."""
-    assert dump.log_ratio is not None
+def _judge(
+    loss: PolicyLossConfig, dump: Dump, responses: slice, log_ratio: Tensor, segment: Tensor
+) -> Decisions:
+    """Decisions on some responses: a micro-batch, on one rank, of a step that is the dump.
+
+    Each has as many of the rows ``log_ratio`` as tokens, or one for all of them.
+    """
     lengths, advantages = dump.lengths[responses], dump.advantages[responses]
-    segment = torch.arange(len(lengths)).repeat_interleave(lengths)
-    terms = loss.objective()(_inputs(dump, responses, dump.log_ratio[tokens], segment))
+    by_token = loss.prefix_band() is not None
+
+    def sequence_sums(values: Tensor) -> Tensor:
+        return values.new_zeros(len(values), len(lengths)).index_add_(1, segment, values)
+
+    terms = loss.objective()(
+        LossInputs(
+            log_probs=torch.zeros_like(log_ratio),  # no loss here looks at them
+            log_ratio=log_ratio,
+            mask=torch.ones_like(segment, dtype=torch.bool),
+            segment=segment,
+            sequence_sums=sequence_sums,
+            prefix_sums=partial(_prefix_sums, lengths=lengths),
+            lengths=lengths,
+            advantages=advantages,
+            num_sequences=len(dump),
+            num_tokens=int(dump.lengths.sum()),
+        )
+    )
     weight, size = terms.weight.abs(), advantages.abs()[segment]
     return Decisions(
         outside=terms.out_of_band,
@@ -200,31 +204,10 @@ def _judge_block(loss: PolicyLossConfig, dump: Dump, responses: slice, tokens: s
         clipped_high=terms.clipped_high,
         dual_clipped=terms.dual_clipped,
         dropped=terms.nonfinite,
-        mass=weight.new_zeros(len(lengths)).index_add_(0, segment, weight),
-        weights=torch.where(size > 0, weight / size, 0.0),
+        mass=sequence_sums(weight[None])[0] if by_token else weight * lengths,
+        weights=torch.where(size > 0, weight / size, 0.0) if by_token else terms.ratio,
         owner=responses.start + segment,
     )
-
-
-def _inputs(dump: Dump, responses: slice, log_ratio: Tensor, segment: Tensor) -> LossInputs:
-    """Return some responses as a micro-batch of a step that is the dump, on one rank."""
-    lengths = dump.lengths[responses]
-    return LossInputs(
-        log_probs=torch.zeros_like(log_ratio),  # no loss here looks at them
-        log_ratio=log_ratio,
-        mask=torch.ones_like(segment, dtype=torch.bool),
-        segment=segment,
-        sequence_sums=partial(_sequence_sums, segment=segment, count=len(lengths)),
-        prefix_sums=partial(_prefix_sums, lengths=lengths),
-        lengths=lengths,
-        advantages=dump.advantages[responses],
-        num_sequences=len(dump),
-        num_tokens=int(dump.lengths.sum()),
-    )
-
-
-def _sequence_sums(values: Tensor, *, segment: Tensor, count: int) -> Tensor:
-    return values.new_zeros(len(values), count).index_add_(1, segment, values)
 
 
 def _prefix_sums(values: Tensor, lengths: Tensor) -> Tensor:

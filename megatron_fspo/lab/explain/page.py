@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from megatron_fspo import __version__
-from megatron_fspo.lab.explain.explanation import Bin, Explanation, LengthFigures, OfLoss
+from megatron_fspo.lab.explain.explanation import Bin, Explanation, OfLoss
 from megatron_fspo.lab.explain.text import bins_table, fates_table, limits_table, losses_table, sentences
-from megatron_fspo.lab.report.drawing import BLUE, GREEN, ORANGE, PURPLE, legend, picture
+from megatron_fspo.lab.report.drawing import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    legend,
+    length_axis,
+    picture,
+    share_axis,
+)
 from megatron_fspo.lab.report.page import template
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
@@ -20,18 +28,19 @@ _COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
 
 def write_page(explanation: Explanation, path: Path) -> None:
     """Write the page."""
-    compared = explanation.matched or explanation.given
+    bins, given = explanation.bins, explanation.given
+    compared = explanation.matched or given
     svgs = {
-        "given": _by_length(explanation.bins, explanation.given, lambda x: x.out_of_band, "outside the band"),
-        "matched": _by_length(explanation.bins, compared, lambda x: x.out_of_band, "outside the band"),
-        "noise": _by_length(explanation.bins, explanation.given, lambda x: x.noise, "outside by noise alone"),
-        "ess": _by_length(explanation.bins, compared, lambda x: x.ess, "effective sample size"),
-        "mass": _by_length(explanation.bins, compared, lambda x: x.mass, "share of the gradient"),
+        "given": _by_length(bins, given, "out_of_band", "outside the band"),
+        "matched": _by_length(bins, compared, "out_of_band", "outside the band"),
+        "noise": _by_length(bins, given, "noise", "outside by noise alone"),
+        "ess": _by_length(bins, compared, "ess", "effective sample size"),
+        "mass": _by_length(bins, compared, "mass", "share of the gradient"),
     }
     text = template(Path(__file__).with_name("page.html")).render(
         explanation=explanation,
         words=list(sentences(explanation)),
-        given=losses_table(explanation.given),
+        given=losses_table(given),
         matched=losses_table(explanation.matched),
         bins=bins_table(explanation, compared),
         fates=fates_table(explanation),
@@ -43,23 +52,13 @@ def write_page(explanation: Explanation, path: Path) -> None:
 
 
 @picture(4.6, 3.2)
-def _by_length(
-    figure: Figure,
-    bins: Sequence[Bin],
-    losses: Sequence[OfLoss],
-    of: Callable[[LengthFigures], float],
-    label: str,
-) -> None:
+def _by_length(figure: Figure, bins: Sequence[Bin], losses: Sequence[OfLoss], name: str, label: str) -> None:
+    """One of the ``LengthFigures``, by its name."""
     axes = figure.subplots()
     at = [(one.low * one.high) ** 0.5 for one in bins]
     for one, colour in zip(losses, _COLOURS, strict=False):
-        axes.plot(
-            at, [of(x) for x in one.by_length], color=colour, marker="o", ms=3.5, lw=1.4, label=one.name
-        )
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("response length L (tokens)")
-    axes.set_ylabel(label)
+        values = [getattr(x, name) for x in one.by_length]
+        axes.plot(at, values, color=colour, marker="o", ms=3.5, lw=1.4, label=one.name)
+    length_axis(axes)
+    share_axis(axes, label)
     legend(axes)

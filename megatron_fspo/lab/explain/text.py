@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_fspo.evaluation.intervals import Estimate
 from megatron_fspo.evaluation.tables import by_column, columns, number, percent, plain, with_interval
 from megatron_fspo.lab.explain.decomposition import Parts
-from megatron_fspo.lab.explain.explanation import Disagreement, Explanation, OfLoss
+from megatron_fspo.lab.explain.explanation import Explanation, OfLoss
 from megatron_fspo.lab.explain.losses import FATES
 
 Table = tuple[list[str], list[tuple[str, ...]]]
@@ -26,14 +27,13 @@ INDEPENDENT = {
     "row": "all {:,} rows as independent: the dump names neither prompts nor responses",
 }
 """Kind of the clusters → its words."""
-_SEVERAL = 3
-"""Disagreements in the sentences, the largest."""
+_SEVERAL = 3  # disagreements in the sentences, the largest
 
 
 def as_json(explanation: Explanation) -> dict[str, Any]:
     """Return all figures as JSON types: NaN is null."""
     dump = explanation.dump
-    content = {
+    content: dict[str, Any] = {
         "file": str(dump.path),
         "responses": len(dump),
         "with_advantage": int((dump.advantages != 0).sum()),
@@ -54,20 +54,19 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
         "disagreements": explanation.disagreements,
         "words": list(sentences(explanation)),
     }
-    json_types: dict[str, Any] = plain(content)
-    return json_types
+    return {name: plain(value) for name, value in content.items()}
 
 
 def fates(explanation: Explanation) -> Iterator[str]:
     """A line of JSON for each response: its row, L, S, A, and its fate with each loss."""
     dump = explanation.dump
-    tensors = [dump.rows, dump.lengths, dump.log_ratio_sum, dump.advantages]
+    columns = {"row": dump.rows, "length": dump.lengths, "log_ratio_sum": dump.log_ratio_sum}
+    tensors = [*columns.values(), dump.advantages]
     tensors += [one.fates(dump.advantages) for one in explanation.decisions]
-    names = [one.name for one in explanation.given]
-    for row, length, s, advantage, *codes in zip(*(tensor.tolist() for tensor in tensors), strict=True):
-        fate = {name: FATES[code] for name, code in zip(names, codes, strict=True)}
-        values = {"row": row, "length": length, "log_ratio_sum": s, "advantage": advantage, "fate": fate}
-        yield json.dumps(values) + "\n"
+    for values in zip(*(tensor.tolist() for tensor in tensors), strict=True):
+        row = dict(zip([*columns, "advantage"], values, strict=False))
+        codes = zip(explanation.given, values[len(row) :], strict=True)
+        yield json.dumps(row | {"fate": {loss.name: FATES[code] for loss, code in codes}}) + "\n"
 
 
 def losses_table(losses: Sequence[OfLoss]) -> Table:
@@ -91,7 +90,7 @@ def losses_table(losses: Sequence[OfLoss]) -> Table:
 def bins_table(explanation: Explanation, losses: Sequence[OfLoss]) -> Table:
     """The figures of each loss by length."""
     bins = explanation.bins
-    spans = [f"{one.low}" if one.low == one.high else f"{one.low}–{one.high}" for one in bins]
+    spans = ["–".join(map(str, dict.fromkeys((one.low, one.high)))) for one in bins]
     return by_column(
         {"tokens": spans, "responses": [percent(one.share) for one in bins]}
         | {f"outside {loss.name}": [percent(x.out_of_band) for x in loss.by_length] for loss in losses}
@@ -153,15 +152,11 @@ def sentences(explanation: Explanation) -> Iterator[str]:
     yield _dump(explanation)
     if explanation.parts is not None:
         yield _parts(explanation.parts)
-    yield (
-        "Outside their bands: "
-        + ", ".join(
-            f"{one.name} {one.out_of_band:.1%} ({limits_of(one.limits)})" for one in explanation.given
-        )
-        + f". Noise alone ({NOISE[explanation.noise_source]}) would put there: "
-        + ", ".join(f"{one.name} {one.noise:.1%}" for one in explanation.given)
-        + "."
-    )
+    given = explanation.given
+    outside = ", ".join(f"{one.name} {one.out_of_band:.1%} ({limits_of(one.limits)})" for one in given)
+    by_noise = ", ".join(f"{one.name} {one.noise:.1%}" for one in given)
+    source = NOISE[explanation.noise_source]
+    yield f"Outside their bands: {outside}. Noise alone ({source}) would put there: {by_noise}."
     yield from _fates(explanation)
     yield from _matched(explanation)
     yield from _weights(explanation)
@@ -193,72 +188,59 @@ def _dump(explanation: Explanation) -> str:
 
 
 def _parts(parts: Parts) -> str:
-    text = (
-        f"Taken apart by the halves of each response, S has noise of {_figure(parts.noise)} nats per √token "
-        f"and, in all tokens of a response alike, {_figure(parts.signal)} nats per token"
+    def figure(one: Estimate, form: str = ".3g") -> str:
+        return with_interval(one.value, one.low, one.high, form)
+
+    equal = f"; the two are equal at {parts.crossover:,.0f} tokens"
+    return (
+        f"Taken apart by the halves of each response, S has noise of {figure(parts.noise)} nats per √token "
+        f"and, in all tokens of a response alike, {figure(parts.signal)} nats per token"
+        f"{equal if parts.signal.low > 0 else ', which is not told from 0'}. At the median of "
+        f"{parts.median:,} tokens it grows as L^{figure(parts.exponent, '.2f')}."
     )
-    if parts.signal.low > 0:
-        text += f"; the two are equal at {parts.crossover:,.0f} tokens"
-    else:
-        text += ", which is not told from 0"
-    return f"{text}. At the median of {parts.median:,} tokens it grows as L^{_figure(parts.exponent, '.2f')}."
-
-
-def _figure(one: Estimate, form: str = ".3g") -> str:
-    return with_interval(one.value, one.low, one.high, form)
 
 
 def _fates(explanation: Explanation) -> Iterator[str]:
-    changes = sorted(
-        (one for one in explanation.disagreements if one.responses), key=lambda one: -one.responses
-    )
-    if not changes:
+    changes = sorted(explanation.disagreements, key=lambda one: -one.responses)
+    if not any(one.responses for one in changes):
         yield "No response changes its fate: the losses clip the same ones."
     for one in changes[:_SEVERAL]:
-        yield _disagreement(one)
-
-
-def _disagreement(one: Disagreement) -> str:
-    low, median, high = one.lengths
-    in_part = f", {one.in_part:,} of them in part" if one.in_part else ""
-    text = (
-        f"{one.kept_by} keeps {one.responses:,} responses ({one.share:.1%} of those with an advantage) that "
-        f"{one.clipped_by} clips{in_part}: half of them have {low:,} to {high:,} tokens, "
-        f"the median is {median:,}; {one.rising:.0%} have A > 0"
-    )
-    if one.mean_reward == one.mean_reward:
-        text += f", the mean reward is {one.mean_reward:.3g}"
-    return text + "."
+        if not one.responses:
+            return
+        low, median, high = one.lengths
+        in_part = f", {one.in_part:,} of them in part" if one.in_part else ""
+        reward = number(one.mean_reward, ".3g", "")
+        yield (
+            f"{one.kept_by} keeps {one.responses:,} responses ({one.share:.1%} of those with an advantage) "
+            f"that {one.clipped_by} clips{in_part}: half of them have {low:,} to {high:,} tokens, the median "
+            f"is {median:,}; {one.rising:.0%} have A > 0{reward and f', the mean reward is {reward}'}."
+        )
 
 
 def _matched(explanation: Explanation) -> Iterator[str]:
-    first = explanation.given[0].name
+    first, rate = explanation.given[0].name, explanation.rate
     for one in explanation.limits_for:
         if one.name == first:
-            yield (
-                f"{first} puts as many outside as {one.to} does ({one.out_of_band:.1%}) with "
-                f"{limits_of(one.limits)}."
-            )
+            limits = limits_of(one.limits)
+            yield f"{first} puts as many outside as {one.to} does ({one.out_of_band:.1%}) with {limits}."
     if not explanation.matched:
         yield (
             f"{first} has none or all of the responses outside its band, so there is no rate to compare the "
             "losses at: give one, such as --rate 0.1."
         )
         return
-    fairest = sorted(
-        (one for one in explanation.matched if one.lre.mean == one.lre.mean), key=lambda one: one.lre.mean
+    errors = {loss.name: loss.lre for loss in explanation.matched if math.isfinite(loss.lre.mean)}
+    listed = ", ".join(
+        f"{lre.mean:.3f} [{lre.mean_interval[0]:.3f}, {lre.mean_interval[1]:.3f}; by chance "
+        f"{lre.null_mean:.3f}] for {name}"
+        for name, lre in sorted(errors.items(), key=lambda one: one[1].mean)
     )
     yield (
-        f"With {explanation.rate:.1%} outside for each, as near as responses allow, LRE is "
-        + ", ".join(
-            f"{one.lre.mean:.3f} [{low:.3f}, {high:.3f}; by chance {one.lre.null_mean:.3f}] for {one.name}"
-            for one in fairest
-            for low, high in [one.lre.mean_interval]
-        )
-        + "; LRE whose interval reaches the floor of chance shows no dependence on length."
+        f"With {rate:.1%} outside for each, as near as responses allow, LRE is {listed}; LRE whose interval "
+        "reaches the floor of chance shows no dependence on length."
     )
     for loss in explanation.matched:
-        if loss.out_of_band > explanation.rate + 0.005:
+        if loss.out_of_band > rate + 0.005:
             yield (
                 f"{loss.name} has {loss.out_of_band:.1%} outside even at the widest limits of float64: "
                 "it does not compare with the others."
@@ -267,19 +249,15 @@ def _matched(explanation: Explanation) -> Iterator[str]:
 
 def _weights(explanation: Explanation) -> Iterator[str]:
     longest = explanation.bins[-1]
-    compared = [
-        one
-        for one in explanation.matched or explanation.given
-        if one.by_length[-1].ess == one.by_length[-1].ess
-    ]
+    of_longest = {one.name: one.by_length[-1] for one in explanation.matched or explanation.given}
+    compared = {name: figures for name, figures in of_longest.items() if math.isfinite(figures.ess)}
     if not compared:
         return
     span = f"{longest.low:,}" + (f" to {longest.high:,}" if longest.low < longest.high else "")
+    mass = ", ".join(f"{figures.mass:.0%} with {name}" for name, figures in compared.items())
+    worth = ", ".join(f"{figures.ess:.0%} with {name}" for name, figures in compared.items())
     yield (
         f"The longest responses, of {span} tokens, are {longest.share:.0%} of all and have "
-        f"{longest.tokens:.0%} of the tokens. Of the gradient they have "
-        + ", ".join(f"{one.by_length[-1].mass:.0%} with {one.name}" for one in compared)
-        + "; and their weights are worth "
-        + ", ".join(f"{one.by_length[-1].ess:.0%} with {one.name}" for one in compared)
-        + " of their number."
+        f"{longest.tokens:.0%} of the tokens. Of the gradient they have {mass}; and their weights are worth "
+        f"{worth} of their number."
     )

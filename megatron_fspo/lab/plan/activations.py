@@ -45,10 +45,6 @@ class Activations:
     moments: dict[str, float]
     """Bytes on top of those, by what is being computed. They do not come together."""
 
-    @property
-    def peak(self) -> float:
-        return self.held + max(self.moments.values())
-
 
 def layer_tensors(shape: Shape, pack: PlannedPack) -> list[KeptTensor]:
     """The tensors that a layer keeps of one micro-batch without recompute."""
@@ -63,12 +59,12 @@ def layer_bytes(shape: Shape, pack: PlannedPack) -> float:
 
 def _norm(shape: Shape, pack: PlannedPack, name: str) -> Iterator[KeptTensor]:
     """Tensors of a norm and the product behind it. torch's norm computes in fp32 and keeps that."""
-    hidden = between(shape, pack) * shape.arch.hidden_size
-    product = hidden * _product_width(shape)
+    tokens = between(shape, pack)
+    hidden = tokens * shape.arch.hidden_size
     yield KeptTensor(f"input of the {name} norm", hidden * _FP32, hidden * shape.width)
-    yield KeptTensor("its 1/rms", between(shape, pack) * _FP32, between(shape, pack) * _FP32)
+    yield KeptTensor("its 1/rms", tokens * _FP32, tokens * _FP32)
     yield KeptTensor("its output before the weight", hidden * _FP32, 0)
-    yield KeptTensor("its output, into a product", hidden * shape.width, product)
+    yield KeptTensor("its output, into a product", hidden * shape.width, hidden * _product_width(shape))
 
 
 def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
@@ -137,30 +133,27 @@ def layer_backward(shape: Shape, pack: PlannedPack) -> float:
     else:
         values = between(shape, pack) * arch.experts.per_token * arch.experts.ffn_size
         matrix = arch.hidden_size * arch.experts.ffn_size
-    gathered = t * arch.hidden_size if shape.parallel.sequence else 0
-    if shape.layers == "transformer_engine":
-        return (hidden + gathered + 2 * values) * shape.width
-    down = hidden + gathered + values + matrix
-    activation = hidden + gathered + 2 * values
-    up = hidden + gathered + t * arch.hidden_size + 2 * matrix - 3 * values
-    return max(down, activation, up) * shape.width
+    most = 2 * values  # of the activation
+    if shape.layers == "local":
+        most = max(most, values + matrix, t * arch.hidden_size + 2 * matrix - 3 * values)  # down, and up
+    return (hidden + (t * arch.hidden_size if shape.parallel.sequence else 0) + most) * shape.width
 
 
 def kept(shape: Shape, stage: int, chunk: int, pack: PlannedPack) -> float:
     """Bytes that one micro-batch keeps in a model chunk from its forward to its backward."""
     arch, width = shape.arch, shape.width
-    one = layer_input(shape, pack) if shape.recompute else layer_bytes(shape, pack)
-    hidden = between(shape, pack) * arch.hidden_size
+    hidden = layer_input(shape, pack)
+    one = hidden if shape.recompute else layer_bytes(shape, pack)
     # Angles of positions, and the micro-batch.
     total = shape.chunk_layers * one + max(pack.lengths) * arch.head_dim * _FP32
     total += _BATCH * pack.tokens / shape.parallel.context
     # Megatron's schedule keeps what came from the stage before and what went to the next. In fp32, and under
     # recompute, the first is also what the first layer keeps.
-    if not shape.is_first(stage, chunk) and not (shape.recompute or width == _FP32):
-        total += hidden * width
+    if (stage or chunk) and not (shape.recompute or width == _FP32):
+        total += hidden
     if not shape.is_last(stage, chunk):
-        return total + hidden * width
-    final = (2 * _FP32 if shape.layers == "local" else width) * hidden
+        return total + hidden
+    final = 2 * _FP32 / width * hidden if shape.layers == "local" else hidden
     return total + final + _head_saved(shape, pack)
 
 
@@ -188,19 +181,20 @@ def activations(shape: Shape, stage: int, pack: PlannedPack, micro_batches: int)
     held = sum(chunks) * flying / virtual if flying % virtual else sum(chunks) * (flying // virtual)
     if shape.parallel.pipeline > 1:  # what came and what goes, forward and back
         held += 2 * layer_input(shape, pack)
-    if shape.parallel.sequence:  # a buffer for gathered hidden states, which Megatron keeps
-        held += pack.tokens / shape.parallel.context * shape.arch.hidden_size * shape.width
+    held += _gathered(shape, pack)  # a buffer, which Megatron keeps
     again = 0.0
     if shape.recompute:
-        # Its input is there already; locally in fp32 its first norm keeps that one.
-        same = shape.layers == "transformer_engine" or shape.width == _FP32
-        again = layer_bytes(shape, pack) - (layer_input(shape, pack) if same else 0)
-        again += layer_input(shape, pack)  # its output
+        again = layer_bytes(shape, pack)
+        # Its input is there already; locally its first norm keeps another one, in fp32. And its output.
+        if shape.layers == "local" and shape.width < _FP32:
+            again += layer_input(shape, pack)
     table = float(shape.vocab_rows * shape.arch.hidden_size * shape.width)
     tied = shape.arch.tied and shape.parallel.pipeline == 1
     moments = {"a layer's backward": again + layer_backward(shape, pack) + (table if tied else 0)}
     if shape.is_last(stage):
-        moments["the head's forward"] = _head_forward(shape, pack)
+        # Megatron widens the last stage's output to fp32, which the head narrows again.
+        widened = between(shape, pack) * shape.arch.hidden_size * _FP32 if shape.width < _FP32 else 0
+        moments["the head's forward"] = widened + _gathered(shape, pack) + _chunk(shape, pack)
         moments["the head's backward"] = _head_backward(shape, pack)
         moments["a layer's backward"] -= _head_saved(shape, pack)
     if stage == 0:
@@ -218,24 +212,16 @@ def _product_width(shape: Shape) -> int:
 def _head_saved(shape: Shape, pack: PlannedPack) -> float:
     """Bytes that the log-prob head keeps of a micro-batch for backward: hidden states and a few values per
     row. What sequence parallel gathers is there only from its forward to its backward."""
-    return between(shape, pack) * shape.arch.hidden_size * shape.width + _PER_ROW * pack.scored
+    return layer_input(shape, pack) + _PER_ROW * pack.scored
 
 
 def _gathered(shape: Shape, pack: PlannedPack) -> float:
-    if not shape.parallel.sequence:
-        return 0
-    return pack.tokens / shape.parallel.context * shape.arch.hidden_size * shape.width
-
-
-def _head_forward(shape: Shape, pack: PlannedPack) -> float:
-    """The most that the head has beside that in forward: the logits of one chunk."""
-    # Megatron widens the last stage's output to fp32, which the head narrows again.
-    widened = between(shape, pack) * shape.arch.hidden_size * _FP32 if shape.width < _FP32 else 0
-    return widened + _gathered(shape, pack) + _chunk(shape, pack)
+    """Hidden states that sequence parallel gathers."""
+    return layer_input(shape, pack) * shape.parallel.tensor if shape.parallel.sequence else 0
 
 
 def _head_backward(shape: Shape, pack: PlannedPack) -> float:
-    """The most in backward: that chunk again with the gradients of the rows, or what it ends with."""
+    """The most in backward: the chunk of forward with the gradients of the rows, or what it ends with."""
     arch, width = shape.arch, shape.width
     rows = pack.scored * arch.hidden_size
     # On CUDA bf16 logits go into the products.

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from copy import deepcopy
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
-from megatron_fspo.lab.plan.plan import GIB, Given, RunPlan, Stage, make_plan
+from megatron_fspo.lab.plan.plan import GIB, Given, RunPlan, make_plan
 from megatron_fspo.lab.plan.presets import find_model
 from megatron_fspo.lab.plan.shape import Shape
 from megatron_fspo.lab.plan.speed import Machine
@@ -22,39 +21,36 @@ from megatron_fspo.weights import Architecture
 _SHOWN = 6  # stages side by side
 
 
-@dataclass(frozen=True, kw_only=True)
-class SingleChange:
-    """One change to a run, and the plan that it gives."""
-
-    text: str
-    plan: RunPlan
+Changes = Mapping[str, RunPlan]
+"""A single change to a run → the plan that it gives."""
 
 
-def single_changes(config: Config, arch: Architecture, given: Given) -> list[SingleChange]:
+def _single_changes(config: Config, arch: Architecture, given: Given) -> Changes:
     """Every change that is tried and legal. Those that fit come first, the fastest by estimate before others;
     then those that do not, the smallest first."""
-    changes = []
+    changes = {}
     for text, keys, world in _tried(config, given):
+        tree = config.model_dump()
+        for key, value in keys.items():
+            section, _, name = key.partition(".")
+            tree[section][name] = value
         try:
-            tree = deepcopy(config.model_dump())
-            for key, value in keys.items():
-                section, _, name = key.partition(".")
-                tree[section][name] = value
-            plan = make_plan(Config.model_validate(tree), arch, replace(given, world=world))
+            changes[text] = make_plan(Config.model_validate(tree), arch, replace(given, world=world))
         except (ValidationError, InputError):
             continue
-        changes.append(SingleChange(text=text, plan=plan))
 
-    def rank(change: SingleChange) -> tuple[bool, float]:
-        plan = change.plan
+    def rank(change: tuple[str, RunPlan]) -> tuple[bool, float]:
+        plan = change[1]
         return bool(plan.problems), plan.worst.total if plan.problems else plan.seconds
 
-    return sorted(changes, key=rank)
+    return dict(sorted(changes.items(), key=rank))
 
 
 def _tried(config: Config, given: Given) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Yields each change in words, as keys, and its number of ranks."""
-    parallel, world = config.parallel, given.world
+    parallel, world, tokens = config.parallel, given.world, config.batch.max_tokens
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    shortest = padded_length(longest, parallel.context)
     changes: list[dict[str, Any]] = []
     if not parallel.distributed_optimizer:
         changes.append({"parallel.distributed_optimizer": True})
@@ -62,19 +58,12 @@ def _tried(config: Config, given: Given) -> Iterator[tuple[str, dict[str, Any], 
         changes.append({"parallel.sequence": True})
     if config.model.recompute == "none":
         changes.append({"model.recompute": "full"})
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    shortest = padded_length(longest, parallel.context)
-    changes += [
-        {"batch.max_tokens": size}
-        for size in sorted({config.batch.max_tokens // 2, shortest})
-        if shortest <= size < config.batch.max_tokens
-    ]
+    sizes = sorted({tokens // 2, shortest})
+    changes += [{"batch.max_tokens": size} for size in sizes if shortest <= size < tokens]
     if config.rollout.engine == "embedded":
         changes += [{"rollout.max_batch": config.rollout.max_batch // n} for n in (2, 4, 8)]
     changes.append({"parallel.tensor": 2 * parallel.tensor, "parallel.sequence": True})
-    changes += [
-        {f"parallel.{name}": 2 * getattr(parallel, name)} for name in ("pipeline", "context", "expert")
-    ]
+    changes += [{f"parallel.{one}": 2 * getattr(parallel, one)} for one in ("pipeline", "context", "expert")]
     for keys in changes:  # json.dumps writes these values as TOML does
         yield ", ".join(f"{key} = {json.dumps(value)}" for key, value in keys.items()), keys, world
     for more in (2, 4):
@@ -95,8 +84,8 @@ def plan(config: Config, given: Given, *, model: str | None, use_json: bool) -> 
     """
     arch = find_model(model or str(config.model.checkpoint))
     made = make_plan(config, arch, given)
-    changes = single_changes(config, arch, given) if made.problems else []
-    text = json.dumps(as_json(made, changes)) if use_json else as_text(made, changes)
+    changes = _single_changes(config, arch, given) if made.problems else {}
+    text = json.dumps(_as_json(made, changes)) if use_json else _as_text(made, changes)
     return text, not made.problems
 
 
@@ -106,32 +95,30 @@ def assumed(words: Sequence[str]) -> Machine:
     Raises:
         InputError: no such name, or no positive number.
     """
-    names = {one.name: one.default for one in fields(Machine)}
+    kinds = {name: type(default) for name, default in asdict(Machine()).items()}
     values = {}
     for word in words:
         name, _, text = word.partition("=")
         name = name.replace("-", "_")
-        if name not in names:
-            raise InputError(f"--assume {word}: no such assumption; there are {', '.join(names)}")
+        if name not in kinds:
+            raise InputError(f"--assume {word}: no such assumption; there are {', '.join(kinds)}")
         try:
-            value = float(text)
+            values[name] = kinds[name](text)
         except ValueError:
-            raise InputError(f"--assume {word}: not name=number") from None
-        if not 0 < value < float("inf"):
-            raise InputError(f"--assume {word}: must be a positive number")
-        values[name] = int(value) if isinstance(names[name], int) else value
-    return replace(Machine(), **values)  # type: ignore[arg-type]
+            values[name] = 0
+        if not 0 < values[name] < float("inf"):
+            raise InputError(f"--assume {word}: must be NAME=NUMBER, a positive number")
+    return Machine(**values)
 
 
-def as_text(plan: RunPlan, changes: Sequence[SingleChange]) -> str:
-    """The plan as text."""
+def _as_text(plan: RunPlan, changes: Changes) -> str:
     files = f"a checkpoint: {_gib(plan.checkpoint)} GiB; the Hugging Face export: {_gib(plan.export)} GiB"
     servers = [_server(plan)] if plan.server is not None else []
     blocks = [_head(plan), _memory(plan), *servers, files, _times(plan), _assumptions(plan)]
     return "\n\n".join([*blocks, _limits(plan, changes)])
 
 
-def as_json(plan: RunPlan, changes: Sequence[SingleChange]) -> dict[str, Any]:
+def _as_json(plan: RunPlan, changes: Changes) -> dict[str, Any]:
     """The plan as JSON types, in bytes and seconds."""
     return {
         "fits": not plan.problems,
@@ -143,7 +130,7 @@ def as_json(plan: RunPlan, changes: Sequence[SingleChange]) -> dict[str, Any]:
             {"stage": stage.number, "always": stage.always, "phases": stage.phases, "total": stage.total}
             for stage in plan.stages
         ],
-        "servers": plan.samplers.count if plan.server else 0,
+        "servers": plan.work.samplers if plan.server else 0,
         "server": asdict(plan.server) if plan.server else None,
         "turns": plan.turns,
         "checkpoint": plan.checkpoint,
@@ -152,12 +139,12 @@ def as_json(plan: RunPlan, changes: Sequence[SingleChange]) -> dict[str, Any]:
         "assumptions": asdict(plan.given),
         "changes": [
             {
-                "change": change.text,
-                "fits": not change.plan.problems,
-                "total": change.plan.worst.total,
-                "estimate_seconds": change.plan.seconds,
+                "change": text,
+                "fits": not one.problems,
+                "total": one.worst.total,
+                "estimate_seconds": one.seconds,
             }
-            for change in changes
+            for text, one in changes.items()
         ],
         "notes": plan.notes,
     }
@@ -165,9 +152,8 @@ def as_json(plan: RunPlan, changes: Sequence[SingleChange]) -> dict[str, Any]:
 
 def layout_of(shape: Shape) -> str:
     """The layout in words."""
-    parallel = shape.parallel
-    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "context": parallel.context,
-             "expert": parallel.expert, "data": shape.data}  # fmt: skip
+    names = ("tensor", "pipeline", "context", "expert")
+    sizes = {name: getattr(shape.parallel, name) for name in names} | {"data": shape.data}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
@@ -187,12 +173,11 @@ def _head(plan: RunPlan) -> str:
 
 
 def _memory(plan: RunPlan) -> str:
-    stages = _chosen(plan)
-    rows: list[tuple[str, list[str]]] = [
-        ("memory of a rank, GiB", [f"stage {stage.number}" for stage in stages])
-    ]
-    for name in stages[0].always:
-        rows.append((name, [_gib(stage.always[name]) for stage in stages]))
+    stages, last = plan.stages, len(plan.stages) - 1
+    if last >= _SHOWN:
+        stages = [stages[number] for number in sorted({0, 1, plan.worst.number, last - 1, last})]
+    rows = [("memory of a rank, GiB", [f"stage {stage.number}" for stage in stages])]
+    rows += [(name, [_gib(stage.always[name]) for stage in stages]) for name in stages[0].always]
     for phase in dict.fromkeys(phase for stage in stages for phase in stage.phases):
         columns = [list(stage.phases.get(phase, {}).items()) for stage in stages]
         for row in range(max(map(len, columns))):
@@ -207,16 +192,8 @@ def _memory(plan: RunPlan) -> str:
     return "\n".join(lines)
 
 
-def _chosen(plan: RunPlan) -> list[Stage]:
-    """Return all stages, or the first, the last and the largest of many."""
-    if len(plan.stages) <= _SHOWN:
-        return plan.stages
-    numbers = {0, 1, plan.worst.number, len(plan.stages) - 2, len(plan.stages) - 1}
-    return [plan.stages[number] for number in sorted(numbers)]
-
-
 def _server(plan: RunPlan) -> str:
-    server, count = plan.server, plan.samplers.count
+    server, count = plan.server, plan.work.samplers
     assert server is not None
     turns = ""
     if plan.turns:
@@ -252,7 +229,7 @@ def _assumptions(plan: RunPlan) -> str:
     )
 
 
-def _limits(plan: RunPlan, changes: Sequence[SingleChange]) -> str:
+def _limits(plan: RunPlan, changes: Changes) -> str:
     worst, slowest = plan.worst, max(plan.phases, key=lambda phase: phase.seconds)
     longest = max(slowest.parts, key=lambda name: slowest.parts[name])
     lines = [
@@ -263,15 +240,14 @@ def _limits(plan: RunPlan, changes: Sequence[SingleChange]) -> str:
     if not plan.problems:
         return "\n".join([*lines, "it fits"])
     lines += [f"DOES NOT FIT: {problem}" for problem in plan.problems]
-    fitting = [change for change in changes if not change.plan.problems]
+    fitting = [text for text, one in changes.items() if not one.problems]
     if fitting:
         lines.append("any one of these would fit (the fastest first, by estimate):")
     else:
         lines.append("no single change that was tried fits; the smallest are:")
-    lines += [
-        f"  {change.text}: {_gib(change.plan.worst.total)} GiB, a step of {_time(change.plan.seconds)} s"
-        for change in (fitting or list(changes)[:3])
-    ]
+    for text in fitting or list(changes)[:3]:
+        one = changes[text]
+        lines.append(f"  {text}: {_gib(one.worst.total)} GiB, a step of {_time(one.seconds)} s")
     return "\n".join(lines)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,15 +10,13 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.plan.activations import activations
 from megatron_fspo.lab.plan.shape import PlannedPack, Shape, stage_parameters
-from megatron_fspo.lab.plan.speed import Machine, Phase, Samplers, Work, sampling, scoring, sending, updating
+from megatron_fspo.lab.plan.speed import Machine, Phase, Work, sampling, scoring, sending, updating
 from megatron_fspo.lab.plan.state import (
     ServerMemory,
     checkpoint_bytes,
-    decoding_bytes,
-    export_bytes,
     kv_bytes,
+    model_values,
     sending_bytes,
-    server,
     server_gpus,
     state,
 )
@@ -73,8 +70,7 @@ class Stage:
     @property
     def largest(self) -> str:
         """Name of the largest part of the total."""
-        worst = max(self.phases.values(), key=lambda parts: sum(parts.values()))
-        held = self.always | worst
+        held = self.always | max(self.phases.values(), key=lambda parts: sum(parts.values()))
         return max(held, key=lambda name: held[name])
 
 
@@ -85,7 +81,6 @@ class RunPlan:
     shape: Shape
     given: Given
     work: Work
-    samplers: Samplers
     stages: list[Stage]
     server: ServerMemory | None
     checkpoint: int
@@ -102,20 +97,19 @@ class RunPlan:
     @property
     def problems(self) -> list[str]:
         """Everything that does not fit, a line each."""
-        problems = []
-        if self.worst.total > self.given.room:
+        problems, worst, room = [], self.worst, f"{self.given.room / GIB:.1f}"
+        if worst.total > self.given.room:
             problems.append(
-                f"stage {self.worst.number} needs {self.worst.total / GIB:.1f} GiB of "
-                f"{self.given.room / GIB:.1f}; most of it: {self.worst.largest}"
+                f"stage {worst.number} needs {worst.total / GIB:.1f} GiB of {room}; most of it: "
+                f"{worst.largest}"
             )
-        for turn, held in self.turns.items():
-            if held > self.given.room:
-                problems.append(
-                    f"the turn of the {turn} needs {held / GIB:.1f} GiB of {self.given.room / GIB:.1f}: less "
-                    "--server-share, or more --server-gpus or ranks that share the model"
-                )
-        longest = self.work.pack.lengths[0]
-        if self.server is not None and self.server.cached_tokens < longest:
+        problems += [
+            f"the turn of the {turn} needs {held / GIB:.1f} GiB of {room}: less --server-share, or more "
+            "--server-gpus or ranks that share the model"
+            for turn, held in self.turns.items()
+            if held > self.given.room
+        ]
+        if self.server is not None and self.server.cached_tokens < self.work.pack.lengths[0]:
             problems.append(
                 f"a server of {self.server.gpus} GPUs has room for the keys and values of "
                 f"{self.server.cached_tokens} tokens, less than one response: more --server-gpus"
@@ -136,39 +130,43 @@ def make_plan(config: Config, arch: Architecture, given: Given) -> RunPlan:
     """
     check_world(config.parallel, given.world)
     check_parallel(arch, config.parallel)
-    shape = shape_of(config, arch, given.world)
+    shape = _shape(config, arch, given.world)
     if config.rollout.prompts < shape.data:
         raise InputError(
             f"rollout.prompts = {config.rollout.prompts} is less than the {shape.data} data-parallel ranks"
         )
-    work = work_of(config, shape, given)
     vllm = config.rollout.engine == "vllm"
     if given.servers is not None and not vllm:
         raise InputError(f"--servers {given.servers}: rollout.engine = embedded has none")
     servers = _server(config, shape, given) if vllm else None
-    samplers = _samplers(config, shape, servers, given)
+    work = _work(config, shape, given, servers)
     stages = [_stage(config, shape, work, stage) for stage in range(config.parallel.pipeline)]
+    turns = {}
+    if servers is not None and config.vllm.colocated:
+        # Those of ``rollout.client.turns`` that are not the trainer's own.
+        weights = max(stage.always["parameters"] for stage in stages)
+        turns["update"] = weights + sending_bytes(shape) + servers.weights + servers.receiving
+        turns["servers"] = given.server_share * given.gpu_gib * GIB
     return RunPlan(
         shape=shape,
         given=given,
         work=work,
-        samplers=samplers,
         stages=stages,
         server=servers,
         checkpoint=checkpoint_bytes(shape),
-        export=export_bytes(shape),
+        export=model_values(arch) * shape.width,
         phases=[
-            sampling(shape, work, samplers, given.machine),
+            sampling(shape, work, given.machine),
             scoring(shape, work, given.machine),
             updating(shape, work, given.machine),
             sending(shape, given.machine, config.vllm.transfer if vllm else None),
         ],
         notes=_notes(config, shape, given),
-        turns=_turns(stages, shape, servers, given) if servers is not None and config.vllm.colocated else {},
+        turns=turns,
     )
 
 
-def shape_of(config: Config, arch: Architecture, world: int) -> Shape:
+def _shape(config: Config, arch: Architecture, world: int) -> Shape:
     """The run's shape; GPUs and Transformer Engine unless it says otherwise."""
     device = "cpu" if config.model.backend == "cpu" else "cuda"
     local = device == "cpu" or config.model.layers == "local"
@@ -184,10 +182,9 @@ def shape_of(config: Config, arch: Architecture, world: int) -> Shape:
     )
 
 
-def work_of(config: Config, shape: Shape, given: Given) -> Work:
+def _work(config: Config, shape: Shape, given: Given, servers: ServerMemory | None) -> Work:
     """The work of a step. Packs are of the longest sequences, as far as a rank has so many."""
-    rollout, batch = config.rollout, config.batch
-    context = config.parallel.context
+    rollout, batch, context = config.rollout, config.batch, config.parallel.context
     responses = rollout.prompts * rollout.samples
     prompt, response = config.data.max_prompt_tokens, rollout.max_response_tokens
     mean_prompt = given.mean_prompt or prompt / 2
@@ -197,11 +194,17 @@ def work_of(config: Config, shape: Shape, given: Given) -> Work:
     count, rest = divmod(batch.max_tokens, longest)
     rest -= rest % padded_length(1, context)
     lengths = (longest,) * min(count, mine) + ((rest,) if rest and mine > count else ())
+    scored = int(sum(lengths) / context * response / (prompt + response))
     mean = mine * (mean_prompt + mean_response)
-    before = (rollout.old_log_probs == "recompute") + bool(config.loss.kl_coef)
     # Before a single optimizer step old and new log-probs are the same, of the model's own samples.
-    if rollout.engine == "embedded" and batch.mini_batches * batch.epochs == 1:
-        before -= rollout.old_log_probs == "recompute"
+    same = rollout.engine == "embedded" and batch.mini_batches * batch.epochs == 1
+    if servers is None:
+        # Stages decode one after the other, and context-parallel ranks the same rows.
+        samplers, gpus, side_by_side = shape.data, shape.parallel.tensor, rollout.max_batch
+    else:
+        samplers = given.servers or (1 if config.vllm.discovery else len(config.vllm.urls))
+        gpus, room = servers.gpus, servers.cached_tokens // (prompt + response)
+        side_by_side = max(1, min(config.vllm.in_flight, room))
     return Work(
         responses=responses,
         prompts=rollout.prompts,
@@ -210,21 +213,17 @@ def work_of(config: Config, shape: Shape, given: Given) -> Work:
         longest_response=response,
         mini_batches=batch.mini_batches,
         epochs=batch.epochs,
-        scored_before=before,
-        pack=PlannedPack(
-            lengths=lengths, scored=int(sum(lengths) / context * response / (prompt + response))
-        ),
+        scored_before=(rollout.old_log_probs == "recompute" and not same) + bool(config.loss.kl_coef),
+        pack=PlannedPack(lengths=lengths, scored=scored),
         micro_batches=max(1, round(-(-mean // batch.max_tokens))),
+        samplers=samplers,
+        sampler_gpus=gpus,
+        side_by_side=side_by_side,
     )
 
 
 def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
-    held = state(shape, number)
-    always: dict[str, float] = {
-        "parameters": held.parameters,
-        "gradients": held.gradients,
-        "optimizer": held.optimizer,
-    }
+    always: dict[str, float] = {**vars(state(shape, number))}
     values = [p for chunk in stage_parameters(shape, number) for p in chunk]
     if config.loss.kl_coef:
         always["reference model"] = sum(p.count for p in values) * shape.width
@@ -244,70 +243,53 @@ def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
         }
     }
     if config.rollout.engine == "embedded":
-        phases["rollout"] = _embedded(config, shape, work)
+        rows = min(config.rollout.max_batch, -(-work.responses // shape.data))
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        cache = kv_bytes(shape, rows=rows, tokens=longest)
+        decoding = _decoding(config, shape, rows, longest)
+        phases["rollout"] = {f"KV cache of {rows} rows": cache, "on top: decoding": decoding}
     elif number == 0:
         phases["sync"] = {"weights on their way to the servers": sending_bytes(shape)}
     return Stage(number=number, always=always, phases=phases)
 
 
-def _embedded(config: Config, shape: Shape, work: Work) -> dict[str, float]:
-    tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    mine = -(-work.responses // shape.data)
-    rows = min(config.rollout.max_batch, mine)
-    prompts = -(-rows // config.rollout.samples)
-    return {
-        f"KV cache of {rows} rows": kv_bytes(shape, rows=rows, tokens=tokens),
-        "on top: decoding": decoding_bytes(
-            shape,
-            rows=rows,
-            prompts=prompts,
-            prompt_tokens=config.data.max_prompt_tokens,
-            tokens=tokens,
-        ),
-    }
+def _decoding(config: Config, shape: Shape, rows: int, longest: int) -> float:
+    """The most beside the cache: a layer's copy of it when rows leave, logits of a step, or the prompts, each
+    of which is read once for all of its samples."""
+    arch, tp = shape.arch, shape.parallel.tensor
+    layer = 2 * rows * longest * arch.kv_size / tp * shape.width
+    logits = rows * shape.padded_vocab * (shape.width + 4)  # and in fp32
+    ffn = arch.experts.per_token * arch.experts.ffn_size if arch.experts else arch.ffn_size / tp
+    prompts = -(-rows // config.rollout.samples) * config.data.max_prompt_tokens
+    return max(layer, logits, prompts * (3 * arch.hidden_size + 3 * ffn) * shape.width)
 
 
 def _server(config: Config, shape: Shape, given: Given) -> ServerMemory:
-    gpus = given.server_gpus or server_gpus(shape.arch, width=shape.width, memory=given.gpu_gib * GIB)
-    return server(
-        shape.arch,
-        width=shape.width,
+    arch, width, memory = shape.arch, shape.width, given.gpu_gib * GIB
+    gpus = given.server_gpus or server_gpus(arch, width=width, memory=memory)
+    table = arch.vocab_size * arch.hidden_size * width
+    values = model_values(arch) * width
+    receiving = table + (values - (1 if arch.tied else 2) * table) / arch.num_layers / gpus
+    cache = max(0.0, memory * given.server_share - values / gpus - receiving)
+    # Heads that are fewer than GPUs are kept more than once.
+    heads = max(1, arch.num_kv_heads // gpus)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return ServerMemory(
         gpus=gpus,
-        memory=given.gpu_gib * GIB,
-        used=given.server_share,
-        in_flight=config.vllm.in_flight,
-        tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        weights=values / gpus,
+        receiving=receiving,
+        cache=cache,
+        cached_tokens=int(cache / (2 * arch.num_layers * heads * arch.head_dim * width)),
+        wanted_tokens=config.vllm.in_flight * longest,
     )
-
-
-def _turns(stages: Sequence[Stage], shape: Shape, one: ServerMemory, given: Given) -> dict[str, float]:
-    """Return the bytes of a GPU in the turns (``rollout.client.turns``) that are not the trainer's own."""
-    weights = max(stage.always["parameters"] for stage in stages)
-    return {
-        "update": weights + sending_bytes(shape) + one.weights + one.receiving,
-        "servers": given.server_share * given.gpu_gib * GIB,
-    }
-
-
-def _samplers(config: Config, shape: Shape, one: ServerMemory | None, given: Given) -> Samplers:
-    if one is None:
-        # Stages decode one after the other, and context-parallel ranks the same rows.
-        rows = config.rollout.max_batch
-        return Samplers(count=shape.data, gpus=shape.parallel.tensor, side_by_side=rows)
-    longest = one.wanted_tokens // config.vllm.in_flight
-    rows = max(1, min(config.vllm.in_flight, one.cached_tokens // longest))
-    named = 1 if config.vllm.discovery else len(config.vllm.urls)
-    return Samplers(count=given.servers or named, gpus=one.gpus, side_by_side=rows)
 
 
 def _notes(config: Config, shape: Shape, given: Given) -> list[str]:
     notes = []
     if config.rollout.engine == "vllm" and given.servers is None:
-        counted = (
-            "1 vLLM server is assumed, since vllm.discovery names none before the run"
-            if config.vllm.discovery
-            else f"as many vLLM servers as vllm.urls names: {len(config.vllm.urls)}"
-        )
+        counted = f"as many vLLM servers as vllm.urls names: {len(config.vllm.urls)}"
+        if config.vllm.discovery:
+            counted = "1 vLLM server is assumed, since vllm.discovery names none before the run"
         notes.append(f"{counted}; --servers N counts others")
     if config.vllm.colocated:
         notes.append("what moves between GPU and host from turn to turn is not in the time of a step")

@@ -65,11 +65,6 @@ class Shape:
         return self.data * self.parallel.context
 
     @property
-    def experts_reduced_over(self) -> int:
-        """The same for an expert: the ranks of a stage that hold it."""
-        return self.world // self.parallel.pipeline // self.parallel.expert
-
-    @property
     def padded_vocab(self) -> int:
         """Rows of the embedding over all tensor-parallel ranks."""
         return padded_vocab_size(self.arch.vocab_size, self.parallel.tensor)
@@ -83,10 +78,6 @@ class Shape:
     def chunk_layers(self) -> int:
         """Layers of one model chunk; a stage has as many chunks as virtual stages."""
         return self.arch.num_layers // (self.parallel.pipeline * self.parallel.virtual_pipeline)
-
-    def is_first(self, stage: int, chunk: int = 0) -> bool:
-        """Return True where the chunk begins the model."""
-        return stage == 0 and chunk == 0
 
     def is_last(self, stage: int, chunk: int | None = None) -> bool:
         """Return True where the chunk ends the model; without ``chunk``: where one of the stage does."""
@@ -139,10 +130,9 @@ def stage_parameters(shape: Shape, stage: int) -> list[list[Parameter]]:
 
 
 def _of_chunk(shape: Shape, stage: int, chunk: int) -> Iterator[Parameter]:
-    arch, apart = shape.arch, shape.parallel.pipeline > 1
-    table = rows(arch)
+    arch, apart, table = shape.arch, shape.parallel.pipeline > 1, rows(shape.arch)
     embedding, norm, output = (row for row in table if not row.of_layer)
-    if shape.is_first(stage, chunk):
+    if stage == chunk == 0:
         yield _parameter(shape, embedding, shared=arch.tied and apart)
     layer_rows = sorted((row for row in table if row.of_layer), key=lambda row: _position(row, shape.layers))
     for layer in range(shape.chunk_layers):

@@ -62,6 +62,12 @@ class Work:
     pack: PlannedPack
     micro_batches: int
     """Micro-batches of a rank in an optimizer step."""
+    samplers: int
+    """Servers, or the copies of the training model."""
+    sampler_gpus: int
+    """GPUs of each, which share its weights."""
+    side_by_side: int
+    """Responses of each at a time."""
 
     @property
     def tokens(self) -> float:
@@ -109,47 +115,35 @@ def updating(shape: Shape, work: Work, machine: Machine) -> Phase:
     """Plan all optimizer steps of a rollout: forward once, backward twice that, once more with recompute; the
     head computes its logits twice."""
     layers, head = forward_flops(shape, work)
-    passes = 4 if shape.recompute else 3
+    steps, passes = work.mini_batches * work.epochs, 4 if shape.recompute else 3
     seconds = work.epochs * (layers * passes + 4 * head) / _rate(shape, machine)
-    steps = work.mini_batches * work.epochs
     held = state(shape, 0)
-    gradients = 2 * held.gradients * (1 - 1 / shape.reduced_over) / machine.between(_span(shape))
+    # Data-parallel neighbours lie among the ranks of a stage.
+    ranks = shape.world // shape.parallel.pipeline if shape.reduced_over > 1 else 1
+    gradients = 2 * held.gradients * (1 - 1 / shape.reduced_over) / machine.between(ranks)
     # Gradients, moments and masters are read, all but the first written, and the weights.
     adam = (held.gradients + 2 * held.optimizer + held.parameters) / (machine.memory * machine.memory_share)
-    passes_with_messages = 3 if shape.recompute else 2
+    messages = work.micro_batches * (passes - 1) * _messages(shape, work.pack, machine)
     return Phase(
         name="update",
         parts={
             "arithmetic": seconds,
             "pipeline bubble": seconds * _bubble(shape, work.micro_batches),
-            "messages": steps
-            * work.micro_batches
-            * passes_with_messages
-            * _messages(shape, work.pack, machine),
+            "messages": steps * messages,
             "gradient reduction": steps * gradients,
             "optimizer": steps * adam,
         },
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Samplers:
-    """The samplers: servers, or the copies of the training model."""
-
-    count: int
-    gpus: int
-    """GPUs of each, which share its weights."""
-    side_by_side: int
-    """Responses of each at a time."""
-
-
-def sampling(shape: Shape, work: Work, samplers: Samplers, machine: Machine) -> Phase:
+def sampling(shape: Shape, work: Work, machine: Machine) -> Phase:
     """A rollout. A decoding step reads all weights and the cache of its rows once; there are at least as many
     steps as the longest response has tokens."""
     arch, width = shape.arch, shape.width
-    bandwidth = machine.memory * machine.memory_share * samplers.gpus
-    each = work.responses / samplers.count
-    rows = min(float(samplers.side_by_side), each)
+    bandwidth = machine.memory * machine.memory_share * work.sampler_gpus
+    flops = machine.flops * machine.flops_share * work.sampler_gpus
+    each = work.responses / work.samplers
+    rows = min(float(work.side_by_side), each)
     steps = max(each * work.response_tokens / max(rows, 1.0), float(work.longest_response))
     busy = each * work.response_tokens / steps  # rows at work in a step, on average
     token = 2 * arch.num_layers * arch.kv_size * width
@@ -157,13 +151,11 @@ def sampling(shape: Shape, work: Work, samplers: Samplers, machine: Machine) -> 
     active = arch.num_layers * arch.layer_size + arch.vocab_size * arch.hidden_size
     read = min(model_values(arch), active * busy) * width
     memory = (read + cached) / bandwidth
-    arithmetic = 2 * active * busy / (machine.flops * machine.flops_share * samplers.gpus)
-    prompts = work.prompts * work.prompt_tokens / samplers.count
-    reading = 2 * active * prompts / (machine.flops * machine.flops_share * samplers.gpus)
+    arithmetic = 2 * active * busy / flops
     return Phase(
         name="rollout",
         parts={
-            "prompts": reading,
+            "prompts": 2 * active * work.prompts * work.prompt_tokens / work.samplers / flops,
             "memory bandwidth" if memory >= arithmetic else "arithmetic": steps * max(memory, arithmetic),
             "decoding steps": steps * machine.decoding_seconds,
         },
@@ -193,21 +185,14 @@ def _rate(shape: Shape, machine: Machine) -> float:
 
 
 def _bubble(shape: Shape, micro_batches: int) -> float:
-    stages, virtual = shape.parallel.pipeline, shape.parallel.virtual_pipeline
-    return (stages - 1) / (micro_batches * virtual)
-
-
-def _span(shape: Shape) -> int:
-    """Ranks among which data-parallel neighbours lie: those of a stage."""
-    return shape.world // shape.parallel.pipeline if shape.reduced_over > 1 else 1
+    return (shape.parallel.pipeline - 1) / (micro_batches * shape.parallel.virtual_pipeline)
 
 
 def _messages(shape: Shape, pack: PlannedPack, machine: Machine) -> float:
     """Seconds of one forward over a micro-batch on a rank: tensor, context and expert parallel."""
     arch, parallel, width = shape.arch, shape.parallel, shape.width
-    layers = arch.num_layers / parallel.pipeline
-    t = pack.tokens / parallel.context
     tensor, context = parallel.tensor, parallel.context
+    t = pack.tokens / context
     # Two all-reduces a layer, or as many gathers and scatters.
     seconds = 4 * t * arch.hidden_size * width * (1 - 1 / tensor) / machine.between(tensor)
     rings = 2 * t * arch.kv_size / tensor * width * (context - 1)
@@ -215,4 +200,4 @@ def _messages(shape: Shape, pack: PlannedPack, machine: Machine) -> float:
     if arch.experts is not None and parallel.expert > 1:
         sent = 2 * between(shape, pack) * arch.experts.per_token * arch.hidden_size * width
         seconds += sent * (1 - 1 / parallel.expert) / machine.between(parallel.expert)
-    return layers * seconds
+    return arch.num_layers / parallel.pipeline * seconds

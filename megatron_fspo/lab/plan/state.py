@@ -11,7 +11,7 @@ each rank has an equal part, at a multiple of 128 and of the number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_fspo.lab.plan.shape import Parameter, Shape, stage_parameters
@@ -20,10 +20,10 @@ from megatron_fspo.weights.table import whole_model
 
 BUCKET = 256 * 2**20
 """Bytes of a weight update: the default of ``in_buckets`` in :mod:`megatron_fspo.rollout.client.weights`."""
-_FP32 = 4
 _GRADIENT = 4  # fp32, summed in fp32
 _MOMENTS = 8  # two of Adam's, in fp32
 _MASTER = 4  # the fp32 copy, where parameters are rounded
+Span = tuple[int, int]  # first value and end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,32 +35,6 @@ class State:
     optimizer: int
     """Adam's moments and, in bf16, fp32 masters; a counter per parameter, 4 bytes, is left out."""
 
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Buffer:
-    """Parameters whose gradients are reduced together."""
-
-    size: int
-    """Values, padding included."""
-    spans: tuple[tuple[int, int], ...]
-    """First and end of each parameter."""
-    buckets: tuple[tuple[int, int], ...]
-    ranks: int
-    """Ranks that share it out."""
-
-    def held(self, rank: int) -> int:
-        """Values, without padding, that are a rank's under a distributed optimizer."""
-        values = 0
-        for start, end in self.buckets:
-            size = (end - start) // self.ranks
-            mine = (start + rank * size, start + (rank + 1) * size)
-            values += sum(max(0, min(end, mine[1]) - max(first, mine[0])) for first, end in self.spans)
-        return values
-
 
 def state(shape: Shape, stage: int, rank: int = 0) -> State:
     """The state of a rank of the stage.
@@ -71,31 +45,42 @@ def state(shape: Shape, stage: int, rank: int = 0) -> State:
         rank: among the ranks that share the optimizer's state out; the first holds as much as any but for
             padding.
     """
-    parameters = gradients = held = 0
-    spread = shape.parallel.distributed_optimizer
+    size = held = 0
     for number, chunk in enumerate(stage_parameters(shape, stage)):
-        for buffer in buffers(shape, stage, number, chunk):
-            parameters += buffer.size * shape.width
-            gradients += buffer.size * _GRADIENT
-            held += buffer.held(rank % buffer.ranks) if spread else buffer.size
-    return State(parameters=parameters, gradients=gradients, optimizer=held * _optimizer_width(shape))
+        bucket = None
+        if shape.parallel.overlap_grad_reduce and stage == number == 0:
+            bucket = max(40_000_000, 1_000_000 * shape.data)  # Megatron's default
+        # A buffer of what all tensor-parallel ranks share, and one of the experts.
+        same_experts = shape.world // shape.parallel.pipeline // shape.parallel.expert
+        for expert, ranks in ((False, shape.reduced_over), (True, same_experts)):
+            some = [parameter for parameter in chunk if parameter.expert is expert]
+            spans, buckets = _buffer(some, ranks, bucket, padded=shape.parallel.distributed_optimizer)
+            whole = buckets[-1][1] if buckets else 0
+            size += whole
+            held += _part(spans, buckets, ranks, rank) if shape.parallel.distributed_optimizer else whole
+    return State(
+        parameters=size * shape.width, gradients=size * _GRADIENT, optimizer=held * _optimizer_width(shape)
+    )
 
 
-def buffers(shape: Shape, stage: int, number: int, chunk: Sequence[Parameter]) -> Iterator[Buffer]:
-    """The buffers of a model chunk: one of what all tensor-parallel ranks share, and one of its experts."""
-    bucket = None
-    if shape.parallel.overlap_grad_reduce and stage == 0 and number == 0:
-        bucket = max(40_000_000, 1_000_000 * shape.data)  # Megatron's default
-    for expert, ranks in ((False, shape.reduced_over), (True, shape.experts_reduced_over)):
-        if some := [parameter for parameter in chunk if parameter.expert is expert]:
-            yield _buffer(some, ranks, bucket, padded=shape.parallel.distributed_optimizer)
+def _part(spans: Sequence[Span], buckets: Sequence[Span], ranks: int, rank: int) -> int:
+    """Values, without padding, of a rank of those that share a buffer out."""
+    values = 0
+    for start, end in buckets:
+        size = (end - start) // ranks
+        mine = start + rank % ranks * size
+        values += sum(max(0, min(last, mine + size) - max(first, mine)) for first, last in spans)
+    return values
 
 
-def _buffer(parameters: Sequence[Parameter], ranks: int, bucket: int | None, *, padded: bool) -> Buffer:
-    """Last parameters first, about as backward comes to them."""
+def _buffer(
+    parameters: Sequence[Parameter], ranks: int, bucket: int | None, *, padded: bool
+) -> tuple[list[Span], list[Span]]:
+    """The parameters whose gradients are reduced together, the last first, about as backward comes to them:
+    where each lies, and the buckets, padding included."""
     step, align = (math.lcm(ranks, 128), 64) if padded else (1, 1)
-    spans: list[tuple[int, int]] = []
-    buckets: list[tuple[int, int]] = []
+    spans: list[Span] = []
+    buckets: list[Span] = []
     begin = at = 0
     fresh = True  # whether the bucket is empty
 
@@ -117,7 +102,7 @@ def _buffer(parameters: Sequence[Parameter], ranks: int, bucket: int | None, *, 
             close()
     if not fresh:
         close()
-    return Buffer(size=at, spans=tuple(spans), buckets=tuple(buckets), ranks=ranks)
+    return spans, buckets
 
 
 def _optimizer_width(shape: Shape) -> int:
@@ -129,21 +114,9 @@ def checkpoint_bytes(shape: Shape) -> int:
 
     Beside them lies an index.
     """
-    return _values(shape, padded=True) * (shape.width + _optimizer_width(shape))
-
-
-def export_bytes(shape: Shape) -> int:
-    """Tensors of the Hugging Face checkpoint."""
-    return _values(shape, padded=False) * shape.width
-
-
-def _values(shape: Shape, *, padded: bool) -> int:
     arch = shape.arch
-    return sum(
-        (shape.padded_vocab * arch.hidden_size if padded and row.layout == "vocab" else 0)
-        or sum(math.prod(tensor.shape(arch)) for tensor in row.hf)
-        for row, _, _ in whole_model(arch)
-    )
+    padding = (1 if arch.tied else 2) * (shape.padded_vocab - arch.vocab_size) * arch.hidden_size
+    return (model_values(arch) + padding) * (shape.width + _optimizer_width(shape))
 
 
 def kv_bytes(shape: Shape, *, rows: int, tokens: int) -> int:
@@ -155,24 +128,6 @@ def kv_bytes(shape: Shape, *, rows: int, tokens: int) -> int:
     return 2 * layers * rows * tokens * shape.arch.kv_size // shape.parallel.tensor * shape.width
 
 
-def decoding_bytes(shape: Shape, *, rows: int, prompts: int, prompt_tokens: int, tokens: int) -> float:
-    """The most beside the cache: a layer's copy of it when rows leave, logits of a step, or the prompts.
-
-    Args:
-        shape: the model and its layout.
-        rows: decoded side by side.
-        prompts: read side by side, once for all samples of a prompt.
-        prompt_tokens: of the longest.
-        tokens: of the longest row.
-    """
-    arch, tp = shape.arch, shape.parallel.tensor
-    layer = 2 * rows * tokens * arch.kv_size / tp * shape.width
-    logits = rows * shape.padded_vocab * (shape.width + _FP32)
-    ffn = arch.experts.per_token * arch.experts.ffn_size if arch.experts else arch.ffn_size / tp
-    reading = prompts * prompt_tokens * (3 * arch.hidden_size + 3 * ffn) * shape.width
-    return max(layer, logits, reading)
-
-
 def sending_bytes(shape: Shape) -> int:
     """The most that the first rank holds of a weight update: a bucket, and the parameter that comes next, in
     parts from the tensor-parallel ranks and whole."""
@@ -180,11 +135,10 @@ def sending_bytes(shape: Shape) -> int:
     most = held = 0
     for row, _, _ in whole_model(arch):
         sizes = [math.prod(tensor.shape(arch)) * width for tensor in row.hf]
+        # One rank's part is the parameter itself; q, k and v are put together anew all the same.
+        copies = 2 if shape.parallel.tensor > 1 else int(row.layout == "qkv")
         for size in sizes:
-            # One rank's part is the parameter itself; q, k and v are put together anew all the same.
-            parts = sum(sizes) if shape.parallel.tensor > 1 else 0
-            whole = sum(sizes) if shape.parallel.tensor > 1 or row.layout == "qkv" else 0
-            most = max(most, held + parts + whole)
+            most = max(most, held + copies * sum(sizes))
             held = size if held and held + size > BUCKET else held + size
     return most
 
@@ -204,38 +158,6 @@ class ServerMemory:
     """Tokens that fit there, over all its GPUs."""
     wanted_tokens: int
     """Tokens of all responses that are asked of it at a time, with their prompts, at their longest."""
-
-
-def server(
-    arch: Architecture, *, width: int, gpus: int, memory: float, used: float, in_flight: int, tokens: int
-) -> ServerMemory:
-    """A server and what it has room for.
-
-    Args:
-        arch: the model.
-        width: bytes of a weight, and of a cached value.
-        gpus: of one server.
-        memory: of a GPU; ``used`` is vLLM's share of it (``--gpu-memory-utilization``).
-        used: vLLM's share of a GPU's memory (``--gpu-memory-utilization``).
-        in_flight: responses at a time, each of up to ``tokens`` with its prompt.
-        tokens: of a response with its prompt, at most.
-    """
-    table = arch.vocab_size * arch.hidden_size * width
-    weights = model_values(arch) * width / gpus
-    layer = (model_values(arch) * width - (1 if arch.tied else 2) * table) / arch.num_layers / gpus
-    receiving = table + layer
-    cache = max(0.0, memory * used - weights - receiving)
-    # Heads that are fewer than GPUs are kept more than once.
-    heads = max(1, arch.num_kv_heads // gpus)
-    token = 2 * arch.num_layers * heads * arch.head_dim * width
-    return ServerMemory(
-        gpus=gpus,
-        weights=weights,
-        receiving=receiving,
-        cache=cache,
-        cached_tokens=int(cache / token),
-        wanted_tokens=in_flight * tokens,
-    )
 
 
 def server_gpus(arch: Architecture, *, width: int, memory: float) -> int:

@@ -16,10 +16,10 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.evaluation.tables import number
 from megatron_fspo.lab.report import pictures
 from megatron_fspo.lab.report.drawing import Line, smoothing_window
-from megatron_fspo.lab.report.figures import ABSENT, TAIL, WINDOW, RunData, machines, read_run
-from megatron_fspo.lab.report.history import Records, clip_rates, overall_rates
+from megatron_fspo.lab.report.figures import ABSENT, TAIL, WINDOW, RunData, in_words, machines
+from megatron_fspo.lab.report.history import Records, Series, clip_rates, overall_rates
 from megatron_fspo.lab.report.page import template
-from megatron_fspo.lab.report.pictures import Evaluations, LengthCurve, style_of
+from megatron_fspo.lab.report.pictures import LengthCurve, style_of
 from megatron_fspo.objective import FSPOBand
 
 _MATCHED = 0.02
@@ -48,17 +48,6 @@ def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
     Raises:
         InputError: fewer than two runs; one is given twice; or a folder holds no run, or one without a step.
     """
-    runs = read_runs(folders)
-    first = folders[0].resolve()
-    out = out or first.parent / f"{first.name}.compare"
-    page = out if out.suffix == ".html" else out / "index.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(_render(runs), encoding="utf-8")
-    return page
-
-
-def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
-    """The runs to compare, labelled in their order; raises as :func:`write_comparison`."""
     if len(folders) < 2:
         raise InputError("report --compare: name two runs or more")
     paths = [folder.resolve() for folder in folders]
@@ -67,11 +56,15 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
             raise InputError(f"report --compare: {folder} is there twice")
     runs = []
     for position, (folder, name) in enumerate(zip(folders, names(paths), strict=True)):
-        data = read_run(folder)
+        data = RunData(folder)
         if not data.steps:
             raise InputError(f"{folder}: has made no step; there is nothing to compare yet")
         runs.append(ComparedRun(label=f"{_letters(position)} {data.config.loss.name}", name=name, data=data))
-    return runs
+    out = out or paths[0].parent / f"{paths[0].name}.compare"
+    page = out if out.suffix == ".html" else out / "index.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(_render(runs), encoding="utf-8")
+    return page
 
 
 def names(paths: Sequence[Path]) -> list[str]:
@@ -90,7 +83,7 @@ def differences(configs: Sequence[Any]) -> list[tuple[str, list[str]]]:
     """
     flat = [
         {
-            f"{section}.{key}": ABSENT if value is None else _said(value)
+            f"{section}.{key}": ABSENT if value is None else in_words(value)
             for section, keys in config.model_dump(mode="json").items()
             for key, value in keys.items()
         }
@@ -105,11 +98,13 @@ def figures(data: RunData) -> dict[str, str]:
     """The numbers of a run by name, of its last steps unless said otherwise; the same names for every run."""
     lre, measured, band = data.lre, data.exponent, data.band()
     seconds = data.history.series("timing_s/step")
-    pooled = f"{_with_interval(lre.mean, lre.mean_interval, '.3f')}, by chance {lre.null_mean:.3f}"
-    if isinstance(measured, str):
-        exponent = ABSENT
-    else:
-        exponent = _with_interval(measured.value, measured.interval, ".2f")
+    pooled = f"{_with_interval(lre.mean, *lre.mean_interval, '.3f')}, by chance {lre.null_mean:.3f}"
+    exponent = ABSENT
+    if not isinstance(measured, str):
+        exponent = _with_interval(measured.value, *measured.interval, ".2f")
+    gained, change = ABSENT, data.change
+    if change is not None and change.interval is not None:
+        gained = _with_interval(change.after - change.before, *change.interval, ".3f")
     last = {
         name: number(data.history.series(metric).last(WINDOW), form, ABSENT)
         for name, metric, form in (
@@ -124,7 +119,7 @@ def figures(data: RunData) -> dict[str, str]:
         "Steps": f"{len(data.steps):,} of {data.config.run.steps:,}",
         "Evaluation, first": _evaluated(data, 0),
         "Evaluation, last": _evaluated(data, -1),
-        "Evaluation, gained": _gained(data),
+        "Evaluation, gained": gained,
         **last,
         "LRE pooled": pooled if math.isfinite(lre.mean) else ABSENT,
         "Exponent of S": exponent,
@@ -198,20 +193,20 @@ def _pictures(runs: Sequence[ComparedRun], lengths: Sequence[LengthCurve]) -> It
                 lines.append(Line(series=series, label=run.label, colour=colour, style=style))
         if lines:
             yield name, pictures.curves(lines, unit, share=unit == "share")
-    if evaluations := [*_evaluations(runs)]:
-        yield "evaluation", pictures.evaluations(evaluations)
+    accuracies = [(position, run.label, _accuracy(run.data)) for position, run in enumerate(runs)]
+    if evaluated := [one for one in accuracies if one[2]]:
+        yield "evaluation", pictures.evaluations(evaluated)
     if any(curve.bins for curve in lengths):
         yield "by_length", pictures.by_length(lengths)
-        yield "relative", pictures.relative_by_length(lengths)
+        yield "relative", pictures.by_length(lengths, relative=True)
     if any(math.isfinite(run.data.lre.mean) for run in runs):
         yield "length_error", pictures.length_errors([(run.label, run.data.lre) for run in runs])
 
 
-def _evaluations(runs: Sequence[ComparedRun]) -> Iterator[Evaluations]:
-    for position, run in enumerate(runs):
-        if name := run.data.history.evaluation():
-            value, low, high = (run.data.history.series(f"{name}{end}") for end in ("", "/low", "/high"))
-            yield Evaluations(label=run.label, position=position, series=value, low=low, high=high)
+def _accuracy(data: RunData) -> list[Series]:
+    """Accuracy on the run's first set and the ends of its interval; empty for a run without evaluations."""
+    name = data.history.evaluation()
+    return [data.history.series(f"{name}{end}") for end in ("", "/low", "/high")] if name else []
 
 
 def _by_length(run: ComparedRun) -> LengthCurve:
@@ -225,32 +220,16 @@ def _by_length(run: ComparedRun) -> LengthCurve:
 
 def _evaluated(data: RunData, at: int) -> str:
     """The first evaluation (0) or the last (-1), with its interval if the run has one."""
-    name = data.history.evaluation()
-    if name is None:
+    if not (series := _accuracy(data)):
         return ABSENT
-    ends = (data.history.series(f"{name}{end}").values for end in ("", "/low", "/high"))
-    value, low, high = (float(values[at]) if len(values) else math.nan for values in ends)
-    return _with_interval(value, (low, high), ".3f")
+    value, low, high = (float(one.values[at]) if len(one) else math.nan for one in series)
+    return _with_interval(value, low, high, ".3f")
 
 
-def _gained(data: RunData) -> str:
-    """The gain from the first evaluation to the last, in pairs by prompt, if the run kept every response."""
-    change = data.change
-    if change is None or change.interval is None:
-        return ABSENT
-    return _with_interval(change.after - change.before, change.interval, ".3f")
-
-
-def _with_interval(value: float, interval: tuple[float, float], form: str) -> str:
+def _with_interval(value: float, low: float, high: float, form: str) -> str:
     """The value, and its interval where there is one."""
-    low, high = interval
-    return number(value, form, ABSENT) + (
-        f" ({low:{form}} to {high:{form}})" if math.isfinite(low + high) else ""
-    )
-
-
-def _said(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    interval = f" ({low:{form}} to {high:{form}})" if math.isfinite(low + high) else ""
+    return number(value, form, ABSENT) + interval
 
 
 def _letters(position: int) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megatron_fspo.lab.report.history import Array, Series
 
@@ -72,18 +72,14 @@ def picture(
                 paint(figure, *args, **kwargs)
                 figure.savefig(file, format="svg", dpi=200, transparent=True, metadata=_NO_METADATA)
             text = file.getvalue()
-            return with_page_colours(text[text.index("<svg") :])
+            # Text, axes and grid have the colours of the page that has the picture.
+            for colour, variable in _VARIABLES.items():
+                text = text.replace(colour, f"var({variable}, {colour})")
+            return text[text.index("<svg") :]
 
         return draw
 
     return wrap
-
-
-def with_page_colours(svg: str) -> str:
-    """Text, axes and grid in the colours of the page that has the picture; alone, in those of a light one."""
-    for colour, variable in _VARIABLES.items():
-        svg = svg.replace(colour, f"var({variable}, {colour})")
-    return svg
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +122,8 @@ def thin(values: Array, most: int = 600) -> Array:
 
 
 def over_steps(axes: Axes, lines: Sequence[Line], y_label: str, x_label: str = "step") -> None:
-    """Draw metrics over the steps of a run, with a legend."""
+    """Draw metrics over the steps of a run, with a legend: every step pale and the running mean bold; a
+    setting level, and upright where it changes."""
     for line in lines:
         _curve(axes, line)
     axes.set_xlabel(x_label)
@@ -136,12 +133,25 @@ def over_steps(axes: Axes, lines: Sequence[Line], y_label: str, x_label: str = "
 
 
 def step_ticks(axes: Axes) -> None:
-    """Return at most six whole steps along x."""
+    """At most six whole steps along x."""
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 
+def length_axis(axes: Axes) -> None:
+    """Lengths along x, as powers of 2."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_xlabel("response length L (tokens)")
+
+
+def share_axis(axes: Axes, label: str, top: float | None = None) -> None:
+    """Shares from 0 along y, in percent."""
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylim(0, top)
+    axes.set_ylabel(label)
+
+
 def _curve(axes: Axes, line: Line) -> None:
-    """Every step pale and the running mean bold; a setting level, and upright where it changes."""
     steps, values = line.series.steps, line.series.values
     window = 1 if line.marker or line.held else smoothing_window(len(values))
     if window > 1:
@@ -152,9 +162,8 @@ def _curve(axes: Axes, line: Line) -> None:
     markers = len(values) == 1 if line.held else window == 1 and len(values) <= 60
     if line.held:
         # Thinned, a level stretch would still be level, but a change would move.
-        kept = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
-        kept = kept[thin(values[kept])] if len(kept) else kept
-        kept = np.unique(np.append(kept, len(values) - 1))
+        changes = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+        kept = np.unique(np.append(changes[thin(values[changes])], len(values) - 1))
     else:
         kept = thin(values)
     axes.plot(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.evaluation.tables import number
 from megatron_fspo.lab.report.history import History, Records, Series, pooled_lre, read_records
-from megatron_fspo.lab.report.samples import AccuracyChange, accuracy_change, first_and_last_samples
-from megatron_fspo.objective import ClipBand, FSPOBand, LengthReweightingError
+from megatron_fspo.lab.report.samples import accuracy_change, first_and_last_samples
+from megatron_fspo.objective import ClipBand, FSPOBand
 from megatron_fspo.objective.calibration import Exponent, measure_exponent
 from megatron_fspo.record.log import JOBS, PHASES, WARNINGS, read_rows
 
@@ -27,72 +28,43 @@ WINDOW = 5
 TAIL = 0.25
 """Share of the steps, the last ones, in the picture of clip rates by length."""
 _POOL = 40_000
-"""Records behind the pooled LRE, at most: its 400 resamples take a second then."""
+"""Records behind the pooled LRE and the exponent, at most, evenly over the run: 400 resamples in a second."""
 _BLOCKS = 12
 """Stretches of steps behind the interval of the exponent, at most: 0.2 s each with the largest pool."""
 _BETWEEN = {"testing": "evaluation", "save_checkpoint": "checkpoint"}
 """Phases between steps, which the time of a step leaves out."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunData:
-    """Everything that a page shows of a run."""
+    """Everything that a page shows of a run.
 
-    config: Config
-    history: History
-    records: Records
-    pool: Records
-    """An even sample of ``records``; all of them where they are not too many."""
-    lre: LengthReweightingError
-    """LRE of out-of-band acceptance over ``pool``."""
-    exponent: Exponent | str
-    """Exponent of S in ``pool``; where it cannot be measured, why."""
-    change: AccuracyChange | None
-    jobs: list[dict[str, Any]]
-    """The machine of each job of the run."""
-    warnings: list[dict[str, Any]]
-    """The last one of each title."""
-    samples: list[dict[str, Any]]
-    """Responses that its first and its last evaluation kept."""
+    Raises:
+        InputError: the folder holds no run, or one without any step.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.history = History(folder)
+        self.config = load_config(folder / "config.toml")
+        self.steps: list[int] = self.history.series("critic/rewards/mean").steps.tolist()
+        self.records = read_records(folder)
+        self.pool = self.records.thinned(_POOL)
+        self.lre = pooled_lre(self.pool)
+        """LRE of out-of-band acceptance."""
+        self.exponent = exponent_of(self.pool)
+        self.samples = first_and_last_samples(folder, self.history)
+        self.change = accuracy_change(self.history, self.samples)
+        self.jobs = list(read_rows(folder / JOBS))
+        self.warnings = list({row["title"]: row for row in read_rows(folder / WARNINGS)}.values())
+        """The last one of each title."""
 
     @property
     def token_level(self) -> bool:
         """True where clip rates are shares of tokens, and there is no band on S."""
         return self.config.loss.band() is None
 
-    @property
-    def steps(self) -> list[int]:
-        """The training steps made."""
-        steps: list[int] = self.history.series("critic/rewards/mean").steps.tolist()
-        return steps
-
     def band(self) -> ClipBand | None:
         """The band at the end of the run, if there is one on S."""
         return band_at_end(self.config, self.history)
-
-
-def read_run(folder: Path) -> RunData:
-    """Read the folder of a run.
-
-    Raises:
-        InputError: the folder holds no run, or one without any step.
-    """
-    history = History(folder)
-    records = read_records(folder)
-    pool = records.thinned(_POOL)
-    samples = first_and_last_samples(folder, history)
-    return RunData(
-        config=load_config(folder / "config.toml"),
-        history=history,
-        records=records,
-        pool=pool,
-        lre=pooled_lre(pool),
-        exponent=exponent_of(pool),
-        change=accuracy_change(history, samples),
-        jobs=list(read_rows(folder / JOBS)),
-        warnings=list({row["title"]: row for row in read_rows(folder / WARNINGS)}.values()),
-        samples=samples,
-    )
 
 
 def exponent_of(records: Records) -> Exponent | str:
@@ -134,21 +106,22 @@ class TimeShare:
 
 def phases(history: History) -> list[TimeShare]:
     """The phases that took any time, in the order of a step; empty for a run that timed no step."""
-    steps = len(history.series("timing_s/step").steps)
-    if not steps:
+    steps = history.series("timing_s/step")
+    if not len(steps):
         return []
-    seconds = {
-        words: history.series(f"timing_s/{name}").total() / steps
-        for name, words in (PHASES | _BETWEEN | {"step": "step"}).items()
-    }
-    step = seconds.pop("step")
-    between = {words: seconds.pop(words) for words in _BETWEEN.values()}
+
+    def means(names: Mapping[str, str]) -> dict[str, float]:
+        return {
+            words: history.series(f"timing_s/{name}").total() / len(steps) for name, words in names.items()
+        }
+
+    inside, between = means(PHASES), means(_BETWEEN)
     # Packing, sums over ranks, logging.
-    inside = seconds | {"the rest": max(step - sum(seconds.values()), 0.0)}
-    whole = sum(inside.values()) + sum(between.values())
+    inside["the rest"] = max(steps.total() / len(steps) - sum(inside.values()), 0.0)
+    every = inside | between
     return [
-        TimeShare(name=words, seconds=mean, share=mean / whole, between=words in between)
-        for words, mean in (inside | between).items()
+        TimeShare(name=words, seconds=mean, share=mean / sum(every.values()), between=words in between)
+        for words, mean in every.items()
         if mean > 0
     ]
 
@@ -159,10 +132,11 @@ def machines(jobs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     Args:
         jobs: rows of ``jobs.jsonl``. A job that went on with the same as the one before is left out.
     """
-    hardware = _changes([(job["step"], _hardware(job)) for job in jobs])
-    packages = [", ".join(f"{name} {version}" for name, version in job["versions"].items()) for job in jobs]
-    versions = _changes([(job["step"], words) for job, words in zip(jobs, packages, strict=True)])
-    return {"Hardware": hardware, "Versions": versions} if jobs else {}
+    return {"Hardware": _changes(jobs, _hardware), "Versions": _changes(jobs, _versions)} if jobs else {}
+
+
+def _versions(job: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in job["versions"].items())
 
 
 def _hardware(job: Mapping[str, Any]) -> str:
@@ -172,13 +146,10 @@ def _hardware(job: Mapping[str, Any]) -> str:
     return f"{processes} on {cpu}" if device == "CPU" else f"{processes} × {device}; {cpu}"
 
 
-def _changes(steps_and_words: Sequence[tuple[int, str]]) -> str:
+def _changes(jobs: Sequence[Mapping[str, Any]], of: Callable[[Mapping[str, Any]], str]) -> str:
     """Those that are not as the one before, from which step on."""
-    pairs = zip([(0, ""), *steps_and_words], steps_and_words, strict=False)
-    kept = [one for before, one in pairs if one[1] != before[1]]
-    return "; ".join(
-        f"from step {step + 1}: {words}" if position else words for position, (step, words) in enumerate(kept)
-    )
+    (_, first), *later = ((next(same)["step"], words) for words, same in groupby(jobs, of))
+    return "; ".join([first, *(f"from step {step + 1}: {words}" for step, words in later)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,14 +187,12 @@ def headlines(data: RunData) -> Iterator[Headline]:
     series, accuracy = data.history.series, data.history.evaluation()
     yield _trend("Reward", series("critic/rewards/mean"), ".3f")
     if accuracy:
-        scores = series(accuracy)
-        yield Headline(
-            name="Evaluation",
-            first=number(scores.first(1), ".3f", ABSENT),
-            last=number(scores.last(1), ".3f", ABSENT),
-            note=f"{accuracy.removeprefix('val/')}, at step {scores.steps[0]} and step {scores.steps[-1]}"
-            + _gain(data.change),
-        )
+        scores, change = series(accuracy), data.change
+        note = f"{accuracy.removeprefix('val/')}, at step {scores.steps[0]} and step {scores.steps[-1]}"
+        if change is not None and change.interval is not None:
+            note += f"; gained {change.after - change.before:.3f}, 95% interval {change.interval[0]:.3f} to "
+            note += f"{change.interval[1]:.3f} over prompts"
+        yield _trend("Evaluation", scores, ".3f", note, window=1)
     yield _trend("Response length", series("response_length/mean"), ",.1f", "tokens")
     if series("fspo/out_of_band"):
         yield from _clipping(data)
@@ -237,8 +206,7 @@ def headlines(data: RunData) -> Iterator[Headline]:
         )
     if len(data.pool):
         yield _exponent(data)
-    mismatch = series("rollout/logprob_abs_diff/mean")
-    if mismatch:
+    if mismatch := series("rollout/logprob_abs_diff/mean"):
         yield _trend("Sampler against trainer", mismatch, ".1e", "mean |Δ log p| per token, nats")
     dropped = f"{series('fspo/nonfinite').total():,.0f}"
     yield Headline(name="Dropped sequences", last=dropped, note="not finite, over the whole run")
@@ -251,28 +219,23 @@ def headlines(data: RunData) -> Iterator[Headline]:
 
 
 def _clipping(data: RunData) -> Iterator[Headline]:
-    series = data.history.series
     outside, clipped = "sequences, on either side", "sequences"
     if data.token_level:
         outside, clipped = "sequences with a token outside", "tokens"
-    yield _trend("Outside the band", series("fspo/out_of_band"), ".1%", outside)
-    if series("fspo/noise_clip_rate"):
-        note = "expected of the noise that was measured before the run"
-        yield _trend("Outside by noise", series("fspo/noise_clip_rate"), ".1%", note)
-    note = f"{clipped} whose gradient the band removed, dual clip apart"
-    yield _trend("Clip rate", series("actor/pg_clipfrac"), ".1%", note)
-    if series("fspo/ess"):
-        note = "of the importance weights, as a share of the sequences with A ≠ 0"
-        yield _trend("Effective sample size", series("fspo/ess"), ".2f", note)
-    yield _trend("LRE (mean)", series("fspo/lre_mean"), ".3f", "of single steps")
-    yield _trend("LRE by chance", series("fspo/lre_null"), ".3f", "null floor of single steps")
-
-
-def _gain(change: AccuracyChange | None) -> str:
-    if change is None or change.interval is None:
-        return ""
-    low, high = change.interval
-    return f"; gained {change.after - change.before:.3f}, 95% interval {low:.3f} to {high:.3f} over prompts"
+    noise = "expected of the noise that was measured before the run"
+    clipped += " whose gradient the band removed, dual clip apart"
+    weights = "of the importance weights, as a share of the sequences with A ≠ 0"
+    for name, metric, form, note in (
+        ("Outside the band", "fspo/out_of_band", ".1%", outside),
+        ("Outside by noise", "fspo/noise_clip_rate", ".1%", noise),
+        ("Clip rate", "actor/pg_clipfrac", ".1%", clipped),
+        ("Effective sample size", "fspo/ess", ".2f", weights),
+        ("LRE (mean)", "fspo/lre_mean", ".3f", "of single steps"),
+        ("LRE by chance", "fspo/lre_null", ".3f", "null floor of single steps"),
+    ):
+        series = data.history.series(metric)
+        if series or metric not in ("fspo/noise_clip_rate", "fspo/ess"):
+            yield _trend(name, series, form, note)
 
 
 def _exponent(data: RunData) -> Headline:
@@ -289,15 +252,19 @@ def _exponent(data: RunData) -> Headline:
     )
 
 
-def _trend(name: str, series: Series, form: str, note: str = "") -> Headline:
-    first, last = (number(mean, form, ABSENT) for mean in (series.first(WINDOW), series.last(WINDOW)))
+def _trend(name: str, series: Series, form: str, note: str = "", window: int = WINDOW) -> Headline:
+    first, last = (number(mean, form, ABSENT) for mean in (series.first(window), series.last(window)))
     return Headline(name=name, first=first, last=last, note=note)
 
 
 def _keys(section: BaseModel) -> str:
     values = section.model_dump(mode="json", exclude={"name"}, exclude_none=True)
-    words = {key: str(value).lower() if isinstance(value, bool) else value for key, value in values.items()}
-    return ", ".join(f"{key} = {word}" for key, word in words.items())
+    return ", ".join(f"{key} = {in_words(value)}" for key, value in values.items())
+
+
+def in_words(value: Any) -> str:
+    """A setting, as TOML has it where it is true or false."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def duration(seconds: float) -> str:

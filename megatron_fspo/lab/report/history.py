@@ -138,20 +138,14 @@ def read_records(folder: Path) -> Records:
     A file above 32 MiB (500 steps with 1,024 sequences each) is read in part: so many bytes of steps, evenly
     over the run, the last step among them.
     """
-    types = {
-        "step": np.int64,
-        "length": np.int64,
-        "log_ratio_sum": np.float64,
-        "advantage": np.float64,
-        "clipped": np.bool_,
-        "out_of_band": np.bool_,
-        "ratio": np.float64,
+    types = {"step": np.int64, "length": np.int64, "clipped": np.bool_, "out_of_band": np.bool_}
+    columns: dict[str, list[Array]] = {
+        field.name: [np.zeros(0, types.get(field.name, np.float64))] for field in fields(Records)
     }
-    columns: dict[str, list[Array]] = {name: [np.zeros(0, dtype)] for name, dtype in types.items()}
     for row in _rows_over_run(folder / SEQUENCES):
-        size = len(row["length"])
-        for name, dtype in types.items():
-            columns[name].append(np.array([row["step"]] * size if name == "step" else row[name], dtype))
+        for name, arrays in columns.items():
+            values = [row["step"]] * len(row["length"]) if name == "step" else row[name]
+            arrays.append(np.array(values, arrays[0].dtype))
     everything = Records(**{name: np.concatenate(arrays) for name, arrays in columns.items()})
     return everything.select(np.isfinite(everything.log_ratio_sum) & (everything.length > 0))
 

@@ -5,7 +5,6 @@ Numbers come from ``figures``, drawings from ``pictures``, and the sentences abo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
@@ -16,22 +15,41 @@ from megatron_fspo import __version__
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.report import pictures
 from megatron_fspo.lab.report.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, Line, smoothing_window
-from megatron_fspo.lab.report.figures import (
-    TAIL,
-    WINDOW,
-    RunData,
-    band_at_end,
-    facts,
-    headlines,
-    phases,
-    read_run,
-)
+from megatron_fspo.lab.report.figures import TAIL, WINDOW, RunData, band_at_end, facts, headlines, phases
 from megatron_fspo.lab.report.history import History, Records, clip_rates, overall_rates, read_records
 from megatron_fspo.lab.report.samples import before_after
 from megatron_fspo.objective import ClipBand
 
 _NEWEST = 100
 """Rows of metrics in which the band that trackers draw is looked for."""
+_CURVES = (
+    ("clip_rate", "fspo/out_of_band", "outside", BLUE, "-"),
+    ("clip_rate", "fspo/clip_low", "clipped low", ORANGE, "-"),
+    ("clip_rate", "fspo/clip_high", "high", PURPLE, "-"),
+    ("clip_rate", "fspo/dual_clip_frac", "dual", GREEN, "-"),
+    ("clip_rate", "fspo/noise_clip_rate", "noise", GREY, "--"),
+    ("length_error", "fspo/lre_max", "max", ORANGE, "-"),
+    ("length_error", "fspo/lre_mean", "mean", BLUE, "-"),
+    ("length_error", "fspo/lre_null", "by chance", GREY, "--"),
+    ("spread", "fspo/sigma_hat", "σ̂", BLUE, "-"),
+    ("spread", "fspo/c_low", "c low", ORANGE, "--"),
+    ("spread", "fspo/c_high", "c high", PURPLE, ":"),
+    ("kl", "fspo/kl_k3", "", BLUE, "-"),
+    ("entropy", "actor/entropy", "", GREEN, "-"),
+    ("grad_norm", "actor/grad_norm/max", "max of step", ORANGE, "-"),
+    ("grad_norm", "actor/grad_norm", "mean", BLUE, "-"),
+    ("exponent", "fspo/exponent_fit", "fitted", BLUE, "-"),
+    ("exponent", "fspo/exponent", "of the band", ORANGE, "-"),
+)
+"""Picture, metric, label, colour and style of each line."""
+_SETTINGS = {"fspo/c_low", "fspo/c_high", "fspo/exponent"}
+_SMALL = {
+    "spread": "nats per √token",
+    "kl": "nats per token",
+    "entropy": "nats per token",
+    "grad_norm": "L2 norm",
+}
+"""Small picture → unit."""
 
 
 def write_report(folder: Path) -> Path:
@@ -40,11 +58,30 @@ def write_report(folder: Path) -> Path:
     Raises:
         InputError: the folder holds no run, or one without any step.
     """
-    data = read_run(folder)
-    config_text = (folder / "config.toml").read_text(encoding="utf-8")
+    data = RunData(folder)
+    tail, last, band = data.records.tail(TAIL, WINDOW), data.records.tail(0.0, 1), data.band()
+    svgs = _learning(data.history) | _metrics(data) | (_by_length(tail, last, band) if len(last) else {})
+    text = template(Path(__file__).with_name("page.html")).render(
+        data=data,
+        config=data.config,
+        facts=facts(data),
+        spans=(_span(data.steps[:WINDOW]), _span(data.steps[-WINDOW:])),
+        headlines=list(headlines(data)),
+        # Ours, and without any text of the user's: the only thing here that is not escaped.
+        svgs={name: Markup(svg) for name, svg in svgs.items()},
+        smoothing=smoothing_window(len(data.steps)),
+        tail=tail,
+        by_length=clip_rates(tail) if len(tail) else [],
+        last=last,
+        beyond=np.sort(np.abs(last.log_ratio_sum[pictures.beyond(last, band)])),
+        phases=phases(data.history),
+        pairs=before_after(data.samples),
+        config_text=(folder / "config.toml").read_text(encoding="utf-8"),
+        version=__version__,
+    )
     page = folder / "report" / "index.html"
     page.parent.mkdir(exist_ok=True)
-    page.write_text(_render(data, config_text), encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
     return page
 
 
@@ -63,29 +100,6 @@ def _by_length(tail: Records, last: Records, band: ClipBand | None) -> dict[str,
         "rates_by_length": pictures.rates_by_length(clip_rates(tail), overall_rates(tail)),
         "scatter": pictures.scatter(last, band),
     }
-
-
-def _render(data: RunData, config_text: str) -> str:
-    tail, last, band = data.records.tail(TAIL, WINDOW), data.records.tail(0.0, 1), data.band()
-    svgs = _learning(data.history) | _clipping(data, tail, last, band) | _health(data)
-    return template(Path(__file__).with_name("page.html")).render(
-        data=data,
-        config=data.config,
-        facts=facts(data),
-        spans=(_span(data.steps[:WINDOW]), _span(data.steps[-WINDOW:])),
-        headlines=list(headlines(data)),
-        # Ours, and without any text of the user's: the only thing here that is not escaped.
-        svgs={name: Markup(svg) for name, svg in svgs.items()},
-        smoothing=smoothing_window(len(data.steps)),
-        tail=tail,
-        by_length=clip_rates(tail) if len(tail) else [],
-        last=last,
-        beyond=np.sort(np.abs(last.log_ratio_sum[pictures.beyond(last, band)])),
-        phases=phases(data.history),
-        answers=before_after(data.samples),
-        config_text=config_text,
-        version=__version__,
-    )
 
 
 def template(path: Path) -> jinja2.Template:
@@ -108,74 +122,29 @@ def _span(steps: list[int]) -> str:
 
 def _learning(history: History) -> dict[str, str]:
     rewards = [Line(series=history.series("critic/rewards/mean"), label="training", colour=BLUE)]
-    accuracy = history.evaluation()
-    if accuracy:
+    if accuracy := history.evaluation():
         label = f"evaluation, {accuracy.rsplit('/', 1)[-1]}"
         rewards.append(Line(series=history.series(accuracy), label=label, colour=ORANGE, marker="D"))
     svgs = {"reward": pictures.curves(rewards, "reward")}
-    mean, low, high, cut = (
-        history.series(f"response_length/{name}") for name in ("mean", "min", "max", "clip_ratio")
-    )
-    if mean:
-        svgs["response_length"] = pictures.response_length(mean, low, high, cut)
+    lengths = [history.series(f"response_length/{name}") for name in ("mean", "min", "max", "clip_ratio")]
+    if lengths[0]:
+        svgs["response_length"] = pictures.response_length(*lengths)
     return svgs
 
 
-def _clipping(data: RunData, tail: Records, last: Records, band: ClipBand | None) -> dict[str, str]:
-    svgs = {}
-    rates = _lines(
-        data.history,
-        ("fspo/out_of_band", "outside", BLUE, "-"),
-        ("fspo/clip_low", "clipped low", ORANGE, "-"),
-        ("fspo/clip_high", "high", PURPLE, "-"),
-        ("fspo/dual_clip_frac", "dual", GREEN, "-"),
-        ("fspo/noise_clip_rate", "noise", GREY, "--"),
-    )
-    if rates:
-        svgs["clip_rate"] = pictures.curves(rates, "share", share=True)
-    errors = _lines(
-        data.history,
-        ("fspo/lre_max", "max", ORANGE, "-"),
-        ("fspo/lre_mean", "mean", BLUE, "-"),
-        ("fspo/lre_null", "by chance", GREY, "--"),
-    )
-    if errors:
-        svgs["length_error"] = pictures.length_error(errors, data.lre)
-    return svgs | (_by_length(tail, last, band) if len(last) else {})
-
-
-def _health(data: RunData) -> dict[str, str]:
-    history = data.history
-    wanted = {
-        "spread": _lines(
-            history,
-            ("fspo/sigma_hat", "σ̂", BLUE, "-"),
-            held=(("fspo/c_low", "c low", ORANGE, "--"), ("fspo/c_high", "c high", PURPLE, ":")),
-        ),
-        "kl": _lines(history, ("fspo/kl_k3", "", BLUE, "-")),
-        "entropy": _lines(history, ("actor/entropy", "", GREEN, "-")),
-        "grad_norm": _lines(
-            history,
-            ("actor/grad_norm/max", "max of step", ORANGE, "-"),
-            ("actor/grad_norm", "mean", BLUE, "-"),
-        ),
-    }
-    units = {"spread": "nats per √token", "kl": "nats per token", "entropy": "nats per token"}
-    svgs = {
-        name: pictures.small(lines, units.get(name, "L2 norm")) for name, lines in wanted.items() if lines
-    }
-    held = (("fspo/exponent", "of the band", ORANGE, "-"),)
-    fits = _lines(history, ("fspo/exponent_fit", "fitted", BLUE, "-"), held=held)
-    measured = None if isinstance(data.exponent, str) else data.exponent
-    return svgs | ({"exponent": pictures.exponent(fits, measured)} if fits else {})
-
-
-def _lines(
-    history: History, *wanted: tuple[str, str, str, str], held: Sequence[tuple[str, str, str, str]] = ()
-) -> list[Line]:
-    """(metric, label, colour, style) each, the held ones last; those that the run has."""
-    lines = [
-        Line(series=history.series(name), label=label, colour=colour, style=style, held=number >= len(wanted))
-        for number, (name, label, colour, style) in enumerate((*wanted, *held))
-    ]
-    return [line for line in lines if line.series]
+def _metrics(data: RunData) -> dict[str, str]:
+    """The pictures of ``_CURVES``, as far as the run has their metrics."""
+    lines: dict[str, list[Line]] = {}
+    for picture, metric, label, colour, style in _CURVES:
+        if series := data.history.series(metric):
+            line = Line(series=series, label=label, colour=colour, style=style, held=metric in _SETTINGS)
+            lines.setdefault(picture, []).append(line)
+    svgs = {name: pictures.small(lines[name], unit) for name, unit in _SMALL.items() if name in lines}
+    if "clip_rate" in lines:
+        svgs["clip_rate"] = pictures.curves(lines["clip_rate"], "share", share=True)
+    if "length_error" in lines:
+        svgs["length_error"] = pictures.length_error(lines["length_error"], data.lre)
+    if "exponent" in lines:
+        measured = None if isinstance(data.exponent, str) else data.exponent
+        svgs["exponent"] = pictures.exponent(lines["exponent"], measured)
+    return svgs

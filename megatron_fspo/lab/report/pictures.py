@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from megatron_fspo.evaluation.intervals import wilson_interval
 from megatron_fspo.lab.report.drawing import (
@@ -26,8 +27,10 @@ from megatron_fspo.lab.report.drawing import (
     YELLOW,
     Line,
     legend,
+    length_axis,
     over_steps,
     picture,
+    share_axis,
     step_ticks,
 )
 from megatron_fspo.lab.report.history import Array, BinRates, Records, Series
@@ -45,39 +48,47 @@ def curves(figure: Figure, lines: Sequence[Line], y_label: str, *, share: bool =
     axes = figure.subplots()
     over_steps(axes, lines, y_label)
     if share:
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        share_axis(axes, y_label)
 
 
 @picture(4.6, 2.9)
 def response_length(figure: Figure, mean: Series, low: Series, high: Series, cut: Series) -> None:
     """Mean with the band from the shortest to the longest, and below it the share cut at the limit."""
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2.6, 1])
-    steps, bottom, top = _envelope(low, high)
+    # At most 300 steps: the extremes of each stretch.
+    count = len(low)
+    stretches = np.array_split(np.arange(count), min(300, count)) if count else []
+    steps = [low.steps[rows].mean() for rows in stretches]
+    bottom = [low.values[rows].min() for rows in stretches]
+    top = [high.values[rows].max() for rows in stretches]
     upper.fill_between(steps, bottom, top, color=BLUE, alpha=0.12, lw=0, label="shortest to longest")
     over_steps(upper, [Line(series=mean, label="mean", colour=BLUE)], "L (tokens)", x_label="")
     over_steps(lower, [Line(series=cut, label="", colour=ORANGE)], "cut")
-    lower.yaxis.set_major_formatter(PercentFormatter(1.0))
+    share_axis(lower, "cut")
     lower.yaxis.set_major_locator(MaxNLocator(3))
-    lower.set_ylim(bottom=0)
 
 
 @picture(4.6, 2.9)
 def rates_by_length(figure: Figure, bins: Sequence[BinRates], overall: BinRates) -> None:
     """Both clip rates per length bin with 95% intervals, and over all lengths as lines."""
     axes = figure.subplots()
-    _rates(axes, -0.1, [(b.out_of_band, b.records) for b in bins], overall.out_of_band, BLUE, "o", "outside")
-    label = "clipped, of those with A ≠ 0"
-    _rates(axes, 0.1, [(b.clipped, b.judged) for b in bins], overall.clipped, ORANGE, "s", label)
+    for shift, share, of, colour, marker, label in (
+        (-0.1, "out_of_band", "records", BLUE, "o", "outside"),
+        (0.1, "clipped", "judged", ORANGE, "s", "clipped, of those with A ≠ 0"),
+    ):
+        counted = [(at, getattr(one, share), getattr(one, of)) for at, one in enumerate(bins)]
+        if kept := [(at + shift, wilson_interval(rate, count)) for at, rate, count in counted if count]:
+            x, y = np.array([at for at, _ in kept]), np.array([one.value for _, one in kept])
+            reach = np.abs(np.array([(one.low, one.high) for _, one in kept]).T - y)
+            axes.errorbar(x, y, yerr=reach, fmt=marker, ms=4.5, lw=1.2, color=colour, label=label)
+            axes.axhline(getattr(overall, share), color=colour, ls="--", lw=1)
     labels = [f"{b.low}" if b.low == b.high else f"{b.low}–{b.high}" for b in bins]
     wide = max(map(len, labels)) > 5
     axes.set_xticks(range(len(bins)), labels, rotation=30 if wide else 0, ha="right" if wide else "center")
     axes.grid(visible=False, axis="x")
     axes.set_xlim(-0.6, len(bins) - 0.4)
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    share_axis(axes, "share of sequences")
     axes.set_xlabel("response length L (tokens)")
-    axes.set_ylabel("share of sequences")
     legend(axes)
 
 
@@ -160,25 +171,6 @@ def _scatter_limit(records: Records, band: ClipBand | None) -> float:
     return max(1.4 * edges.abs().max().item(), robust)
 
 
-def _rates(
-    axes: Axes,
-    shift: float,
-    rates: Sequence[tuple[float, int]],
-    overall: float,
-    colour: str,
-    marker: str,
-    label: str,
-) -> None:
-    """A (rate, count) per bin with its interval, and the overall rate; nothing where nothing was counted."""
-    kept = [(at, wilson_interval(rate, count)) for at, (rate, count) in enumerate(rates) if count]
-    if not kept:
-        return
-    x, y = np.array([at + shift for at, _ in kept]), np.array([one.value for _, one in kept])
-    reach = np.abs(np.array([(one.low, one.high) for _, one in kept]).T - y)
-    axes.errorbar(x, y, yerr=reach, fmt=marker, ms=4.5, lw=1.2, color=colour, label=label)
-    axes.axhline(overall, color=colour, ls="--", lw=1)
-
-
 @picture(3.0, 2.1)
 def small(figure: Figure, lines: Sequence[Line], y_label: str) -> None:
     """Draw one of the small pictures; a log axis where spikes would flatten the rest."""
@@ -202,30 +194,6 @@ def exponent(figure: Figure, lines: Sequence[Line], measured: Exponent | None) -
     axes.set_ylim(-0.25, 1.5)
 
 
-def _envelope(low: Series, high: Series) -> tuple[Array, Array, Array]:
-    """Steps, lower and upper edge, at most 300 of them: the extremes of each stretch."""
-    stretches = np.array_split(np.arange(len(low.steps)), min(300, max(1, len(low.steps))))
-    stretches = [rows for rows in stretches if len(rows)]
-    return (
-        np.array([low.steps[rows].mean() for rows in stretches]),
-        np.array([low.values[rows].min() for rows in stretches]),
-        np.array([high.values[rows].max() for rows in stretches]),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluations:
-    """Accuracy of one run on its first set."""
-
-    label: str
-    position: int
-    """Position of the run among those that are compared."""
-    series: Series
-    low: Series
-    """Ends of its interval; empty where the run has none."""
-    high: Series
-
-
 @dataclass(frozen=True, kw_only=True)
 class LengthCurve:
     """Rates of one run by length."""
@@ -243,18 +211,23 @@ def style_of(position: int) -> tuple[str, str, str]:
 
 
 @picture(4.6, 2.9)
-def evaluations(figure: Figure, runs: Sequence[Evaluations]) -> None:
-    """Accuracy over the steps, with intervals where there are any."""
+def evaluations(figure: Figure, runs: Sequence[tuple[int, str, Sequence[Series]]]) -> None:
+    """Accuracy over the steps, with intervals where there are any.
+
+    Args:
+        figure: empty.
+        runs: position among those that are compared, label, and accuracy with the ends of its interval.
+    """
     axes = figure.subplots()
-    span = max((one.series.steps.max() - one.series.steps.min() for one in runs), default=0) or 1
-    for curve in runs:
-        colour, style, marker = style_of(curve.position)
-        values = curve.series.values
-        at = curve.series.steps + 0.008 * span * curve.position  # none hides another
-        if curve.low and curve.high and len(curve.low.values) == len(curve.high.values) == len(values):
-            reach = np.stack([values - curve.low.values, curve.high.values - values]).clip(min=0.0)
+    span = max(series[0].steps.max() - series[0].steps.min() for _, _, series in runs) or 1
+    for position, label, (accuracy, low, high) in runs:
+        colour, style, marker = style_of(position)
+        values = accuracy.values
+        at = accuracy.steps + 0.008 * span * position  # none hides another
+        if low and high and len(low) == len(high) == len(values):
+            reach = np.stack([values - low.values, high.values - values]).clip(min=0.0)
             axes.errorbar(at, values, yerr=reach, fmt="none", ecolor=colour, elinewidth=1, capsize=2)
-        axes.plot(at, values, style, color=colour, marker=marker, ms=4.5, lw=1.4, label=curve.label)
+        axes.plot(at, values, style, color=colour, marker=marker, ms=4.5, lw=1.4, label=label)
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward")
     step_ticks(axes)
@@ -262,21 +235,32 @@ def evaluations(figure: Figure, runs: Sequence[Evaluations]) -> None:
 
 
 @picture(4.6, 2.9)
-def by_length(figure: Figure, runs: Sequence[LengthCurve]) -> None:
-    """Share outside the band by length, with 95% intervals."""
+def by_length(figure: Figure, runs: Sequence[LengthCurve], *, relative: bool = False) -> None:
+    """Share outside the band by length, with 95% intervals; relative: over the run's own share, which is one
+    scale for runs that clip unequally often."""
     axes = figure.subplots()
-    _by_length(axes, runs, relative=False)
-    axes.set_ylabel("outside the band")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-
-
-@picture(4.6, 2.9)
-def relative_by_length(figure: Figure, runs: Sequence[LengthCurve]) -> None:
-    """Share outside by length over the run's own share: one scale for runs that clip unequally often."""
-    axes = figure.subplots()
-    axes.axhline(1.0, color=EDGE, lw=1, ls="--")
-    _by_length(axes, runs, relative=True)
-    axes.set_ylabel("outside, over the run's own rate")
+    if relative:
+        axes.axhline(1.0, color=EDGE, lw=1, ls="--")
+    for position, curve in enumerate(runs):
+        scale = curve.overall if relative else 1.0
+        if not curve.bins or not scale > 0:
+            continue
+        colour, style, marker = style_of(position)
+        lengths = [(one.low * one.high) ** 0.5 for one in curve.bins]
+        estimates = [wilson_interval(one.out_of_band, one.records) for one in curve.bins]
+        rates = np.array([one.value for one in estimates])
+        reach = np.abs(np.array([(one.low, one.high) for one in estimates]).T - rates)
+        look: Any = {"ls": style, "marker": marker, "ms": 4.5, "lw": 1.4, "elinewidth": 1}
+        y, reach = rates / scale, reach / scale
+        axes.errorbar(lengths, y, yerr=reach, color=colour, label=curve.label, **look)
+    length_axis(axes)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    if relative:
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("outside, over the run's own rate")
+    else:
+        share_axis(axes, "outside the band")
+    legend(axes)
 
 
 @picture(4.6, 2.9)
@@ -291,33 +275,3 @@ def length_errors(figure: Figure, errors: Sequence[tuple[str, LengthReweightingE
     axes.set_ylim(bottom=0)
     axes.set_ylabel("pooled LRE")
     axes.grid(visible=False, axis="x")
-
-
-def _by_length(axes: Axes, runs: Sequence[LengthCurve], *, relative: bool) -> None:
-    for position, curve in enumerate(runs):
-        scale = curve.overall if relative else 1.0
-        if not curve.bins or not scale > 0:
-            continue
-        colour, style, marker = style_of(position)
-        lengths = [(one.low * one.high) ** 0.5 for one in curve.bins]
-        estimates = [wilson_interval(one.out_of_band, one.records) for one in curve.bins]
-        rates = np.array([one.value for one in estimates])
-        ends = np.array([(one.low, one.high) for one in estimates]).T
-        axes.errorbar(
-            lengths,
-            rates / scale,
-            yerr=np.abs(ends - rates) / scale,
-            color=colour,
-            ls=style,
-            marker=marker,
-            ms=4.5,
-            lw=1.4,
-            elinewidth=1,
-            label=curve.label,
-        )
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("response length L (tokens)")
-    legend(axes)

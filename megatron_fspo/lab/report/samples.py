@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -16,9 +16,8 @@ from megatron_fspo.evaluation.intervals import interval_of_means
 from megatron_fspo.lab.report.history import History
 from megatron_fspo.record.log import SAMPLES, read_rows, rows_from_end
 
-SHOWN = 10
-_PROMPT, _RESPONSE = 400, 900
-"""Characters shown, at most."""
+_MOST = {"prompt": 400, "response": 900}
+"""Characters shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,40 +32,17 @@ class AccuracyChange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A response as it is shown."""
-
-    response: str
-    reward: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A prompt, with its response in the first evaluation and in the last."""
+    """Rows of a prompt in the first evaluation and in the last, as long as they are shown."""
 
-    prompt: str
-    before: Answer
-    after: Answer
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
 
     @property
     def change(self) -> float:
         """Difference of the rewards."""
-        return self.after.reward - self.before.reward
-
-
-@dataclass(frozen=True, kw_only=True)
-class BeforeAfter:
-    """Responses of two evaluations to the same prompts."""
-
-    first: int
-    """Step of the first evaluation."""
-    last: int
-    kept: int
-    """Responses that both evaluations kept, those not shown among them."""
-    better: int
-    """Responses with a higher reward in the last."""
-    worse: int
-    shown: list[Pair]
+        change: float = self.after["reward"] - self.before["reward"]
+        return change
 
 
 def first_and_last_samples(folder: Path, history: History) -> list[dict[str, Any]]:
@@ -96,15 +72,13 @@ def accuracy_change(history: History, samples: Sequence[Mapping[str, Any]]) -> A
     before, after = float(scores.values[0]), float(scores.values[-1])
     first, last = (_mean_rewards(samples, step) for step in (scores.steps[0], scores.steps[-1]))
     interval = None
-    if first.keys() == last.keys() and _is_mean(before, first) and _is_mean(after, last):
-        change = np.array([[last[prompt] - first[prompt]] for prompt in first])
-        (paired,) = interval_of_means({"change": change})
-        interval = (paired.low, paired.high)
+    if first and first.keys() == last.keys():
+        means = fmean(first.values()), fmean(last.values())
+        if np.allclose(means, (before, after), rtol=1e-9, atol=1e-9):  # every response was kept
+            change = np.array([[last[prompt] - first[prompt]] for prompt in first])
+            (paired,) = interval_of_means({"change": change})
+            interval = (paired.low, paired.high)
     return AccuracyChange(before=before, after=after, interval=interval)
-
-
-def _is_mean(score: float, kept: Mapping[Any, float]) -> bool:
-    return bool(kept) and math.isclose(fmean(kept.values()), score, abs_tol=1e-9)
 
 
 def _mean_rewards(rows: Sequence[Mapping[str, Any]], step: int) -> dict[tuple[str, str], float]:
@@ -116,10 +90,10 @@ def _mean_rewards(rows: Sequence[Mapping[str, Any]], step: int) -> dict[tuple[st
     return {prompt: fmean(rewards) for prompt, rewards in scores.items()}
 
 
-def before_after(rows: Sequence[Mapping[str, Any]]) -> BeforeAfter | None:
-    """The responses of the first and the last evaluation to the same prompts; None where there are no two.
+def before_after(rows: Sequence[Mapping[str, Any]]) -> list[Pair]:
+    """The responses of the first and the last evaluation to the same prompts; none where there are no two.
 
-    Shown is one for each prompt before a prompt comes again: those whose reward changed before others, and in
+    There is one for each prompt before a prompt comes again: those whose reward changed before others, and in
     the order of the evaluation. Nothing is drawn by chance.
 
     Args:
@@ -127,41 +101,24 @@ def before_after(rows: Sequence[Mapping[str, Any]]) -> BeforeAfter | None:
     """
     steps = sorted({row["step"] for row in rows})
     if len(steps) < 2:
-        return None
+        return []
     first, last = (_numbered(row for row in rows if row["step"] == step) for step in (steps[0], steps[-1]))
-    pairs = {key: _pair(first[key], last[key]) for key in first if key in last}
-    if not pairs:
-        return None
+    pairs = {key: Pair(before=first[key], after=last[key]) for key in first if key in last}
     order = sorted(pairs, key=lambda key: (pairs[key].change == 0, key[1]))  # stable: else as they came
     firsts = set({prompt: (prompt, number) for prompt, number in reversed(order)}.values())
     order.sort(key=lambda key: key not in firsts)
-    return BeforeAfter(
-        first=steps[0],
-        last=steps[-1],
-        kept=len(pairs),
-        better=sum(pair.change > 0 for pair in pairs.values()),
-        worse=sum(pair.change < 0 for pair in pairs.values()),
-        shown=[pairs[key] for key in order[:SHOWN]],
-    )
+    return [pairs[key] for key in order]
 
 
 def _numbered(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], Mapping[str, Any]]:
-    """Prompt and number of the response to it → row."""
+    """Prompt and number of the response to it → row, with its texts shortened."""
     numbered: dict[tuple[str, int], Mapping[str, Any]] = {}
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     for row in rows:
-        number = seen.get(row["prompt"], 0)
-        seen[row["prompt"]] = number + 1
-        numbered[row["prompt"], number] = row
+        texts = {name: shortened(row[name], most) for name, most in _MOST.items()}
+        numbered[row["prompt"], seen[row["prompt"]]] = {**row, **texts}
+        seen[row["prompt"]] += 1
     return numbered
-
-
-def _pair(before: Mapping[str, Any], after: Mapping[str, Any]) -> Pair:
-    answers = [
-        Answer(response=shortened(row["response"], _RESPONSE), reward=row["reward"])
-        for row in (before, after)
-    ]
-    return Pair(prompt=shortened(before["prompt"], _PROMPT), before=answers[0], after=answers[1])
 
 
 def shortened(text: str, most: int) -> str:

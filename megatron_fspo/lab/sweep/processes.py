@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +21,9 @@ from megatron_fspo.lab.explain.losses import factor_for, reach_of_sums
 from megatron_fspo.lab.report.history import History, Records, read_records, steady
 from megatron_fspo.lab.sweep.file import Planned, Sweep, config_of, planned
 
-Say = Callable[[str], None]
 
-
-def make(sweep: Sweep, say: Say) -> list[Path]:
-    """Make what is not there yet of a sweep; returns the folders of all its runs.
+def make(sweep: Sweep, say: Callable[[str], None]) -> None:
+    """Make what is not there yet of a sweep.
 
     Raises:
         InputError: a key of some run is wrong, or a run that is there was made with others. No run is begun
@@ -45,25 +42,6 @@ def make(sweep: Sweep, say: Say) -> list[Path]:
     if failed:
         lines = "; ".join(f"{name}: {problem}" for name, problem in failed.items())
         raise TrainingError(f"{len(failed)} of {len(runs)} runs failed: {lines}")
-    return [sweep.folder / run.name for run in runs]
-
-
-def is_made(config: Config) -> bool:
-    """Return True where the run is there with all its steps, its report included.
-
-    Raises:
-        InputError: it was begun with other keys.
-    """
-    folder = config.run_folder
-    if changes := config_changes(config):
-        raise InputError(
-            f"{folder} was made with other keys ({', '.join(changes)}): remove it, or give the sweep another "
-            "folder"
-        )
-    if not (folder / "report" / "index.html").exists():
-        return False
-    steps = History(folder).series("critic/rewards/mean").steps
-    return len(steps) > 0 and int(steps[-1]) >= config.run.steps
 
 
 def matched_loss(config: Config, records: Records) -> dict[str, Any]:
@@ -85,11 +63,14 @@ def matched_loss(config: Config, records: Records) -> dict[str, Any]:
 
 
 class _Processes:
-    def __init__(self, sweep: Sweep, say: Say, total: int) -> None:
+    def __init__(self, sweep: Sweep, say: Callable[[str], None], total: int) -> None:
         self._sweep, self._say, self._total = sweep, say, total
         self._done, self._made, self._began = 0, 0, time.monotonic()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._stopping = False
+        # The share of the cores of a run, unless the user has said.
+        threads = max(1, (os.cpu_count() or 1) // (sweep.jobs * sweep.nproc))
+        self._environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
 
     def make(self, runs: Sequence[Planned]) -> dict[str, str]:
         """Name → the end of the log of each that failed."""
@@ -114,11 +95,22 @@ class _Processes:
     def _run(self, run: Planned) -> str | None:
         """Make one run; returns None, or why it failed."""
         sweep = self._sweep
-        config, files = config_of(sweep, run, self._loss(run))
-        if is_made(config):
-            self._done += 1
-            self._say(f"[{self._done}/{self._total}] {run.name}: is there already")
-            return None
+        loss = None
+        if sweep.match not in (None, run.arm):
+            model = sweep.folder / f"{sweep.match}-{run.seed}"
+            loss = matched_loss(config_of(sweep, run)[0], steady(read_records(model), History(model)))
+        config, files = config_of(sweep, run, loss)
+        if changes := config_changes(config):
+            raise InputError(
+                f"{config.run_folder} was made with other keys ({', '.join(changes)}): remove it, or give "
+                "the sweep another folder"
+            )
+        if (config.run_folder / "report" / "index.html").exists():  # the last that a run makes
+            steps = History(config.run_folder).series("critic/rewards/mean").steps
+            if len(steps) and steps[-1] >= config.run.steps:
+                self._done += 1
+                self._say(f"[{self._done}/{self._total}] {run.name}: is there already")
+                return None
         if self._stopping:
             return "was not begun"
         words = [word for file in files for word in ("--config", str(file))]
@@ -129,45 +121,24 @@ class _Processes:
         with log.open("wb") as output:
             # Where one runs at a time, its lines are shown as they come.
             out = None if sweep.jobs == 1 else output
-            process = subprocess.Popen(command, stdout=out, stderr=out, env=_environment(sweep))
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=self._environment)
             self._running[run.name] = process
             status = process.wait()
         del self._running[run.name]
-        if status and log.stat().st_size:
-            lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-            last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-            return f"exit status {status}: {last} ({log})"
         if status:
-            return "see above"
+            text = log.read_text(encoding="utf-8", errors="replace").strip()
+            return f"exit status {status}: {text.splitlines()[-1].strip()} ({log})" if text else "see above"
         self._done, self._made = self._done + 1, self._made + 1
         left = (time.monotonic() - self._began) / self._made * (self._total - self._done)
         more = f", about {left:.0f} s left" if left else ""
         self._say(f"[{self._done}/{self._total}] {run.name}: {time.monotonic() - began:.0f} s{more}")
         return None
 
-    def _loss(self, run: Planned) -> Mapping[str, Any] | None:
-        """The loss section of an arm that is matched; None for others."""
-        sweep = self._sweep
-        if sweep.match in (None, run.arm):
-            return None
-        model = sweep.folder / f"{sweep.match}-{run.seed}"
-        return matched_loss(config_of(sweep, run)[0], steady(read_records(model), History(model)))
-
-
-def _environment(sweep: Sweep) -> dict[str, str]:
-    """The environment of a run, with its share of the cores unless the user has said."""
-    threads = max(1, (os.cpu_count() or 1) // (sweep.jobs * sweep.nproc))
-    return {"OMP_NUM_THREADS": str(threads), **os.environ}
-
 
 @contextmanager
 def _term_is_interrupt() -> Iterator[None]:
     """SIGTERM ends a sweep as Ctrl-C does."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -51,33 +51,19 @@ def summarize(sweep: Sweep) -> dict[str, Any]:
     for run in runs:
         numbers = {k: v for k, v in run.items() if isinstance(v, float) and math.isfinite(v)}
         by_arm[run["arm"]].append(numbers)
-    means = {
-        arm: {
-            name: mean_over_seeds([run[name] for run in mine])
-            for name in mine[0]
-            if all(name in run for run in mine)
-        }
+    arms = {
+        arm: {name: mean_over_seeds([run[name] for run in mine]) for name in _in_all(mine)}
         for arm, mine in by_arm.items()
     }
-    summary: dict[str, Any] = {"runs": runs, "arms": means}
+    summary: dict[str, Any] = {"runs": runs, "arms": arms}
     if sweep.match is not None:
-        summary["differences"] = {
-            arm: _differences(mine, by_arm[sweep.match]) for arm, mine in by_arm.items() if arm != sweep.match
-        }
+        models = by_arm.pop(sweep.match)
+        summary["differences"] = {arm: _differences(mine, models) for arm, mine in by_arm.items()}
     return summary
 
 
-def _accuracy(folder: Path) -> dict[str, Any]:
-    """Accuracy in the first and the last evaluation; empty for a run with fewer than two."""
-    history = History(folder)
-    if (change := accuracy_change(history, first_and_last_samples(folder, history))) is None:
-        return {}
-    return {
-        "accuracy_before": change.before,
-        "accuracy_after": change.after,
-        "accuracy_change": change.after - change.before,
-        **({} if change.interval is None else {"accuracy_change_interval": change.interval}),
-    }
+def _in_all(runs: Sequence[Mapping[str, float]]) -> list[str]:
+    return [name for name in runs[0] if all(name in run for run in runs)]
 
 
 def compared(sweep: Sweep, run: Planned) -> Records:
@@ -91,10 +77,10 @@ def compared(sweep: Sweep, run: Planned) -> Records:
 
 def figures(folder: Path, records: Records) -> dict[str, Any]:
     """The figures of one run; those of clipping are over ``records``."""
-    series = History(folder).series
-    reward, length = series("critic/rewards/mean"), series("response_length/mean")
+    history = History(folder)
+    reward, length = history.series("critic/rewards/mean"), history.series("response_length/mean")
     lre, rates = pooled_lre(records), overall_rates(records)
-    return {
+    found = {
         "records": len(records),
         "out_of_band": rates.out_of_band,
         "lre_mean": lre.mean,
@@ -107,13 +93,19 @@ def figures(folder: Path, records: Records) -> dict[str, Any]:
         "by_length": [
             {"low": one.low, "high": one.high, "out_of_band": 1 - one.accepted_rate} for one in lre.bins
         ],
-        "exponent": series("fspo/exponent").last(1),
+        "exponent": history.series("fspo/exponent").last(1),
         "reward_first": reward.first(_STEPS),
         "reward_last": reward.last(_STEPS),
         "length_first": length.first(_STEPS),
         "length_last": length.last(_STEPS),
-        **_accuracy(folder),
     }
+    # None with fewer than two evaluations.
+    if (change := accuracy_change(history, first_and_last_samples(folder, history))) is not None:
+        found["accuracy_before"], found["accuracy_after"] = change.before, change.after
+        found["accuracy_change"] = change.after - change.before
+        if change.interval is not None:
+            found["accuracy_change_interval"] = change.interval
+    return found
 
 
 def table(summary: Mapping[str, Any], match: str | None) -> str:
@@ -146,9 +138,8 @@ def _differences(
     runs: Sequence[Mapping[str, float]], models: Sequence[Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
     differences: dict[str, dict[str, float]] = {}
-    for name in runs[0]:
-        if all(name in run for run in (*runs, *models)):
-            values = [run[name] - model[name] for run, model in zip(runs, models, strict=True)]
-            above = sum(value > 0 for value in values)
-            differences[name] = mean_over_seeds(values) | {"above": above, "seeds": len(values)}
+    for name in _in_all([*runs, *models]):
+        values = [run[name] - model[name] for run, model in zip(runs, models, strict=True)]
+        above = sum(value > 0 for value in values)
+        differences[name] = mean_over_seeds(values) | {"above": above, "seeds": len(values)}
     return differences
