@@ -48,6 +48,10 @@ class Attempts:
             self._problems.append(str(error))
         return None
 
+    def wrong(self, *problems: str) -> None:
+        """Add problems that were found without a check that raises."""
+        self._problems += problems
+
     def end(self) -> None:
         """``InputErrors`` if anything was wrong."""
         if self._problems:

@@ -43,7 +43,9 @@ def test_nproc(given: str | None, seconds: int, monkeypatch: pytest.MonkeyPatch,
     assert launched.training_script == "megatron_fspo" and launched.training_script_args == ["train", *config]
 
 
-def start_script(folder: Path, *words: str, **given: str) -> subprocess.CompletedProcess[str]:
+def start_script(
+    folder: Path, *words: str, script: str = SCRIPT, **given: str
+) -> subprocess.CompletedProcess[str]:
     """Run the script with an interpreter that writes its arguments to ``log``, a line per call."""
     python = folder / "python"
     python.write_text(f'#!/bin/sh\necho "$@" >> {folder / "log"}\n')
@@ -51,7 +53,7 @@ def start_script(folder: Path, *words: str, **given: str) -> subprocess.Complete
     env = environment(PYTHON=str(python), **given)
     for name in {NAME, "NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"} - set(given):
         env.pop(name, None)
-    return subprocess.run(["bash", SCRIPT, *words], cwd=REPO, env=env, capture_output=True, text=True)
+    return subprocess.run(["bash", script, *words], cwd=REPO, env=env, capture_output=True, text=True)
 
 
 def calls(folder: Path) -> list[list[str]]:
@@ -98,23 +100,20 @@ def test_what_the_script_lacks_is_named(given: dict[str, str], name: str, tmp_pa
 
 
 def test_the_other_models_script_is_the_first_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python, log = tmp_path / "python", tmp_path / "log"
-    python.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {log}\n')
-    python.chmod(0o755)
     other = str(REPO / "examples/run_fspo_qwen3_1_7b.sh")
-    env = environment(PYTHON=str(python), NPROC="4")
-    subprocess.run(["bash", other, "--run.steps", "3"], cwd=tmp_path, env=env, check=True)
-    launched = parse_args(log.read_text().splitlines()[2:])
     layer = ["--config", str(REPO / "examples/qwen3_1_7b/run.toml")]
+    start_script(tmp_path, "--run.steps", "3", script=other, NPROC="4").check_returncode()
+    launched = parse_args(calls(tmp_path)[-1][2:])
     assert launched.training_script == str(REPO / SCRIPT) and launched.nproc_per_node == "4"
     assert launched.training_script_args == [*layer, "--run.steps", "3"]
 
-    monkeypatch.setattr("megatron_fspo.cli.main", lambda words: log.write_text(" ".join(words)))
+    found: list[list[str]] = []
+    monkeypatch.setattr("megatron_fspo.cli.main", found.append)
     monkeypatch.setattr(sys, "argv", [other, "--run.steps", "3"])
     with pytest.raises(SystemExit):
         runpy.run_path(other, run_name="__main__")
     base = ["--config", str(REPO / "examples/qwen3_8b/run.toml")]
-    assert log.read_text().split() == ["train", *base, *layer, "--run.steps", "3"]
+    assert found == [["train", *base, *layer, "--run.steps", "3"]]
 
 
 def test_the_script_names_a_port_in_use(tmp_path: Path) -> None:

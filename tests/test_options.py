@@ -15,11 +15,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_fspo.config import Config
-from megatron_fspo.config.correction import LengthFairGate, NoCorrection, SequenceMask
 from megatron_fspo.config.data import Data, DataSet
 from megatron_fspo.config.loading import describe_keys, legal_keys, load_config, save_config
 from megatron_fspo.errors import InputError
-from megatron_fspo.losses import FSPOLoss, GRPOLoss, RLOOLoss, loss_sections
+from megatron_fspo.losses import FSPOLoss, RLOOLoss, loss_sections
 
 REQUIRED: dict[str, Any] = {
     "run": {"steps": 3},
@@ -31,11 +30,6 @@ REQUIRED: dict[str, Any] = {
 LOSSES = {section.model_fields["name"].default: section for section in loss_sections()}
 NAMES = ", ".join(LOSSES)
 CORRECTIONS = ("none", "token_tis", "icepop", "sequence_tis", "sequence_mask", "length_fair_gate")
-
-
-def having(key: str) -> list[str]:
-    """Names of the losses with a key."""
-    return [name for name, section in LOSSES.items() if key in section.model_fields]
 
 
 @pytest.fixture
@@ -50,11 +44,12 @@ def complaint(path: Path, *overrides: str) -> str:
     """What the user is told, without the name of the file or flag in front."""
     with pytest.raises(InputError) as caught:
         load_config(path, overrides)
-    text = str(caught.value)
-    assert "\n" not in text
-    file = rf"{re.escape(str(path))}( \+ command line)?: "
-    flag = r"--[a-z][\w.:-]*: (?=unknown)|--(?=[\w.:]+ = )"
-    return re.sub(rf"^({file}|{flag})", "", text)
+    file, flag = (
+        rf"{re.escape(str(path))}( \+ command line)?: ",
+        r"--[a-z][\w.:-]*: (?=unknown)|--(?=[\w.:]+ = )",
+    )
+    assert "\n" not in str(caught.value)
+    return re.sub(rf"^({file}|{flag})", "", str(caught.value))
 
 
 def values(field: FieldInfo) -> st.SearchStrategy[Any]:
@@ -101,19 +96,13 @@ def tables(draw: st.DrawFn, *, weighted: bool) -> list[dict[str, Any]]:
 def trees(draw: st.DrawFn) -> dict[str, Any]:
     """Whole configurations; the keys that must agree with others stay as they are."""
     loss, correction = draw(st.sampled_from([*LOSSES])), draw(st.sampled_from(CORRECTIONS))
-    tied = {"run.name", "rollout.prompts", "rollout.max_response_tokens", "data.max_prompt_tokens"}
-    tied |= {"batch.mini_batches", "batch.max_tokens", "model.layers", "loss.name"}
-    tied |= {"parallel.sequence", "parallel.context", "parallel.virtual_pipeline"}
-    tied |= {"parallel.collective_seconds", "fp8.recipe", "loss.drift", "loss.c_dual", "loss.exponent"}
-    tied |= {"optimizer.lr", "optimizer.lr_min", "optimizer.lr_decay_steps"}
-    tied |= {"reward.also", "reward.url", "reward.overlong_tokens", "log.profile"}
-    tied |= {
-        "correction.name",
-        "rollout.top_p",
-        "rollout.old_log_probs",
-        "rollout.max_staleness",
-        "vllm.transfer",
-    }
+    tied = set(
+        "run.name rollout.prompts rollout.max_response_tokens data.max_prompt_tokens batch.mini_batches "
+        "batch.max_tokens model.layers loss.name parallel.sequence parallel.context fp8.recipe loss.drift "
+        "parallel.virtual_pipeline parallel.collective_seconds loss.c_dual loss.exponent optimizer.lr "
+        "optimizer.lr_min optimizer.lr_decay_steps reward.also reward.url reward.overlong_tokens log.profile "
+        "correction.name rollout.top_p rollout.old_log_probs rollout.max_staleness vllm.transfer".split()
+    )
     tree: dict[str, Any] = {section: dict(keys) for section, keys in REQUIRED.items()}
     tree["loss"], tree["correction"] = {"name": loss}, {"name": correction}
     for key, field, owner in legal_keys():
@@ -127,7 +116,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     return tree
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(tree=trees())
 def test_a_configuration_written_and_read_is_the_same(
     tree: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
@@ -152,6 +141,7 @@ def test_a_configuration_written_and_read_is_the_same(
         ("[data]\nchat_template = 'none'", [], "data.chat_template", None),
         ("[run]\nname = 'none'", [], "run.name", "none"),
         ("[run]\nname = 'x'", ["none"], "run.name", "none"),
+        ("[run]\nname = 12", [], "run.name", "12"),
     ],
 )
 def test_the_word_none(path: Path, text: str, words: list[str], key: str, value: object) -> None:
@@ -174,12 +164,6 @@ def test_a_write_cut_short_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         save_config(Config.model_validate(REQUIRED), path)
     assert path.read_text() == "old"
-
-
-def test_defaults_are_fspo(path: Path) -> None:
-    config = load_config(path)
-    assert config.loss == FSPOLoss() and config.correction == NoCorrection()
-    assert config.run_folder == Path("runs/fspo")
 
 
 def leaf(config: Config, key: str) -> Any:
@@ -207,18 +191,14 @@ def leaf(config: Config, key: str) -> Any:
         (["--run.folder", "2026"], "run.folder", Path("2026")),
         (["--data.validation", "1.50"], "data.validation", Path("1.50")),
         (["--run.steps", "7", "--run.steps", "8"], "run.steps", 8),
+        (["--loss.name", "rloo", "--loss.eps-low", "0.1"], "loss.eps_low", 0.1),
+        (["--correction.name", "sequence_mask", "--correction.low=0.25"], "correction.low", 0.25),
+        ([], "loss.name", "fspo"),
+        ([], "correction.name", "none"),
     ],
 )
 def test_overrides(path: Path, words: list[str], key: str, value: object) -> None:
     assert leaf(load_config(path, words), key) == value
-
-
-def test_an_override_may_change_loss_and_correction(path: Path) -> None:
-    assert load_config(path, ["--loss.name", "rloo", "--loss.eps-low", "0.1"]).loss == RLOOLoss(eps_low=0.1)
-    assert load_config(path, ["--loss.name=grpo"]).loss == GRPOLoss()
-    words = ["--correction.name", "sequence_mask", "--correction.low", "0.25"]
-    assert load_config(path, words).correction == SequenceMask(low=0.25)
-    assert load_config(path, ["--correction.name=length_fair_gate"]).correction == LengthFairGate()
 
 
 def layers(folder: Path, *texts: str) -> list[Path]:
@@ -280,12 +260,6 @@ def test_what_is_wrong_is_told_of_its_file(path: Path, texts: list[str], words: 
     assert str(caught.value).startswith(told.format(folder=path.parent))
 
 
-def test_numbers_in_the_file_may_name_a_run(path: Path) -> None:
-    path.write_text(tomli_w.dumps(REQUIRED | {"run": {"steps": 3, "name": 12}}))
-    assert load_config(path).run.name == "12"
-
-
-DRIFTS = "'none', 'given', 'measured', 'k3' or 'half_variance'"
 ENGINE = "fp8.recipe = tensorwise needs bfloat16 and layers of Transformer Engine on a GPU, not model."
 
 
@@ -296,59 +270,29 @@ ENGINE = "fp8.recipe = tensorwise needs bfloat16 and layers of Transformer Engin
         ("--loss.c-hihg 1", "unknown key loss.c_hihg; did you mean loss.c_high?"),
         ("--rolout.prompts 7", "unknown key rolout; did you mean rollout?"),
         ("--zzz.zzz 7", "unknown key zzz"),
-        (
-            "--loss.name fspo --loss.eps-low 0.1",
-            "unknown key loss.eps_low: with loss.name = fspo there is none",
-        ),
-        (
-            "--loss.name gspo --loss.c-low 0.1",
-            "unknown key loss.c_low: with loss.name = gspo there is none, it",
-        ),
+        ("--parallel.virtual-pipeline 2", "parallel.virtual_pipeline = 2 needs parallel.pipeline > 1"),
+        ("--loss.name fspo --loss.eps-low 0.1", "unknown key loss.eps_low: with loss.name = fspo"),
+        ("--loss.name gspo --loss.c-low 0.1", "unknown key loss.c_low: with loss.name = gspo"),
         ("--loss.name gpso", f"loss.name = 'gpso': must be one of {NAMES}"),
         ("--loss.name 3", f"loss.name = 3: must be one of {NAMES}"),
         ("--correction.name tis", f"correction.name = 'tis': must be one of {', '.join(CORRECTIONS)}"),
-        ("--correction.cap 2", "unknown key correction.cap: with correction.name = none there is none"),
+        ("--correction.cap 2", "unknown key correction.cap: with correction.name = none"),
         ("--correction.name token_tis --correction.cap 0.5", "correction.cap = 0.5: "),
-        (
-            "--correction.name token_tis --rollout.old-log-probs sampled",
-            "rollout.old_log_probs = sampled leaves nothing to correct for correction.name = token_tis",
-        ),
-        (
-            "--rollout.old-log-probs sampled --rollout.top-p 0.9",
-            "rollout.old_log_probs = sampled needs rollout.top_p = 1, not 0.9",
-        ),
-        (
-            "--correction.name sequence_mask --rollout.top-p 0.9",
-            "correction.name = sequence_mask needs rollout.top_p = 1, not 0.9",
-        ),
-        ("--loss.drift wild", f"loss.drift = 'wild': input should be {DRIFTS}"),
+        ("--correction.name token_tis --rollout.old-log-probs sampled", "rollout.old_log_probs = sampled"),
+        ("--rollout.old-log-probs sampled --rollout.top-p 0.9", "rollout.old_log_probs = sampled needs"),
+        ("--correction.name sequence_mask --rollout.top-p 0.9", "correction.name = sequence_mask needs"),
+        ("--loss.drift wild", "loss.drift = 'wild': input should be 'none', 'given', 'measured'"),
         ("--run.steps 0", "run.steps = 0: input should be greater than 0"),
         ("--run.steps many", "run.steps = 'many': input should be a valid integer"),
-        ("--rollout.samples 1", "rollout.samples = 1: input should be greater than or equal to 2"),
-        ("--rollout.top-p 1.01", "rollout.top_p = 1.01: input should be less than or equal to 1"),
-        ("--optimizer.beta1 1", "optimizer.beta1 = 1: input should be less than 1"),
         ("--optimizer.lr inf", "optimizer.lr = inf: input should be a finite number"),
-        ("--loss.drift-value nan", "loss.drift_value = nan: input should be a finite number"),
         ("--data.shuffle perhaps", "data.shuffle = 'perhaps': input should be a valid boolean"),
         ("--run.name a/b", "run.name = 'a/b': "),
         ("--run.name ..", "run.name = '..': "),
-        (
-            "--run.steps 0 --run.seed -1",
-            "run.seed = -1: input should be greater than or equal to 0 (and 1 more)",
-        ),
+        ("--run.steps 0 --run.seed -1", "run.seed = -1: input should be greater than or equal to 0 (and 1"),
         ("--rollout.prompts 9", "rollout.prompts = 9 is not a multiple of batch.mini_batches = 4"),
-        (
-            "--batch.max-tokens 1123",
-            "batch.max_tokens = 1123 is less than data.max_prompt_tokens + rollout.max_response_tokens = "
-            "1124",
-        ),
+        ("--batch.max-tokens 1123", "batch.max_tokens = 1123 is less than data.max_prompt_tokens + rollout."),
         ("--parallel.sequence true", "parallel.sequence = true needs parallel.tensor > 1"),
-        (
-            "--parallel.collective-seconds 0",
-            "parallel.collective_seconds = 0: input should be greater than 0",
-        ),
         ("--parallel.wait-seconds 1e9", "parallel.wait_seconds = 1000000000.0: input should be less than"),
-        ("--parallel.silence-seconds 0.5", "parallel.silence_seconds = 0.5: input should be greater than"),
         (
             "--rollout.engine vllm --parallel.collective-seconds 60",
             "parallel.collective_seconds = 60 is less than 180, which rollout.engine = vllm needs",
@@ -357,16 +301,16 @@ ENGINE = "fp8.recipe = tensorwise needs bfloat16 and layers of Transformer Engin
             "--model.backend cpu --model.layers transformer_engine",
             "model.layers = transformer_engine needs model.backend = cuda",
         ),
-        ("--fp8.recipe nonsense", "fp8.recipe = 'nonsense': input should be 'none', 'blockwise', 'mxfp8' or"),
         ("--fp8.recipe delayed", "fp8.recipe = 'delayed': delayed is not supported"),
         ("--fp8.recipe tensorwise", f"{ENGINE}dtype = float32"),
         ("--fp8.recipe tensorwise --model.dtype bfloat16 --model.layers local", f"{ENGINE}layers = local"),
         ("--fp8.recipe tensorwise --model.dtype bfloat16 --model.backend cpu", f"{ENGINE}backend = cpu"),
+        ("--log.profile [3,2]", "log = {'profile': [3, 2]}: profile = [3, 2]: the first step comes after"),
         ("--run.name", "--run.name needs a value"),
         ("--run.name --run.steps 7", "--run.name needs a value"),
-        ("steps 7", "unexpected argument 'steps': overrides look like --section.key value"),
-        ("--steps 7", "unexpected argument '--steps': overrides look like --section.key value"),
-        ("-run.steps 7", "unexpected argument '-run.steps': overrides look like --section.key value"),
+        ("steps 7", "unexpected argument 'steps'"),
+        ("--steps 7", "unexpected argument '--steps'"),
+        ("-run.steps 7", "unexpected argument '-run.steps'"),
     ],
 )
 def test_a_wrong_override_is_told_in_one_line(path: Path, words: str, told: str) -> None:
@@ -380,7 +324,6 @@ def test_a_wrong_override_is_told_in_one_line(path: Path, words: str, told: str)
         (b"", "run is missing (and 4 more)"),
         (b"run = 3", "run = 3: input should be a valid dictionary or instance of Run (and 4 more)"),
         (b"loss = 3", "run is missing (and 5 more)"),
-        (b"correction = 3", "run is missing (and 5 more)"),
         (b"\xff\xfe", "not TOML: 'utf-8' codec can't decode"),
         (None, "cannot be read: No such file or directory"),
     ],
@@ -400,16 +343,10 @@ def test_a_required_key_that_is_missing(path: Path, key: str) -> None:
     assert complaint(path) == f"unknown key {key}z; did you mean {key}? (and 1 more)"
 
 
-@pytest.mark.parametrize(
-    ("section", "told"),
-    [
-        ("loss", "loss = 3: input should be a valid dictionary or object to extract fields from"),
-        ("run", "run = 3: input should be a valid dictionary or instance of Run"),
-    ],
-)
-def test_a_section_that_is_a_value(path: Path, section: str, told: str) -> None:
+@pytest.mark.parametrize("section", ["loss", "run"])
+def test_a_section_that_is_a_value(path: Path, section: str) -> None:
     path.write_text(tomli_w.dumps({section: 3} | {k: v for k, v in REQUIRED.items() if k != section}))
-    assert complaint(path) == told
+    assert complaint(path).startswith(f"{section} = 3: input should be a valid dictionary")
     assert complaint(path, f"--{section}.name", "x") == f"{section} is a section, not a value"
 
 
@@ -429,11 +366,10 @@ def test_the_reference_has_a_line_for_every_key() -> None:
     lines = describe_keys().splitlines()
     named = {line.split()[0].removeprefix("--").replace("-", "_") for line in lines}
     assert named == {key for key, _, _ in legal_keys()}
-    c_high = [line.split(" [")[1] for line in lines if "--loss.c-high " in line]
-    assert c_high == [
-        f"{name}] (default {LOSSES[name].model_fields['c_high'].default})" for name in having("c_high")
+    widths = {name: section.model_fields.get("c_high") for name, section in LOSSES.items()}
+    assert [line.split(" [")[1] for line in lines if "--loss.c-high " in line] == [
+        f"{name}] (default {field.default})" for name, field in widths.items() if field
     ]
-    (steps,) = [line for line in lines if "--run.steps " in line]
-    assert "(required)" in steps
+    assert ["(required)" in line for line in lines if "--run.steps " in line] == [True]
     (name,) = [line for line in lines if "--correction.name " in line]
-    assert "none, token_tis, icepop, sequence_tis, sequence_mask or length_fair_gate (default none)" in name
+    assert f"{', '.join(CORRECTIONS[:-1])} or {CORRECTIONS[-1]} (default none)" in name

@@ -21,7 +21,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         try:
-            return _checked(words)
+            return _main(words)
+        except KeyboardInterrupt:  # before a command began
+            print("megatron-fspo: interrupted", file=sys.stderr)
+            return 130
+        except ModuleNotFoundError as error:
+            if not doctor.is_required(error.name):
+                raise
+            if words[:1] == ["doctor"] and "verl" not in words:
+                findings = doctor.examine()
+                print(json.dumps(findings) if "--json" in words else doctor.render(findings))
+                return 0
+            print(f"megatron-fspo: {doctor.what_is_required(error.name)}", file=sys.stderr)
+            return 2
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -31,23 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there at exit
         return 141
-
-
-def _checked(words: list[str]) -> int:
-    try:
-        return _main(words)
-    except KeyboardInterrupt:  # before a command began
-        print("megatron-fspo: interrupted", file=sys.stderr)
-        return 130
-    except ModuleNotFoundError as error:
-        if not doctor.is_required(error.name):
-            raise
-        if words[:1] == ["doctor"] and "verl" not in words:
-            findings = doctor.examine()
-            print(json.dumps(findings) if "--json" in words else doctor.render(findings))
-            return 0
-        print(f"megatron-fspo: {doctor.what_is_required(error.name)}", file=sys.stderr)
-        return 2
 
 
 def _main(words: list[str]) -> int:

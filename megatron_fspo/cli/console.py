@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from megatron_fspo.errors import InputError, InputErrors, TrainingError
+from megatron_fspo.errors import InputError, TrainingError
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 """Errors that a person mends, not a programmer: no room, or no right to write."""
@@ -28,35 +28,22 @@ def exit_status(work: Callable[[], int], program: str) -> int:
     try:
         return work()
     except (InputError, TrainingError) as error:
-        _say(f"{program}: {error}")
+        say(f"{program}: {error}")
         return 2 if isinstance(error, InputError) else 1
     except OSError as error:
         if error.errno not in _DISK_ERRORS or error.filename is None:
             raise
-        _say(f"{program}: {error.filename}: {error.strerror}")
+        say(f"{program}: {error.filename}: {error.strerror}")
         return 1
     except KeyboardInterrupt:
-        _say(f"{program}: interrupted")
+        say(f"{program}: interrupted")
         return 130
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Print a line on stderr, of rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
-
-
-def each_line(work: Callable[[], int], program: str) -> int:
-    """Run ``work``; where it raises several errors at once, each goes to stderr in a line of its own.
-
-    Returns:
-        what ``work`` returned, or 2 after several errors. Others go on.
-    """
-    try:
-        return work()
-    except InputErrors as errors:
-        for problem in errors.problems:
-            _say(f"{program}: {problem}")
-        return 2
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -79,7 +66,7 @@ class OneLineParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        _say(f"{self.prog}: {message}; see {self.prog} --help")
+        say(f"{self.prog}: {message}; see {self.prog} --help")
         raise SystemExit(2)
 
 

@@ -11,33 +11,11 @@ if TYPE_CHECKING:
     from megatron_fspo.config import Config
 
 _PACKAGES = (
-    "torch",
-    "megatron-core",
-    "transformers",
-    "safetensors",
-    "transformer-engine",
-    "apex",
-    "vllm",
-    "wandb",
-    "tensorboard",
-    "sympy",
-)
+    "torch megatron-core transformers safetensors transformer-engine apex vllm wandb tensorboard sympy"
+).split()
+_ANY_RUN = "torch einops psutil numpy pydantic safetensors transformers tqdm httpx msgspec pyarrow".split()
 _MODULES = {
-    "": {
-        "torch": "torch",
-        "megatron-core": "megatron",
-        "einops": "einops",
-        "psutil": "psutil",
-        "numpy": "numpy",
-        "pydantic": "pydantic",
-        "safetensors": "safetensors",
-        "transformers": "transformers",
-        "tomli-w": "tomli_w",
-        "tqdm": "tqdm",
-        "httpx": "httpx",
-        "msgspec": "msgspec",
-        "pyarrow": "pyarrow",
-    },
+    "": {name: name for name in _ANY_RUN} | {"megatron-core": "megatron", "tomli-w": "tomli_w"},
     "lab": {"jinja2": "jinja2", "markupsafe": "markupsafe", "matplotlib": "matplotlib"},
     "math": {"math-verify": "math_verify", "sympy": "sympy"},
     "gym": {"reasoning-gym": "reasoning_gym"},
@@ -136,22 +114,17 @@ def examine(config: Config | None = None) -> dict[str, Any]:
     ]
     if not findings["packages"]["vllm"]:
         missing.append("optional: vllm, in an environment of its own, for rollout.engine = vllm")
+    # The library whose Adam a run on a GPU takes.
+    library = "Transformer Engine" if problem is None else "apex" if "amp_C" in apex_kernels else "torch"
     use = {
         "device": backend.device.type,
         "collectives": backend.collectives,
         "layers": backend.layers,
-        "optimizer": _optimizer(backend.device.type, problem is None, apex_kernels),
+        "optimizer": "torch" if not gpus else library,
         "apex kernels": apex_kernels,
     }
     engine = _engine(config) if problem is None and gpus else {}
     return findings | {"gpus": gpus, "use": use, "transformer engine": engine, "missing": missing}
-
-
-def _optimizer(device: str, engine: bool, apex_kernels: list[str]) -> str:
-    """The library whose Adam a run takes."""
-    if device == "cpu":
-        return "torch"
-    return "Transformer Engine" if engine else "apex" if "amp_C" in apex_kernels else "torch"
 
 
 def _engine(config: Config | None) -> dict[str, str]:
@@ -165,25 +138,23 @@ def _engine(config: Config | None) -> dict[str, str]:
     }
     for recipe, problem in engine.fp8_problems().items():
         facts[f"FP8 {recipe}"] = "runs" if problem is None else f"no: {problem}"
-    name, shapes = _shapes(config)
+    # What attention is asked for: by the run on one of its ranks; by default by Qwen3-8B.
+    name, shapes = "Qwen3-8B", {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_tokens": 16384}
+    if config is not None:
+        from megatron_fspo.weights import read_architecture
+
+        arch, tensor = read_architecture(config.model.checkpoint), config.parallel.tensor
+        name, shapes = (
+            "the run",
+            {
+                "num_heads": arch.num_heads // tensor,
+                "num_kv_heads": max(arch.num_kv_heads // tensor, 1),
+                "head_dim": arch.head_dim,
+                "max_tokens": config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+                "context": config.parallel.context,
+            },
+        )
     return {**facts, f"attention of {name}": engine.attention_backend(**shapes)}
-
-
-def _shapes(config: Config | None) -> tuple[str, dict[str, int]]:
-    """The shapes that attention is asked for: by the run on one of its ranks; by default by Qwen3-8B."""
-    if config is None:
-        return "Qwen3-8B", {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_tokens": 16384}
-    from megatron_fspo.weights import read_architecture
-
-    arch, tensor = read_architecture(config.model.checkpoint), config.parallel.tensor
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    return "the run", {
-        "num_heads": arch.num_heads // tensor,
-        "num_kv_heads": max(arch.num_kv_heads // tensor, 1),
-        "head_dim": arch.head_dim,
-        "max_tokens": longest,
-        "context": config.parallel.context,
-    }
 
 
 def render(findings: dict[str, Any]) -> str:

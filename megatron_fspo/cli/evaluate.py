@@ -124,7 +124,11 @@ def config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     if args.config is not None:
         config = load_config(args.config, words)
         if alike is not None and not any(word.startswith("--data.validation") for word in overrides):
-            config = _without_own_samples(config)
+            # One number given here holds for sets of the file, too, that have another.
+            sets = tuple(one.model_copy(update={"samples": None}) for one in config.data.validation_sets)
+            if sets != config.data.validation_sets:
+                data = config.data.model_copy(update={"validation": sets})
+                config = config.model_copy(update={"data": data})
     else:
         missing = [f"--{name}" for name in ("model", "data", "reward", "out") if not getattr(args, name)]
         if missing:
@@ -147,14 +151,6 @@ def _sets(files: Sequence[Path], samples: Sequence[int] | None) -> list[str]:
     own = [f", samples = {n}" for n in samples or ()] or [""] * len(files)
     tables = [f"{{file = {json.dumps(str(path))}{n}}}" for path, n in zip(files, own, strict=True)]
     return ["--data.validation", f"[{', '.join(tables)}]"] if tables else []
-
-
-def _without_own_samples(config: Config) -> Config:
-    """Let one number given on the command line hold for sets of the file too that have another."""
-    sets = tuple(one.model_copy(update={"samples": None}) for one in config.data.validation_sets)
-    if sets == config.data.validation_sets:
-        return config
-    return config.model_copy(update={"data": config.data.model_copy(update={"validation": sets})})
 
 
 def _of_flags(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from megatron_fspo.cli import command
 from megatron_fspo.cli.console import import_megatron
@@ -221,18 +221,15 @@ def add_doctor(commands: command.Commands) -> None:
 def run_doctor(args: argparse.Namespace, _: list[str]) -> int:
     """Print what is installed; with a trainer the exit status is 1 if FSPO is not registered there."""
     if args.trainer is not None:
-        return _doctor_verl(args)
+        from megatron_fspo.adapters.registered import verl_problem
+
+        why = verl_problem()
+        said = "verl has the policy loss fspo" if why is None else f"verl has no policy loss fspo: {why}"
+        findings: dict[str, Any] = {"trainer": "verl", "registered": why is None, "problem": why}
+        print(json.dumps(findings) if args.json else said)
+        return 0 if why is None else 1
     from megatron_fspo.cli.doctor import examine, render
 
     findings = examine(load_config(args.config, []) if args.config else None)
     print(json.dumps(findings) if args.json else render(findings))
     return 0
-
-
-def _doctor_verl(args: argparse.Namespace) -> int:
-    from megatron_fspo.adapters.registered import verl_problem
-
-    why = verl_problem()
-    said = "verl has the policy loss fspo" if why is None else f"verl has no policy loss fspo: {why}"
-    print(json.dumps({"trainer": "verl", "registered": why is None, "problem": why}) if args.json else said)
-    return 0 if why is None else 1

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_fspo.cli import command
-from megatron_fspo.cli.console import each_line, import_megatron
+from megatron_fspo.cli.console import import_megatron, say
 from megatron_fspo.cli.doctor import absent, what_is_required
 from megatron_fspo.config.loading import describe_keys, load_config
-from megatron_fspo.errors import TrainingError
+from megatron_fspo.errors import InputErrors, TrainingError
 
 _HELP = """\
 Train a policy with FSPO (or RLOO, GSPO, GRPO, DAPO, CISPO) from a Hugging Face checkpoint to a better one.
@@ -50,7 +50,12 @@ def add_train(commands: command.Commands) -> None:
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     """Train; the exit status is 143 where SIGTERM stopped the run."""
     if args.check:
-        return each_line(lambda: _check(args, overrides), "megatron-fspo")
+        try:
+            return _check(args, overrides)
+        except InputErrors as errors:
+            for problem in errors.problems:
+                say(f"megatron-fspo: {problem}")
+            return 2
     config = load_config(args.config, overrides)  # before the imports that take seconds
     import_megatron()
 

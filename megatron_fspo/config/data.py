@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -12,6 +12,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     Tag,
+    ValidationInfo,
     field_validator,
 )
 
@@ -109,13 +110,9 @@ def _check_sets(sets: tuple[DataSet, ...]) -> tuple[DataSet, ...]:
     return sets
 
 
-def _form(value: Any) -> str:
-    return "sets" if isinstance(value, list | tuple) else "file"
-
-
 Files = Annotated[
     Annotated[Path, Tag("file")] | Annotated[tuple[DataSet, ...], AfterValidator(_check_sets), Tag("sets")],
-    Discriminator(_form),
+    Discriminator(lambda value: "sets" if isinstance(value, list | tuple) else "file"),
 ]
 """A path, or one table for each of several files."""
 
@@ -157,19 +154,15 @@ class Data(Reading, _Files):
         """The evaluation sets; none, if ``validation`` is not given."""
         return () if self.validation is None else _as_sets(self.validation)
 
-    @field_validator("train")
+    @field_validator("train", "validation")
     @classmethod
-    def _is_sampled_alike(cls, files: Path | tuple[DataSet, ...]) -> Path | tuple[DataSet, ...]:
+    def _keys_fit_the_use(
+        cls, files: Path | tuple[DataSet, ...] | None, info: ValidationInfo
+    ) -> Path | tuple[DataSet, ...] | None:
         for one in files if isinstance(files, tuple) else ():
-            if one.samples is not None:
+            if info.field_name == "train" and one.samples is not None:
                 raise ValueError(f"{one.title} has samples: every training prompt has rollout.samples")
-        return files
-
-    @field_validator("validation")
-    @classmethod
-    def _is_not_weighted(cls, files: Path | tuple[DataSet, ...] | None) -> Path | tuple[DataSet, ...] | None:
-        for one in files if isinstance(files, tuple) else ():
-            if one.weight is not None:
+            if info.field_name == "validation" and one.weight is not None:
                 raise ValueError(f"{one.title} has a weight: every evaluation set is evaluated as a whole")
         return files
 

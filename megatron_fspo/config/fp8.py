@@ -49,11 +49,6 @@ class FP8(Section):
                 )
 
     @property
-    def scales_span_packs(self) -> bool:
-        """True if a token's log-prob depends on what else is in its pack, by more than the last digits."""
-        return self.recipe == "tensorwise"
-
-    @property
     def align(self) -> int:
         """Rows of a product come in multiples of this."""
         return _ALIGN[self.recipe]

@@ -35,7 +35,12 @@ def load_config(files: Path | Sequence[Path], overrides: Sequence[str] = ()) -> 
     origins: dict[str, str] = {}
     paths = [files] if isinstance(files, Path) else list(files)
     for path in paths:
-        layer = _read_file(path)
+        try:
+            layer = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}: not TOML: {error}") from None
         _lay_over(tree, layer)
         origins |= {f"{section}.{key}": str(path) for section, keys in layer.items()
                     for key in (keys if isinstance(keys, dict) else ())}  # fmt: skip
@@ -72,24 +77,13 @@ def make_config(
         wrong |= {key: line for key, line in _lines(error).items() if key not in wrong}
     if wrong:
         both = f"{source} + command line" if overrides else source
-        raise InputErrors([_with_origin(key, line, origin_of, source if "." in key else both)
-                           for key, line in wrong.items()])  # fmt: skip
+        lines = []
+        for key, line in wrong.items():  # with its file, or with the flag in place of the key
+            origin = origin_of.get(key.partition("[")[0], source if "." in key else both)
+            flag = origin.startswith("--") and line.startswith(key)
+            lines.append(f"--{line}" if flag else f"{origin}: {line}")
+        raise InputErrors(lines)
     return config
-
-
-def _with_origin(key: str, line: str, origin_of: Mapping[str, str], source: str) -> str:
-    """The complaint with its file, or with the flag in place of the key."""
-    origin = origin_of.get(key.partition("[")[0], source)
-    return f"--{line}" if origin.startswith("--") and line.startswith(key) else f"{origin}: {line}"
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not TOML: {error}") from None
 
 
 def _lay_over(tree: dict[str, Any], layer: dict[str, Any]) -> None:
@@ -145,7 +139,9 @@ def legal_keys() -> Iterator[tuple[str, FieldInfo, str]]:
         seen: set[str] = set()
         for model in variants:
             for key, leaf in model.model_fields.items():
-                shared = all(_same(leaf, other.model_fields.get(key)) for other in variants)
+                others = [other.model_fields.get(key) for other in variants]
+                same = (leaf.default, leaf.description)
+                shared = all(other and (other.default, other.description) == same for other in others)
                 if (key == "name" and len(variants) > 1) or (shared and key in seen):
                     continue
                 seen.add(key)
@@ -158,7 +154,9 @@ def describe_keys() -> str:
     """The reference of all keys, one line each, for ``--help``."""
     lines = []
     for key, field, variant in legal_keys():
-        default = "required" if field.is_required() else f"default {_show(field.default)}"
+        word = str(field.default)
+        word = "none" if field.default is None else word.lower() if isinstance(field.default, bool) else word
+        default = "required" if field.is_required() else f"default {word}"
         text = field.description or ""
         section, _, name = key.partition(".")
         if name == "name" and section in _UNIONS:
@@ -183,14 +181,6 @@ _UNIONS = tuple(section for section, field in Config.model_fields.items() if len
 
 def _variants(section: str) -> list[str]:
     return [str(model.model_fields["name"].default) for model in _models(Config.model_fields[section])]
-
-
-def _same(one: FieldInfo, other: FieldInfo | None) -> bool:
-    return other is not None and (one.default, one.description) == (other.default, other.description)
-
-
-def _show(value: object) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _parse_overrides(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -236,16 +226,12 @@ def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
     branch = tree.setdefault(section, {})
     # --reward.also.my_package.module:f 0.1: the rest is one key of a table.
     table, inner, entry = key.partition(".")
-    if inner and isinstance(branch, dict) and f"{section}.{table}" in _tables():
+    tables = {key for key, field, _ in legal_keys() if get_origin(field.annotation) is Mapping}
+    if inner and isinstance(branch, dict) and f"{section}.{table}" in tables:
         section, branch, key = f"{section}.{table}", branch.setdefault(table, {}), entry
     if not isinstance(branch, dict):
         raise InputError(f"{section} is a section, not a value")
     branch[key] = value
-
-
-def _tables() -> list[str]:
-    """Keys that are tables of their own, with names that a user gives."""
-    return [key for key, field, _ in legal_keys() if get_origin(field.annotation) is Mapping]
 
 
 def _take_words(tree: dict[str, Any]) -> dict[str, str]:
@@ -282,42 +268,25 @@ def _lines(error: ValidationError) -> dict[str, str]:
 
 
 def _line(details: Mapping[str, Any]) -> tuple[str, str]:
-    # A union's location carries the variant's tag (loss.fspo.c_low): the file does not.
     path = [str(part) for part in details["loc"]]
-    variant = ""
-    if path[:1] == ["data"] and len(path) > 2:
-        return _line_of_a_set(details, path)
-    if len(path) == 3 and path[0] in _UNIONS:
-        path, variant = [path[0], path[2]], path[1]
-    key = ".".join(path)
-    return key, _complaint(details, path, key, variant)
-
-
-def _line_of_a_set(details: Mapping[str, Any], path: list[str]) -> tuple[str, str]:
-    """Return the line, as :func:`_line`, of ``data.<files>.<form>``, a number and a key of that table."""
-    key = ".".join(path[:2]) + "".join(f"[{number}]" for number in path[3:4])
-    name = "".join(path[4:5])
-    full = f"{key}.{name}" if name else key
-    if details["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(name, DataSet.model_fields, n=1, cutoff=0.5)
-        return full, f"unknown key {full}{f'; did you mean {close[0]}?' if close else ''}"
-    return full, _complaint(details, [], full, "")
-
-
-def _complaint(details: Mapping[str, Any], path: list[str], key: str, variant: str) -> str:
-    if details["type"] == "extra_forbidden":
-        return f"unknown key {key}{_nearest(key, variant)}"
-    if details["type"] == "missing":
-        return f"{key} is missing"
+    kind, value, key, variant = details["type"], details["input"], ".".join(path), ""
     message: str = details["msg"].removeprefix("Value error, ")
-    if not key:
-        return message
-    value = details["input"]
-    if details["type"].startswith("union_tag"):
-        legal = ", ".join(_variants(path[0]))
+    if path[:1] == ["data"] and len(path) > 2:  # data.<files>.<form>, a number and a key of that table
+        key = ".".join([".".join(path[:2]) + "".join(f"[{number}]" for number in path[3:4]), *path[4:5]])
+        if kind == "extra_forbidden":
+            close = difflib.get_close_matches(path[-1], DataSet.model_fields, n=1, cutoff=0.5)
+            return key, f"unknown key {key}{f'; did you mean {close[0]}?' if close else ''}"
+    elif len(path) == 3 and path[0] in _UNIONS:
+        # A union's location carries the variant's tag (loss.fspo.c_low): the file does not.
+        key, variant = f"{path[0]}.{path[2]}", path[1]
+    if kind == "extra_forbidden":
+        return key, f"unknown key {key}{_nearest(key, variant)}"
+    if kind == "missing":
+        return key, f"{key} is missing"
+    if kind.startswith("union_tag") and key:
         name = value.get("name") if isinstance(value, dict) else value
-        return f"{key}.name = {name!r}: must be one of {legal}"
-    return f"{key} = {value!r}: {message[0].lower()}{message[1:]}"
+        return key, f"{key}.name = {name!r}: must be one of {', '.join(_variants(path[0]))}"
+    return key, f"{key} = {value!r}: {message[0].lower()}{message[1:]}" if key else message
 
 
 def _nearest(key: str, variant: str) -> str:

@@ -36,10 +36,8 @@ _POLL_SECONDS = 0.5
 def prove_same(config: Config, *, trains: bool = True, resume: str = "no") -> None:
     """Check that all ranks have the same configuration, data, tokenizer and versions. Collective.
 
-    Args:
-        config: of this rank.
-        trains: whether training prompts are read.
-        resume: what ``--resume`` says; it has to be the same, too.
+    Training prompts are looked at if it ``trains``; ``resume`` is what ``--resume`` says, which has to be the
+    same, too.
 
     Raises:
         InputError: on every rank; names the first thing that differs, and the ranks.
@@ -54,17 +52,18 @@ def prove_same(config: Config, *, trains: bool = True, resume: str = "no") -> No
 def prove_folder_is_shared(folder: Path, control: Control, nonce: str) -> None:
     """Check that all ranks see the lock file that the first rank made in the folder of the run. Collective.
 
-    Args:
-        folder: of the run.
-        control: of the job.
-        nonce: of the lock.
-
     Raises:
         InputError: on every rank; names the ranks that do not see it.
     """
     if dist.get_world_size() == 1:
         return
-    seen = _lock_appears(folder, nonce)
+    deadline, seen = time.monotonic() + VISIBLE_SECONDS, False
+    while not seen and time.monotonic() < deadline:
+        with suppress(OSError):
+            owner = read_owner(folder)
+            seen = owner is not None and owner.nonce == nonce
+        if not seen:
+            time.sleep(_POLL_SECONDS)
     control.meet("all ranks to look into the folder of the run")
     every = _gather((socket.gethostname(), str(Path.cwd()), seen))
     blind = [rank for rank, (_, _, seen) in enumerate(every) if not seen]
@@ -127,19 +126,6 @@ def _digest(paths: Sequence[Path]) -> str:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return f"SHA-256 {digest.hexdigest()[:16]}"
-
-
-def _lock_appears(folder: Path, nonce: str) -> bool:
-    """Wait for the lock file, not for long; returns whether it is there."""
-    deadline = time.monotonic() + VISIBLE_SECONDS
-    while True:
-        with suppress(OSError):
-            owner = read_owner(folder)
-            if owner is not None and owner.nonce == nonce:
-                return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
 
 
 def _gather(mine: Any) -> list[Any]:

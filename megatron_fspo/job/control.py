@@ -125,7 +125,8 @@ class JobControl(Control):
         self._thread.start()
 
     def tell(self, word: str) -> None:
-        key, store = self._next_word(), self._store
+        self._words += 1
+        key, store = f"word/{self._words}", self._store
 
         def say() -> bool:
             store.set(key, word)
@@ -137,7 +138,8 @@ class JobControl(Control):
         self._until(lambda: self._delete(key, f"{key}/heard", f"{key}/all"))
 
     def hear(self, what: str) -> str:
-        key, store = self._next_word(), self._store
+        self._words += 1
+        key, store = f"word/{self._words}", self._store
 
         def ask() -> str | None:
             if not store.check([key]):
@@ -224,10 +226,6 @@ class JobControl(Control):
         self._leaving = True
         self._requests.put(None)
         self._thread.join(_CLOSING_SECONDS)
-
-    def _next_word(self) -> str:
-        self._words += 1
-        return f"word/{self._words}"
 
     def _until(self, ask: Callable[[], T | None]) -> Future[T]:
         """Have the heartbeat call ``ask`` again and again; the result is its first one that is not None."""

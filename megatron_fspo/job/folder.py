@@ -26,14 +26,10 @@ def checkpoint_folder(config: Config, step: int) -> Path:
     return config.run_folder / "checkpoints" / f"step_{step:06d}"
 
 
-def checkpoints(config: Config) -> list[Path]:
-    """Complete checkpoints, oldest first. (One still being written has another name.)"""
-    return checkpoints_in(config.run_folder)
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Complete checkpoints of the run in ``folder``, oldest first."""
-    paths = (folder / "checkpoints").glob("step_*")
+def checkpoints(run: Config | Path) -> list[Path]:
+    """Complete checkpoints of a run, or of the one in a folder, oldest first. (One still being written has
+    another name.)"""
+    paths = ((run if isinstance(run, Path) else run.run_folder) / "checkpoints").glob("step_*")
     return sorted((path for path in paths if _CHECKPOINT.fullmatch(path.name)), key=_steps_of)
 
 
@@ -53,10 +49,11 @@ def remove_old_checkpoints(config: Config, *, good_step: int) -> dict[Path, str]
     """
     half = (config.run_folder / "checkpoints").glob("*.partial")
     good = newest_checkpoint(config, step=good_step)
+    every = config.checkpoint.milestones
     old = [
         path
         for path in checkpoints(config)[: -config.checkpoint.keep]
-        if path != good and not _is_milestone(path, config)
+        if path != good and (not every or _steps_of(path) % every)
     ]
     stays = {}
     for path in [*half, *old]:
@@ -77,11 +74,6 @@ def _steps_of(path: Path) -> int:
     return int(match[1])
 
 
-def _is_milestone(path: Path, config: Config) -> bool:
-    every = config.checkpoint.milestones
-    return bool(every) and _steps_of(path) % every == 0
-
-
 def checkpoints_to_resume(config: Config, resume: Resume, *, mine: Owner | None = None) -> list[Path]:
     """The checkpoints that the run may go on from, oldest first; none for one that starts.
 
@@ -97,7 +89,13 @@ def checkpoints_to_resume(config: Config, resume: Resume, *, mine: Owner | None 
     folder = config.run_folder
     check_not_held(folder, mine)
     if resume == "no":
-        if folder.exists() and any(path.name != LOCK for path in _entries(folder)):
+        try:
+            there = {path.name for path in folder.iterdir()} - {LOCK}
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise InputError(f"run.folder: {folder} cannot be read: {error.strerror}") from None
+        if there:
             raise InputError(
                 f"{folder} holds a run already: continue it with --resume, change run.name, or remove it"
             )
@@ -106,15 +104,6 @@ def checkpoints_to_resume(config: Config, resume: Resume, *, mine: Owner | None 
         raise InputError(f"--resume: there is no run in {folder}")
     # A run killed before its first checkpoint starts over: the same seed gives the same numbers.
     return checkpoints(config)
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise InputError(f"run.folder: {folder} cannot be read: {error.strerror}") from None
 
 
 def check_writable(folder: Path, *, key: str = "run.folder", probe: bool = False) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -114,7 +115,7 @@ class FolderLock:
     Args:
         folder: of the run; is made if it is not there.
         pause: is called between two looks at another's lock; may raise, to end the wait.
-        say: takes a line for the console.
+        say: takes a line for the console; by default it goes to stderr.
 
     Raises:
         InputError: another process lives and holds it, or the folder cannot be written.
@@ -125,9 +126,10 @@ class FolderLock:
         folder: Path,
         *,
         pause: Callable[[], object] = lambda: None,
-        say: Callable[[str], object] = lambda line: None,
+        say: Callable[[str], object] | None = None,
     ) -> None:
         self.owner = Owner.this_process()
+        say = say or (lambda line: print(f"megatron-fspo: {line}", file=sys.stderr, flush=True))
         self._path = folder / LOCK
         self._problem: str | None = None
         self._made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -197,18 +199,14 @@ def check_not_held(folder: Path, mine: Owner | None = None) -> None:
         raise _held(folder / LOCK, owner)
 
 
-def read_owner(folder: Path) -> Owner | None:
+def read_owner(folder: Path, name: str = LOCK) -> Owner | None:
     """The owner that the lock file of ``folder`` names; None while nothing is in it that can be read.
 
     Raises:
         FileNotFoundError: there is no lock.
     """
-    return _read(folder / LOCK)
-
-
-def _read(path: Path) -> Owner | None:
     try:
-        return Owner(**json.loads(path.read_text(encoding="utf-8")))
+        return Owner(**json.loads((folder / name).read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         return None
 
@@ -256,7 +254,7 @@ def _set_aside(path: Path, owner: Owner | None) -> bool:
         path.rename(aside)
     except FileNotFoundError:
         return False
-    if _read(aside) != owner:  # it is the lock of who was faster
+    if read_owner(aside.parent, aside.name) != owner:  # it is the lock of who was faster
         aside.rename(path)
         return False
     aside.unlink()

@@ -15,8 +15,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,15 +24,6 @@ RANKS = "ranks"
 """The folder, in that of the run."""
 ENDED, FAILED = "ended", "failed"
 """Phases of a rank that has left the job."""
-_PHASES = {
-    "gen": "sampling",
-    "old_log_prob": "old pass",
-    "ref": "reference pass",
-    "update_actor": "update",
-    "update_weights": "sync",
-    "save_checkpoint": "saving",
-}
-"""The names of phases in the log → words for people; others are their own."""
 _LISTED = 5
 """Ranges that a message lists at most."""
 
@@ -46,17 +37,6 @@ class Activity:
         self.phase = "between phases"
         self.progress = time.time()
         """When it last came further."""
-
-    @contextmanager
-    def during(self, name: str) -> Iterator[None]:
-        """Report a phase, by its name in the log, while it lasts."""
-        before, self.phase = self.phase, _PHASES.get(name, name)
-        self.progress = time.time()
-        try:
-            yield
-        finally:
-            self.phase = before
-            self.progress = time.time()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +67,7 @@ def status_writer(
 ) -> Callable[[], None]:
     """Return a function that writes the file of this rank; the first rank removes what a larger job left.
 
-    Args:
-        folder: of the run.
-        job: the nonce of its lock.
-        activity: of the main thread.
-        waits: says what the main thread waits for.
-        rank: of this process.
-        size: of the job.
+    ``job`` is the nonce of the lock of the run's folder; ``waits`` says what the main thread waits for.
     """
     if rank == 0:
         for path in (folder / RANKS).glob("*"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,7 +77,7 @@ def hold_run_folder(config: Config, control: Control, resume: Resume) -> Iterato
     path, lock = config.run_folder, None
     if dist.get_rank() == 0:
         with control.waiting("the lock of the folder of the run") as wait:
-            lock = FolderLock(path, pause=wait.check, say=_say)
+            lock = FolderLock(path, pause=wait.check)
     try:
         if lock is None:
             nonce, names = json.loads(control.hear("the folder of the run to be locked"))
@@ -99,7 +98,3 @@ def hold_run_folder(config: Config, control: Control, resume: Resume) -> Iterato
     finally:
         if lock is not None:
             lock.release()
-
-
-def _say(line: str) -> None:
-    print(f"megatron-fspo: {line}", file=sys.stderr, flush=True)

@@ -27,14 +27,8 @@ _POLL_SECONDS = 0.02
 def agree_on_start_id(store: Store, rank: int, size: int, *, seconds: float) -> str:
     """Return the id of this start, the same on all of its ranks and never used before, when all are there.
 
-    Args:
-        store: of the job.
-        rank: of this process.
-        size: of the job.
-        seconds: how long at most.
-
     Raises:
-        TrainingError: ranks did not come; the first rank names them.
+        TrainingError: ranks did not come within these seconds; the first rank names them.
     """
     return _give(store, size, seconds) if rank == 0 else _take(store, rank, seconds)
 

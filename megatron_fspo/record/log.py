@@ -35,6 +35,15 @@ PHASES = {
     "update_weights": "weights to the sampler",
 }
 """The phases of a step: names in the metrics → words, in their order."""
+_DOING = {
+    "gen": "sampling",
+    "old_log_prob": "old pass",
+    "ref": "reference pass",
+    "update_actor": "update",
+    "update_weights": "sync",
+    "save_checkpoint": "saving",
+}
+"""Names of phases → what a rank does then, for ``status``; others are their own."""
 REMIND = 20
 """Steps between two lines about a state that lasts."""
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
@@ -69,12 +78,19 @@ class RunLog:
             return
         more = [name for name in (JOBS, WARNINGS) if (self._folder / name).exists()]
         names = (METRICS, SEQUENCES, SAMPLES, *more)
-        sizes = {name: _size_up_to(self._folder / name, resume_step) for name in names}
+        sizes = dict.fromkeys(names, 0)
+        if resume_step is not None:  # the rows after this step are the last ones
+            for name in names:
+                ends = (end for end, row in _rows_from_end(self._folder / name) if row["step"] <= resume_step)
+                sizes[name] = next(ends, 0)
         missing = _missing_steps(self._folder / METRICS, resume_step)
         self._trackers = start_trackers(config, resume_step=resume_step)
         for name, size in sizes.items():
-            with _writing(self._folder / name) as path, path.open("ab") as file:
-                file.truncate(size)
+            try:
+                with (self._folder / name).open("ab") as file:
+                    file.truncate(size)
+            except OSError as error:
+                raise _unwritten(self._folder / name, error) from None
         self._warned = {row["title"] for row in read_rows(self._folder / WARNINGS)}
         if missing:
             text = f"{self._folder / METRICS} has no row of {len(missing)} steps: {ranges(missing)}"
@@ -184,8 +200,13 @@ class RunLog:
         # disable=None: no bar where standard error is not a terminal.
         disable = None if self._writer else True
         bar = tqdm(total=total, desc=f"{name:>14}", unit=unit, leave=False, disable=disable)
-        with bar, self.activity.during(name):
-            yield progress
+        before, self.activity.phase = self.activity.phase, _DOING.get(name, name)
+        self.activity.progress = time.time()
+        with bar:
+            try:
+                yield progress
+            finally:
+                self.activity.phase, self.activity.progress = before, time.time()
         seconds = time.perf_counter() - began
         timings[f"timing_s/{name}"] = timings.get(f"timing_s/{name}", 0.0) + seconds
 
@@ -199,11 +220,14 @@ class RunLog:
     def _append(self, name: str, row: Mapping[str, Any], *, sync: bool = False) -> None:
         if not self._writer:
             return
-        with _writing(self._folder / name) as path, path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
+        try:
+            with (self._folder / name).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise _unwritten(self._folder / name, error) from None
 
 
 def describe(step: int, steps: int, metrics: Mapping[str, float]) -> str:
@@ -284,13 +308,6 @@ def parse_row(line: bytes, where: object) -> dict[str, Any]:
     raise InputError(f"{where}: not a row of this trainer: mend the line, or remove it")
 
 
-def _size_up_to(path: Path, step: int | None) -> int:
-    """Bytes of the file without the rows after this step; they are the last ones."""
-    if step is None:
-        return 0
-    return next((end for end, row in _rows_from_end(path) if row["step"] <= step), 0)
-
-
 def _missing_steps(path: Path, step: int | None) -> list[int]:
     """The steps up to ``step`` without a row."""
     if not step:
@@ -306,12 +323,8 @@ def _missing_steps(path: Path, step: int | None) -> list[int]:
     return [one for one in range(1, step + 1) if one not in there]
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[Path]:
-    try:
-        yield path
-    except OSError as error:
-        raise TrainingError(
-            f"{path} cannot be written: {error.strerror}. The checkpoints of the run are whole: mend that, "
-            "then continue with --resume"
-        ) from None
+def _unwritten(path: Path, error: OSError) -> TrainingError:
+    return TrainingError(
+        f"{path} cannot be written: {error.strerror}. The checkpoints of the run are whole: mend that, "
+        "then continue with --resume"
+    )

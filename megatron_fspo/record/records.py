@@ -95,6 +95,11 @@ def clip_metrics(records: Sequence[SequenceRecord], *, seed: int, exponent: floa
             the trainer). What was dropped as not finite, and empty responses, count nowhere.
         seed: for the permutations behind the null floor of LRE.
         exponent: a of the band, and of σ̂.
+
+    Returns:
+        among them how evenly the sequences with an advantage carry the gradient, by their importance weights:
+        ``fspo/ess``, their effective sample size as a share of their number (clipped ones weigh 0), and
+        ``fspo/weight_max_share``, the largest one's part of their sum. Not with a token-level loss.
     """
     records = [r for r in records if r.counts]
     if not records:
@@ -122,26 +127,13 @@ def clip_metrics(records: Sequence[SequenceRecord], *, seed: int, exponent: floa
         "fspo/sigma_hat": sigma_of(records, exponent) or float("nan"),
         "fspo/exponent_fit": fit_exponent(sums, lengths),
     }
-    metrics |= weight_metrics(records)
+    weights = [r.ratio for r in decided]
+    if weights and None not in weights:
+        ratios = torch.tensor(weights, dtype=torch.float64)
+        total = ratios.sum().item()
+        metrics["fspo/ess"] = effective_sample_size(ratios)
+        metrics["fspo/weight_max_share"] = ratios.max().item() / total if total else math.nan
     for number, bin in enumerate(lre.bins):
         metrics[f"fspo/clip_rate/bin_{number}"] = 1 - bin.accepted_rate
         metrics[f"fspo/clip_rate/length_{number}"] = (bin.low + bin.high) / 2
     return metrics
-
-
-def weight_metrics(records: Sequence[SequenceRecord]) -> dict[str, float]:
-    """Measure how evenly the sequences with an advantage carry the gradient, by their importance weights.
-
-    Returns:
-        ``fspo/ess``, their effective sample size as a share of their number (clipped ones weigh 0), and
-        ``fspo/weight_max_share``, the largest one's part of their sum. Nothing with a token-level loss.
-    """
-    weights = [r.ratio for r in records if r.counts and r.advantage != 0]
-    if not weights or None in weights:
-        return {}
-    ratios = torch.tensor(weights, dtype=torch.float64)
-    total = ratios.sum().item()
-    return {
-        "fspo/ess": effective_sample_size(ratios),
-        "fspo/weight_max_share": ratios.max().item() / total if total else math.nan,
-    }

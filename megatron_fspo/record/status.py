@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.folder import checkpoints_in
+from megatron_fspo.job.folder import checkpoints
 from megatron_fspo.job.lock import LOCK, STALE_SECONDS, Owner, now_there, read_owner, refreshed
 from megatron_fspo.job.rank_status import ENDED, FAILED, RANKS, RankStatus, named_ranks, read_status
 from megatron_fspo.record.log import METRICS, describe, rows_from_end
@@ -128,17 +129,24 @@ def examine(folder: Path) -> RunStatus:
         now = now_there(folder)
     except OSError:  # nothing may be written there: our own clock
         now = time.time()
+    steps = None
+    with suppress(FileNotFoundError):
+        try:
+            steps = int(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["run"]["steps"])
+        except (ValueError, KeyError, TypeError) as error:
+            wrong = f"{folder / 'config.toml'} is not the configuration of a run: {error}"
+            raise InputError(wrong) from None
     alive = owner.lives() if owner is not None else None
     if locked and alive is None:
         alive = now - refreshed(folder / LOCK) < STALE_SECONDS
     row = next(rows_from_end(folder / METRICS), {})
-    newest = checkpoints_in(folder)
+    newest = checkpoints(folder)
     return RunStatus(
         folder=folder,
         owner=owner,
         alive=alive,
         step=row.get("step", 0),
-        steps=_steps(folder),
+        steps=steps,
         metrics=row,
         checkpoint=newest[-1].name if newest else None,
         ranks=_ranks(folder, owner, now),
@@ -193,13 +201,3 @@ def _ranks(folder: Path, owner: Owner | None, now: float) -> tuple[SeenRank, ...
     }
     size = max((one.status.size for one in ranks.values() if one.status), default=0)
     return tuple(ranks.get(rank, SeenRank(rank=rank, status=None)) for rank in range(size))
-
-
-def _steps(folder: Path) -> int | None:
-    try:
-        tree = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-        return int(tree["run"]["steps"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{folder / 'config.toml'} is not the configuration of a run: {error}") from None

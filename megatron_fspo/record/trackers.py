@@ -5,12 +5,12 @@ Both packages are optional, imported when the configuration asks for them, and o
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import secrets
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron_fspo.config import Config, Log
@@ -36,7 +36,10 @@ class WandbTracker:
         import wandb
 
         log, files = config.log, config.run_folder / "wandb"
-        new = not files.exists()
+        new, named = not files.exists(), files / _ID
+        if not (resuming and named.exists()):
+            files.mkdir(parents=True, exist_ok=True)
+            named.write_text(f"{secrets.token_hex(6)}\n", encoding="utf-8")
         try:
             self._run: Any = wandb.init(
                 entity=log.entity,
@@ -44,7 +47,7 @@ class WandbTracker:
                 name=config.run.name,
                 group=log.group,
                 tags=list(log.tags) or None,
-                id=_run_id(files, resuming=resuming),
+                id=named.read_text(encoding="utf-8").strip(),
                 resume="allow" if resuming else None,
                 mode="online" if log.wandb == "online" else "offline",
                 dir=str(config.run_folder),
@@ -118,28 +121,26 @@ def check_trackers(log: Log) -> None:
     key."""
     if os.environ.get("RANK", "0") != "0":
         return
-    if log.wandb != "off":
+    for key, value, module, off in (
+        ("log.wandb", log.wandb, "wandb", "off"),
+        ("log.tensorboard", str(log.tensorboard).lower(), "torch.utils.tensorboard", "false"),
+    ):
         try:
-            import wandb
+            if value != off:
+                importlib.import_module(module)
         except ImportError:
-            raise _not_installed(f"log.wandb = {log.wandb}", "wandb", "log.wandb = off") from None
-        if log.wandb == "online" and not wandb.login(prompt=False, verify=False):
+            raise InputError(
+                f"{key} = {value} needs the package {module.rpartition('.')[2]}, which is not installed: "
+                f"install it, or set {key} = {off}"
+            ) from None
+    if log.wandb == "online":
+        import wandb
+
+        if not wandb.login(prompt=False, verify=False):
             raise InputError(
                 "log.wandb = online, but wandb has no API key here: run `wandb login`, set WANDB_API_KEY, or "
                 "set log.wandb = offline"
             )
-    if log.tensorboard:
-        try:
-            import torch.utils.tensorboard  # noqa: F401
-        except ImportError:
-            wanted, other = "log.tensorboard = true", "log.tensorboard = false"
-            raise _not_installed(wanted, "tensorboard", other) from None
-
-
-def _not_installed(wanted: str, package: str, other: str) -> InputError:
-    return InputError(
-        f"{wanted} needs the package {package}, which is not installed: install it, or set {other}"
-    )
 
 
 def start_trackers(config: Config, *, resume_step: int | None) -> list[Tracker]:
@@ -154,14 +155,3 @@ def start_trackers(config: Config, *, resume_step: int | None) -> list[Tracker]:
     if config.log.tensorboard:
         trackers.append(TensorBoardTracker(config, after=resume_step))
     return trackers
-
-
-def _run_id(files: Path, *, resuming: bool) -> str:
-    """The id of the run whose wandb files are in ``files``, drawn if it has none."""
-    path = files / _ID
-    if resuming and path.exists():
-        return path.read_text(encoding="utf-8").strip()
-    run_id = secrets.token_hex(6)
-    files.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{run_id}\n", encoding="utf-8")
-    return run_id

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from megatron_fspo.config import Config
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import newest_checkpoint
 from megatron_fspo.mcore.nonfinite import suspects_of
-from megatron_fspo.parallel.groups import agreed
+from megatron_fspo.parallel.groups import agreed, means
+from megatron_fspo.rewards import tally
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.correction import correct, little_is_left
 from megatron_fspo.trainer.mismatch import FP8_LIMIT, LIMIT, MismatchAlarm, measure
@@ -28,7 +31,7 @@ from megatron_fspo.trainer.sampling import (
     add_advantages,
     collect_and_grade,
     response_text,
-    reward_metrics,
+    summed_over_all,
 )
 
 MOST_ENDED = 0.05
@@ -73,7 +76,11 @@ def roll_out(run: Training) -> tuple[Rollout, dict[str, float]]:
         metrics = sampling_metrics(sampled) | filled.metrics()
         if filled.unfilled:
             run.log.say(f"step {run.step + 1}: {filled}")
-    metrics |= reward_metrics(run.inputs, sampled)
+    totals = tally(run.inputs.config.reward, sampled.grades.values())
+    if totals:
+        table = torch.tensor(list(totals.values()), dtype=torch.float64)
+        summed = summed_over_all(table, run.inputs.backend.device).tolist()
+        metrics |= means({name: (total, count) for name, (total, count) in zip(totals, summed, strict=True)})
     if (ended := metrics.get("reward/timeout_rate", 0.0)) > MOST_ENDED:
         run.log.remind(
             "reward/timeout_rate",
@@ -91,11 +98,6 @@ def _responses(run: Training, batch: Batch) -> Rollout:
     with run.log.phase("gen", total, "response", run.timings) as progress:
         graded = collect_and_grade(run.inputs, run.groups, batch, progress, stops=True)
     return add_advantages(run.inputs, run.groups, graded)
-
-
-Round = Callable[[int, int], Rollout]
-"""``(number, prompts)`` → responses to so many further prompts, with their advantages. Numbers count from 1;
-the batch that the step began with is round 0. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,40 +145,30 @@ class Filled:
         return {f"rollout/dynamic/{name}": float(value) for name, value in numbers.items()}
 
 
-def fill(first: Rollout, further: Round, *, max_rounds: int) -> Filled:
+def fill(first: Rollout, further: Callable[[int, int], Rollout], *, max_rounds: int) -> Filled:
     """Sample further prompts until as many groups as the first round has have a spread. Collective.
 
     Args:
         first: the first round.
-        further: samples one further round.
+        further: ``(number, prompts)`` → responses to so many further prompts, with their advantages. Numbers
+            count from 1. Collective.
         max_rounds: at most, the first included. If they do not suffice, groups without spread stay in the
             batch: its size, and so N and the number of optimizer steps, is the same in every step.
     """
     size = len(first.prompts)
     rounds, full, sampled = [first], int(first.spread.sum()), size
     while full < size and len(rounds) < max_rounds:
-        count = prompts_to_ask(size - full, full, sampled, limit=size)
+        # As many as will give the missing ones, if spread is as frequent as so far.
+        count = min(size, -(-(size - full) * sampled // full)) if full else size
         rounds.append(further(len(rounds), count))
         full += int(rounds[-1].spread.sum())
         sampled += count
     together = join(rounds)
-    chosen = choose(together.spread.tolist(), size)
-    return Filled(batch=select(together, chosen), sampled=together, rounds=len(rounds))
-
-
-def prompts_to_ask(missing: int, full: int, sampled: int, *, limit: int) -> int:
-    """Return how many prompts will give ``missing`` groups with spread, if ``full`` of ``sampled`` did."""
-    return min(limit, -(-missing * sampled // full)) if full else limit
-
-
-def choose(spread: list[bool], size: int) -> list[int]:
-    """``size`` of the groups: the first ones with spread; if they are too few, also the first ones without.
-
-    Returns:
-        their numbers, ascending: those without are among the others and not in one mini-batch.
-    """
-    order = sorted(range(len(spread)), key=lambda group: not spread[group])
-    return sorted(order[:size])
+    spread = together.spread.tolist()
+    # The first ones with spread; if they are too few, also the first ones without: among the others, and not
+    # in one mini-batch.
+    chosen = sorted(range(sampled), key=lambda group: not spread[group])[:size]
+    return Filled(batch=select(together, sorted(chosen)), sampled=together, rounds=len(rounds))
 
 
 def check_spread(run: Training, sampled: Rollout) -> None:
@@ -203,7 +195,7 @@ def check_spread(run: Training, sampled: Rollout) -> None:
     else:
         what = f"no two of a prompt's {sampled.samples} rewards differ (they are {lowest:g} to {highest:g})"
     text = f"step {run.step + 1}: {what}: nothing to learn from (steps in a row: {count})"
-    run.log.warn("rewards without spread", "\n  ".join([text, *shown(run.inputs, sampled)]))
+    run.log.warn("rewards without spread", "\n  ".join([text, *_shown(run.inputs, sampled)]))
     limit = options.max_steps_without_spread
     if limit and count >= limit:
         good = newest_checkpoint(run.inputs.config, step=run.step + 1 - count)
@@ -215,22 +207,22 @@ def check_spread(run: Training, sampled: Rollout) -> None:
         )
 
 
-def shown(inputs: Inputs, rollout: Rollout) -> list[str]:
+def _shown(inputs: Inputs, rollout: Rollout) -> list[str]:
     """A line for each of a few responses that this rank holds, of as many prompts as there are."""
-    numbers = sorted(rollout.held, key=lambda number: (number % rollout.samples, number))[:_SHOWN]
-    return [
-        f"prompt {prompt.index} {_short(prompt.text)}: response {_short(text)}, "
-        f"answer {_short(prompt.answer)}, reward {rollout.rewards[number]:g}"
-        for number in numbers
-        for prompt in [rollout.prompts[number // rollout.samples]]
-        for text in [response_text(inputs, rollout.held[number])]
-    ]
 
+    def short(text: str) -> str:
+        """On one line, with its beginning and its end, where an answer is."""
+        half = _CHARACTERS // 2
+        return repr(text if len(text) <= _CHARACTERS else f"{text[:half]} … {text[-half:]}")
 
-def _short(text: str) -> str:
-    """On one line, with its beginning and its end, where an answer is."""
-    half = _CHARACTERS // 2
-    return repr(text if len(text) <= _CHARACTERS else f"{text[:half]} … {text[-half:]}")
+    found = []
+    for number in sorted(rollout.held, key=lambda number: (number % rollout.samples, number))[:_SHOWN]:
+        prompt, text = rollout.prompts[number // rollout.samples], response_text(inputs, rollout.held[number])
+        found.append(
+            f"prompt {prompt.index} {short(prompt.text)}: response {short(text)}, "
+            f"answer {short(prompt.answer)}, reward {rollout.rewards[number]:g}"
+        )
+    return found
 
 
 def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> Step:
@@ -252,6 +244,7 @@ def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> 
     if config.rollout.old_log_probs == "sampled":
         sampled = [batch.sampled_log_probs for batch in packs]
         step.packs = packs.with_columns(old_log_probs=sampled)
+        step.on_policy = False
     elif needs_old_pass(config):
         score_old(run, step)
     if run.reference is not None:
@@ -291,12 +284,14 @@ def score_old(run: Training, step: Step) -> None:
     alarmed, text = alarm.check(step.packs)
     if text is not None:
         run.log.warn("sampler and trainer differ", f"step {run.step + 1}: {text}")
+    step.metrics |= mismatch.metrics | alarmed
     rule = run.inputs.config.correction
-    step.packs, correction = correct(rule, step.packs, mismatch, groups=run.groups)
-    metrics = mismatch.metrics | alarmed | correction
-    if (text := little_is_left(rule, metrics)) is not None:
+    if rule.name == "none":
+        return
+    step.packs, corrected = correct(rule, step.packs, mismatch, groups=run.groups)
+    step.metrics |= corrected
+    if (text := little_is_left(rule, step.metrics)) is not None:
         run.log.remind("correction", run.step + 1, text)
-    step.metrics |= metrics
 
 
 def make_alarm(run: Training, responses: Rollout) -> MismatchAlarm:

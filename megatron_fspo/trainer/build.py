@@ -16,12 +16,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.config.loading import config_changes
 from megatron_fspo.data.cursor import PromptCursor, mixture
 from megatron_fspo.errors import InputError
-from megatron_fspo.job.folder import (
-    checkpoint_folder,
-    put_aside,
-    remove_old_checkpoints,
-    write_config,
-)
+from megatron_fspo.job.folder import checkpoint_folder, put_aside, remove_old_checkpoints, write_config
 from megatron_fspo.losses import LossState
 from megatron_fspo.mcore.checkpoint import Saving, begin_save, load_checkpoint
 from megatron_fspo.mcore.decode import Decoder
@@ -220,11 +215,8 @@ def _open_folder(
 ) -> RunLog:
     """The log of a run that can go on: the first rank writes into the folder from here on.
 
-    Args:
-        inputs: of the run.
-        step: of the checkpoint that the run goes on from; None for one that starts.
-        checkpoints: of the run, oldest first.
-        damaged: what is wrong with the newest of the checkpoints, newest first.
+    ``step`` is that of the checkpoint that the run goes on from; None for one that starts. Of the
+    ``checkpoints``, oldest first, ``damaged`` says what is wrong with the newest, newest first.
     """
     config = inputs.config
     if dist.get_rank() != 0:
@@ -286,22 +278,12 @@ def open_servers(inputs: Inputs, groups: ParallelGroups) -> Leader | None:
 
 
 def build_engine(inputs: Inputs, model: Model, servers: Leader | None, *others: Model) -> RolloutEngine:
-    """The sampler that ``rollout.engine`` names.
-
-    Args:
-        inputs: of the run.
-        model: what it samples from.
-        servers: of :func:`open_servers`.
-        others: models that only training needs.
-    """
-    if inputs.config.rollout.engine == "vllm":
-        return _build_vllm(inputs, model, servers, others)
-    decoder = Decoder(model.chunks, model.groups, vocab_size=inputs.arch.vocab_size)
-    return EmbeddedEngine(decoder, max_batch=inputs.config.rollout.max_batch)
-
-
-def _build_vllm(inputs: Inputs, model: Model, leader: Leader | None, others: Sequence[Model]) -> VLLMEngine:
+    """The sampler that ``rollout.engine`` names, of this model; ``others`` are models that only training
+    needs. ``servers`` are those of :func:`open_servers`."""
     vocab_size, options = inputs.arch.vocab_size, inputs.config.vllm
+    if inputs.config.rollout.engine == "embedded":
+        decoder = Decoder(model.chunks, model.groups, vocab_size=vocab_size)
+        return EmbeddedEngine(decoder, max_batch=inputs.config.rollout.max_batch)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         # Data and context parallel ranks hold the same weights: one copy of the model sends.
@@ -311,7 +293,7 @@ def _build_vllm(inputs: Inputs, model: Model, leader: Leader | None, others: Seq
     return VLLMEngine(
         Trainer(tensors=tensors, score=partial(canary_scores, model)),
         model.groups,
-        leader,
+        servers,
         canary_sequences=proof.canary_sequences(vocab_size, inputs.arch.max_position_embeddings),
         dtype=inputs.dtype,
         tolerance=options.canary_tolerance,

@@ -13,14 +13,11 @@ from dataclasses import replace
 from typing import assert_never
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.config.correction import (
-    CorrectionConfig,
     IcePop,
     LengthFairGate,
-    NoCorrection,
     SequenceMask,
     SequenceTIS,
     TokenTIS,
@@ -31,78 +28,77 @@ from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.trainer.mismatch import Mismatch, per_sample, token_deltas
 
+Rule = TokenTIS | IcePop | SequenceTIS | SequenceMask | LengthFairGate
 LEAST_LEFT = 0.5
 """Mean weight and effective sample size below which the user is warned."""
 
 
 def correct(
-    correction: CorrectionConfig, packs: Packs, mismatch: Mismatch, *, groups: ParallelGroups
+    correction: Rule, packs: Packs, mismatch: Mismatch, *, groups: ParallelGroups
 ) -> tuple[Packs, dict[str, float]]:
     """Micro-batches with ``rollout_weights``, and the metrics of the correction. Collective.
 
     What becomes of a response is decided on the job's first rank. (What becomes of a token is decided on the
     rank that holds it; of tensor-parallel ranks the head takes the first one's word.)
 
-    Args:
-        correction: the rule and its limits.
-        packs: this rank's, with the old log-probs that ``mismatch`` was measured with.
-        mismatch: Δ of all responses.
-        groups: of the job's layout.
-
-    Returns:
-        the metrics of :func:`correction_metrics`; none without a correction.
+    ``packs`` are this rank's, with the old log-probs that ``mismatch`` was measured with. The metrics are
+    those of :func:`correction_metrics`.
     """
-    if isinstance(correction, NoCorrection):
-        return packs, {}
     everyone = (groups.dp_cp, groups.tp, groups.pp)
     mismatch = replace(mismatch, sums=of_first_rank(mismatch.sums, *everyone))
     if isinstance(correction, TokenTIS | IcePop):
-        columns = _token_columns(correction, packs, mismatch, groups.dp_cp)
+
+        def rows(batch: MicroBatch) -> Tensor:
+            weight, acted = weights_of(correction, token_deltas(batch), batch.lengths)
+            return torch.stack([acted.double(), weight, weight.square()])
+
+        totals = per_sample(packs, rows, 3, len(mismatch.lengths), group=groups.dp_cp)
+        columns = torch.cat([totals, mismatch.lengths.double()[None]])
 
         def weights(batch: MicroBatch) -> Tensor:
-            return token_weights(correction, token_deltas(batch))[0]
+            return weights_of(correction, token_deltas(batch), batch.lengths)[0]
 
     else:
-        decisions = torch.stack(sequence_weights(correction, mismatch.sums, mismatch.lengths))
-        weight, acted = of_first_rank(decisions, *everyone)
+        weight, acted = weights_of(correction, mismatch.sums, mismatch.lengths)
+        weight, acted = of_first_rank(torch.stack([weight, acted.to(weight)]), *everyone)
         columns = torch.stack([acted, weight, weight.square(), torch.ones_like(weight)])
 
         def weights(batch: MicroBatch) -> Tensor:
             return _per_token(weight[batch.sample_index], batch)
 
-    corrected = [_with_weights(batch, weights(batch), mismatch.sums) for batch in packs]
+    old, weighted = [], []
+    for batch in packs:
+        assert batch.old_log_probs is not None
+        broken = _per_token(~mismatch.sums[batch.sample_index].isfinite(), batch)
+        old.append(torch.where(broken, math.nan, batch.old_log_probs))
+        weighted.append(torch.where(batch.mask, weights(batch), 0.0).to(batch.old_log_probs.dtype))
     act = "truncated" if isinstance(correction, TokenTIS | SequenceTIS) else "dropped"
     units = {"token_tis": "_tokens", "icepop": "_tokens", "sequence_tis": "_sequences"}
     metrics = correction_metrics(act + units.get(correction.name, ""), columns, mismatch)
-    old, weighted = ([pair[i] for pair in corrected] for i in range(2))
     return packs.with_columns(old_log_probs=old, rollout_weights=weighted), metrics
 
 
-def token_weights(correction: TokenTIS | IcePop, deltas: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight [t] of each token; and [t] bool where the rule acted (dropped it, or truncated its weight)."""
+def weights_of(correction: Rule, deltas: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight of each unit, a token or a sequence; and bool where the rule acted: dropped it, or truncated its
+    weight.
+
+    Args:
+        correction: the rule and its limits.
+        deltas: Δ [units], over a whole sequence where the rule is about sequences.
+        lengths: [units], of sequences.
+    """
     match correction:
-        case TokenTIS(cap=cap):
+        case TokenTIS(cap=cap) | SequenceTIS(cap=cap):
             return truncated_weight(deltas, cap), deltas > math.log(cap)
         case IcePop(low=low, high=high):
             return masked_weight(deltas, low, high), ~within_ratio(deltas, low, high)
-        case _:
-            assert_never(correction)
-
-
-def sequence_weights(
-    correction: SequenceTIS | SequenceMask | LengthFairGate, sums: Tensor, lengths: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Weight [N] of each sequence; and [N] 1 where the rule acted (dropped it, or truncated its weight)."""
-    match correction:
-        case SequenceTIS(cap=cap):
-            return truncated_weight(sums, cap), (sums > math.log(cap)).to(sums)
         case SequenceMask(low=low, high=high):
-            kept = within_ratio(sums, low, high)
+            kept = within_ratio(deltas, low, high)
         case LengthFairGate(c=c):
-            kept = length_fair_gate(sums, lengths, c)
+            kept = length_fair_gate(deltas, lengths, c)
         case _:
             assert_never(correction)
-    return kept.to(sums), (~kept).to(sums)
+    return kept.to(deltas), ~kept
 
 
 def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[str, float]:
@@ -153,15 +149,11 @@ def effective_share(weight: Tensor, square: Tensor, units: Tensor) -> float:
     return (weight.square() / (units * square)).item()
 
 
-def little_is_left(correction: CorrectionConfig, metrics: Mapping[str, float]) -> str | None:
+def little_is_left(correction: Rule, metrics: Mapping[str, float]) -> str | None:
     """Return a warning, with the remedy, where the rule leaves less than half of a batch to learn from.
 
-    Args:
-        correction: the rule and its limits.
-        metrics: of :func:`correct` and of the mismatch it corrected; the same on every rank.
+    ``metrics`` are those of :func:`correct` and of the mismatch it corrected; the same on every rank.
     """
-    if isinstance(correction, NoCorrection):
-        return None
     mean, ess = metrics["rollout/correction_weight_mean"], metrics["rollout/correction_ess"]
     if not (mean < LEAST_LEFT or ess < LEAST_LEFT):
         return None
@@ -185,27 +177,6 @@ def little_is_left(correction: CorrectionConfig, metrics: Mapping[str, float]) -
         f"sample size of {ess:.0%} of their number (rollout/mismatch_sigma {sigma:.2g}, "
         f"rollout/mismatch_outliers {metrics['rollout/mismatch_outliers']:.1%}). {remedy}"
     )
-
-
-def _token_columns(
-    correction: TokenTIS | IcePop, packs: Packs, mismatch: Mismatch, group: dist.ProcessGroup
-) -> Tensor:
-    """The columns of :func:`correction_metrics` for a rule about tokens. Collective."""
-
-    def rows(batch: MicroBatch) -> Tensor:
-        weight, acted = token_weights(correction, token_deltas(batch))
-        return torch.stack([acted.double(), weight, weight.square()])
-
-    totals = per_sample(packs, rows, 3, len(mismatch.lengths), group=group)
-    return torch.cat([totals, mismatch.lengths.double()[None]])
-
-
-def _with_weights(batch: MicroBatch, weights: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Old log-probs [t], NaN for a response whose Δ is not finite; and weights [t]."""
-    assert batch.old_log_probs is not None
-    old = batch.old_log_probs
-    broken = _per_token(~sums[batch.sample_index].isfinite(), batch)
-    return torch.where(broken, math.nan, old), torch.where(batch.mask, weights, 0.0).to(old.dtype)
 
 
 def _per_token(values: Tensor, batch: MicroBatch) -> Tensor:

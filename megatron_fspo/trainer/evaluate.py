@@ -25,7 +25,7 @@ from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.sampling import ask, collect_and_grade, response_text
-from megatron_fspo.types import Completion, Prompt, SamplingParams
+from megatron_fspo.types import Prompt, SamplingParams
 
 # Evaluation has streams of its own: the same before and after training, never those of a rollout.
 _SEED_OFFSET = 1_000_003
@@ -129,42 +129,17 @@ def sample_and_grade(
     progress: Callable[[int], None] | None,
     file: RecordFile | None = None,
 ) -> list[Entry]:
-    """Sample and grade all portions, or those that ``file`` lacks. Collective.
-
-    Args:
-        inputs: with the validation sets.
-        engine: samples.
-        groups: of the job's layout.
-        grader: of the ranks that grade.
-        progress: called with the number of responses that have just finished.
-        file: takes what is done, portion by portion; on the first rank.
+    """Sample and grade all portions, or those that ``file`` lacks: on the first rank it takes what is done,
+    portion by portion. Collective.
 
     Returns:
         on the first rank every completion, without its text; where there is a file, nothing.
     """
     first = agreed(file.done if file is not None else 0, groups)
     left = portions(inputs, groups.dp.size())[first:]
-    asked = deque(
-        (portion, ask(inputs, engine, groups, grader, portion.prompts, _sampling(inputs, portion.samples)))
-        for portion in left
-    )
-    turns = _turns(inputs)
-    done: list[Entry] = []
-    while asked:
-        portion, batch = asked.popleft()  # and with it go its tokens
-        rollout = collect_and_grade(inputs, groups, batch, progress)
-        graded = _gathered(_entries(inputs, portion, rollout, turns), _answers(rollout), groups)
-        if file is not None:
-            file.append([one.record for one in graded])
-        else:
-            done += [replace(one, record=replace(one.record, response="")) for one in graded]
-    return done
-
-
-def _sampling(inputs: Inputs, samples: int) -> SamplingParams:
     config = inputs.config
-    return SamplingParams(
-        n=samples,
+    params = SamplingParams(
+        n=1,
         temperature=config.evaluation.temperature,
         top_p=config.evaluation.top_p,
         max_tokens=config.rollout.max_response_tokens,
@@ -173,19 +148,30 @@ def _sampling(inputs: Inputs, samples: int) -> SamplingParams:
         decode=inputs.decode,
         seed=config.run.seed + _SEED_OFFSET,
     )
-
-
-def _turns(inputs: Inputs) -> dict[tuple[int, int], int]:
-    """Return which row of ``samples.jsonl`` a response is, by prompt and number, of those kept there: the
-    first response to every prompt, then the second where there is one, and so on."""
-    samples = inputs.config.evaluation_samples
+    asked = deque(
+        (one, ask(inputs, engine, groups, grader, one.prompts, replace(params, n=one.samples)))
+        for one in left
+    )
+    # By prompt and number, the row of ``samples.jsonl`` that a response is, of those kept there: the first to
+    # every prompt, then the second, and so on.
+    samples = config.evaluation_samples
     order = (
         (prompt.index, number)
         for number in range(max(samples.values(), default=0))
         for prompt in inputs.validation
         if number < samples[prompt.dataset]
     )
-    return {key: turn for turn, key in enumerate(islice(order, inputs.config.log.responses))}
+    turns = {key: turn for turn, key in enumerate(islice(order, config.log.responses))}
+    done: list[Entry] = []
+    while asked:
+        portion, batch = asked.popleft()  # and with it go its tokens
+        rollout = collect_and_grade(inputs, groups, batch, progress)
+        graded = _gathered(_entries(inputs, portion, rollout, turns), rollout, groups)
+        if file is not None:
+            file.append([one.record for one in graded])
+        else:
+            done += [replace(one, record=replace(one.record, response="")) for one in graded]
+    return done
 
 
 def _entries(
@@ -211,42 +197,35 @@ def _entries(
         turn = turns.get((record.index, sample))
         row = None
         if turn is not None:
-            row = (turn, _row(inputs, rollout.prompts[position], completion, score))
+            what = {
+                "prompt": rollout.prompts[position].text,
+                "response": inputs.tokenizer.decode(list(completion.token_ids)),
+                "answer": rollout.prompts[position].answer,
+                "reward": score,
+                "finish_reason": completion.finish_reason,
+                "weight_version": completion.weight_version,
+                "prompt_token_ids": rollout.prompts[position].token_ids,
+                "token_ids": list(completion.token_ids),
+                "log_probs": list(completion.log_probs),
+            }
+            row = (turn, what)
         entries.append(Entry(number, record, row))
     return entries
 
 
-def _answers(rollout: Rollout) -> dict[int, str | None]:
-    """Return by number what this rank's grades took for the answers."""
-    return {number: graded.answer for number, graded in rollout.grades.items()}
-
-
-def _row(inputs: Inputs, prompt: Prompt, completion: Completion, score: float) -> dict[str, Any]:
-    return {
-        "prompt": prompt.text,
-        "response": inputs.tokenizer.decode(list(completion.token_ids)),
-        "answer": prompt.answer,
-        "reward": score,
-        "finish_reason": completion.finish_reason,
-        "weight_version": completion.weight_version,
-        "prompt_token_ids": prompt.token_ids,
-        "token_ids": list(completion.token_ids),
-        "log_probs": list(completion.log_probs),
-    }
-
-
-def _gathered(mine: list[Entry], answers: dict[int, str | None], groups: ParallelGroups) -> list[Entry]:
-    """Gather the entries of all data-parallel ranks in the order of the records, with answers, on the first
-    rank; else none. Collective over the first ranks of the model copies."""
+def _gathered(mine: list[Entry], rollout: Rollout, groups: ParallelGroups) -> list[Entry]:
+    """Gather the entries of all data-parallel ranks in the order of the records, with what their grades took
+    for the answers, on the first rank; else none. Collective over the first ranks of the model copies."""
     if not groups.first_of_copy:
         return []
-    parts: list[tuple[list[Entry], dict[int, str | None]]] = [(mine, answers)]
+    own = (mine, {number: graded.answer for number, graded in rollout.grades.items()})
+    parts = [own]
     if groups.dp.size() > 1:
         parts = parts * groups.dp.size() if dist.get_rank() == 0 else []
-        dist.gather_object((mine, answers), parts or None, dst=0, group=groups.dp)
-    every = {number: answer for _, some in parts for number, answer in some.items()}
+        dist.gather_object(own, parts or None, dst=0, group=groups.dp)
+    answers = {number: answer for _, some in parts for number, answer in some.items()}
     done = sorted((one for some, _ in parts for one in some), key=lambda one: one.number)
-    return [replace(one, record=replace(one.record, answer=every[one.number])) for one in done]
+    return [replace(one, record=replace(one.record, answer=answers[one.number])) for one in done]
 
 
 def shared(metrics: dict[str, float], groups: ParallelGroups) -> dict[str, float]:

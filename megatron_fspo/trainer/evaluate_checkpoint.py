@@ -7,7 +7,6 @@ it is not built at all.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -35,17 +34,11 @@ from megatron_fspo.parallel.groups import ParallelGroups, agreed
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.build import build_engine, load_model, open_servers
-from megatron_fspo.trainer.evaluate import (
-    evaluate,
-    portions,
-    responses_of,
-    sample_and_grade,
-    sets_of,
-    shared,
-)
+from megatron_fspo.trainer.evaluate import evaluate, portions, responses_of, sample_and_grade, sets_of, shared
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.sampling import make_grader
 from megatron_fspo.types import Prompt
+from megatron_fspo.weights.folder import digest
 
 
 def evaluate_checkpoint(
@@ -66,7 +59,9 @@ def evaluate_checkpoint(
     """
     groups = start(inputs.backend, parallel=inputs.config.parallel, seed=inputs.config.run.seed)
     prove_same(inputs.config, trains=False)
-    _prove_same_prompts(inputs, groups)
+    mine = {name: hash_of_prompts(prompts) for name, prompts in sets_of(inputs).items()}
+    if agreed(mine, groups) != mine:
+        raise InputError(f"rank {dist.get_rank()} has other evaluation prompts than rank 0")
     if out is None:
         with _sampler(inputs, groups) as (engine, grader):
             with _bar(responses_of(inputs), groups) as bar:
@@ -118,22 +113,10 @@ def hash_of_checkpoint(folder: Path) -> str:
         if not any(name.startswith(".") for name in path.relative_to(folder).parts)
     )
     with ThreadPoolExecutor(4) as pool:  # the lock of Python is free meanwhile
-        digests = list(pool.map(_digest, paths))
+        digests = list(pool.map(digest, paths))
     names = (path.relative_to(folder).as_posix() for path in paths)
     listing = "".join(f"{name}\0{digest}\0" for name, digest in zip(names, digests, strict=True))
     return hashlib.sha256(listing.encode()).hexdigest()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _prove_same_prompts(inputs: Inputs, groups: ParallelGroups) -> None:
-    """Raise ``InputError`` on a rank whose files hold other prompts than the first rank's. Collective."""
-    mine = {name: hash_of_prompts(prompts) for name, prompts in sets_of(inputs).items()}
-    if agreed(mine, groups) != mine:
-        raise InputError(f"rank {dist.get_rank()} has other evaluation prompts than rank 0")
 
 
 @contextmanager
@@ -157,7 +140,7 @@ def _opened(
     )
     asked = [portion.keys for portion in portions(inputs, groups.dp.size())]
     with groups.control.waiting("the lock of the folder of the evaluation") as wait:
-        lock = FolderLock(out, pause=wait.check, say=_say)
+        lock = FolderLock(out, pause=wait.check)
     try:
         file = RecordFile(out, manifest, problems, asked, check=lock.check)
         groups.control.meet(what)
@@ -196,7 +179,3 @@ def _write(out: Path, compared: SavedEvaluation | None) -> dict[str, float]:
     results.write(out, saved.manifest, summary, comparison)
     metrics = results.metrics_of(summary)
     return metrics | (results.metrics_of(comparison.differences, "difference") if comparison else {})
-
-
-def _say(line: str) -> None:
-    print(f"megatron-fspo: {line}", file=sys.stderr, flush=True)

@@ -13,7 +13,6 @@ import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median_low
 from typing import NamedTuple
 
@@ -138,7 +137,10 @@ def table(steps: Sequence[Mapping[str, float]]) -> str:
     steps = [one for one in steps if one.get("timing_s/step")]
     if not steps:
         return ""
-    whole = _mean(steps, "timing_s/step")
+
+    def mean(name: str) -> float:
+        return sum(one.get(name, 0.0) for one in steps) / len(steps)
+
     # Per rank: tokens of a step over the ranks that share them.
     tokens = sum(one["perf/tokens_per_second_per_gpu"] * one["timing_s/step"] for one in steps) / len(steps)
     lines = [
@@ -146,16 +148,12 @@ def table(steps: Sequence[Mapping[str, float]]) -> str:
     ]
     rows = [(words, f"timing_s/{name}") for name, words in PHASES.items()] + [("step", "timing_s/step")]
     for words, name in rows:
-        seconds = _mean(steps, name)
+        seconds = mean(name)
         if seconds > 0:
-            mfu = _mean(steps, "perf/mfu") if name == "timing_s/update_actor" else 0.0
-            cells = f"{seconds:>9.2f}{seconds / whole:>8.0%}{tokens / seconds:>19,.0f}"
+            mfu = mean("perf/mfu") if name == "timing_s/update_actor" else 0.0
+            cells = f"{seconds:>9.2f}{seconds / mean('timing_s/step'):>8.0%}{tokens / seconds:>19,.0f}"
             lines.append(f"{words:<28}{cells}{f'{mfu:>8.1%}' if mfu else ''}")
     return "\n".join(lines)
-
-
-def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
-    return sum(one.get(name, 0.0) for one in steps) / len(steps)
 
 
 class Pace(NamedTuple):
@@ -218,7 +216,13 @@ def profiled(run: Training) -> Iterator[None]:
     """
     config, step = run.inputs.config, run.step + 1
     first, last = config.log.profile or (0, 0)
-    if not (_wished(run) or first <= step <= last):
+    # Not in a collective: before this step the first rank writes rows, and removes old checkpoints.
+    run.groups.control.meet("the first rank to write its records")
+    wish = config.run_folder / PROFILE_WISH
+    wished = dist.get_rank() == 0 and wish.exists()
+    if wished:
+        wish.unlink(missing_ok=True)
+    if not (any_rank(wished, device=run.inputs.backend.device) or first <= step <= last):
         yield
         return
     activities = [ProfilerActivity.CPU]
@@ -233,14 +237,3 @@ def profiled(run: Training) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # a full disk is no reason to lose the step
         run.log.say(f"step {step}: {path} could not be written: {error}")
     run.log.say(f"step {step}: profiled, see {path.parent}")
-
-
-def _wished(run: Training) -> bool:
-    """Return True if the file is there, as the first rank sees it; it is gone then. Collective."""
-    # Not in a collective: before this step the first rank writes rows, and removes old checkpoints.
-    run.groups.control.meet("the first rank to write its records")
-    wish: Path = run.inputs.config.run_folder / PROFILE_WISH
-    wished = dist.get_rank() == 0 and wish.exists()
-    if wished:
-        wish.unlink(missing_ok=True)
-    return any_rank(wished, device=run.inputs.backend.device)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -205,16 +205,16 @@ class MismatchAlarm:
     """Micro-batches of this rank to score again, the first ones."""
     groups: ParallelGroups
 
-    def __post_init__(self) -> None:
-        self._totals = torch.zeros(3, dtype=torch.float64, device=self.fresh.device)
-        self._largest = 0.0
+    _totals: Tensor = field(init=False, default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    _largest: float = field(init=False, default=0.0)
 
     def add(self, batch: MicroBatch, delta: Tensor) -> None:
         """Add a micro-batch, with Δ [t] of :func:`token_deltas`; what is not finite does not count."""
         floor = math.log(self.top_p if self.top_p < 1 else _LEAST_KEPT)
         used = delta[self._chosen(batch) & delta.isfinite()]
         beyond = (used > self.limit) | (used < floor - self.limit)
-        self._totals += torch.stack([used.abs().sum(), beyond.sum().double(), used.new_tensor(len(used))])
+        sums = torch.stack([used.abs().sum(), beyond.sum().double(), used.new_tensor(len(used))])
+        self._totals = self._totals.to(sums) + sums
         self._largest = max(self._largest, used.abs().max().item() if len(used) else 0.0)
 
     def check(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, float], str | None]:

@@ -110,23 +110,21 @@ class Calibration(_Record):
         """
         precision = own_precision(config)
         sampled = config.rollout.old_log_probs == "sampled"
-        here: dict[str, tuple[object, object]] = {
-            "rollout.temperature": (self.temperature, config.rollout.temperature)
-        }
-        if sampled:
-            here["rollout.engine"] = (self.engine, config.rollout.engine)
-        for key, (there, now) in here.items():
+        here: list[tuple[str, object, object]] = [
+            ("rollout.temperature", self.temperature, config.rollout.temperature),
+            ("rollout.engine", self.engine, config.rollout.engine if sampled else self.engine),
+        ]
+        for key, there, now in here:
             if there != now:
                 raise InputError(f"loss.noise: it was measured with {key} = {there}, this run has {now}")
         # In float32 there is no finer precision to compare with.
-        wanted = ["sampler"] if sampled else ["updates"] if precision != "float32" else ["repeat"]
-        for kind in wanted:
-            for record in self.comparisons:
-                if record.kind == kind and record.precision == precision:
-                    return record
+        wanted = "sampler" if sampled else "updates" if precision != "float32" else "repeat"
+        for record in self.comparisons:
+            if record.kind == wanted and record.precision == precision:
+                return record
         measured = ", ".join(f"{record.kind} ({record.precision})" for record in self.comparisons)
         raise InputError(
-            f"loss.noise: it has {measured}, but the noise in S of this run is {wanted[0]} ({precision}); "
+            f"loss.noise: it has {measured}, but the noise in S of this run is {wanted} ({precision}); "
             "run `megatron-fspo calibrate` with this run's configuration"
         )
 
@@ -141,15 +139,14 @@ def read_calibration(path: Path) -> Calibration:
     try:
         return Calibration.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"loss.noise = {path}: {error.strerror}") from None
+        problem = f": {error.strerror}"
     except UnicodeDecodeError:
-        raise InputError(f"loss.noise = {path}: not text in UTF-8") from None
+        problem = ": not text in UTF-8"
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
-        problem = f"{where}: {error.errors()[0]['msg']}"
-        raise InputError(
-            f"loss.noise = {path} is not a file of `megatron-fspo calibrate`: {problem}"
-        ) from None
+        what = f"{where}: {error.errors()[0]['msg']}"
+        problem = f" is not a file of `megatron-fspo calibrate`: {what}"
+    raise InputError(f"loss.noise = {path}{problem}")
 
 
 def noise_of_run(config: Config) -> Noise | None:

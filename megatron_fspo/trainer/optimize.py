@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NoReturn
 
@@ -24,7 +24,7 @@ from megatron_fspo.job.folder import checkpoints
 from megatron_fspo.losses import LossState
 from megatron_fspo.mcore.nonfinite import culprits, packs_to_blame, without
 from megatron_fspo.mcore.policy import Update
-from megatron_fspo.mcore.policy_loss import Observer, PolicyLoss
+from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.groups import ParallelGroups, Totals, agreed, any_rank, gather_lists, means, share
 from megatron_fspo.record.records import SequenceRecord, as_tensors, records_of, sigma_of
@@ -50,6 +50,8 @@ class Step:
     """Metrics of responses and old pass."""
     warm: bool
     """True if it began after the learning rate's warm-up."""
+    on_policy: bool = True
+    """S = 0 before the next update: nothing has moved the policy since the old pass."""
     updates: list[Update] = field(default_factory=list)
     """One for every optimizer step taken."""
     first: list[SequenceRecord] = field(default_factory=list)
@@ -88,21 +90,20 @@ def optimize(run: Training, step: Step) -> bool:
     turns = len(step.sizes) * run.inputs.config.batch.epochs
     with run.log.phase("update_actor", turns, "step", run.timings) as progress:
         while len(step.updates) < turns:
-            on_policy = _is_on_policy(run, step)
             update, records = _update(run, step)
             if not step.updates:  # the weights are still those of the old pass
                 step.first = records
-            if on_policy:
-                _check_on_policy(run, records, step.rollout)
+            if step.on_policy:
+                if wrong := [r for r in records if r.counts and r.log_ratio_sum != 0]:
+                    _tell_off_policy(run, wrong, step.rollout)
             else:
                 step.off_policy += records
-                before = run.loss.calibrated()
-                observe(
-                    run.loss, records, kl_k3=update.metrics["fspo/kl_k3"], warm=step.warm, groups=run.groups
-                )
-                if (text := run.loss.calibrated()) != before:
+                loss, before, kl = run.loss, run.loss.calibrated(), update.metrics["fspo/kl_k3"]
+                observe(loss, records, kl_k3=kl, warm=step.warm, groups=run.groups)
+                if (text := loss.calibrated()) != before:
                     run.log.say(f"step {run.step + 1}: the band from here on: {text}")
             step.updates.append(update)
+            step.on_policy = step.on_policy and update.skipped
             progress(1)
             if run.saved == run.step and len(step.updates) < turns and is_stopping(run):
                 return False
@@ -119,26 +120,34 @@ def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
 
     Sequences that had to leave the packs are not among them.
     """
-    totals, records = _gradient(run, step)
+    config = run.inputs.config.loss
+    loss = PolicyLoss(
+        objective=run.loss.objective(on_policy=step.on_policy),
+        scoring=run.scoring,
+        entropy_coef=config.entropy_coef,
+        kl_coef=config.kl_coef,
+    )
+    totals, records = _gradient(run, step, loss)
     while not math.isfinite(grad_norm := run.policy.grad_norm()):
-        _drop_from_update(run, step, records)
-        totals, records = _gradient(run, step)
+        _drop_from_update(run, step, loss, records)
+        totals, records = _gradient(run, step, loss)
     broken = [record for record in records if record.nonfinite]
-    _name(run, step, broken)
-    count = len(broken) + len(step.dropped_from(step.turn))
-    _check_share(run, step, step.turn, count)
-    step.nonfinite += count
+    if broken or step.dropped:
+        _name(run, step, broken)
+        count = len(broken) + len(step.dropped_from(step.turn))
+        _check_share(run, step, step.turn, count)
+        step.nonfinite += count
     check_kl(run, step, totals)
     if is_to_be_skipped(run, step, totals, grad_norm):
         return run.policy.skip(totals, grad_norm), records
     return run.policy.step(totals, grad_norm), records
 
 
-def _gradient(run: Training, step: Step) -> tuple[Totals, list[SequenceRecord]]:
+def _gradient(run: Training, step: Step, loss: PolicyLoss) -> tuple[Totals, list[SequenceRecord]]:
     """Backward on the next mini-batch: sums of its metrics, and the records of its sequences on all ranks."""
     mine: list[SequenceRecord] = []
     rank = run.groups.dp.rank()
-    loss = _loss(run, step, lambda batch, terms: mine.extend(records_of(batch, terms, rank)))
+    loss = replace(loss, observer=lambda batch, terms: mine.extend(records_of(batch, terms, rank)))
     totals = run.policy.backward(step.packs_of(step.turn), loss)
     # Every context-parallel rank saw the whole of its sequences; of a pipeline, only the last stage did. What
     # follows on the records stops the run, so all have those of one rank.
@@ -148,31 +157,9 @@ def _gradient(run: Training, step: Step) -> tuple[Totals, list[SequenceRecord]]:
     return totals, gather_lists(records, group=run.groups.dp)
 
 
-def _loss(run: Training, step: Step, observer: Observer | None = None) -> PolicyLoss:
-    config = run.inputs.config.loss
-    return PolicyLoss(
-        objective=run.loss.objective(on_policy=_is_on_policy(run, step)),
-        scoring=run.scoring,
-        entropy_coef=config.entropy_coef,
-        kl_coef=config.kl_coef,
-        observer=observer,
-    )
-
-
-def _is_on_policy(run: Training, step: Step) -> bool:
-    """Return True if S = 0 before the next update: nothing has moved the policy since the old pass."""
-    none_taken = all(update.skipped for update in step.updates)
-    return none_taken and run.inputs.config.rollout.old_log_probs != "sampled"
-
-
-def _drop_from_update(run: Training, step: Step, records: Sequence[SequenceRecord]) -> None:
+def _drop_from_update(run: Training, step: Step, loss: PolicyLoss, records: Sequence[SequenceRecord]) -> None:
     """Take the responses out of the packs that made the gradient of the next optimizer step not finite, and
-    forget the gradient. Collective.
-
-    Args:
-        run: whose gradient it is.
-        step: whose packs change.
-        records: of this optimizer step, of all ranks.
+    forget the gradient; ``records`` are those of this optimizer step, of all ranks. Collective.
 
     Raises:
         TrainingError: more than ``loss.max_nonfinite_share`` of the mini-batch, or no response is to blame.
@@ -182,15 +169,16 @@ def _drop_from_update(run: Training, step: Step, records: Sequence[SequenceRecor
     suspects = [r.sample for r in records if r.rank == rank and not math.isfinite(r.log_ratio_sum)]
     if drop_culprits(run, step, packs, suspects):
         return
-    blamed = packs_to_blame(run.policy, packs, _loss(run, step), layout=run.layout)
-    where = "; ".join(
-        f"Look at pack {' and '.join(str(number + 1) for number in turns)} of {len(packs)} of each "
-        f"data-parallel rank ({_names(step, numbers)})"
-        for turns, numbers in blamed
-    )
+    blamed = packs_to_blame(run.policy, packs, loss, layout=run.layout)
+    where = []
+    for turns, numbers in blamed:
+        names = "; ".join(step.rollout.name(number) for number in numbers[:_NAMED])
+        names += f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
+        number = " and ".join(str(turn + 1) for turn in turns)
+        where.append(f"Look at pack {number} of {len(packs)} of each data-parallel rank ({names})")
     raise TrainingError(
-        f"{_which(run, step)}: the gradient is not finite, "
-        f"though every log-prob is. {where or 'That of each pack alone is finite, their sum is not'}. The "
+        f"{_which(run, step)}: the gradient is not finite, though every log-prob is. "
+        f"{'; '.join(where) or 'That of each pack alone is finite, their sum is not'}. The "
         "weights are those of before this optimizer step. Resume from the last checkpoint with a smaller "
         "optimizer.lr, or look for what overflows in the backward pass."
     )
@@ -247,11 +235,6 @@ def _name(run: Training, step: Step, dropped: Sequence[SequenceRecord]) -> None:
             f"step {run.step + 1}: dropped a sequence that is not finite: {step.rollout.name(record.sample)} "
             f"(data-parallel rank {record.rank}, S = {record.log_ratio_sum}, L = {record.length})"
         )
-
-
-def _names(step: Step, numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
-    return "; ".join(step.rollout.name(number) for number in numbers[:_NAMED]) + more
 
 
 def _check_share(run: Training, step: Step, turn: int, count: int) -> None:
@@ -341,15 +324,13 @@ def _which(run: Training, step: Step) -> str:
     return f"step {run.step + 1}, optimizer step {len(step.updates) + 1} of it"
 
 
-def _check_on_policy(run: Training, records: Sequence[SequenceRecord], rollout: Rollout) -> None:
+def _tell_off_policy(run: Training, wrong: Sequence[SequenceRecord], rollout: Rollout) -> None:
     """S of the first update must be 0: old and new pass are the same pass.
 
     In FP8 what makes them differ (a stale copy of a weight, other packs) moves S by as much as learning does:
     the run stops. Otherwise it can only be kernels that add up in an order that changes: it is said.
     """
-    worst = max((r for r in records if r.counts), key=lambda r: abs(r.log_ratio_sum), default=None)
-    if worst is None or worst.log_ratio_sum == 0:
-        return
+    worst = max(wrong, key=lambda r: abs(r.log_ratio_sum))
     fp8 = run.inputs.config.fp8
     text = (
         f"step {run.step + 1}: S is not 0 before the first update, but {worst.log_ratio_sum:.3g} nats for "

@@ -6,7 +6,7 @@ import asyncio
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,9 @@ from megatron_fspo.config import Config
 from megatron_fspo.data.check import examine
 from megatron_fspo.data.cursor import mixture, most_at_once
 from megatron_fspo.data.prompts import LoadedSet, load_sets, notes
-from megatron_fspo.data.tasks import Source, sources_of
+from megatron_fspo.data.tasks import sources_of
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
-from megatron_fspo.errors import Attempts, InputError, InputErrors
+from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.job.consistency import versions
 from megatron_fspo.job.folder import Resume, check_writable, checkpoints_to_resume
 from megatron_fspo.mcore.backend import Backend, check_dtype, choose_backend
@@ -82,34 +82,42 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         InputErrors: what is wrong.
     """
     attempt = Attempts()
-    backend = attempt(lambda: _backend(config, elsewhere=elsewhere))
+    backend: Backend | None
+    if elsewhere:
+        layers: Any = "local" if config.model.layers == "local" else "transformer_engine"
+        backend = Backend(device=torch.device("cuda"), collectives="nccl", layers=layers)
+    else:
+        backend = attempt(lambda: choose_backend(config.model.backend, config.model.layers))
     if backend is not None:
         attempt(lambda: check_dtype(backend, DTYPES[config.model.dtype]))
-        attempt(lambda: _check_vllm(config, backend))
+        if config.rollout.engine == "vllm":
+            keys = ("rollout", "evaluation")
+            temperatures = {f"{key}.temperature": getattr(config, key).temperature for key in keys}
+            cuda = backend.device.type == "cuda"
+            attempt(lambda: check_options(config.vllm, temperatures, cuda=cuda))
     attempt(lambda: check_world(config.parallel, world_size))
     if trains:
-        attempt(lambda: _check_rollout(config, world_size))
         attempt(lambda: check_trackers(config.log))
     arch = attempt(lambda: read_architecture(config.model.checkpoint))
     tokenizer: Any = None
     train: tuple[LoadedSet, ...] | None = ()
     validation: tuple[LoadedSet, ...] | None = ()
     if arch is not None:
-        attempt(lambda: _check_model(config, arch))
+        attempt(lambda: check_trainable(arch))
+        attempt(lambda: check_parallel(arch, config.parallel))
         if backend is not None:
             attempt(lambda: check_fp8(config.fp8, backend, arch, config.parallel, machine=not elsewhere))
         attempt(lambda: check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch))
-        attempt(lambda: _check_context(config, arch))
         tokenizer = attempt(lambda: _tokenizer(config, arch))
-    if config.data.validation is None and config.evaluation.every:
-        attempt(_no_validation)
+    attempt.wrong(*_disagreements(config, world_size if trains else 0, arch))
     if tokenizer is not None:
         train = attempt(lambda: _train_sets(config, tokenizer)) if trains else ()
         validation = attempt(lambda: load_sets(config.data, "validation", tokenizer))
     else:
         for which in ("train", "validation") if trains else ("validation",):
             for source in sources_of(config.data, which):
-                attempt(partial(_check_rows, source))
+                found = attempt(partial(examine, source, None, 0))
+                attempt.wrong(*(found.broken[:1] if found else ()))
     attempt(lambda: check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens))
     noise = attempt(lambda: (noise_of_run(config) if trains else None,))
     attempt.end()
@@ -127,25 +135,22 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     )
 
 
-def _backend(config: Config, *, elsewhere: bool) -> Backend:
-    if not elsewhere:
-        return choose_backend(config.model.backend, config.model.layers)
-    layers = "local" if config.model.layers == "local" else "transformer_engine"
-    return Backend(device=torch.device("cuda"), collectives="nccl", layers=layers)  # type: ignore[arg-type]
-
-
-def _check_model(config: Config, arch: Architecture) -> None:
-    check_trainable(arch)
-    check_parallel(arch, config.parallel)
-
-
-def _check_vllm(config: Config, backend: Backend) -> None:
-    if config.rollout.engine == "vllm":
-        temperatures = {
-            "rollout.temperature": config.rollout.temperature,
-            "evaluation.temperature": config.evaluation.temperature,
-        }
-        check_options(config.vllm, temperatures, cuda=backend.device.type == "cuda")
+def _disagreements(config: Config, world_size: int, arch: Architecture | None) -> Iterator[str]:
+    """What is wrong with keys for a job of so many ranks, and a model."""
+    data = world_size // config.parallel.model_size
+    if config.rollout.prompts < data:
+        yield (
+            f"rollout.prompts = {config.rollout.prompts} is less than the {data} data-parallel ranks: some "
+            "would sample nothing"
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    if arch is not None and longest > arch.max_position_embeddings:
+        yield (
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}, but the model's "
+            f"max_position_embeddings is {arch.max_position_embeddings}"
+        )
+    if config.data.validation is None and config.evaluation.every:
+        yield "evaluation.every > 0 needs data.validation (or set evaluation.every = 0)"
 
 
 def _tokenizer(config: Config, arch: Architecture) -> Any:
@@ -170,36 +175,8 @@ def _train_sets(config: Config, tokenizer: Any) -> tuple[LoadedSet, ...]:
     return train
 
 
-def _no_validation() -> None:
-    raise InputError("evaluation.every > 0 needs data.validation (or set evaluation.every = 0)")
-
-
-def _check_rows(source: Source) -> None:
-    """Raise ``InputError`` for what is wrong with a file even without a tokenizer."""
-    if broken := examine(source, None, 0).broken:
-        raise InputError(broken[0])
-
-
 def _prompts(sets: Sequence[LoadedSet]) -> tuple[Prompt, ...]:
     return tuple(prompt for one in sets for prompt in one.prompts)
-
-
-def _check_rollout(config: Config, world_size: int) -> None:
-    data = world_size // config.parallel.model_size
-    if config.rollout.prompts < data:
-        raise InputError(
-            f"rollout.prompts = {config.rollout.prompts} is less than the {data} data-parallel ranks: "
-            "some would sample nothing"
-        )
-
-
-def _check_context(config: Config, arch: Architecture) -> None:
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if longest > arch.max_position_embeddings:
-        raise InputError(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}, but the model's "
-            f"max_position_embeddings is {arch.max_position_embeddings}"
-        )
 
 
 def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) -> list[str]:
@@ -223,17 +200,12 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
     attempt(lambda: prepare(config, world_size=world_size, elsewhere=elsewhere))
     attempt(lambda: checkpoints_to_resume(config, resume))
     attempt(lambda: check_writable(config.run_folder, probe=True))
-    absent = attempt(lambda: _absent(config, here=here))
+    asked = config.rollout.engine == "vllm"
+    absent = attempt(lambda: asyncio.run(absent_servers(config.vllm)) if asked else []) or []
+    attempt.wrong(*(absent if here else ()))
     attempt.end()
     notes = ["no GPU here: model.layers and fp8 were not tried"] if elsewhere else []
-    return notes + (absent or [])
-
-
-def _absent(config: Config, *, here: bool) -> list[str]:
-    absent = asyncio.run(absent_servers(config.vllm)) if config.rollout.engine == "vllm" else []
-    if absent and here:
-        raise InputErrors(absent)
-    return absent
+    return notes + absent
 
 
 def machine(backend: Backend) -> dict[str, Any]:

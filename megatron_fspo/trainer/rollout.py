@@ -138,32 +138,24 @@ def with_advantages(rollout: Rollout, advantages: Tensor) -> Rollout:
 
 
 def join(rollouts: Sequence[Rollout]) -> Rollout:
-    """The groups of several rollouts, one rollout after the other, each response with whoever holds it.
-
-    Raises:
-        ValueError: no rollouts, or groups of different sizes.
-    """
-    if len({one.samples for one in rollouts}) != 1:
-        raise ValueError(f"rollouts with groups of {[one.samples for one in rollouts]} do not join")
+    """The groups of several rollouts, all of one size, one rollout after the other, each response with
+    whoever holds it."""
     starts = list(accumulate(map(len, rollouts), initial=0))
+
+    def renumbered(items: Sequence[Mapping[int, T]]) -> dict[int, T]:
+        pairs = zip(starts, items, strict=False)
+        return {start + number: item for start, some in pairs for number, item in some.items()}
+
     columns: dict[str, Any] = {
         name: torch.cat([getattr(one, name) for one in rollouts]) for name in _PER_RESPONSE
     }
     return replace(
         rollouts[0],
         prompts=[prompt for one in rollouts for prompt in one.prompts],
-        held=_renumbered([one.held for one in rollouts], starts),
-        grades=_renumbered([one.grades for one in rollouts], starts),
+        held=renumbered([one.held for one in rollouts]),
+        grades=renumbered([one.grades for one in rollouts]),
         **columns,
     )
-
-
-def _renumbered(items: Sequence[Mapping[int, T]], starts: Sequence[int]) -> dict[int, T]:
-    return {
-        start + number: item
-        for some, start in zip(items, starts, strict=False)
-        for number, item in some.items()
-    }
 
 
 def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
@@ -272,7 +264,31 @@ def make_mini_batches(
         packs += [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine]
         plans.append(plan)
         sizes.append(len(mine))
-    return collate_packs(_spread(rollout, plans, groups, layout.device), packs, layout), sizes
+    size, rank = groups.dp.size(), groups.dp.rank()
+    owner, held = rollout.owner.tolist(), rollout.held
+    wanted = [sorted(n for plan in plans for pack in plan[to] for n in pack) for to in range(size)]
+    # In the order in which they come: owner after owner.
+    numbers = sorted(wanted[rank], key=lambda number: (owner[number], number))
+    lengths_here = rollout.lengths[numbers].tolist()
+    columns = []
+    for name, dtype in (("token_ids", torch.int32), ("log_probs", torch.float32)):
+        # The first ranks of the model copies exchange them; each hands its own on to those that share its
+        # model.
+        if groups.first_of_copy:
+            outgoing = [[as_row(getattr(held[n], name), dtype) for n in to if n in held] for to in wanted]
+            flat, _ = exchange(outgoing, dtype, group=groups.dp)
+        else:
+            flat = torch.zeros(sum(lengths_here), dtype=dtype)
+        flat = of_first_rank(flat.to(layout.device), groups.pp, groups.cp, groups.tp).cpu()
+        columns.append(torch.split(flat, lengths_here))
+    sequences = Sequences.of(
+        prompts=[rollout.prompts[number // rollout.samples].token_ids for number in numbers],
+        responses=columns[0],
+        log_probs=columns[1],
+        advantages=rollout.advantages[numbers],
+        index=numbers,
+    )
+    return collate_packs(sequences, packs, layout), sizes
 
 
 def left_out(config: Config, rollout: Rollout, dropped: Sequence[int] = ()) -> Tensor:
@@ -280,37 +296,3 @@ def left_out(config: Config, rollout: Rollout, dropped: Sequence[int] = ()) -> T
     only_policy_gradient = not config.loss.entropy_coef and not config.loss.kl_coef
     idle = rollout.advantages == 0 if only_policy_gradient else rollout.lengths < 0
     return idle.index_fill(0, torch.tensor(dropped, dtype=torch.long), True)
-
-
-def _spread(
-    rollout: Rollout, plans: Sequence[Plan], groups: ParallelGroups, device: torch.device | str
-) -> Sequences:
-    """The sequences that this data-parallel rank's packs need. Collective.
-
-    The first ranks of the model copies exchange them; each hands its own on to those that share its model.
-    """
-    size, rank = groups.dp.size(), groups.dp.rank()
-    owner = rollout.owner.tolist()
-    wanted = [sorted(n for plan in plans for pack in plan[to] for n in pack) for to in range(size)]
-    # In the order in which they come: owner after owner.
-    numbers = sorted(wanted[rank], key=lambda number: (owner[number], number))
-    lengths = rollout.lengths[numbers].tolist()
-    prompts = [rollout.prompts[number // rollout.samples].token_ids for number in numbers]
-
-    def column(name: str, dtype: torch.dtype) -> list[Tensor]:
-        if groups.first_of_copy:
-            outgoing = [[as_row(getattr(held[n], name), dtype) for n in to if n in held] for to in wanted]
-            flat, _ = exchange(outgoing, dtype, group=groups.dp)
-        else:
-            flat = torch.zeros(sum(lengths), dtype=dtype)
-        flat = of_first_rank(flat.to(device), groups.pp, groups.cp, groups.tp).cpu()
-        return list(torch.split(flat, lengths))
-
-    held = rollout.held
-    return Sequences.of(
-        prompts=prompts,
-        responses=column("token_ids", torch.int32),
-        log_probs=column("log_probs", torch.float32),
-        advantages=rollout.advantages[numbers],
-        index=numbers,
-    )

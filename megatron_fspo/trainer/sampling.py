@@ -32,8 +32,8 @@ from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
 from megatron_fspo.parallel.control import SLICE, Control
-from megatron_fspo.parallel.groups import ParallelGroups, Totals, means, of_first_rank
-from megatron_fspo.rewards import Failure, Grade, Grader, PendingGrade, tally
+from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
+from megatron_fspo.rewards import Failure, Grade, Grader, PendingGrade
 from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import COLUMNS, GRADES, Rollout, describe, rollout_of, with_advantages
@@ -133,27 +133,21 @@ class RolloutQueue:
 
     def take(self, step: int) -> Batch:
         """The batch of this step. Collective."""
-        self._ask_until(step)
+        self.ask(step, ahead=0)
         self.prompts.close()
         return self._asked.popleft()
 
     def further(self, step: int, number: int, prompts: int) -> Batch:
-        """Ask for so many prompts more, in a further round of the step under way. Collective.
-
-        Args:
-            step: of the run.
-            number: of the round: 1 after the batch itself.
-            prompts: how many.
-        """
+        """Ask for so many prompts more, in a further round of the step under way: number 1 comes after the
+        batch itself. Collective."""
         return self._ask(self.prompts.further(prompts), step, number)
 
-    def ask(self, step: int) -> None:
-        """Ask for all that may be sampled while this step trains. Collective."""
+    def ask(self, step: int, *, ahead: int | None = None) -> None:
+        """Ask for the batch of this step, and for so many more as may be sampled while it trains: by default
+        ``rollout.max_staleness``. Collective."""
         config = self._inputs.config
-        self._ask_until(min(step + config.rollout.max_staleness, config.run.steps - 1))
-
-    def _ask_until(self, step: int) -> None:
-        while self._next <= step:
+        ahead = config.rollout.max_staleness if ahead is None else ahead
+        while self._next <= min(step + ahead, config.run.steps - 1):
             self._asked.append(self._ask(self.prompts.batch(), self._next))
             self._next += 1
 
@@ -184,12 +178,8 @@ def collect_and_grade(
     """Wait for the responses of a batch and for their grades. Collective; ranks that have neither to wait for
     wait for the others outside of collectives.
 
-    Args:
-        inputs: of the run.
-        groups: of the job's layout.
-        batch: asked for before.
-        progress: called with the number of responses that have just finished.
-        stops: whether a request to stop the job ends the wait at once. If not, it leaves grades 3 s more.
+    ``progress`` is called with the number of responses that have just finished. A request to stop the job
+    ends the wait at once if it ``stops``; else it leaves grades 3 s more.
 
     Raises:
         StopRequested: it did, on every rank.
@@ -212,7 +202,7 @@ def collect_and_grade(
     groups.control.meet(
         "responses and their grades", seconds=2 * groups.control.patience.wait + _SLACK_SECONDS
     )
-    table = _summed_over_all(table, inputs.backend.device)
+    table = summed_over_all(table, inputs.backend.device)
     if table.isnan().any():  # on every rank
         raise_first(inputs.config, failures, batch.samples)
     return rollout_of(batch.prompts, batch.samples, table, held, grades)
@@ -256,7 +246,7 @@ def _awaited(
     return grades, {}
 
 
-def _summed_over_all(table: Tensor, device: torch.device) -> Tensor:
+def summed_over_all(table: Tensor, device: torch.device) -> Tensor:
     """Each value is one rank's, and 0 on the others: so this gives every value to every rank, unchanged."""
     table = table.to(device)
     dist.all_reduce(table)
@@ -274,12 +264,7 @@ def advantages_of(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
     """[prompts, samples] advantages, with what ``reward.truncated`` says of responses that were cut off.
 
     With ``drop`` a group is what is left of it: the mean is theirs, and a response that is left alone has
-    nothing to be compared with.
-
-    Args:
-        config: of the run.
-        rewards: [prompts, samples].
-        truncated: [prompts, samples] bool.
+    nothing to be compared with. ``rewards`` are [prompts, samples], ``truncated`` of the same shape and bool.
     """
     estimate = (
         leave_one_out_advantages if config.loss.advantage == "leave_one_out" else group_normalized_advantages
@@ -295,17 +280,6 @@ def advantages_of(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
     return advantages
 
 
-def reward_metrics(inputs: Inputs, rollout: Rollout) -> dict[str, float]:
-    """``reward/…``: how the grades came about, over the responses of all ranks. Collective."""
-    totals = tally(inputs.config.reward, rollout.grades.values())
-    if not totals:
-        return {}
-    table = torch.tensor(list(totals.values()), dtype=torch.float64)
-    summed = _summed_over_all(table, inputs.backend.device).tolist()
-    together: Totals = {name: (total, count) for name, (total, count) in zip(totals, summed, strict=True)}
-    return means(together)
-
-
 def response_text(inputs: Inputs, completion: Completion) -> str:
     """Return the text that a reward reads: without a stop token, with a stop string."""
     ids = list(completion.token_ids)
@@ -317,11 +291,8 @@ def response_text(inputs: Inputs, completion: Completion) -> str:
 def raise_first(config: Config, failures: Mapping[int, Failure | None], samples: int) -> NoReturn:
     """End all ranks with the first failure of any; the first rank writes its response to a file. Collective.
 
-    Args:
-        config: of the run.
-        failures: this rank's, by number of the response in the batch; some rank has one. None: there was no
-            grade yet when the job was asked to stop.
-        samples: responses to each prompt.
+    ``failures`` are this rank's, by number of the response in the batch; some rank has one. None: there was
+    no grade yet when the job was asked to stop.
 
     Raises:
         RewardError: one line, the same on every rank.

@@ -39,7 +39,7 @@ from kill_checks import at_end  # noqa: E402
 from launch import REPO, environment  # noqa: E402
 from nodes import Nodes, environment_of_a_node, why_not  # noqa: E402
 from runs import rows  # noqa: E402
-from serving_node import serving_on  # noqa: E402
+from serving_node import serving_on, wide_checkpoint  # noqa: E402
 
 TRAINERS, SERVER = ("node-a", "node-b"), "vllm-0"
 KINDS = ("rank", "agent", "node", "server", "full", "read-only")
@@ -293,7 +293,7 @@ def survive(kind: str, args: argparse.Namespace, nodes: Nodes, folder: Path) -> 
         # What bounds the wait for a rank that never joined, its node being lost before: 10 min by default.
         extra: tuple[str, ...] = ("--parallel.collective_seconds", "60")
         if kind == "server":
-            checkpoint = _with_wide_heads(folder)
+            checkpoint = wide_checkpoint(folder / "model")
             servers = stack.enter_context(serving_on(nodes, SERVER, checkpoint, folder, again=True))
             extra = ("--rollout.engine", "vllm", "--vllm.discovery", str(servers))
             extra += ("--model.checkpoint", str(checkpoint), "--loss.entropy_coef", "0.1")
@@ -339,15 +339,6 @@ def row(kind: str, found: Sequence[Incident]) -> str:
         f"`{lines[len(lines) // 2]}`" if lines[0] else "",
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def _with_wide_heads(folder: Path) -> Path:
-    """The tiny model, hardly trained, with the head size that vLLM wants on a CPU."""
-    make = [sys.executable, "examples/make_sum/make_checkpoint.py", "--head-dim", "32", "--steps", "2"]
-    subprocess.run(
-        [*make, "--out", folder / "model"], cwd=REPO, env=environment(), check=True, capture_output=True
-    )
-    return folder / "model/checkpoint"
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from launch import REPO, environment, why
 from nodes import Nodes, environment_of_a_node, why_not
 from runs import numbers, rows
-from serving_node import serving_on
+from serving_node import serving_on, wide_checkpoint
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
 
@@ -22,11 +22,7 @@ SERVER = "vllm-0"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """make-sum's, with the head size that vLLM's attention wants on a CPU, hardly trained."""
-    folder = tmp_path_factory.mktemp("make-sum")
-    make = [sys.executable, "examples/make_sum/make_checkpoint.py", "--head-dim", "32", "--steps", "2"]
-    subprocess.run([*make, "--out", str(folder)], cwd=REPO, env=environment(), check=True)
-    return folder / "checkpoint"
+    return wide_checkpoint(tmp_path_factory.mktemp("make-sum"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ alarm_worker.py OUT.json
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -146,48 +146,68 @@ def with_spans(samples: Sequence[Sample], first: int) -> list[Sample]:
     return [replace(sample, completion=spanned(sample.completion)) for sample in samples]
 
 
-def difference(text: str | None) -> float:
-    """Nats per token that the alarm tells."""
-    assert text is not None
-    return float(text.removeprefix("sampler and trainer differ by ").split()[0])
+def older(s: Situation, sound: Sequence[Sample]) -> list[Sample]:
+    """Half of the responses from the weights before."""
+    old = s.sample(s.nearby, version=VERSION - 1)
+    return [*sound[:9], *old[9:]]
+
+
+RAW = "log-probs before the temperature"
+OTHER_TEMPERATURE = "another temperature: scored at {:.3g} instead of rollout.temperature = {:g}"
+CUT = "a vocabulary cut by top-p or top-k"
+WEIGHTS = "other weights than claimed, or other kernels"
+BF16: dict[str, Any] = {"noise": 0.009, "limit": LIMIT[torch.bfloat16]}
+Check = Callable[[Situation, list[Sample]], tuple[dict[str, float], str | None]]
+
+IN_EVERY_LAYOUT: dict[str, tuple[str | None, Check]] = {
+    "sound": (None, lambda s, sound: s.check(sound)),
+    "raw": (RAW, lambda s, sound: s.check(sound, raw=True)),
+    "other weights": (WEIGHTS, lambda s, sound: s.check(s.sample(s.other))),
+}
+"""Situation → the cause that is to be named, and how it comes about; ``sound``: responses as asked for."""
+SITUATIONS: dict[str, tuple[str | None, Check]] = IN_EVERY_LAYOUT | {
+    "sound in bf16": (None, lambda s, sound: s.check(sound, **BF16)),
+    "raw in bf16": (RAW, lambda s, sound: s.check(sound, raw=True, **BF16)),
+    "temperature ignored": (RAW, lambda s, sound: s.check(s.sample(temperature=1.0))),
+    "temperature 0.35": (
+        OTHER_TEMPERATURE.format(0.35, 0.7),
+        lambda s, sound: s.check(s.sample(temperature=0.35)),
+    ),
+    "temperature 1.4 for 1": (
+        OTHER_TEMPERATURE.format(1.4, 1),
+        lambda s, sound: s.check(s.sample(temperature=1.4), temperature=1.0),
+    ),
+    "top-p": (
+        f"{CUT}, and log-probs renormalised over the rest; but rollout.top_p is 1",
+        lambda s, sound: s.check(s.sample(top_p=0.6)),
+    ),
+    "top-p as asked": (
+        f"{CUT}, and log-probs renormalised over the rest; expected with rollout.top_p = 0.6",
+        lambda s, sound: s.check(s.sample(top_p=0.6), top_p=0.6),
+    ),
+    "top-p at another temperature": (
+        WEIGHTS,
+        lambda s, sound: s.check(s.sample(top_p=0.6, temperature=1.0)),
+    ),
+    "weights of a surer model": (WEIGHTS, lambda s, sound: s.check(s.sample(s.sure))),
+    "weights nearby": (WEIGHTS, lambda s, sound: s.check(s.sample(s.nearby))),
+    "some older": (None, lambda s, sound: s.check(older(s, sound))),
+    "partly older": (RAW, lambda s, sound: s.check(with_spans(sound, VERSION - 1), raw=True)),
+    "partly older, and not right before": (
+        None,
+        lambda s, sound: s.check(with_spans(sound, VERSION - 1), spoilt=True),
+    ),
+    "spoilt": (WEIGHTS, lambda s, sound: s.check(sound, spoilt=True)),
+}
 
 
 def said(layout_name: str) -> dict[str, Any]:
     """Situation → metrics and text."""
     s = Situation(layout_name)
     sound = s.sample()
-    bf16 = {"noise": 0.009, "limit": LIMIT[torch.bfloat16]}
-    found = {
-        "sound": s.check(sound),
-        "raw": s.check(sound, raw=True),
-        "other weights": s.check(s.sample(s.other)),
-    }
-    if layout_name == ALONE:
-        cut = s.sample(top_p=0.6)
-        old = s.sample(s.nearby, version=VERSION - 1)
-        found |= {
-            "sound at 1": s.check(s.sample(temperature=1.0), temperature=1.0),
-            "sound in bf16": s.check(sound, **bf16),
-            "raw in bf16": s.check(sound, raw=True, **bf16),
-            "temperature ignored": s.check(s.sample(temperature=1.0)),
-            "temperature 0.9": s.check(s.sample(temperature=0.9)),
-            "temperature 0.35": s.check(s.sample(temperature=0.35)),
-            "temperature 1.4 for 1": s.check(s.sample(temperature=1.4), temperature=1.0),
-            "temperature 0.9 in bf16": s.check(s.sample(temperature=0.9), **bf16),
-            "top-p": s.check(cut),
-            "top-p as asked": s.check(cut, top_p=0.6),
-            "top-p in bf16": s.check(cut, **bf16),
-            # Some temperature brings it below this limit, but explains little of it.
-            "top-p a little over the limit": s.check(cut, limit=0.95 * difference(s.check(cut)[1])),
-            "top-p at another temperature": s.check(s.sample(top_p=0.6, temperature=1.0)),
-            "weights of a surer model": s.check(s.sample(s.sure)),
-            "weights nearby": s.check(s.sample(s.nearby)),
-            "older weights": s.check(old),
-            "some older": s.check([*sound[:9], *old[9:]]),
-            "partly older": s.check(with_spans(sound, VERSION - 1), raw=True),
-            "partly older, and not right before": s.check(with_spans(sound, VERSION - 1), spoilt=True),
-            "spoilt": s.check(sound, spoilt=True),
-        }
+    found = {"older weights": s.check(s.sample(s.nearby, version=VERSION - 1))}
+    for name, (_, check) in (SITUATIONS if layout_name == ALONE else IN_EVERY_LAYOUT).items():
+        found[name] = check(s, sound)
     return found
 
 

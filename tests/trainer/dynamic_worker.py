@@ -23,11 +23,6 @@ from runs import CONFIG, SMALL
 BATCHES = "batches.jsonl"
 
 
-def never(prompt: object, completion: object, text: str) -> float:
-    """A reward that teaches nothing."""
-    return 0.5
-
-
 def train() -> int:
     folder, name, die_in_step = sys.argv[1], sys.argv[2], int(sys.argv[3])
     make, further = begin.make_mini_batches, RolloutQueue.further

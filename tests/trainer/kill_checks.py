@@ -48,13 +48,11 @@ def at_end(run: Path, whole: Path, *, keep: int, exact: bool = True) -> list[str
         found += _rows_differ(file, got, want, exact=exact)
     if exact:
         found += _files_differ(run / "hf", whole / "hf")
-    names = {path.name for path in run.iterdir()}
-    if names != (wanted := {path.name for path in whole.iterdir()}):
+    names, wanted = ({path.name for path in folder.iterdir()} for folder in (run, whole))
+    if names != wanted:
         found.append(f"beside each other are {sorted(names ^ wanted)}")
-    left, wanted_left = (
-        sorted(path.name for path in (folder / "checkpoints").iterdir()) for folder in (run, whole)
-    )
-    if left != wanted_left[-keep:]:
+    left, kept = (sorted(path.name for path in (one / "checkpoints").iterdir()) for one in (run, whole))
+    if left != kept[-keep:]:
         found.append(f"checkpoints: {left}")
     return found
 
@@ -63,11 +61,12 @@ def prompts_differ(run: Path, whole: Path) -> list[str]:
     """Every step, each time it was tried, has the prompts that the uninterrupted run gave it."""
     want = {row["step"]: row["prompts"] for row in _read(whole)}
     found = _read(run)
-    wrong = sorted({row["step"] for row in found if row["prompts"] != want[row["step"]]})
-    missing = sorted(want.keys() - {row["step"] for row in found})
-    return ([f"other prompts in steps {wrong}"] if wrong else []) + (
-        [f"no prompts in steps {missing}"] if missing else []
-    )
+    problems = []
+    if wrong := sorted({row["step"] for row in found if row["prompts"] != want[row["step"]]}):
+        problems.append(f"other prompts in steps {wrong}")
+    if missing := sorted(want.keys() - {row["step"] for row in found}):
+        problems.append(f"no prompts in steps {missing}")
+    return problems
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

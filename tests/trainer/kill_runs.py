@@ -35,32 +35,18 @@ STEPS, EVERY = 6, 2
 WORKER = str(Path(__file__).with_name("kill_worker.py"))
 TOKEN = "KILL_TOKEN"
 
-# In the order in which a run comes to them: calls to choose from, and whether only the first rank gets there.
-_START = {"start": (1, False), "weights": (1, False), "config": (1, True)}
-_STEP = {
-    "asking": (1, False),
-    "rollout": (60, False),
-    "grading": (32, True),
-    "packing": (1, False),
-    "old pass": (1, False),
-    "update": (4, False),
-    "sequences": (1, True),
-    "sending": (1, False),
-}
-_SAVE = {
-    "validating": (1, False),
-    "evaluation": (60, False),
-    "samples": (8, True),
-    "files": (60, False),
-    "row": (1, True),
-    "row written": (1, True),
-    "unnamed": (1, True),
-    "state": (1, True),
-    "named": (1, True),
-}
-_RESUME = {"loading": (60, False), "cut": (3, True)}
-_LATE = {"removal": (1, True)}
-_END = {"export": (20, True), "exported": (1, True), "report": (1, True)}
+# In the order in which a run comes to them: calls to choose from.
+_START = {"start": 1, "weights": 1, "config": 1}
+_STEP = {"asking": 1, "rollout": 60, "grading": 32, "packing": 1, "old pass": 1, "update": 4}
+_STEP |= {"sequences": 1, "sending": 1}
+_SAVE = {"validating": 1, "evaluation": 60, "samples": 8, "files": 60, "row": 1, "row written": 1}
+_SAVE |= {"unnamed": 1, "state": 1, "named": 1}
+_RESUME = {"loading": 60, "cut": 3}
+_LATE = {"removal": 1}
+_END = {"export": 20, "exported": 1, "report": 1}
+FIRST_ONLY = {"config", "grading", "sequences", "samples", "row", "row written", "unnamed", "state", "named"}
+FIRST_ONLY |= {"cut", *_LATE, *_END}
+"""Where only the first rank gets."""
 ORDER = (*_RESUME, *_STEP, *_SAVE, *_LATE, *_END)
 EMBEDDED = tuple(point for point in (*_START, *ORDER) if point not in ("asking", "sending", "validating"))
 AHEAD = ("asking", "grading", "update", "sending", "validating", "files", "named", "loading", "export")
@@ -111,7 +97,6 @@ def draw(points: Sequence[str], number: int, random: random.Random) -> list[Kill
 
 
 def _draw(point: str, random: random.Random) -> Kill:
-    calls, first_only = _ALL[point]
     if point in _START or point in _END:
         step = 0
     elif point in _SAVE:
@@ -123,8 +108,8 @@ def _draw(point: str, random: random.Random) -> Kill:
     return Kill(
         point=point,
         step=step,
-        count=random.randint(1, calls),
-        rank=0 if first_only else random.randint(0, 1),
+        count=random.randint(1, _ALL[point]),
+        rank=0 if point in FIRST_ONLY else random.randint(0, 1),
         victims=random.choices(["all", "rank 0", "rank 1", "torchrun"], [5, 1, 1, 1])[0],
         delay=random.uniform(0, 0.3),
         asynchronous=random.random() < 0.5,
@@ -194,7 +179,7 @@ class Harness:
         self._marker.unlink(missing_ok=True)
         self._token = uuid.uuid4().hex
         env = environment(**plan, **{TOKEN: self._token, PROMPTS: str(self._prompts(name))})
-        with self._log(name).open("wb") as log:
+        with (self.folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
                 command(self.folder, name, *words, *extra, program=[WORKER]),
                 cwd=REPO,
@@ -239,11 +224,8 @@ class Harness:
     def _prompts(self, name: str) -> Path:
         return self.folder / f"{name}.prompts"
 
-    def _log(self, name: str) -> Path:
-        return self.folder / f"{name}.log"
-
     def _said(self, name: str) -> str:
-        return self._log(name).read_text(errors="replace")
+        return (self.folder / f"{name}.log").read_text(errors="replace")
 
 
 def _carrying(token: str) -> list[psutil.Process]:

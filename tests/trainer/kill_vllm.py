@@ -6,27 +6,24 @@ steps and rows, what is logged, and how old the tokens are.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent.parent
-sys.path.append(str(REPO / "tests/real_vllm"))
+sys.path += [str(REPO / "tests/real_vllm"), str(REPO / "tests/cluster")]
 
 from kill_checks import LIMIT  # noqa: E402
 from kill_runs import Harness, Kill, run_all  # noqa: E402
-from launch import environment  # noqa: E402
 from serving import serving  # noqa: E402
+from serving_node import wide_checkpoint  # noqa: E402
 
 SERVER = ("--dtype", "float32", "--", "--max-model-len", "128", "--max-num-seqs", "16")
 
 
 def run_ahead(folder: Path, kills: Sequence[Kill]) -> tuple[list[str], list[Kill]]:
     """The problems of all kills, and those that did not happen."""
-    make = [sys.executable, "examples/make_sum/make_checkpoint.py", "--head-dim", "32", "--steps", "2"]
-    subprocess.run([*make, "--out", str(folder / "model")], cwd=REPO, env=environment(), check=True)
-    checkpoint = folder / "model/checkpoint"
+    checkpoint = wide_checkpoint(folder / "model")
     with serving(checkpoint, folder, *SERVER, "--max-num-batched-tokens", "160") as (server,):
         # Hardly any response is right: the entropy bonus moves the weights.
         words = f"--model.checkpoint {checkpoint} --rollout.engine vllm --rollout.max-staleness {LIMIT}"

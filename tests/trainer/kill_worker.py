@@ -21,7 +21,6 @@ from unittest import mock
 PLAN, PROMPTS = "KILL_PLAN", "KILL_PROMPTS"
 HOLD = 1.5
 """Seconds for which a rank stays at a held point."""
-_M = "megatron_fspo."
 
 BEFORE = {
     "start": "trainer.loop:build",
@@ -63,133 +62,114 @@ class Place:
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan = plan
+        self.point: str = plan.get("point", "")
         self.step = 0
         """The step under way."""
         self.phase = ""
         self._calls = 0
 
-    def reached(self, point: str) -> None:
+    def reached(self) -> None:
         """Say so if this is the wanted call of the wanted point, and linger."""
         plan = self.plan
-        if point != plan.get("point") or self.step < plan["step"] or os.environ["RANK"] != str(plan["rank"]):
+        if self.step < plan["step"] or os.environ["RANK"] != str(plan["rank"]):
             return
-        if self.phase != ONLY_IN.get(point, self.phase):
+        if self.phase != ONLY_IN.get(self.point, self.phase):
             return
         self._calls += 1
         if self._calls == plan["count"]:
             Path(plan["marker"]).touch()
-            time.sleep(0 if point in WIDE else HOLD)
+            time.sleep(0 if self.point in WIDE else HOLD)
+
+    # What follows stands in for functions of the package; the first argument is the function itself.
+
+    def before(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        self.reached()
+        return function(*args, **kwargs)
+
+    def after(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        self.reached()
+        return result
+
+    def half_a_row(self, append: Any, log: Any, name: str, row: Any, **options: Any) -> None:
+        """What a kill between two writes of one long row leaves."""
+        path = log._folder / name
+        begin = path.stat().st_size if path.exists() else 0
+        append(log, name, row, **options)
+        if name == HALF[self.point]:
+            whole = path.read_bytes()
+            os.truncate(path, (begin + len(whole)) // 2)
+            self.reached()
+            path.write_bytes(whole)
+
+    def opened_first(self, write_text: Any, path: Path, *args: Any, **kwargs: Any) -> int:
+        if path.name.startswith(TORN[self.point]):
+            path.write_bytes(b"")
+            self.reached()
+        return int(write_text(path, *args, **kwargs))
+
+    def file_by_file(self, rmtree: Any, path: Path, *args: Any, **kwargs: Any) -> None:
+        first = Path(path) / "trainer.json"
+        if Path(path).name.startswith("step_") and first.exists():
+            first.unlink()
+            self.reached()
+        rmtree(path, *args, **kwargs)
+
+    def counting(self, train_step: Any, run: Any) -> Any:
+        self.step = run.step + 1
+        return train_step(run)
+
+    @contextmanager
+    def noting(self, phase: Any, log: Any, name: str, *args: Any) -> Iterator[Any]:
+        with phase(log, name, *args) as progress:
+            self.phase = name
+            try:
+                yield progress
+            finally:
+                self.phase = ""
+
+
+def writing_prompts(roll_out: Any, run: Any) -> Any:
+    found, metrics = roll_out(run)
+    if os.environ["RANK"] == "0":
+        row = {"step": run.step + 1, "prompts": [prompt.index for prompt in found.prompts]}
+        with Path(os.environ[PROMPTS]).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return found, metrics
 
 
 def patches(place: Place) -> Iterator[Any]:
     """Of all that the place must know."""
-    point = place.plan.get("point", "")
-    for table, before in ((BEFORE, True), (AFTER, False)):
-        if point in table:
-            yield _around(table[point], point, place, before=before)
-    if point in HALF:
-        yield _replaced("record.log:RunLog._append", lambda append: _half_a_row(append, point, place))
-    if point in TORN:
-        yield mock.patch.object(Path, "write_text", _opened_first(Path.write_text, point, place))
-    if point == "removal":
-        yield mock.patch.object(shutil, "rmtree", _file_by_file(shutil.rmtree, place))
-    yield _replaced("trainer.loop:train_step", lambda step: _counting(step, place))
-    yield _replaced("record.log:RunLog.phase", lambda phase: _noting(phase, place))
-    yield _replaced("trainer.begin:roll_out", _writing_prompts)
+    for table, stand_in in ((BEFORE, place.before), (AFTER, place.after)):
+        if place.point in table:
+            yield _replaced(table[place.point], stand_in)
+    if place.point in HALF:
+        yield _replaced("record.log:RunLog._append", place.half_a_row)
+    if place.point in TORN:
+        yield _wrapped(Path, "write_text", place.opened_first)
+    if place.point == "removal":
+        yield _wrapped(shutil, "rmtree", place.file_by_file)
+    yield _replaced("trainer.loop:train_step", place.counting)
+    yield _replaced("record.log:RunLog.phase", place.noting)
+    yield _replaced("trainer.begin:roll_out", writing_prompts)
 
 
-def _replaced(where: str, wrap: Callable[[Any], Any]) -> Any:
+def _replaced(where: str, stand_in: Callable[..., Any]) -> Any:
     module, _, path = where.partition(":")
-    owner: Any = importlib.import_module(_M + module)
+    owner: Any = importlib.import_module(f"megatron_fspo.{module}")
     *outer, name = path.split(".")
     for part in outer:
         owner = getattr(owner, part)
-    return mock.patch.object(owner, name, wrap(vars(owner)[name]))
+    return _wrapped(owner, name, stand_in)
 
 
-def _around(where: str, point: str, place: Place, *, before: bool) -> Any:
-    def wrap(function: Any) -> Any:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if before:
-                place.reached(point)
-            result = function(*args, **kwargs)
-            if not before:
-                place.reached(point)
-            return result
+def _wrapped(owner: Any, name: str, stand_in: Callable[..., Any]) -> Any:
+    function = vars(owner)[name]
 
-        return wrapper
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return stand_in(function, *args, **kwargs)
 
-    return _replaced(where, wrap)
-
-
-def _half_a_row(append: Any, point: str, place: Place) -> Any:
-    def wrapper(log: Any, name: str, row: Any, **options: Any) -> None:
-        if name != HALF[point]:
-            append(log, name, row, **options)
-            return
-        # What a kill between two writes of one long row leaves.
-        path = log._folder / name
-        begin = path.stat().st_size if path.exists() else 0
-        append(log, name, row, **options)
-        whole = path.read_bytes()
-        os.truncate(path, (begin + len(whole)) // 2)
-        place.reached(point)
-        path.write_bytes(whole)
-
-    return wrapper
-
-
-def _opened_first(write_text: Any, point: str, place: Place) -> Any:
-    def wrapper(path: Path, *args: Any, **kwargs: Any) -> int:
-        if path.name.startswith(TORN[point]):
-            path.write_bytes(b"")
-            place.reached(point)
-        return int(write_text(path, *args, **kwargs))
-
-    return wrapper
-
-
-def _file_by_file(rmtree: Any, place: Place) -> Any:
-    def wrapper(path: Path, *args: Any, **kwargs: Any) -> None:
-        if Path(path).name.startswith("step_") and (Path(path) / "trainer.json").exists():
-            (Path(path) / "trainer.json").unlink()
-            place.reached("removal")
-        rmtree(path, *args, **kwargs)
-
-    return wrapper
-
-
-def _counting(train_step: Any, place: Place) -> Any:
-    def wrapper(run: Any) -> Any:
-        place.step = run.step + 1
-        return train_step(run)
-
-    return wrapper
-
-
-def _noting(phase: Any, place: Place) -> Any:
-    @contextmanager
-    def wrapper(log: Any, name: str, *args: Any) -> Iterator[Any]:
-        with phase(log, name, *args) as progress:
-            place.phase = name
-            try:
-                yield progress
-            finally:
-                place.phase = ""
-
-    return wrapper
-
-
-def _writing_prompts(rollout: Any) -> Any:
-    def wrapper(run: Any) -> Any:
-        found, metrics = rollout(run)
-        if os.environ["RANK"] == "0":
-            row = {"step": run.step + 1, "prompts": [prompt.index for prompt in found.prompts]}
-            with Path(os.environ[PROMPTS]).open("a") as file:
-                file.write(json.dumps(row) + "\n")
-        return found, metrics
-
-    return wrapper
+    return mock.patch.object(owner, name, wrapper)
 
 
 def main() -> int:

@@ -1,4 +1,5 @@
-"""On two ranks: optimizer steps with and without the responses that have no gradient, in several layouts.
+"""On two ranks: optimizer steps with and without the responses that have no gradient, in several layouts; and
+whether tokens come to the packs that they belong to.
 
 left_out_worker.py OUT.json
 """
@@ -20,23 +21,22 @@ from torch import Tensor
 from by_layout import write_by_layout
 from megatron_fspo.config import Batch
 from megatron_fspo.config.correction import (
-    CorrectionConfig,
     LengthFairGate,
     SequenceMask,
     SequenceTIS,
     TokenTIS,
 )
 from megatron_fspo.config.fp8 import BF16
-from megatron_fspo.losses import DAPOLoss, FSPOLoss, GRPOLoss, PolicyLossConfig
+from megatron_fspo.losses import DAPOLoss, FSPOLoss, PolicyLossConfig
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.packing.pack import PackLayout
-from megatron_fspo.parallel.groups import gather_lists
+from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.trainer import rollout as rollout_module
-from megatron_fspo.trainer.correction import correct
+from megatron_fspo.trainer.correction import Rule, correct
 from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages
 from megatron_fspo.types import Completion, Prompt
@@ -48,17 +48,16 @@ SAMPLES, PROMPTS, MINI_BATCHES = 3, 9, 3
 # One group of each of the first two mini-batches has a spread or two; none of the last one's.
 SPREAD = (True, False, False, True, True, False, False, False, False)
 LAYOUTS = ("dp2", "cp2", "pp2", "tp2.sp")
-CORRECTIONS: tuple[CorrectionConfig, ...] = (TokenTIS(), SequenceTIS(), SequenceMask(), LengthFairGate())
+CORRECTIONS: tuple[Rule, ...] = (TokenTIS(), SequenceTIS(), SequenceMask(), LengthFairGate())
 LOSSES: dict[str, PolicyLossConfig] = {
     "fspo": FSPOLoss(c_low=0.05, c_high=0.05),
-    "grpo": GRPOLoss(eps_low=0.05, eps_high=0.05),
     "dapo": DAPOLoss(eps_low=0.05, eps_high=0.06),
     "fspo, entropy": FSPOLoss(c_low=0.05, c_high=0.05, entropy_coef=0.3),
     "fspo, kl": FSPOLoss(c_low=0.05, c_high=0.05, kl_coef=0.2),
 }
 
 
-def make_rollout(policy: Policy) -> Rollout:
+def rollout_and_completions(policy: Policy) -> tuple[Rollout, list[Completion]]:
     """Groups with and without spread; in one with spread a response has A = 0, too, and one in the batch is
     empty. Which data-parallel rank holds a response follows no rule of places."""
     groups, vocab = policy.groups, policy.arch.vocab_size
@@ -68,7 +67,7 @@ def make_rollout(policy: Policy) -> Rollout:
         return tuple(torch.randint(0, vocab, (count,), generator=generator).tolist())
 
     prompts = [Prompt(index=i, token_ids=ids(1 + i % 4), text="", answer="") for i in range(PROMPTS)]
-    table, held = [], {}
+    table, held, completions = [], {}, []
     for number in range(PROMPTS * SAMPLES):
         length = 0 if number == 13 else 1 + (7 * number) % 19
         owner = (number * number) % 5 % groups.dp.size()
@@ -79,11 +78,12 @@ def make_rollout(policy: Policy) -> Rollout:
             weight_version=0,
         )
         table.append((*describe(completion, owner), 0.0, 0.0))
+        completions.append(completion)
         if groups.first_of_copy and owner == groups.dp.rank():
             held[number] = completion
     rollout = rollout_of(prompts, SAMPLES, torch.tensor(table, dtype=torch.float64), held)
     pattern = torch.tensor([1.0, 0.0, -1.5])
-    return with_advantages(rollout, torch.tensor(SPREAD)[:, None] * pattern)
+    return with_advantages(rollout, torch.tensor(SPREAD)[:, None] * pattern), completions
 
 
 @contextmanager
@@ -157,9 +157,39 @@ def steps(policy: Policy, rollout: Rollout, loss: PolicyLossConfig) -> list[dict
     return found
 
 
+def check_spreading(policy: Policy, loss: PolicyLossConfig) -> None:
+    """Every response token is on one rank of data × context parallel, in the right pack; alike on those that
+    share a model."""
+    config, groups = settings(policy, loss), policy.groups
+    rollout, completions = rollout_and_completions(policy)
+    packs, sizes = rollout_module.make_mini_batches(config, rollout, groups, layout_for(policy, config))
+    idle = rollout_module.left_out(config, rollout).tolist()
+    starts = [0, *accumulate(sizes)]
+    for part, (first, end) in enumerate(pairwise(starts)):
+        found = []
+        for batch in packs[first:end]:
+            index, mask = batch.sample_index, batch.mask
+            assert torch.equal(batch.advantages.double(), rollout.advantages[index])
+            here = index[batch.segment[mask]]
+            position = batch.position_ids[0][mask] - rollout.prompt_lengths[here] + 1
+            columns = (here, position, batch.labels[mask], batch.sampled_log_probs[mask])
+            found += zip(*(column.tolist() for column in columns), strict=True)
+        for group in (groups.tp, groups.pp):
+            assert share(found, group=group) == found
+        size = len(completions) // MINI_BATCHES
+        assert sorted(gather_lists(found, group=groups.dp_cp)) == [
+            (n, i, token, log_prob)
+            for n in range(size * part, size * (part + 1))
+            if not idle[n]
+            for i, (token, log_prob) in enumerate(
+                zip(completions[n].token_ids, completions[n].log_probs, strict=True)
+            )
+        ]
+
+
 def without_any(policy: Policy) -> dict[str, dict[str, float]]:
     """Correction → what the old pass says of a rollout of which nothing is in a pack."""
-    rollout = make_rollout(policy)
+    rollout = rollout_and_completions(policy)[0]
     rollout = replace(rollout, advantages=torch.zeros_like(rollout.advantages))
     config = settings(policy, LOSSES["fspo"])
     packs = rollout_module.make_mini_batches(config, rollout, policy.groups, layout_for(policy, config))[0]
@@ -177,7 +207,7 @@ def compared(policy: Policy) -> dict[str, list[dict[str, Any]]]:
     """Loss → for each mini-batch what both ways have, and how far their gradients are apart on any rank."""
     found = {}
     for name, loss in LOSSES.items():
-        rollout = make_rollout(policy)
+        rollout = rollout_and_completions(policy)[0]
         got = steps(policy, rollout, loss)
         with nobody_left_out():
             want = steps(policy, rollout, loss)
@@ -203,6 +233,8 @@ def found_in(layout_name: str) -> dict[str, Any]:
     layout = parse_layout(layout_name, world_size=2)
     groups = start(backend, parallel=layout.parallel, seed=1)
     policy = production.build(layout, SMALL, random_weights(SMALL), backend, groups, torch.float32)
+    for name in ("fspo", "fspo, entropy"):
+        check_spreading(policy, LOSSES[name])
     return {"compared": compared(policy), "without any": without_any(policy)}
 
 

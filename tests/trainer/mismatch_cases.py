@@ -1,4 +1,4 @@
-"""Rollouts whose Δ is given, packed any way."""
+"""Rollouts whose Δ is given, packed any way; records of responses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_fspo.packing.batch import Packs
+from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.types import Completion, Prompt, Sample
 from packs import packs_of
 
@@ -21,14 +22,21 @@ PACKS = [[[0, 1, 2, 3, 4]], [[4, 2], [3, 0], [1]], [[2], [1], [0], [4], [3]]]
 def sample(index: int, log_probs: Sequence[float], **changed: Any) -> Sample:
     """A response to a prompt of one to three tokens."""
     prompt = Prompt(index=index, token_ids=(1, 2, 3)[: 1 + index % 3], text="", answer="")
-    completion = {"finish_reason": "length", "weight_version": 0} | changed
+    usual = {"token_ids": (5,) * len(log_probs), "finish_reason": "length", "weight_version": 0}
     return Sample(
         prompt=prompt,
         number=0,
-        completion=Completion(token_ids=(5,) * len(log_probs), log_probs=tuple(log_probs), **completion),
+        completion=Completion(log_probs=tuple(log_probs), **{**usual, **changed}),
         reward=0.0,
         advantage=(-1.0) ** index,
     )
+
+
+def record(length: int, s: float, advantage: float, **flags: Any) -> SequenceRecord:
+    """Of a response with this S, not clipped unless ``flags`` say so."""
+    values: dict[str, Any] = dict.fromkeys(("clipped_low", "clipped_high", "dual_clipped"), 0.0)
+    values |= {"sample": 0, "rank": 0, "out_of_band": False, "nonfinite": False}
+    return SequenceRecord(**values | flags, length=length, log_ratio_sum=s, advantage=advantage)
 
 
 def responses(scale: float = 0.1, shift: float = 0.0) -> tuple[list[Sample], list[torch.Tensor]]:

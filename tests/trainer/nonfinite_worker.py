@@ -6,7 +6,7 @@ nonfinite_worker.py OUT.json
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from by_layout import write_by_layout
-from left_out_worker import make_rollout, scoring, settings
+from left_out_worker import rollout_and_completions, scoring, settings
 from megatron_fspo.config import Optimizer
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.losses import FSPOLoss
@@ -120,7 +120,7 @@ class Situation:
 
     def step(self, run: Any, dropped: Sequence[int] = ()) -> Step:
         """Nine prompts with three responses each, in three mini-batches; all but the empty one in packs."""
-        rollout = make_rollout(run.policy)
+        rollout, _ = rollout_and_completions(run.policy)
         pattern = torch.tensor([1.0, -0.5, -1.5]).expand(len(rollout.prompts), -1)
         rollout = with_advantages(rollout, pattern)
         left_out = rollout_module.left_out
@@ -173,8 +173,8 @@ def scoring_with_a_fault(situation: Situation) -> dict[str, Any]:
             here = batch.mask & (batch.segment == row)
             broken += [number] if not score[here].isfinite().all() else []
             moved += [number] if not torch.equal(score[here], wanted[here]) else []
-    mates = max(len(batch.sample_index) for batch in step.packs)
-    return {"broken": broken, "moved": moved, "largest pack": mates}
+    largest = max(len(batch.sample_index) for batch in step.packs)
+    return {"broken": broken, "moved": moved, "largest pack": largest}
 
 
 def refused(situation: Situation) -> dict[str, Any]:
@@ -200,17 +200,13 @@ def stepped(situation: Situation, fault: Fault | None, dropped: Sequence[int] = 
     run = situation.run()
     step = situation.step(run, dropped)
     before = weights_of(run.policy)
-    raised = ""
     try:
-        if fault is None:
+        with fault() if fault else nullcontext():
             update, records = _update(run, step)
-        else:
-            with fault():
-                update, records = _update(run, step)
     except TrainingError as error:
-        raised = str(error)
-    if raised:
-        return {"raised": raised, "untouched": untouched(before, run.policy), "said": run.said}
+        same = untouched(before, run.policy)
+        return {"raised": str(error), "untouched": same, "said": run.said}
+    totals = step.packs_of(step.turn).totals
     return {
         "grad_norm": update.grad_norm,
         "metrics": update.metrics,
@@ -218,13 +214,9 @@ def stepped(situation: Situation, fault: Fault | None, dropped: Sequence[int] = 
         "nonfinite": step.nonfinite,
         "said": run.said,
         "dropped": [record.sample for record in step.dropped],
-        "totals": [
-            getattr(step.packs_of(step.turn).totals, n)
-            for n in ("num_sequences", "num_tokens", "packed_tokens")
-        ],
+        "totals": [totals.num_sequences, totals.num_tokens, totals.packed_tokens],
         "moved": not untouched(before, run.policy),
         "finite": all(tensor.isfinite().all().item() for tensor in weights_of(run.policy)),
-        "weights": [tensor.double().sum().item() for tensor in weights_of(run.policy)],
     }
 
 
@@ -250,26 +242,22 @@ def old_pass(situation: Situation) -> dict[str, Any]:
     }
 
 
-def everywhere(found: Any) -> list[Any]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    return every
-
-
 def found_in(layout_name: str) -> dict[str, Any]:
+    """Situation → what either rank has to say."""
     situation = Situation(layout_name)
-    first = stepped(situation, None, [CULPRIT])
-    result = {
+    found = {
         "scoring": scoring_with_a_fault(situation),
         "refused": refused(situation),
-        "without": first,
+        "without": stepped(situation, None, [CULPRIT]),
         "dropped": stepped(situation, Fault([CULPRIT])),
         "once": stepped(situation, Fault([CULPRIT], once=True)),
         "many": stepped(situation, Fault(MANY)),
         "backward": stepped(situation, Fault([CULPRIT], backward=True)),
         "old pass": old_pass(situation),
     }
-    return {name: everywhere(found) for name, found in result.items()}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    return {name: [one[name] for one in every] for name in found}
 
 
 if __name__ == "__main__":

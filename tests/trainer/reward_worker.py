@@ -73,7 +73,7 @@ async def sleeps_awaited(prompt: Prompt, completion: Completion, response: str) 
 
 async def blocks_the_loop(prompt: Prompt, completion: Completion, response: str) -> None:
     """An async one that must not."""
-    time.sleep(3)
+    time.sleep(2)
 
 
 if __name__ == "__main__":

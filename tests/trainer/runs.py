@@ -39,6 +39,12 @@ def run(folder: Path, name: str, *extra: str, nproc: int = 2) -> subprocess.Comp
     return forked([*PROGRAM, *train_words(folder, name, *extra)], nproc=nproc if nproc > 1 else 0)
 
 
+def faulty(folder: Path, name: str, fault: Sequence[str], *extra: str) -> subprocess.CompletedProcess[str]:
+    """:func:`run` with a fault of ``faulty_run.py``, and its arguments."""
+    worker = str(Path(__file__).with_name("faulty_run.py"))
+    return forked([worker, *fault, ":", *train_words(folder, name, *extra)], nproc=2)
+
+
 def rows(folder: Path, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """The logged rows."""
     path = folder / name / file

@@ -1,6 +1,5 @@
 """On two ranks: what one optimizer step reports, for every split of one batch in several layouts; also with
-corrections for a sampler whose log-probs are off by noise. And whether tokens come to the packs of their
-ranks.
+corrections for a sampler whose log-probs are off by noise.
 
 split_worker.py OUT.json
 """
@@ -11,9 +10,7 @@ import torch
 
 from by_layout import write_by_layout
 from megatron_fspo.config.correction import (
-    CorrectionConfig,
     LengthFairGate,
-    NoCorrection,
     SequenceTIS,
     TokenTIS,
 )
@@ -22,7 +19,7 @@ from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.record.records import SequenceRecord, clip_metrics, records_of
-from megatron_fspo.trainer.correction import correct
+from megatron_fspo.trainer.correction import Rule, correct
 from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import (
@@ -35,12 +32,11 @@ from megatron_fspo.verify.cases import (
     random_weights,
 )
 from megatron_fspo.verify.layouts import parse_layout
-from spreading import check_spreading
 
 LAYOUTS = ("dp2", "cp2", "pp2", "tp2.sp")
 # Name → loss and correction. Noise of .04 per token: the rules act on some responses, not on all.
-CASES: dict[str, tuple[str, CorrectionConfig]] = {
-    **{name: (name, NoCorrection()) for name in ("fspo", "gspo", "grpo", "dapo")},
+CASES: dict[str, tuple[str, Rule | None]] = {
+    **{name: (name, None) for name in ("fspo", "gspo", "grpo", "dapo")},
     "fspo, length_fair_gate": ("fspo", LengthFairGate(c=0.03)),
     "fspo, token_tis": ("fspo", TokenTIS(cap=1.03)),
     "dapo, sequence_tis": ("dapo", SequenceTIS(cap=1.1)),
@@ -52,7 +48,6 @@ def reported(layout_name: str) -> dict[str, dict[str, float]]:
     backend = choose_backend("cpu")
     layout = parse_layout(layout_name, world_size=2)
     groups = start(backend, parallel=layout.parallel, seed=1)
-    check_spreading(groups, layout.parallel)
     policy = production.build(layout, SMALL, random_weights(SMALL), backend, groups, torch.float32)
     samples = make_samples(SMALL)
     moved, noise = drifts(samples, seed=5), drifts(samples, seed=6)
@@ -73,7 +68,9 @@ def reported(layout_name: str) -> dict[str, dict[str, float]]:
                     records_of(batch, terms, groups.dp.rank())
                 ),
             )
-            corrected, metrics = correct(correction, batches, mismatch, groups=groups)
+            corrected, metrics = batches, {}
+            if correction is not None:
+                corrected, metrics = correct(correction, batches, mismatch, groups=groups)
             corrected = corrected.with_columns(old_log_probs=old)
             update = policy.update(corrected, loss)
             records = gather_lists(share(mine, group=groups.pp, source=-1), group=groups.dp)

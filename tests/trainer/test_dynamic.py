@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from itertools import count
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fspo.trainer.begin import choose, fill, prompts_to_ask
+from megatron_fspo.trainer.begin import fill
 from megatron_fspo.trainer.rollout import (
     COLUMNS,
     Rollout,
@@ -83,13 +83,6 @@ def test_responses_are_the_same_wherever_they_go(parts: list[list[bool]], data: 
         assert getattr(chosen, name).dtype == getattr(joined, name).dtype
 
 
-def test_groups_of_other_sizes_do_not_join() -> None:
-    one = make([True], count())
-    other = rollout_of(one.prompts, 1, torch.zeros(1, len(COLUMNS), dtype=torch.float64), {})
-    with pytest.raises(ValueError, match="groups of"):
-        join([one, other])
-
-
 @given(first=flags, later=st.lists(st.booleans(), min_size=40, max_size=40), max_rounds=st.integers(2, 5))
 def test_a_batch_is_filled_with_the_first_groups_that_have_spread(
     first: list[bool], later: list[bool], max_rounds: int
@@ -97,7 +90,11 @@ def test_a_batch_is_filled_with_the_first_groups_that_have_spread(
     size, serial, asked, left = len(first), count(1), [], iter(later)
 
     def further(number: int, prompts: int) -> Rollout:
-        assert number == len(asked) + 1 and 1 <= prompts <= size
+        # So many of those before had spread, and as many of these will; at least one, and a batch at most.
+        before = [*first, *(flag for flags in asked for flag in flags)]
+        full = max(sum(before), 1)
+        wanted = min(size, math.ceil((size - sum(before)) * len(before) / full)) if any(before) else size
+        assert number == len(asked) + 1 and prompts == wanted
         asked.append([next(left) for _ in range(prompts)])
         return make(asked[-1], serial)
 
@@ -121,18 +118,3 @@ def test_a_batch_is_filled_with_the_first_groups_that_have_spread(
     assert metrics["prompts_sampled"] == len(spread)
     assert len(spread) == size + metrics["groups_dropped"] + metrics["groups_surplus"]
     assert metrics["groups_dropped"] == spread.count(False) - filled.unfilled
-
-
-def test_how_many_prompts_are_asked_for() -> None:
-    assert prompts_to_ask(4, full=4, sampled=8, limit=8) == 8
-    assert prompts_to_ask(1, full=7, sampled=8, limit=8) == 2  # 8 / 7, rounded up
-    assert prompts_to_ask(6, full=2, sampled=8, limit=8) == 8  # 24 are too many at once
-    assert prompts_to_ask(3, full=0, sampled=8, limit=8) == 8
-    assert prompts_to_ask(2, full=30, sampled=60, limit=32) == 4
-
-
-def test_groups_without_spread_that_stay_are_among_the_others() -> None:
-    """Not all in the last mini-batch, which would then learn nothing."""
-    assert choose([False, True, False, True, False, True], 4) == [0, 1, 3, 5]
-    assert choose([True] * 5, 3) == [0, 1, 2]
-    assert choose([False] * 5, 3) == [0, 1, 2]

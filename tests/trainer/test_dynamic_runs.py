@@ -99,7 +99,7 @@ def test_a_run_that_dies_between_rounds_resumes_with_the_same_numbers(folder: Pa
 
 def test_a_reward_that_teaches_nothing_ends_no_run(tmp_path: Path) -> None:
     """Nothing is in any pack; one line a step says so. (Other layouts: test_left_out.py.)"""
-    never = ("--reward.name", "dynamic_worker:never", "--rollout.max-rounds", "3")
+    never = ("--reward.name", "reward_worker:always_half", "--rollout.max-rounds", "3")
     result = train(tmp_path, "never", *never, steps=2, nproc=1)
     assert result.returncode == 0, why(result.stderr)
     for step in (1, 2):

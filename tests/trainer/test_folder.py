@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from configs import make_config
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import config_changes, load_config
 from megatron_fspo.errors import InputError
@@ -26,19 +24,6 @@ from megatron_fspo.job.folder import (
     write_config,
 )
 from megatron_fspo.job.lock import FolderLock
-
-
-def make_config(folder: Path, **sections: dict[str, Any]) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"steps": 3, "folder": folder, "name": "one"},
-            "model": {"checkpoint": "c"},
-            "data": {"train": "t"},
-            "reward": {"name": "exact_match"},
-            "rollout": {"prompts": 4, "max_response_tokens": 8},
-            **sections,
-        }
-    )
 
 
 def make_checkpoints(config: Config, *names: str) -> Path:
@@ -62,34 +47,29 @@ def test_the_newest_whole_checkpoint_is_resumed(tmp_path: Path) -> None:
     assert checkpoints_to_resume(config, "newest") == [], "it starts over"
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [30]), (2, [20, 30]), (5, [1, 10, 20, 30])])
-def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
-    config = make_config(tmp_path, checkpoint={"keep": keep})
-    folder = make_checkpoints(
-        config, *(f"step_{step:06d}" for step in (1, 10, 20, 30)), "step_000040.partial"
-    )
-    remove_old_checkpoints(config, good_step=2_000_000)
+@pytest.mark.parametrize(
+    ("keep", "milestones", "good_step", "left"),
+    [
+        (1, 0, 99, [30]),
+        (2, 0, 99, [20, 30]),
+        (5, 0, 99, [1, 10, 20, 30]),
+        (1, 10, 99, [10, 20, 30]),
+        (1, 20, 99, [20, 30]),
+        (1, 0, 19, [10, 30]),
+        (1, 0, 0, [30]),
+    ],
+)
+def test_the_newest_the_milestones_and_the_last_good_one_are_kept(
+    tmp_path: Path, keep: int, milestones: int, good_step: int, left: list[int]
+) -> None:
+    config = make_config(tmp_path, checkpoint={"keep": keep, "milestones": milestones})
+    steps = [f"step_{step:06d}" for step in (1, 10, 20, 30)]
+    folder = make_checkpoints(config, *steps, "step_000040.partial")
+    if not good_step:
+        assert newest_checkpoint(config, step=good_step) is None
+    remove_old_checkpoints(config, good_step=good_step)
     assert checkpoints(config) == [checkpoint_folder(config, step) for step in left]
     assert not (folder / "step_000040.partial").exists()
-
-
-def test_milestones_stay(tmp_path: Path) -> None:
-    config = make_config(tmp_path, checkpoint={"keep": 1, "milestones": 20})
-    make_checkpoints(
-        config,
-        *(f"step_{name}" for name in ("000010", "000020", "000040", "000050", "000061")),
-    )
-    remove_old_checkpoints(config, good_step=2_000_000)
-    assert [path.name for path in checkpoints(config)] == ["step_000020", "step_000040", "step_000061"]
-
-
-def test_the_last_from_before_the_trouble_stays(tmp_path: Path) -> None:
-    config = make_config(tmp_path, checkpoint={"keep": 2})
-    make_checkpoints(config, *(f"step_{step:06d}" for step in (5, 10, 20, 23)))
-    remove_old_checkpoints(config, good_step=10)
-    assert checkpoints(config) == [checkpoint_folder(config, step) for step in (10, 20, 23)]
-    assert newest_checkpoint(config, step=19) == checkpoint_folder(config, 10)
-    assert newest_checkpoint(config, step=9) is None
 
 
 def test_what_cannot_be_removed_is_returned_and_the_rest_goes(
@@ -104,27 +84,17 @@ def test_what_cannot_be_removed_is_returned_and_the_rest_goes(
     for path in (Path(), config.run_folder, folder, folder / "step_000020", folder / "step_000030"):
         path.chmod(0o777)
     links = {folder / "step_000005", folder / "stray.partial"}
-    with nobody():
-        for _ in range(2):
-            stays = remove_old_checkpoints(config, good_step=40)
-            assert stays.keys() == {*links, folder / "step_000010.partial"}
+    root = os.geteuid() == 0  # whom no mode stops
+    os.seteuid(65534 if root else os.geteuid())
+    try:
+        stays = [remove_old_checkpoints(config, good_step=40).keys() for _ in range(2)]
+    finally:
+        os.seteuid(0 if root else os.geteuid())
+    assert stays == [{*links, folder / "step_000010.partial"}] * 2
     assert checkpoints(config) == [folder / "step_000005", checkpoint_folder(config, 40)]
     assert (folder / "elsewhere/metadata.json").exists()
     if os.geteuid():
         (folder / "step_000010.partial").chmod(0o777)
-
-
-@contextmanager
-def nobody() -> Iterator[None]:
-    """As a user who is stopped by modes; the superuser is not."""
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
 
 
 def test_half_removed_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,22 +112,17 @@ def test_half_removed_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
     assert list((config.run_folder / "checkpoints").iterdir()) == [checkpoint_folder(config, 20)]
 
 
-def test_a_new_run_wants_an_empty_folder(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    assert checkpoints_to_resume(config, "no") == []
-    config.run_folder.mkdir()
-    assert checkpoints_to_resume(config, "no") == []
-    (config.run_folder / "notes.txt").touch()
-    with pytest.raises(InputError, match=r"/one holds a run already: .*--resume.*run\.name"):
-        checkpoints_to_resume(config, "no")
-
-
-def test_auto_goes_on_where_there_is_a_run_and_starts_where_there_is_none(tmp_path: Path) -> None:
+def test_a_new_run_wants_an_empty_folder_and_auto_takes_any(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     with pytest.raises(InputError, match="--resume: there is no run in"):
         checkpoints_to_resume(config, "newest")
     assert checkpoints_to_resume(config, "auto") == [] and not config.run_folder.exists()
+    assert checkpoints_to_resume(config, "no") == []
+    config.run_folder.mkdir()
+    assert checkpoints_to_resume(config, "no") == []
     write_config(config)
+    with pytest.raises(InputError, match=r"/one holds a run already: .*--resume.*run\.name"):
+        checkpoints_to_resume(config, "no")
     assert checkpoints_to_resume(config, "auto") == []
     make_checkpoints(config, "step_000001", "step_000002")
     assert checkpoints_to_resume(config, "auto") == checkpoints(config) != []
@@ -202,15 +167,8 @@ def test_the_configuration_is_kept_and_changes_are_told(tmp_path: Path) -> None:
     write_config(first)
     assert load_config(tmp_path / "one/config.toml") == first
     assert config_changes(first) == []
-
-    second = make_config(
-        tmp_path, loss={"name": "rloo", "eps_low": 0.1}, data={"train": "t", "validation": "v"}
-    )
-    changes = config_changes(second)
-    write_config(second)
-    assert load_config(tmp_path / "one/config.toml") == second
-    assert {"data.validation: None -> v", "loss.name: fspo -> rloo", "loss.eps_low: None -> 0.1"} <= set(
-        changes
-    )
+    rloo = {"name": "rloo", "eps_low": 0.1}
+    changes = set(config_changes(make_config(tmp_path, loss=rloo, data={"train": "t", "validation": "v"})))
+    assert changes >= {"data.validation: None -> v", "loss.name: fspo -> rloo", "loss.eps_low: None -> 0.1"}
     assert "loss.c_high: 0.03 -> None" in changes
     assert {line.partition(".")[0] for line in changes} == {"data", "loss"}

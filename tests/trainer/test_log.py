@@ -8,9 +8,12 @@ import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+import mismatch_cases
+from configs import make_config
 from megatron_fspo.config import Config, Log
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.record import log as log_module
@@ -19,33 +22,20 @@ from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.record.trackers import check_trackers
 
 
-def make_config(folder: Path, **log: Any) -> Config:
-    config = Config.model_validate(
-        {
-            "run": {"steps": 300, "folder": folder, "name": "one"},
-            "model": {"checkpoint": "c"},
-            "data": {"train": "t"},
-            "reward": {"name": "exact_match"},
-            "rollout": {"prompts": 4, "max_response_tokens": 8},
-            "log": log,
-        }
-    )
+def logged(folder: Path, **log: Any) -> Config:
+    """A run with a folder and these keys of the section ``log``."""
+    config = make_config(folder, log=log)
     config.run_folder.mkdir(parents=True, exist_ok=True)
     return config
 
 
+def start(folder: Path, **log: Any) -> RunLog:
+    return RunLog(logged(folder, **log), writer=True, resume_step=None)
+
+
 def record(number: int, **changes: Any) -> SequenceRecord:
-    values = {
-        "sample": number,
-        "rank": 0,
-        "length": number + 1,
-        "log_ratio_sum": number / 8,
-        "advantage": -1.0,
-    }
-    clips = dict.fromkeys(("clipped_low", "clipped_high", "dual_clipped"), 0.0)
-    return SequenceRecord(
-        **{**values, **clips, "advantage": -1.0, "out_of_band": False, "nonfinite": False, **changes}
-    )
+    values = {"length": number + 1, "s": number / 8, "advantage": -1.0, "sample": number}
+    return mismatch_cases.record(**{**values, **changes})
 
 
 def strict_rows(path: Path) -> list[Any]:
@@ -58,33 +48,25 @@ def strict_rows(path: Path) -> list[Any]:
 
 
 def test_a_step_is_a_row_and_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = make_config(tmp_path)
-    log = RunLog(config, writer=True, resume_step=None)
+    log = start(tmp_path)
     log.step(7, {"critic/rewards/mean": 0.25, "fspo/lre_mean": math.nan, "x": math.inf, "y": -math.inf})
-    assert strict_rows(config.run_folder / "metrics.jsonl") == [
+    assert strict_rows(tmp_path / "one/metrics.jsonl") == [
         {"step": 7, "critic/rewards/mean": 0.25, "fspo/lre_mean": None, "x": None, "y": None}
     ]
     assert capsys.readouterr().out == "step    7/300  reward 0.250\n"
 
 
 def test_the_line_of_a_step() -> None:
-    metrics = {
-        "critic/rewards/mean": 0.51234,
-        "response_length/mean": 81.26,
-        "actor/pg_clipfrac": 0.0512,
-        "fspo/kl_k3": 0.00123,
-        "actor/grad_norm": 0.756,
-        "fspo/nonfinite": 2.0,
+    metrics = {"critic/rewards/mean": 0.51234, "response_length/mean": 81.26, "actor/pg_clipfrac": 0.0512}
+    metrics |= {"fspo/kl_k3": 0.00123, "actor/grad_norm": 0.756, "fspo/nonfinite": 2.0}
+    metrics |= {
         "timing_s/step": 12.34,
         "val/test/mean@4/low": 0.5,
         "val/test/mean@4": 0.625,
-        "val/test/pass@4": 0.9,
         "not/shown": 1.0,
     }
-    line = (
-        "reward 0.512  length 81.3  clipped 5.1%  KL 0.0012  grad 0.76  dropped 2  s 12.3  test/mean@4 0.625"
-    )
-    assert describe(12, 300, metrics) == f"step   12/300  {line}"
+    line = "step   12/300  reward 0.512  length 81.3  clipped 5.1%  KL 0.0012  grad 0.76  dropped 2"
+    assert describe(12, 300, metrics) == f"{line}  s 12.3  test/mean@4 0.625"
     assert "dropped" not in describe(12, 300, metrics | {"fspo/nonfinite": 0.0})
 
 
@@ -100,7 +82,7 @@ FILES = ("metrics.jsonl", "sequences.jsonl", "samples.jsonl")
 
 
 def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
+    config = logged(tmp_path)
     filled(config, 5)
     log = RunLog(config, writer=True, resume_step=3)
     log.step(4, {"x": 44.0})
@@ -114,7 +96,7 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_line_that_a_crash_cut_short_is_gone_after_a_resume(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
+    config = logged(tmp_path)
     filled(config, 2)
     path = config.run_folder / "metrics.jsonl"
     for cut in ('{"step": 3, "x"', '{"step": 3, "x": 3.0}'):  # also one that lacks the line feed alone
@@ -128,28 +110,24 @@ def test_a_line_that_a_crash_cut_short_is_gone_after_a_resume(tmp_path: Path) ->
 
 
 def test_sequences_are_thinned_evenly(tmp_path: Path) -> None:
-    config = make_config(tmp_path, sequences=4)
-    log = RunLog(config, writer=True, resume_step=None)
+    log = start(tmp_path, sequences=4)
     for count in (0, 1, 4, 5, 10, 12):
         log.sequences(count, [record(i) for i in range(count)])
     log.sequences(13, [record(0, nonfinite=True)])
-    rows = strict_rows(config.run_folder / "sequences.jsonl")
+    rows = strict_rows(tmp_path / "one/sequences.jsonl")
     kept = {row["step"]: [length - 1 for length in row["length"]] for row in rows}
     assert kept == {1: [0], 4: [0, 1, 2, 3], 5: [0, 2, 4], 10: [0, 3, 6, 9], 12: [0, 3, 6, 9]}
     assert rows[-1]["log_ratio_sum"] == [0.0, 3 / 8, 6 / 8, 9 / 8]
-    config = make_config(tmp_path / "none", sequences=0)
-    RunLog(config, writer=True, resume_step=None).sequences(1, [record(0)])
-    assert (config.run_folder / "sequences.jsonl").read_text() == ""
+    start(tmp_path / "none", sequences=0).sequences(1, [record(0)])
+    assert (tmp_path / "none/one/sequences.jsonl").read_text() == ""
 
 
 def test_the_columns_of_sequences(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    log = RunLog(config, writer=True, resume_step=None)
-    log.sequences(
+    start(tmp_path).sequences(
         3,
         [
             record(0, clipped_high=1.0, out_of_band=True, ratio=0.0),
-            record(1, log_ratio_sum=math.nan, nonfinite=True),
+            record(1, s=math.nan, nonfinite=True),
             record(2, advantage=math.nan, nonfinite=True),
             record(3, length=0),
             record(4, dual_clipped=0.25, ratio=2.0),
@@ -157,7 +135,7 @@ def test_the_columns_of_sequences(tmp_path: Path) -> None:
         ],
     )
     # What is in no rate is not kept: two that were dropped, and one without a response.
-    assert strict_rows(config.run_folder / "sequences.jsonl") == [
+    assert strict_rows(tmp_path / "one/sequences.jsonl") == [
         {
             "step": 3,
             "prompt": [0, 0, 1],
@@ -172,7 +150,7 @@ def test_the_columns_of_sequences(tmp_path: Path) -> None:
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = make_config(tmp_path)
+    config = logged(tmp_path)
     filled(config, 1)
     before = {name: (config.run_folder / name).read_text() for name in FILES}
     capsys.readouterr()
@@ -187,7 +165,7 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_phases_add_up_their_seconds(tmp_path: Path) -> None:
-    log = RunLog(make_config(tmp_path), writer=True, resume_step=None)
+    log = start(tmp_path)
     timings = {"timing_s/gen": 100.0}
     with log.phase("gen", 3, "response", timings) as progress:
         progress(3)
@@ -195,90 +173,58 @@ def test_phases_add_up_their_seconds(tmp_path: Path) -> None:
 
 
 def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real package, offline."""
+    """The real package, offline. A run has an id of its own, and keeps it at a resume."""
     wandb = pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    config = make_config(
-        tmp_path, wandb="offline", project="tests", group="sweep", tags=["a", "b"], entity="somebody"
-    )
-    log = RunLog(config, writer=True, resume_step=None)
+    words = {"project": "tests", "group": "sweep", "tags": ["a", "b"], "entity": "somebody"}
+    log = start(tmp_path, wandb="offline", **words)
     log.step(1, {"critic/rewards/mean": 0.5})
     log.step(2, {"critic/rewards/mean": 0.75})
     run = wandb.run
     assert run is not None and (run.project, run.name) == ("tests", "one")
     assert (run.entity, run.group, run.tags) == ("somebody", "sweep", ("a", "b"))
-    name = run.id
     assert run.config["rollout"]["prompts"] == 4
     assert run.summary["critic/rewards/mean"] == 0.5  # a row is complete when the next begins
     log.warn("weights", "too small")
     log.pictures(2, lambda folder: {"scatter": f"<svg>{folder.name}</svg>"})
-    (picture,) = (config.run_folder / "wandb").glob(
-        "offline-run-*/files/media/html/pictures/scatter_2_*.html"
-    )
+    media = "wandb/offline-run-*/files/media/html/pictures/scatter_2_*.html"
+    (picture,) = (tmp_path / "one").glob(media)
     assert "<svg>one</svg>" in picture.read_text()
+    first = run.id
     log.close()
     assert wandb.run is None
-    assert list((config.run_folder / "wandb").glob(f"offline-run-*/run-{name}.wandb"))
+    assert list((tmp_path / "one/wandb").glob(f"offline-run-*/run-{first}.wandb"))
 
-
-def test_a_run_of_wandb_has_an_id_of_its_own_and_keeps_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wandb = pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-
-    def started(folder: Path, resume_step: int | None) -> str:
-        log = RunLog(make_config(folder, wandb="offline"), writer=True, resume_step=resume_step)
+    ids = []
+    for folder, step in ((tmp_path, 3), (tmp_path / "other", None)):
+        log = RunLog(logged(folder, wandb="offline"), writer=True, resume_step=step)
         assert wandb.run is not None
-        run_id = str(wandb.run.id)
+        ids.append(wandb.run.id)
         log.close()
-        return run_id
-
-    first = started(tmp_path / "a", None)
-    assert started(tmp_path / "a", 3) == first != "one"
-    assert started(tmp_path / "b", None) != first, "the same name in another folder"
-
-
-class Told:
-    """A tracker that remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.heard: list[Any] = []
-
-    def step(self, *words: Any) -> None:
-        self.heard.append(words)
-
-    pictures = alert = step
-
-    def close(self, *, failed: bool = False) -> None:
-        self.heard.append(("closed", failed))
+    assert ids[0] == first != ids[1], "the same name in another folder is another run"
 
 
 def test_trackers_hear_of_warnings_and_of_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = Told()
+    told = mock.Mock()
     monkeypatch.setattr(log_module, "start_trackers", lambda config, resume_step: [told])
-    log = RunLog(make_config(tmp_path), writer=True, resume_step=None)
+    log = start(tmp_path)
     for step in range(3, 25):
         log.remind("weights", step, "too small")
     log.remind("another", 25, "too large")
     log.say("hello")
     with pytest.raises(TrainingError), log.ending():
         raise TrainingError("the gradient is not finite")
-    assert told.heard == [
-        ("weights", "step 3: too small"),
-        ("weights", "step 23: too small"),
-        ("another", "step 25: too large"),
-        ("the run ended itself", "the gradient is not finite"),
-        ("closed", True),
-    ]
+    warned = [("weights", "step 3: too small"), ("weights", "step 23: too small")]
+    warned += [("another", "step 25: too large"), ("the run ended itself", "the gradient is not finite")]
+    assert told.method_calls == [*(mock.call.alert(*words) for words in warned), mock.call.close(failed=True)]
     lines = "step 3: too small\nstep 23: too small\nstep 25: too large\nhello\n"
     assert capsys.readouterr().out == lines
 
 
 def test_a_warning_is_kept_and_given_once_per_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = RunLog(make_config(tmp_path), writer=True, resume_step=None)
+    log = start(tmp_path)
     for step in (4, 5):
         log.activity.step = step
         log.warn_once("wide band", f"seen at {step}")
@@ -287,7 +233,7 @@ def test_a_warning_is_kept_and_given_once_per_run(tmp_path: Path, capsys: pytest
     # A job that goes on before that step warns again, one that goes on behind it does not.
     for resume_step, again in ((4, False), (3, True)):
         capsys.readouterr()
-        RunLog(make_config(tmp_path), writer=True, resume_step=resume_step).warn_once("wide band", "again")
+        RunLog(logged(tmp_path), writer=True, resume_step=resume_step).warn_once("wide band", "again")
         assert ("again" in capsys.readouterr().out) == again
 
 
@@ -295,7 +241,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = make_config(tmp_path, tensorboard=True)
+    config = logged(tmp_path, tensorboard=True)
     log = RunLog(config, writer=True, resume_step=None)
     for step in (1, 2, 3):
         log.step(step, {"critic/rewards/mean": step / 4, "fspo/lre_mean": math.nan})
@@ -309,28 +255,23 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, log in (("tensorboard", Log(tensorboard=True)), ("wandb", Log(wandb="offline"))):
-        with (
-            monkeypatch.context() as patched,
-            pytest.raises(InputError, match=f"needs the package {name}, wh"),
-        ):
-            patched.setitem(sys.modules, name, None)
-            patched.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-            check_trackers(log)
     check_trackers(Log())
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    for name, log in (("tensorboard", Log(tensorboard=True)), ("wandb", Log(wandb="offline"))):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(InputError, match=f"needs the package {name}, wh"):
+            check_trackers(log)
 
 
 def test_a_full_disk_stops_the_run_with_one_line(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    config.run_folder.mkdir(exist_ok=True)
-    log = RunLog(config, writer=True, resume_step=None)
-    (config.run_folder / "metrics.jsonl").unlink()
-    (config.run_folder / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(
-        TrainingError, match=r"metrics\.jsonl cannot be written: No space left on device\. "
-    ) as caught:
+    log = start(tmp_path)
+    (tmp_path / "one/metrics.jsonl").unlink()
+    (tmp_path / "one/metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl cannot be written: No space .*--resume$"):
         log.step(1, {"x": 1.0})
-    assert "\n" not in str(caught.value) and "--resume" in str(caught.value)
+    (tmp_path / "two/one/metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl cannot be written: Is a directory"):
+        start(tmp_path / "two")
 
 
 @pytest.mark.parametrize("line", ['{"step": 1', "[1]", '{"loss": 1}', '{"step": "1"}', "\xff"])
@@ -342,7 +283,7 @@ def test_a_corrupt_row_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_a_resume_reads_and_writes_no_more_for_a_long_run(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
+    config = logged(tmp_path)
     filled(config, 2)
     path = config.run_folder / "sequences.jsonl"
     line = json.dumps({"step": 1, "length": [7] * 100_000}) + "\n"
@@ -370,7 +311,7 @@ def test_rows_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bloc
 def test_steps_without_a_row_are_named_at_a_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = make_config(tmp_path)
+    config = logged(tmp_path)
     filled(config, 8)
     path = config.run_folder / "metrics.jsonl"
     rows = path.read_text().splitlines(keepends=True)

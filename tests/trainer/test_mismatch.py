@@ -36,13 +36,6 @@ def test_metrics_are_those_of_the_responses(packs: list[list[int]]) -> None:
     assert {name: got[name] for name in exact} == pytest.approx(exact, rel=1e-6)
 
 
-def test_a_bias_shows_in_k1_and_noise_does_not() -> None:
-    samples, deltas = responses(scale=0.0, shift=-0.2)
-    biased = metrics(samples, deltas, [[0, 1, 2, 3, 4]])
-    assert biased["rollout/kl_k1"] == pytest.approx(0.2)
-    assert biased["rollout/kl_k3"] == pytest.approx(math.exp(-0.2) - 0.8)
-
-
 def test_tokens_that_are_not_finite_are_left_out() -> None:
     samples, deltas = responses()
     deltas[2][3] = math.nan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,42 +13,32 @@ from megatron_fspo.errors import RewardError
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.trainer.begin import check_spread
 from megatron_fspo.trainer.rollout import Rollout
-from megatron_fspo.types import Completion, Prompt, Sample
-from mismatch_cases import ALONE
+from megatron_fspo.types import Prompt
+from mismatch_cases import ALONE, sample
 from rollouts import as_rollout
-from test_log import make_config
+from test_log import logged
 
 TEXTS = {1: "yes", 2: "n\no", 3: "long " * 100 + "end"}
 
 
 def rollout(rewards: list[list[float]]) -> Rollout:
     """Two responses to each prompt, which say the texts in turn; advantages as leave-one-out has them."""
-    return as_rollout(
-        [
-            Sample(
-                prompt=Prompt(index=10 + group, token_ids=(1,), text=f"^{group}", answer=f"a{group}"),
-                number=number,
-                completion=Completion(
-                    token_ids=(1 + (2 * group + number) % 3, 9),
-                    log_probs=(-1.0, -1.0),
-                    finish_reason="stop",
-                    weight_version=0,
-                ),
-                reward=reward,
-                advantage=reward - row[1 - number],
+    samples = []
+    for group, row in enumerate(rewards):
+        prompt = Prompt(index=10 + group, token_ids=(1,), text=f"^{group}", answer=f"a{group}")
+        for number, reward in enumerate(row):
+            one = sample(0, [-1.0, -1.0], token_ids=(1 + (2 * group + number) % 3, 9))
+            samples.append(
+                replace(one, prompt=prompt, number=number, reward=reward, advantage=reward - row[1 - number])
             )
-            for group, row in enumerate(rewards)
-            for number, reward in enumerate(row)
-        ],
-        per_prompt=2,
-    )
+    return as_rollout(samples, per_prompt=2)
 
 
 class Run:
     """As much of a run as the check looks at."""
 
     def __init__(self, folder: Path, limit: int) -> None:
-        config = make_config(folder)
+        config = logged(folder)
         reward = config.reward.model_copy(update={"max_steps_without_spread": limit})
         self.inputs: Any = SimpleNamespace(
             config=config.model_copy(update={"reward": reward}),

@@ -67,17 +67,13 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, file: str) -> None:
     with pytest.raises(InputError, match="No such file"):
         noise_of_run(config("--loss.noise", str(tmp_path / "none")))
     Path(file).write_text('{"format": 1}')
-    with pytest.raises(
-        InputError, match="is not a file of `megatron-fspo calibrate`: version: Field required"
-    ):
+    with pytest.raises(InputError, match="is not a file of `megatron-fspo calibrate`: version: Field req"):
         noise_of_run(config("--loss.noise", file))
 
 
 def test_a_band_inside_the_noise_is_refused_unless_the_key_allows_it(file: str) -> None:
     narrow = ["--loss.noise", file, "--loss.c-low", "0.03", "--loss.c-high", "0.03"]
-    with pytest.raises(
-        InputError, match=r"the band lies inside the noise: updates \(bfloat16\).*max_noise_clip_rate"
-    ):
+    with pytest.raises(InputError, match=r"band lies inside .* updates \(bfloat16\).*max_noise_clip_rate"):
         noise_of_run(config(*narrow))
     assert noise_of_run(config(*narrow, "--loss.max-noise-clip-rate", "1")) is not None
     # The sampler's noise is a quarter of it.
@@ -85,6 +81,9 @@ def test_a_band_inside_the_noise_is_refused_unless_the_key_allows_it(file: str) 
 
 
 def test_the_drift_of_the_sampler_is_the_centre_of_the_band_where_s_starts_from_it(file: str) -> None:
+    for words in (SAMPLED, ["--loss.noise", "some.json"]):
+        with pytest.raises(InputError, match=r"loss\.drift = measured needs"):
+            config("--loss.drift", "measured", *words)
     run = config(*wide(file, *SAMPLED, "--loss.drift", "measured"))
     noise = noise_of_run(run)
     assert noise is not None and noise.drift == pytest.approx(DRIFT["sampler"], rel=0.7)
@@ -92,18 +91,6 @@ def test_the_drift_of_the_sampler_is_the_centre_of_the_band_where_s_starts_from_
         band=FSPOBand(c_low=0.2, c_high=0.2, drift=noise.drift),
         dual_clip=LengthFairDualClip(c=0.4, drift=noise.drift),
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (SAMPLED, "loss.drift = measured needs loss.noise"),
-        (["--loss.noise", "some.json"], "loss.drift = measured needs rollout.old_log_probs = sampled"),
-    ],
-)
-def test_a_measured_drift_needs_passes_that_differ(words: list[str], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        config("--loss.drift", "measured", *words)
 
 
 def test_todays_clips_are_compared_with_those_of_noise(file: str) -> None:

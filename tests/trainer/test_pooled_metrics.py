@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from configs import make_config
 from megatron_fspo.mcore.policy import Update
+from megatron_fspo.parallel.groups import Totals
 from megatron_fspo.trainer.metrics import pooled_metrics, update_metrics
 
 # Tokens 10, 1000 and 90; N = 4, 2 and 2.
-UPDATES = [
-    {
-        "actor/entropy": (30.0, 10.0),
-        "actor/kl_loss": (1.0, 10.0),
-        "actor/pg_loss": (-4.0, 4.0),
-        "actor/ppo_kl": (0.0, 10.0),
-        "fspo/kl_k3": (0.0, 10.0),
-    },
-    {
-        "actor/entropy": (1000.0, 1000.0),
-        "actor/kl_loss": (2.0, 1000.0),
-        "actor/pg_loss": (1.0, 2.0),
-        "actor/ppo_kl": (5.0, 1000.0),
-        "fspo/kl_k3": (20.0, 1000.0),
-    },
-    {
-        "actor/entropy": (180.0, 90.0),
-        "actor/kl_loss": (3.0, 90.0),
-        "actor/pg_loss": (1.0, 2.0),
-        "actor/ppo_kl": (0.9, 90.0),
-        "fspo/kl_k3": (9.0, 90.0),
-    },
+NAMES = ("actor/entropy", "actor/kl_loss", "actor/pg_loss", "actor/ppo_kl", "fspo/kl_k3")
+UPDATES: list[Totals] = [
+    dict(zip(NAMES, zip(sums, (tokens, tokens, n, tokens, tokens), strict=True), strict=True))
+    for tokens, n, sums in (
+        (10.0, 4.0, (30.0, 1.0, -4.0, 0.0, 0.0)),
+        (1000.0, 2.0, (1000.0, 2.0, 1.0, 5.0, 20.0)),
+        (90.0, 2.0, (180.0, 3.0, 1.0, 0.9, 9.0)),
+    )
 ]
-NOTHING = {name: (0.0, 0.0) for name in UPDATES[0]}
+NOTHING: Totals = dict.fromkeys(NAMES, (0.0, 0.0))
 """A mini-batch with nothing in packs."""
 
 
@@ -69,13 +58,9 @@ def test_without_an_off_policy_one_there_is_no_kl_rather_than_one_of_0(updates: 
 
 @pytest.mark.parametrize("place", range(4))
 def test_a_mini_batch_with_nothing_in_packs_changes_nothing(place: int) -> None:
-    if place == 0:
-        # The weights do not move in it, but whether they did is not asked.
-        with_it = pooled_metrics([NOTHING, *UPDATES], on_policy=0)
-        assert with_it == pooled_metrics(UPDATES, on_policy=0)
-    else:
-        with_it = pooled_metrics([*UPDATES[:place], NOTHING, *UPDATES[place:]], on_policy=1)
-        assert with_it == pooled_metrics(UPDATES, on_policy=1)
+    on_policy = min(place, 1)  # in place 0 the weights do not move, but whether they did is not asked
+    with_it = pooled_metrics([*UPDATES[:place], NOTHING, *UPDATES[place:]], on_policy=on_policy)
+    assert with_it == pooled_metrics(UPDATES, on_policy=on_policy)
 
 
 def test_what_a_step_reports() -> None:
@@ -83,26 +68,11 @@ def test_what_a_step_reports() -> None:
         Update(totals=totals, grad_norm=norm, learning_rate=1e-4)
         for totals, norm in zip(UPDATES, (1.0, 2.0, 6.0), strict=True)
     ]
-    run: Any = SimpleNamespace(
-        step=0,
-        log=SimpleNamespace(sequences=lambda step, records: None),
-        inputs=SimpleNamespace(
-            noise=None,
-            config=SimpleNamespace(
-                rollout=SimpleNamespace(old_log_probs="recompute"),
-                fp8=SimpleNamespace(recipe="none"),
-                run=SimpleNamespace(seed=1),
-                optimizer=SimpleNamespace(skip_norm_ratio=10.0),
-            ),
-        ),
-        loss=SimpleNamespace(
-            objective=lambda: None,
-            metrics=lambda: {},
-            doubts=lambda metrics, warm: {},
-            noise_metrics=lambda lengths, out_of_band: {},
-        ),
-    )
-    step: Any = SimpleNamespace(updates=updates, off_policy=[], first=[], nonfinite=3, warm=True)
+    run = mock.Mock(step=0)
+    run.inputs.config = make_config(Path(), optimizer={"skip_norm_ratio": 10.0})
+    for nothing in (run.loss.metrics, run.loss.doubts, run.loss.noise_metrics):
+        nothing.return_value = {}
+    step = mock.Mock(updates=updates, off_policy=[], first=[], nonfinite=3, warm=True)
     got = update_metrics(run, step)
     assert got["fspo/kl_k3"] == pytest.approx(29 / 1090) and got["fspo/kl_k3/on_policy"] == 0
     # Of the optimizer steps, each counted once.

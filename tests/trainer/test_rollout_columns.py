@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fspo.trainer.rollout import staleness_metrics
-from megatron_fspo.types import Completion, Prompt, Sample, VersionSpan
+from megatron_fspo.types import Prompt, Sample, VersionSpan
+from mismatch_cases import sample
 from rollouts import as_rollout
 
 STEP = 9
@@ -20,21 +23,11 @@ def sample_of(prompt: int, runs: list[tuple[int, int]], spelled: bool) -> Sample
         version += more + bool(spans)
         spans.append(VersionSpan(version=version, start=end, end=end + count))
         end += count
-    completion = Completion(
-        token_ids=range(end),
-        log_probs=[-1.0] * end,
-        finish_reason="length",
-        weight_version=spans[0].version,
-        version_spans=tuple(spans) if spelled or len(spans) > 1 else (),
-    )
-    ids = tuple(range(1, prompt + 1))
-    return Sample(
-        prompt=Prompt(index=0, token_ids=ids, text="", answer=""),
-        number=0,
-        completion=completion,
-        reward=0.5,
-        advantage=0.0,
-    )
+    ids = range(end)
+    said = tuple(spans) if spelled or len(spans) > 1 else ()
+    one = sample(0, [-1.0] * end, token_ids=ids, weight_version=spans[0].version, version_spans=said)
+    words = Prompt(index=0, token_ids=tuple(range(1, prompt + 1)), text="", answer="")
+    return replace(one, prompt=words, reward=0.5)
 
 
 def versions(sample: Sample) -> list[int]:
@@ -50,12 +43,11 @@ SAMPLES = st.lists(st.builds(sample_of, st.integers(1, 5), RUNS, st.booleans()),
 
 
 @given(SAMPLES, st.integers(0, 8))
-@settings(deadline=None)
 def test_columns_say_what_the_responses_say(samples: list[Sample], version: int) -> None:
     rollout = as_rollout(samples)
     fresh = rollout.fresh_from(version).tolist()
-    for sample, first in zip(samples, fresh, strict=True):
-        written, before = versions(sample), len(sample.prompt.token_ids) - 1
+    for one, first in zip(samples, fresh, strict=True):
+        written, before = versions(one), len(one.prompt.token_ids) - 1
         # From there on, and no token earlier, all are this version's.
         end = len(written)
         while end and written[end - 1] == version:
@@ -72,13 +64,6 @@ def test_columns_say_what_the_responses_say(samples: list[Sample], version: int)
 
 
 def test_an_empty_response_counts_no_token() -> None:
-    empty = Sample(
-        prompt=Prompt(index=0, token_ids=(1, 2), text="", answer=""),
-        number=0,
-        completion=Completion(token_ids=(), log_probs=(), finish_reason="stop", weight_version=3),
-        reward=0.0,
-        advantage=0.0,
-    )
-    rollout = as_rollout([empty])
+    rollout = as_rollout([sample(1, [], weight_version=3)])
     assert rollout.fresh_from(3).tolist() == rollout.fresh_from(4).tolist() == [1]
     assert staleness_metrics(rollout, 4, limit=1)["rollout/staleness/mean"] == 0

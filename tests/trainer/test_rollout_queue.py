@@ -2,66 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.trainer.rollout import staleness_metrics
-from megatron_fspo.trainer.sampling import RolloutQueue
-from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
+from megatron_fspo.trainer.sampling import RolloutQueue, response_text
+from megatron_fspo.types import Completion, Sample, VersionSpan
+from mismatch_cases import sample
+from queues import Engine, make
 from rollouts import as_rollout
-
-PROMPTS = tuple(Prompt(index=i, token_ids=(i,), text="", answer="") for i in range(10))
-GROUPS: Any = SimpleNamespace(dp=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
-
-
-class Engine:
-    """Writes down what is asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[list[int], int]] = []
-        self.params: list[SamplingParams] = []
-
-    def submit(self, prompts: list[Prompt], params: SamplingParams, mine: range, arrived: None) -> object:
-        self.asked.append(([prompt.index for prompt in prompts], params.seed))
-        self.params.append(params)
-        return None
-
-
-def make(
-    staleness: int, steps: int = 8, step: int = 0, state: dict | None = None
-) -> tuple[RolloutQueue, Engine]:
-    rollout: dict[str, Any] = dict(
-        prompts=3,
-        samples=2,
-        temperature=1.0,
-        top_p=1.0,
-        max_response_tokens=4,
-        max_staleness=staleness,
-        stop=(),
-    )
-    config = SimpleNamespace(rollout=SimpleNamespace(**rollout), run=SimpleNamespace(seed=7, steps=steps))
-    inputs: Any = SimpleNamespace(config=config, train=PROMPTS, stop_token_ids=(9,), decode=None)
-    prompts = PromptCursor([("", len(PROMPTS), 1.0)], seed=1, size=rollout["prompts"])
-    if state is not None:
-        prompts.load_state_dict(state)
-    engine: Any = Engine()
-    return RolloutQueue(inputs, engine, GROUPS, None, prompts, step), engine
-
-
-def walk(queue: RolloutQueue, steps: range) -> list[list[int]]:
-    """The prompts of these steps, as the trainer takes them."""
-    taken = []
-    for step in steps:
-        taken.append([prompt.index for prompt in queue.take(step).prompts])
-        queue.ask(step)
-    return taken
 
 
 def test_responses_end_where_the_configuration_says() -> None:
@@ -72,6 +25,12 @@ def test_responses_end_where_the_configuration_says() -> None:
     queue.further(0, 1, 2)
     found = [(one.stop_token_ids, one.stop, one.decode, one.max_tokens) for one in engine.params]
     assert found == [((9,), ("\n\n",), str, 4)] * 2
+    # A reward reads no stop token, and a stop string.
+    for ids, text in (([4, 9], "[4]"), ([4, 5], "[4, 5]"), ([9], "[]")):
+        completion = Completion(
+            token_ids=ids, log_probs=[-1.0] * len(ids), finish_reason="stop", weight_version=0
+        )
+        assert response_text(queue._inputs, completion) == text
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -88,21 +47,11 @@ def test_what_is_asked_does_not_depend_on_how_far_ahead() -> None:
     asked = []
     for staleness in (0, 1, 5):
         queue, engine = make(staleness)
-        taken = walk(queue, range(8))
-        assert taken == [prompts for prompts, _ in engine.asked]
+        taken = learn(queue, engine, range(8), [[]] * 8)
+        assert [batch for batch, _ in taken] == [prompts for prompts, _ in engine.asked]
         asked.append(engine.asked)
     assert asked[0] == asked[1] == asked[2]
     assert len({seed for _, seed in asked[0]}) == 8
-
-
-@given(st.integers(0, 4), st.integers(0, 4), st.integers(1, 7))
-def test_a_resumed_run_goes_on_where_the_trainer_was(before: int, after: int, saved: int) -> None:
-    """Not where the sampler was; also when it looks further queue, or less."""
-    whole = walk(make(0)[0], range(8))
-    first, _ = make(before)
-    assert walk(first, range(saved)) == whole[:saved]
-    second, _ = make(after, step=saved, state=first.prompts.state_dict())
-    assert walk(second, range(saved, 8)) == whole[saved:]
 
 
 def learn(queue: RolloutQueue, engine: Engine, steps: range, further: list[list[int]]) -> list[list[Any]]:
@@ -125,16 +74,17 @@ def learn(queue: RolloutQueue, engine: Engine, steps: range, further: list[list[
 rounds = st.lists(st.lists(st.integers(1, 3), max_size=3), min_size=8, max_size=8)
 
 
-@given(staleness=st.integers(0, 4), further=rounds, saved=st.integers(0, 7))
-def test_a_resumed_run_asks_for_the_same_further_prompts(
-    staleness: int, further: list[list[int]], saved: int
+@given(staleness=st.integers(0, 4), after=st.integers(0, 4), further=rounds, saved=st.integers(0, 7))
+def test_a_resumed_run_goes_on_where_the_trainer_was(
+    staleness: int, after: int, further: list[list[int]], saved: int
 ) -> None:
-    whole = learn(*make(staleness), range(8), further)
-    first, engine = make(staleness)
-    assert learn(first, engine, range(saved), further) == whole[:saved]
-    state = json.loads(json.dumps(first.prompts.state_dict()))
-    second, engine = make(staleness, step=saved, state=state)
-    assert learn(second, engine, range(saved, 8), further) == whole[saved:]
+    """Not where the sampler was; without further prompts also when it looks further ahead, or less."""
+    for rounds_of, then in ((further, staleness), ([[]] * 8, after)):
+        whole = learn(*make(staleness), range(8), rounds_of)
+        first, engine = make(staleness)
+        assert learn(first, engine, range(saved), rounds_of) == whole[:saved]
+        second, engine = make(then, saved, first.prompts.state_dict())
+        assert learn(second, engine, range(saved, 8), rounds_of) == whole[saved:]
 
 
 def test_a_step_that_is_broken_off_between_rounds_is_done_again() -> None:
@@ -169,20 +119,45 @@ def test_every_round_has_streams_of_its_own() -> None:
     assert len(set(seeds)) == len(seeds) == 8 * 5
 
 
-def sample(*spans: tuple[int, int, int]) -> Sample:
-    length = spans[-1][2]
-    completion = Completion(
-        token_ids=(1,) * length,
-        log_probs=(-1.0,) * length,
-        finish_reason="length",
-        weight_version=min(version for version, _, _ in spans),
-        version_spans=tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in spans),
-    )
-    return Sample(prompt=PROMPTS[0], number=0, completion=completion, reward=0.0, advantage=0.0)
+SETS = [("a", 30, 2.0), ("b", 20, 1.0)]
+STEPS = 6
+
+
+@given(
+    ranks=st.sampled_from([2, 4]),
+    size=st.integers(4, 12),
+    staleness=st.integers(0, 2),
+    cut=st.integers(0, STEPS),
+)
+@settings(max_examples=30)
+def test_ranks_are_asked_for_their_share_of_one_order(
+    ranks: int, size: int, staleness: int, cut: int
+) -> None:
+    whole: dict[str, Any] = {"size": size, "sets": SETS, "steps": STEPS}
+    single, one = make(staleness, **whole)
+    learn(single, one, range(STEPS), [[]] * STEPS)
+    each = []
+    for rank in range(ranks):
+        before, stopped = make(staleness, **whole, rank=rank, ranks=ranks)
+        learn(before, stopped, range(cut), [[]] * STEPS)
+        after, resumed = make(staleness, cut, before.prompts.state_dict(), **whole, rank=rank, ranks=ranks)
+        learn(after, resumed, range(cut, STEPS), [[]] * STEPS)
+        each.append(stopped.mine[:cut] + resumed.mine)
+    assert len(one.mine) == STEPS
+    for step, batch in enumerate(one.mine):
+        dealt = [mine[step] for mine in each]
+        assert [dealt[position % ranks][position // ranks] for position in range(size)] == batch
+        assert len(set(batch)) == size
+
+
+def written_by(*spans: tuple[int, int, int]) -> Sample:
+    """A response with these tokens of these versions."""
+    said = tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in spans)
+    return sample(0, [-1.0] * spans[-1][2], weight_version=spans[0][0], version_spans=said)
 
 
 def test_staleness_counts_tokens() -> None:
-    samples = [sample((3, 0, 4)), sample((4, 0, 10), (5, 10, 16))]
+    samples = [written_by((3, 0, 4)), written_by((4, 0, 10), (5, 10, 16))]
     metrics = staleness_metrics(as_rollout(samples), 5, limit=2)
     assert metrics == {
         "rollout/staleness/mean": pytest.approx((2 * 4 + 1 * 10) / 20),

@@ -6,16 +6,16 @@ import json
 import shutil
 from collections import deque
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
 
-from launch import forked, why
-from megatron_fspo.config import Optimizer
+from configs import make_config
+from launch import why
+from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.trainer.optimize import is_to_be_skipped
-from runs import rows, train_words
+from runs import faulty, rows
 
 WORDS = (
     "--parallel.tensor 1 --parallel.sequence false --evaluation.every 0 --checkpoint.every 1 "
@@ -25,21 +25,14 @@ WORDS = (
 
 
 def skipped(run: Any, norm: float) -> bool:
-    return is_to_be_skipped(run, SimpleNamespace(updates=[]), {}, norm)  # type: ignore[arg-type]
+    return is_to_be_skipped(run, mock.Mock(updates=[]), {}, norm)
 
 
 def make(**options: Any) -> Any:
     """A run that has taken nine optimizer steps."""
-    optimizer = Optimizer(**{"skip_norm_ratio": 10.0, "skip_window": 9, **options})
-    run = SimpleNamespace(
-        inputs=SimpleNamespace(
-            config=SimpleNamespace(optimizer=optimizer), backend=SimpleNamespace(device=torch.device("cpu"))
-        ),
-        norms=deque[float](maxlen=optimizer.skip_window),
-        skips_in_a_row=0,
-        step=4,
-        log=SimpleNamespace(warn=lambda topic, text: None),
-    )
+    config = make_config(Path(), optimizer={"skip_norm_ratio": 10.0, "skip_window": 9, **options})
+    run = mock.Mock(step=4, skips_in_a_row=0, norms=deque[float](maxlen=9))
+    run.inputs.config, run.inputs.backend = config, choose_backend("cpu")
     for norm in (1.0, 2.0, 0.0, 3.0, 2.0, 2.0, 2.0, 1e9, 2.0, 2.0):
         assert not skipped(run, norm), "too few are known"
     return run
@@ -61,9 +54,8 @@ def test_off_unless_asked_for(job: None) -> None:
 def train(folder: Path, name: str, steps: str, *extra: str) -> tuple[Any, list[Any]]:
     """The run with spikes in these optimizer steps; and what either rank found."""
     out = folder / f"{name}.json"
-    worker = str(Path(__file__).with_name("spike_worker.py"))
-    result = forked([worker, str(out), steps, *train_words(folder, name, *WORDS, *extra)], nproc=2)
-    return result, [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in (0, 1)]
+    result = faulty(folder, name, ["spikes", str(out), steps], *WORDS, *extra)
+    return result, [json.loads(Path(f"{out}.{rank}").read_text()) for rank in (0, 1)]
 
 
 @pytest.mark.slow

@@ -22,11 +22,8 @@ def config(truncated: str, advantage: str = "leave_one_out") -> Config:
     return load_config(REPO / "examples/make_sum/run.toml", words)
 
 
-def test_they_are_kept_unless_told() -> None:
-    assert torch.equal(advantages_of(config("keep"), REWARDS, CUT), leave_one_out_advantages(REWARDS))
-
-
 def test_zero_advantage_leaves_their_reward_in_the_mean() -> None:
+    assert torch.equal(advantages_of(config("keep"), REWARDS, CUT), leave_one_out_advantages(REWARDS))
     found = advantages_of(config("zero_advantage"), REWARDS, CUT)
     assert torch.equal(found, torch.where(CUT, 0.0, leave_one_out_advantages(REWARDS)))
 

@@ -1,0 +1,148 @@
+"""A training run in which something goes wrong.
+
+faulty_run.py FAULT ARGUMENT... : WORDS...: a function of this file, what it takes, a colon, the words of the
+command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megatron_fspo.cli import main
+from megatron_fspo.job import lock
+from megatron_fspo.mcore.parameter_state import parameter_states
+from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.policy_loss import PolicyLoss
+from megatron_fspo.record.status import examine, render
+from megatron_fspo.trainer import optimize, sampling
+from nonfinite_worker import Fault
+
+
+def stop(place: str, count: str) -> AbstractContextManager[Any]:
+    """SIGTERM to the first rank alone, at the COUNTth graded response (``rollout``) or optimizer step
+    (``update``)."""
+    module, name = {"rollout": (sampling, "response_text"), "update": (optimize, "_update")}[place]
+    real, calls = getattr(module, name), itertools.count(1)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == int(count) and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(3)  # until it has reached the other ranks
+        return real(*args, **kwargs)
+
+    return mock.patch.object(module, name, counted)
+
+
+SIXTH = 6
+"""The optimizer step that goes wrong: the second of step 2; there are four of one micro-batch in step 1."""
+
+
+def nan_at_the_head(count: str) -> AbstractContextManager[Any]:
+    """So many sequences, on their way into the loss, as a broken kernel leaves it: no parameter's gradient
+    depends on it."""
+    original, calls = PolicyLoss.loss, itertools.count(1)
+
+    def loss(self, batch, model, hidden):  # type: ignore[no-untyped-def]
+        if next(calls) == SIXTH:
+            # Under sequence parallel this rank holds a slice of the tokens.
+            share = batch.segment.chunk(self.scoring.groups.tp.size())[self.scoring.groups.tp.rank()]
+            hidden = hidden.clone()
+            hidden[0, share < int(count)] = float("nan")
+        return original(self, batch, model, hidden)
+
+    return mock.patch.object(PolicyLoss, "loss", loss)
+
+
+def nan_in_a_layer(count: str) -> AbstractContextManager[Any]:
+    """So many sequences in every pass of the optimizer step, those that look for it as well."""
+    original, calls = optimize._update, itertools.count(1)
+
+    def update(run: Any, step: Any) -> Any:
+        wrong = step.packs_of(step.turn)[0].sample_index.tolist()[: int(count)]
+        with Fault(wrong if next(calls) == SIXTH else [])():
+            return original(run, step)
+
+    return mock.patch.object(optimize, "_update", update)
+
+
+def _state_of(policy: Policy) -> str:
+    """A hash of the weights, and of all that the optimizer knows."""
+    found = hashlib.sha256(json.dumps([policy.optimizer_steps]).encode())
+    for state in parameter_states(policy):
+        for tensor in (state.parameter, state.main, *state.moments.values()):
+            found.update(tensor.detach().numpy().tobytes())
+    found.update(json.dumps([group["lr"] for group in policy.optimizer.param_groups]).encode())
+    return found.hexdigest()
+
+
+@contextmanager
+def spikes(out: str, steps: str) -> Iterator[None]:
+    """In these optimizer steps, ``9,10``, from 1, the loss of rank 1 is a million times too large. Each rank
+    writes to ``out`` whether a step was skipped, and left weights and optimizer as they were, to the bit."""
+    update, loss, rank = optimize._update, PolicyLoss.loss, os.environ["RANK"]
+    found: list[dict[str, float]] = []
+
+    def watched(run: Any, step: Any) -> Any:
+        before = _state_of(run.policy)
+        found.append({})
+        done, records = update(run, step)
+        moved = _state_of(run.policy) != before
+        found[-1] = {"skipped": done.skipped, "moved": moved, "norm": done.grad_norm}
+        return done, records
+
+    def spiked(self: PolicyLoss, *args: Any) -> Any:
+        value, *rest = loss(self, *args)
+        spike = rank == "1" and str(len(found)) in steps.split(",")
+        return ((1e6 if spike else 1.0) * value, *rest)
+
+    with mock.patch.object(optimize, "_update", watched), mock.patch.object(PolicyLoss, "loss", spiked):
+        try:
+            yield
+        finally:
+            Path(f"{out}.{rank}").write_text(json.dumps(found))
+
+
+@contextmanager
+def slow_rank(folder: str, out: str) -> Iterator[None]:
+    """Rank 1 computes slowly; the status of the run in ``folder`` is written to ``out`` in its third step."""
+    forward, update = PolicyLoss.forward_step, optimize._update
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        began = time.thread_time()
+        result = forward(*args, **kwargs)
+        if os.environ["RANK"] == "1":
+            busy = time.thread_time() - began
+            while time.thread_time() - began < 5 * busy:  # as much as forward and backward need, and more
+                pass
+        return result
+
+    def watched(run: Any, step: Any) -> Any:
+        if os.environ["RANK"] == "0" and run.step == 2 and len(step.updates) == 1:
+            time.sleep(5 * lock.REFRESH_SECONDS)  # until both ranks have written this step
+            Path(out).write_text(render(examine(Path(folder))), encoding="utf-8")
+        return update(run, step)
+
+    with (
+        mock.patch.object(lock, "REFRESH_SECONDS", 0.2),
+        mock.patch.object(PolicyLoss, "forward_step", slow),
+        mock.patch.object(optimize, "_update", watched),
+    ):
+        yield
+
+
+if __name__ == "__main__":
+    at = sys.argv.index(":")
+    with globals()[sys.argv[1]](*sys.argv[2:at]):
+        status = main(sys.argv[at + 1 :])
+    sys.exit(status)
