@@ -246,12 +246,8 @@ def _split_sizes_as_numpy(values: Any, as_numpy: bool = False, record_stream: bo
 def install_cpu() -> None:
     """Make ``cuda`` mean ``cpu`` for the rest of this process. Calling it again does nothing."""
     cuda_means_cpu()
-    use_torch_kernels()
-
-
-def use_torch_kernels() -> None:
-    """Adam, the gradient's norm and the router in torch: wherever Transformer Engine or apex is installed,
-    Megatron takes theirs, which are for GPUs only."""
+    # Adam, the gradient's norm and the router in torch: wherever Transformer Engine or apex is installed,
+    # Megatron takes theirs, which are for GPUs only.
     megatron_optimizer.Adam, megatron_optimizer.SGD = torch.optim.AdamW, torch.optim.SGD
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
     for module in (clip_grads, optimizer):

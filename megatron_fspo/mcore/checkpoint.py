@@ -28,6 +28,7 @@ kept: once a model is built nothing draws from torch's own generators, as there 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -79,14 +80,7 @@ _MAIN = "fp32_param"
 class Saving:
     """A checkpoint on its way to the disk; :func:`begin_save` makes one."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        folder: Path,
-        state: dict[str, Any],
-        *,
-        snapshot: bool,
-    ) -> None:
+    def __init__(self, policy: Policy, folder: Path, state: dict[str, Any], *, snapshot: bool) -> None:
         self._folder = folder
         self._partial = _partial(folder)
         self._device = policy.backend.device
@@ -105,8 +99,7 @@ class Saving:
         try:
             with self._writer as writer:
                 for entry in self._entries:
-                    if not writer.declared(entry.key):
-                        writer.declare(entry.key, entry.values.dtype, entry.shape)
+                    writer.declare(entry.key, entry.values.dtype, entry.shape)
                     writer.add(entry.key, entry.offsets, entry.values)
                 for key in self._extra_states:
                     writer.add_object(key, [None])
@@ -161,13 +154,7 @@ class Saving:
         sync(self._folder.parent, self._folder.parent.parent)
 
 
-def begin_save(
-    policy: Policy,
-    folder: Path,
-    state: dict[str, Any],
-    *,
-    snapshot: bool,
-) -> Saving:
+def begin_save(policy: Policy, folder: Path, state: dict[str, Any], *, snapshot: bool) -> Saving:
     """Start to write one checkpoint; ``finish`` it before the next. Collective.
 
     Args:
@@ -264,15 +251,19 @@ def _entries(states: Iterable[ParameterState]) -> Iterator[_Entry]:
     """The boxes that this rank writes; the values are views."""
     for state in states:
         for block in (block for block in state.blocks if block.first_copy):
-            first, end = max(state.own.start, block.start), min(state.own.stop, block.end)
-            flat = first
-            limit = _BOX_BYTES // 4
-            for offsets, sizes in boxes(block.sizes, first - block.start, end - block.start, limit=limit):
-                stop = flat + torch.Size(sizes).numel()
-                at = tuple(a + b for a, b in zip(block.offsets, offsets, strict=True))
-                for key, values in _tensors(state, block.key, flat, stop):
+            for (at, sizes), first, end in _pieces(block, state.own.start, state.own.stop, _BOX_BYTES // 4):
+                for key, values in _tensors(state, block.key, first, end):
                     yield _Entry(key, block.shape, at, values.view(sizes))
-                flat = stop
+
+
+def _pieces(block: Block, first: int, end: int, limit: int) -> Iterator[tuple[Box, int, int]]:
+    """Boxes of at most ``limit`` values of the global tensor that hold what the block has of the values
+    ``first`` to ``end`` of its parameter, each with the first of its values and the end."""
+    at, end = max(first, block.start), min(end, block.end)
+    for offsets, sizes in boxes(block.sizes, at - block.start, end - block.start, limit=limit):
+        stop = at + math.prod(sizes)
+        yield (tuple(a + b for a, b in zip(block.offsets, offsets, strict=True)), sizes), at, stop
+        at = stop
 
 
 def _tensors(state: ParameterState, key: str, first: int, end: int) -> Iterator[tuple[str, Tensor]]:
@@ -316,13 +307,8 @@ def _read_parameters(policy: Policy, reader: ChunkReader, steps: int) -> None:
 
 def _read(reader: ChunkReader, key: str, block: Block, target: Tensor, first: int) -> None:
     """Fill what ``target``, values of the parameter from ``first`` on, has of the block."""
-    flat, end = max(first, block.start), min(first + target.numel(), block.end)
-    wanted: list[tuple[Box, Tensor]] = []
-    for offsets, sizes in boxes(block.sizes, flat - block.start, end - block.start, limit=sys.maxsize):
-        stop = flat + torch.Size(sizes).numel()
-        at = tuple(a + b for a, b in zip(block.offsets, offsets, strict=True))
-        wanted.append(((at, sizes), target[flat - first : stop - first].view(sizes)))
-        flat = stop
+    pieces = _pieces(block, first, first + target.numel(), sys.maxsize)
+    wanted = [(box, target[at - first : stop - first].view(box[1])) for box, at, stop in pieces]
     if wanted:
         reader.read_into(key, wanted)
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 from torch.nn import Module
 
@@ -127,17 +126,6 @@ class Decoder:
         return of_first_rank(values, *self._sharers)
 
 
-def _sdpa(attention: SelfAttention) -> SDPACoreAttention:
-    """Attention for a session: it has no weights."""
-    return SDPACoreAttention(
-        attention.config,
-        attention.layer_number,
-        attention.attn_mask_type,
-        "self",
-        pg_collection=attention.pg_collection,
-    )
-
-
 def _settings(chunks: Sequence[GPTModel]) -> Iterator[tuple[Any, str, Any, Any]]:
     """(object, attribute, value outside a session, value within) of what a session turns off."""
     modules: list[Module] = [module for chunk in chunks for module in chunk.modules()]
@@ -153,8 +141,10 @@ def _settings(chunks: Sequence[GPTModel]) -> Iterator[tuple[Any, str, Any, Any]]
         for layer in chunk.decoder.layers:
             # Transformer Engine's makes a plan on the GPU for every length, one per token, and splits
             # rows over context-parallel ranks.
-            attention = layer.self_attention
-            if not isinstance(attention.core_attention, SDPACoreAttention):
-                yield attention, "core_attention", attention.core_attention, _sdpa(attention)
+            whole = layer.self_attention
+            if not isinstance(whole.core_attention, SDPACoreAttention):
+                settings = whole.config, whole.layer_number, whole.attn_mask_type, "self"
+                ours = SDPACoreAttention(*settings, pg_collection=whole.pg_collection)  # has no weights
+                yield whole, "core_attention", whole.core_attention, ours
         # Without a group it gives every position, not those of this context-parallel rank.
         yield chunk.rotary_pos_emb, "cp_group", chunk.rotary_pos_emb.cp_group, None

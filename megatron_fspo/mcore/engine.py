@@ -48,12 +48,10 @@ def engine_version() -> str:
 
 def extension_version() -> str | None:
     """Version of the compiled torch extension; None if it was not installed by a package manager."""
-    for name in ("transformer_engine_torch", "transformer-engine-torch"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    try:
+        return importlib.metadata.version("transformer-engine-torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def cudnn_version() -> str:

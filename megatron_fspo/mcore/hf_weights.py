@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fspo.mcore.model import layer_offset
 from megatron_fspo.mcore.policy import Model
-from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, share
+from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.weights import (
     check_coverage,
     iterate_hf_tensors,
@@ -84,7 +84,10 @@ def hf_tensors(model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]) -> I
     """
     groups = model.groups
     mine = _stage_tensors(model, named)
-    copy = _copy_of_model(groups)
+    # The ranks of this copy of the model, without those with other tokens. Megatron's order: a pipeline stage
+    # is a run of ranks, and its like in the next a whole stage further.
+    stages, tp = (dist.get_process_group_ranks(group) for group in (groups.pp, groups.tp))
+    copy = sorted(rank - dist.get_rank() + at for rank in tp for at in stages)
     for stage in range(groups.pp.size()):
         # Whoever takes the tensors may take its time, on a slow disk; in a collective ranks wait for the next
         # tensor only.
@@ -94,16 +97,6 @@ def hf_tensors(model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]) -> I
         elif stage == groups.pp.rank():
             for _ in mine:
                 pass
-
-
-def _copy_of_model(groups: ParallelGroups) -> list[int]:
-    """The ranks of the job that hold this rank's copy of the model, without those with other tokens."""
-    stages = dist.get_process_group_ranks(groups.pp)
-    first = stages[groups.pp.rank()]
-    # Megatron's order: a pipeline stage is a run of ranks, and its like in the next a whole stage further.
-    return sorted(
-        rank - first + stage for rank in dist.get_process_group_ranks(groups.tp) for stage in stages
-    )
 
 
 def _stage_tensors(

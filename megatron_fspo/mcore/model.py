@@ -15,7 +15,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
@@ -152,12 +151,6 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
     return chunks
 
 
-def in_precision(chunk: GPTModel, config: TransformerConfig) -> Module:
-    """The chunk as Megatron's schedule runs it: bf16 within, fp32 where it begins and ends."""
-    module: Module = Float16Module(config, chunk) if config.bf16 else chunk
-    return module
-
-
 def layer_offset(config: TransformerConfig, chunk: GPTModel) -> int:
     """Layers of the whole model before this chunk."""
     return int(get_transformer_layer_offset(config, chunk.vp_stage))
@@ -169,12 +162,15 @@ def wrap_for_training(
     """Add gradient buffers and the data-parallel reduction; gradients are fp32 (float64 for float64).
 
     Args:
-        modules: of this rank's chunks, each :func:`in_precision`.
+        modules: this rank's chunks, as Megatron's schedule runs them.
         config: Megatron's, of the model.
         parallel: overlap and distributed optimizer.
     """
-    for module in modules:
-        _fuse_weight_gradients(module)
+    # Transformer Engine's layers add weight gradients straight into ``main_grad``. Megatron's own flag for it
+    # would ask for apex, as the embedding and the head are its own layers.
+    for layer in (layer for module in modules for layer in module.modules()):
+        if hasattr(layer, "fuse_wgrad_accumulation"):
+            vars(layer)["fuse_wgrad_accumulation"] = True
     wrapped = [
         DistributedDataParallel(
             config,
@@ -197,13 +193,3 @@ def wrap_for_training(
         no_sync = [model.no_sync for model in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
-
-
-def _fuse_weight_gradients(module: Module) -> None:
-    """Have Transformer Engine's layers add weight gradients straight into ``main_grad``.
-
-    Megatron's own flag for it would ask for apex, as the embedding and the head are its own layers.
-    """
-    for layer in module.modules():
-        if hasattr(layer, "fuse_wgrad_accumulation"):
-            vars(layer)["fuse_wgrad_accumulation"] = True

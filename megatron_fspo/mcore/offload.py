@@ -115,7 +115,7 @@ def _parameters(model: Model) -> Iterator[Tensor]:
 
 def _gradients(policy: Policy) -> Iterator[Tensor]:
     for module in policy.modules:
-        for buffer in [*module.buffers, *module.expert_parallel_buffers]:  # type: ignore[misc]
+        for buffer in [*module.buffers, *module.expert_parallel_buffers]:
             yield buffer.grad_data
 
 

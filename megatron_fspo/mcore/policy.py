@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.nn import Module
 
@@ -19,23 +20,11 @@ from megatron_fspo import config as options
 from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.model import (
-    build_chunks,
-    in_precision,
-    transformer_config,
-    wrap_for_training,
-)
+from megatron_fspo.mcore.model import build_chunks, transformer_config, wrap_for_training
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.sizes import padded_vocab_size
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.parallel.groups import (
-    ParallelGroups,
-    Totals,
-    any_rank,
-    means,
-    share,
-    sum_metrics,
-)
+from megatron_fspo.parallel.groups import ParallelGroups, Totals, any_rank, means, share, sum_metrics
 from megatron_fspo.weights import Architecture
 
 
@@ -87,7 +76,8 @@ class Model:
         )
         self.padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tensor)
         self.chunks = build_chunks(arch, self.config, backend)
-        self.modules = [in_precision(chunk, self.config) for chunk in self.chunks]
+        bf16 = self.config.bf16  # within; where a chunk begins and ends it is fp32
+        self.modules = [Float16Module(self.config, chunk) if bf16 else chunk for chunk in self.chunks]
 
     def weights_loaded(self) -> None:
         """Note that the parameters were changed from outside."""
@@ -141,14 +131,25 @@ class Policy(Model):
         super().__init__(arch, backend, groups, parallel=parallel, dtype=dtype, recompute=recompute, fp8=fp8)
         self._ddp = wrap_for_training(self.modules, self.config, parallel)
         self.modules = [*self._ddp]
-        self._optimizer_config = _optimizer_config(optimizer, parallel, dtype)
         self._schedule = optimizer
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=optimizer.lr,
+            min_lr=optimizer.lr_min,
+            weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.beta1,
+            adam_beta2=optimizer.beta2,
+            adam_eps=optimizer.eps,
+            clip_grad=optimizer.clip_grad,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+        )
         self.optimizer: MegatronOptimizer = get_megatron_optimizer(
-            self._optimizer_config, self._ddp, use_gloo_process_groups=False
+            settings, self._ddp, use_gloo_process_groups=False
         )
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self._scheduler = _learning_rates(self.optimizer, self._schedule)
-        self.optimizer_steps = 0
+        self.restore_schedule(0)
         self.busy_seconds = 0.0
         self._began = 0.0
         self._reduce = self.config.finalize_model_grads_func
@@ -216,11 +217,8 @@ class Policy(Model):
         self._scheduler.step(increment=1)
         self.optimizer.step()
         self.optimizer_steps += 1
-        return Update(
-            totals=totals,
-            grad_norm=grad_norm,
-            learning_rate=self.optimizer.param_groups[0]["lr"],
-        )
+        rate = self.optimizer.param_groups[0]["lr"]
+        return Update(totals=totals, grad_norm=grad_norm, learning_rate=rate)
 
     def skip(self, totals: Totals, grad_norm: float) -> Update:
         """Forget what :meth:`backward` left: weights, optimizer and schedule are as before; arguments as
@@ -264,24 +262,6 @@ def run_schedule(
         **flags,
     )
     return collected
-
-
-def _optimizer_config(
-    optimizer: options.Optimizer, parallel: options.Parallel, dtype: torch.dtype
-) -> OptimizerConfig:
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=optimizer.lr,
-        min_lr=optimizer.lr_min,
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.beta1,
-        adam_beta2=optimizer.beta2,
-        adam_eps=optimizer.eps,
-        clip_grad=optimizer.clip_grad,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        use_distributed_optimizer=parallel.distributed_optimizer,
-    )
 
 
 def _learning_rates(optimizer: MegatronOptimizer, schedule: options.Optimizer) -> OptimizerParamScheduler:

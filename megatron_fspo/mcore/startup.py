@@ -8,9 +8,8 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -50,21 +49,13 @@ def job() -> Iterator[None]:
         if _control is not None:
             _control.meet("the end of the run")
     except BaseException as error:
-        if not (isinstance(error, SystemExit) and not error.code):
-            _tell_others(error)
+        others = _control is not None or "MASTER_ADDR" in os.environ
+        if others and not (isinstance(error, SystemExit) and not error.code):
+            with suppress(Exception):  # nobody to tell
+                (_control or _connect(Parallel(collective_seconds=_TELL_SECONDS))).fail(error)
         raise
     finally:
         stop()
-
-
-def _tell_others(error: BaseException) -> None:
-    if _control is None and "MASTER_ADDR" not in os.environ:
-        return
-    try:
-        control = _control or _connect(Parallel(collective_seconds=_TELL_SECONDS))
-    except Exception:  # nobody to tell
-        return
-    control.fail(error)
 
 
 def join(backend: Backend, *, parallel: Parallel | None = None) -> Control:
@@ -82,7 +73,8 @@ def join(backend: Backend, *, parallel: Parallel | None = None) -> Control:
     if _control is not None:
         return _control
     parallel = parallel or Parallel()
-    _leave_garbage_at_exit()
+    # At its exit the interpreter would look for cycles in all that Megatron and torch imported, for seconds.
+    atexit.register(gc.freeze)
     _control = _connect(parallel)
     _control.meet("the ranks to start", seconds=parallel.collective_seconds)
     if dist.is_initialized():
@@ -117,12 +109,6 @@ def _connect(parallel: Parallel) -> Control:
         hosts=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         speaks=os.environ.get("LOCAL_RANK", "0") == "0",
     )
-
-
-@cache
-def _leave_garbage_at_exit() -> None:
-    """The interpreter would look for cycles in all that Megatron and torch imported, for seconds."""
-    atexit.register(gc.freeze)
 
 
 def _rendezvous(seconds: float) -> tuple[Store, int, int]:
@@ -170,7 +156,8 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=_virtual(parallel),
+        # Megatron asks for None where there is one chunk per stage.
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.interleaved else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
@@ -181,11 +168,6 @@ def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     return ParallelGroups.of(parallel_state, control)
-
-
-def _virtual(parallel: Parallel) -> int | None:
-    """Megatron asks for None where there is one chunk per stage."""
-    return parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
 
 
 def stop() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ class Architecture:
     max_position_embeddings: int
     dtype: torch.dtype
     """The dtype the config names; a file's own is asked of ``HFReader``."""
+    fp8_block: tuple[int, int] | None = field(default=None, compare=False)
+    """Rows and columns of a weight that share one scale, in a checkpoint quantised to FP8; else None."""
 
     @property
     def q_size(self) -> int:
@@ -119,6 +121,7 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         experts=_experts(config) if model_type == "qwen3_moe" else None,
         max_position_embeddings=config.size("max_position_embeddings"),
         dtype=_dtype(config),
+        fp8_block=_fp8_block(config),
     )
     if arch.num_heads % arch.num_kv_heads:
         problem = f"is {arch.num_kv_heads}, which does not divide num_attention_heads {arch.num_heads}"
@@ -166,12 +169,7 @@ def forward_flops(arch: Architecture, prompt_lengths: Sequence[int], lengths: Se
     return flops
 
 
-def fp8_block_size(checkpoint_dir: str | Path) -> tuple[int, int] | None:
-    """Rows and columns of a weight that share one scale, in a checkpoint quantised to FP8; else None."""
-    return _fp8_block_size(_Config(Path(checkpoint_dir) / "config.json"))
-
-
-def _fp8_block_size(config: _Config) -> tuple[int, int] | None:
+def _fp8_block(config: _Config) -> tuple[int, int] | None:
     quantization = config.optional("quantization_config")
     if quantization is None:
         return None
@@ -225,15 +223,16 @@ class _Config:
 
 
 def _refuse_unsupported(config: _Config) -> None:
-    _fp8_block_size(config)  # refuses every other quantisation
-    for key in ("attention_bias", "mlp_bias"):
+    for key, legal in {
+        "attention_bias": "the biases of Qwen2's q, k and v are",
+        "mlp_bias": "the biases of Qwen2's q, k and v are",
+        "use_sliding_window": "full attention is",
+    }.items():
         if config.optional(key):
-            raise config.error(key, "is true; only the biases of Qwen2's q, k and v are supported")
+            raise config.error(key, f"is true; only {legal} supported")
     if config.required("hidden_act", str) != "silu":
         raise config.error("hidden_act", f"is {config.values['hidden_act']!r}; only 'silu' is supported")
     sliding = [kind for kind in config.optional("layer_types") or [] if kind != "full_attention"]
-    if config.optional("use_sliding_window"):
-        raise config.error("use_sliding_window", "is true; only full attention is supported")
     if sliding:
         raise config.error("layer_types", f"has {sliding[0]!r}; only 'full_attention' is supported")
 

@@ -35,10 +35,8 @@ from megatron_fspo.weights.safe_pickle import COMMON, METADATA, check_files, loa
 
 _FILE_BYTES = 4 * 2**30
 _FORMAT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
+    **{"sharded_backend": "torch_dist", "sharded_backend_version": 1},
+    **{"common_backend": "torch", "common_backend_version": 1},
 }
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, sizes)"""
@@ -132,6 +130,11 @@ class ChunkReader:
         Raises:
             InputError: a value is missing, stored twice, or not what the index says.
         """
+        whole: Box = ((0,) * len(self.shape(key)), self.shape(key))
+        inside = [_intersection(box, whole) for box, _ in wanted]
+        for part, (box, target) in zip(inside, wanted, strict=True):
+            if part != box:
+                target.zero_()
         filled: list[list[Box]] = [[] for _ in wanted]
         for chunk in self.chunks(key) if among is None else among:
             shared = [_intersection(chunk, box) for box, _ in wanted]
@@ -142,15 +145,11 @@ class ChunkReader:
                 if overlap is not None:
                     target[_slices(overlap, box[0])] = values[_slices(overlap, chunk[0])].to(target.device)
                     overlaps.append(overlap)
-        whole: Box = ((0,) * len(self.shape(key)), self.shape(key))
-        for (box, target), overlaps in zip(wanted, filled, strict=True):
-            inside = _intersection(box, whole)
-            self._check_cover(key, box, inside, overlaps)
-            if inside != box:
-                _zero_outside(target, inside, box)
+        for part, (box, _), overlaps in zip(inside, wanted, filled, strict=True):
+            self._check_cover(key, box, math.prod(part[1]) if part else 0, overlaps)
 
-    def _check_cover(self, key: str, box: Box, inside: Box | None, overlaps: list[Box]) -> None:
-        size, filled = math.prod(inside[1]) if inside else 0, sum(math.prod(sizes) for _, sizes in overlaps)
+    def _check_cover(self, key: str, box: Box, size: int, overlaps: list[Box]) -> None:
+        filled = sum(math.prod(sizes) for _, sizes in overlaps)
         twice = any(_intersection(a, b) for a, b in itertools.combinations(overlaps, 2))
         if filled != size or twice:  # what is there twice could make up for a hole
             problem = "chunks overlap in" if twice else f"chunks cover {filled} of {size} values of"
@@ -189,13 +188,6 @@ def _slices(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(at - o, at - o + size) for at, size, o in zip(*box, origin, strict=True))
 
 
-def _zero_outside(target: Tensor, inside: Box | None, box: Box) -> None:
-    kept = None if inside is None else target[_slices(inside, box[0])].clone()
-    target.zero_()
-    if inside is not None and kept is not None:
-        target[_slices(inside, box[0])] = kept
-
-
 class ChunkWriter:
     """Appends entries to this rank's files.
 
@@ -221,13 +213,9 @@ class ChunkWriter:
             self._stream.close()
 
     def declare(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """A global tensor, before its first chunk."""
-        properties = TensorProperties(dtype=dtype)
-        self.index.state_dict_metadata[key] = TensorStorageMetadata(properties, torch.Size(shape), [])
-
-    def declared(self, key: str) -> bool:
-        """Return True if :meth:`declare` was called for it."""
-        return key in self.index.state_dict_metadata
+        """A global tensor, before its first chunk; does nothing for one that is known."""
+        stored = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+        self.index.state_dict_metadata.setdefault(key, stored)
 
     def add(self, key: str, offsets: tuple[int, ...], values: Tensor) -> None:
         """A chunk, from any device; dimensions the values lack have size 1, in front."""

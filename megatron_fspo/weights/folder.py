@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 
 from megatron_fspo.errors import InputError
+from megatron_fspo.weights.reader import dtype_name
 
 T = TypeVar("T")
 
@@ -82,7 +83,7 @@ def copy_side_files(source: Path, folder: Path, dtype: torch.dtype | None) -> No
     changed.pop("quantization_config", None)
     if dtype is not None:
         for key in {"dtype", "torch_dtype"} & config.keys():
-            changed[key] = str(dtype).removeprefix("torch.")
+            changed[key] = dtype_name(dtype)
     if changed != config:
         text = json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")

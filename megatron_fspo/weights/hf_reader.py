@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.weights.architecture import fp8_block_size, read_architecture
+from megatron_fspo.weights.architecture import read_architecture
 from megatron_fspo.weights.reader import Slices
 
 SINGLE = "model.safetensors"
@@ -79,10 +79,10 @@ class HFReader:
         quantised = {name for name, entry in self._entries.items() if entry.dtype == _FP8}
         if not scales and not quantised:
             return {}
-        block = fp8_block_size(self.folder)
-        if block is None:
+        arch = read_architecture(self.folder)
+        if (block := arch.fp8_block) is None:
             raise InputError(f"{self.folder} has FP8 weights, but its config.json no quantization_config")
-        self._block, self._dequantised = block, read_architecture(self.folder).dtype
+        self._block, self._dequantised = block, arch.dtype
         if lonely := quantised ^ scales.keys():
             name = min(lonely)
             lacks = f"no {name}{_SCALE} beside it" if name in quantised else "a scale, but is not FP8"
@@ -126,9 +126,8 @@ class HFReader:
         selected = [part.indices(size) for part, size in zip(slices or (), entry.shape, strict=False)]
         ranges = selected or [(0, size, 1) for size in entry.shape]
         rows, columns = (
-            torch.arange(first, end) // of
-            for (first, end, _), of in zip(ranges, self._block, strict=True)
-        )  # fmt: skip
+            torch.arange(first, end) // of for (first, end, _), of in zip(ranges, self._block, strict=True)
+        )
         scale = _read(self._scales[name], f"{name}{_SCALE}", None).float()
         return (values.float() * scale[rows][:, columns]).to(self._dequantised)
 

@@ -20,7 +20,7 @@ from megatron_fspo.weights.folder import copy_side_files, new_checkpoint
 from megatron_fspo.weights.hf_reader import INDEX, SINGLE
 from megatron_fspo.weights.load import open_checkpoint
 from megatron_fspo.weights.manifest import Manifest, TensorRecord, check_record
-from megatron_fspo.weights.reader import all_finite
+from megatron_fspo.weights.reader import check_finite, dtype_name
 from megatron_fspo.weights.table import expected_hf_shapes
 
 Shape = tuple[int, ...]
@@ -59,7 +59,7 @@ def write_hf_checkpoint(
     arch = read_architecture(source)
     shapes = expected_hf_shapes(arch)
     if dtype is not None and dtype not in _NAMES:
-        raise InputError(f"dtype is {str(dtype).removeprefix('torch.')!r}; only floats can be written")
+        raise InputError(f"dtype is {dtype_name(dtype)!r}; only floats can be written")
     if dtype is None:
         reader = open_checkpoint(source, arch)
         dtypes = {name: reader.dtype(name) for name in shapes}
@@ -132,14 +132,10 @@ class _Files:
     """The safetensors files of a plan, open; strict about what is written into them."""
 
     def __init__(
-        self,
-        folder: Path,
-        plan: Mapping[str, Mapping[str, _Span]],
-        recorded: Mapping[str, TensorRecord],
+        self, folder: Path, plan: Mapping[str, Mapping[str, _Span]], recorded: Mapping[str, TensorRecord]
     ) -> None:
         self._recorded = recorded
-        self._missing = {name: span for spans in plan.values() for name, span in spans.items()}
-        self._known = dict(self._missing)
+        self._spans = {name: span for spans in plan.values() for name, span in spans.items()}
         self._files: dict[str, tuple[BinaryIO, int]] = {}
         self._records: dict[str, TensorRecord] = {}
         self._open = ""
@@ -162,20 +158,17 @@ class _Files:
 
     def write(self, name: str, block: Tensor) -> None:
         if name != self._open:
-            self._begin(name)
-        span = self._known[name]
+            if name in self._records or name not in self._spans:
+                problem = "given twice" if name in self._records else "not a tensor of this architecture"
+                raise InputError(f"{name}: {problem}")
+            self._open, self._rows, self._hash = name, 0, sha256()
+        span = self._spans[name]
         shape = tuple(block.shape)
-        if (
-            shape[1:] != span.shape[1:]
-            or len(shape) != len(span.shape)
-            or self._rows + shape[0] > span.shape[0]
-        ):
-            got = (self._rows + shape[0], *shape[1:]) if shape else ()
-            raise InputError(f"{name}: shape {got}, config.json makes it {span.shape}")
+        if not shape or shape[1:] != span.shape[1:] or self._rows + shape[0] > span.shape[0]:
+            got = f"shape {shape} after {self._rows} rows"
+            raise InputError(f"{name}: {got}, config.json makes it {span.shape}")
         values = block.detach().to(device="cpu", dtype=span.dtype).contiguous()
-        if not all_finite(values):
-            dtype = str(span.dtype).removeprefix("torch.")
-            raise InputError(f"{name}: not finite in {dtype}; not written")
+        check_finite(values, name)
         data = values.view(torch.uint8).numpy().data if values.numel() else b""
         stream, start = self._files[name]
         stream.seek(start + span.first + self._rows * (span.end - span.first) // span.shape[0])
@@ -187,25 +180,8 @@ class _Files:
             check_record(name, self._records[name], self._recorded)
             self._open = ""
 
-    def _begin(self, name: str) -> None:
-        self._check_whole()
-        if name not in self._missing:
-            problem = "given twice" if name in self._known else "not a tensor of this architecture"
-            raise InputError(f"{name}: {problem}")
-        del self._missing[name]
-        self._open, self._rows, self._hash = name, 0, sha256()
-
-    def _check_whole(self) -> None:
-        if self._open:
-            whole = self._known[self._open].shape
-            raise InputError(f"{self._open}: {self._rows} rows, config.json makes it {whole}")
-
     def finish(self) -> dict[str, TensorRecord]:
-        """Return what was written, by name; ``InputError`` unless all tensors have come."""
-        self._check_whole()
-        if self._missing:
-            first = min(self._missing)
-            raise InputError(
-                f"{len(self._missing)} tensors were not given, {first} among them; nothing written"
-            )
+        """Return what was written, by name; ``InputError`` unless all tensors have come, whole."""
+        if missing := self._spans.keys() - self._records.keys():
+            raise InputError(f"{len(missing)} tensors were not given whole, {min(missing)} among them")
         return self._records

@@ -18,7 +18,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import Architecture, check_tensor_parallel
 from megatron_fspo.weights.hf_reader import HFReader
 from megatron_fspo.weights.megatron_reader import MegatronReader, data_folder
-from megatron_fspo.weights.reader import Reader, Slices, all_finite, row_blocks
+from megatron_fspo.weights.reader import Reader, Slices, check_finite, row_blocks
 from megatron_fspo.weights.safe_pickle import METADATA
 from megatron_fspo.weights.table import (
     expected_hf_shapes,
@@ -101,16 +101,13 @@ def load_into(
         rank, size = (0, 1) if row.of_expert else (tp_rank, tp_size)
         shape = shard_shape(row, arch, size, padded_vocab)
         if tuple(parameter.shape) != shape:
-            raise InputError(
-                f"{name} has shape {tuple(parameter.shape)} in the model; config.json makes it {shape}"
-            )
+            own = tuple(parameter.shape)
+            raise InputError(f"{name} has shape {own} in the model; config.json makes it {shape}")
         parts = []
         for tensor, slices in zip(row.hf, shard_slices(row, arch, rank, size, padded_vocab), strict=True):
             # On the parameter's device: that converts and checks it faster than one thread of the CPU.
             values = reader.read(tensor.name, slices).to(parameter.device, parameter.dtype)
-            if not all_finite(values):
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                raise InputError(f"{reader.file(tensor.name)}: {tensor.name} is not finite in {dtype}")
+            check_finite(values, f"{reader.file(tensor.name)}: {tensor.name}")
             parts.append(values)
             if tensor.name in copies:
                 _check_tied_copy(reader, tensor.name, copies[tensor.name], slices)

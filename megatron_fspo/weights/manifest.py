@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import Architecture
-from megatron_fspo.weights.reader import Reader, read_rows, row_blocks
+from megatron_fspo.weights.reader import Reader, dtype_name, read_rows, row_blocks
 from megatron_fspo.weights.table import expected_hf_shapes
 
 FILE = "manifest.json"
@@ -68,12 +68,7 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         tensors = {
-            name: {
-                "shape": list(record.shape),
-                "dtype": str(record.dtype).removeprefix("torch."),
-                "sha256": record.sha256,
-            }
-            for name, record in self.tensors.items()
+            name: {**vars(record), "dtype": dtype_name(record.dtype)} for name, record in self.tensors.items()
         }
         content = {**vars(self), "tensors": tensors}
         (folder / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -170,11 +165,10 @@ def compare_with_manifest(
     for name in sorted(recorded.keys() | reader.names()):
         if name not in reader.names():
             yield Difference(name, f"not in {reader.folder}")
-            continue
-        if name not in recorded:
+        elif name not in recorded:
             yield Difference(name, "not in the manifest")
-            continue
-        for block in hashed_blocks(reader, name, records):
-            progress(block.nbytes)
-        if records[name] != recorded[name]:
-            yield Difference(name, "not what the manifest says")
+        else:
+            for block in hashed_blocks(reader, name, records):
+                progress(block.nbytes)
+            if records[name] != recorded[name]:
+                yield Difference(name, "not what the manifest says")

@@ -7,27 +7,19 @@ wants. Layers and experts are one dimension each of a global tensor, Megatron's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_fspo.errors import InputError
 from megatron_fspo.weights.architecture import Architecture
 from megatron_fspo.weights.chunks import ChunkWriter, write_index
 from megatron_fspo.weights.folder import copy_side_files, new_checkpoint
 from megatron_fspo.weights.load import check_checkpoint, check_tied_copies
-from megatron_fspo.weights.manifest import (
-    Manifest,
-    TensorRecord,
-    check_record,
-    hashed_blocks,
-    read_manifest,
-)
+from megatron_fspo.weights.manifest import Manifest, TensorRecord, check_record, hashed_blocks, read_manifest
 from megatron_fspo.weights.megatron_reader import SUBFOLDER
-from megatron_fspo.weights.reader import Reader, all_finite, size_in_bytes
+from megatron_fspo.weights.reader import Reader, check_finite, size_in_bytes
 from megatron_fspo.weights.table import Row, expected_hf_shapes, shard_shape, to_megatron_shard, whole_model
 
 
@@ -63,7 +55,15 @@ def write_megatron_checkpoint(
         records: dict[str, TensorRecord] = {}
         source = read_manifest(reader.folder)
         recorded = source.tensors if source else {}
-        blocks = partial(_checked_blocks, reader, recorded=recorded, records=records, progress=progress)
+
+        def blocks(name: str) -> Iterator[Tensor]:
+            """Consecutive rows, finite; at the end the tensor is what the source's manifest says."""
+            for block in hashed_blocks(reader, name, records):
+                check_finite(block, f"{reader.file(name)}: {name}")
+                yield block
+                progress(block.nbytes)
+            check_record(name, records[name], recorded)
+
         with ChunkWriter(data) as writer:
             for key, dtype, shape in _global_tensors(reader, arch, model):
                 writer.declare(key, dtype, shape)
@@ -126,21 +126,3 @@ def _add_extra_states(writer: ChunkWriter, arch: Architecture, model: list[tuple
             modules.append(row.key.replace("linear_qkv.weight", "core_attention"))
         for module in modules:
             writer.add_object(f"{module}._extra_state/shard_{where}", [None])
-
-
-def _checked_blocks(
-    reader: Reader,
-    name: str,
-    *,
-    recorded: Mapping[str, TensorRecord],
-    records: dict[str, TensorRecord],
-    progress: Callable[[int], object],
-) -> Iterator[Tensor]:
-    """Consecutive rows of a tensor, finite; at the end the tensor is what the source's manifest says."""
-    for block in hashed_blocks(reader, name, records):
-        if not all_finite(block):
-            kind = str(block.dtype).removeprefix("torch.")
-            raise InputError(f"{reader.file(name)}: {name} is not finite in {kind}")
-        yield block
-        progress(block.nbytes)
-    check_record(name, records[name], recorded)

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_fspo.errors import InputError
+
 Slices = tuple[slice, ...]
 BLOCK_BYTES = 256 * 2**20
 
@@ -60,9 +62,15 @@ def stream(
             progress(block.nbytes)
 
 
-def all_finite(values: Tensor) -> bool:
-    """True if all values are finite; many times faster than ``isfinite().all()`` for 16-bit floats."""
-    return not values.numel() or all(bool(end.isfinite()) for end in torch.aminmax(values))
+def check_finite(values: Tensor, name: str) -> None:
+    """Raise ``InputError`` unless all are; many times faster than ``isfinite().all()`` for 16-bit floats."""
+    if values.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(values)):
+        raise InputError(f"{name} is not finite in {dtype_name(values.dtype)}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As ``config.json`` has it: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def read_rows(reader: Reader, name: str, rows: slice) -> Tensor:

@@ -19,41 +19,30 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_fspo.errors import InputError
 
 METADATA = ".metadata"
 COMMON = "common.pt"
 
-_DTYPES = {
-    name for name, value in vars(torch).items() if isinstance(value, torch.dtype)
-}  # fmt: skip
-_ALLOWED = {
-    *(("torch", name) for name in ("Size", "device", *_DTYPES)),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.planner", name)
-        for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType", "BytesIOWriteData")
-    ),
+_MODULES = {
+    "torch": ["Size", "device", *(n for n, value in vars(torch).items() if isinstance(value, torch.dtype))],
+    "torch.serialization": ["_get_layout"],
+    "collections": ["OrderedDict"],
+    "torch.distributed.checkpoint.metadata": [
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
+    ],
+    "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
+    "torch.distributed.checkpoint.planner": [
+        *("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType", "BytesIOWriteData"),
+    ],
     # The folder's name, as torch before 2.9 kept it.
-    *(("pathlib", name) for name in ("PosixPath", "PurePosixPath")),
-    *(("pathlib._local", name) for name in ("PosixPath", "PurePosixPath")),
+    "pathlib": ["PosixPath", "PurePosixPath"],
+    "pathlib._local": ["PosixPath", "PurePosixPath"],
 }
+_ALLOWED = {(module, name) for module, names in _MODULES.items() for name in names}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -73,9 +62,7 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
     except FileNotFoundError:
-        raise InputError(
-            f"{path} not found; a Megatron distributed checkpoint (torch_dist) has one"
-        ) from None
+        raise InputError(f"{path} not found; a Megatron checkpoint (torch_dist) has one") from None
     except Exception as error:  # a damaged pickle raises nearly anything
         raise _distrust(path, error) from error
     if not isinstance(metadata, Metadata) or not _is_index(metadata):
@@ -115,7 +102,7 @@ def load_entry(folder: Path, info: Any) -> Any:
     """Load one entry of a ``.distcp`` file; tensors and plain Python values only."""
     path = folder / info.relative_path
     with open(path, "rb") as stream:
-        entry: Any = _FileRange(stream, info.offset, info.length)
+        entry: Any = _create_file_view(stream, info.offset, info.length)
         try:
             return torch.load(entry, map_location="cpu", weights_only=True)
         except Exception as error:
@@ -153,33 +140,3 @@ def check_files(folder: Path, metadata: Metadata) -> None:
             raise InputError(f"{path} is truncated: {index.fqn} ends at {info.offset + info.length:,}")
         if getattr(info, "transform_descriptors", None):
             raise InputError(f"{path}: {index.fqn} is compressed, which is not supported")
-
-
-class _FileRange(io.RawIOBase):
-    """A run of bytes of a file as a file of its own."""
-
-    def __init__(self, stream: io.BufferedReader, start: int, length: int) -> None:
-        self._stream, self._start, self._length = stream, start, length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._length - self._at))
-        self._stream.seek(self._start + self._at)
-        read = self._stream.readinto(view[:count])
-        self._at += read
-        return read

@@ -296,7 +296,12 @@ def from_megatron_shards(row: Row, shards: Sequence[Tensor], arch: Architecture)
             raise InputError(f"{row.megatron[0]}: {got}; the architecture has {expected}")
     match row.layout:
         case "replicated":
-            _check_replicas(row, shards)
+            # Replicas that drifted apart mean gradients were not reduced: no one of them is the model.
+            first, *others = (shard.contiguous().view(torch.uint8) for shard in shards)
+            for rank, other in enumerate(others, 1):
+                if not torch.equal(first, other):
+                    name = row.megatron[0]
+                    raise TrainingError(f"{name} differs between tensor-parallel ranks 0 and {rank}")
             return [shards[0]]
         case "row":
             return [torch.cat(list(shards), dim=1)]
@@ -309,11 +314,3 @@ def from_megatron_shards(row: Row, shards: Sequence[Tensor], arch: Architecture)
             group = [arch.q_size // arch.num_kv_heads, arch.head_dim, arch.head_dim]
             groups = torch.cat([shard.view(-1, sum(group), *shard.shape[1:]) for shard in shards])
             return [part.flatten(0, 1) for part in torch.split(groups, group, dim=1)]
-
-
-def _check_replicas(row: Row, shards: Sequence[Tensor]) -> None:
-    """Replicas that drifted apart mean gradients were not reduced: no one of them is the model."""
-    first = shards[0].contiguous().view(torch.uint8)
-    for rank, shard in enumerate(shards):
-        if not torch.equal(first, shard.contiguous().view(torch.uint8)):
-            raise TrainingError(f"{row.megatron[0]} differs between tensor-parallel ranks 0 and {rank}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_table import Row, as_markdown, as_text
+from gpu_table import Row, as_markdown
 
 from backend import FAKE
 from launch import REPO, environment, run_worker, why
@@ -45,6 +45,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measure:
             names = TOGETHER if FAKE and ranks == 1 and name in TOGETHER else [name]
             out = tmp_path_factory.mktemp("measured") / "found.json"
             with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("TEST_BACKEND", "cuda")
                 patch.setenv("PYTHONPATH", os.pathsep.join([paths, os.environ.get("PYTHONPATH", "")]))
                 _start([str(out), *names], ranks)
             for one, found in json.loads(out.read_text(encoding="utf-8")).items():
@@ -110,13 +111,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not rows:
         return
     found = config.stash[MACHINE]
-    terminalreporter.section(f"{found['count']} × {found['name']}")
-    terminalreporter.write_line(as_text(rows))
+    passed = len(terminalreporter.stats.get("passed", []))
+    page = as_markdown(rows, found, passed, _others(terminalreporter))
+    terminalreporter.write_line(page)
     if FAKE:
         terminalreporter.write_line("A fake GPU and tiny sizes: that it runs is all that this says.")
     if file := os.environ.get("GPU_TABLE"):
-        passed = len(terminalreporter.stats.get("passed", []))
-        page = as_markdown(rows, found, passed, _others(terminalreporter))
         Path(file).write_text(page, encoding="utf-8")
         terminalreporter.write_line(f"written to {file}")
 

@@ -39,29 +39,19 @@ _TINY = replace(
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """An optimizer step: so many samples of a prompt and a response."""
+    """An optimizer step, or responses sampled side by side: so many of a prompt and a response."""
 
     model: Architecture
     sequences: int
     prompt: int
     response: int
-    max_tokens: int
+    max_tokens: int = 0
     """Tokens of a micro-batch."""
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """(prompt, response) tokens; responses of a quarter, two, three quarters and the whole."""
         return [(self.prompt, self.response * (1 + i % 4) // 4) for i in range(self.sequences)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """Responses that are sampled side by side."""
-
-    model: Architecture
-    rows: int
-    prompt: int
-    response: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +63,7 @@ class Sizes:
     quantized: tuple[int, int]
     """Rows and columns of the tensors that quantizers get."""
     ring: Step
-    decoding: Decoding
+    decoding: Step
     step: Step
     """One of Qwen3-8B: with as many of its layers as fit the memory."""
     head: dict[str, int]
@@ -98,11 +88,9 @@ FULL = Sizes(
         response=8000,
         max_tokens=16384,
     ),
-    decoding=Decoding(
-        model=replace(
-            QWEN3_8B, num_layers=28, hidden_size=1024, num_heads=16, ffn_size=3072, tied=True
-        ),  # Qwen3-0.6B
-        rows=64,
+    decoding=Step(  # Qwen3-0.6B
+        model=replace(QWEN3_8B, num_layers=28, hidden_size=1024, num_heads=16, ffn_size=3072, tied=True),
+        sequences=64,
         prompt=128,
         response=128,
     ),
@@ -114,7 +102,7 @@ TINY = Sizes(
     noise=Step(model=_TINY, sequences=6, prompt=3, response=40, max_tokens=256),
     quantized=(64, 256),
     ring=Step(model=_TINY, sequences=4, prompt=3, response=40, max_tokens=128),
-    decoding=Decoding(model=_TINY, rows=3, prompt=4, response=6),
+    decoding=Step(model=_TINY, sequences=3, prompt=4, response=6),
     step=Step(model=_TINY, sequences=4, prompt=3, response=40, max_tokens=128),
     head={"tokens": 64, "hidden": 32, "vocab": 200},
     sent=_TINY,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_models import ALONE, best_layers, build, old_pass, packs_of, scores, scoring_of, timed, update
+from gpu_models import ALONE, best_layers, build, old_pass, packs_of, scores, timed, update
 from gpu_sizes import SIZES
 from step_memory import layers_that_fit, narrowed, state_bytes
 from torch import Tensor
@@ -15,22 +15,21 @@ from torch import Tensor
 from logprob_head import VARIANTS
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import FP8
-from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.engine import attention_backend
 from megatron_fspo.mcore.fp8 import probe_fp8
 from megatron_fspo.mcore.offload import Offload
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.score import score_sequences
-from megatron_fspo.mcore.startup import start
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.types import Prompt, SamplingParams
+from passes import new_groups, scoring_of
 
 
 def step(recipe: str) -> dict[str, Any]:
     """The second of two optimizer steps; ``recipe`` none is bf16. On one rank or, optimizer spread, many."""
     size, precision = SIZES.step, FP8(recipe=recipe)  # type: ignore[arg-type]
-    start(choose_backend("cuda", best_layers()), parallel=ALONE, seed=1)  # type: ignore[arg-type]
+    new_groups(ALONE, best_layers())
     ranks = dist.get_world_size()
     least = torch.tensor(torch.cuda.mem_get_info()[0], device="cuda")
     dist.all_reduce(least, op=dist.ReduceOp.MIN)  # all are to build the same model
@@ -99,8 +98,9 @@ def decoding() -> dict[str, Any]:
     size = SIZES.decoding
     model = build(size.model, best_layers())
     decoder = Decoder(model.chunks, model.groups, vocab_size=size.model.vocab_size)
-    engine = EmbeddedEngine(decoder, max_batch=size.rows)
-    ids = torch.arange(size.rows * size.prompt).remainder(size.model.vocab_size).view(size.rows, size.prompt)
+    rows = size.sequences
+    engine = EmbeddedEngine(decoder, max_batch=rows)
+    ids = torch.arange(rows * size.prompt).remainder(size.model.vocab_size).view(rows, size.prompt)
     prompts = [
         Prompt(index=i, token_ids=tuple(row), text="", answer="") for i, row in enumerate(ids.tolist())
     ]
@@ -108,13 +108,13 @@ def decoding() -> dict[str, Any]:
         n=1, max_tokens=size.response, temperature=1.0, stop_token_ids=(size.model.vocab_size,), seed=1
     )
     engine.submit(prompts[:2], params)()
-    rows, seconds = timed(lambda: engine.submit(prompts, params)())
-    sampled = [completion for row in rows for completion in row]
+    found, seconds = timed(lambda: engine.submit(prompts, params)())
+    sampled = [completion for row in found for completion in row]
     lengths = [len(completion.token_ids) for completion in sampled]
     assert set(lengths) == {size.response}
     return {
         "kind": model.backend.layers,
-        "rows": size.rows,
+        "rows": rows,
         "tokens": sum(lengths),
         "seconds": seconds,
         "gap": _gap(model, prompts, sampled),
@@ -124,7 +124,7 @@ def decoding() -> dict[str, Any]:
 def _gap(model: Any, prompts: list[Prompt], sampled: list[Any]) -> float:
     """σ per token between sampled log-probs and those of the training pass."""
     found = score_sequences(
-        lambda batches: model.score(batches, scoring_of(model)),
+        lambda batches: model.score(batches, scoring_of(model, 1.0)),
         [[*p.token_ids, *c.token_ids] for p, c in zip(prompts, sampled, strict=True)],
         arch=model.arch,
         groups=model.groups,
@@ -141,7 +141,7 @@ def _gap(model: Any, prompts: list[Prompt], sampled: list[Any]) -> float:
 
 def head(variant: str) -> dict[str, Any]:
     """Log-probs and both gradients from hidden states: memory above the inputs, time, and what was found."""
-    start(choose_backend("cuda", "local"), parallel=ALONE, seed=1)
+    new_groups(ALONE, "local")
     hidden, weight, labels, upstream = _head_inputs()
     run = VARIANTS[variant]
 

@@ -26,16 +26,6 @@ def number(value: float | int | str) -> str:
     return f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
 
 
-def as_text(rows: Sequence[Row]) -> str:
-    """Columns under each other, for a terminal."""
-    cells = [("item", "what", "found", "beside", "unit"), *map(_cells, rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(5)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    )
-
-
 def as_markdown(rows: Sequence[Row], machine: Mapping[str, Any], passed: int, others: Sequence[str]) -> str:
     """A page: the machine, the figures, and the tests that did not pass, with the reason."""
     versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items())
@@ -46,13 +36,12 @@ def as_markdown(rows: Sequence[Row], machine: Mapping[str, Any], passed: int, ot
         "",
         "| item | what | found | beside | unit |",
         "|---|---|---|---|---|",
-        *("| " + " | ".join(_cells(row)) + " |" for row in rows),
+        *(
+            f"| {row.item} | {row.what} | {number(row.value)} | {number(row.beside)} | {row.unit} |"
+            for row in rows
+        ),
     ]
     lines += ["", f"{passed} tests passed."]
     if others:
         lines += ["", "Not passed:", "", *(f"- {text}" for text in others)]
     return "\n".join(lines) + "\n"
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return row.item, row.what, number(row.value), number(row.beside), row.unit

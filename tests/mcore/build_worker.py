@@ -5,6 +5,7 @@ build_worker.py TIED UNTIED BIASED
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from backend import BACKEND, LAYERS
-from cases import TEMPERATURE, samples
+from backend import BACKEND, ENGINE, LAYERS
+from cases import samples
 from launch import REPO
 from megatron_fspo import config as options
 from megatron_fspo.config.loading import load_config
@@ -23,14 +24,14 @@ from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.model import layer_offset
 from megatron_fspo.mcore.policy import Model, Policy
-from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.startup import start, stop
 from megatron_fspo.trainer.evaluate_checkpoint import evaluate_checkpoint
 from megatron_fspo.trainer.prepare import prepare
 from megatron_fspo.weights import read_architecture, resolve
-from packs import collate
+from passes import build, micro_batches, scoring_of
 
 CPU = choose_backend(BACKEND, LAYERS)
+TENSOR, PIPELINE = options.Parallel(tensor=2, sequence=True), options.Parallel(pipeline=2)
 
 
 def check(checkpoint: Path, parallel: options.Parallel, dtype: torch.dtype) -> None:
@@ -53,21 +54,9 @@ def check(checkpoint: Path, parallel: options.Parallel, dtype: torch.dtype) -> N
             assert hasattr(parameter, "main_grad") is (built is policy), name
     assert torch.equal(random_state, torch.get_rng_state()), "building a model drew random numbers"
 
-    scoring = Scoring(groups=groups, vocab_size=arch.vocab_size, temperature=TEMPERATURE)
-    rows = samples()
-    batches = [
-        collate(
-            rows,
-            pack,
-            num_sequences=len(rows),
-            num_tokens=sum(len(row.completion.token_ids) for row in rows),
-            context_rank=0,
-            context_size=1,
-            multiple_of=parallel.tensor,
-        ).to(CPU.device)
-        for pack in (list(range(6)), list(range(6, len(rows))))
-    ]
-    for one, other in zip(model.score(batches, scoring), policy.score(batches, scoring), strict=True):
+    batches = micro_batches(model, samples(), 150)
+    ours, theirs = (built.score(batches, scoring_of(built)) for built in (model, policy))
+    for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other) and not one.requires_grad
     stop()
 
@@ -79,11 +68,7 @@ def check_weight_decay(checkpoint: Path, kinds: Sequence[str], *, distributed: b
         kinds: words in the names of what the model has.
     """
     parallel = options.Parallel(distributed_optimizer=distributed)
-    groups = start(CPU, parallel=parallel, seed=1)
-    optimizer = options.Optimizer(lr=0.01, weight_decay=0.5)
-    arch = read_architecture(checkpoint)
-    policy = Policy(arch, CPU, groups, parallel=parallel, dtype=torch.float32, optimizer=optimizer)
-    load_hf(policy, checkpoint)
+    policy = build(checkpoint, parallel, optimizer=options.Optimizer(lr=0.01, weight_decay=0.5))
     (chunk,) = policy.chunks
     before = {name: p.detach().clone() for name, p in chunk.named_parameters()}
     policy.zero_gradients()
@@ -102,7 +87,7 @@ def check_evaluation() -> None:
     """The real function; with what would make gradient buffers or an optimizer out of order."""
     config = load_config(
         REPO / "examples/make_sum/run.toml",
-        [*"--rollout.max-response-tokens 5 --evaluation.samples 1 --model.dtype bfloat16".split()],
+        "--rollout.max-response-tokens 5 --evaluation.samples 1 --model.dtype bfloat16".split(),
     )
     inputs = prepare(config, world_size=2)
     training = ("wrap_for_training", "get_megatron_optimizer")
@@ -114,10 +99,19 @@ def check_evaluation() -> None:
 
 def main() -> None:
     *checkpoints, biased = map(Path, sys.argv[1:])
-    for checkpoint in checkpoints:
-        for parallel in (options.Parallel(tensor=2, sequence=True), options.Parallel(pipeline=2)):
-            for dtype in (torch.float32, torch.bfloat16):
-                check(checkpoint, parallel, dtype)
+    tied, untied = checkpoints
+    threads = []
+    for checkpoint, parallel, dtype in (
+        (tied, TENSOR, torch.float32),
+        (untied, PIPELINE, torch.float32),
+        (untied, TENSOR, torch.bfloat16),
+        (tied, PIPELINE, torch.bfloat16),  # the last stage has a copy of the embedding
+    ):
+        check(checkpoint, parallel, dtype)
+        threads.append(len(os.listdir("/proc/self/task")))
+    # Every gloo group has three; with dozens of groups and layouts they would slow each other down.
+    # Transformer Engine holds on to those of its layers.
+    assert ENGINE or threads[-1] <= threads[0] + 3, threads
     for distributed in (False, True):
         check_weight_decay(checkpoints[0], ["norm", "embedding"], distributed=distributed)
         check_weight_decay(biased, ["norm", "embedding", "bias", "output_layer"], distributed=distributed)

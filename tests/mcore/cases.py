@@ -27,7 +27,7 @@ LAYOUTS = fitting(
                 "cp2": Parallel(context=2),
                 "dp2do": Parallel(distributed_optimizer=True, overlap_grad_reduce=True),
             },
-            but=("tp2", "pp2"),
+            but=("dp2", "tp2", "pp2"),
         ),
     }
 )
@@ -35,20 +35,9 @@ VOCAB = 37
 TEMPERATURE = 0.8
 C, C_DUAL = 0.05, 0.1
 # Prompts and responses of very different lengths; one-token ones among them.
-SHAPES = [
-    (1, 1),
-    (3, 40),
-    (2, 7),
-    (5, 1),
-    (4, 25),
-    (2, 2),
-    (6, 33),
-    (1, 12),
-    (3, 3),
-    (2, 60),
-    (4, 5),
-    (1, 18),
-]
+PROMPTS = (1, 3, 2, 5, 4, 2, 6, 1, 3, 2, 4, 1)
+RESPONSES = (1, 40, 7, 1, 25, 2, 33, 12, 3, 60, 5, 18)
+SHAPES = list(zip(PROMPTS, RESPONSES, strict=True))
 
 
 def samples() -> list[Sample]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from torch import Tensor
 
+import passes
 from backend import BACKEND
 from megatron_fspo import config as options
 from megatron_fspo.errors import InputError, TrainingError
@@ -27,13 +28,13 @@ from megatron_fspo.mcore.checkpoint import begin_save, load_checkpoint, save_che
 from megatron_fspo.mcore.hf_weights import hf_tensors, load_hf
 from megatron_fspo.mcore.parameter_state import MOMENTS, parameter_states
 from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.startup import join, start, stop
-from megatron_fspo.weights import read_architecture
+from megatron_fspo.mcore.startup import join, stop
 from megatron_fspo.weights.chunks import ChunkWriter
 from megatron_fspo.weights.folder import SUMS
 from worker import step
 
 FP32, BF16 = torch.float32, torch.bfloat16
+OPTIMIZER = options.Optimizer(lr=1e-3, warmup_steps=2)
 DO = options.Parallel(distributed_optimizer=True)
 LAYOUTS = {
     "dp4": options.Parallel(),
@@ -50,11 +51,7 @@ State = dict[str, Tensor]
 
 def build(model: Path, layout: str, dtype: torch.dtype) -> Policy:
     stop()  # a layout that is left alone keeps its groups, and they their threads: hundreds in the end
-    backend, parallel = choose_backend(BACKEND), LAYOUTS[layout]
-    groups = start(backend, parallel=parallel, seed=1)
-    optimizer = options.Optimizer(lr=1e-3, warmup_steps=2)
-    arch = read_architecture(model)
-    return Policy(arch, backend, groups, parallel=parallel, dtype=dtype, optimizer=optimizer)
+    return passes.build(model, LAYOUTS[layout], dtype=dtype, load=False, optimizer=OPTIMIZER)
 
 
 def resumed(model: Path, folder: Path, layout: str, dtype: torch.dtype) -> Policy:
@@ -197,23 +194,23 @@ def check_damage(model: Path, out: Path) -> dict[str, bool]:
     for path in chosen:
         place, bit = random.randrange(path.stat().st_size), random.randrange(8)
         for damaged in (True, False):
-            dist.barrier()
-            if dist.get_rank() == 0:
-                _flip(path, place, bit)
-            dist.barrier()
+            on_first_rank(lambda: _flip(path, place, bit))  # noqa: B023 - called at once
             if damaged:
                 name = f"{path.relative_to(folder)}, bit {bit} of byte {place}"
                 found[name] = f"{path} is damaged: " in refusal(policy, folder)
     load_checkpoint(policy, folder)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (folder / SUMS).rename(out / SUMS)
-    dist.barrier()
+    on_first_rank(lambda: (folder / SUMS).rename(out / SUMS))
     found["a lost list"] = f"{folder / SUMS} not found" in refusal(policy, folder)
+    on_first_rank(lambda: (out / SUMS).rename(folder / SUMS))
+    return found
+
+
+def on_first_rank(change: Callable[[], object]) -> None:
+    """While no rank reads."""
     dist.barrier()
     if dist.get_rank() == 0:
-        (out / SUMS).rename(folder / SUMS)
-    return found
+        change()
+    dist.barrier()
 
 
 def refusal(policy: Policy, folder: Path) -> str:
@@ -235,20 +232,13 @@ def _flip(path: Path, place: int, bit: int) -> None:
 
 def check_refusals(model: Path, other_model: Path, out: Path) -> dict[str, bool]:
     """One line, on every rank, for what no layout explains."""
-    found = {"another model": False, "a damaged file": False}
-    try:
-        load_checkpoint(build(other_model, "dp4", FP32), out / "from-dp4")
-    except InputError as error:
-        found["another model"] = str(error).endswith("(4, 48, 80); the model makes it (4, 48, 40)")
-    if dist.get_rank() == 0:
-        files = sorted((out / "next/torch_dist").glob("__1_*.distcp"))
-        os.truncate(files[0], 100)
-    dist.barrier()
-    try:
-        load_checkpoint(build(model, "dp4", BF16), out / "next")
-    except InputError as error:
-        found["a damaged file"] = "__1_0.distcp is damaged" in str(error)
-    return found
+    other = refusal(build(other_model, "dp4", FP32), out / "from-dp4")
+    on_first_rank(lambda: os.truncate(out / "next/torch_dist/__1_0.distcp", 100))
+    damaged = refusal(build(model, "dp4", BF16), out / "next")
+    return {
+        "another model": other.endswith("(4, 48, 80); the model makes it (4, 48, 40)"),
+        "a damaged file": "__1_0.distcp is damaged" in damaged,
+    }
 
 
 @contextmanager
@@ -268,8 +258,9 @@ def check_memory(out: Path) -> dict[str, float]:
     """Bytes that a save, and a load, take at their peak, per parameter of a rank's own shard."""
     model = out / "wide"
     if dist.get_rank() == 0:
+        config = json.loads((out / "model/config.json").read_text())
         model.mkdir()
-        (model / "config.json").write_text(json.dumps(WIDE))
+        (model / "config.json").write_text(json.dumps(config | WIDE))
     dist.barrier()
     policy = build(model, "dp4.do", BF16)
     for ddp in policy._ddp:
@@ -284,21 +275,9 @@ def check_memory(out: Path) -> dict[str, float]:
 
 
 WIDE = {
-    "model_type": "qwen3",
-    "dtype": "bfloat16",
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 512,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 128,
-    "rope_theta": 10_000.0,
-    "hidden_act": "silu",
+    **{"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 512, "head_dim": 64},
+    **dict.fromkeys(["num_hidden_layers", "num_attention_heads", "num_key_value_heads"], 8),
+    "layer_types": None,
 }
 
 

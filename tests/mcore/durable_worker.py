@@ -5,7 +5,6 @@ durable_worker.py FOUND MODEL
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -21,7 +20,6 @@ from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.startup import stop
 from megatron_fspo.weights import folder as sums
-from megatron_fspo.weights.folder import patiently
 
 
 def events_of(policy: Any, folder: Path) -> list[tuple[str, str]]:
@@ -51,22 +49,6 @@ def refusal(policy: Any, folder: Path) -> list[str]:
     return []
 
 
-def attempts(number: int) -> list[Any]:
-    """How often ``patiently`` asks a read that fails so with errno ``number`` twice, and how that ends."""
-    tried: list[int] = []
-
-    def read() -> str:
-        tried.append(number)
-        if len(tried) < 3:
-            raise OSError(number, os.strerror(number))
-        return "read"
-
-    try:
-        return [patiently(read), len(tried)]
-    except OSError as error:
-        return [error.errno, len(tried)]
-
-
 def main() -> None:
     out, model = map(Path, sys.argv[1:])
     policy = build(model, "dp4", torch.float32)
@@ -75,7 +57,6 @@ def main() -> None:
     found: dict[str, Any] = {"events": events_of(policy, folder)}
     found["files"] = [str(path.relative_to(folder)) for path in folder.rglob("*")]
     with patch.object(sums, "_PAUSES", (0.0, 0.0)):
-        found["stale"], found["denied"] = attempts(errno.ESTALE), attempts(errno.EACCES)
         state = folder / "trainer.json"
         text = state.read_text()
         state.unlink()

@@ -14,14 +14,13 @@ from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.lab.calibrate.emulate import emulate_fp8
 from megatron_fspo.lab.calibrate.fp8_values import through_fp8
-from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.policy import Model
-from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.score import score_sequences
-from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.mcore.startup import stop
 from megatron_fspo.parallel.groups import gather_lists
 from megatron_fspo.weights import read_architecture
+from passes import new_groups, scoring_of
 
 # A scale belongs to 32 values of a row: the same ones, however rows are put together or cut.
 MXFP8 = FP8(recipe="mxfp8")
@@ -31,15 +30,13 @@ LAYOUTS = {"tp2.sp": Parallel(tensor=2, sequence=True), "pp2": Parallel(pipeline
 
 def scores(checkpoint: Path, parallel: Parallel, fp8: FP8 | None) -> tuple[list[Tensor] | None, int]:
     """Log-probs, on the first rank, and the matrices of all ranks' layers that were quantized."""
-    backend = choose_backend("cpu")
-    groups = start(backend, parallel=parallel, seed=1)
+    backend, groups = new_groups(parallel)
     arch = read_architecture(checkpoint)
     model = Model(arch, backend, groups, parallel=parallel, dtype=torch.float32)
     load_hf(model, checkpoint)
     count = 0 if fp8 is None else emulate_fp8(model, fp8)
-    scoring = Scoring(groups=groups, vocab_size=arch.vocab_size, temperature=1.0)
     found = score_sequences(
-        lambda batches: model.score(batches, scoring),
+        lambda batches: model.score(batches, scoring_of(model, 1.0)),
         SEQUENCES,
         arch=arch,
         groups=groups,

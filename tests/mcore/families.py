@@ -36,6 +36,14 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 16}
+# Family → transformers' name of it, whether the head is the embedding, and sizes of its own.
+_OWN: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "llama": ("llama", False, {"head_dim": 16, "rope_parameters": _LLAMA3}),
+    "qwen2": ("qwen2", False, {}),
+    "qwen3": ("qwen3", True, {"head_dim": 20}),
+    "moe_normalised": ("qwen3_moe", False, {**_MOE, "norm_topk_prob": True}),
+    "moe_raw": ("qwen3_moe", True, {**_MOE, "norm_topk_prob": False}),
+}
 
 # World size → name → layout; `fits` says which families.
 LAYOUTS = fitting(
@@ -61,22 +69,23 @@ LAYOUTS = fitting(
         ),
     }
 )
+# Layouts that score converted checkpoints, too. The largest world is enough, as it is the same code.
+CONVERTED = [] if ENGINE else list(LAYOUTS[max(LAYOUTS)])
 _MORE = {
     "tp4.sp": Parallel(tensor=4, sequence=True),
     "pp4": Parallel(pipeline=4),
     "pp2.ep2": Parallel(pipeline=2, expert=2),
 }
-_CHECKPOINT_LAYOUTS = {
-    "tp2.sp.pp2": Parallel(tensor=2, sequence=True, pipeline=2),
-    "single": Parallel(),
-    **({} if ENGINE else _MORE),
-    "tp2.sp.ep4": Parallel(tensor=2, sequence=True, expert=4),
-}
 # Layouts that load and save distributed checkpoints, all of as many ranks as there may be, 4 at most.
 # What the first saves, all load.
 CHECKPOINT_LAYOUTS = {
     name: layout
-    for name, layout in _CHECKPOINT_LAYOUTS.items()
+    for name, layout in {
+        "tp2.sp.pp2": Parallel(tensor=2, sequence=True, pipeline=2),
+        "single": Parallel(),
+        **({} if ENGINE else _MORE),
+        "tp2.sp.ep4": Parallel(tensor=2, sequence=True, expert=4),
+    }.items()
     if max(layout.model_size, layout.expert) <= max(LAYOUTS)
 }
 
@@ -99,39 +108,13 @@ def sequences() -> list[list[int]]:
 
 def write_checkpoint(family: str, folder: Path) -> None:
     """A float32 checkpoint in transformers' own format, all weights random: norms and biases, too."""
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model: Any
-    match family:
-        case "llama":
-            model = LlamaForCausalLM(
-                LlamaConfig(**_SIZES, head_dim=16, tie_word_embeddings=False, rope_parameters=_LLAMA3)
-            )
-        case "qwen2":
-            model = Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=False, rope_parameters=_ROPE))
-        case "qwen3":
-            model = Qwen3ForCausalLM(
-                Qwen3Config(**_SIZES, head_dim=20, tie_word_embeddings=True, rope_parameters=_ROPE)
-            )
-        case _:
-            model = Qwen3MoeForCausalLM(
-                Qwen3MoeConfig(
-                    **_SIZES,
-                    **_MOE,
-                    norm_topk_prob=family == "moe_normalised",
-                    tie_word_embeddings=family == "moe_raw",
-                    rope_parameters=_ROPE,
-                )
-            )
+    model_type, tied, own = _OWN[family]
+    config = AutoConfig.for_model(
+        model_type, tie_word_embeddings=tied, **{**_SIZES, "rope_parameters": _ROPE, **own}
+    )
+    model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(len(family))
     with torch.no_grad():
         for parameter in model.parameters():

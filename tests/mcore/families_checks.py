@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from safetensors.torch import save_file
 
 from backend import BACKEND, LAYERS
-from families import CHECKPOINT_LAYOUTS, FAMILIES, LAYOUTS, fits, sequences
+from families import CHECKPOINT_LAYOUTS, CONVERTED, FAMILIES, LAYOUTS, fits, sequences
 from megatron_fspo.config import Parallel
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.hf_weights import load_hf
@@ -31,8 +31,7 @@ def score_all(checkpoints: Path, out: Path, world: int) -> None:
         for family in FAMILIES:
             if not fits(family, parallel):
                 continue
-            # The converted checkpoint goes through the same code; the largest world is enough.
-            for folder in (family, f"{family}-megatron") if world == max(LAYOUTS) else (family,):
+            for folder in (family, f"{family}-megatron") if layout in CONVERTED else (family,):
                 found = score_checkpoint(
                     checkpoints / folder, sequences(), parallel=parallel, backend=CPU, dtype=torch.float32
                 )

@@ -13,19 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend import BACKEND, LAYERS
 from cases import LAYOUTS
 from megatron_fspo import config as options
-from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.offload import Offload
 from megatron_fspo.mcore.parameter_state import parameter_states
 from megatron_fspo.mcore.policy import Model, Policy
-from megatron_fspo.mcore.startup import start, stop
+from megatron_fspo.mcore.startup import stop
 from megatron_fspo.weights import read_architecture
+from passes import new_groups
 from worker import step
-
-BACKEND_OF_TEST = choose_backend(BACKEND, LAYERS)
 
 
 def weights(model: Model) -> list[Tensor]:
@@ -60,14 +57,13 @@ def round_of_turns(offload: Offload, policy: Policy, *others: Model) -> None:
 
 
 def check(checkpoint: Path, parallel: options.Parallel, dtype: torch.dtype) -> None:
-    groups = start(BACKEND_OF_TEST, parallel=parallel, seed=1)
+    backend, groups = new_groups(parallel)
     arch = read_architecture(checkpoint)
     optimizer = options.Optimizer(lr=1e-2, weight_decay=0.1)
     keeps, lends = (
-        Policy(arch, BACKEND_OF_TEST, groups, parallel=parallel, dtype=dtype, optimizer=optimizer)
-        for _ in range(2)
+        Policy(arch, backend, groups, parallel=parallel, dtype=dtype, optimizer=optimizer) for _ in range(2)
     )
-    reference = Model(arch, BACKEND_OF_TEST, groups, parallel=parallel, dtype=dtype)
+    reference = Model(arch, backend, groups, parallel=parallel, dtype=dtype)
     for model in (keeps, lends, reference):
         load_hf(model, checkpoint)
     offload = Offload(lends, reference)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from launch import found_by
+from megatron_fspo.weights import folder
 
 WORKER = Path(__file__).with_name("durable_worker.py")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, random_checkpoints: dict[str, Path]) -> Any:
-    folder = tmp_path_factory.mktemp("durable")
-    return found_by(WORKER, folder, str(random_checkpoints["tied"]), nproc=1)
+    return found_by(WORKER, tmp_path_factory.mktemp("durable"), str(random_checkpoints["tied"]), nproc=1)
 
 
 def test_files_and_folders_are_on_the_disk_before_the_name_and_the_name_at_the_end(found: Any) -> None:
@@ -35,6 +36,11 @@ def test_what_cannot_be_read_is_not_damaged(found: Any) -> None:
     assert found["whole"] == []
 
 
-def test_what_may_pass_is_tried_again(found: Any) -> None:
-    assert found["stale"] == ["read", 3]
-    assert found["denied"] == [errno.EACCES, 1]
+def test_what_may_pass_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "_PAUSES", (0.0, 0.0))
+    read = Mock(side_effect=[OSError(errno.ESTALE, ""), OSError(errno.ESTALE, ""), "read"])
+    assert folder.patiently(read) == "read"
+    denied = Mock(side_effect=OSError(errno.EACCES, ""))
+    with pytest.raises(OSError):
+        folder.patiently(denied)
+    assert denied.call_count == 1

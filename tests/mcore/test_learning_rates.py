@@ -58,20 +58,16 @@ def test_rates_are_as_defined_and_the_same_after_a_resume(
 def test_a_run_that_ends_in_its_warm_up_comes_to_no_decay() -> None:
     schedule = Optimizer(lr=1e-3, warmup_steps=4, lr_decay="linear").over(3)
     assert rates(schedule, 3) == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3])
-
-
-def test_steps_that_are_given_stay() -> None:
-    assert Optimizer(lr_decay_steps=7).over(100).lr_decay_steps == 7
+    assert Optimizer(lr_decay_steps=7).over(100).lr_decay_steps == 7  # what is given stays
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "named"),
     [
-        ({"lr": 1e-4, "lr_min": 1e-3}, "lr_min = 0.001 is above lr = 0.0001"),
-        ({"warmup_steps": 5, "lr_decay_steps": 5}, "must be more than warmup_steps = 5"),
-        ({"lr_decay": "polynomial"}, "constant"),
+        ({"lr": 1e-4, "lr_min": 1e-3}, "lr_min = 0.001 .* lr = 0.0001"),
+        ({"warmup_steps": 5, "lr_decay_steps": 5}, "warmup_steps = 5"),
     ],
 )
-def test_schedules_that_make_no_sense(keys: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_schedules_that_make_no_sense(keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
         Optimizer(**keys)

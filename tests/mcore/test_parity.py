@@ -48,19 +48,8 @@ def test_step_equals_the_float64_oracle(
     for name, gradient in want.gradients.items():
         error = (got[f"grad.{name}"] - gradient).abs().max() / gradient.abs().max()
         assert error < 1e-5, f"{name}: relative gradient error {error:.1e}"
-
-
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-@pytest.mark.parametrize("layout", NAMES[1:])
-def test_every_layout_has_the_gradient_of_one_process(results: Path, layout: str, kind: str) -> None:
-    one = load_file(results / f"tp1-{kind}-512.safetensors")
-    for split in SPLITS:
-        other = load_file(results / f"{layout}-{kind}-{split}.safetensors")
-        for name in one:
-            if name.startswith("grad."):
-                error = (other[name] - one[name]).abs().max() / one[name].abs().max()
-                assert error < 1e-5, f"{name}: relative gradient error {error:.1e}"
-        assert other["grad_norm"].item() == pytest.approx(one["grad_norm"].item(), rel=1e-5)
+    norm = torch.stack([gradient.norm() for gradient in want.gradients.values()]).norm()
+    assert got["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])

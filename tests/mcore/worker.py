@@ -13,57 +13,23 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from backend import BACKEND, LAYERS
-from cases import C_DUAL, LAYOUTS, TEMPERATURE, C, drift, samples
-from megatron_fspo import config as options
-from megatron_fspo.mcore.backend import choose_backend
+from cases import LAYOUTS, TEMPERATURE, drift, samples
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.hf_weights import export_hf, hf_tensors, load_hf
 from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
-from megatron_fspo.mcore.startup import start, stop
-from megatron_fspo.objective import FSPOBand, LengthFairDualClip
-from megatron_fspo.objective.policy_objective import SequenceLevel
-from megatron_fspo.packing.pack import PackLayout, pack
+from megatron_fspo.mcore.startup import stop
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.types import Prompt, SamplingParams
-from megatron_fspo.weights import read_architecture
-from packs import collate, sequences_of
-
-
-def build(checkpoint: Path, parallel: options.Parallel) -> Policy:
-    backend = choose_backend(BACKEND, LAYERS)
-    groups = start(backend, parallel=parallel, seed=1)
-    policy = Policy(
-        read_architecture(checkpoint),
-        backend,
-        groups,
-        parallel=parallel,
-        dtype=torch.float32,
-        # No clipping: the gradient is compared as it is.
-        optimizer=options.Optimizer(lr=1e-9, clip_grad=1e9),
-    )
-    load_hf(policy, checkpoint)
-    return policy
+from packs import collate
+from passes import build, by_token, loss_of, micro_batches, scoring_of
 
 
 def step(policy: Policy, max_tokens: int) -> dict[str, torch.Tensor]:
     """Score, then one optimizer step on drifted old log-probs; returns everything on rank 0."""
-    groups, parallel, rows = policy.groups, policy.parallel, samples()
-    layout = PackLayout(
-        max_tokens=max_tokens,
-        data_rank=groups.dp.rank(),
-        data_size=groups.dp.size(),
-        context_rank=groups.cp.rank(),
-        context_size=parallel.context,
-        multiple_of=parallel.tensor if parallel.sequence else 1,
-        count_multiple_of=parallel.pipeline,
-        device=policy.backend.device,
-    )
-    batches = pack(sequences_of(rows), layout)
-    scoring = Scoring(groups=groups, vocab_size=policy.arch.vocab_size, temperature=TEMPERATURE)
-    scores = policy.score(batches, scoring)
+    groups, rows = policy.groups, samples()
+    batches = micro_batches(policy, rows, max_tokens)
+    scores = policy.score(batches, scoring_of(policy))
     old = []
     for batch, score in zip(batches, scores, strict=True):
         shifted = torch.full_like(score, float("nan"))  # what is outside the mask must not matter
@@ -74,10 +40,9 @@ def step(policy: Policy, max_tokens: int) -> dict[str, torch.Tensor]:
             shifted[here] = score[here] - moved[batch.position_ids[0, here] - prompt + 1]
         old.append(shifted)
     sums: list[tuple[int, float, bool]] = []
-    loss = PolicyLoss(
-        objective=SequenceLevel(band=FSPOBand(c_low=C, c_high=C), dual_clip=LengthFairDualClip(c=C_DUAL)),
-        scoring=scoring,
-        observer=lambda batch, terms: sums.extend(
+    loss = loss_of(
+        policy,
+        lambda batch, terms: sums.extend(
             zip(
                 batch.sample_index.tolist(),
                 terms.log_ratio_sum.tolist(),
@@ -87,17 +52,9 @@ def step(policy: Policy, max_tokens: int) -> dict[str, torch.Tensor]:
         ),
     )
     update = policy.update(batches.with_columns(old_log_probs=old), loss)
-    by_token = [
-        (i, position, value)
-        for batch, score in zip(batches, scores, strict=True)
-        for n, i in enumerate(batch.sample_index.tolist())
-        for here in [batch.mask & (batch.segment == n)]
-        for position, value in zip(batch.position_ids[0, here].tolist(), score[here].tolist(), strict=True)
-    ]
-    ordered = sorted(gather_lists(by_token, group=groups.dp_cp))
     flags = sorted(gather_lists(share(sums, group=groups.pp, source=-1), group=groups.dp))
     return {
-        "log_probs": torch.tensor([value for _, _, value in ordered]),
+        "log_probs": by_token(batches, scores, groups),
         "sums": torch.tensor([s for _, s, _ in flags]),
         "clipped": torch.tensor([c for _, _, c in flags]),
         "objective": torch.tensor(-update.metrics["actor/pg_loss"], dtype=torch.float64),
@@ -122,7 +79,6 @@ def decode(policy: Policy) -> dict[str, torch.Tensor]:
     assert [[c.token_ids for c in row] for row in wide] == [[c.token_ids for c in row] for row in narrow]
     assert all(chunk.training for chunk in policy.chunks)
     worst = 0.0
-    scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=TEMPERATURE)
     base = samples()[0]
     # The interleaved schedule wants as many micro-batches as stages.
     chunks = policy.parallel.pipeline
@@ -137,7 +93,8 @@ def decode(policy: Policy) -> dict[str, torch.Tensor]:
                 context_size=policy.groups.cp.size(),
                 multiple_of=policy.groups.tp.size(),
             ).to(policy.backend.device)
-            gap = (policy.score([batch] * chunks, scoring)[0] - batch.sampled_log_probs)[batch.mask]
+            scores = policy.score([batch] * chunks, scoring_of(policy))
+            gap = (scores[0] - batch.sampled_log_probs)[batch.mask]
             worst = max([worst, *gap.abs().tolist()])
     tokens = [t for row in wide for completion in row for t in completion.token_ids]
     return {"decode_error": torch.tensor(worst), "decoded": torch.tensor(tokens)}

@@ -13,18 +13,14 @@ import torch
 import torch.distributed as dist
 import transformer_engine.pytorch as engine
 import transformer_engine_torch as tex
-from megatron.core import parallel_state
 from torch import Tensor
 
 import checkpoint_checks as checks
+import passes
 from megatron_fspo import config as options
-from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fspo.mcore.decode import Decoder
-from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.startup import start
-from megatron_fspo.weights import read_architecture
 from worker import step
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -33,15 +29,7 @@ COPIES = options.Parallel(distributed_optimizer=True)
 
 
 def build(checkpoint: Path, layers: str, parallel: options.Parallel, dtype: torch.dtype) -> Policy:
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
-    backend = choose_backend("cuda", layers)  # type: ignore[arg-type]
-    groups = start(backend, parallel=parallel, seed=1)
-    optimizer = options.Optimizer(lr=1e-3, warmup_steps=2)
-    arch = read_architecture(checkpoint)
-    policy = Policy(arch, backend, groups, parallel=parallel, dtype=dtype, optimizer=optimizer)
-    load_hf(policy, checkpoint)
-    return policy
+    return passes.build(checkpoint, parallel, dtype=dtype, layers=layers, optimizer=checks.OPTIMIZER)
 
 
 def check_modules(checkpoint: Path) -> dict[str, Any]:

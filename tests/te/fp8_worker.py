@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,84 +12,50 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformer_engine.pytorch import autocast
 
 import checkpoint_checks as checks
-from cases import SHAPES, TEMPERATURE, samples
+import passes
+from cases import RESPONSES, samples
 from megatron_fspo import config as options
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.fp8 import probe_fp8
-from megatron_fspo.mcore.hf_weights import load_hf
 from megatron_fspo.mcore.policy import Policy
-from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
+from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.mcore.score import score_sequences
-from megatron_fspo.mcore.startup import start
-from megatron_fspo.objective import FSPOBand, LengthFairDualClip
-from megatron_fspo.objective.policy_objective import SequenceLevel
 from megatron_fspo.packing.batch import Packs
-from megatron_fspo.packing.pack import pack
-from megatron_fspo.parallel.groups import gather_lists, pack_layout, share
+from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.trainer import build as build_module
 from megatron_fspo.trainer.build import canary_scores
-from megatron_fspo.weights import read_architecture
-from packs import sequences_of
 
 PARALLEL = options.Parallel(distributed_optimizer=True)
-LENGTHS = torch.tensor([length for _, length in SHAPES])
+LENGTHS = torch.tensor(RESPONSES)
 C = 0.03
 """Half the band's width at one token."""
 CANARY = [tuple(range(1, 25)), tuple(range(30, 10, -1))]
 
 
 def build(checkpoint: Path, recipe: str, *, recompute: bool = False) -> Policy:
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
-    backend = choose_backend("cuda", "transformer_engine")
-    groups = start(backend, parallel=PARALLEL, seed=1)
-    policy = Policy(
-        read_architecture(checkpoint),
-        backend,
-        groups,
-        parallel=PARALLEL,
+    return passes.build(
+        checkpoint,
+        PARALLEL,
         dtype=torch.bfloat16,
         optimizer=options.Optimizer(lr=1e-2, warmup_steps=0),
         recompute=recompute,
         fp8=FP8(recipe=recipe),  # type: ignore[arg-type]
     )
-    load_hf(policy, checkpoint)
-    return policy
-
-
-def packs(policy: Policy, max_tokens: int) -> tuple[Packs, Scoring]:
-    layout = pack_layout(
-        policy.groups,
-        policy.backend.device,
-        sequence=PARALLEL.sequence,
-        interleaved=PARALLEL.interleaved,
-        align=policy.fp8.align,
-    )
-    scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=TEMPERATURE)
-    return pack(sequences_of(samples()), replace(layout, max_tokens=max_tokens)), scoring
 
 
 def scores(policy: Policy, max_tokens: int = 512) -> Tensor:
     """Log-probs of all response tokens, by sample; on every rank."""
-    batches, scoring = packs(policy, max_tokens)
-    found = [
-        (index, score[batch.mask & (batch.segment == row)].tolist())
-        for batch, score in zip(batches, policy.score(batches, scoring), strict=True)
-        for row, index in enumerate(batch.sample_index.tolist())
-    ]
-    every = dict(gather_lists(found, group=policy.groups.dp))
-    return torch.tensor([value for index in sorted(every) for value in every[index]])
+    batches = passes.micro_batches(policy, samples(), max_tokens)
+    return passes.by_token(batches, policy.score(batches, passes.scoring_of(policy)), policy.groups)
 
 
 def other_packs(policy: Policy) -> dict[str, float]:
@@ -102,13 +67,9 @@ def other_packs(policy: Policy) -> dict[str, float]:
 
 def loss_of(policy: Policy, sums: list[float]) -> tuple[Packs, PolicyLoss]:
     """With old log-probs of the present weights; ``sums`` gets |S|."""
-    batches, scoring = packs(policy, 512)
-    loss = PolicyLoss(
-        objective=SequenceLevel(band=FSPOBand(c_low=0.05, c_high=0.05), dual_clip=LengthFairDualClip(c=0.1)),
-        scoring=scoring,
-        observer=lambda batch, terms: sums.extend(terms.log_ratio_sum.abs().tolist()),
-    )
-    return batches.with_columns(old_log_probs=policy.score(batches, scoring)), loss
+    batches = passes.micro_batches(policy, samples(), 512)
+    loss = passes.loss_of(policy, lambda batch, terms: sums.extend(terms.log_ratio_sum.abs().tolist()))
+    return batches.with_columns(old_log_probs=policy.score(batches, loss.scoring)), loss
 
 
 def step(policy: Policy) -> float:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch import forked, why
+from launch import REPO, forked, why
 from runs import CONFIG, PROGRAM, run
 
+FP8_RUN = ("--config", str(CONFIG), "--nproc", "2", "--model.dtype", "bfloat16", "--fp8.recipe")
 BROKEN = {
     "meta": "empty `transformer-engine` meta package",
     "missing": "Could not find shared object file",
@@ -23,6 +25,14 @@ BROKEN = {
 def program(*words: str, **machine: str) -> subprocess.CompletedProcess[str]:
     """``megatron-fspo``, on a machine of which :mod:`fake_gpu` is told; its start is shared."""
     return forked([*PROGRAM, *words], nproc=0, timeout=120, **machine)
+
+
+def refused(*words: str, **machine: str) -> str:
+    """The one line that it says."""
+    done = program(*words, **machine)
+    assert done.returncode == 2, why(done.stderr)
+    (line,) = done.stderr.splitlines()
+    return line
 
 
 def doctor(*words: str, **machine: str) -> dict[str, Any]:
@@ -42,7 +52,7 @@ def doctor(*words: str, **machine: str) -> dict[str, Any]:
     ],
 )
 def test_doctor_says_which_fp8_a_gpu_runs_and_why_not(gpu: str, runs: set[str]) -> None:
-    found = doctor(FAKE_GPU=gpu)
+    found = doctor(**({} if gpu == "hopper" else {"FAKE_GPU": gpu}))  # the default has a process already
     assert found["use"]["layers"] == "transformer_engine"
     engine = found["transformer engine"]
     assert engine["version"] == found["packages"]["transformer-engine"] == "2.20.2"
@@ -68,35 +78,43 @@ def test_a_broken_installation_is_named_and_ends_no_program(tex: str) -> None:
     assert said in missing
     assert found["use"]["layers"] == "local" and found["transformer engine"] == {}
     # A run on GPUs asks for it, and does not fall back; nor from FP8 to bf16.
-    words = [
-        "--config",
-        str(CONFIG),
-        "--nproc",
-        "2",
-        "--model.dtype",
-        "bfloat16",
-        "--fp8.recipe",
-        "tensorwise",
-    ]
-    done = program("train", *words, FAKE_TEX=tex)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    line = refused("train", *FP8_RUN, "tensorwise", FAKE_TEX=tex)
     assert said in line and "model.layers = transformer_engine" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "said"),
+    [
+        (["tensorwise"], {"FAKE_TEX": "none"}, "Transformer Engine is not installed"),
+        (["tensorwise"], {"FAKE_GPU": "ampere"}, "a fake ampere: Device compute capability 8.9 or higher"),
+        (["blockwise"], {"FAKE_GPU": "ada"}, "compute capability 9.0 or higher"),
+        (["mxfp8"], {}, "a fake hopper: Device compute capability 10.0 or higher"),
+        (["tensorwise", "--fp8.first-last-layers-bf16", "1"], {}, "leaves none of the model's 2 layers"),
+    ],
+)
+def test_a_machine_without_it_ends_the_run_before_it_starts(
+    words: list[str], machine: dict[str, str], said: str
+) -> None:
+    assert said in refused("train", *FP8_RUN, *words, **machine)
+
+
+def test_a_model_whose_sizes_are_no_multiples_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(REPO / "examples/make_sum/checkpoint", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["intermediate_size"] += 8
+    (folder / "config.json").write_text(json.dumps(config))
+    line = refused("train", *FP8_RUN, "tensorwise", "--model.checkpoint", str(folder))
+    assert "multiples of 16" in line and "intermediate_size of a rank: 132" in line
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_layers_of_transformer_engine_train_in_bfloat16_only(command: str) -> None:
-    done = program(command, "--config", str(CONFIG), "--model.dtype", "float32")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "model.dtype = float32" in line and "set model.dtype = bfloat16" in line
+    assert "model.dtype = float32" in refused(command, "--config", str(CONFIG), "--model.dtype", "float32")
 
 
 def test_verify_has_no_float64_of_transformer_engine() -> None:
-    done = program("verify", "--dtype", "float64")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "--dtype float64" in line
+    assert "--dtype float64" in refused("verify", "--dtype", "float64")
 
 
 def test_a_run_on_the_cpu_uses_no_kernel_of_an_installed_transformer_engine(

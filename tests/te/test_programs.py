@@ -14,13 +14,12 @@ VERIFIED = ["tp2.sp.do.recompute", "pp2.vpp2", "dp2.do.overlap"]
 
 
 def test_the_gradient_of_every_layout_without_context_parallel(tmp_path: Path) -> None:
+    """In bf16; test_parity.py has the same in float32."""
     out = tmp_path / "cases.json"
-    words = ["verify", "--dtype", "float32", "bfloat16", "--json", str(out), "--layouts", *VERIFIED]
+    words = ["verify", "--dtype", "bfloat16", "--json", str(out), "--layouts", *VERIFIED]
     done = forked([*PROGRAM, *words], nproc=2)
     assert done.returncode == 0, f"{done.stdout}\n{why(done.stderr)}"
-    report = json.loads(out.read_text())
-    found = {(case["layout"], case["dtype"]) for case in report["cases"]}
-    assert found == {(layout, dtype) for layout in VERIFIED for dtype in ("float32", "bfloat16")}
+    assert {case["layout"] for case in json.loads(out.read_text())["cases"]} == set(VERIFIED)
 
 
 def test_the_demo_trains_in_fp8_exports_and_resumes(tmp_path: Path) -> None:

@@ -105,19 +105,12 @@ def layer_chunks(hf: dict[str, Tensor], layer: int, tp: int, heads: int, groups:
         found["mlp.linear_fc2.weight"] = by_columns(hf[f"{at}mlp.down_proj.weight"], tp)
         return found
     found["mlp.router.weight"] = by_rows([hf[f"{at}mlp.gate.weight"]])
-    fc1: Chunks = []
-    fc2: Chunks = []
     for expert in range(EXPERTS):
-        own = f"{at}mlp.experts.{expert}."
-        gate_up = gated(hf[f"{own}gate_proj.weight"], hf[f"{own}up_proj.weight"], tp)
-        fc1 += [((expert, *place), part[None]) for place, part in gate_up]
-        fc2 += [
-            ((expert, *place), part[None]) for place, part in by_columns(hf[f"{own}down_proj.weight"], tp)
-        ]
-    return found | {
-        "mlp.experts.experts.linear_fc1.weight": fc1,
-        "mlp.experts.experts.linear_fc2.weight": fc2,
-    }
+        gate, up, down = (hf[f"{at}mlp.experts.{expert}.{x}_proj.weight"] for x in ("gate", "up", "down"))
+        for name, chunks in (("linear_fc1", gated(gate, up, tp)), ("linear_fc2", by_columns(down, tp))):
+            whole = found.setdefault(f"mlp.experts.experts.{name}.weight", [])
+            whole += [((expert, *place), part[None]) for place, part in chunks]
+    return found
 
 
 def vocabulary(table: Tensor, tp: int) -> Chunks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import tempfile
 from pathlib import Path
 
@@ -12,14 +11,13 @@ from distcp_helpers import Chunks, model_chunks, put_together, save_distcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from weights_helpers import FAMILIES, assert_bits, edit_tensor, save_model, to_megatron
+from weights_helpers import FAMILIES, assert_bits, assert_slices, save_model
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import (
     Architecture,
     HFReader,
     MegatronReader,
-    Reader,
     compare,
     expected_hf_shapes,
     read_architecture,
@@ -34,17 +32,6 @@ OBJECTS = {
     "optimizer.state.common": {"step": 1},
     "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2": [None],
 }
-
-
-def assert_slices(reader: Reader, original: dict[str, Tensor], seed: int, count: int = 3) -> None:
-    """Some parts of every tensor, empty ones and single rows among them."""
-    dice = random.Random(seed)
-    for name, tensor in original.items():
-        for _ in range(count):
-            part = tuple(
-                slice(*sorted((dice.randint(0, size), dice.randint(0, size)))) for size in tensor.shape
-            )
-            assert torch.equal(reader.read(name, part), tensor[part]), (name, part)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -80,14 +67,6 @@ def test_what_torch_saves_reads_too(tmp_path: Path) -> None:
     assert_bits({name: reader.read(name) for name in original}, original)
 
 
-def test_the_two_formats_read_the_same_slices(tmp_path: Path) -> None:
-    original = save_model(tmp_path / "hf", "qwen2", tied=True)
-    to_megatron(tmp_path / "hf", tmp_path / "megatron")
-    arch = read_architecture(tmp_path / "hf")
-    for reader in (HFReader(tmp_path / "hf"), MegatronReader(tmp_path / "megatron", arch)):
-        assert_slices(reader, original, seed=0, count=5)
-
-
 def test_parameters_the_model_has_not_are_foreign(tmp_path: Path) -> None:
     original = save_model(tmp_path / "hf", "qwen3")
     arch = read_architecture(tmp_path / "hf")
@@ -95,7 +74,7 @@ def test_parameters_the_model_has_not_are_foreign(tmp_path: Path) -> None:
     # Not of the optimizer, though its name begins so.
     for key in ("optimizers.weight", "decoder.layers.mlp.linear_fc1.bias"):
         save_distcp(tmp_path / "saved", tensors | {key: ((4,), [((0,), torch.ones(4))])}, {})
-        with pytest.raises(InputError, match=rf"/saved/\.metadata has {key}, which a qwen3 model"):
+        with pytest.raises(InputError, match=rf"/saved/\.metadata has {key}"):
             MegatronReader(tmp_path / "saved", arch)
 
 
@@ -173,23 +152,3 @@ def moved_inside(
     """A chunk of a size that begins where another does, or as near as the tensor allows."""
     at = tuple(min(o, whole - size) for o, size, whole in zip(onto[0], like, shape, strict=True))
     return at, torch.zeros(like)
-
-
-def test_a_chunk_there_twice_does_not_fill_a_hole(tmp_path: Path) -> None:
-    tensors = model_chunks(SMALL_HF, "stacked", 2, heads=4, groups=2)
-    key = "decoder.layers.self_attention.linear_proj.weight"
-    shape, chunks = tensors[key]
-    assert [at for at, _ in chunks] == [(0, 0, 0), (0, 0, 6), (1, 0, 0), (1, 0, 6)]
-    save_distcp(tmp_path, tensors | {key: (shape, [chunks[0], chunks[0], *chunks[2:]])}, {})
-    reader = MegatronReader(tmp_path, SMALL)
-    name = "model.layers.{}.self_attn.o_proj.weight"
-    assert_bits({"": reader.read(name.format(1))}, {"": SMALL_HF[name.format(1)]})
-    with pytest.raises(InputError, match=rf"chunks overlap in {key} at \(0, 0, 0\)"):
-        reader.read(name.format(0))
-
-
-def test_a_changed_shape_is_not_read(tmp_path: Path) -> None:
-    save_model(tmp_path, "qwen3")
-    edit_tensor("model.norm.weight", lambda t: t[:-1])(tmp_path)
-    with pytest.raises(InputError, match=r"model\.norm\.weight has shape \(19,\)"):
-        to_megatron(tmp_path, tmp_path / "out")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import resource
 import shutil
@@ -12,18 +11,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
-from weights_helpers import (
-    assert_bits,
-    contents,
-    refused_without_a_trace,
-    save_model,
-    tensors_of,
-    to_hf,
-    to_megatron,
-)
+from weights_helpers import assert_bits, contents, refused, save_model, tensors_of, to_hf, to_megatron
 
 Convert = Callable[[Path, Path], object]
 REPO = Path(__file__).parents[2]
@@ -67,48 +58,28 @@ def test_a_file_too_large_leaves_no_trace(
         with files_of_at_most(size):
             convert(sound / name, tmp_path / "out")
 
-    refused_without_a_trace(limited, tmp_path, "/out", "File too large; nothing written")
+    refused(limited, tmp_path, "/out", "File too large; nothing written")
 
 
-class FullDisk:
-    """A file that takes so many writes, and no more."""
-
-    def __init__(self, file: Any, writes: list[int]) -> None:
-        self._file, self._writes = file, writes
-
-    def __enter__(self) -> FullDisk:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, data: Any) -> int:
-        if not self._writes:
-            raise OSError(28, os.strerror(28))
-        self._writes.pop()
-        return self._file.write(data)
-
-
-@pytest.mark.parametrize("writes", [0, 1, 9])
-@pytest.mark.parametrize("writer", ["hf_writer", "chunks"])
-def test_a_disk_that_fills_up_leaves_no_trace(
-    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, writes: int
+@pytest.mark.parametrize(("name", "convert"), DIRECTIONS.values(), ids=DIRECTIONS)
+def test_a_disk_without_room_is_seen_before_the_first_byte(
+    sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, convert: Convert
 ) -> None:
-    name, convert = DIRECTIONS["to Hugging Face" if writer == "hf_writer" else "to Megatron"]
-    left = [0] * writes
+    size = sum(tensor.nbytes for tensor in tensors_of(sound / "hf").values())
+    free = SimpleNamespace(free=size - 1)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: free)
+    refused(lambda: convert(sound / name, tmp_path / "out"), tmp_path, f"{size - 1:,}", f"{size:,}")
+    free.free = size
+    convert(sound / name, tmp_path / "out")
 
-    def opened(path: Path, mode: str) -> FullDisk:
-        return FullDisk(builtins.open(path, mode), left)
 
-    monkeypatch.setattr(f"megatron_fspo.weights.{writer}.open", opened, raising=False)
-    refused_without_a_trace(
-        lambda: convert(sound / name, tmp_path / "out"),
-        tmp_path,
-        f"{tmp_path / 'out'}: No space left on device; nothing written",
-    )
+def test_folders_made_for_the_output_go_with_it(sound: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "newer" / "out"
+    to_megatron(sound / "hf", out)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    shutil.rmtree(tmp_path / "new" / "newer")  # new is the user's, though empty
+    with files_of_at_most(1000):
+        refused(lambda: to_megatron(sound / "hf", out), tmp_path, "File too large")
 
 
 def test_a_killed_conversion_leaves_no_half_checkpoint(sound: Path, tmp_path: Path) -> None:

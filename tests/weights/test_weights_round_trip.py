@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from distcp_helpers import layer_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weights_helpers import (
-    FFN,
-    HEAD_DIM,
     HIDDEN,
     LAYERS,
     VOCAB,
@@ -47,7 +46,14 @@ PADDED = {1: 1280, 2: 1280, 4: 1536}  # 1237 to a multiple of 128 × tp, Megatro
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_round_trip_is_bit_exact(tmp_path: Path, tp: int, tied: bool, heads: int, te: bool) -> None:
     original = save_model(tmp_path, tied=tied, heads=heads, kv_heads=4)
-    shapes = megatron_shapes(heads, 4, tp, PADDED[tp], tied=tied, te=te)
+    shapes = megatron_shapes(heads, 4, tp, PADDED[tp], tied=tied)
+    if te:  # which has these norms in the linear layers behind them
+        shapes = {
+            name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_").replace(
+                "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
+            ): shape
+            for name, shape in shapes.items()
+        }
     ranks, loaded = load_ranks(tmp_path, shapes, tp, PADDED[tp])
     check_coverage(loaded, read_architecture(tmp_path))
     exported = export(tmp_path, ranks)
@@ -62,29 +68,16 @@ def test_shards_follow_megatrons_rules(tmp_path: Path, tp: int) -> None:
     shapes = megatron_shapes(heads, groups, tp, PADDED[tp], tied=False)
     ranks, _ = load_ranks(tmp_path, shapes, tp, PADDED[tp])
     for layer in range(LAYERS):
-        at, mg = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        q, k, v = (hf[f"{at}self_attn.{x}_proj.weight"].split(HEAD_DIM) for x in "qkv")
-        fused = []  # attention.py: q1 q2 k1 v1 | q3 q4 k2 v2 | ...
-        for group in range(groups):
-            for head in range(heads // groups):
-                fused.append(q[group * (heads // groups) + head])
-            fused.append(k[group])
-            fused.append(v[group])
-        qkv = torch.cat(fused).chunk(tp)
-        # layers.py, _initialize_affine_weight_cpu with the stride 2 of a gated fc1
-        gate_up = torch.cat([hf[f"{at}mlp.gate_proj.weight"], hf[f"{at}mlp.up_proj.weight"]]).split(FFN // tp)
+        chunks = layer_chunks(hf, layer, tp, heads, groups)
+        chunks["input_layernorm.weight"] = chunks.pop("self_attention.linear_qkv.layer_norm_weight")
+        chunks["pre_mlp_layernorm.weight"] = chunks.pop("mlp.linear_fc1.layer_norm_weight")
         for rank, found in enumerate(ranks):
+            # layers.py, _initialize_affine_weight_cpu: a rank has two chunks of a gated fc1.
             expected = {
-                "self_attention.linear_qkv.weight": qkv[rank],
-                "mlp.linear_fc1.weight": torch.cat(gate_up[rank::tp]),
-                "self_attention.linear_proj.weight": hf[f"{at}self_attn.o_proj.weight"].chunk(tp, 1)[rank],
-                "mlp.linear_fc2.weight": hf[f"{at}mlp.down_proj.weight"].chunk(tp, 1)[rank],
-                "input_layernorm.weight": hf[f"{at}input_layernorm.weight"],
-                "pre_mlp_layernorm.weight": hf[f"{at}post_attention_layernorm.weight"],
-                "self_attention.q_layernorm.weight": hf[f"{at}self_attn.q_norm.weight"],
-                "self_attention.k_layernorm.weight": hf[f"{at}self_attn.k_norm.weight"],
+                name: torch.cat([values for _, values in (held if len(held) == 1 else held[rank::tp])])
+                for name, held in chunks.items()
             }
-            assert_bits({name: found[mg + name] for name in expected}, expected)
+            assert_bits({name: found[f"decoder.layers.{layer}.{name}"] for name in expected}, expected)
     for name, source in [
         ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
         ("output_layer.weight", "lm_head.weight"),
@@ -94,13 +87,6 @@ def test_shards_follow_megatrons_rules(tmp_path: Path, tp: int) -> None:
         assert table[VOCAB:].shape == (PADDED[tp] - VOCAB, HIDDEN)
         assert not table[VOCAB:].any()
     assert all(torch.equal(rank["decoder.final_layernorm.weight"], hf["model.norm.weight"]) for rank in ranks)
-
-
-def test_a_rank_may_hold_padding_only(tmp_path: Path) -> None:
-    original = save_model(tmp_path, tied=True, heads=4, kv_heads=4)
-    ranks, _ = load_ranks(tmp_path, megatron_shapes(4, 4, 4, 8192, tied=True), 4, 8192)
-    assert not ranks[1]["embedding.word_embeddings.weight"].any()
-    assert_bits(dict(export(tmp_path, ranks)), original)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -139,17 +125,11 @@ def test_a_rank_reads_only_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         def __exit__(self, *error):
             return self.inner.__exit__(*error)
 
-        def keys(self):
-            return self.inner.keys()
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
 
         def get_slice(self, name):
             return Counting(self.inner.get_slice(name))
-
-        def get_shape(self):
-            return self.inner.get_shape()
-
-        def get_dtype(self):
-            return self.inner.get_dtype()
 
         def __getitem__(self, index):
             part = self.inner[index]
@@ -201,7 +181,7 @@ def layouts(draw) -> tuple[Architecture, int, int]:
     kv_heads = tp * draw(st.integers(1, 3))
     vocab = draw(st.integers(1, 50))
     arch = Architecture(
-        model_type="qwen3", num_layers=draw(st.integers(1, 3)), hidden_size=draw(st.integers(1, 9)),
+        model_type="qwen3", num_layers=LAYERS, hidden_size=draw(st.integers(1, 9)),
         num_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 8])), num_kv_heads=kv_heads,
         head_dim=draw(st.integers(1, 5)), ffn_size=tp * draw(st.integers(1, 5)), vocab_size=vocab,
         tied=draw(st.booleans()), rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64,
@@ -220,17 +200,7 @@ def test_shards_round_trip_for_any_sizes(layout: tuple[Architecture, int, int]) 
         state[name] = torch.arange(count, count + size).reshape(shape)  # every element its own value, never 0
         count += size
     back = {}
-    names = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
-    for layer in range(arch.num_layers):
-        names += [
-            f"decoder.layers.{layer}.{name}.weight"
-            for name in (
-                "input_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj",
-                "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm",
-                "mlp.linear_fc1", "mlp.linear_fc2",
-            )
-        ]  # fmt: skip
-    for name in names:
+    for name in megatron_shapes(4, 2, 1, 1280, tied=False):
         row = resolve(name, arch)
         shape = shard_shape(row, arch, tp, padded)
         shards = []
@@ -254,16 +224,10 @@ def test_only_the_named_layers_exist(tmp_path: Path) -> None:
     arch = read_architecture(tmp_path)
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     assert resolve(name, arch).hf[0].name == "model.layers.1.mlp.down_proj.weight"
-    with pytest.raises(
-        InputError, match=r"decoder\.layers\.1\.mlp\.linear_fc2\.weight: layer 2 of .* 2 layers"
-    ):
+    with pytest.raises(InputError, match=rf"{name}: layer 2"):
         resolve(name, arch, layer_offset=1)
-    for unknown in [
-        "decoder.layers.0.mlp.router.weight",
-        "module.decoder.final_layernorm.weight",
-        "decoder.layers.x.input_layernorm.weight",
-    ]:
-        with pytest.raises(InputError, match=rf"{unknown}: no Hugging Face tensor"):
+    for unknown in ["decoder.layers.0.mlp.router.weight", "decoder.layers.x.input_layernorm.weight"]:
+        with pytest.raises(InputError, match=unknown):
             resolve(unknown, arch)
 
 
@@ -274,10 +238,8 @@ def test_a_parameter_of_another_shape_is_refused(tmp_path: Path) -> None:
     reader = HFReader(tmp_path)
     with pytest.raises(InputError, match=rf"{name} has shape \(48, 21\).*\(48, 20\)"):
         load_into([(name, torch.zeros(48, 21))], reader, arch, tp_rank=0, tp_size=1, padded_vocab=1280)
-    with pytest.raises(
-        InputError, match=rf"{name}: shape \(48, 20\) on tensor-parallel rank 0 of 2.*\(24, 20\)"
-    ):
+    with pytest.raises(InputError, match=rf"{name}: shape \(48, 20\) .*rank 0 of 2.*\(24, 20\)"):
         from_megatron_shards(resolve(name, arch), [torch.zeros(48, 20)] * 2, arch)
-    with pytest.raises(InputError, match=r"padded vocabulary 1236 must be at least vocab_size 1237"):
+    with pytest.raises(InputError, match=r"padded vocabulary 1236"):
         embedding = resolve("embedding.word_embeddings.weight", arch)
         from_megatron_shards(embedding, [torch.zeros(618, 20)] * 2, arch)

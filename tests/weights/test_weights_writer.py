@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from weights_helpers import VOCAB, assert_bits, contents, edit_config, save_model, tensors_of
+from weights_helpers import VOCAB, assert_bits, contents, edit_config, refused, save_model, tensors_of
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.weights import read_architecture, write_hf_checkpoint
@@ -86,28 +86,22 @@ def test_a_new_dtype_is_in_the_files_and_in_the_config(source: Path, tmp_path: P
 
 
 def test_a_dtype_no_config_can_name_is_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"dtype is 'int8'"):
-        write_hf_checkpoint(tmp_path / "out", tensors_of(source).items(), source, dtype=torch.int8)
-    assert not (tmp_path / "out").exists()
+    out, tensors = tmp_path / "out", tensors_of(source).items()
+    refused(lambda: write_hf_checkpoint(out, tensors, source, dtype=torch.int8), tmp_path, "int8")
 
 
-def test_the_giver_may_reuse_its_buffer(source: Path, tmp_path: Path) -> None:
+def test_views_parameters_and_a_buffer_used_again_are_written_as_they_look(
+    source: Path, tmp_path: Path
+) -> None:
     original = tensors_of(source)
     buffer = torch.empty(max(tensor.numel() for tensor in original.values()))
 
-    def stream() -> Iterator[tuple[str, Tensor]]:
+    def given() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in original.items():
-            view = buffer[: tensor.numel()].view_as(tensor)
-            yield name, view.copy_(tensor)
+            view = buffer[: tensor.numel()].view_as(tensor.t()).t()
+            yield name, torch.nn.Parameter(view.copy_(tensor))
 
-    write_hf_checkpoint(tmp_path / "out", stream(), source)
-    assert_bits(tensors_of(tmp_path / "out"), original)
-
-
-def test_views_and_parameters_are_written_as_they_look(source: Path, tmp_path: Path) -> None:
-    original = tensors_of(source)
-    given = {name: torch.nn.Parameter(tensor.t().contiguous().t()) for name, tensor in original.items()}
-    write_hf_checkpoint(tmp_path / "out", given.items(), source)
+    write_hf_checkpoint(tmp_path / "out", given(), source)
     assert_bits(tensors_of(tmp_path / "out"), original)
 
 
@@ -117,42 +111,30 @@ def interrupted(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 Bad = Callable[[dict[str, Tensor]], object]
-BAD: dict[str, tuple[Bad, type[BaseException], str]] = {
-    "interrupted": (interrupted, KeyboardInterrupt, "ctrl-c"),
-    "one missing": (
-        lambda t: [i for i in t.items() if i[0] != Q],
-        InputError,
-        rf"1 tensors were not given, {Q}",
-    ),
-    "nothing": (lambda t: [], InputError, r"25 tensors were not given, lm_head.weight"),
-    "twice": (lambda t: [*t.items(), (Q, t[Q])], InputError, rf"{Q}: given twice"),
-    "foreign": (lambda t: (t | {"x": t[Q]}).items(), InputError, r"x: not a tensor of this architecture"),
+BAD: dict[str, tuple[Bad, str]] = {
+    "interrupted": (interrupted, "ctrl-c"),
+    "one missing": (lambda t: [i for i in t.items() if i[0] != Q], rf"1 tensors .* {Q}"),
+    "half of one": (lambda t: (t | {"model.norm.weight": torch.ones(7)}).items(), "norm"),
+    "twice": (lambda t: [*t.items(), (Q, t[Q])], rf"{Q}: given twice"),
+    "foreign": (lambda t: (t | {"x": t[Q]}).items(), r"x: not a tensor"),
     "padded": (
         lambda t: (t | {"lm_head.weight": torch.zeros(1280, 20)}).items(),
-        InputError,
-        rf"lm_head.weight: shape \(1280, 20\), config.json makes it \({VOCAB}, 20\)",
+        rf"lm_head.weight: shape \(1280, 20\).* \({VOCAB}, 20\)",
     ),
-    "NaN": (
-        lambda t: (t | {Q: t[Q] * torch.nan}).items(),
-        InputError,
-        rf"{Q}: not finite in float32; not written",
-    ),
+    "NaN": (lambda t: (t | {Q: t[Q] * torch.nan}).items(), rf"{Q} is not finite in float32"),
 }
 
 
 @pytest.mark.parametrize("present", [False, True], ids=["new", "replacing"])
-@pytest.mark.parametrize(("bad", "error", "message"), BAD.values(), ids=BAD)
-def test_all_or_nothing(
-    source: Path, tmp_path: Path, bad: Bad, error: type[BaseException], message: str, present: bool
-) -> None:
+@pytest.mark.parametrize(("bad", "message"), BAD.values(), ids=BAD)
+def test_all_or_nothing(source: Path, tmp_path: Path, bad: Bad, message: str, present: bool) -> None:
     tensors, out = tensors_of(source), tmp_path / "out"
     if present:
         write_hf_checkpoint(out, tensors.items(), source)
     before = contents(tmp_path)
-    with pytest.raises(error, match=message):
+    with pytest.raises((InputError, KeyboardInterrupt), match=message):
         write_hf_checkpoint(out, bad(tensors), source, max_shard_bytes=1000)
     assert contents(tmp_path) == before
-    assert {path.name for path in tmp_path.iterdir()} == ({"source", "out"} if present else {"source"})
 
 
 def test_a_checkpoint_is_replaced_whole(source: Path, tmp_path: Path) -> None:
@@ -172,7 +154,6 @@ def test_the_old_one_stays_if_the_last_step_fails(
 ) -> None:
     tensors, out = tensors_of(source), tmp_path / "out"
     write_hf_checkpoint(out, tensors.items(), source)
-    before = contents(tmp_path)
     rename = Path.rename
 
     def failing(self: Path, target: Path) -> Path:
@@ -181,9 +162,7 @@ def test_the_old_one_stays_if_the_last_step_fails(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(InputError, match=r"/out: no space; nothing written$"):
-        write_hf_checkpoint(out, tensors.items(), source)
-    assert contents(tmp_path) == before
+    refused(lambda: write_hf_checkpoint(out, tensors.items(), source), tmp_path, "/out: no space")
 
 
 def test_other_folders_are_not_replaced(source: Path, tmp_path: Path) -> None:
@@ -192,14 +171,7 @@ def test_other_folders_are_not_replaced(source: Path, tmp_path: Path) -> None:
     (tmp_path / "home" / "thesis.tex").write_text("years")
     (tmp_path / "file").write_text("a file")
     (tmp_path / "empty").mkdir()
-    before = contents(tmp_path)
-    for target, message in [
-        (tmp_path / "home", r"home exists and is not a checkpoint folder"),
-        (tmp_path / "file", r"file exists and is not a checkpoint folder"),
-        (source, r"holds the source checkpoint"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            write_hf_checkpoint(target, tensors.items(), source)
-    assert contents(tmp_path) == before
+    for target in (tmp_path / "home", tmp_path / "file", source):
+        refused(lambda out=target: write_hf_checkpoint(out, tensors.items(), source), tmp_path, str(target))
     write_hf_checkpoint(tmp_path / "empty", tensors.items(), source)
     assert_bits(tensors_of(tmp_path / "empty"), tensors)

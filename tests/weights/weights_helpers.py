@@ -6,6 +6,7 @@ No shape and no name of Megatron's comes from the table.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_fspo.weights import (
     HFReader,
     Manifest,
     MegatronReader,
+    Reader,
     expected_hf_shapes,
     iterate_hf_tensors,
     load_into,
@@ -29,9 +31,10 @@ from megatron_fspo.weights import (
     write_hf_checkpoint,
     write_megatron_checkpoint,
 )
+from megatron_fspo.weights.architecture import SUPPORTED
 
+FAMILIES = SUPPORTED
 LAYERS, HIDDEN, FFN, HEAD_DIM, VOCAB = 2, 20, 24, 6, 1237
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 EXPERTS = 3
 _OWN: dict[str, dict] = {
     "llama": {
@@ -119,7 +122,18 @@ def assert_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(*bits), name
 
 
-def refused_without_a_trace(call: Callable[[], object], around: Path, *parts: str) -> None:
+def assert_slices(reader: Reader, original: dict[str, Tensor], seed: int, count: int = 3) -> None:
+    """Some parts of every tensor, empty ones and single rows among them."""
+    dice = random.Random(seed)
+    for name, tensor in original.items():
+        for _ in range(count):
+            part = tuple(
+                slice(*sorted((dice.randint(0, size), dice.randint(0, size)))) for size in tensor.shape
+            )
+            assert torch.equal(reader.read(name, part), tensor[part]), (name, part)
+
+
+def refused(call: Callable[[], object], around: Path, *parts: str) -> None:
     """``InputError`` of one line that holds ``parts``; all below ``around`` is as it was."""
     before = contents(around)
     with pytest.raises(InputError) as caught:
@@ -147,15 +161,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def megatron_shapes(
-    heads: int,
-    kv_heads: int,
-    tp: int,
-    padded: int,
-    *,
-    tied: bool,
-    stages: int = 1,
-    stage: int = 0,
-    te: bool = False,
+    heads: int, kv_heads: int, tp: int, padded: int, *, tied: bool, stages: int = 1, stage: int = 0
 ) -> dict[str, tuple[int, ...]]:
     """Name and local shape of every parameter of one pipeline stage, as Megatron's GPTModel has them."""
     first, last = stage == 0, stage == stages - 1
@@ -165,14 +171,12 @@ def megatron_shapes(
     for layer in range(LAYERS // stages):
         at = f"decoder.layers.{layer}."
         shapes |= {
-            at + ("self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"): (
-                HIDDEN,
-            ),
+            at + "input_layernorm.weight": (HIDDEN,),
             at + "self_attention.linear_proj.weight": (HIDDEN, heads * HEAD_DIM // tp),
             at + "self_attention.linear_qkv.weight": ((heads + 2 * kv_heads) * HEAD_DIM // tp, HIDDEN),
             at + "self_attention.q_layernorm.weight": (HEAD_DIM,),
             at + "self_attention.k_layernorm.weight": (HEAD_DIM,),
-            at + ("mlp.linear_fc1.layer_norm_weight" if te else "pre_mlp_layernorm.weight"): (HIDDEN,),
+            at + "pre_mlp_layernorm.weight": (HIDDEN,),
             at + "mlp.linear_fc1.weight": (2 * FFN // tp, HIDDEN),
             at + "mlp.linear_fc2.weight": (HIDDEN, FFN // tp),
         }
@@ -188,7 +192,7 @@ def load_ranks(
     shapes: dict[str, tuple[int, ...]],
     tp: int,
     padded: int,
-    layer_offset: int = 0,
+    layer_offset=0,
     dtype=torch.float32,
 ) -> tuple[list[dict[str, Tensor]], set[str]]:
     """What every tensor-parallel rank holds after loading, from parameters that start as NaN."""

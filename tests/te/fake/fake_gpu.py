@@ -243,8 +243,6 @@ def _finish_engine() -> None:
     gemm.get_cublas_workspace = lambda device, ub, grouped: (
         [torch.empty(1, dtype=torch.uint8)] if grouped else torch.empty(1, dtype=torch.uint8)
     )
-    distributed._get_cuda_rng_state = _always(torch.zeros(16, dtype=torch.uint8))
-    distributed._set_cuda_rng_state = _always(None)
     softmax.FusedScaleMaskSoftmax.is_kernel_available = _always(False)
     # Of recomputed layers.
     distributed._get_cuda_rng_state = _always(torch.empty(0))

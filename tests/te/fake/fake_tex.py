@@ -176,35 +176,15 @@ def fused_rope_forward(
     borders: Tensor | None,
     cp_size: int,
     cp_rank: int,
+    sign: float = 1.0,
 ) -> Tensor:
     """Rotate the first features of each head by its position's angles."""
-    assert start is None and not interleaved
-    return _rope(t, freqs, layout, borders, cp_size, cp_rank, sign=1.0)
-
-
-def fused_rope_backward(
-    grad: Tensor,
-    freqs: Tensor,
-    start: Any,
-    layout: Any,
-    interleaved: bool,
-    borders: Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> Tensor:
-    """The transpose of a rotation: the one by the opposite angles, as both halves share their angles."""
-    assert start is None and not interleaved
-    return _rope(grad, freqs, layout, borders, cp_size, cp_rank, sign=-1.0)
-
-
-def _rope(
-    t: Tensor, freqs: Tensor, layout: Any, borders: Tensor | None, size: int, rank: int, *, sign: float
-) -> Tensor:
+    assert start is None and not interleaved and cp_size == 1
     if int(layout) == _SBHD:
         positions = torch.arange(t.shape[0])
     else:
         assert int(layout) == _THD and borders is not None
-        positions = _positions(borders, size, rank)
+        positions = torch.cat([torch.arange(length) for length in borders.diff().tolist()])
     assert not len(positions) or int(positions.max()) < freqs.shape[0], "fewer angles than positions"
     angles = freqs[positions].to(_precise(t))
     if int(layout) == _THD:
@@ -215,17 +195,9 @@ def _rope(
     return torch.cat([turned.to(t.dtype), rest], -1)
 
 
-def _positions(borders: Tensor, size: int, rank: int) -> Tensor:
-    """Positions of this rank's tokens in their sequences: chunks rank and 2·size - 1 - rank of each."""
-    parts = []
-    for whole in borders.diff().tolist():
-        if size == 1:
-            parts.append(torch.arange(whole))
-            continue
-        half = whole // (2 * size)
-        for chunk in (rank, 2 * size - 1 - rank):
-            parts.append(torch.arange(chunk * half, (chunk + 1) * half))
-    return torch.cat(parts)
+def fused_rope_backward(*arguments: Any) -> Tensor:
+    """The transpose of a rotation: the one by the opposite angles, as both halves share their angles."""
+    return fused_rope_forward(*arguments, sign=-1.0)
 
 
 def convert_thd_to_bshd(t: Tensor, borders: Tensor, batch: int, longest: int) -> Tensor:
