@@ -34,9 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-PAIR = tuple(
-    f"tests/real_vllm/test_real_{name}.py" for name in ("guard", "rollouts", "engine", "runs", "serve")
-)
+PAIR = tuple(f"tests/real_vllm/test_real_{name}.py" for name in ("guard", "rollouts", "engine", "runs"))
 """Files that share two servers, so they must share a process."""
 
 

@@ -1,9 +1,14 @@
-"""A program in place of ``vllm``: it records how it was called, starts a child, and answers /health, other
-routes with 401 if it was told of a guard, else 404."""
+"""``megatron-fspo serve``, running, and a program in place of ``vllm``.
+
+The latter records how it was called, starts a child, and answers /health, other routes with 401 if it was
+told of a guard, else 404.
+"""
 
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from launch import environment
 
 _PROGRAM = """\
 #!{python} -IS
@@ -46,8 +53,8 @@ class FakeVLLM:
     def program(self) -> Path:
         return self.folder / "vllm"
 
-    def write(self, *, version: str = "0.32.0+cpu", plugin: bool = True, mode: str = "serve") -> None:
-        answer = json.dumps({"version": version, "plugin": plugin})
+    def write(self, *, plugin: bool = True) -> None:
+        answer = json.dumps({"version": "0.32.0+cpu", "plugin": plugin})
         programs = {
             "vllm": _PROGRAM.format(python=sys.executable, folder=str(self.folder)),
             "python": _PYTHON.format(answer=answer),
@@ -55,7 +62,7 @@ class FakeVLLM:
         for name, text in programs.items():
             (self.folder / name).write_text(text)
             (self.folder / name).chmod(0o755)
-        self.set_mode(mode)
+        self.set_mode("serve")
 
     def set_mode(self, mode: str) -> None:
         """``serve``, ``slow`` (never ready), ``deaf`` (to SIGTERM), ``open`` (asks nobody for the key) or
@@ -71,6 +78,56 @@ class FakeVLLM:
     @property
     def running(self) -> list[int]:
         return [pid for start in self.starts for pid in start["pids"] if is_running(pid)]
+
+
+class Serve:
+    """One ``megatron-fspo serve``.
+
+    Args:
+        model: folder of the checkpoint.
+        log: of vLLM; what the command itself says goes to a file beside it.
+        words: more of the command line.
+        as_child: of a program that knows nothing of it.
+    """
+
+    def __init__(self, model: Path, log: Path, *words: str, as_child: bool = False) -> None:
+        self.port, self.log, self.out = free_port(), log, log.with_suffix(".out")
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "megatron_fspo", "serve", "--model", str(model)]
+        command += ["--port", str(self.port), "--log", str(log), *words]
+        if as_child:
+            command = [sys.executable, "-c", f"import subprocess; subprocess.run({command})"]
+        # By itself every server binds its worker to the first core, where they would be in the way.
+        env = environment(VLLM_CPU_OMP_THREADS_BIND="nobind")
+        with self.out.open("wb") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
+
+    @property
+    def said(self) -> list[str]:
+        return self.out.read_text().splitlines()
+
+    @property
+    def starts(self) -> int:
+        """How often it was ready, the restarts included."""
+        return sum(line.startswith("vLLM is ready") for line in self.said)
+
+    def until_ready(self, starts: int = 1) -> None:
+        until(
+            lambda: self.starts >= starts or self.process.poll() is not None, f"start {starts}", seconds=300
+        )
+        assert self.starts >= starts, "\n".join(self.said) + self.log.read_text(errors="replace")[-3000:]
+
+    @property
+    def family(self) -> list[psutil.Process]:
+        """The processes that it started, and they."""
+        alive = is_running(self.process.pid)
+        return psutil.Process(self.process.pid).children(recursive=True) if alive else []
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def is_running(pid: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -39,10 +40,8 @@ def api_key() -> str | None:
 def check_key(key: str) -> None:
     """Refuse what cannot be sent as a bearer token, as an InputError that does not repeat it."""
     if not _TOKEN.fullmatch(key):
-        raise InputError(
-            f"the API key in {KEY_VARIABLE} has to be letters, digits and any of - . _ ~ + / "
-            "(`openssl rand -hex 32` makes one)"
-        )
+        allowed = "letters, digits and any of - . _ ~ + / (`openssl rand -hex 32` makes one)"
+        raise InputError(f"the API key in {KEY_VARIABLE} has to be {allowed}")
 
 
 def announce(folder: Path, url: str) -> Path:
@@ -66,10 +65,8 @@ def announced(folder: Path) -> list[str]:
     """The URLs of the servers there, in the order of their names; none where there is no folder yet."""
     urls = []
     for file in sorted(folder.glob("*.url")):
-        try:
+        with suppress(FileNotFoundError):  # a server that ended meanwhile
             urls.append(file.read_text(encoding="utf-8").strip())
-        except FileNotFoundError:  # a server that ended meanwhile
-            continue
     return urls
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
 from typing import Literal, Protocol
 
@@ -46,18 +46,15 @@ class _Row:
     finish_reason: Literal["stop", "length"] | None = None
 
 
+@dataclass(eq=False)
 class EmbeddedEngine:
-    """A :class:`~megatron_fspo.rollout.engine.RolloutEngine` on the trainer's own weights.
+    """A :class:`~megatron_fspo.rollout.engine.RolloutEngine` on the trainer's own weights."""
 
-    Args:
-        model: decodes.
-        max_batch: rows of a KV cache; more completions are decoded one batch after the other.
-    """
-
-    def __init__(self, model: CachedModel, *, max_batch: int) -> None:
-        self._model = model
-        self._max_batch = max_batch
-        self._version = 0
+    model: CachedModel
+    _: KW_ONLY
+    max_batch: int
+    """Rows of a KV cache; more completions are decoded one batch after the other."""
+    _version: int = field(default=0, init=False)
 
     def update_weights(self, version: int) -> None:
         """The weights are the trainer's, so there is nothing to copy."""
@@ -101,8 +98,8 @@ class EmbeddedEngine:
 
             # Prompts of like length share a batch: a row waits for no one while its prompt is read.
             by_length = sorted(rows, key=lambda row: len(row.prompt.token_ids))
-            for start in range(0, len(rows), self._max_batch):
-                self._decode(by_length[start : start + self._max_batch], params, finished)
+            for start in range(0, len(rows), self.max_batch):
+                self._decode(by_length[start : start + self.max_batch], params, finished)
             completions = [self._completion(row) for row in rows]
             return [completions[i : i + params.n] for i in range(0, len(rows), params.n)]
 
@@ -115,8 +112,8 @@ class EmbeddedEngine:
         lanes = [list(rows) for _, rows in groupby(batch, key=lambda row: row.prompt.token_ids)]
         lengths = [len(lane[0].prompt.token_ids) for lane in lanes]
         position = min(lengths)
-        with self._model.session(rows=len(lanes), max_tokens=max(lengths) + params.max_tokens):
-            logits = self._model.feed([lane[0].prompt.token_ids[:position] for lane in lanes])
+        with self.model.session(rows=len(lanes), max_tokens=max(lengths) + params.max_tokens):
+            logits = self.model.feed([lane[0].prompt.token_ids[:position] for lane in lanes])
             while True:
                 shared = lanes
                 # Each row that writes at this position gets a lane of its own, from the one that it shared.
@@ -133,9 +130,9 @@ class EmbeddedEngine:
                     return
                 kept = [origins[i] for i in live]
                 if kept != list(range(len(shared))):
-                    self._model.keep(kept)
+                    self.model.keep(kept)
                 lanes = [lanes[i] for i in live]
-                logits = self._model.feed([[next_tokens[i]] for i in live])
+                logits = self.model.feed([[next_tokens[i]] for i in live])
                 position += 1
 
     def _extend(
@@ -147,7 +144,7 @@ class EmbeddedEngine:
         draws = torch.tensor(drawn, dtype=torch.float64)
         sampled, log_probs = sample(logits, draws, temperature=params.temperature, top_p=params.top_p)
         # Another token on one rank of a model, and it would stop while the others go on: one of them draws.
-        sampled, log_probs = self._model.settle(torch.stack([sampled.double(), log_probs.double()]))
+        sampled, log_probs = self.model.settle(torch.stack([sampled.double(), log_probs.double()]))
         tokens = [int(token) for token in sampled.tolist()]
         for i, (row, log_prob) in enumerate(zip(first, log_probs.tolist(), strict=True)):
             if position < len(row.prompt.token_ids):

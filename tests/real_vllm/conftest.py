@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch import REPO, environment
+from real_server import random_like
 from serving import Served, serving
 
 KEY = "a-secret-of-32-letters-and-digits"
@@ -33,12 +34,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
+def checkpoints(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two of random weights."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return [random_like(checkpoint, folder / str(seed), seed=seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="package")
 def both(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
     flags = ("--dtype", "float32", "--", "--max-model-len", "128", "--max-num-seqs", "16")
     # What an update met is read again: more at once than fits, which kills a vLLM that reads in parts.
     flags += ("--max-num-batched-tokens", "160")
-    with serving(checkpoint, tmp_path_factory.mktemp("servers"), *flags, count=2) as found:
-        yield found
+    with serving(checkpoint, tmp_path_factory.mktemp("servers"), *flags, count=2) as servers:
+        yield servers
 
 
 @pytest.fixture

@@ -1,15 +1,14 @@
-"""A real vLLM on the CPU: random little checkpoints for it, and its routes."""
+"""The routes of a real vLLM on the CPU, little random checkpoints for it, and updates of its weights."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,32 +21,18 @@ from megatron_fspo.rollout.client.server import Server
 from megatron_fspo.rollout.client.weights import BroadcastSender, resume, send_weights
 from megatron_fspo.rollout.common import api_key
 
+TOLERANCE, FAR = 1e-4, 0.1
+"""Log-probs in nats: of the same weights, and of others."""
+HTTP = httpx.Client(timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
+"""One for all: it takes a while to make. It keeps no connection to a server that a test may kill."""
 FLAGS = ("--max-model-len", "128", "--max-num-seqs", "4")
 PROMPT = torch.randint(0, 14, (48,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def make_checkpoint(folder: Path, *, tied: bool, seed: int) -> Path:
+def random_like(checkpoint: Path, folder: Path, *, seed: int, **changes: Any) -> Path:
+    """A checkpoint of the same architecture, but for ``changes``."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=61,
-        hidden_size=48,
-        intermediate_size=112,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=tied,
-        max_position_embeddings=128,
-        initializer_range=0.15,
-    )
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
-    return folder
-
-
-def random_like(checkpoint: Path, folder: Path, *, seed: int) -> Path:
-    """A checkpoint of the same architecture."""
-    torch.manual_seed(seed)
-    config = Qwen3Config.from_pretrained(checkpoint, initializer_range=0.15)
+    config = Qwen3Config.from_pretrained(checkpoint, initializer_range=0.15, **changes)
     Qwen3ForCausalLM(config).float().save_pretrained(folder)
     return folder
 
@@ -56,12 +41,18 @@ def weights(checkpoint: Path) -> dict[str, Tensor]:
     return load_file(checkpoint / "model.safetensors")
 
 
+_read = cache(partial(Qwen3ForCausalLM.from_pretrained, dtype=torch.float32))
+
+
 @torch.no_grad()
-def score_with_transformers(checkpoint: Path) -> Tensor:
-    """Log-probs of the prompt's tokens but the first, in nats."""
-    model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    log_probs = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0], dim=-1)
-    return log_probs[:-1].gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+def all_log_probs(checkpoint: Path, ids: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """By transformers: [N - 1, V], of what comes after each of N tokens but the last."""
+    return (_read(checkpoint)(torch.tensor([ids])).logits[0, :-1] / temperature).log_softmax(-1)
+
+
+def scores(checkpoint: Path, ids: Sequence[int] = PROMPT, temperature: float = 1.0) -> Tensor:
+    """By transformers: the log-probs of all tokens but the first, in nats."""
+    return all_log_probs(checkpoint, ids, temperature).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
 def bearer() -> dict[str, str]:
@@ -78,60 +69,52 @@ class Routes:
 
     def ask(self, path: str, body: dict | None = None) -> tuple[int, Any]:
         """Status and answer; GET without a body."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data=data, headers={"Content-Type": "application/json"} | bearer()
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                return answer.status, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
+        method = "GET" if body is None else "POST"
+        answer = HTTP.request(method, self.url + path, json=body, headers=bearer())
+        return answer.status_code, answer.json() if answer.status_code == 200 else answer.text
 
     def do(self, path: str, body: dict | None = None) -> Any:
         status, answer = self.ask(path, body)
         assert status == 200, (path, status, answer)
         return answer
 
-    def score(self, prompt: Sequence[int] = PROMPT, *, reset: bool = True) -> Tensor:
-        """As :func:`score_with_transformers`, by the server; ``reset`` its cache before."""
-        if reset:
-            self.do("/reset_prefix_cache", {})
+    def score(self) -> Tensor:
+        """As :func:`scores`, by the server."""
+        self.do("/reset_prefix_cache", {})
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        body = {"model": "policy", "token_ids": list(prompt), "sampling_params": sampling}
+        body = {"model": "policy", "token_ids": PROMPT, "sampling_params": sampling}
         rows = self.do("/inference/v1/generate", body)["prompt_logprobs"]
-        return torch.tensor([rows[i][str(prompt[i])]["logprob"] for i in range(1, len(prompt))])
+        return torch.tensor([rows[i][str(PROMPT[i])]["logprob"] for i in range(1, len(PROMPT))])
+
+    def distance(self, checkpoint: Path) -> float:
+        """Largest difference of a log-prob in nats between the server and transformers."""
+        return (self.score() - scores(checkpoint)).abs().max().item()
 
     @property
     def version(self) -> str:
         return self.do("/weight_info")["weight_version"]
 
+    def proof(self, checkpoint: Path) -> Proof:
+        """What a trainer with these weights is told of the server's."""
 
-def proof_of(routes: Routes, tensors: dict[str, Tensor]) -> Proof:
-    """What a trainer with these tensors is told of the server's."""
+        async def main() -> Proof:
+            async with http_client() as http:
+                mine: dict[str, Checksum] = {}
+                list(with_checksums(weights(checkpoint).items(), mine))
+                return await prove(Server(self.url, http, api_key=api_key()), mine)
 
-    async def main() -> Proof:
-        async with http_client() as http:
-            mine: dict[str, Checksum] = {}
-            list(with_checksums(tensors.items(), mine))
-            return await prove(Server(routes.url, http, api_key=api_key()), mine)
-
-    return asyncio.run(main())
-
-
-def distance(routes: Routes, checkpoint: Path) -> float:
-    """Largest difference of a log-prob in nats between the server and transformers."""
-    return (routes.score() - score_with_transformers(checkpoint)).abs().max().item()
+        return asyncio.run(main())
 
 
-def send(url: str, tensors: dict[str, Tensor], version: int) -> Exception | None:
+def send(url: str, tensors: Iterable[tuple[str, Tensor]], version: int) -> Exception | None:
     """A whole update by the trainer's own sender, over gloo; what went wrong."""
     with Loop("rollout") as loop:
         http = http_client()
         server = Server(url, http, api_key=api_key())
         sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=60)
-        problem = send_weights([server], sender, loop, tensors.items(), version)
-        loop.run(resume([server]))
-        loop.run(http.aclose())
+        try:
+            problem = send_weights([server], sender, loop, tensors, version)
+            loop.run(resume([server]))
+        finally:
+            loop.run(http.aclose())
         return problem

@@ -4,65 +4,30 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import psutil
 
-from fake_vllm import is_running, until
-from launch import environment
-from real_server import Routes, bearer
-from test_serve import free_port
+from fake_vllm import Serve, is_running, until
+from real_server import HTTP, Routes, bearer
 
 
-class Served:
+class Served(Serve):
     """One ``megatron-fspo serve``, running."""
-
-    def __init__(self, checkpoint: Path, log: Path, *flags: str) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = log
-        self._out = log.with_suffix(".out")
-        words = ["--model", str(checkpoint), "--port", str(self.port), "--log", str(log), *flags]
-        with self._out.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_fspo", "serve", *words],
-                # By itself every server binds its worker to the first core, where they would be in the way.
-                env=environment(VLLM_CPU_OMP_THREADS_BIND="nobind"),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-
-    @property
-    def said(self) -> str:
-        return self._out.read_text()
 
     @property
     def routes(self) -> Routes:
         return Routes(self.url)
 
-    @property
-    def starts(self) -> int:
-        """How often it was ready, the restarts included."""
-        return self.said.count("vLLM is ready")
-
-    def until_ready(self, starts: int = 1) -> None:
-        until(
-            lambda: self.starts >= starts or self.process.poll() is not None, f"start {starts}", seconds=300
-        )
-        assert self.starts >= starts, self.said + self.log.read_text(errors="replace")[-3000:]
-
     def until_healthy(self) -> None:
         """It may have been killed, and be about to come back."""
 
         def healthy() -> bool:
-            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=30) as answer:
-                return answer.status == 200
+            with suppress(httpx.TransportError):
+                return HTTP.get(f"{self.url}/health").status_code == 200
             return False
 
         until(healthy, "health", seconds=300)
@@ -70,37 +35,19 @@ class Served:
     @property
     def engine(self) -> psutil.Process:
         """The process that computes."""
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        (core,) = [child for child in family if "EngineCore" in child.name()]
+        (core,) = [child for child in self.family if "EngineCore" in child.name()]
         return core
 
     def count(self, metric: str) -> float:
         """Of one of vLLM's metrics, the sum over its labels."""
-        request = urllib.request.Request(f"{self.url}/metrics", headers=bearer())
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
+        lines = HTTP.get(f"{self.url}/metrics", headers=bearer()).text.splitlines()
         return sum(
             float(line.split()[-1]) for line in lines if re.match(rf"vllm:{metric}(_total)?[{{ ]", line)
         )
 
-    @property
-    def answered(self) -> float:
-        """Requests since it started."""
-        return self.count("request_success")
-
-    @property
-    def open(self) -> float:
-        """Requests under way."""
-        return self.count("num_requests_running")
-
     def stop(self) -> None:
         """End it, and see that nothing of it is left."""
-        if self.process.poll() is not None:
-            return
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        for child in family:
-            if is_running(child.pid):
-                child.send_signal(signal.SIGCONT)
+        family = self.family
         self.process.terminate()
         self.process.wait(60)
         until(lambda: not any(is_running(child.pid) for child in family), "the end of all")
@@ -123,19 +70,13 @@ _STALE = """\
 def register():
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
-    names = {"gloo": "GlooTransfer", "disk": "DiskTransfer"}
+    def load():
+        from megatron_fspo.rollout.server.inside import transfer
 
-    def loader(name):
-        def load():
-            from megatron_fspo.rollout.server.inside import transfer
+        transfer.repack = lambda model: 0
+        return transfer.GlooTransfer
 
-            transfer.repack = lambda model: 0
-            return getattr(transfer, name)
-
-        return load
-
-    for backend, name in names.items():
-        Factory._registry[backend] = loader(name)
+    Factory._registry["gloo"] = load
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from real_server import FLAGS, score_with_transformers, send, weights
+from real_server import FLAGS, scores, send, weights
 from serving import serving
 
 pytestmark = [
@@ -40,13 +40,13 @@ def make_checkpoint(folder: Path, seed: int) -> Path:
 
 def test_an_update_is_quantised_like_the_weights_at_the_start(tmp_path: Path) -> None:
     one, two = (make_checkpoint(tmp_path / name, seed) for seed, name in enumerate(("one", "two")))
-    exact = {path: score_with_transformers(path) for path in (one, two)}
+    exact = {path: scores(path) for path in (one, two)}
     flags = ("--dtype", "bfloat16", "--", *FLAGS, "--quantization", "fp8_per_block")
     with serving(one, tmp_path, *flags) as (server,):
         first = server.routes.score()
         assert 0.1 < (first - exact[one]).abs().max() < 0.5, "not quantised, or wrong"
-        assert send(server.url, weights(two), 1) is None
+        assert send(server.url, weights(two).items(), 1) is None
         second = server.routes.score()
         assert (second - exact[two]).abs().max() < 0.5 < 2 < (second - exact[one]).abs().max()
-        assert send(server.url, weights(one), 2) is None
+        assert send(server.url, weights(one).items(), 2) is None
         assert torch.equal(server.routes.score(), first)

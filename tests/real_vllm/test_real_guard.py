@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from http.client import HTTPConnection
 
 import psutil
 import pytest
 
-from real_server import bearer
+from real_server import HTTP, bearer
 from serving import Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -25,20 +24,15 @@ def ask(
     server: Served, method: str, path: str, headers: dict[str, str], body: str | None = "{}"
 ) -> tuple[int, str]:
     """Status and answer."""
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
-    try:
-        connection.request(method, path, body, {"Content-Type": "application/json", **headers})
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode(errors="replace")
-    finally:
-        connection.close()
+    answer = HTTP.request(method, server.url + path, headers=headers, content=body)
+    return answer.status_code, answer.text
 
 
 def routes(server: Served) -> set[tuple[str, str]]:
     """Methods and paths, as the server itself lists them when it starts."""
-    found = re.findall(r"Route: (\S+), Methods: ([A-Z, ]+)", server.log.read_text(errors="replace"))
+    listed = re.findall(r"Route: (\S+), Methods: ([A-Z, ]+)", server.log.read_text(errors="replace"))
     return {
-        (method, re.sub(r"{.*?}", "x", path)) for path, methods in found for method in methods.split(", ")
+        (method, re.sub(r"{.*?}", "x", path)) for path, methods in listed for method in methods.split(", ")
     }
 
 
@@ -72,10 +66,6 @@ def test_the_key_is_told_nowhere(pair: list[Served], key: str) -> None:
     ]
     assert len(said) > 30 and any("no_such" in answer for answer in said)
     server.until_healthy()
-    family = [
-        psutil.Process(server.process.pid),
-        *psutil.Process(server.process.pid).children(recursive=True),
-    ]
-    shown = [str(process.cmdline()) for process in family]
+    shown = [str(one.cmdline()) for one in (psutil.Process(server.process.pid), *server.family)]
     assert any("RequireKey" in words for words in shown)
-    assert key not in "".join([*said, *shown, server.log.read_text(errors="replace"), server.said])
+    assert key not in "".join([*said, *shown, server.log.read_text(errors="replace"), server.out.read_text()])

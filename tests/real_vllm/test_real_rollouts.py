@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -17,12 +15,11 @@ from megatron_fspo.rollout.client.server import Refused, Server
 from megatron_fspo.rollout.common import api_key
 from megatron_fspo.rollout.sampling import kept
 from megatron_fspo.types import Completion, Prompt, SamplingParams, VersionSpan
-from real_server import random_like, send, weights
+from real_server import all_log_probs, scores, send, weights
 from serving import Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-T = TypeVar("T")
 VOCAB_SIZE, EOS = 14, 12  # of make-sum
 PROMPTS = [
     Prompt(
@@ -35,65 +32,36 @@ PROMPTS = [
 ]
 
 
-def with_server(url: str, work: Callable[[Server], Awaitable[T]]) -> T:
-    async def main() -> T:
+def rollout(url: str, params: SamplingParams) -> list[Completion]:
+    requests = [CompletionRequest.of(prompt, params, i) for prompt in PROMPTS for i in range(params.n)]
+
+    async def main() -> list[Completion]:
         async with http_client() as http:
-            return await work(Server(url, http, api_key=api_key()))
+            server = Server(url, http, api_key=api_key())
+            pool = Pool([server], max_in_flight_per_server=16, vocab_size=VOCAB_SIZE, probe_seconds=0.2)
+            return await pool.generate(requests)
 
     return asyncio.run(main())
 
 
-def rollout(url: str, params: SamplingParams) -> list[Completion]:
-    requests = [CompletionRequest.of(prompt, params, i) for prompt in PROMPTS for i in range(params.n)]
-
-    async def work(server: Server) -> list[Completion]:
-        pool = Pool([server], max_in_flight_per_server=16, vocab_size=VOCAB_SIZE, probe_seconds=0.2)
-        return await pool.generate(requests)
-
-    return with_server(url, work)
-
-
 @pytest.fixture(scope="module")
-def random(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_like(checkpoint, tmp_path_factory.mktemp("random") / "model", seed=1)
-
-
-@pytest.fixture(scope="module")
-def url(both: list[Served], random: Path) -> str:
+def url(both: list[Served], checkpoints: list[Path]) -> str:
     """Of a server with random weights, version 3. The other one may just be coming back."""
-    assert send(both[0].url, weights(random), 3) is None
+    assert send(both[0].url, weights(checkpoints[1]).items(), 3) is None
     return both[0].url
 
 
-@pytest.fixture(scope="module")
-def reference(random: Path) -> Any:
-    from transformers import Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM.from_pretrained(random, dtype=torch.float32).eval()
-
-
-def score(model: Any, prompt: Sequence[int], response: Sequence[int], temperature: float) -> torch.Tensor:
-    ids = torch.tensor([[*prompt, *response]])
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_of_transformers(url: str, reference: Any, temperature: float) -> None:
-    params = SamplingParams(n=8, temperature=temperature, max_tokens=24, seed=5)
-    completions = rollout(url, params)
-    differences = [
-        score(reference, PROMPTS[i // 8].token_ids, completion.token_ids, temperature)
-        - torch.tensor(completion.log_probs)
+def test_log_probs_are_those_of_transformers(url: str, checkpoints: list[Path], temperature: float) -> None:
+    completions = rollout(url, SamplingParams(n=8, temperature=temperature, max_tokens=24, seed=5))
+    errors = [
+        (
+            scores(checkpoints[1], (*PROMPTS[i // 8].token_ids, *completion.token_ids), temperature)[-24:]
+            - torch.tensor(completion.log_probs)
+        )
         for i, completion in enumerate(completions)
     ]
-    difference = torch.cat(differences).abs()
-    print(
-        f"T {temperature}: {len(difference)} tokens, mean {difference.mean():.2e}, max {difference.max():.2e}"
-    )
-    assert len(difference) == 64 * 24
-    assert difference.mean() <= 1e-4
+    assert torch.stack(errors).shape == (64, 24) and torch.stack(errors).abs().mean() <= 1e-4
     assert len({tuple(completion.token_ids) for completion in completions}) == 64
     assert {c.version_spans for c in completions} == {(VersionSpan(version=3, start=0, end=24),)}
 
@@ -114,14 +82,12 @@ def test_a_server_stops_at_strings_by_itself(url: str, both: list[Served], check
     assert both[0].count("generation_tokens") - before == sum(lengths)
 
 
-def test_greedy_takes_the_likeliest(url: str, reference: Any) -> None:
-    first, *_ = rollout(url, SamplingParams(temperature=0.0, max_tokens=8))
-    ids = list(PROMPTS[0].token_ids)
-    for token in first.token_ids:
-        with torch.no_grad():
-            assert reference(torch.tensor([ids])).logits[0, -1].argmax() == token
-        ids.append(token)
-    assert list(first.log_probs) == [0.0] * 8
+def test_greedy_takes_the_likeliest(url: str, checkpoints: list[Path]) -> None:
+    completions = rollout(url, SamplingParams(temperature=0.0, max_tokens=8))
+    for prompt, found in zip(PROMPTS, completions, strict=True):
+        likeliest = all_log_probs(checkpoints[1], (*prompt.token_ids, *found.token_ids)).argmax(-1)
+        assert likeliest[-8:].tolist() == list(found.token_ids)
+        assert list(found.log_probs) == [0.0] * 8
 
 
 def test_stop_tokens_and_max_tokens(url: str) -> None:
@@ -138,22 +104,20 @@ def test_stop_tokens_and_max_tokens(url: str) -> None:
 
 
 def test_a_seed_names_the_tokens(url: str) -> None:
-    params = SamplingParams(n=4, max_tokens=16, seed=9)
-    first, again = rollout(url, params), rollout(url, params)
-    assert [c.token_ids for c in first] == [c.token_ids for c in again]
-    other = rollout(url, SamplingParams(n=4, max_tokens=16, seed=10))
-    assert all(a.token_ids != b.token_ids for a, b in zip(first, other, strict=True))
-
-
-def test_prompt_scores_are_those_of_transformers(url: str, reference: Any) -> None:
-    ids = PROMPTS[5].token_ids
-    got = with_server(url, lambda server: server.score(ids))
-    want = score(reference, ids[:1], ids[1:], 1.0)
-    assert (torch.tensor(got) - want).abs().max() <= 1e-4
+    first, again, other = (
+        [tuple(c.token_ids) for c in rollout(url, SamplingParams(n=4, max_tokens=16, seed=seed))]
+        for seed in (9, 9, 10)
+    )
+    assert first == again
+    assert all(a != b for a, b in zip(first, other, strict=True))
 
 
 def test_a_refusal_has_the_servers_words(url: str) -> None:
-    too_long = SamplingParams(max_tokens=4)
-    with pytest.raises(Refused, match=r"refused with 400: .*128"):
-        with_server(url, lambda server: server.generate([5] * 130, too_long, seed=0, timeout=30))
-    assert with_server(url, Server.healthy)
+    async def ask() -> None:
+        async with http_client() as http:
+            server = Server(url, http, api_key=api_key())
+            with pytest.raises(Refused, match=r"refused with 400: .*128"):
+                await server.generate([5] * 130, SamplingParams(max_tokens=4), seed=0, timeout=30)
+            assert await server.healthy()
+
+    asyncio.run(ask())

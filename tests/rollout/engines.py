@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -34,12 +33,15 @@ class Weights:
     def __init__(self) -> None:
         self.gathered = 0
         self.w = torch.ones(2)
+        self.asked: Callable[[], object] = lambda: None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         self.gathered += 1
+        self.asked()
         yield "w", self.w
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        self.asked()
         return [torch.full((len(ids) - 1,), -1.0) for ids in sequences]
 
 
@@ -97,9 +99,3 @@ def check_all(found: list[list[Completion]]) -> None:
 
 def versions(found: list[list[Completion]]) -> set[int]:
     return {completion.weight_version for row in found for completion in row}
-
-
-def after(seconds: float, work: object) -> None:
-    """Call ``work`` later, from another thread."""
-    assert callable(work)
-    threading.Timer(seconds, work).start()

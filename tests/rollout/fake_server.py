@@ -6,10 +6,9 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
-from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import partial, wraps
 from inspect import Signature, signature
 from typing import Any
 
@@ -101,7 +100,8 @@ class FakeServer:
         self.open = 0
         self.most_open = 0
         self.said = "no"
-        self.broken: set[str] = set()  # routes of an update that fail
+        self.broken: set[str] = set()  # routes of updates and turns that fail
+        self.once = ""  # the one that fails the next time
         self.fatal: set[str] = set()  # those that it does not survive
         self.updates: list[str] = []  # routes of updates, in order
         self.answers: dict[str, object] = {}  # route → what it answers instead
@@ -138,10 +138,12 @@ class FakeServer:
 
     def kill_from_outside(self) -> None:
         """Like :meth:`kill`, from another thread."""
+
+        async def kill() -> None:
+            self.kill()
+
         assert self._loop is not None
-        done = Future[None]()
-        self._loop.call_soon_threadsafe(lambda: done.set_result(self.kill()))
-        done.result(5)
+        asyncio.run_coroutine_threadsafe(kill(), self._loop).result(5)
 
     def kill(self) -> None:
         """Like kill −9: nobody listens, and open connections are reset."""
@@ -201,6 +203,12 @@ class FakeServer:
         route = head.split()[1]
         if route in self.answers:
             return await self._send(writer, 200, json.dumps(self.answers[route]).encode())
+        if route in self.fatal:
+            self.kill()
+            return False
+        if route in {*self.broken, self.once}:
+            self.once = ""
+            return await self._send(writer, 500, b"broken")
         if route == "/collective_rpc":
             told = {name: checksum(tensor).to_words() for name, tensor in self.weights.items()}
             return await self._send(writer, 200, json.dumps({"results": [told]}).encode())
@@ -227,11 +235,6 @@ class FakeServer:
 
     async def _turn(self, writer: asyncio.StreamWriter, route: str) -> bool:
         """As vLLM does with ``--enable-sleep-mode``."""
-        if route in self.fatal:
-            self.kill()
-            return False
-        if route in self.broken:
-            return await self._send(writer, 500, b"broken")
         if route == "/is_sleeping":
             asleep = not self.serving.is_set() or len(self.awake) < 2
             return await self._send(writer, 200, json.dumps({"is_sleeping": asleep}).encode())
@@ -248,10 +251,6 @@ class FakeServer:
 
     async def _update(self, writer: asyncio.StreamWriter, route: str, request: Any) -> bool:
         self.updates.append(route)
-        if route in self.fatal:
-            self.kill()
-        if route in self.broken:
-            return await self._send(writer, 500, b"broken")
         # Without its memory a GPU's worker dies of such.
         if "weights" not in self.awake or (route == "/resume" and len(self.awake) < 2):
             self.kill()
@@ -314,33 +313,29 @@ class FakeServer:
         return True
 
 
-@asynccontextmanager
-async def running(count: int, **options: Any) -> AsyncIterator[tuple[Pool, list[FakeServer]]]:
-    """Servers, and a pool of them."""
-    async with AsyncExitStack() as stack:
-        fakes = [await stack.enter_async_context(FakeServer()) for _ in range(count)]
-        http = await stack.enter_async_context(http_client())
-        settings = {"max_in_flight_per_server": 4, "vocab_size": VOCAB_SIZE, "probe_seconds": 0.01}
-        yield Pool([Server(fake.url, http, api_key=KEY) for fake in fakes], **(settings | options)), fakes
-
-
 def run(work: Callable[[Pool, list[FakeServer]], Awaitable[Any]], count: int = 2, **options: Any) -> Any:
+    """Do what is wanted with servers and a pool of them."""
+    settings = {"max_in_flight_per_server": 4, "vocab_size": VOCAB_SIZE, "probe_seconds": 0.01} | options
+
     async def main() -> Any:
-        async with running(count, **options) as (pool, fakes), asyncio.timeout(20):
-            return await work(pool, fakes)
+        async with AsyncExitStack() as stack:
+            fakes = [await stack.enter_async_context(FakeServer()) for _ in range(count)]
+            http = await stack.enter_async_context(http_client())
+            pool = Pool([Server(fake.url, http, api_key=KEY) for fake in fakes], **settings)
+            async with asyncio.timeout(20):
+                return await work(pool, fakes)
 
     return asyncio.run(main())
 
 
 def with_servers(count: int = 2, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make a test of a coroutine ``(pool, fakes, …)``: see :func:`running`."""
+    """Make a test of a coroutine ``(pool, fakes, …)``: see :func:`run`."""
 
     def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @wraps(test)
         def call(**arguments: Any) -> None:
             run(partial(test, **arguments), count, **options)
 
-        call.__name__, call.__doc__ = test.__name__, test.__doc__
-        call.__dict__ |= test.__dict__  # marks
         # pytest passes what is named here.
         call.__signature__ = Signature(list(signature(test).parameters.values())[2:])  # type: ignore[attr-defined]
         return call
@@ -351,9 +346,8 @@ def with_servers(count: int = 2, **options: Any) -> Callable[[Callable[..., Any]
 def with_server(test: Callable[..., Any]) -> Callable[..., None]:
     """Make a test of a coroutine ``(server, fake, …)``."""
 
+    @wraps(test)
     async def with_first(pool: Pool, fakes: list[FakeServer], **arguments: Any) -> None:
         await test(pool.live()[0], fakes[0], **arguments)
 
-    with_first.__signature__ = signature(test)  # type: ignore[attr-defined]
-    with_first.__name__, with_first.__doc__ = test.__name__, test.__doc__
     return with_servers(1)(with_first)

@@ -19,152 +19,118 @@ from megatron_fspo.rollout.links import Join, Receiver, join_gloo
 CPU = torch.device("cpu")
 
 
-class Worker:
-    """One rank: what it has loaded."""
-
-    def __init__(self, join: Join, device: torch.device) -> None:
-        self.receiver = Receiver(join, device)
-        self.loaded: dict[str, Tensor] = {}
-
-    def load(self, info: dict[str, Any], fault: Callable[[], None] | None) -> None:
-        """A bucket; ``fault`` comes after the first tensor of it."""
-        for name, tensor in self.receiver.tensors(info["names"], info["dtype_names"], info["shapes"]):
-            if name in self.loaded:
-                raise RuntimeError(f"{name} came twice")
-            self.loaded[name] = tensor
-            if fault is not None:
-                fault()
-
-
 class Workers:
     """A server of ``count`` workers; the routes of an update answer as vLLM's do.
 
-    ``fault`` is what happens in the second bucket of the next update, once, after a tensor of it: ``raise``
-    (in all workers), ``hang`` (the first worker stops for good) or ``die`` (the server is gone).
+    ``fault`` is what happens in the second update, after the first tensor of its second bucket: ``raise`` (in
+    all workers), ``hang`` (the first worker stops for good) or ``die`` (the server is gone).
     """
 
-    def __init__(self, count: int, join: Join = join_gloo, device: torch.device = CPU) -> None:
-        self._count = count
-        self._join, self._device = join, device
+    def __init__(
+        self, count: int, join: Join = join_gloo, device: torch.device = CPU, fault: str | None = None
+    ) -> None:
         self.asked: list[tuple[str, Any]] = []
         self.finished: dict[str, list[dict[str, Tensor]]] = {}
         """Version → what each worker has."""
-        self.fault: str | None = None
-        self._dead = False
+        self._fault = fault
+        self._receivers = [Receiver(join, device) for _ in range(count)]
+        self._loaded: list[dict[str, Tensor]] = []
+        self._active, self._dead = False, False
+        self._updates = self._buckets = 0
         self._end = threading.Event()
         self._engine = threading.Lock()  # vLLM's does one thing after the other
-        self.restart()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 
-    def restart(self) -> None:
-        """As after a crash: workers without weights, and no update under way."""
-        self._workers = [Worker(self._join, self._device) for _ in range(self._count)]
-        self._active, self._buckets, self._dead = False, 0, False
-
-    def close(self) -> None:
-        self._end.set()
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
-        self._workers.clear()
-
     def __enter__(self) -> Workers:
+        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._end.set()
+        self._http.shutdown()
+        self._http.server_close()
+        self._receivers.clear()
 
-    def answer(self, route: str, body: Any) -> object:
+    def _answer(self, route: str, body: Any) -> object:
         """What the route says; an error is a 500."""
         self.asked.append((route, body))
         if route == "/get_world_size":
-            return {"world_size": self._count}
-        if route == "/misbehave":
-            self.fault = body["fault"]
-        else:
-            with self._engine:
-                self._do(route, body)
+            return {"world_size": len(self._receivers)}
+        with self._engine:
+            if route == "/init_weight_transfer_engine":
+                self._connect(**body["init_info"])
+            if route == "/start_weight_update":
+                self._check(active=False)
+                self._active, self._loaded = True, [{} for _ in self._receivers]
+                self._updates, self._buckets = self._updates + 1, 0
+            if route == "/update_weights":
+                self._check(active=True)
+                self._update(body["update_info"])
+            if route == "/finish_weight_update":
+                self._check(active=True)
+                self._active = False
+                if body is not None:
+                    self.finished[body["weight_version"]] = self._loaded
         return {"success": True}
 
-    def _do(self, route: str, body: Any) -> None:
-        if route == "/init_weight_transfer_engine":
-            self._init(**body["init_info"])
-        if route == "/start_weight_update":
-            if self._active:
-                raise RuntimeError("an update is under way")
-            self._active, self._buckets = True, 0
-            for worker in self._workers:
-                worker.loaded = {}
-        if route == "/update_weights":
-            self._update(body["update_info"])
-        if route == "/finish_weight_update":
-            if not self._active:
-                raise RuntimeError("no update is under way")
-            self._active = False
-            if body is not None:
-                self.finished[body["weight_version"]] = [worker.loaded for worker in self._workers]
+    def _check(self, *, active: bool) -> None:
+        if self._active is not active:
+            raise RuntimeError(f"an update is under way: {self._active}")
 
-    def _init(
+    def _connect(
         self, master_address: str, master_port: int, world_size: int, rank_offset: int, timeout_seconds: float
     ) -> None:
-        def connect(number: int) -> None:
-            self._workers[number].receiver.connect(
-                master_address,
-                master_port,
-                rank=rank_offset + number,
-                size=world_size,
-                timeout=timedelta(seconds=timeout_seconds),
+        timeout = timedelta(seconds=timeout_seconds)
+        self._everywhere(
+            lambda number: self._receivers[number].connect(
+                master_address, master_port, rank=rank_offset + number, size=world_size, timeout=timeout
             )
-
-        self._everywhere(connect)
+        )
 
     def _update(self, info: dict[str, Any]) -> None:
-        if not self._active:
-            raise RuntimeError("no update is under way")
         self._buckets += 1
-        fault = None
-        if self._buckets == 2 and self.fault:
-            fault, self.fault = self.fault, None
+        fault = self._fault if (self._updates, self._buckets) == (2, 2) else None
+
+        def load(number: int) -> None:
+            loaded = self._loaded[number]
+            sent = self._receivers[number].tensors(info["names"], info["dtype_names"], info["shapes"])
+            for name, tensor in sent:
+                if name in loaded:
+                    raise RuntimeError(f"{name} came twice")
+                loaded[name] = tensor
+                self._do(fault, number)
+
         try:
-            self._everywhere(lambda number: self._workers[number].load(info, self._act(fault, number)))
+            self._everywhere(load)
         except BaseException:
             self._active = False
             raise
 
-    def _act(self, fault: str | None, number: int) -> Callable[[], None] | None:
-        def act() -> None:
-            if fault == "hang" and number == 0:
-                self._end.wait()
-            if fault == "die":
-                self._dead = True
-            if fault in ("die", "raise"):
-                self._workers[number].receiver.close()
-                raise RuntimeError("no room for the weights")
-
-        return act if fault else None
+    def _do(self, fault: str | None, number: int) -> None:
+        if fault == "hang" and number == 0:
+            self._end.wait()
+        if fault == "die":
+            self._dead = True
+        if fault in ("die", "raise"):
+            self._receivers[number].close()
+            raise RuntimeError("no room for the weights")
 
     def _everywhere(self, work: Callable[[int], None]) -> None:
         """In all workers at once; the first error, when all have ended."""
-        with ThreadPoolExecutor(self._count) as pool:
-            for done in [pool.submit(work, number) for number in range(self._count)]:
-                done.result()
+        with ThreadPoolExecutor(len(self._receivers)) as pool:
+            list(pool.map(work, range(len(self._receivers))))
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        workers = self
-
+    def _handler(workers: Workers) -> type[BaseHTTPRequestHandler]:  # noqa: N805
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.do_POST()
 
             def do_POST(self) -> None:
-                length = int(self.headers.get("Content-Length") or 0)
-                text = self.rfile.read(length)
+                text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 status, answer = 200, None
                 try:
-                    answer = workers.answer(self.path.split("?")[0], json.loads(text) if text else None)
+                    answer = workers._answer(self.path.split("?")[0], json.loads(text) if text else None)
                 except RuntimeError as error:
                     status, answer = 500, {"error": {"message": str(error)}}
                 if workers._dead:

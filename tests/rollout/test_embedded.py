@@ -94,14 +94,14 @@ def alone(prompt: Prompt, number: int, params: SamplingParams, version: int = 0)
     )
 
 
-@pytest.mark.parametrize("max_batch", [1, 2, 4, 7, 15, 100])
+@pytest.mark.parametrize("max_batch", [1, 4, 100])
 def test_a_batch_is_each_completion_alone(max_batch: int) -> None:
     engine = EmbeddedEngine(Markov(), max_batch=max_batch)
     engine.update_weights(3)
     assert engine.submit([], PARAMS)() == []
     found = engine.submit(PROMPTS, PARAMS)()
     assert found == [[alone(prompt, number, PARAMS, version=3) for number in range(3)] for prompt in PROMPTS]
-    flat = [completion for row in found for completion in row]
+    flat = list(chain(*found))
     assert {completion.finish_reason for completion in flat} == {"stop", "length"}
     assert len({tuple(completion.token_ids) for completion in flat}) > 10
     for completion in flat:
@@ -158,27 +158,14 @@ def test_stop_strings_cut_what_would_be_sampled_without_them() -> None:
     assert len(ends) > 3 and 30 in ends
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_what_is_sampled_needs_luck(temperature: float) -> None:
-    engine = EmbeddedEngine(Markov(), max_batch=3)
-    params = [SamplingParams(n=2, max_tokens=8, temperature=temperature, seed=seed) for seed in (1, 2)]
-    one, two = (list(chain(*engine.submit(PROMPTS, each)())) for each in params)
-    other = sum(a.token_ids != b.token_ids for a, b in zip(one + one[::2], two + one[1::2], strict=True))
-    assert other == 0 if temperature == 0 else other > 10
-
-
-def test_progress_adds_up() -> None:
-    steps: list[int] = []
-    EmbeddedEngine(Markov(), max_batch=4).submit(PROMPTS, PARAMS)(steps.append)
-    assert sum(steps) == 15 and all(step > 0 for step in steps)
-
-
 def test_each_completion_is_told_when_it_is_done_by_its_number_among_all_ranks() -> None:
     arrived: list[tuple[int, Completion]] = []
+    steps: list[int] = []
     engine = EmbeddedEngine(Markov(), max_batch=4)
     pending = engine.submit(PROMPTS, PARAMS, range(1, 5, 2), lambda *each: arrived.append(each))
     assert not arrived
-    rows = pending()
+    rows = pending(steps.append)
+    assert sum(steps) == 2 * PARAMS.n and all(step > 0 for step in steps)
     assert dict(arrived) == {
         position * PARAMS.n + number: completion
         for position, row in zip(range(1, 5, 2), rows, strict=True)

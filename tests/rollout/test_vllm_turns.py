@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engines import PARAMS, PROMPTS, after, check_all, running, versions
+from engines import PARAMS, PROMPTS, Weights, check_all, running, versions
 from fake_server import UPDATE, FakeServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fspo.config import VLLM
 from megatron_fspo.errors import InputError, TrainingError
-from megatron_fspo.parallel.control import Control
 from megatron_fspo.rollout.client.connect import connect, settle
+from megatron_fspo.rollout.client.engine import VLLMEngine
 
 pytestmark = pytest.mark.usefixtures("one_rank", "short_waits")
 
@@ -32,6 +35,7 @@ class Gpus:
         self.servers: dict[int, set[str]] = {}
         self.most = 0
         self.turns: list[str] = []
+        self.asked: list[list[str]] = []
 
     def attach(self, fakes: list[FakeServer], *, awake: bool = False) -> None:
         for fake in fakes:
@@ -61,11 +65,20 @@ class Gpus:
         return self.trainer == {"weights", "rest"} and not any(self.servers.values())
 
 
-def test_a_step_is_one_round_of_turns(tmp_path: Path) -> None:
+@contextmanager
+def sharing(folder: Path, **options: Any) -> Iterator[tuple[Gpus, VLLMEngine, list[FakeServer], Weights]]:
+    """An engine whose servers sleep on the trainer's GPUs."""
     gpus = Gpus()
-    with running(tmp_path, memory=gpus) as (engine, fakes, weights):
+    with running(folder, memory=gpus, **options) as (engine, fakes, weights):
         gpus.attach(fakes)
+        yield gpus, engine, fakes, weights
+
+
+def test_a_step_is_one_round_of_turns(tmp_path: Path) -> None:
+    with sharing(tmp_path, tolerance=None) as (gpus, engine, fakes, weights):
+        weights.asked = lambda: gpus.asked.append(sorted(gpus.trainer))
         engine.update_weights(1)
+        assert gpus.asked == [["weights"]] * 2, "scored and gathered while it has them"
         check_all(engine.submit(PROMPTS, PARAMS)())
         check_all(engine.submit(PROMPTS, PARAMS)())  # such as those of an evaluation
         engine.rest()
@@ -84,31 +97,10 @@ def test_a_step_is_one_round_of_turns(tmp_path: Path) -> None:
         assert engine.metrics()["rollout/turns_seconds"] == 0
 
 
-def test_the_first_update_measures_the_tolerance_while_it_has_the_weights(tmp_path: Path) -> None:
-    gpus = Gpus()
-    with running(tmp_path, memory=gpus, tolerance=None) as (engine, fakes, weights):
-        gpus.attach(fakes)
-        asked = weights.tensors
-
-        def tensors() -> object:
-            assert "weights" in gpus.trainer
-            return asked()
-
-        engine._trainer.__dict__["tensors"] = tensors
-        engine.update_weights(1)
-        assert gpus.most == CAPACITY
-        fakes[1].score = -3.0
-        with pytest.raises(TrainingError, match="does not have the trainer's weights"):
-            engine.update_weights(2)
-        assert gpus.most == CAPACITY
-
-
 def test_a_server_that_comes_back_gets_the_weights_in_a_turn_of_their_own(tmp_path: Path) -> None:
     """It comes back awake, with all of its memory, while others sample: all sleep, and what they were asked
     freezes meanwhile."""
-    gpus = Gpus()
-    with running(tmp_path, memory=gpus) as (engine, fakes, weights):
-        gpus.attach(fakes)
+    with sharing(tmp_path) as (gpus, engine, fakes, weights):
         engine.update_weights(4)
         for fake in fakes:
             fake.always = "hang"
@@ -120,11 +112,11 @@ def test_a_server_that_comes_back_gets_the_weights_in_a_turn_of_their_own(tmp_pa
                 fake.kill_from_outside()
             fakes[1].start_from_outside()
 
-        after(0.2, restart)
+        threading.Timer(0.2, restart).start()
         found = pending()
         check_all(found)
         assert versions(found) == {4}
-        assert weights.gathered == 2
+        assert weights.gathered == 2 and engine.metrics()["rollout/servers"] == 1
         assert gpus.turns == ["weights", "nothing"] * 2
         assert gpus.most == CAPACITY
         engine.rest()
@@ -133,9 +125,7 @@ def test_a_server_that_comes_back_gets_the_weights_in_a_turn_of_their_own(tmp_pa
 
 def test_what_is_under_way_at_a_stop_freezes(tmp_path: Path) -> None:
     """A checkpoint is written then, which needs the trainer's memory."""
-    gpus, control = Gpus(), Control()
-    with running(tmp_path, memory=gpus, control=control) as (engine, fakes, _):
-        gpus.attach(fakes)
+    with sharing(tmp_path) as (gpus, engine, fakes, _):
         engine.update_weights(1)
         for fake in fakes:
             fake.delay = 0.3
@@ -152,9 +142,7 @@ def test_what_is_under_way_at_a_stop_freezes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("broken", ["/sleep?level=1&mode=keep", "/is_sleeping"])
 def test_a_server_that_keeps_its_memory_stops_the_run(tmp_path: Path, broken: str) -> None:
-    gpus = Gpus()
-    with running(tmp_path, memory=gpus) as (engine, fakes, _):
-        gpus.attach(fakes)
+    with sharing(tmp_path) as (gpus, engine, fakes, _):
         engine.update_weights(1)
         fakes[1].broken = {broken}
         with pytest.raises(TrainingError, match=rf"{fakes[1].url}/.* still has its GPU's memory"):
@@ -172,12 +160,12 @@ def test_a_server_without_the_route_is_the_users_error(tmp_path: Path) -> None:
             engine.update_weights(1)
 
 
-@pytest.mark.parametrize("failing", ["/wake_up?tags=weights", "/wake_up", *UPDATE])
+@pytest.mark.parametrize(
+    "failing", ["/wake_up?tags=weights", "/wake_up", "/start_weight_update", "/update_weights", "/resume"]
+)
 @pytest.mark.parametrize("how", ["broken", "fatal"])
 def test_what_fails_in_an_update_costs_a_server_and_no_memory(tmp_path: Path, failing: str, how: str) -> None:
-    gpus = Gpus()
-    with running(tmp_path, memory=gpus) as (engine, fakes, _):
-        gpus.attach(fakes)
+    with sharing(tmp_path) as (gpus, engine, fakes, _):
         setattr(fakes[0], how, {failing})
         engine.update_weights(1)
         found = engine.submit(PROMPTS, PARAMS)()
@@ -194,9 +182,8 @@ def test_what_fails_in_an_update_costs_a_server_and_no_memory(tmp_path: Path, fa
 def test_in_any_order_no_gpu_holds_more_than_a_turn(
     tmp_path_factory: pytest.TempPathFactory, calls: list[str]
 ) -> None:
-    gpus, version = Gpus(), 0
-    with running(tmp_path_factory.mktemp("weights"), memory=gpus) as (engine, fakes, _):
-        gpus.attach(fakes)
+    version = 0
+    with sharing(tmp_path_factory.mktemp("weights")) as (gpus, engine, fakes, _):
         engine.update_weights(version)
         alive = True
         for call in calls:

@@ -180,10 +180,7 @@ def _check_end(token_ids: list[int], reason: str, params: SamplingParams, *, sto
     if reason == "length" and stops:
         raise BadAnswer(f"finish_reason 'length' with stop token {token_ids[-1]} at the end")
     if reason == "length" and count < params.max_tokens:
-        raise BadAnswer(
-            f"cut off after {count} of {params.max_tokens} tokens:"
-            " --max-model-len has to hold prompt and completion"
-        )
+        raise BadAnswer(f"cut off after {count} of {params.max_tokens} tokens: --max-model-len is too small")
 
 
 def _log_probs(content: list[_Token], token_ids: list[int]) -> list[float]:
@@ -210,22 +207,16 @@ def _spans(entries: list[_Span], count: int) -> tuple[VersionSpan, ...]:
     spans, position = [], 0
     for entry in entries:
         if entry.start != position or entry.end <= entry.start:
-            raise BadAnswer(
-                f"weight_versions goes from {entry.start} to {entry.end} where {position} comes next"
-            )
-        spans.append(VersionSpan(version=_version(entry.version), start=entry.start, end=entry.end))
+            raise BadAnswer(f"weight_versions: {entry.start} to {entry.end} where {position} comes next")
+        digits = entry.version.isascii() and entry.version.isdigit() and len(entry.version) <= 18
+        if not digits and entry.version != FIRST_VERSION:
+            raise BadAnswer(f"weight version {_short(entry.version)}, not a number or {FIRST_VERSION!r}")
+        version = int(entry.version) if digits else 0
+        spans.append(VersionSpan(version=version, start=entry.start, end=entry.end))
         position = entry.end
     if position != count:
         raise BadAnswer(f"weight_versions covers {position} of {count} tokens")
     return tuple(spans)
-
-
-def _version(text: str) -> int:
-    if text == FIRST_VERSION:
-        return 0
-    if not (text.isascii() and text.isdigit()) or len(text) > 18:
-        raise BadAnswer(f"weight version {_short(text)}, not a number or {FIRST_VERSION!r}")
-    return int(text)
 
 
 def _short(value: object) -> str:

@@ -44,9 +44,7 @@ def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: boo
         problems.append("vllm.transfer = nccl needs a trainer on GPUs; gloo and disk work everywhere")
     far = _far(urls)
     if options.transfer != "disk" and far and options.address and is_loopback(options.address):
-        problems.append(
-            f"vllm.address = {options.address} is this machine to itself only: name it as {far} sees it"
-        )
+        problems.append(f"vllm.address = {options.address}: {far} does not reach that: name what it sees")
     for key, temperature in temperatures.items():
         if temperature > LARGEST_TEMPERATURE:
             problems.append(f"{key} = {temperature}: vLLM takes at most {LARGEST_TEMPERATURE:g}")
@@ -103,35 +101,26 @@ def _servers(urls: Sequence[str], http: httpx.AsyncClient) -> list[Server]:
 
 
 def _sender(options: VLLM) -> Sender:
+    """The way to the workers.
+
+    Raises:
+        InputError: servers elsewhere do not reach this machine, the one that will listen, at its address: it
+            does not have it, or is all that it reaches.
+    """
     if options.transfer == "disk":
         assert options.folder is not None
         return DiskSender(options.folder)
-    _check_address(options)
+    if options.address is not None:
+        key = f"vllm.address = {options.address}"
+        try:
+            with listen(options.address) as listener:
+                ip = listener.getsockname()[0]
+        except OSError as error:
+            raise InputError(f"{key} is not of this machine: {error.strerror or error}") from None
+        far = _far(options.urls)
+        if far is not None and is_loopback(ip):
+            raise InputError(f"{key} is {ip} here, which {far} does not reach: name what it sees")
     return BroadcastSender(options.transfer, address=options.address)
-
-
-def _check_address(options: VLLM) -> None:
-    """Refuse an address at which servers elsewhere do not reach this machine, the one that will listen.
-
-    Raises:
-        InputError: this machine does not have the address, or is all that it reaches.
-    """
-    if options.address is None:
-        return
-    try:
-        with listen(options.address) as listener:
-            ip = listener.getsockname()[0]
-    except OSError as error:
-        raise InputError(
-            f"vllm.address = {options.address}: {error.strerror or error}; it has to be a name or address of "
-            "this machine"
-        ) from None
-    far = _far(options.urls)
-    if far is not None and is_loopback(ip):
-        raise InputError(
-            f"vllm.address = {options.address} is {ip} here, this machine to itself only: give the "
-            f"address that {far} sees"
-        )
 
 
 def _far(urls: Sequence[str]) -> str | None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from queue import Empty, SimpleQueue
 
 import httpx
@@ -36,6 +35,7 @@ from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 ATTEMPTS = 3
 _TURN = "turn: "
+_RESPONSES = "responses of the servers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,76 +59,35 @@ class Leader:
     sender: weights.Sender
 
 
-class _Batch:
-    """Completions under way on the first rank. The loop's thread counts those that are done."""
-
-    work: Future[list[Completion]]
-
-    def __init__(self, arrived: Arrived | None) -> None:
-        self._arrived = arrived
-        self._lock = threading.Lock()
-        self._unreported = 0
-        self._progress: Progress | None = None
-
-    def arrive(self, number: int, completion: Completion) -> None:
-        """Count one more that is done; called in the thread of the loop."""
-        if self._arrived is not None:
-            self._arrived(number, completion)
-        self._report(1, None)
-
-    def report_to(self, progress: Progress | None) -> None:
-        """Tell ``progress`` from here on, also of what is done already."""
-        self._report(0, progress)
-
-    def _report(self, more: int, progress: Progress | None) -> None:
-        with self._lock:
-            self._progress = progress or self._progress
-            self._unreported += more
-            if self._progress is not None and self._unreported:
-                self._progress(self._unreported)
-                self._unreported = 0
-
-
+@dataclass(eq=False)
 class VLLMEngine:
-    """A :class:`~megatron_fspo.rollout.engine.RolloutEngine`.
+    """A :class:`~megatron_fspo.rollout.engine.RolloutEngine`."""
 
-    Args:
-        leader: None on all ranks but the first.
-        canary_sequences: token ids that trainer and servers score after every update.
-        dtype: of the trainer's weights.
-        tolerance: largest |Δ log-prob| allowed there, in nats; None: taken from the model, at the first
-            update.
-        memory: of this rank, where trainer and servers share GPUs; the servers are asleep then.
-    """
+    trainer: Trainer
+    groups: ParallelGroups
+    leader: Leader | None
+    """None on all ranks but the first."""
+    _: KW_ONLY
+    canary_sequences: Sequence[Sequence[int]]
+    """Token ids that trainer and servers score after every update."""
+    dtype: torch.dtype = torch.float32
+    """Of the trainer's weights."""
+    tolerance: float | None = None
+    """Largest |Δ log-prob| allowed there, in nats; None: taken from the model, at the first update."""
+    memory: Memory | None = None
+    """Of this rank, where trainer and servers share GPUs; the servers are asleep then."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        groups: ParallelGroups,
-        leader: Leader | None,
-        *,
-        canary_sequences: Sequence[Sequence[int]],
-        dtype: torch.dtype = torch.float32,
-        tolerance: float | None = None,
-        memory: Memory | None = None,
-    ) -> None:
-        self._trainer = trainer
-        self._groups = groups
-        self._control = groups.control
-        self._leader = leader
-        self._canary = canary_sequences
-        self._dtype = dtype
-        self._tolerance = tolerance
+    def __post_init__(self) -> None:
+        self._control = self.groups.control
         self._version = 0
-        # Servers that came back and wait for weights, with what to answer; None: some batch is done.
+        # Servers that came back and wait for weights, with what to answer; None: an answer or a batch came.
         self._events: SimpleQueue[tuple[Server, asyncio.Future[bool]] | None] = SimpleQueue()
         self._canary_error = float("nan")
         self._proven = False
-        self._memory = memory
         self._turn = Turn.TRAINER  # as this rank knows it; without memory to share it is everybody's, always
         self._turn_seconds = 0.0
-        if leader is not None:
-            leader.pool.admit = self._admit
+        if self.leader is not None:
+            self.leader.pool.admit = self._admit
 
     def submit(
         self,
@@ -146,31 +105,47 @@ class VLLMEngine:
         self._turn_to(Turn.SERVERS)
         wanted = range(len(prompts)) if mine is None else mine
         requests = [CompletionRequest.of(prompt, params, i) for prompt in prompts for i in range(params.n)]
-        batch = _Batch(arrived)
-        if self._leader is not None:
-            pool = self._leader.pool
-            work = pool.generate(requests, batch.arrive, oldest_version=self._version)
-            batch.work = self._leader.loop.submit(work)
-            batch.work.add_done_callback(lambda _: self._events.put(None))
+        leader = self.leader
+        answered: list[int] = []
+
+        def count(number: int, completion: Completion) -> None:
+            if arrived is not None:
+                arrived(number, completion)
+            answered.append(number)
+            self._events.put(None)
+
+        if leader is not None:
+            work = leader.loop.submit(leader.pool.generate(requests, count, oldest_version=self._version))
+            work.add_done_callback(lambda _: self._events.put(None))
 
         def collect(progress: Progress | None = None, *, stops: bool = False) -> list[list[Completion]]:
             done: list[Completion] = []
-            if self._leader is not None:
-                done = self._collect(self._leader, batch, progress, stops)
+            if leader is not None:
+                done = self._collect(leader, work, answered, progress, stops)
             else:
-                self._follow("responses of the servers")
+                self._follow(_RESPONSES)
             return self._hand_out(done, params.n, wanted)
 
         return collect
 
     def _collect(
-        self, leader: Leader, batch: _Batch, progress: Progress | None, stops: bool
+        self,
+        leader: Leader,
+        work: Future[list[Completion]],
+        answered: Sequence[int],
+        progress: Progress | None,
+        stops: bool,
     ) -> list[Completion]:
         """Wait for the completions; meanwhile give servers that come back the current weights."""
-        batch.report_to(progress)
-        what = "responses of the servers"
-        with self._leading(), self._control.waiting(what, stops=stops) as wait:
-            while not batch.work.done():
+        reported = 0
+        with self._leading(), self._control.waiting(_RESPONSES, stops=stops) as wait:
+            while True:
+                ended, count = work.done(), len(answered)
+                if progress is not None and count > reported:
+                    progress(count - reported)
+                    reported = count
+                if ended:
+                    break
                 try:
                     wait.check()
                 except StopRequested:
@@ -185,7 +160,7 @@ class VLLMEngine:
                     same = self._update([server]) is None
                     self._enter(Turn.SERVERS)
                     leader.loop.run(_answer(admitted, same))
-            completions = batch.work.result()
+            completions = work.result()
             self._control.tell("done")
         return completions
 
@@ -197,7 +172,7 @@ class VLLMEngine:
 
     def _hand_out(self, done: Sequence[Completion], samples: int, wanted: range) -> list[list[Completion]]:
         """Give the first rank of each model copy what it wants of all the prompts; others get nothing."""
-        groups = self._groups
+        groups = self.groups
         if not groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
             return []
         shares = [
@@ -213,11 +188,11 @@ class VLLMEngine:
             if word == "stop":
                 raise StopRequested(f"a stop was requested during the wait for {what}")
             if word == "score":
-                self._trainer.score(self._canary)
+                self.trainer.score(self.canary_sequences)
             elif word.startswith(_TURN):
                 self._take(Turn(word.removeprefix(_TURN)))
             else:
-                for _ in self._trainer.tensors():
+                for _ in self.trainer.tensors():
                     pass
 
     def rest(self) -> None:
@@ -230,9 +205,9 @@ class VLLMEngine:
 
     def _turn_to(self, turn: Turn) -> None:
         """Collective."""
-        if self._memory is None or self._turn is turn:
+        if self.memory is None or self._turn is turn:
             return
-        if self._leader is None:
+        if self.leader is None:
             self._follow(f"the turn of the {turn.value}")
             return
         with self._leading():
@@ -249,10 +224,10 @@ class VLLMEngine:
         Raises:
             ServerLost: one of them does not wake.
         """
-        if self._memory is None or (self._turn is turn and turn is not Turn.UPDATE):
+        if self.memory is None or (self._turn is turn and turn is not Turn.UPDATE):
             return
-        assert self._leader is not None
-        loop, pool = self._leader.loop, self._leader.pool
+        assert self.leader is not None
+        loop, pool = self.leader.loop, self.leader.pool
         began = time.perf_counter()
         if turn is not Turn.SERVERS:
             loop.run(turns.sleep(loop.run(pool.reachable())))
@@ -266,9 +241,9 @@ class VLLMEngine:
 
     def _take(self, turn: Turn) -> None:
         """Give and take this rank's memory; returns when every rank has done its own. Collective."""
-        assert self._memory is not None
+        assert self.memory is not None
         self._turn = turn
-        self._memory.hold(weights=turn is not Turn.SERVERS, rest=turn is Turn.TRAINER)
+        self.memory.hold(weights=turn is not Turn.SERVERS, rest=turn is Turn.TRAINER)
         self._control.meet(f"the memory of all ranks for the turn of the {turn.value}")
 
     def update_weights(self, version: int) -> None:
@@ -282,11 +257,11 @@ class VLLMEngine:
             InputError: the same, where servers refused, as they do without their key.
         """
         self._version = version
-        if self._leader is None:
+        if self.leader is None:
             self._follow("the servers to have new weights")
             return
         with self._leading():
-            self._update_all(self._leader.loop, self._leader.pool)
+            self._update_all(self.leader.loop, self.leader.pool)
             self._control.tell("done")
 
     def _update_all(self, loop: Loop, pool: Pool) -> None:
@@ -316,18 +291,18 @@ class VLLMEngine:
         Raises:
             WrongWeights: a server took other weights.
         """
-        assert self._leader is not None
-        loop = self._leader.loop
+        assert self.leader is not None
+        loop = self.leader.loop
         try:
             self._enter(Turn.UPDATE, servers)
         except ServerLost as error:
             return error
         self._control.tell("score")
-        want = self._trainer.score(self._canary)
+        want = self.trainer.score(self.canary_sequences)
         assert want is not None
         mine: dict[str, Checksum] = {}
         tensors = proof.with_checksums(self._gather(), mine)
-        problem = weights.send_weights(servers, self._leader.sender, loop, tensors, self._version)
+        problem = weights.send_weights(servers, self.leader.sender, loop, tensors, self._version)
         if problem is not None:
             return problem
         try:  # before they serve again
@@ -340,24 +315,27 @@ class VLLMEngine:
         self._enter(Turn.SERVERS)
         try:
             loop.run(weights.resume(servers))
-            scores = loop.run(proof.ask_scores(servers, self._canary))
+            scores = loop.run(proof.ask_scores(servers, self.canary_sequences))
         except Exception as error:
             return error
         self._proven = all(same for same, _ in proofs)
         gaps = [(got - torch.cat(want)).abs() for got in scores]
         self._canary_error = max(gap.max().item() for gap in gaps)
-        if self._tolerance is None:
-            self._tolerance = proof.tolerance(self._canary_error if self._proven else 0.0, self._dtype)
+        if self.tolerance is None:
+            self.tolerance = proof.tolerance(self._canary_error if self._proven else 0.0, self.dtype)
         for server, gap, (_, text) in zip(servers, gaps, proofs, strict=True):
-            if not gap.max().item() <= self._tolerance:
-                how = proof.describe(gap, self._tolerance)
-                raise proof.WrongWeights(server.url, self._version, f"{how}\n{text}")
+            if not gap.max().item() <= self.tolerance:
+                how = (
+                    f"log-probs of {gap.numel()} canary tokens differ by up to {gap.max():.3g} nats, on "
+                    f"average by {gap.mean():.3g}; {self.tolerance:.3g} is allowed\n{text}"
+                )
+                raise proof.WrongWeights(server.url, self._version, how)
         return None
 
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, from all ranks; the others begin when the first tensor is asked for."""
         self._control.tell("gather")
-        yield from self._trainer.tensors()
+        yield from self.trainer.tensors()
 
     @contextmanager
     def _leading(self) -> Iterator[None]:
@@ -371,25 +349,25 @@ class VLLMEngine:
             raise
 
     def metrics(self) -> dict[str, float]:
-        if self._leader is None:
+        if self.leader is None:
             return {}
-        turns = {} if self._memory is None else {"rollout/turns_seconds": self._turn_seconds}
+        turns = {} if self.memory is None else {"rollout/turns_seconds": self._turn_seconds}
         self._turn_seconds = 0.0
         return turns | {
             "rollout/canary_abs_diff_max": self._canary_error,
             "rollout/weights_proven": float(self._proven),
-            "rollout/canary_tolerance": math.nan if self._tolerance is None else self._tolerance,
-            "rollout/servers": float(len(self._leader.pool.live())),
+            "rollout/canary_tolerance": math.nan if self.tolerance is None else self.tolerance,
+            "rollout/servers": float(len(self.leader.pool.live())),
         }
 
     def close(self) -> None:
         """Let go of servers and groups; what is under way is dropped."""
-        if self._leader is not None:
-            self._leader.sender.close()
+        if self.leader is not None:
+            self.leader.sender.close()
             # Before the client closes: a request that is just connecting would keep its connection.
-            self._leader.loop.cancel()
-            self._leader.loop.run(self._leader.http.aclose())
-            self._leader.loop.close()
+            self.leader.loop.cancel()
+            self.leader.loop.run(self.leader.http.aclose())
+            self.leader.loop.close()
 
 
 async def _answer(admitted: asyncio.Future[bool], same: bool) -> None:

@@ -41,14 +41,13 @@ def hand_out(shares: Sequence[Sequence[Completion]], *, group: dist.ProcessGroup
 
 
 def _encode(completions: Sequence[Completion]) -> Tensor:
+    rows: list[tuple[Any, ...]] = []
+    for c in completions:
+        spans = [(span.version, span.start, span.end) for span in c.version_spans]
+        rows.append((c.token_ids, c.log_probs, c.finish_reason, c.weight_version, spans))
     buffer = bytearray()
-    msgspec.msgpack.Encoder(enc_hook=array.tobytes).encode_into([_row(c) for c in completions], buffer)
+    msgspec.msgpack.Encoder(enc_hook=array.tobytes).encode_into(rows, buffer)
     return torch.frombuffer(buffer, dtype=torch.uint8)
-
-
-def _row(c: Completion) -> tuple[Any, ...]:
-    spans = [(span.version, span.start, span.end) for span in c.version_spans]
-    return c.token_ids, c.log_probs, c.finish_reason, c.weight_version, spans
 
 
 def _decode(encoded: Tensor) -> list[Completion]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
@@ -67,53 +67,42 @@ async def _always(server: Server) -> bool:
     return True
 
 
+@dataclass(eq=False)
 class Pool:
     """Spreads requests over servers.
 
     A server that is lost leaves the rotation and its requests go to the others. While there is work its
     ``/health`` is probed; once that answers and ``admit`` agrees, it serves again. A pool belongs to one
     event loop: all of its methods are called there.
-
-    Args:
-        servers: those that are known; at least one, without ``find``. All count as up at first.
-        max_in_flight_per_server: requests open at one server at most.
-        vocab_size: of the model. A token id outside it would kill a server, so it is refused here.
-        admit: see :data:`Admit`; by default every healthy server is admitted.
-        recovery_seconds: how long to wait for a server when none is up.
-        request_seconds: how long one request may take; longer, and its server counts as lost. Requests wait
-            while a server is paused.
-        attempts: per request and server, see :meth:`Server.post`.
-        find: finds servers that come while there is work, or before a weight update. They are like lost ones
-            that come back; a lost one that is there no more is forgotten.
-        probe_seconds: between two looks at a lost server, or for new ones; at a lost one it doubles with
-            every refused admission, up to 64 times.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[Server],
-        *,
-        max_in_flight_per_server: int,
-        vocab_size: int,
-        admit: Admit = _always,
-        recovery_seconds: float = 600.0,
-        request_seconds: float = 1800.0,
-        attempts: int = 3,
-        find: Find | None = None,
-        probe_seconds: float = 2.0,
-    ) -> None:
-        if not servers and find is None:
+    servers: InitVar[Sequence[Server]]
+    """Those that are known; at least one, without ``find``. All count as up at first."""
+    _: KW_ONLY
+    max_in_flight_per_server: int
+    """Requests open at one server at most."""
+    vocab_size: int
+    """Of the model. A token id outside it would kill a server, so it is refused here."""
+    admit: Admit = _always
+    recovery_seconds: float = 600.0
+    """How long to wait for a server when none is up."""
+    request_seconds: float = 1800.0
+    """How long one request may take; longer, and its server counts as lost. Requests wait while a server is
+    paused."""
+    attempts: int = 3
+    """Per request and server, see :meth:`Server.post`."""
+    find: Find | None = None
+    """Finds servers that come while there is work, or before a weight update. They are like lost ones that
+    come back; a lost one that is there no more is forgotten."""
+    probe_seconds: float = 2.0
+    """Between two looks at a lost server, or for new ones; at a lost one it doubles with every refused
+    admission, up to 64 times."""
+
+    def __post_init__(self, servers: Sequence[Server]) -> None:
+        if not servers and self.find is None:
             raise InputError("no rollout servers are named")
         self._slots = [_Slot(server) for server in servers]
-        self._find = find
         self._search: asyncio.Task[None] | None = None  # runs while there is work, with ``find``
-        self.max_in_flight = max_in_flight_per_server
-        self.vocab_size = vocab_size
-        self.admit = admit
-        self.recovery_seconds = recovery_seconds
-        self.request_seconds = request_seconds
-        self.attempts = attempts
-        self.probe_seconds = probe_seconds
         self._turns = count()
         self._queue: list[tuple[int, asyncio.Future[_Slot]]] = []  # who waits for a server, a heap by turn
         self._batches: set[asyncio.Future[None]] = set()  # one per call of generate(); an error ends the call
@@ -188,16 +177,14 @@ class Pool:
             await asyncio.gather(*ending, return_exceptions=True)
 
     def _check(self, position: int, request: CompletionRequest) -> None:
-        ids = request.prompt_ids
+        ids, size = request.prompt_ids, self.vocab_size
         if not ids:
             raise InputError(f"rollout request {position} has an empty prompt")
         for what, tokens in (("prompt", ids), ("stop", request.params.stop_token_ids)):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
-                wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
-                raise InputError(
-                    f"rollout request {position}: {what} token {wrong} is outside the model's vocabulary"
-                    f" of {self.vocab_size}"
-                )
+            if tokens and not 0 <= min(tokens) <= max(tokens) < size:
+                wrong = next(token for token in tokens if not 0 <= token < size)
+                where = f"rollout request {position}: {what} token {wrong}"
+                raise InputError(f"{where} is outside the model's vocabulary of {size}")
 
     async def _answer(
         self, position: int, request: CompletionRequest, arrived: Arrived | None, oldest_version: int
@@ -213,9 +200,7 @@ class Pool:
                 if arrived is not None:
                     arrived(position, completion)
                 return completion
-        raise TrainingError(
-            f"rollout request {position} lost its server {MAX_LOSSES} times; the last: {lost}"
-        ) from lost
+        raise TrainingError(f"rollout request {position} lost its server {MAX_LOSSES} times: {lost}")
 
     async def _ask(self, turn: int, request: CompletionRequest, oldest_version: int) -> Completion:
         """Wait for a server and ask it."""
@@ -257,7 +242,8 @@ class Pool:
     def _grant(self) -> None:
         """Give servers to those whose turn it is, while any may have more requests."""
         while self._queue:
-            free = [slot for slot in self._slots if slot.up and slot.open < self.max_in_flight]
+            limit = self.max_in_flight_per_server
+            free = [slot for slot in self._slots if slot.up and slot.open < limit]
             if not free:
                 return
             _, granted = heappop(self._queue)
@@ -275,10 +261,8 @@ class Pool:
             attempts=self.attempts,
         )
         if completion.weight_version < oldest_version:
-            raise ServerLost(
-                f"{server.url}: sampled with weights {completion.weight_version}, older than"
-                f" {oldest_version}: was it restarted?"
-            )
+            versions = f"{completion.weight_version}, older than {oldest_version}"
+            raise ServerLost(f"{server.url}: sampled with weights {versions}: was it restarted?")
         return completion
 
     def _reschedule(self) -> list[asyncio.Task[None]]:
@@ -290,7 +274,7 @@ class Pool:
         self._grant()
         at_work = bool(self._batches)
         cancelled = []
-        if at_work and self._find is not None and self._search is None:
+        if at_work and self.find is not None and self._search is None:
             self._search = asyncio.create_task(self._keep_looking())
         elif not at_work and self._search is not None:
             cancelled.append(self._search)
@@ -306,11 +290,10 @@ class Pool:
             look.cancel()
         none_up = at_work and not self.live()
         if none_up and self._patience is None:
-            loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(self.recovery_seconds, self._give_up)
-            waits = f"waiting up to {self.recovery_seconds:g} s for one"
-            said = f"megatron-fspo: no vLLM server serves: {self._reasons()}; {waits}"
-            print(said, file=sys.stderr, flush=True)
+            seconds, loop = self.recovery_seconds, asyncio.get_running_loop()
+            self._patience = loop.call_later(seconds, self._give_up)
+            said = f"no vLLM server serves: {self._reasons()}; waiting up to {seconds:g} s for one"
+            print(f"megatron-fspo: {said}", file=sys.stderr, flush=True)
         elif not none_up and self._patience is not None:
             self._patience.cancel()
             self._patience = None
@@ -336,9 +319,9 @@ class Pool:
 
     async def _look_around(self) -> bool:
         """Know the servers that are there now, new ones out of rotation; returns True if anything changed."""
-        if self._find is None:
+        if self.find is None:
             return False
-        there = await asyncio.to_thread(self._find)
+        there = await asyncio.to_thread(self.find)
         known = [slot.server for slot in self._slots]
         gone = [slot for slot in self._slots if not slot.up and slot.server not in there]
         new = [_Slot(server) for server in there if server not in known]

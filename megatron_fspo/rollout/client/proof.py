@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,21 +75,20 @@ async def prove(server: Server, mine: Mapping[str, Checksum]) -> Proof:
         ServerLost: it did not answer.
     """
     try:
-        answer = await server.post("/collective_rpc", {"method": CHECKSUMS}, timeout=600)
+        answer: Any = await server.post("/collective_rpc", {"method": CHECKSUMS}, timeout=600)
         theirs: dict[str, Checksum] = {}
-        try:
-            for worker in answer["results"]:  # type: ignore[index]
-                for name, words in worker.items():
-                    piece = Checksum.from_words(words)
-                    theirs[name] = theirs[name] + piece if name in theirs else piece
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return None, f"{server.url}/collective_rpc: the answer has no checksums in it"
+        for worker in answer["results"]:
+            for name, words in worker.items():
+                piece = Checksum.from_words(words)
+                theirs[name] = theirs[name] + piece if name in theirs else piece
     except (ServerLost, Refused, BadAnswer) as error:
         if CHECKSUMS in str(error):  # the one that its worker does not have
             return None, "No checksums of its tensors: `megatron-fspo serve` starts vLLM so that it can tell."
         if isinstance(error, ServerLost):
             raise
         return None, f"No checksums of its tensors: {error}"
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None, f"{server.url}/collective_rpc: the answer has no checksums in it"
     same, text = compare(mine, theirs)
     return same, server.without_key(text)
 
@@ -164,11 +164,3 @@ def tolerance(rounding: float, dtype: torch.dtype) -> float:
         dtype: of the trainer's weights.
     """
     return min(_CAP[dtype], max(_FLOOR[dtype], _FACTOR * rounding))
-
-
-def describe(gap: Tensor, allowed: float) -> str:
-    """The |Δ log-prob| of the canary's tokens, in a message."""
-    return (
-        f"log-probs of {gap.numel()} canary tokens differ by up to {gap.max():.3g} nats, on average by "
-        f"{gap.mean():.3g}; {allowed:.3g} is allowed"
-    )

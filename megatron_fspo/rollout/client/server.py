@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import httpx
 
@@ -65,9 +66,7 @@ class Server:
 
     async def get(self, route: str, *, timeout: float = REQUEST_SECONDS, attempts: int = 3) -> object:
         """GET ``/route``; see :meth:`post`."""
-        answer = await self._ask("GET", route, None, None, timeout, attempts)
-        with self._reading(route):
-            return parse(answer)
+        return await self._json("GET", route, None, None, timeout, attempts)
 
     async def post(
         self,
@@ -96,7 +95,10 @@ class Server:
             Refused: 4xx, with what the server said.
             BadAnswer: the answer is not JSON.
         """
-        answer = await self._ask("POST", route, body, params, timeout, attempts)
+        return await self._json("POST", route, body, params, timeout, attempts)
+
+    async def _json(self, method: str, route: str, *how: Any) -> object:
+        answer = await self._ask(method, route, *how)
         with self._reading(route):
             return parse(answer)
 
@@ -131,15 +133,13 @@ class Server:
             attempts: how often at most, see :meth:`post`.
         """
         answer = await self._generate(token_ids, params, {"seed": seed}, timeout, attempts)
-        try:
-            with self._reading():
+        with self._reading():
+            with suppress(StoppedElsewhere):
                 return read_completion(answer, params)
-        except StoppedElsewhere:
             # Its text is not ours, such as by a space that SentencePiece takes off the front of a text.
             asked = replace(params, stop=())
             answer = await self._generate(token_ids, asked, {"seed": seed}, timeout, attempts)
-            with self._reading():
-                return read_completion(answer, params)
+            return read_completion(answer, params)
 
     async def score(self, token_ids: Sequence[int], *, timeout: float = REQUEST_SECONDS) -> list[float]:
         """Log-probs of all tokens but the first, given those before, at temperature 1, in nats.

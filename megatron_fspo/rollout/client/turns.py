@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Protocol
 
@@ -59,9 +60,8 @@ async def _sleep(server: Server) -> None:
         await server.post("/sleep", params={"level": "1", "mode": "keep"}, timeout=SECONDS)
         asleep = await server.get("/is_sleeping")
     except Refused as error:
-        raise Refused(
-            f"{error}; vllm.colocated needs a server of `megatron-fspo serve --colocated`"
-        ) from None
+        needs = "vllm.colocated needs a server of `megatron-fspo serve --colocated`"
+        raise Refused(f"{error}; {needs}") from None
     except ServerLost as error:
         if not await server.healthy():
             return
@@ -76,9 +76,8 @@ async def wake_weights(servers: Sequence[Server]) -> None:
     Raises:
         ServerLost: one did not.
     """
-    await asyncio.gather(
-        *(server.post("/wake_up", params={"tags": "weights"}, timeout=SECONDS) for server in servers)
-    )
+    tags = {"tags": "weights"}
+    await asyncio.gather(*(server.post("/wake_up", params=tags, timeout=SECONDS) for server in servers))
 
 
 async def wake(servers: Sequence[Server]) -> None:
@@ -88,8 +87,6 @@ async def wake(servers: Sequence[Server]) -> None:
 
 
 async def _wake(server: Server) -> None:
-    try:
+    with suppress(ServerLost):
         if await server.get("/is_sleeping") != {"is_sleeping": False}:
             await server.post("/wake_up", timeout=SECONDS)
-    except ServerLost:
-        return

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import torch
@@ -33,22 +33,6 @@ LINKS = {"gloo": (join_gloo, torch.device("cpu")), "nccl": (join_nccl, torch.dev
 """Kind of broadcast → what makes its group, and the device that it sends from."""
 
 Bucket = Sequence[tuple[str, Tensor]]
-
-
-class Sender(Protocol):
-    """One way to the workers, used by the first rank."""
-
-    async def connect(self, servers: Sequence[Server]) -> None:
-        """Prepare an update of these servers."""
-        ...
-
-    async def send(self, servers: Sequence[Server], bucket: Bucket) -> None:
-        """Have every worker load the tensors; returns when all have."""
-        ...
-
-    def close(self) -> None:
-        """Let go of groups and files."""
-        ...
 
 
 def send_weights(
@@ -108,16 +92,9 @@ async def resume(servers: Sequence[Server]) -> None:
     await _all(servers, "/resume")
 
 
-async def _all(
-    servers: Sequence[Server],
-    route: str,
-    body: Any = None,
-    params: Mapping[str, str] | None = None,
-    timeout: float = CONTROL_SECONDS,
-) -> list[object]:
-    return await asyncio.gather(
-        *(server.post(route, body, params=params, timeout=timeout) for server in servers)
-    )
+async def _all(servers: Sequence[Server], route: str, body: Any = None, **how: Any) -> list[object]:
+    how = {"timeout": CONTROL_SECONDS} | how
+    return await asyncio.gather(*(server.post(route, body, **how) for server in servers))
 
 
 def in_buckets(
@@ -159,6 +136,7 @@ class BroadcastSender:
         self._group: Any = None
 
     async def connect(self, servers: Sequence[Server]) -> None:
+        """Prepare an update of these servers."""
         self.close()
         sizes = await asyncio.gather(*(_workers(server) for server in servers))
         address = self._address or _address_towards(servers)
@@ -173,12 +151,8 @@ class BroadcastSender:
             master_listen_fd=listener.detach(),  # otherwise it would listen on all addresses
         )
         size = 1 + sum(sizes)
-        group = {
-            "master_address": address,
-            "master_port": port,
-            "world_size": size,
-            "timeout_seconds": self._timeout.total_seconds(),
-        }
+        group = {"master_address": address, "master_port": port, "world_size": size}
+        group |= {"timeout_seconds": self._timeout.total_seconds()}
         asked: list[Awaitable[object]] = [
             server.post(
                 "/init_weight_transfer_engine",
@@ -191,6 +165,7 @@ class BroadcastSender:
         self._group, *_ = await asyncio.gather(joining, *asked)
 
     async def send(self, servers: Sequence[Server], bucket: Bucket) -> None:
+        """Have every worker load the tensors; returns when all have."""
         info = {
             "names": [name for name, _ in bucket],
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -256,3 +231,7 @@ class DiskSender:
 
     def close(self) -> None:
         """Nothing is left."""
+
+
+Sender = BroadcastSender | DiskSender
+"""One way to the workers, used by the first rank."""

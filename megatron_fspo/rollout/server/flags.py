@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -112,10 +112,7 @@ def find_vllm(options: ServerOptions) -> Installation:
     named = options.program or os.environ.get("VLLM_BIN") or "vllm"
     path = shutil.which(named)
     if path is None:
-        raise InputError(
-            f"vLLM: no program {named}; name one with --vllm PATH or $VLLM_BIN "
-            "(`make .venv-vllm/.ready` installs one for a CPU)"
-        )
+        raise InputError(f"vLLM: no program {named}; name one with --vllm or $VLLM_BIN, or `make vllm`")
     program = Path(os.path.abspath(path))
     python = program.parent / "python"  # not resolved: a link out of a virtual environment would leave it
     if not python.exists():
@@ -128,10 +125,8 @@ def find_vllm(options: ServerOptions) -> Installation:
         raise InputError(f"vLLM: {python} knows of no package vllm: {reason}")
     answer = json.loads(probe.stdout)
     if not answer["plugin"]:
-        raise InputError(
-            f"vLLM: {python} lacks our plugin; run `{python} -m pip install --no-deps -e .` "
-            "in a checkout of megatron_fspo"
-        )
+        install = f"{python} -m pip install --no-deps -e ."
+        raise InputError(f"vLLM: {python} lacks our plugin; in a checkout run `{install}`")
     return Installation(program, answer["version"])
 
 
@@ -147,23 +142,21 @@ def check(options: ServerOptions, vllm: Installation) -> None:
         if not name.startswith("--") or name == "--":
             continue
         if "--api-key".startswith(name):
-            raise InputError(
-                f"--api-key: every user of the machine can read it there; set {KEY_VARIABLE} instead"
-            )
+            raise InputError(f"--api-key: every user can read it there; set {KEY_VARIABLE} instead")
         if "--host".startswith(name) or "--port".startswith(name):
             raise InputError(f"{name} after --: it is a flag of serve, which has to know; name it before")
     if api_key() is None and not (options.loopback_only or options.anyone_may_run_code):
         raise InputError(
             f"--host {options.host}: without a key whoever reaches port {options.port} runs code here; "
-            f"set {KEY_VARIABLE} to the same secret here and for the trainer (`openssl rand -hex 32` makes "
-            "one), or accept that with --anyone-may-run-code"
+            f"set {KEY_VARIABLE} (`openssl rand -hex 32`) here and for the trainer, or --anyone-may-run-code"
         )
-    head_dim = _head_dim(_model_config(options.model))
-    if vllm.on_cpu and head_dim is not None and head_dim not in CPU_HEAD_DIMS:
-        raise InputError(
-            f"{options.model}/config.json: head_dim {head_dim}: vLLM on a CPU can do "
-            f"{', '.join(map(str, CPU_HEAD_DIMS))}"
-        )
+    config = _model_config(options.model)
+    head_dim = config.get("head_dim")
+    if not head_dim and "hidden_size" in config and config.get("num_attention_heads"):
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+    if vllm.on_cpu and head_dim and head_dim not in CPU_HEAD_DIMS:
+        sizes = ", ".join(map(str, CPU_HEAD_DIMS))
+        raise InputError(f"{options.model}/config.json: head_dim {head_dim}: vLLM on a CPU can do {sizes}")
 
 
 def _model_config(model: Path) -> dict[str, Any]:
@@ -171,22 +164,12 @@ def _model_config(model: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
-        raise InputError(
-            f"--model {model}: no Hugging Face checkpoint there ({path} cannot be read)"
-        ) from None
+        raise InputError(f"--model {model}: no Hugging Face checkpoint, {path} cannot be read") from None
     except ValueError as error:
         raise InputError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
         raise InputError(f"{path}: not a JSON object")
     return content
-
-
-def _head_dim(config: Mapping[str, Any]) -> int | None:
-    if config.get("head_dim"):
-        return int(config["head_dim"])
-    if "hidden_size" in config and config.get("num_attention_heads"):
-        return int(config["hidden_size"]) // int(config["num_attention_heads"])
-    return None
 
 
 def command(options: ServerOptions, vllm: Installation) -> list[str]:

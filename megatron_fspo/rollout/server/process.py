@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_fspo.errors import InputError, TrainingError
@@ -74,30 +75,26 @@ class ServerProcess:
                 it has a key and answers without.
             BaseException: what ``pause`` raises between two looks.
         """
-        end = time.monotonic() + self.options.start_seconds
+        seconds = self.options.start_seconds
+        end = time.monotonic() + seconds
         while not self.healthy():
             if not self.alive:
                 raise TrainingError(f"vLLM ended while it started; {self.log_end()}")
             if time.monotonic() > end:
-                raise TrainingError(
-                    f"vLLM is not ready after {self.options.start_seconds:g} s; {self.log_end()}"
-                )
+                raise TrainingError(f"vLLM is not ready after {seconds:g} s; {self.log_end()}")
             pause()
         if api_key() is not None and (status := self._status(_GUARDED, timeout_seconds=60)) != 401:
-            raise TrainingError(
-                f"vLLM should ask for the key and does not: {self.url}{_GUARDED} answers {status} without it"
-            )
+            raise TrainingError(f"vLLM does not ask for the key: {self.url}{_GUARDED} answers {status}")
 
-    def healthy(self, timeout_seconds: float = 5.0) -> bool:
+    def healthy(self) -> bool:
         """Return True if it answers that it serves."""
-        return self.alive and self._status("/health", timeout_seconds) == 200
+        return self.alive and self._status("/health", timeout_seconds=5.0) == 200
 
     def _status(self, route: str, timeout_seconds: float) -> int | None:
         """The status of the answer to a GET without the key; None for no answer."""
         # Not through urllib: a proxy in the environment is no way to this machine.
-        connection = http.client.HTTPConnection(
-            self.options.connect_host, self.options.port, timeout=timeout_seconds
-        )
+        host, port = self.options.connect_host, self.options.port
+        connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
         try:
             connection.request("GET", route)
             return connection.getresponse().status
@@ -114,9 +111,8 @@ class ServerProcess:
         assert process.stdin is not None
         process.stdin.close()
         try:
-            process.wait(GRACE_SECONDS + 5)
-        except subprocess.TimeoutExpired:
-            pass
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS + 5)
         finally:
             _end_group(process.pid)  # also where the guard itself was killed
             process.wait()
@@ -136,9 +132,7 @@ class ServerProcess:
             raise InputError(f"--port {port}: a port is from 1 to 65535")
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM does
-                probe.bind(address)
+            socket.create_server(address[:2], family=family).close()  # with SO_REUSEADDR, as vLLM does
         except OSError as error:
             raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from None
 
@@ -146,9 +140,7 @@ class ServerProcess:
 def _end_group(group: int) -> None:
     """Kill a process group and wait, some seconds at most, until its memory and ports are free."""
     end = time.monotonic() + 5
-    try:
+    with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, for what is not yet reaped
         while time.monotonic() < end:
             os.killpg(group, signal.SIGKILL)
             time.sleep(0.02)
-    except (ProcessLookupError, PermissionError):  # the latter on macOS, for what is dead and not yet reaped
-        pass

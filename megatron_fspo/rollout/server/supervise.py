@@ -132,6 +132,7 @@ def _supervise(options: ServerOptions, pause: Callable[[], None], alone: bool) -
 
 def _watch(server: ServerProcess, pause: Callable[[], None]) -> NoReturn:
     restarts: deque[float] = deque()
+    minutes = f"{RESTART_WINDOW / 60:g} min"
     while True:
         pause()
         if server.alive:
@@ -140,11 +141,9 @@ def _watch(server: ServerProcess, pause: Callable[[], None]) -> NoReturn:
         while restarts and restarts[0] < now - RESTART_WINDOW:
             restarts.popleft()
         if len(restarts) == MAX_RESTARTS:
-            raise TrainingError(
-                f"vLLM ended {MAX_RESTARTS + 1} times in {RESTART_WINDOW / 60:g} minutes; {server.log_end()}"
-            )
+            raise TrainingError(f"vLLM ended {MAX_RESTARTS + 1} times in {minutes}; {server.log_end()}")
         restarts.append(now)
-        _say(f"vLLM ended; restart {len(restarts)}, of at most {MAX_RESTARTS} in {RESTART_WINDOW / 60:g} min")
+        _say(f"vLLM ended; restart {len(restarts)}, of at most {MAX_RESTARTS} in {minutes}")
         server.launch()
         try:
             server.wait(pause)
