@@ -8,7 +8,19 @@ from typing import Any
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, StepTotals, padded_length
 from megatron_fspo.packing.pack import Pack, PackLayout, collate_packs
-from megatron_fspo.types import Sample
+from megatron_fspo.types import Completion, Prompt, Sample
+
+
+def sample(prompt: Sequence[int], response: Sequence[int], advantage: float = 1.0) -> Sample:
+    """One of these tokens; the sampler's log-probs are all different."""
+    completion = Completion(
+        token_ids=tuple(response),
+        log_probs=tuple(-0.5 - i for i in range(len(response))),
+        finish_reason="stop",
+        weight_version=0,
+    )
+    question = Prompt(index=0, token_ids=tuple(prompt), text="", answer="")
+    return Sample(prompt=question, number=0, completion=completion, reward=0.0, advantage=advantage)
 
 
 def sequences_of(samples: Sequence[Sample]) -> Sequences:
@@ -25,7 +37,7 @@ def collate(samples: Sequence[Sample], indices: Sequence[int], **options: Any) -
     """One micro-batch; ``num_sequences`` and ``num_tokens`` are those of the step."""
     count, tokens = options.pop("num_sequences"), options.pop("num_tokens")
     totals = StepTotals(num_sequences=count, num_tokens=tokens, packed_tokens=tokens)
-    return packing.collate(sequences_of(samples), indices, totals=totals, **options)
+    return packing.collate(sequences_of(samples), indices, totals, PackLayout(**options))
 
 
 def packs_of(samples: Sequence[Sample], packs: Sequence[Sequence[int]], **layout: Any) -> Packs:

@@ -9,6 +9,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -74,6 +75,7 @@ MAX_LOOP_LINES = 150
 MAX_PLUGIN_MODULES = 21
 
 
+@cache
 def read_package(root: Path) -> dict[str, ast.Module]:
     """Dotted name → syntax tree of every module below ``root/megatron_fspo``."""
     modules = {}
@@ -195,7 +197,6 @@ SOUND = {
     ("planted", "found"),
     [
         ({}, ""),
-        ({"objective/band.py": "import megatron_fspo.mcore.step"}, "objective stands below or beside mcore"),
         (
             {"objective/band.py": "def lazy():\n    from megatron_fspo import mcore"},
             "objective stands below or beside mcore",
@@ -205,26 +206,11 @@ SOUND = {
             "data stands below or beside command line",
         ),
         ({"rollout/__init__.py": "import megatron_fspo.mcore"}, "rollout stands below or beside mcore"),
-        ({"config/__init__.py": "import megatron_fspo.mcore"}, "config stands below or beside mcore"),
-        ({"trainer/__init__.py": "import megatron.core"}, "trainer has no business with megatron"),
-        (
-            {"objective/band.py": "try:\n    import numpy as np\nexcept ImportError: ..."},
-            "business with numpy",
-        ),
+        ({"objective/band.py": "try:\n    import numpy\nexcept ImportError: ..."}, "business with numpy"),
         ({"objective/band.py": "from . import other"}, "relative imports hide the room"),
         ({"objective/band.py": "import megatron_fspo.gone"}, "megatron_fspo.gone, which is not there"),
         ({"attic.py": ""}, "megatron_fspo.attic is in no room"),
-        (
-            {"objective/band.py": "from megatron_fspo.objective import Band"},
-            "import cycle: ",
-        ),
-        (
-            {
-                "objective/a.py": "import megatron_fspo.objective.b",
-                "objective/b.py": "def f():\n    import megatron_fspo.objective.a",
-            },
-            "import cycle: ",
-        ),
+        ({"objective/band.py": "from megatron_fspo.objective import Band"}, "import cycle: "),
     ],
 )
 def test_the_checker_finds_what_is_planted(planted: dict[str, str], found: str, tmp_path: Path) -> None:
@@ -234,20 +220,6 @@ def test_the_checker_finds_what_is_planted(planted: dict[str, str], found: str, 
         path.write_text(text)
     wrong = list(wrong_imports(read_package(tmp_path)))
     assert any(found in line for line in wrong) if found else wrong == []
-
-
-def test_the_checker_finds_long_functions() -> None:
-    def function(lines: int, docstring: str = "") -> dict[str, ast.Module]:
-        return {"m": ast.parse(f"def f():\n{docstring}" + "    x = 1\n" * lines)}
-
-    docstring = '    """One.\n\n' + "    More.\n" * 50 + '    """\n'
-    assert list(long_functions(function(59))) == []
-    assert list(long_functions(function(59, docstring))) == []
-    assert (
-        list(long_functions(function(60)))
-        == list(long_functions(function(60, docstring)))
-        == ["m.f has 61 lines"]
-    )
 
 
 def test_the_plugin_is_thin() -> None:

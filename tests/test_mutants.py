@@ -14,10 +14,6 @@ def test_its_text_is_there_once_and_its_test_is_there(mutant: Mutant) -> None:
     assert mutant.file(REPO) and mutant.tests(REPO)
 
 
-def test_there_are_thirty() -> None:
-    assert len(MUTANTS) >= 30
-
-
 def test_every_point_of_the_kill_tests_is_a_function_of_the_package() -> None:
     for point in (*kill_worker.BEFORE, *kill_worker.AFTER, *kill_worker.HALF):
         assert len(list(kill_worker.patches(kill_worker.Place({"point": point})))) == 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -33,19 +32,15 @@ class CISPOLoss(Loss):
         """weight_t = clip(r_t, 1 - eps_low, 1 + eps_high)·A; clip flags say that a weight was cut off."""
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
-        low = -math.inf if self.eps_low is None else math.log1p(-self.eps_low)
-        high = math.log1p(self.eps_high)
-        ratio = log_ratio.clamp(low, high).exp()
+        lowest = -math.inf if self.eps_low is None else math.log1p(-self.eps_low)
+        highest = math.log1p(self.eps_high)
+        ratio = log_ratio.clamp(lowest, highest).exp()
         weight = torch.where(advantages != 0, ratio * advantages, 0.0)
         usable = log_ratio.isfinite() & weight.isfinite()
-        below, above = usable & (log_ratio < low), usable & (log_ratio > high)
-        terms = replace(
-            unclipped(weight, weight, ratio, ~usable),
-            clipped_low=below & (advantages != 0),
-            clipped_high=above & (advantages != 0),
-            below=below,
-            above=above,
-        )
+        below, above = usable & (log_ratio < lowest), usable & (log_ratio > highest)
+        low, high = below & (advantages != 0), above & (advantages != 0)
+        flags = {"clipped_low": low, "clipped_high": high, "below": below, "above": above}
+        terms = unclipped(weight, weight, ratio, ~usable, **flags)
         return weigh_tokens(inputs, terms, "token-mean")
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:

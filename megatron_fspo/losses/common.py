@@ -20,7 +20,7 @@ from megatron_fspo.objective.policy_objective import LossInputs, LossTerms
 
 class Loss(Section):
     """The base of all policy losses. One needs its weights (``__call__``, or an ``objective`` of a form that
-    others have too) and its ``definition``; to be compared, also ``band`` or ``prefix_band``, ``limits`` and
+    others have too) and its ``definition``; to be compared, also ``band`` or ``prefix_band``, ``LIMITS`` and
     ``scaled``. The rest is for limits that move during a run."""
 
     VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -32,6 +32,8 @@ class Loss(Section):
     """False for a loss without limits."""
     COMPARED: ClassVar[bool] = True
     """False for a loss with limits that ``explain`` leaves out, as its decisions are those of another."""
+    LIMITS: ClassVar[tuple[str, ...]] = ()
+    """The keys of ``band`` or ``prefix_band`` that ``scaled`` changes, lower limit first."""
     RUN_KEYS: ClassVar[frozenset[str]] = frozenset()
     """Keys of a loss with limits that say nothing of what is clipped in a given batch."""
 
@@ -79,8 +81,8 @@ class Loss(Section):
         return None
 
     def limits(self) -> dict[str, float]:
-        """The keys of ``band`` or ``prefix_band`` that ``scaled`` changes, lower limit first."""
-        return {}
+        """The values of ``LIMITS``."""
+        return {key: getattr(self, key) for key in self.LIMITS}
 
     def scaled(self, factor: float) -> Self:
         """The loss with a fixed band so many times as wide, in nats; its two limits keep their ratio."""

@@ -24,6 +24,7 @@ class CTPOLoss(Loss):
     """
 
     VERIFIED: ClassVar = {"ctpo": {"c_low": 0.04, "c_high": 0.05}}
+    LIMITS: ClassVar = ("c_low", "c_high")
 
     name: Literal["ctpo"] = "ctpo"
     c_low: Width = Field(0.025, description="lower edge: -c_low * t^exponent, in nats")
@@ -45,9 +46,6 @@ class CTPOLoss(Loss):
         advantages = per_token(inputs.advantages, inputs)
         terms = sequence_surrogate(prefix, length, advantages, self.prefix_band(), dual_clip)
         return weigh_tokens(inputs, terms, "token-mean")
-
-    def limits(self) -> dict[str, float]:
-        return {"c_low": self.c_low, "c_high": self.c_high}
 
     def scaled(self, factor: float) -> Self:
         """The loss with a band so many times as wide; its dual clip moves along."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -44,13 +43,9 @@ class DPPOTVLoss(Loss):
         ratio = log_ratio.clamp(max=math.log(self.cap)).exp()
         usable = log_ratio.isfinite() & new.isfinite() & advantages.isfinite()
         weight = torch.where(usable & ~(low | high) & (advantages != 0), ratio * advantages, 0.0)
-        terms = replace(
-            unclipped(weight, weight, torch.where(usable, ratio, 0.0), ~usable),
-            clipped_low=usable & low,
-            clipped_high=usable & high,
-            below=usable & below,
-            above=usable & above,
-        )
+        flags = {"clipped_low": low, "clipped_high": high, "below": below, "above": above}
+        flags = {name: usable & flag for name, flag in flags.items()}
+        terms = unclipped(weight, weight, torch.where(usable, ratio, 0.0), ~usable, **flags)
         return weigh_tokens(inputs, terms, "token-mean")
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:

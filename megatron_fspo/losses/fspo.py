@@ -39,19 +39,17 @@ class FSPOLoss(Loss):
 
     VERIFIED: ClassVar = {
         "fspo": {"c_low": 0.05, "c_high": 0.05},
-        "fspo-drift": {
-            **{"c_low": 0.04, "c_high": 0.06, "drift": "given", "drift_value": -0.002, "dual_clip": "off"}
-        },
+        "fspo-drift": dict(c_low=0.04, c_high=0.06, drift="given", drift_value=-0.002, dual_clip="off"),
         "fspo-dual": {"c_low": 0.05, "c_high": 0.02, "c_dual": 0.02},
         "fspo-temper": {"c_low": 0.05, "c_high": 0.04, "c_dual": 0.05, "temper": 0.4},
-        "fspo-entropy-kl": {
-            **{"c_low": 0.05, "c_high": 0.05, "dual_clip": "constant", "dual_clip_ratio": 1.2},
-            **{"entropy_coef": 0.3, "kl_coef": 0.2},
-        },
+        "fspo-entropy-kl": dict(
+            c_low=0.05, c_high=0.05, dual_clip="constant", dual_clip_ratio=1.2, entropy_coef=0.3, kl_coef=0.2
+        ),
     }
     RUN_KEYS: ClassVar = frozenset(
         {"calibrate", "drift", "drift_value", "drift_cap", "noise", "max_noise_clip_rate"}
     )
+    LIMITS: ClassVar = ("c_low", "c_high")
 
     name: Literal["fspo"] = "fspo"
     c_low: Width = Field(DEFAULT_C, description="lower edge: -c_low * L^exponent + drift * L, in nats")
@@ -99,20 +97,15 @@ class FSPOLoss(Loss):
     dual_clip_ratio: Annotated[float, Field(gt=1)] = Field(3.0, description="for dual_clip = constant")
 
     @model_validator(mode="after")
-    def _dual_clip_is_outside(self) -> FSPOLoss:
+    def _keys_fit_each_other(self) -> FSPOLoss:
         if self.c_dual is not None and self.c_dual < self.c_high:
             raise ValueError(
                 f"loss.c_dual = {self.c_dual:g} is less than loss.c_high = {self.c_high:g}: the dual clip "
                 "would lie inside the band"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _measured_by_calibration(self) -> FSPOLoss:
         if self.exponent == "measured" and self.calibrate < 3:
             raise ValueError(
-                f"loss.exponent = measured needs loss.calibrate of 3 or more, not {self.calibrate}: it is "
-                "measured from so many off-policy mini-batches, with an interval"
+                f"loss.exponent = measured needs loss.calibrate of 3 or more, not {self.calibrate}"
             )
         return self
 
@@ -168,9 +161,6 @@ class FSPOLoss(Loss):
             return LengthFairDualClip(c=c, exponent=band.exponent, drift=band.drift)
         return ConstantDualClip(ratio=self.dual_clip_ratio) if self.dual_clip == "constant" else None
 
-    def limits(self) -> dict[str, float]:
-        return {"c_low": self.c_low, "c_high": self.c_high}
-
     def scaled(self, factor: float) -> FSPOLoss:
         """The loss with a band so many times as wide, which no calibration moves."""
         wider = self.moved(c_low=factor * self.c_low, c_high=factor * self.c_high)
@@ -185,8 +175,7 @@ class FSPOLoss(Loss):
             raise ValueError("loss.drift = measured needs loss.noise, a file of `megatron-fspo calibrate`")
         if self.drift == "measured" and not sampled:
             raise ValueError(
-                "loss.drift = measured needs rollout.old_log_probs = sampled: else old and new log-probs are "
-                "of one precision, and S has no drift from it"
+                "loss.drift = measured needs rollout.old_log_probs = sampled: else S has no drift"
             )
         asked = {"calibrate": self.calibrate > 0, "drift": self.drift in ("k3", "half_variance")}
         for key in (key for key in asked if asked[key] and not off_policy_updates):

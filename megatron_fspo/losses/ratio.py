@@ -20,6 +20,10 @@ _MOST_NATS = 36.0
 class RatioLoss(Loss):
     """Limits on an importance ratio of the whole response."""
 
+    LIMITS: ClassVar = ("eps_low", "eps_high")
+    MEAN: ClassVar = False
+    """The ratio is exp(S / L), and not exp(S)."""
+
     eps_low: UnitInterval
     eps_high: PositiveFloat
     dual_clip_ratio: Annotated[float, Field(gt=1)] | None = Field(None, description="limit for A < 0")
@@ -29,12 +33,16 @@ class RatioLoss(Loss):
 
     def objective(self) -> SequenceLevel:
         ratio = self.dual_clip_ratio
-        return SequenceLevel(
-            band=self.band(), dual_clip=None if ratio is None else ConstantDualClip(ratio=ratio)
-        )
+        dual_clip = None if ratio is None else ConstantDualClip(ratio=ratio)
+        return SequenceLevel(band=self.band(), dual_clip=dual_clip)
 
-    def limits(self) -> dict[str, float]:
-        return {"eps_low": self.eps_low, "eps_high": self.eps_high}
+    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
+        x = (log_ratio.mean() if self.MEAN else log_ratio.sum())[None]
+        ratio = x.exp()
+        held = ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
+        limit = None if self.dual_clip_ratio is None else x.new_tensor(self.dual_clip_ratio)
+        objective, clipped = pessimistic_minimum(x, advantage, ratio, held, limit)
+        return Definition(objective=objective, clipped=clipped, out_of_band=bool(ratio != held))
 
     def scaled(self, factor: float) -> Self:
         low, high = factor * math.log1p(-self.eps_low), factor * math.log1p(self.eps_high)
@@ -59,21 +67,17 @@ class RLOOLoss(RatioLoss):
     def band(self) -> RLOOBand:
         return RLOOBand(eps_low=self.eps_low, eps_high=self.eps_high)
 
-    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        return _definition(self, log_ratio.sum()[None], advantage)
-
 
 class MeanRatioLoss(RatioLoss):
     """Limits on the length-normalised ratio exp(S / L)."""
+
+    MEAN: ClassVar = True
 
     eps_low: UnitInterval = Field(3e-4, description="exp(S / L) >= 1 - eps_low")
     eps_high: PositiveFloat = Field(4e-4, description="exp(S / L) <= 1 + eps_high")
 
     def band(self) -> GSPOBand:
         return GSPOBand(eps_low=self.eps_low, eps_high=self.eps_high)
-
-    def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        return _definition(self, log_ratio.mean()[None], advantage)
 
 
 class GSPOLoss(MeanRatioLoss):
@@ -107,11 +111,3 @@ class LUSPOLoss(MeanRatioLoss):
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
         plain = super().definition(log_ratio, advantage, log_probs)
         return replace(plain, objective=len(log_ratio) * plain.objective)
-
-
-def _definition(loss: RatioLoss, x: Tensor, advantage: float) -> Definition:
-    ratio = x.exp()
-    held = ratio.clamp(1 - loss.eps_low, 1 + loss.eps_high)
-    limit = None if loss.dual_clip_ratio is None else x.new_tensor(loss.dual_clip_ratio)
-    objective, clipped = pessimistic_minimum(x, advantage, ratio, held, limit)
-    return Definition(objective=objective, clipped=clipped, out_of_band=bool(ratio != held))

@@ -23,15 +23,12 @@ class ClipBand(Protocol):
     @property
     def drift(self) -> float:
         """Centre of the band in nats per token."""
-        ...
 
     def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """(low [N], high [N]) on S in nats: float32, or the dtype of ``lengths`` if that is floating."""
-        ...
 
     def log_ratio_scale(self, lengths: Tensor) -> Tensor:
         """scale [N] of the importance ratio exp(scale·S): 1 for a ratio of sequences, 1/L for GSPO's mean."""
-        ...
 
 
 class DualClip(Protocol):
@@ -39,7 +36,6 @@ class DualClip(Protocol):
 
     def log_bound(self, lengths: Tensor, scale: Tensor) -> Tensor:
         """Upper limit [N] on S in nats; ``scale`` [N] is the band's ``log_ratio_scale`` for these lengths."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +63,8 @@ class FSPOBand:
     """a, from 0 (a constant band) to 1 (a band on the mean log-ratio)."""
 
     def __post_init__(self) -> None:
-        _require_positive("FSPOBand.c_low", self.c_low)
-        _require_positive("FSPOBand.c_high", self.c_high)
+        require_positive("FSPOBand.c_low", self.c_low)
+        require_positive("FSPOBand.c_high", self.c_high)
         _require_shape("FSPOBand", self.drift, self.exponent)
 
     def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,19 +77,28 @@ class FSPOBand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLOOBand:
-    """log(1 − eps_low) <= S <= log(1 + eps_high), with ratio exp(S): one width for every length.
-
-    Source: PPO's clip on the ratio of the whole sequence, as TRL runs RLOO (arXiv 2402.14740), with ε = 0.2.
-    Raises ``ValueError`` unless 0 < eps_low < 1 and eps_high > 0.
-    """
+class _RatioBand:
+    """Limits on an importance ratio around 1."""
 
     drift: ClassVar[float] = 0.0
     eps_low: float
     eps_high: float
 
     def __post_init__(self) -> None:
-        _require_epsilons("RLOOBand", self.eps_low, self.eps_high)
+        owner = type(self).__name__
+        require_positive(f"{owner}.eps_low", self.eps_low)
+        require_positive(f"{owner}.eps_high", self.eps_high)
+        if self.eps_low >= 1.0:
+            raise ValueError(f"{owner}.eps_low must be below 1, got {self.eps_low}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOOBand(_RatioBand):
+    """log(1 − eps_low) <= S <= log(1 + eps_high), with ratio exp(S): one width for every length.
+
+    Source: PPO's clip on the ratio of the whole sequence, as TRL runs RLOO (arXiv 2402.14740), with ε = 0.2.
+    Raises ``ValueError`` unless 0 < eps_low < 1 and eps_high > 0.
+    """
 
     def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         one = torch.ones_like(_floating(lengths))
@@ -104,19 +109,12 @@ class RLOOBand:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GSPOBand:
+class GSPOBand(_RatioBand):
     """1 − eps_low <= exp(S/L) <= 1 + eps_high; on S that is L·log(1 − eps_low) <= S <= L·log(1 + eps_high).
 
     Source: GSPO (arXiv 2507.18071), which clips at 3e-4 and 4e-4. A PPO-like 0.2 never clips here.
     Raises ``ValueError`` unless 0 < eps_low < 1 and eps_high > 0.
     """
-
-    drift: ClassVar[float] = 0.0
-    eps_low: float
-    eps_high: float
-
-    def __post_init__(self) -> None:
-        _require_epsilons("GSPOBand", self.eps_low, self.eps_high)
 
     def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         length = _floating(lengths)
@@ -140,7 +138,7 @@ class LengthFairDualClip:
     drift: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_positive("LengthFairDualClip.c", self.c)
+        require_positive("LengthFairDualClip.c", self.c)
         _require_shape("LengthFairDualClip", self.drift, self.exponent)
 
     def log_bound(self, lengths: Tensor, scale: Tensor) -> Tensor:
@@ -171,15 +169,8 @@ def _floating(lengths: Tensor) -> Tensor:
     return lengths if lengths.is_floating_point() else lengths.float()
 
 
-def _require_epsilons(owner: str, eps_low: float, eps_high: float) -> None:
-    """Raise ``ValueError`` unless 0 < eps_low < 1 and 0 < eps_high; ``owner`` goes before the name."""
-    _require_positive(f"{owner}.eps_low", eps_low)
-    _require_positive(f"{owner}.eps_high", eps_high)
-    if eps_low >= 1.0:
-        raise ValueError(f"{owner}.eps_low must be below 1, got {eps_low}")
-
-
-def _require_positive(field: str, value: float) -> None:
+def require_positive(field: str, value: float) -> None:
+    """Raise ``ValueError``, with the name of the field, unless its value is finite and above 0."""
     if not 0.0 < value < math.inf:
         raise ValueError(f"{field} must be finite and above 0, got {value}")
 

@@ -49,10 +49,6 @@ class Exponent:
     span: float
     """Mean length of the longest bin over that of the shortest."""
 
-    def bounded(self) -> float:
-        """The value, within what noise and a shift common to all tokens can give: from ½ to 1."""
-        return min(max(self.value, 0.5), 1.0)
-
 
 def usable(log_ratio_sums: Tensor, lengths: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     """S and L in float64 on the CPU, and other columns, without empty responses and what is not finite."""
@@ -172,21 +168,12 @@ def sigma_hat(log_ratio_sums: Tensor, lengths: Tensor, exponent: float = 0.5) ->
 
 
 def drift_from_kl(kl_per_token: float, cap: float) -> float:
-    """drift = −min(KL, cap), nats per token: E_old[S] = −L·KL(old‖new), the centre of the noise.
-
-    Raises ``ValueError`` unless both are finite and at least 0.
-    """
-    _require_not_negative("kl_per_token", kl_per_token)
-    _require_not_negative("cap", cap)
+    """drift = −min(KL, cap), nats per token: E_old[S] = −L·KL(old‖new), the centre of the noise."""
     return 0.0 - min(kl_per_token, cap)
 
 
 def drift_from_sigma(sigma: float, cap: float) -> float:
-    """drift = −min(σ²/2, cap), nats per token: KL ≈ σ²/2 for small per-token log-ratios with deviation σ.
-
-    Raises ``ValueError`` unless both are finite and at least 0.
-    """
-    _require_not_negative("sigma", sigma)
+    """drift = −min(σ²/2, cap), nats per token: KL ≈ σ²/2 for small per-token log-ratios with deviation σ."""
     return drift_from_kl(sigma * sigma / 2.0, cap)
 
 
@@ -266,7 +253,9 @@ class BandCalibrator:
         if len(self._seen) == 2 * size:
             before = self._width(self._seen[:size])
             if before / STEADY <= now <= before * STEADY:
-                self._finish()
+                if self._settings["exponent"] == "measured":
+                    self._measure_exponent()
+                self.c, self.steady, self._seen = self._width(self._seen), True, []
                 return
             self._seen = self._seen[size:]
         self.c = now if self.c is None else min(self.c, now)
@@ -274,19 +263,16 @@ class BandCalibrator:
     def _width(self, batches: Sequence[tuple[list[float], list[float]]]) -> float:
         return float(self._settings["multiple"]) * sigma_hat(*_pooled(batches), self.exponent)
 
-    def _finish(self) -> None:
-        if self._settings["exponent"] == "measured":
-            sizes = torch.tensor([len(batch) for batch, _ in self._seen])
-            try:
-                self.measured = measure_exponent(
-                    *_pooled(self._seen), torch.arange(len(sizes)).repeat_interleave(sizes)
-                )
-                self.exponent = self.measured.bounded()
-            except ValueError as error:
-                self.refusal = str(error)
-        self.c = self._width(self._seen)
-        self.steady = True
-        self._seen = []
+    def _measure_exponent(self) -> None:
+        sizes = torch.tensor([len(batch) for batch, _ in self._seen])
+        try:
+            self.measured = measure_exponent(
+                *_pooled(self._seen), torch.arange(len(sizes)).repeat_interleave(sizes)
+            )
+            # Within what noise and a shift common to all tokens can give.
+            self.exponent = min(max(self.measured.value, 0.5), 1.0)
+        except ValueError as error:
+            self.refusal = str(error)
 
     def state_dict(self) -> dict[str, Any]:
         """All state and the settings it was measured with, in plain JSON types."""
@@ -328,8 +314,3 @@ def _median(values: Tensor) -> float:
     # torch.median takes the lower of the two middle values; this one their mean.
     ordered = values.sort().values
     return (ordered[(len(values) - 1) // 2].item() + ordered[len(values) // 2].item()) / 2.0
-
-
-def _require_not_negative(name: str, value: float) -> None:
-    if not 0.0 <= value < math.inf:
-        raise ValueError(f"{name} must be finite and at least 0, got {value}")

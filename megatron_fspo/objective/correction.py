@@ -19,13 +19,15 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_fspo.objective.band import require_positive
+
 
 def truncated_weight(log_ratio: Tensor, cap: float) -> Tensor:
     """min(exp(x), cap) [N] of x = Δ_t (``token_tis``) or Σ_t Δ_t (``sequence_tis``); 0 where x is not finite.
 
     ``log_ratio`` is x [N] in nats. Raises ``ValueError`` unless cap is above 0.
     """
-    _require_positive("cap", cap)
+    require_positive("cap", cap)
     return torch.where(log_ratio.isfinite(), log_ratio.clamp(max=math.log(cap)).exp(), 0.0)
 
 
@@ -43,8 +45,8 @@ def within_ratio(log_ratio_sums: Tensor, low: float, high: float) -> Tensor:
     One limit for every length: independent noise makes the sum spread as √L, so it rejects long responses.
     Raises ``ValueError`` unless 0 < low <= high.
     """
-    _require_positive("low", low)
-    _require_positive("high", high)
+    require_positive("low", low)
+    require_positive("high", high)
     if low > high:
         raise ValueError(f"low must not be above high, got {low} and {high}")
     return (log_ratio_sums >= math.log(low)) & (log_ratio_sums <= math.log(high))
@@ -58,10 +60,5 @@ def length_fair_gate(log_ratio_sums: Tensor, lengths: Tensor, c: float) -> Tenso
     the mean ΣΔ/L the short ones. With c of three to four σ, in nats per √token, sound responses stay.
     Raises ``ValueError`` unless c is above 0. Source: ours, FSPO's argument applied to the sampler's noise.
     """
-    _require_positive("c", c)
+    require_positive("c", c)
     return log_ratio_sums.isfinite() & (log_ratio_sums.abs() <= c * lengths.to(log_ratio_sums.dtype).sqrt())
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not 0.0 < value < math.inf:
-        raise ValueError(f"{name} must be finite and above 0, got {value}")

@@ -103,9 +103,17 @@ def length_reweighting_error(
     # A fixed order, so that the same sequences in another order also meet the same random draws.
     order = (2 * lengths + flags).argsort()
     flags, lengths = flags[order].double(), lengths[order]
-    bins = length_bins(lengths, num_bins)
-    tally = _tally(bins, flags, int(bins.max()) + 1)
-    null, resampled = _chance(bins, flags, permutations, bootstrap, seed)
+    bins, total = length_bins(lengths, num_bins), len(lengths)
+    size, generator = int(bins.max()) + 1, torch.Generator().manual_seed(seed)
+    tally = _tally(bins, flags, size)
+    null = tally.new_empty(permutations, 2, size)
+    resampled = tally.new_empty(bootstrap, 2, size)
+    # One draw of N at a time: all at once would take gigabytes for a large N and is no faster.
+    for row in null:
+        row.copy_(_tally(bins, flags[torch.randperm(total, generator=generator)], size))
+    for row in resampled:
+        draw = torch.randint(total, (total,), generator=generator)
+        row.copy_(_tally(bins[draw], flags[draw], size))
     counts, passed = tally
     members = [lengths[bins == number] for number in range(len(counts))]
     mean, maximum = _errors(tally)
@@ -155,23 +163,6 @@ def length_bins(lengths: Tensor, num_bins: int) -> Tensor:
 def _tally(bins: Tensor, flags: Tensor, size: int) -> Tensor:
     """Sequences and accepted sequences per bin, float64 [2, B]."""
     return torch.stack([bins.bincount(minlength=size).double(), bins.bincount(weights=flags, minlength=size)])
-
-
-def _chance(
-    bins: Tensor, flags: Tensor, permutations: int, bootstrap: int, seed: int
-) -> tuple[Tensor, Tensor]:
-    """``_tally`` of permuted flags [permutations, 2, B] and of resampled sequences [bootstrap, 2, B]."""
-    generator = torch.Generator().manual_seed(seed)
-    size, total = int(bins.max()) + 1, len(bins)
-    null = torch.empty(permutations, 2, size, dtype=torch.float64)
-    resampled = torch.empty(bootstrap, 2, size, dtype=torch.float64)
-    # One draw of N at a time: all at once would take gigabytes for a large N and is no faster.
-    for row in null:
-        row.copy_(_tally(bins, flags[torch.randperm(total, generator=generator)], size))
-    for row in resampled:
-        draw = torch.randint(total, (total,), generator=generator)
-        row.copy_(_tally(bins[draw], flags[draw], size))
-    return null, resampled
 
 
 def _errors(tally: Tensor) -> tuple[Tensor, Tensor]:

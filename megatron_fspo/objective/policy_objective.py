@@ -63,20 +63,13 @@ class Surrogate:
         return self.below | self.above
 
 
-def unclipped(objective: Tensor, weight: Tensor, ratio: Tensor, nonfinite: Tensor) -> Surrogate:
-    """A surrogate without limits: no flag but ``nonfinite`` is set."""
-    nowhere = torch.zeros_like(nonfinite)
-    return Surrogate(
-        objective=objective,
-        weight=weight,
-        ratio=ratio,
-        clipped_low=nowhere,
-        clipped_high=nowhere,
-        dual_clipped=nowhere,
-        below=nowhere,
-        above=nowhere,
-        nonfinite=nonfinite,
-    )
+def unclipped(
+    objective: Tensor, weight: Tensor, ratio: Tensor, nonfinite: Tensor, **flags: Tensor
+) -> Surrogate:
+    """A surrogate without limits: no flag is set but ``nonfinite`` and those that are given."""
+    limits = ("clipped_low", "clipped_high", "dual_clipped", "below", "above")
+    given = dict.fromkeys(limits, torch.zeros_like(nonfinite)) | flags
+    return Surrogate(objective=objective, weight=weight, ratio=ratio, nonfinite=nonfinite, **given)
 
 
 def sequence_surrogate(
@@ -117,10 +110,8 @@ def sequence_surrogate(
     handling of A = 0, L = 0 and non-finite values is ours. Tokens: PPO (arXiv 1707.06347).
     """
     if log_ratio_sum.dtype not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"log-ratios must be float32 or float64, got {log_ratio_sum.dtype}: "
-            "difference first, sum later, both in float32 (bfloat16 loses most of a nat at 32k tokens)"
-        )
+        # In bfloat16 a difference loses most of a nat at 32k tokens.
+        raise ValueError(f"log-ratios must be float32 or float64, got {log_ratio_sum.dtype}")
     for name, tensor in (("lengths", lengths), ("advantages", advantages)):
         if log_ratio_sum.dim() != 1 or tensor.shape != log_ratio_sum.shape:
             raise ValueError(

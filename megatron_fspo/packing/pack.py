@@ -95,40 +95,30 @@ def plan_step(
     return [[[first + packed[i] for i in numbers] for numbers in rank] for rank in plan], totals
 
 
-def collate(
-    sequences: Sequences,
-    rows: Sequence[int],
-    *,
-    totals: StepTotals,
-    context_rank: int = 0,
-    context_size: int = 1,
-    multiple_of: int = 1,
-) -> MicroBatch:
+def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layout: PackLayout) -> MicroBatch:
     """Pack some of the sequences, and keep the tokens of one context-parallel rank. On the CPU.
 
     Args:
         sequences: to choose from.
         rows: places of the sequences in ``sequences``.
         totals: N and T of the whole optimizer step.
-        context_rank: in [0, ``context_size``); its tokens are those of :func:`local_runs`.
-        context_size: ranks that share a sequence.
-        multiple_of: make t a multiple of this (tensor parallel size under sequence parallel). An empty
-            micro-batch becomes one tail, so that every rank runs the same collectives.
+        layout: this rank's tokens of a sequence are those of :func:`local_runs`. An empty micro-batch becomes
+            one tail, so that every rank runs the same collectives.
     """
     chosen = torch.tensor(rows, dtype=torch.long)
     prompts, lengths, *_ = sequences.places.index_select(0, chosen).unbind(1)
     whole = prompts + lengths
-    chunks = chunks_per_sequence(context_size)
+    chunks = chunks_per_sequence(layout.context_size)
     padding = -whole % chunks
     filled = int((whole + padding).sum())
     # A tail must split into chunks as well; the rank's share of the whole row is what multiple_of is about.
-    step = math.lcm(chunks, context_size * multiple_of)
+    step = math.lcm(chunks, layout.context_size * layout.multiple_of)
     tail = -filled % step if filled else step
     padded = torch.cat([whole + padding, padding.new_tensor([tail] if tail else [])])
     # What positions of a sequence are: before the mask, in it, the last token, padding. A tail is padding.
     ends = torch.stack([prompts - 1, whole - 1, whole], dim=1)
     edges = torch.stack([torch.zeros_like(padded), *_filled(ends, len(padded)).unbind(1), padded], dim=1)
-    held = local_runs(padded, context_rank, context_size)
+    held = local_runs(padded, layout.context_rank, layout.context_size)
     sizes = edges[:, None].clamp(held[..., :1], held[..., 1:]).diff(dim=-1)
     borders = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
     flat = _rows(sequences, chosen, held.tolist())
@@ -150,13 +140,7 @@ def _filled(rows: Tensor, count: int) -> Tensor:
 
 def _rows(sequences: Sequences, chosen: Tensor, held: Sequence[Sequence[Sequence[int]]]) -> list[Tensor]:
     """Tokens, labels and sampled log-probs where this rank holds them: pieces of the flat arrays, copied
-    once.
-
-    Args:
-        sequences: of the step.
-        chosen: [n] int64, their rows in ``sequences``.
-        held: of each sequence, and of the tail, the runs [first, end) of its positions.
-    """
+    once. ``held`` has the runs [first, end) of positions of each of the ``chosen`` rows, and of the tail."""
     places = _filled(sequences.places.index_select(0, chosen), len(held)).tolist()
     longest = max(end - first for runs in held for first, end in runs)
     no_token, no_log_prob = sequences.tokens.new_zeros(longest), sequences.log_probs.new_zeros(longest)
@@ -217,15 +201,7 @@ def collate_packs(sequences: Sequences, packs: Sequence[Pack], layout: PackLayou
     """Micro-batches of what a plan says."""
     row = {number: row for row, number in enumerate(sequences.index.tolist())}
     batches = [
-        collate(
-            sequences,
-            [row[number] for number in pack.numbers],
-            totals=pack.totals,
-            context_rank=layout.context_rank,
-            context_size=layout.context_size,
-            multiple_of=layout.multiple_of,
-        )
-        for pack in packs
+        collate(sequences, [row[number] for number in pack.numbers], pack.totals, layout) for pack in packs
     ]
     return Packs(sequences, batches, layout.device)
 

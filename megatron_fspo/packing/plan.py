@@ -6,7 +6,7 @@ of micro-batches; no micro-batch holds more than ``max_tokens``; the plan depend
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
 
 
@@ -48,11 +48,19 @@ def plan_micro_batches(
     order = sorted(range(len(lengths)), key=lambda i: (-costs[i], i))
     # Two sequences of over half the limit cannot share a bin.
     fewest = max(-(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths))
-    bins = _first_that_fits(
-        lambda per_rank: _fill(lengths, costs, order, per_rank * ranks, max_tokens),
-        start=-(-max(1, -(-fewest // ranks)) // count_multiple_of) * count_multiple_of,
-        step=count_multiple_of,
-    )
+    step = stride = count_multiple_of
+    enough = -(-max(1, -(-fewest // ranks)) // step) * step  # per rank
+    too_few = enough - step
+    # Doubles the stride until a count fits, then halves the gap. Now and then the heuristic refuses a count
+    # after a smaller one that fits; a smaller one is then missed.
+    while (bins := _fill(lengths, costs, order, enough * ranks, max_tokens)) is None:
+        too_few, enough, stride = enough, enough + stride, 2 * stride
+    while enough - too_few > step:
+        middle = too_few + (enough - too_few) // (2 * step) * step
+        if (fewer := _fill(lengths, costs, order, middle * ranks, max_tokens)) is None:
+            too_few = middle
+        else:
+            enough, bins = middle, fewer
     bins.sort(key=lambda bin: (-sum(costs[i] for i in bin), bin))
     plan: list[list[list[int]]] = [[] for _ in range(ranks)]
     for row in range(len(bins) // ranks):
@@ -75,26 +83,6 @@ def attention_costs(lengths: Sequence[int], *, linear_size: int, attention_size:
         attention_size: query heads × head size.
     """
     return [length * linear_size + length * length * attention_size for length in lengths]
-
-
-def _first_that_fits(
-    fill: Callable[[int], list[list[int]] | None], *, start: int, step: int
-) -> list[list[int]]:
-    """Return the bins of ``fill`` with the smallest count ``start + k · step`` that it does not refuse.
-
-    Doubles the stride until a count fits, then halves the gap. Now and then the heuristic refuses a count
-    after a smaller one that fits; a smaller one is then missed.
-    """
-    too_few, enough, stride = start - step, start, step
-    while (bins := fill(enough)) is None:
-        too_few, enough, stride = enough, enough + stride, 2 * stride
-    while enough - too_few > step:
-        middle = too_few + (enough - too_few) // (2 * step) * step
-        if (fewer := fill(middle)) is None:
-            too_few = middle
-        else:
-            enough, bins = middle, fewer
-    return bins
 
 
 def _fill(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_fspo.errors import StopRequested, TrainingError
 
@@ -39,16 +39,15 @@ class Patience:
         return min(2.0, self.silence / 8)
 
 
+@dataclass(frozen=True)
 class Wait:
     """A wait under way: what to ask while it lasts."""
 
-    def __init__(self, control: Control, what: str, *, seconds: float | None, stops: bool) -> None:
-        self._control = control
-        self._what = what
-        self._seconds = seconds or control.patience.wait
-        self._key = "" if seconds else " (parallel.wait_seconds)"
-        self._stops = stops
-        self._began = time.monotonic()
+    control: Control
+    what: str
+    seconds: float | None
+    stops: bool
+    began: float = field(default_factory=time.monotonic)
 
     def check(self) -> None:
         """Call it every :data:`SLICE` or so.
@@ -57,11 +56,14 @@ class Wait:
             TrainingError: another rank failed or is gone, or this takes longer than it may.
             StopRequested: a stop was requested, and this wait may end early.
         """
-        self._control.check()
-        if self._stops and self._control.stop_requested:
-            raise StopRequested(f"a stop was requested during the wait for {self._what}")
-        if time.monotonic() - self._began > self._seconds:
-            raise TrainingError(f"waited {self._seconds:g} s for {self._what}{self._key}")
+        self.control.check()
+        if self.stops and self.control.stop_requested:
+            raise StopRequested(f"a stop was requested during the wait for {self.what}")
+        seconds, key = self.seconds, ""
+        if seconds is None:
+            seconds, key = self.control.patience.wait, " (parallel.wait_seconds)"
+        if time.monotonic() - self.began > seconds:
+            raise TrainingError(f"waited {seconds:g} s for {self.what}{key}")
 
 
 class Control:
@@ -123,7 +125,7 @@ class Control:
         """
         before, self.waits = self.waits, what
         try:
-            yield Wait(self, what, seconds=seconds, stops=stops)
+            yield Wait(self, what, seconds, stops)
         finally:
             self.waits = before
 

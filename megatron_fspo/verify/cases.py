@@ -6,7 +6,6 @@ All of it follows from fixed seeds, so that every rank makes the same without ta
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -56,6 +55,10 @@ class Case:
     clipped: bool = False
     """Old log-probs such that a clip acts on every sequence: the policy gradient is exactly 0."""
 
+    def drifts(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Return per sample [L] float64: new minus old log-prob of each token."""
+        return drifts(samples, seed=3, clipped=self.clipped)
+
 
 LOSSES: dict[str, PolicyLossConfig] = {
     name: loss(**keys) for loss in loss_sections() for name, keys in loss.VERIFIED.items()
@@ -102,18 +105,12 @@ def with_layers(arch: Architecture, parallel: Parallel) -> Architecture:
     return replace(arch, num_layers=2 if chunks == 1 else max(chunks, 4))
 
 
-def _kind(name: str) -> str:
-    return re.sub(r"layers\.\d+", "layers", name)
-
-
 def random_weights(arch: Architecture) -> dict[str, Tensor]:
     """Hugging Face name → fp32 tensor, large enough that attention and clips matter."""
     generator = torch.Generator().manual_seed(1)
-    shapes = expected_hf_shapes(arch)
-    kinds = [_kind(name) for name in shapes]  # drawn kind by kind, and of each kind layer by layer
     return {
         name: torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else 0.2) + (len(shape) == 1)
-        for name, shape in sorted(shapes.items(), key=lambda item: kinds.index(_kind(item[0])))
+        for name, shape in expected_hf_shapes(arch).items()
     }
 
 
@@ -160,11 +157,23 @@ def drifts(samples: Sequence[Sample], *, seed: int, clipped: bool = False) -> li
     return rows
 
 
+def reference_drifts(samples: Sequence[Sample]) -> list[Tensor]:
+    """The same for new minus reference log-probs."""
+    return drifts(samples, seed=4)
+
+
 def split(name: str, lengths: Sequence[int], arch: Architecture, layout: PackLayout) -> Plan:
     """Rank → micro-batch → indices of sequences, by one of ``SPLITS``; ``lengths`` are padded."""
     ranks, multiple_of = layout.data_size, layout.count_multiple_of
     if name == "uneven":
-        plan = _uneven(lengths, ranks)
+        # The first rank has nearly everything: the longest sequence alone, prompts without response alone, an
+        # empty pack, the rest. The others have one short sequence each.
+        empty = [i for i, (_, response) in enumerate(_SHAPES) if not response]
+        *short, longest = sorted(
+            (i for i in range(len(lengths)) if i not in empty), key=lambda i: (lengths[i], i)
+        )
+        others, rest = short[: ranks - 1], short[ranks - 1 :]
+        plan = [[[longest], empty, [], sorted(rest)], *([[i]] for i in others)]
     elif name == "1 sequence each":
         plan = [[[i] for i in range(rank, len(lengths), ranks)] for rank in range(ranks)]
     else:
@@ -180,15 +189,3 @@ def split(name: str, lengths: Sequence[int], arch: Architecture, layout: PackLay
     count = max(map(len, plan))
     count += -count % multiple_of
     return [packs + [[] for _ in range(count - len(packs))] for packs in plan]
-
-
-def _uneven(lengths: Sequence[int], ranks: int) -> list[list[list[int]]]:
-    """The first rank has nearly everything: the longest sequence alone, prompts without response alone, an
-    empty pack, the rest. The others have one short sequence each."""
-    empty = [i for i, (_, response) in enumerate(_SHAPES) if not response]
-    longest = max(range(len(lengths)), key=lambda i: lengths[i])
-    short = sorted(
-        (i for i in range(len(lengths)) if i not in empty and i != longest), key=lambda i: (lengths[i], i)
-    )
-    others, rest = short[: ranks - 1], short[ranks - 1 :]
-    return [[[longest], empty, [], sorted(rest)], *([[i]] for i in others)]

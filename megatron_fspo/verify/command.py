@@ -5,37 +5,25 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_fspo.config import Config, Parallel
+from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
-from megatron_fspo.mcore.backend import Backend, choose_backend
+from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.engine import engine_problem
 from megatron_fspo.mcore.sizes import check_parallel, check_trainable
 from megatron_fspo.verify.cases import SMALL, narrow, with_layers
-from megatron_fspo.verify.layouts import Layout, all_layouts, parse_layout
-from megatron_fspo.verify.run import Result, possible_dtypes, verify
-from megatron_fspo.weights import Architecture, read_architecture
+from megatron_fspo.verify.layouts import Layout, all_layouts, on_ranks, parse_layout
+from megatron_fspo.verify.run import Result, VerifyPlan, possible_dtypes, verify
+from megatron_fspo.weights import read_architecture
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyPlan:
-    """The checked arguments."""
-
-    backend: Backend
-    arch: Architecture
-    layouts: list[Layout]
-    dtypes: list[torch.dtype]
-    every_case: bool
-    world_size: int
+_SHORTER = {".weight": "", "self_attn.": "", "layernorm": "norm", "the copy on the last stage": "copy"}
 
 
 def plan(
@@ -66,7 +54,8 @@ def plan(
     elif use_all or config is None:
         layouts = all_layouts(arch, world_size=world_size)
     else:
-        layouts = [_own_layout(config, world_size)]
+        recompute = config.model.recompute == "full"
+        layouts = [on_ranks("the run's layout", config.parallel, None, recompute, world_size=world_size)]
     for layout in layouts:
         check_parallel(with_layers(arch, layout.parallel), layout.parallel)
     engine = backend.layers == "transformer_engine"
@@ -99,31 +88,13 @@ def run(planned: VerifyPlan, config: Config | None, json_file: Path | None) -> b
 
     if writer:
         print(header(), flush=True)
-    results = verify(
-        planned.layouts,
-        planned.backend,
-        planned.dtypes,
-        config=config,
-        arch=planned.arch,
-        every_case=planned.every_case,
-        report=report,
-    )
+    results = verify(planned, config, report)
     if writer:
         if json_file is not None:
             content = as_json(results, world_size=planned.world_size, collectives=planned.backend.collectives)
             json_file.write_text(json.dumps(content, indent=1), encoding="utf-8")
         print("\n".join(["", *failures(results), summary(results)]), flush=True)
     return not any(result.problems for result in results)
-
-
-def _own_layout(config: Config, world_size: int) -> Layout:
-    parallel: Parallel = config.parallel
-    data, rest = divmod(world_size, parallel.model_size)
-    if rest:
-        raise InputError(
-            f"the run's layout is for a multiple of {parallel.model_size} ranks, not {world_size}"
-        )
-    return Layout(parallel=parallel, data=data, recompute=config.model.recompute == "full")
 
 
 def header() -> str:
@@ -139,33 +110,33 @@ def header() -> str:
 
 def lines(layout: str, results: Sequence[Result]) -> str:
     """One line per precision."""
-    table = []
+    table, errors = [], ("log_prob", "log_ratio_sum", "loss", "grad_norm")
     for dtype in dict.fromkeys(result.dtype for result in results):
         rows = [result for result in results if result.dtype == dtype]
-        worst = max(rows, key=lambda row: row.errors.gradient)
+        worst = max((row.errors for row in rows), key=lambda one: one.gradient)
+        short = worst.worst_parameter.removeprefix("model.")
+        for long, brief in _SHORTER.items():
+            short = short.replace(long, brief)
         failed = sum(bool(row.problems) for row in rows)
         grade = f"{failed} of {len(rows)} FAIL" if failed else f"{len(rows)} pass"
         table.append(
-            f"{layout:<36} {_DTYPE_NAMES[dtype]:<9}{worst.errors.gradient:>9.0e} {_short(worst):<32}"
-            f"{max(row.errors.log_prob for row in rows):>9.0e}"
-            f"{max(row.errors.log_ratio_sum for row in rows):>9.0e}"
-            f"{max(row.errors.loss for row in rows):>9.0e}"
-            f"{max(row.errors.grad_norm for row in rows):>9.0e}"
+            f"{layout:<36} {_DTYPE_NAMES[dtype]:<9}{worst.gradient:>9.0e} {short:<32}"
+            f"{''.join(f'{max(getattr(row.errors, key) for row in rows):>9.0e}' for key in errors)}"
             f"{max(row.collectives['tp'] for row in rows):>4.2g}"
             f"{max(row.collectives['cp'] for row in rows):>3.2g}  {grade}"
         )
     return "\n".join(table)
 
 
-def failures(results: Sequence[Result], limit: int = 10) -> list[str]:
+def failures(results: Sequence[Result]) -> list[str]:
     """A few lines for each case that failed."""
     failed = [result for result in results if result.problems]
     texts = [
         f"{result.layout}, {_DTYPE_NAMES[result.dtype]}, {result.case.name}, {result.case.split}"
         f"{', tied' if result.tied else ''}:\n" + "\n".join(f"  {problem}" for problem in result.problems)
-        for result in failed[:limit]
+        for result in failed[:10]
     ]
-    return texts + ([f"… and {len(failed) - limit} more; --json has all"] if len(failed) > limit else [])
+    return texts + ([f"… and {len(failed) - 10} more; --json has all"] if len(failed) > 10 else [])
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -210,13 +181,3 @@ def as_json(results: Sequence[Result], *, world_size: int, collectives: str) -> 
             for result in results
         ],
     }
-
-
-def _short(result: Result) -> str:
-    """A parameter's name without what is the same in all."""
-    name = result.errors.worst_parameter.removeprefix("model.").replace(".weight", "")
-    return (
-        name.replace("self_attn.", "")
-        .replace("layernorm", "norm")
-        .replace(" (the copy on the last stage)", " (copy)")
-    )

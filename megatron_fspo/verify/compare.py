@@ -16,24 +16,11 @@ from megatron_fspo.verify.layouts import Layout
 from megatron_fspo.verify.production import Outcome, shard_of
 from megatron_fspo.verify.reference import Reference
 
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Largest errors that pass."""
-
-    gradient: float
-    """Relative to the largest entry of the parameter's reference gradient."""
-    value: float
-    """Limit of log-probs, S, losses and means, in nats; of the gradient norm, relative."""
-
-
 # fp32 rounds at 6e-8, and a gradient is a sum of thousands of terms; what a wrong factor or a lost token does
 # is larger by orders of magnitude, and float64 shows everything else.
-LIMITS = {
-    torch.float64: Limits(gradient=1e-10, value=1e-10),
-    torch.float32: Limits(gradient=1e-5, value=1e-5),
-    torch.bfloat16: Limits(gradient=0.1, value=0.1),
-}
+LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.1}
+"""Largest errors that pass: of log-probs, S, losses and means in nats; of a gradient relative to its largest
+entry; of the gradient norm relative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,15 +95,15 @@ class _ShardError(NamedTuple):
 def _gradient_errors(policy: Policy, outcome: Outcome, want: Reference) -> dict[str, GradientError]:
     mine: list[_ShardError] = []
     for row, gradient in outcome.gradients:
-        got, wanted = gradient.double().cpu(), shard_of(row, want.gradients, policy)
+        got, right = gradient.double().cpu(), shard_of(row, want.gradients, policy)
         mine.append(
             _ShardError(
                 name=f"{row.hf[0].name}{' (the copy on the last stage)' if row.copy else ''}",
                 shard=0 if row.layout == "replicated" else policy.groups.tp.rank(),
-                gap=(got - wanted).abs().max().item(),
-                scale=wanted.abs().max().item(),
-                product=(got * wanted).sum().item(),
-                wanted=wanted.square().sum().item(),
+                gap=(got - right).abs().max().item(),
+                scale=right.abs().max().item(),
+                product=(got * right).sum().item(),
+                wanted=right.square().sum().item(),
                 gotten=got.square().sum().item(),
             )
         )
@@ -125,21 +112,20 @@ def _gradient_errors(policy: Policy, outcome: Outcome, want: Reference) -> dict[
     by_name: dict[str, list[_ShardError]] = {}
     for shard in (shard for rank in everywhere for shard in rank):
         by_name.setdefault(shard.name, []).append(shard)
-    return {name: _gradient_error(shards) for name, shards in sorted(by_name.items())}
-
-
-def _gradient_error(shards: Sequence[_ShardError]) -> GradientError:
-    gap, scale = max(_or_inf(shard.gap) for shard in shards), max(shard.scale for shard in shards)
-    product = sum(shard.product for shard in shards)
-    wanted, gotten = sum(shard.wanted for shard in shards), sum(shard.gotten for shard in shards)
-    numbers = {shard.shard for shard in shards}
-    copies = [[shard.gotten for shard in shards if shard.shard == number] for number in numbers]
-    return GradientError(
-        error=gap / scale if scale else (0.0 if gap == 0 else math.inf),
-        factor=product / wanted if wanted else math.nan,
-        unlike=1 - product**2 / (wanted * gotten) if wanted and gotten else 0.0,
-        copies=max(1 - min(squares) / max(squares) if max(squares) else 0.0 for squares in copies),
-    )
+    found = {}
+    for name, shards in sorted(by_name.items()):
+        gap, scale = max(_or_inf(shard.gap) for shard in shards), max(shard.scale for shard in shards)
+        product = sum(shard.product for shard in shards)
+        wanted, gotten = sum(shard.wanted for shard in shards), sum(shard.gotten for shard in shards)
+        numbers = {shard.shard for shard in shards}
+        copies = [[shard.gotten for shard in shards if shard.shard == number] for number in numbers]
+        found[name] = GradientError(
+            error=gap / scale if scale else (0.0 if gap == 0 else math.inf),
+            factor=product / wanted if wanted else math.nan,
+            unlike=1 - product**2 / (wanted * gotten) if wanted and gotten else 0.0,
+            copies=max(1 - min(squares) / max(squares) if max(squares) else 0.0 for squares in copies),
+        )
+    return found
 
 
 def _largest(gap: Tensor) -> float:
@@ -184,40 +170,40 @@ _LAYER_BACKWARD = (
 )
 
 
-def diagnose(outcome: Outcome, want: Reference, errors: Errors, limits: Limits, layout: Layout) -> list[str]:
+def diagnose(outcome: Outcome, want: Reference, errors: Errors, limit: float, layout: Layout) -> list[str]:
     """Lines ``cause: explanation (figures)``, the likeliest of ``CAUSES`` first; later ones often follow from
     it. Empty where everything is within the limits."""
-    causes = _causes(outcome, want, errors, limits, layout)
+    causes = _causes(outcome, want, errors, limit, layout)
     return [f"{cause}: {CAUSES[cause]} ({figures})" for cause, figures in causes]
 
 
 def _causes(
-    outcome: Outcome, want: Reference, errors: Errors, limits: Limits, layout: Layout
+    outcome: Outcome, want: Reference, errors: Errors, limit: float, layout: Layout
 ) -> Iterator[tuple[str, str]]:
     tokens = sum(len(row) for row in want.log_probs)
     if (outcome.seen != 1).any():
         yield "sequences", _indices(outcome.seen != 1)
     if outcome.tokens != tokens:
         yield "tokens", f"{outcome.tokens} are in the loss, the responses have {tokens}"
-    if errors.log_prob > limits.value:
+    if errors.log_prob > limit:
         wanted = torch.nn.utils.rnn.pad_sequence([*want.log_probs], batch_first=True)
-        right = (outcome.log_probs - wanted).abs().amax(1) <= limits.value  # NaN is not
+        right = (outcome.log_probs - wanted).abs().amax(1) <= limit  # NaN is not
         # A first token sees none but itself: attention cannot make its hidden state wrong.
         some = any(flag for flag, row in zip(right.tolist(), want.log_probs, strict=True) if len(row))
         yield "attention" if some else "head", f"log-probs are off by {errors.log_prob:.1e}"
-    if errors.log_ratio_sum > limits.value:
-        yield _sum_cause(outcome.log_ratio_sums, want, limits), f"S is off by {errors.log_ratio_sum:.1e}"
+    if errors.log_ratio_sum > limit:
+        yield _sum_cause(outcome.log_ratio_sums, want, limit), f"S is off by {errors.log_ratio_sum:.1e}"
     decided = ((outcome.clipped - want.clipped).abs() > 1e-6) | (outcome.out_of_band != want.out_of_band)
     if decided.any():
         yield "clip", f"sequences {_indices(decided)}"
     for key, value in reported(want).items():
         gap = _or_inf(abs(outcome.metrics[key] - value))
-        if gap > limits.value:
+        if gap > limit:
             yield "denominator" if math.isfinite(gap) else "mask", f"{key} is off by {gap:.1e}"
-    if errors.gradient > limits.gradient:
-        cause, figures = _gradient_cause(want, errors, limits, layout)
+    if errors.gradient > limit:
+        cause, figures = _gradient_cause(want, errors, limit, layout)
         yield cause, f"{figures}worst: {errors.worst_parameter}, relative error {errors.gradient:.1e}"
-    if errors.grad_norm > limits.gradient:
+    if errors.grad_norm > limit:
         yield "grad-norm", f"relative error {errors.grad_norm:.1e}"
     # An all-gather of statistics, a broadcast of upstream gradients and a reduction of d hidden; sequence
     # parallel gathers hidden as well. The sums that make S, and one rank's decisions on all.
@@ -227,20 +213,20 @@ def _causes(
             yield "collectives", f"{outcome.collectives[group]:.4g} over {group}, where {most} would do"
 
 
-def _sum_cause(got: Tensor, want: Reference, limits: Limits) -> str:
+def _sum_cause(got: Tensor, want: Reference, limit: float) -> str:
     if not got.isfinite().all():
         return "mask"
     sums, lengths = want.log_ratio_sums, torch.tensor([max(1, len(row)) for row in want.log_probs])
     for cause, values in (("sum-factor", sums), ("sum-mean", sums / lengths)):
         factor = (got @ values / (values @ values)).item()  # least squares
-        multiple = (got - factor * values).abs().max() < limits.value * max(1.0, abs(factor))
+        multiple = (got - factor * values).abs().max() < limit * max(1.0, abs(factor))
         if multiple and (cause == "sum-mean" or abs(factor - 1) > 0.01):  # rounding is a multiple of about 1
             return cause
     return "sum-rounding" if (got - sums).abs().max() < 0.01 * sums.abs().max() else "sum-tokens"
 
 
-def _gradient_cause(want: Reference, errors: Errors, limits: Limits, layout: Layout) -> tuple[str, str]:
-    wrong = {name: error for name, error in errors.gradients.items() if error.error > limits.gradient}
+def _gradient_cause(want: Reference, errors: Errors, limit: float, layout: Layout) -> tuple[str, str]:
+    wrong = {name: error for name, error in errors.gradients.items() if error.error > limit}
     factors = [error.factor for error in wrong.values()]
     if want.grad_norm == 0:
         return "clipped-gradient", ""
@@ -248,12 +234,12 @@ def _gradient_cause(want: Reference, errors: Errors, limits: Limits, layout: Lay
         return "infinite-gradient", ""
     if len(wrong) < len(errors.gradients):
         return _model_cause([*wrong], errors, layout)
-    if max(error.copies for error in wrong.values()) > limits.gradient:
+    if max(error.copies for error in wrong.values()) > limit:
         return "not-reduced", ""
     if max(error.unlike for error in wrong.values()) < 1e-6 and (
-        max(factors) - min(factors) <= limits.gradient * abs(max(factors))
+        max(factors) - min(factors) <= limit * abs(max(factors))
     ):
-        return "factor", f"{factors[0]:.{1 - round(math.log10(limits.gradient))}g} x the reference; "
+        return "factor", f"{factors[0]:.{1 - round(math.log10(limit))}g} x the reference; "
     return "regularizer" if want.loss != -want.objective else "weighting", ""
 
 

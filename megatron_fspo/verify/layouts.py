@@ -50,12 +50,19 @@ def parse_layout(text: str, *, world_size: int) -> Layout:
         InputError: a word that is not one, or a size that does not fit.
     """
     parallel, data, recompute = _parse(text)
+    return on_ranks(f"layout {text}", parallel, data, recompute, world_size=world_size)
+
+
+def on_ranks(what: str, parallel: Parallel, data: int | None, recompute: bool, *, world_size: int) -> Layout:
+    """A layout on so many ranks; ``data`` None: as large as they allow. Errors begin with ``what``.
+
+    Raises:
+        InputError: a size that does not fit.
+    """
     rest, remainder = divmod(world_size, parallel.model_size)
     if remainder or (data is not None and data != rest):
         ranks = parallel.model_size * (data or 1)
-        raise InputError(
-            f"layout {text} is for {'' if data else 'a multiple of '}{ranks} ranks, not {world_size}"
-        )
+        raise InputError(f"{what} is for {'' if data else 'a multiple of '}{ranks} ranks, not {world_size}")
     return Layout(parallel=parallel, data=rest, recompute=recompute)
 
 
@@ -93,9 +100,10 @@ def _parse(text: str) -> tuple[Parallel, int | None, bool]:
 def all_layouts(arch: Architecture, *, world_size: int) -> list[Layout]:
     """Every product of tensor, pipeline and context parallel that fits the ranks and the model; with and
     without sequence parallel and virtual stages where few others are on; the optimizer's options on some."""
+    sizes = [2**i for i in range(world_size.bit_length())]
     names = [
         ".".join(filter(None, [f"tp{tp}", sp, f"pp{pp}", vpp, f"cp{cp}"]))
-        for tp, pp, cp in product(_powers(world_size), repeat=3)
+        for tp, pp, cp in product(sizes, repeat=3)
         for sp in (["", "sp"] if tp > 1 and pp * cp == 1 else ["sp"] if tp > 1 else [""])
         for vpp in (["", "vpp2"] if 1 < pp < 8 and cp <= 2 else [""])
         if tp == 1 or cp == 1 or not vpp
@@ -111,8 +119,3 @@ def all_layouts(arch: Architecture, *, world_size: int) -> list[Layout]:
             check_parallel(with_layers(arch, layout.parallel), layout.parallel)
             layouts.append(layout)
     return layouts
-
-
-def _powers(limit: int) -> list[int]:
-    """1, 2, 4, … up to the limit."""
-    return [2**i for i in range(limit.bit_length()) if 2**i <= limit]

@@ -25,7 +25,7 @@ from megatron_fspo.parallel.groups import ParallelGroups, means, of_first_rank, 
 from megatron_fspo.parallel.head import linear_log_probs
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.types import Sample
-from megatron_fspo.verify.cases import Case, split
+from megatron_fspo.verify.cases import Case, reference_drifts, split
 from megatron_fspo.verify.layouts import Layout
 from megatron_fspo.weights import Architecture, Row, resolve, shard_shape, shard_slices, to_megatron_shard
 
@@ -106,22 +106,28 @@ class Scored:
 def score(policy: Policy, split_name: str, samples: Sequence[Sample], temperature: float) -> Scored:
     """The pass that gives old log-probs. Collective."""
     scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=temperature)
-    batches = _packs(policy, split_name, samples)
+    layout = pack_layout(
+        policy.groups,
+        policy.backend.device,
+        sequence=policy.parallel.sequence,
+        interleaved=policy.parallel.interleaved,
+    )
+    sequences = Sequences.of(
+        prompts=[sample.prompt.token_ids for sample in samples],
+        responses=[sample.completion.token_ids for sample in samples],
+        advantages=[sample.advantage for sample in samples],
+    )
+    whole = (sequences.prompt_lengths + sequences.lengths).tolist()
+    lengths = [padded_length(length, layout.context_size) for length in whole]
+    batches = pack(sequences, layout, plan=split(split_name, lengths, policy.arch, layout))
     return Scored(micro_batches=batches, log_probs=policy.score(batches, scoring), scoring=scoring)
 
 
-def run(
-    policy: Policy,
-    case: Case,
-    scored: Scored,
-    samples: Sequence[Sample],
-    drifts: Sequence[Tensor],
-    reference_drifts: Sequence[Tensor],
-) -> Outcome:
-    """Take one step on old log-probs that lie ``drifts`` below the policy's. Collective."""
+def run(policy: Policy, case: Case, scored: Scored, samples: Sequence[Sample]) -> Outcome:
+    """Take one step on old log-probs that lie the case's drifts below the policy's. Collective."""
     batches = scored.micro_batches.with_columns(
-        old_log_probs=below(scored, drifts, samples),
-        reference_log_probs=below(scored, reference_drifts, samples),
+        old_log_probs=below(scored, case.drifts(samples), samples),
+        reference_log_probs=below(scored, reference_drifts(samples), samples),
     )
     rows = torch.zeros(4, len(samples), dtype=torch.float64, device=policy.backend.device)
 
@@ -164,23 +170,6 @@ def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
             yield resolve(name, policy.arch, offset), parameter
 
 
-def _packs(policy: Policy, split_name: str, samples: Sequence[Sample]) -> Packs:
-    layout = pack_layout(
-        policy.groups,
-        policy.backend.device,
-        sequence=policy.parallel.sequence,
-        interleaved=policy.parallel.interleaved,
-    )
-    sequences = Sequences.of(
-        prompts=[sample.prompt.token_ids for sample in samples],
-        responses=[sample.completion.token_ids for sample in samples],
-        advantages=[sample.advantage for sample in samples],
-    )
-    whole = (sequences.prompt_lengths + sequences.lengths).tolist()
-    lengths = [padded_length(length, layout.context_size) for length in whole]
-    return pack(sequences, layout, plan=split(split_name, lengths, policy.arch, layout))
-
-
 def _response_positions(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     """Sample, and position in its response, of each of this rank's tokens inside the mask."""
     prompts = torch.tensor([len(sample.prompt.token_ids) for sample in samples], device=batch.mask.device)
@@ -208,15 +197,8 @@ def _gathered(
     samples: Sequence[Sample],
     policy: Policy,
 ) -> dict[str, Any]:
-    """The fields of :class:`Outcome` that are per sequence, in the order of the samples. Collective.
-
-    Args:
-        rows: [4, n] what this rank has observed: S, clipped, out of band, and how often it was seen.
-        batches: this rank's.
-        scores: log-probs [t] of each.
-        samples: of all ranks.
-        policy: with the groups of the layout.
-    """
+    """The fields of :class:`Outcome` that are per sequence, in the order of the samples, from the log-probs
+    of each batch and the rows [4, n] that this rank has observed. Collective."""
     groups = policy.groups
     longest = max(len(sample.completion.token_ids) for sample in samples)
     log_probs = rows.new_zeros(len(samples), longest)

@@ -151,7 +151,10 @@ def reference(
         kl = token_mean([row.square() / 2 for row in _log_ratios(scores.log_probs, ref_drifts)])
     total = -(objective + loss.entropy_coef * entropy - kl_coef * kl)
 
-    gradients = _gradients(total, scores.weights)
+    learned = {name: weight for name, weight in scores.weights.items() if weight.requires_grad}
+    # The graph stays for the next loss.
+    found = torch.autograd.grad(total, list(learned.values()), retain_graph=True)
+    gradients = dict(zip(learned, found, strict=True))
     return Reference(
         log_probs=[row.detach() for row in scores.log_probs],
         log_ratio_sums=torch.stack([row.detach().sum() for row in log_ratios]),
@@ -172,13 +175,6 @@ def _log_ratios(log_probs: Sequence[Tensor], drifts: Sequence[Tensor]) -> list[T
         if drift.shape != new.shape:
             raise ValueError(f"drifts of sample {index} are {[*drift.shape]}; it has {len(new)} tokens")
     return [new - (new.detach() - drift) for new, drift in zip(log_probs, drifts, strict=True)]
-
-
-def _gradients(total: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """d total / d weight of every weight with ``requires_grad``; the graph stays for the next loss."""
-    learned = {name: weight for name, weight in weights.items() if weight.requires_grad}
-    gradients = torch.autograd.grad(total, list(learned.values()), retain_graph=True)
-    return dict(zip(learned, gradients, strict=True))
 
 
 def log_probs_and_entropy(

@@ -17,14 +17,13 @@ from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.parallel.groups import share
 from megatron_fspo.verify.cases import (
-    SMALL,
     SPLITS,
     TEMPERATURE,
     Case,
     cases,
-    drifts,
     make_samples,
     random_weights,
+    reference_drifts,
     with_layers,
 )
 from megatron_fspo.verify.compare import LIMITS, Errors, compare, diagnose
@@ -32,8 +31,6 @@ from megatron_fspo.verify.layouts import Layout
 from megatron_fspo.verify.production import build, run, score
 from megatron_fspo.verify.reference import Reference, forward, reference
 from megatron_fspo.weights import Architecture
-
-_DRIFT_SEED, _REFERENCE_DRIFT_SEED = 3, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,44 +49,49 @@ class Result:
     """Empty: it passed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class VerifyPlan:
+    """The checked arguments."""
+
+    backend: Backend
+    arch: Architecture
+    """With a run's configuration as it is, else both tied and untied; its layers follow from the layout."""
+    layouts: list[Layout]
+    dtypes: list[torch.dtype]
+    every_case: bool
+    """In every precision; else each layout runs every loss once, in one precision or the other, and all
+    layouts together cover the pairs."""
+    world_size: int
+
+
 def verify(
-    layouts: Sequence[Layout],
-    backend: Backend,
-    dtypes: Sequence[torch.dtype],
-    *,
-    config: Config | None = None,
-    arch: Architecture = SMALL,
-    every_case: bool = True,
-    report: Callable[[Layout, list[Result]], None],
+    planned: VerifyPlan, config: Config | None, report: Callable[[Layout, list[Result]], None]
 ) -> list[Result]:
     """Run every layout; ``report`` hears of each as it is done. Collective; the same on every rank.
 
     Args:
-        layouts: one after the other.
-        backend: device and communication.
-        dtypes: precisions to run each in.
+        planned: layouts, one after the other, and their cases.
         config: of a run whose loss and temperature are to be among the cases.
-        arch: with a ``config`` as it is, else both tied and untied; its layers follow from the layout.
-        every_case: in every precision; else each layout runs every loss once, in one precision or the other,
-            and all layouts together cover the pairs.
         report: hears of each layout when it is done.
     """
+    backend, arch, dtypes = planned.backend, planned.arch, planned.dtypes
     join(backend)  # the references are shared before the first layout starts
     ties = [arch.tied] if config is not None else [False, True]
     temperature = TEMPERATURE if config is None else config.rollout.temperature
-    models = {replace(with_layers(arch, layout.parallel), tied=tied) for layout in layouts for tied in ties}
+    layers = [with_layers(arch, layout.parallel) for layout in planned.layouts]
+    models = {replace(model, tied=tied) for model in layers for tied in ties}
     wanted = references(models, dtypes, cases(config, 0), temperature)
     stop()
     gc.freeze()  # what lives on is not looked through again whenever a layout's groups are collected
     everything: list[Result] = []
-    for number, layout in enumerate(layouts):
+    for number, layout in enumerate(planned.layouts):
         results: list[Result] = []
         asked = cases(config, number)
         groups = start(backend, parallel=layout.parallel, seed=1)
         for turn, dtype in enumerate(possible := possible_dtypes(layout, dtypes)):
-            model = replace(with_layers(arch, layout.parallel), tied=ties[(number + turn) % len(ties)])
+            model = replace(layers[number], tied=ties[(number + turn) % len(ties)])
             policy = build(layout, model, _weights(model, dtypes), backend, groups, dtype)
-            some = asked if every_case else _share(asked, turn, len(possible), number)
+            some = asked if planned.every_case else _share(asked, turn, len(possible), number)
             if dtype == torch.bfloat16:
                 some = [case for case in some if case.loss.DECIDES_BY_RATIOS]
             results += check_cases(policy, layout, some, wanted[model], temperature)
@@ -132,14 +134,7 @@ def check_cases(
     }
     results = []
     for case in asked:
-        outcome = run(
-            policy,
-            case,
-            scored[case.split],
-            samples,
-            drifts(samples, seed=_DRIFT_SEED, clipped=case.clipped),
-            drifts(samples, seed=_REFERENCE_DRIFT_SEED),
-        )
+        outcome = run(policy, case, scored[case.split], samples)
         want = wanted[case.name]
         errors = compare(policy, outcome, want)
         results.append(
@@ -170,8 +165,8 @@ def references(
             case.name: reference(
                 scores,
                 case.loss,
-                drifts(samples, seed=_DRIFT_SEED, clipped=case.clipped),
-                ref_drifts=drifts(samples, seed=_REFERENCE_DRIFT_SEED) if case.loss.kl_coef else None,
+                case.drifts(samples),
+                ref_drifts=reference_drifts(samples) if case.loss.kl_coef else None,
                 kl_coef=case.loss.kl_coef,
             )
             for case in asked

@@ -12,10 +12,9 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.losses import DAPOLoss, FSPOLoss, LossState, PolicyLossConfig
+from megatron_fspo.losses import FSPOLoss, LossState, PolicyLossConfig
 from megatron_fspo.losses.fspo import WATCHED
 from megatron_fspo.objective import (
-    ConstantDualClip,
     FSPOBand,
     LengthFairDualClip,
     sequence_surrogate,
@@ -41,40 +40,12 @@ def observe(loss: LossState, s: Tensor, *, kl: float = 0.0, warm: bool = True) -
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "objective"),
-    [
-        (
-            "fspo",
-            {"c_low": 0.02, "c_high": 0.05, "exponent": 0.6},
-            SequenceLevel(
-                band=FSPOBand(c_low=0.02, c_high=0.05, exponent=0.6),
-                dual_clip=LengthFairDualClip(c=0.1, exponent=0.6),
-            ),
-        ),
-        (
-            "fspo",
-            {"drift": "given", "drift_value": -0.001, "c_dual": 0.2},
-            SequenceLevel(
-                band=FSPOBand(c_low=0.03, c_high=0.03, drift=-0.001),
-                dual_clip=LengthFairDualClip(c=0.2, drift=-0.001),
-            ),
-        ),
-        (
-            "fspo",
-            {"drift_value": -0.001, "dual_clip": "off"},  # drift = none: the value is not used
-            SequenceLevel(band=FSPOBand(c_low=0.03, c_high=0.03), dual_clip=None),
-        ),
-        (
-            "fspo",
-            {"dual_clip": "constant", "dual_clip_ratio": 4.0},
-            SequenceLevel(band=FSPOBand(c_low=0.03, c_high=0.03), dual_clip=ConstantDualClip(ratio=4.0)),
-        ),
-        ("dapo", {"eps_low": 0.1}, DAPOLoss(eps_low=0.1)),
-    ],
+    ("name", "keys"),
+    [("fspo", {"dual_clip": "off"}), ("fspo", {"drift": "given"}), ("dapo", {"eps_low": 0.1})],
 )
-def test_every_configuration_has_its_objective(name: str, keys: dict[str, Any], objective: object) -> None:
+def test_limits_without_a_moving_part_stay(name: str, keys: dict[str, Any]) -> None:
     loss = state(name, **keys)
-    assert loss.objective() == objective
+    objective = loss.objective()
     observe(loss, sums(1), kl=0.5)
     assert loss.objective() == objective
     assert (loss.metrics() == {}) == (name != "fspo")
@@ -83,8 +54,8 @@ def test_every_configuration_has_its_objective(name: str, keys: dict[str, Any], 
 
 def test_calibration_waits_for_warm_batches_then_stays() -> None:
     # Windows are of whole rollouts: 2 mini-batches are rounded up to 3.
-    loss = state("fspo", calibrate=2, updates=3, c_low=0.02, c_high=0.04)
-    given = {"fspo/c_low": 0.02, "fspo/c_high": 0.04, "fspo/drift": 0.0, "fspo/exponent": 0.5}
+    loss = state("fspo", calibrate=2, updates=3, c_low=0.02, c_high=0.04, exponent=0.25)
+    given = {"fspo/c_low": 0.02, "fspo/c_high": 0.04, "fspo/drift": 0.0, "fspo/exponent": 0.25}
     for seed in range(3):
         observe(loss, sums(seed, sigma=1e-4), warm=False)
     loss.observe(torch.zeros(4), LENGTHS, kl_k3=0.0, sigma=0.0, warm=True)  # nothing has moved: says nothing
@@ -97,9 +68,9 @@ def test_calibration_waits_for_warm_batches_then_stays() -> None:
         assert (loss.calibrated() is None) == (number < 3)
         loss.observe(batch, lengths, kl_k3=0.0, sigma=0.05, warm=True)
 
-    c = 2 * sigma_hat(batch, lengths)
+    c = 2 * sigma_hat(batch, lengths, 0.25)
     # The two sides keep their ratio, and c is their mean.
-    moved = {"fspo/c_low": c / 1.5, "fspo/c_high": c / 0.75, "fspo/drift": 0.0, "fspo/exponent": 0.5}
+    moved = {"fspo/c_low": c / 1.5, "fspo/c_high": c / 0.75, "fspo/drift": 0.0, "fspo/exponent": 0.25}
     assert loss.metrics() == pytest.approx(moved)
     objective = loss.objective()
     assert isinstance(objective, SequenceLevel)
@@ -166,18 +137,6 @@ def test_an_exponent_that_cannot_be_measured_is_said() -> None:
         state("fspo", calibrate=2, exponent="measured")
 
 
-@pytest.mark.parametrize("c_dual", [0.05, 0.5])
-def test_a_dual_clip_follows_the_band(c_dual: float) -> None:
-    """A given one would end inside a band that calibration made wider."""
-    loss = state("fspo", calibrate=1, c_low=0.04, c_high=0.02, c_dual=c_dual)
-    observe(loss, sums(1))
-    objective = loss.objective()
-    assert isinstance(objective, SequenceLevel)
-    assert isinstance(objective.band, FSPOBand) and isinstance(objective.dual_clip, LengthFairDualClip)
-    assert objective.band.c_high == pytest.approx(objective.band.c_low / 2)
-    assert objective.dual_clip.c / objective.band.c_high == pytest.approx(c_dual / 0.02)
-
-
 @pytest.mark.parametrize("drift", ["k3", "half_variance"])
 def test_an_estimated_drift_waits_for_an_update_before_which_the_policy_has_moved(drift: str) -> None:
     """The first update of a rollout is on policy: S = 0 for every sequence, and none may be clipped."""
@@ -217,12 +176,6 @@ def test_a_band_that_will_not_act_is_noted_before_the_run(
     assert all(key in note for note in notes)
 
 
-def test_calibration_measures_with_the_exponent_of_the_band() -> None:
-    loss = state("fspo", calibrate=1, exponent=0.25)
-    observe(loss, sums(1))
-    assert loss.metrics()["fspo/c_low"] == pytest.approx(2 * sigma_hat(sums(1), LENGTHS, 0.25))
-
-
 @pytest.mark.parametrize(
     ("keys", "kl", "drift"),
     [
@@ -238,6 +191,7 @@ def test_calibration_measures_with_the_exponent_of_the_band() -> None:
 def test_drift_follows_its_estimate_up_to_the_cap(keys: dict[str, Any], kl: float, drift: float) -> None:
     loss = state("fspo", **keys)
     loss.observe(sums(1), LENGTHS, kl_k3=kl, sigma=0.1, warm=False)
+    loss.observe(sums(1), LENGTHS, kl_k3=math.nan, sigma=None, warm=False)  # says nothing
     assert loss.metrics()["fspo/drift"] == pytest.approx(drift)
     objective = loss.objective()
     assert isinstance(objective, SequenceLevel)
@@ -245,27 +199,21 @@ def test_drift_follows_its_estimate_up_to_the_cap(keys: dict[str, Any], kl: floa
     assert objective.band.drift == objective.dual_clip.drift == pytest.approx(drift)
 
 
-def test_drift_follows_the_last_batch_that_says_something() -> None:
-    loss = state("fspo", drift="k3")
-    for kl in (0.004, 0.002, math.nan):
-        observe(loss, sums(1), kl=kl)
-    assert loss.metrics()["fspo/drift"] == -0.002
-
-
-@pytest.mark.parametrize("seen", [0, 1, 2, 3])
-def test_a_resumed_run_goes_on_as_if_nothing_had_happened(seen: int) -> None:
-    keys = {"calibrate": 2, "drift": "k3"}
-    whole, first, second = (state("fspo", **keys) for _ in range(3))
-    for step in range(4):
+@pytest.mark.parametrize("seen", range(7))
+@pytest.mark.parametrize("keys", [{"calibrate": 2}, {"calibrate": 3, "exponent": "measured"}])
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(seen: int, keys: dict[str, Any]) -> None:
+    whole, first, second = (state("fspo", drift="k3", **keys) for _ in range(3))
+    for step in range(6):
         observe(whole, sums(step), kl=step / 1000)
     for step in range(seen):
         observe(first, sums(step), kl=step / 1000)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.objective() == first.objective()
-    for step in range(seen, 4):
+    for step in range(seen, 6):
         observe(second, sums(step), kl=step / 1000)
     assert second.objective() == whole.objective()
     assert second.state_dict() == whole.state_dict()
+    assert len(json.dumps(whole.state_dict())) < 600  # the measurements are gone once σ̂ is steady
 
 
 def test_the_configuration_wins_over_a_checkpoint() -> None:

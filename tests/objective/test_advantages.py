@@ -28,6 +28,8 @@ def test_group_normalised_by_hand() -> None:
     assert got[1].tolist() == [0.0] * 4
     wide = group_normalized_advantages(torch.tensor([[1.0, 0.0]]), eps=1.0)
     assert wide[0].tolist() == pytest.approx([0.5 / (math.sqrt(0.5) + 1), -0.5 / (math.sqrt(0.5) + 1)])
+    with pytest.raises(ValueError, match="eps must be above 0"):
+        group_normalized_advantages(torch.zeros(1, 2), eps=0.0)
 
 
 @BOTH
@@ -64,8 +66,3 @@ def test_wrong_rewards_are_refused(advantages) -> None:
     rewards[1, 2], rewards[2, 0] = math.nan, math.inf
     with pytest.raises(ValueError, match=r"rewards\[1, 2\] is nan, 2 of 12"):
         advantages(rewards)
-
-
-def test_eps_has_to_be_positive() -> None:
-    with pytest.raises(ValueError, match="eps must be above 0"):
-        group_normalized_advantages(torch.zeros(1, 2), eps=0.0)

@@ -1,4 +1,4 @@
-"""Sequences on several ranks and packs of padding. Values and weights of every loss: test_definitions."""
+"""Every loss: against autograd through its own definition; on several ranks; on packs of padding."""
 
 from __future__ import annotations
 
@@ -9,33 +9,18 @@ from threading import Barrier
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fspo.losses import DAPOLoss, GRPOLoss
-from megatron_fspo.objective import (
-    ConstantDualClip,
-    FSPOBand,
-    GSPOBand,
-    LengthFairDualClip,
-    RLOOBand,
-)
-from megatron_fspo.objective.policy_objective import (
-    LossInputs,
-    LossTerms,
-    PolicyObjective,
-    SequenceLevel,
-)
+from megatron_fspo.losses import Definition, Loss, loss_sections
+from megatron_fspo.losses.cispo import CISPOLoss
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms
 
 LENGTHS = [1, 3, 8, 20, 5, 40, 2, 12]
-
-LOSSES: dict[str, PolicyObjective] = {
-    "fspo": SequenceLevel(
-        band=FSPOBand(c_low=0.05, c_high=0.08, drift=-0.001), dual_clip=LengthFairDualClip(c=0.15)
-    ),
-    "rloo": SequenceLevel(band=RLOOBand(eps_low=0.2, eps_high=0.2), dual_clip=ConstantDualClip(ratio=1.5)),
-    "gspo": SequenceLevel(band=GSPOBand(eps_low=0.01, eps_high=0.02)),
-    "grpo": GRPOLoss(eps_low=0.05, eps_high=0.05, dual_clip_ratio=1.1),
-    "dapo": DAPOLoss(eps_low=0.05, eps_high=0.08),
+LOSSES: dict[str, Loss] = {
+    **{section.__name__: section() for section in loss_sections()},
+    **{name: section(**keys) for section in loss_sections() for name, keys in section.VERIFIED.items()},
 }
 
 
@@ -93,26 +78,6 @@ def inputs(lengths: list[int], seed: int = 0) -> LossInputs:
     )
 
 
-def test_what_another_rank_decided_of_a_sequence_counts() -> None:
-    """Where several ranks share it: S, weight, J, flags."""
-    batch = inputs(LENGTHS)
-    own = LOSSES["fspo"](batch)
-    theirs = torch.linspace(1, 2, len(LENGTHS), dtype=torch.float64)
-    nobody = torch.zeros_like(theirs)
-    flags = [nobody, nobody + 1, nobody, nobody + 1, nobody]
-    decided = torch.stack([theirs, 3 * theirs, 7 * theirs, 5 * theirs, *flags])
-    got = LOSSES["fspo"](replace(batch, decided=lambda mine: decided + 0 * mine))
-    assert torch.equal(got.log_ratio_sum, theirs) and torch.equal(got.ratio, 7 * theirs)
-    want = torch.cat([3 * theirs, torch.zeros(1)])[batch.segment]
-    assert torch.equal(got.weight, torch.where(batch.mask, want, 0.0))
-    assert got.objective.item() == pytest.approx(5 * theirs.sum().item())
-    flags = (got.clipped_low, got.clipped_high, got.dual_clipped, got.out_of_band, got.nonfinite)
-    assert [[*map(bool, flag)] for flag in flags] == [
-        [x] * len(LENGTHS) for x in (False, True, False, True, False)
-    ]
-    assert not torch.equal(own.weight, got.weight)
-
-
 def part(batch: LossInputs, sequences: range) -> LossInputs:
     """Some sequences of a batch; N and T stay those of the whole step."""
     own = (batch.segment >= sequences.start) & (batch.segment < sequences.stop)
@@ -131,11 +96,142 @@ def part(batch: LossInputs, sequences: range) -> LossInputs:
     )
 
 
+def defined(loss: Loss, batch: LossInputs, log_ratio: Tensor) -> tuple[Tensor, list[Definition | None]]:
+    """J of the whole batch and each response's definition, from log-ratios [t] with a graph."""
+    total, responses = torch.zeros((), dtype=torch.float64), []
+    for number, advantage in enumerate(batch.advantages.tolist()):
+        own = batch.mask & (batch.segment == number)
+        if not own.any():
+            responses.append(None)
+            continue
+        tokens = log_ratio[own]
+        log_probs = batch.log_probs[own] + tokens - tokens.detach()
+        one = loss.definition(tokens, advantage, log_probs)
+        responses.append(one)
+        if one.mean == "sequence":
+            total = total + one.objective.mean() / batch.num_sequences
+        else:
+            total = total + one.objective.sum() / batch.num_tokens
+    return total, responses
+
+
 @pytest.mark.parametrize("name", LOSSES)
+@given(seed=st.integers(0, 2**16), lengths=st.lists(st.integers(0, 30), min_size=1, max_size=6))
+@settings(max_examples=12, deadline=None)
+def test_weights_are_the_derivative_of_the_definition(name: str, seed: int, lengths: list[int]) -> None:
+    loss, batch = LOSSES[name], inputs(lengths, seed)
+    batch = replace(batch, num_sequences=max(1, sum(n > 0 for n in lengths)), num_tokens=max(1, sum(lengths)))
+    if seed % 3 == 0:
+        batch.advantages[0] = 0.0
+    variable = batch.log_ratio.clone().requires_grad_()
+    want, responses = defined(loss, batch, variable)
+    terms = loss.objective()(batch)
+    assert terms.objective.item() / batch.num_sequences == pytest.approx(want.item(), rel=1e-9, abs=1e-12)
+    if want.requires_grad:
+        (gradient,) = torch.autograd.grad(want, variable)
+        gradient = torch.where(batch.mask, gradient, 0.0) * batch.num_sequences
+        torch.testing.assert_close(terms.weight, gradient, rtol=1e-9, atol=1e-12)
+    clipped = terms.clipped_low + terms.clipped_high + terms.dual_clipped
+    for number, one in enumerate(responses):
+        assert clipped[number].item() == pytest.approx(one.clipped if one else 0.0)
+        assert bool(terms.out_of_band[number]) is (one is not None and one.out_of_band)
+    assert not terms.nonfinite.any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_batch_that_is_split_has_the_same_weights(name: str) -> None:
+    objective = LOSSES[name].objective()
+    for cut in (0, 3, len(LENGTHS)):
+        whole = inputs(LENGTHS, cut)
+        parts = [part(whole, range(cut)), part(whole, range(cut, len(LENGTHS)))]
+        terms = [objective(one) for one in parts]
+        want = objective(whole)
+        assert sum(t.objective.item() for t in terms) == pytest.approx(want.objective.item(), abs=1e-9)
+        weights = torch.cat([t.weight[p.mask] for t, p in zip(terms, parts, strict=True)])
+        torch.testing.assert_close(weights, want.weight[whole.mask], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_not_finite_drops_its_response_and_no_other(name: str, value: float) -> None:
+    objective, good = LOSSES[name].objective(), inputs(LENGTHS)
+    ratio = good.log_ratio.clone()
+    ratio[int((good.segment == 2).nonzero()[-1])] = value
+    terms = objective(replace(good, log_ratio=ratio))
+    assert terms.nonfinite.tolist() == [i == 2 for i in range(len(LENGTHS))]
+    assert (terms.weight[good.segment == 2] == 0).all() and terms.objective.isfinite()
+    others = good.segment != 2
+    assert torch.equal(terms.weight[others], objective(good).weight[others])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_ratios_far_away_are_weighed_or_dropped_and_never_nan(name: str, sign: float) -> None:
+    """A log-ratio of 60 on every token: e^S overflows float64 for the longer ones."""
+    batch = inputs(LENGTHS)
+    terms = LOSSES[name].objective()(replace(batch, log_ratio=torch.full_like(batch.log_ratio, 60 * sign)))
+    assert terms.weight.isfinite().all() and terms.objective.isfinite()
+    assert not terms.weight[~batch.mask].any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_without_any_response_has_no_gradient(name: str) -> None:
+    terms = LOSSES[name].objective()(replace(inputs([0, 0]), num_sequences=0, num_tokens=0))
+    assert not terms.weight.any() and terms.objective == 0 and not terms.nonfinite.any()
+    terms = LOSSES[name].objective()(part(inputs(LENGTHS), range(0)))  # of a micro-batch of padding only
+    assert terms.objective == 0 and terms.weight.numel() == 0 and terms.nonfinite.numel() == 0
+
+
+def test_on_policy_no_loss_clips_and_all_have_gradients() -> None:
+    """At S = 0."""
+    batch = inputs(LENGTHS)
+    batch = replace(batch, log_ratio=torch.zeros_like(batch.log_ratio))
+    for loss in LOSSES.values():
+        if getattr(loss, "drift", "none") != "none":
+            continue
+        terms = loss.objective()(batch)
+        a = torch.cat([batch.advantages, torch.zeros(1)])[batch.segment]
+        assert torch.equal(terms.weight.sign(), torch.where(batch.mask, a, 0.0).sign()), loss
+        assert not (terms.clipped_low + terms.clipped_high + terms.dual_clipped).any()
+
+
+@pytest.mark.parametrize("eps_low", [None, 0.03])
+def test_what_cispo_clips_keeps_its_gradient(eps_low: float | None) -> None:
+    batch = inputs(LENGTHS)
+    terms = CISPOLoss(eps_low=eps_low, eps_high=0.04).objective()(batch)
+    assert terms.clipped_high.any() and bool(terms.clipped_low.any()) == (eps_low is not None)
+    assert (terms.weight[batch.mask] != 0).all()
+    assert terms.ratio.isnan().all(), "tokens have weights of their own"
+
+
+# Several ranks.
+
+
+def test_what_another_rank_decided_of_a_sequence_counts() -> None:
+    """Where several ranks share it: S, weight, J, flags."""
+    batch = inputs(LENGTHS)
+    own = LOSSES["fspo"].objective()(batch)
+    theirs = torch.linspace(1, 2, len(LENGTHS), dtype=torch.float64)
+    nobody = torch.zeros_like(theirs)
+    flags = [nobody, nobody + 1, nobody, nobody + 1, nobody]
+    decided = torch.stack([theirs, 3 * theirs, 7 * theirs, 5 * theirs, *flags])
+    got = LOSSES["fspo"].objective()(replace(batch, decided=lambda mine: decided + 0 * mine))
+    assert torch.equal(got.log_ratio_sum, theirs) and torch.equal(got.ratio, 7 * theirs)
+    want = torch.cat([3 * theirs, torch.zeros(1)])[batch.segment]
+    assert torch.equal(got.weight, torch.where(batch.mask, want, 0.0))
+    assert got.objective.item() == pytest.approx(5 * theirs.sum().item())
+    flags = (got.clipped_low, got.clipped_high, got.dual_clipped, got.out_of_band, got.nonfinite)
+    assert [[*map(bool, flag)] for flag in flags] == [
+        [x] * len(LENGTHS) for x in (False, True, False, True, False)
+    ]
+    assert not torch.equal(own.weight, got.weight)
+
+
+@pytest.mark.parametrize("name", ["fspo-dual", "rloo", "gspo", "grpo", "dapo"])
 def test_a_sequence_on_two_ranks_counts_once(name: str) -> None:
     """Context parallel: each rank has some tokens; one reduction, and every per-sequence number is whole."""
     whole = inputs(LENGTHS)
-    want = LOSSES[name](whole)
+    want = LOSSES[name].objective()(whole)
     first = torch.arange(len(whole.segment)) % 3 == 0
     box, barrier = [torch.empty(0), torch.empty(0)], Barrier(2, timeout=20)
 
@@ -154,7 +250,7 @@ def test_a_sequence_on_two_ranks_counts_once(name: str) -> None:
             return box[0] + box[1]
 
         ratio = whole.log_ratio[own]
-        return LOSSES[name](
+        return LOSSES[name].objective()(
             replace(whole, log_ratio=ratio, mask=mask, segment=segment, sequence_sums=reduced)
         )
 
@@ -167,9 +263,3 @@ def test_a_sequence_on_two_ranks_counts_once(name: str) -> None:
         for field in ("log_ratio_sum", "clipped_low", "clipped_high", "dual_clipped", "out_of_band"):
             got = getattr(terms[number], field)
             assert torch.allclose(got.double(), getattr(want, field).double(), rtol=1e-9, atol=0), field
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_micro_batch_of_padding_only(name: str) -> None:
-    terms: LossTerms = LOSSES[name](part(inputs(LENGTHS), range(0)))
-    assert terms.objective == 0 and terms.weight.numel() == 0 and terms.nonfinite.numel() == 0

@@ -1,9 +1,12 @@
-"""The sequence surrogate case by case: every branch by hand, extremes, empty and broken sequences."""
+"""The sequence surrogate: every branch by hand, extremes, empty and broken sequences; laws for any input."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from megatron_fspo.objective import (
     ClipBand,
@@ -109,36 +112,6 @@ def test_a_constant_dual_clip_limits_the_ratio_of_its_band(length: int) -> None:
         assert under.weight.item() < 0
 
 
-def test_tokens_are_sequences_of_one_token() -> None:
-    log_ratio = torch.tensor([0.1, 0.3, 0.3, -0.3, -0.3, 2.0, 0.1], dtype=torch.float64)
-    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, -1.0, 0.0], dtype=torch.float64)
-    band, dual = RLOOBand(eps_low=0.2, eps_high=0.28), ConstantDualClip(ratio=3.0)
-    got = sequence_surrogate(log_ratio, torch.ones(7), advantages, band, dual)
-    e = math.exp
-    assert got.objective.tolist() == pytest.approx([e(0.1), 1.28, -e(0.3), -0.8, e(-0.3), -3.0, 0.0])
-    assert got.weight.tolist() == pytest.approx([e(0.1), 0.0, -e(0.3), 0.0, e(-0.3), 0.0, 0.0])
-    assert got.clipped_high.nonzero().flatten().tolist() == [1]
-    assert got.clipped_low.nonzero().flatten().tolist() == [3]
-    assert got.dual_clipped.nonzero().flatten().tolist() == [5]
-    assert got.above.nonzero().flatten().tolist() == [1, 2, 5]
-
-
-def test_one_bad_sequence_leaves_the_others_alone() -> None:
-    s = torch.tensor([0.1, math.nan, 0.2, math.inf, 0.0])
-    lengths, advantages = torch.tensor([10, 10, 10, 10, 0]), torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0])
-    got = sequence_surrogate(s, lengths, advantages, RLOOBand(eps_low=0.5, eps_high=0.5))
-    assert got.nonfinite.tolist() == [False, True, False, True, False]
-    expected = [math.exp(0.1), 0.0, -math.exp(0.2), 0.0, 0.0]
-    assert got.weight.tolist() == pytest.approx(expected) and got.objective.tolist() == pytest.approx(
-        expected
-    )
-
-
-def test_no_sequences() -> None:
-    got = sequence_surrogate(torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(0), FSPO, DUAL)
-    assert all(column.shape == (0,) for column in vars(got).values())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_dtype_of_s_is_kept_and_used(dtype: torch.dtype) -> None:
     s = torch.tensor([1e-9 + math.log(1.2), math.log(1.2) - 1e-9], dtype=dtype)
@@ -159,3 +132,98 @@ def test_wrong_shapes_and_dtypes_are_refused() -> None:
         sequence_surrogate(three, lengths[:, None], three, FSPO)
     with pytest.raises(ValueError, match=r"must both be \[N\]"):
         sequence_surrogate(torch.zeros(3, 1), lengths[:, None], torch.zeros(3, 1), FSPO)
+
+
+# Laws.
+
+LAWS = settings(deadline=None, max_examples=100, derandomize=True, database=None)
+
+bands = st.sampled_from(
+    [
+        FSPOBand(c_low=0.05, c_high=0.05),
+        FSPOBand(c_low=0.03, c_high=0.2, drift=-0.001),
+        RLOOBand(eps_low=0.2, eps_high=0.28),
+        GSPOBand(eps_low=3e-3, eps_high=4e-3),
+    ]
+)
+dual_clips = st.sampled_from([None, LengthFairDualClip(c=0.4), ConstantDualClip(ratio=3.0)])
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
+    """S, L, A in float64. S has the scale of the bands, so that both sides of each limit are drawn."""
+    size = draw(st.integers(1, 12))
+    lengths = draw(st.lists(st.integers(1, 4096), min_size=size, max_size=size))
+    per_root = draw(st.lists(st.floats(-1.0, 1.0), min_size=size, max_size=size))
+    advantages = draw(st.lists(st.floats(-3, 3).map(lambda a: round(a, 2)), min_size=size, max_size=size))
+    length = torch.tensor(lengths)
+    s = torch.tensor(per_root, dtype=torch.float64) * length.double().sqrt()
+    return s, length, torch.tensor(advantages, dtype=torch.float64)
+
+
+@LAWS
+@given(batches(), bands, dual_clips)
+def test_a_flag_and_a_zero_weight_go_together(batch, band, dual) -> None:
+    s, lengths, advantages = batch
+    got = sequence_surrogate(s, lengths, advantages, band, dual)
+    assert not got.nonfinite.any()
+    assert torch.equal(got.weight == 0, got.clipped | (advantages == 0))
+    assert not (got.clipped & (advantages == 0)).any()
+    assert (got.clipped_low.int() + got.clipped_high.int() + got.dual_clipped.int() <= 1).all()
+    low, high = band.bounds(lengths.double())
+    assert torch.equal(got.below, s < low) and torch.equal(got.above, s > high)
+    assert torch.equal(got.out_of_band, (s < low) | (s > high))
+
+
+@LAWS
+@given(batches(), bands, dual_clips)
+def test_the_objective_is_pessimistic_and_the_dual_clip_bounds_it(batch, band, dual) -> None:
+    s, lengths, advantages = batch
+    scale = band.log_ratio_scale(lengths.double())
+    plain = sequence_surrogate(s, lengths, advantages, band)
+    unclipped = (scale * s).exp() * advantages
+    slack = 1e-12 * unclipped.abs()
+    assert (plain.objective <= unclipped + slack).all()
+    if dual is not None:
+        floor = (scale * dual.log_bound(lengths.double(), scale)).exp() * advantages
+        got = sequence_surrogate(s, lengths, advantages, band, dual)
+        negative = advantages < 0
+        assert (got.objective >= floor - 1e-12 * floor.abs())[negative].all()
+        assert (got.objective >= plain.objective).all()
+        assert torch.equal(got.objective[~negative], plain.objective[~negative])
+
+
+@LAWS
+@given(batches(), st.integers(1, 4), st.booleans())
+def test_scale_law_of_the_square_root_band(batch, power, with_dual) -> None:
+    """k times the length and √k times S: no flag changes. k = 4^p makes √k, and so the law, exact."""
+    s, lengths, advantages = batch
+    s = s / 8  # at most 128 nats after scaling: exp does not overflow
+    band, dual = FSPOBand(c_low=0.03, c_high=0.05), LengthFairDualClip(c=0.08) if with_dual else None
+    before = sequence_surrogate(s, lengths, advantages, band, dual)
+    after = sequence_surrogate(s * 2**power, lengths * 4**power, advantages, band, dual)
+    for name in FLAGS:
+        assert torch.equal(vars(before)[name], vars(after)[name]), name
+
+
+@LAWS
+@given(batches())
+def test_flipping_s_and_a_swaps_low_and_high(batch) -> None:
+    s, lengths, advantages = batch
+    band = FSPOBand(c_low=0.05, c_high=0.05)
+    got = sequence_surrogate(s, lengths, advantages, band)
+    flipped = sequence_surrogate(-s, lengths, -advantages, band)
+    assert torch.equal(got.clipped_low, flipped.clipped_high)
+    assert torch.equal(got.clipped_high, flipped.clipped_low)
+    assert torch.equal(got.below, flipped.above)
+
+
+@LAWS
+@given(batches(), bands, dual_clips, st.randoms(use_true_random=False))
+def test_sequences_do_not_see_each_other(batch, band, dual, random) -> None:
+    order = list(range(len(batch[0])))
+    random.shuffle(order)
+    got = sequence_surrogate(*batch, band, dual)
+    shuffled = sequence_surrogate(*(column[order] for column in batch), band, dual)
+    for name, column in vars(got).items():
+        assert torch.equal(column[order], vars(shuffled)[name]), name

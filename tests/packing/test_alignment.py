@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,24 +18,14 @@ from megatron_fspo.parallel.groups import ParallelGroups, pack_layout
 LENGTHS = [1, 2, 3, 15, 16, 17, 31, 33, 64, 97]
 
 
-class Group:
+def group(rank: int = 0, size: int = 1) -> Any:
     """A rank of a process group."""
-
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
+    return SimpleNamespace(rank=lambda: rank, size=lambda: size)
 
 
 def of_rank(rank: int, parallel: Parallel, recipe: Any) -> Any:
     """What one context-parallel rank gets of all sequences, in packs of about 100 tokens."""
-    one: Any = Group()
-    cp: Any = Group(rank, parallel.context)
-    tp: Any = Group(0, parallel.tensor)
+    one, cp, tp = group(), group(rank, parallel.context), group(0, parallel.tensor)
     groups = ParallelGroups(tp=tp, pp=one, cp=cp, ep=one, dp=one, dp_cp=cp)
     layout = pack_layout(
         groups,

@@ -11,25 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fspo.packing.batch import MicroBatch
-from megatron_fspo.types import Completion, Prompt, Sample
-from packs import collate, sample_length
+from megatron_fspo.types import Sample
+from packs import collate, sample, sample_length
 
 PAD = 0
-
-
-def sample(prompt: list[int], response: list[int], advantage: float = 1.0) -> Sample:
-    return Sample(
-        prompt=Prompt(index=0, token_ids=tuple(prompt), text="", answer=""),
-        number=0,
-        completion=Completion(
-            token_ids=tuple(response),
-            log_probs=(-1.0,) * len(response),
-            finish_reason="stop",
-            weight_version=0,
-        ),
-        reward=0.0,
-        advantage=advantage,
-    )
 
 
 def pack(samples: list[Sample], indices: list[int], multiple_of: int = 1) -> MicroBatch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_fspo.packing.batch import MicroBatch, gathered_positions, local_positions
-from megatron_fspo.types import Completion, Prompt, Sample
-from packs import collate, sample_length
+from megatron_fspo.types import Sample
+from packs import collate, sample
 
 
 def test_two_sequences_on_two_ranks_by_hand() -> None:
@@ -49,18 +49,8 @@ def test_a_length_that_does_not_split_is_refused() -> None:
 
 
 def make(prompt: int, response: int, start: int) -> Sample:
-    return Sample(
-        prompt=Prompt(index=0, token_ids=tuple(range(start, start + prompt)), text="", answer=""),
-        number=0,
-        completion=Completion(
-            token_ids=tuple(range(start + prompt, start + prompt + response)),
-            log_probs=tuple(-0.5 - i for i in range(response)),
-            finish_reason="stop",
-            weight_version=0,
-        ),
-        reward=0.0,
-        advantage=1.0,
-    )
+    """One whose token ids count from ``start``."""
+    return sample(range(start, start + prompt), range(start + prompt, start + prompt + response))
 
 
 def pack(samples: list[Sample], rank: int, size: int, multiple_of: int = 1) -> MicroBatch:
@@ -106,11 +96,3 @@ def test_the_ranks_of_a_pack_hold_each_response_token_once(
         where = local_positions(part.borders, rank, size)
         begin = torch.tensor([max(s for s in starts if s <= w) for w in where.tolist()])
         assert torch.equal(part.position_ids[0], where - begin)
-
-
-@given(shapes=shapes, size=st.integers(1, 4))
-def test_a_samples_length_is_its_place_in_the_pack(shapes: list[tuple[int, int]], size: int) -> None:
-    samples = [make(prompt, response, 10) for prompt, response in shapes]
-    borders = pack(samples, 0, size).borders.tolist()
-    lengths = [sample_length(sample, context=size) for sample in samples]
-    assert [b - a for a, b in pairwise(borders)][: len(samples)] == lengths

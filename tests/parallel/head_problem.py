@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -120,3 +120,45 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, scale: float = 1
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     rounding = 2.0**-8 if got.dtype == torch.bfloat16 else tolerance / 10
     torch.testing.assert_close(got.double(), want, rtol=rounding, atol=tolerance * scale)
+
+
+def check_problem(problem: Problem, chunk: int | None, main_grad: torch.dtype | None) -> None:
+    """Values and gradients; two micro-batches where there is a main_grad."""
+    weight = problem.leaves()[1]
+    padding = mine(problem.weight).isnan().any(-1)
+    if main_grad is not None:
+        weight.main_grad = torch.linspace(-1, 1, weight.numel()).view(weight.shape).to(main_grad)
+    for batch in [problem] if main_grad is None else [problem, replace(problem, seed=1)]:
+        before = None if main_grad is None else weight.main_grad.to(torch.float64, copy=True)
+        hidden = batch.leaves()[0]
+        outputs = batch.run(hidden, weight, chunk)
+        batch.loss(outputs).backward()
+        *want_outputs, want_hidden, want_weight = batch.exact()
+        for got, want in zip(outputs, want_outputs, strict=True):
+            check_values(batch, got.detach(), want)
+        assert hidden.grad.dtype == batch.dtype
+        assert_close(hidden.grad, want_hidden, batch.dtype, scale=10)
+        unused = ~(mine(batch.used) if batch.sequence_parallel else batch.used)
+        assert (hidden.grad[unused] == 0).all(), "a row without upstream gradient has one"
+        if before is None:
+            assert weight.grad.dtype == batch.dtype and (weight.grad[padding] == 0).all()
+            assert_close(weight.grad, want_weight, batch.dtype, scale=40)
+        else:
+            assert weight.grad_added_to_main_grad is True and weight.main_grad.dtype == main_grad
+            assert weight.grad.shape == weight.shape and (weight.grad == 0).all()
+            assert (weight.main_grad[padding] == before[padding]).all()
+            coarser = torch.float32 if main_grad == torch.float32 else batch.dtype
+            assert_close(weight.main_grad, before + want_weight, coarser, scale=40)
+
+
+def check_values(problem: Problem, got: Tensor, want: Tensor) -> None:
+    """Against the oracle; 0 outside the mask; the same bits on every rank."""
+    nan = problem.mask & problem.hidden.isnan().any(-1)
+    assert got.dtype == (torch.float64 if problem.dtype == torch.float64 else torch.float32)
+    assert torch.equal(got.isnan(), nan), "a row that is not finite spoils others"
+    got = torch.where(nan, 0.0, got)
+    assert_close(got, want, problem.dtype)
+    assert (got[~problem.mask] == 0).all()
+    others = [torch.empty_like(got) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, got)
+    assert all(torch.equal(other, got) for other in others), "the ranks disagree"

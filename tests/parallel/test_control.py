@@ -54,6 +54,14 @@ class Job:
             return list(pool.map(attempt, range(len(self.ranks))))
 
 
+def wait_long(control: Control, what: str, **more: bool) -> None:
+    """Until it is ended."""
+    with control.waiting(what, **more) as wait:
+        while True:
+            time.sleep(0.05)
+            wait.check()
+
+
 @contextmanager
 def job(size: int = 3, patience: Patience = QUICK) -> Iterator[Job]:
     jobs = Job(size, patience)
@@ -168,10 +176,7 @@ def test_an_error_of_one_ends_the_waits_of_all(error: Exception, text: str) -> N
         elif rank == 1:
             control.meet("the grades")
         else:
-            with control.waiting("a server") as wait:
-                while True:
-                    time.sleep(0.05)
-                    wait.check()
+            wait_long(control, "a server")
 
     with job() as ranks:
         began = time.monotonic()
@@ -270,13 +275,9 @@ def test_a_stop_on_another_rank_ends_a_wait_that_may_end() -> None:
             control.request_stop()
         if rank:
             return control.hear("the responses")
-        try:
-            with control.waiting("the servers", stops=True) as wait:
-                while True:
-                    time.sleep(0.05)
-                    wait.check()
-        except StopRequested:
-            control.tell("stop")
+        with pytest.raises(StopRequested):
+            wait_long(control, "the servers", stops=True)
+        control.tell("stop")
         return "stop"
 
     with job() as ranks:

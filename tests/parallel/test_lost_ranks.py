@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from control_worker import SILENCE
 
-from launch import REPO, environment
+from launch import forked
 
 pytestmark = pytest.mark.slow
 
@@ -25,14 +23,7 @@ Found = dict[str, list[dict[str, Any]]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("lost")
     worker = Path(__file__).with_name("control_worker.py")
-    done = subprocess.run(
-        [sys.executable, str(worker), str(folder)],
-        cwd=REPO,
-        env=environment(),
-        timeout=200,
-        capture_output=True,
-        text=True,
-    )
+    done = forked([str(worker), str(folder)], nproc=0, timeout=200)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
 

@@ -19,7 +19,6 @@ from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import (
     ParallelGroups,
     any_rank,
-    exchange,
     gather_lists,
     means,
     of_first_rank,
@@ -35,6 +34,9 @@ from megatron_fspo.types import Completion, Prompt, VersionSpan
 
 
 class _Counter:
+    """A Mock would keep the group it was called with, and a gloo group that outlives destroy_process_group
+    aborts the interpreter's exit now and then."""
+
     def __init__(self, function: Callable[..., object]) -> None:
         self.function, self.calls = function, 0
 
@@ -43,59 +45,29 @@ class _Counter:
         return self.function(*args, **kwargs)
 
 
-def check_collectives() -> None:
-    """One per call, whatever the number of tokens, sequences and columns."""
-    world = dist.get_world_size()
-    for columns, tokens, sequences in ((1, 1, 1), (6, 300, 40)):
-        # A Mock would keep the group it was called with, and a gloo group that outlives
-        # destroy_process_group aborts the interpreter's exit now and then.
-        counter = _Counter(dist.all_reduce)
-        with mock.patch.object(dist, "all_reduce", counter):
-            segment = torch.arange(tokens) % sequences
-            mask = torch.ones(tokens, dtype=torch.bool)
-            sequence_sums(torch.ones(columns, tokens), mask, segment, sequences, group=dist.group.WORLD)
-        assert counter.calls == (1 if world > 1 else 0)
-
-
 def check_sequence_sums() -> None:
-    """Sequences whose tokens lie on all ranks; lengths and values in decades, so a wrong rank would show."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    lengths = [1, 10, 100, 7]
-    segment = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((6,), 4)])
-    values = 10.0**segment + torch.arange(len(segment)) / 1000
-    mask = (torch.arange(len(segment)) % 3 != 0) & (segment < 4)
-    values[~mask] = float("nan")
-    want = [values[mask & (segment == i)].double().sum().item() for i in range(4)]
-    owner = torch.randint(0, world, (len(segment),), generator=torch.Generator().manual_seed(3)) == rank
-    columns = torch.stack([values, -2 * values])
-    got = sequence_sums(columns[:, owner], mask[owner], segment[owner], 4, group=dist.group.WORLD)
-    assert got.shape == (2, 4) and got.dtype == torch.float32
-    expected = torch.tensor(want, dtype=torch.float64)
-    assert torch.allclose(got.double(), torch.stack([expected, -2 * expected]), rtol=1e-6)
-    fine = sequence_sums(columns[:, owner].double(), mask[owner], segment[owner], 4, group=dist.group.WORLD)
-    assert fine.dtype == torch.float64
-    empty = sequence_sums(columns[:, :2] * 0, mask[:2], segment[:2] * 0, 0, group=dist.group.WORLD)
-    assert empty.shape == (2, 0)
-
-
-def check_exact_sums() -> None:
-    """The same bits on every rank, whichever of them owns a token."""
+    """Whichever rank owns a token, in any order: the same bits on every rank, and one collective."""
     world, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(5)
     segment = torch.randint(0, 6, (3000,), generator=generator)
-    values = torch.randn(2, 3000, generator=generator) * 10.0 ** torch.randint(
-        -6, 4, (3000,), generator=generator
-    )
+    size = torch.randint(-6, 4, (3000,), generator=generator)
+    values = torch.randn(2, 3000, generator=generator) * 10.0**size
     mask = torch.rand(3000, generator=generator) < 0.8
+    values[:, ~mask] = float("nan")
     values[0, 7], values[1, 8], mask[7:9] = float("nan"), float("inf"), True
+    values[1, 7] = values[0, 8] = 1.0
+
+    def sums(values: torch.Tensor, tokens: torch.Tensor, count: int = 5) -> torch.Tensor:
+        return sequence_sums(values[:, tokens], mask[tokens], segment[tokens], count, group=dist.group.WORLD)
+
     found = []
-    for _ in range(4):
-        mine = torch.randint(0, world, (3000,), generator=generator) == rank
-        order = torch.randperm(int(mine.sum()), generator=torch.Generator().manual_seed(rank))
-        tokens = mine.nonzero()[order, 0]
-        found.append(
-            sequence_sums(values[:, tokens], mask[tokens], segment[tokens], 5, group=dist.group.WORLD)
-        )
+    counter = _Counter(dist.all_reduce)
+    with mock.patch.object(dist, "all_reduce", counter):
+        for _ in range(4):
+            mine = torch.randint(0, world, (3000,), generator=generator) == rank
+            order = torch.randperm(int(mine.sum()), generator=torch.Generator().manual_seed(rank))
+            found.append(sums(values, mine.nonzero()[order, 0]))
+    assert counter.calls == (4 if world > 1 else 0)
     everywhere = [torch.empty_like(found[0]) for _ in range(world)]
     dist.all_gather(everywhere, found[0])
     for other in (*found, *everywhere):
@@ -105,6 +77,8 @@ def check_exact_sums() -> None:
         torch.testing.assert_close(
             found[0][row, column].double(), want, rtol=1e-7, atol=1e-12, equal_nan=True
         )
+    nowhere = torch.zeros(0, dtype=torch.long)
+    assert sums(values.double(), nowhere).dtype == torch.float64 and sums(values, nowhere, 0).shape == (2, 0)
 
 
 def check_prefix_sums() -> None:
@@ -173,21 +147,6 @@ def check_metrics() -> None:
     assert share(rank, group=dist.group.WORLD, source=-1) == world - 1
     device = torch.device("cpu")
     assert any_rank(rank == world - 1, device=device) and not any_rank(False, device=device)
-
-
-def check_exchange() -> None:
-    """Uneven and empty parts: rank r sends rank s rows with r·s + r values in all, which name both."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-
-    def rows(source: int, to: int) -> list[torch.Tensor]:
-        values = torch.arange(source * to + source, dtype=torch.int32) + 10_000 * source + 1000 * to
-        return [values[:1], values[:0], values[1:]]
-
-    got, counts = exchange([rows(rank, to) for to in range(world)], torch.int32, group=dist.group.WORLD)
-    assert counts == [source * rank + source for source in range(world)] and got.dtype == torch.int32
-    assert torch.equal(got, torch.cat([row for source in range(world) for row in rows(source, rank)]))
-    nothing, counts = exchange([[] for _ in range(world)], torch.float32, group=dist.group.WORLD)
-    assert len(nothing) == 0 and counts == [0] * world and nothing.dtype == torch.float32
 
 
 def check_hand_out() -> None:
@@ -259,11 +218,8 @@ def check_any_rank_ends_a_run_beyond_max_kl() -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    check_exchange()
     check_hand_out()
-    check_collectives()
     check_sequence_sums()
-    check_exact_sums()
     check_prefix_sums()
     check_one_decides()
     check_metrics()

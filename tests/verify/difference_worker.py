@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_fspo.mismatch import correction
 from patching import Patch, wrap
 from torch import Tensor
 
@@ -34,6 +33,7 @@ from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, of_first
 from megatron_fspo.record.records import SequenceRecord
 from megatron_fspo.rollout import embedded
 from megatron_fspo.rollout.embedded import EmbeddedEngine
+from megatron_fspo.trainer import correction
 from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.optimize import observe
 from megatron_fspo.types import Prompt, SamplingParams
@@ -43,7 +43,6 @@ from megatron_fspo.verify.cases import (
     SMALL,
     TEMPERATURE,
     Case,
-    drifts,
     make_samples,
     random_weights,
     with_layers,
@@ -100,10 +99,9 @@ def apart(what: set[str], *, here: bool) -> Patch:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A layout with a policy. The rank that is to differ is the last; it decides only where nobody shares its
+    """A policy in its layout. The rank that is to differ is the last; it decides only where nobody shares its
     sequences."""
 
-    layout: Layout
     groups: ParallelGroups
     policy: Policy
     scored: Scored
@@ -115,14 +113,8 @@ class Place:
     def step(self, loss: str, what: set[str]) -> Outcome:
         """One optimizer step."""
         with apart(what, here=self.here):
-            outcome = production.run(
-                self.policy,
-                Case(name=loss, loss=LOSSES[loss], split=SPLIT),
-                self.scored,
-                SAMPLES,
-                drifts(SAMPLES, seed=3),
-                drifts(SAMPLES, seed=4),
-            )
+            case = Case(name=loss, loss=LOSSES[loss], split=SPLIT)
+            outcome = production.run(self.policy, case, self.scored, SAMPLES)
         copies = [(row, gradient.clone()) for row, gradient in outcome.gradients]
         # The records of a training run are those of the first tensor-parallel rank.
         rows = torch.stack([outcome.log_ratio_sums, outcome.clipped, outcome.out_of_band.double()])
@@ -150,7 +142,13 @@ class Place:
     def calibrated(self) -> list[str]:
         """A calibrated c, forced apart in the calibration."""
         loss = FSPOLoss(calibrate=1, drift="k3").start(longest=256)
-        records = [record(number) for number in range(8)]
+        flags = dict.fromkeys(("out_of_band", "nonfinite", "clipped_low", "clipped_high", "dual_clipped"), 0)
+        records = [
+            SequenceRecord(
+                sample=n, rank=0, length=10 * n + 1, log_ratio_sum=0.01 * n + 0.1, advantage=1.0, **flags
+            )
+            for n in range(8)
+        ]
 
         def nudge(real: Callable[..., None], calibrator: Any, *args: Any) -> None:
             real(calibrator, *args)
@@ -200,14 +198,6 @@ class Place:
         return [] if all(mine == share(mine, group=group) for group in groups) else ["responses"]
 
 
-def record(number: int) -> SequenceRecord:
-    clips = {"clipped_low": 0.0, "clipped_high": 0.0, "dual_clipped": 0.0}
-    return SequenceRecord(
-        sample=number, rank=0, length=10 * number + 1, log_ratio_sum=0.01 * number + 0.1, advantage=1.0,
-        out_of_band=False, nonfinite=False, **clips,
-    )  # fmt: skip
-
-
 def unlike(clean: Outcome, other: Outcome) -> list[str]:
     """What differs on this rank."""
     found = [
@@ -233,7 +223,7 @@ def on_layout(layout: Layout) -> dict[str, Any]:
     model = with_layers(SMALL, layout.parallel)
     policy = production.build(layout, model, random_weights(model), BACKEND, groups, torch.float32)
     scored = production.score(policy, SPLIT, SAMPLES, TEMPERATURE)
-    place = Place(layout=layout, groups=groups, policy=policy, scored=scored)
+    place = Place(groups=groups, policy=policy, scored=scored)
     found = place.found()
     del policy, scored, place
     stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -20,52 +20,48 @@ from megatron_fspo.packing import pack as packing
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel import segments
 
+SUMS = (policy_loss, "sequence_sums")
+PREFIX_SUMS = (policy_loss, "prefix_sums")
+LOSS = (policy_loss.PolicyLoss, "loss")
+MEGATRON_LOSS = (policy_loss, "megatron_loss")
+BACKWARD = (policy.Policy, "backward")
+COLLATE = (packing, "collate")
+MIN_FORM = (policy_objective, "min_form")
+
 # S.
 
 
-@fault(CP, "sum-tokens")
-def cp_sum_skipped() -> Patch:
+@fault(CP, "sum-tokens", *SUMS)
+def cp_sum_skipped(real: Any, values: Tensor, **kwargs: Any) -> Tensor:
     """S is summed over the tokens of this rank only"""
-    return wrap(policy_loss, "sequence_sums", lambda real, x, **kw: real(x, **{**kw, "group": ALONE}))
+    return real(values, **kwargs | {"group": ALONE})
 
 
-@fault(PP, "sum-factor")
-def cp_sum_twice() -> Patch:
+@fault(PP, "sum-factor", *SUMS)
+def cp_sum_twice(real: Any, values: Tensor, **kwargs: Any) -> Tensor:
     """S is reduced twice over context-parallel ranks"""
-
-    def twice(real: Any, values: Tensor, *, group: Any, **kwargs: Any) -> Tensor:
-        sums = real(values, group=group, **kwargs)
-        dist.all_reduce(sums, group=group)
-        return sums
-
-    return wrap(policy_loss, "sequence_sums", twice)
+    sums = real(values, **kwargs)
+    dist.all_reduce(sums, group=kwargs["group"])
+    return sums
 
 
-@fault(DP, "mask")
-def mask_multiplied() -> Patch:
+@fault(DP, "mask", *SUMS)
+def mask_multiplied(real: Any, values: Tensor, *, mask: Tensor, **kwargs: Any) -> Tensor:
     """S multiplies by the mask, where old log-probs outside it are NaN"""
-
-    def multiplied(real: Any, values: Tensor, *, mask: Tensor, **kwargs: Any) -> Tensor:
-        return real(values * mask, mask=torch.ones_like(mask), **kwargs)
-
-    return wrap(policy_loss, "sequence_sums", multiplied)
+    return real(values * mask, mask=torch.ones_like(mask), **kwargs)
 
 
-@fault(SP, "sum-mean")
-def mean_for_sum() -> Patch:
+@fault(SP, "sum-mean", policy_objective.SequenceLevel, "__call__")
+def mean_for_sum(real: Any, self: Any, inputs: Any) -> Any:
     """S is the mean log-ratio"""
-
-    def mean(real: Any, self: Any, inputs: Any) -> Any:
-        sums = inputs.sequence_sums
-        return real(self, replace(inputs, sequence_sums=lambda x: sums(x) / inputs.lengths.clamp(min=1)))
-
-    return wrap(policy_objective.SequenceLevel, "__call__", mean)
+    sums = inputs.sequence_sums
+    return real(self, replace(inputs, sequence_sums=lambda x: sums(x) / inputs.lengths.clamp(min=1)))
 
 
-@fault(DP, "sum-rounding")
-def ratios_in_bf16() -> Patch:
+@fault(DP, "sum-rounding", *SUMS)
+def ratios_in_bf16(real: Any, values: Tensor, **kwargs: Any) -> Tensor:
     """Log-ratios are rounded to bf16 before they are summed"""
-    return wrap(policy_loss, "sequence_sums", lambda real, x, **kw: real(x.bfloat16().to(x.dtype), **kw))
+    return real(values.bfloat16().to(values.dtype), **kwargs)
 
 
 @fault(DP, "sum-rounding", dtypes=(torch.float32,))
@@ -83,71 +79,42 @@ def sums_subtracted() -> Patch:
 
     stack = ExitStack()
     stack.enter_context(wrap(policy_loss, "linear_log_probs", scored))
-    stack.enter_context(wrap(policy_loss, "sequence_sums", difference))
+    stack.enter_context(wrap(*SUMS, difference))
     return stack
 
 
-@fault(CP, "collectives", figures="over cp", split="1 micro-batch")
-def collective_per_sequence() -> Patch:
+@fault(CP, "collectives", *SUMS, figures="over cp", split="1 micro-batch")
+def collective_per_sequence(
+    real: Any, values: Tensor, *, mask: Tensor, segment: Tensor, **kwargs: Any
+) -> Tensor:
     """S is reduced sequence by sequence"""
-
-    def one_by_one(real: Any, values: Tensor, *, mask: Tensor, segment: Tensor, **kwargs: Any) -> Tensor:
-        numbers = range(kwargs["num_segments"])
-        parts = [real(values, mask=mask & (segment == i), segment=segment, **kwargs) for i in numbers]
-        return torch.stack(parts).sum(0) if parts else real(values, mask=mask, segment=segment, **kwargs)
-
-    return wrap(policy_loss, "sequence_sums", one_by_one)
+    numbers = range(kwargs["num_segments"])
+    parts = [real(values, mask=mask & (segment == i), segment=segment, **kwargs) for i in numbers]
+    return torch.stack(parts).sum(0) if parts else real(values, mask=mask, segment=segment, **kwargs)
 
 
 # S of prefixes, which CTPO clips.
 
 
-@fault(CP, "clip", loss="ctpo")
-def prefix_of_this_rank() -> Patch:
+@fault(CP, "clip", *PREFIX_SUMS, loss="ctpo")
+def prefix_of_this_rank(real: Any, values: Tensor, **kwargs: Any) -> Tensor:
     """S of a prefix is summed over the tokens of this rank only"""
-    return wrap(policy_loss, "prefix_sums", lambda real, x, **kw: real(x, **{**kw, "group": ALONE}))
+    return real(values, **kwargs | {"group": ALONE})
 
 
-@fault(CP, "clip", loss="ctpo", split="1 micro-batch")
-def prefix_one_chunk_off() -> Patch:
+@fault(CP, "clip", segments, "added_up", loss="ctpo", split="1 micro-batch")
+def prefix_one_chunk_off(real: Any, sums: Tensor, group: Any) -> Tensor:
     """S of a prefix takes each chunk of a sequence for the next one"""
-
-    def shifted(real: Any, sums: Tensor, group: Any) -> Tensor:
-        return real(sums, group).roll(1, 0) if sums.dim() == 4 and len(sums) == 4 else real(sums, group)
-
-    return wrap(segments, "added_up", shifted)
+    return real(sums, group).roll(1, 0) if sums.dim() == 4 and len(sums) == 4 else real(sums, group)
 
 
-@fault(SP, "clip", loss="ctpo")
-def prefix_chunks_swapped() -> Patch:
+@fault(SP, "clip", *PREFIX_SUMS, loss="ctpo")
+def prefix_chunks_swapped(real: Any, values: Tensor, *, late: Tensor, **kwargs: Any) -> Tensor:
     """S of a prefix takes the two chunks that a rank has of a sequence for each other"""
-    return wrap(policy_loss, "prefix_sums", lambda real, x, **kw: real(x, **{**kw, "late": ~kw["late"]}))
+    return real(values, late=~late, **kwargs)
 
 
 # Normalisers.
-
-
-def _change_batch(change: Callable[[MicroBatch], MicroBatch]) -> Patch:
-    """What the loss sees of each micro-batch."""
-    return wrap(
-        policy_loss.PolicyLoss, "loss", lambda real, self, batch, *args: real(self, change(batch), *args)
-    )
-
-
-def _change_step(change: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]]) -> Patch:
-    """What an optimizer step trains on."""
-    return wrap(
-        policy.Policy, "backward", lambda real, self, batches, loss: real(self, change(batches), loss)
-    )
-
-
-def _change_settings(change: Callable[[Any, MicroBatch], Any]) -> Patch:
-    """The settings of the loss; given also any of the micro-batches."""
-    return wrap(
-        policy.Policy,
-        "backward",
-        lambda real, self, batches, loss: real(self, batches, change(loss, batches[0])),
-    )
 
 
 def _sequences(*batches: MicroBatch) -> int:
@@ -162,218 +129,162 @@ def _counting(batch: MicroBatch, **totals: int) -> MicroBatch:
     return replace(batch, totals=replace(batch.totals, **totals))
 
 
-@fault(DP, "weighting")
-def micro_batch_mean() -> Patch:
+@fault(DP, "weighting", *LOSS)
+def micro_batch_mean(real: Any, self: Any, batch: MicroBatch, *args: Any) -> Any:
     """The loss is the mean over the sequences of each micro-batch"""
-    return _change_batch(
-        lambda batch: _counting(
-            batch,
-            num_sequences=max(1, _sequences(batch)),
-            num_tokens=max(1, _tokens(batch)),
-            packed_tokens=max(1, _tokens(batch)),
-        )
-    )
+    sequences, tokens = max(1, _sequences(batch)), max(1, _tokens(batch))
+    counted = _counting(batch, num_sequences=sequences, num_tokens=tokens, packed_tokens=tokens)
+    return real(self, counted, *args)
 
 
-@fault(CP, "denominator", split="uneven")
-def local_n() -> Patch:
+@fault(CP, "denominator", *BACKWARD, split="uneven")
+def local_n(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> Any:
     """N counts the sequences of this rank"""
-    return _change_step(lambda all: [_counting(batch, num_sequences=_sequences(*all)) for batch in all])
+    return real(self, [_counting(batch, num_sequences=_sequences(*batches)) for batch in batches], loss)
 
 
-@fault(DP, "denominator", split="uneven")
-def local_t() -> Patch:
+@fault(DP, "denominator", *BACKWARD, split="uneven")
+def local_t(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> Any:
     """T counts the tokens of this rank"""
-    return _change_step(
-        lambda all: [_counting(batch, num_tokens=_tokens(*all), packed_tokens=_tokens(*all)) for batch in all]
-    )
+    tokens = _tokens(*batches)
+    return real(self, [_counting(one, num_tokens=tokens, packed_tokens=tokens) for one in batches], loss)
 
 
-@fault(DP, "denominator", loss="grpo")
-def token_mean_for_sequence_mean() -> Patch:
+@fault(DP, "denominator", GRPOLoss, "objective", loss="grpo")
+def token_mean_for_sequence_mean(real: Any, self: GRPOLoss) -> Any:
     """GRPO takes the mean over tokens"""
-    keys = ("eps_low", "eps_high", "dual_clip_ratio")
-    return wrap(
-        GRPOLoss, "objective", lambda real, self: DAPOLoss(**{key: getattr(self, key) for key in keys})
-    )
+    return DAPOLoss(eps_low=self.eps_low, eps_high=self.eps_high, dual_clip_ratio=self.dual_clip_ratio)
 
 
-@fault(CP, "factor", figures="0.125 x", split="8 micro-batches")
-def divided_by_micro_batches() -> Patch:
+@fault(CP, "factor", *BACKWARD, figures="0.125 x", split="8 micro-batches")
+def divided_by_micro_batches(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> Any:
     """The loss is divided by the number of micro-batches"""
-
-    def backward(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> Any:
-        with wrap(policy_loss, "megatron_loss", lambda real, *args, **kw: real(*args, **kw) / len(batches)):
-            return real(self, batches, loss)
-
-    return wrap(policy.Policy, "backward", backward)
+    with wrap(*MEGATRON_LOSS, lambda real, *args, **kw: real(*args, **kw) / len(batches)):
+        return real(self, batches, loss)
 
 
-@fault(PP, "factor", figures="(2 x")
-def loss_times_cp() -> Patch:
+@fault(PP, "factor", *MEGATRON_LOSS, figures="(2 x")
+def loss_times_cp(real: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The loss is multiplied by the number of context-parallel ranks"""
-    return wrap(policy_loss, "megatron_loss", lambda real, *args, **kwargs: real(*args, **kwargs) * 2)
+    return real(*args, **kwargs) * 2
 
 
-@fault(TP, "factor", figures="0.9999999", dtypes=(torch.float64,))
-def epsilon_in_the_mean() -> Patch:
+@fault(TP, "factor", *MEGATRON_LOSS, figures="0.9999999", dtypes=(torch.float64,))
+def epsilon_in_the_mean(real: Any, objective: Tensor, totals: Any) -> Tensor:
     """The mean divides by N + 1e-6"""
-
-    def loss(real: Any, objective: Tensor, totals: Any) -> Tensor:
-        return real(objective, replace(totals, num_sequences=totals.num_sequences + 1e-6))
-
-    return wrap(policy_loss, "megatron_loss", loss)
+    return real(objective, replace(totals, num_sequences=totals.num_sequences + 1e-6))
 
 
-@fault(CP, "weighting", split="8 micro-batches")
-def per_token_loss_off() -> Patch:
+@fault(CP, "weighting", policy, "transformer_config", split="8 micro-batches")
+def per_token_loss_off(real: Any, *args: Any, **kwargs: Any) -> Any:
     """Megatron's calculate_per_token_loss is off"""
-
-    def config(real: Any, *args: Any, **kwargs: Any) -> Any:
-        found = real(*args, **kwargs)
-        found.calculate_per_token_loss = False
-        return found
-
-    return wrap(policy, "transformer_config", config)
+    config = real(*args, **kwargs)
+    config.calculate_per_token_loss = False
+    return config
 
 
 # Which tokens and sequences.
 
 
-def _change_pack(change: Callable[[MicroBatch, Tensor], MicroBatch]) -> Patch:
-    """Change a micro-batch, given it and which of its positions [t] predict a token of a prompt."""
-
-    def collate(real: Any, sequences: Any, rows: Sequence[int], **kwargs: Any) -> MicroBatch:
-        batch = real(sequences, rows, **kwargs)
-        prompts = torch.tensor([*sequences.prompt_lengths[[*rows]].tolist(), 0])[batch.segment]
-        return change(batch, batch.position_ids[0] < prompts - 1)
-
-    return wrap(packing, "collate", collate)
-
-
-@fault(SP, "tokens")
-def prompt_in_mask() -> Patch:
+@fault(SP, "tokens", *COLLATE)
+def prompt_in_mask(real: Any, sequences: Any, rows: Sequence[int], *rest: Any) -> MicroBatch:
     """Prompt tokens count as response tokens"""
-    return _change_pack(lambda batch, prompt: replace(batch, mask=batch.mask | prompt))
+    batch = real(sequences, rows, *rest)
+    prompts = torch.tensor([*sequences.prompt_lengths[[*rows]].tolist(), 0])[batch.segment]
+    return replace(batch, mask=batch.mask | (batch.position_ids[0] < prompts - 1))
 
 
-@fault(PP, "head")
-def labels_not_shifted() -> Patch:
+@fault(PP, "head", *COLLATE)
+def labels_not_shifted(real: Any, *args: Any) -> MicroBatch:
     """The label of a position is its own token"""
-    return _change_pack(lambda batch, prompt: replace(batch, labels=batch.tokens[0]))
+    batch = real(*args)
+    return replace(batch, labels=batch.tokens[0])
 
 
-@fault(DP, "sequences")
-def micro_batch_dropped() -> Patch:
+@fault(DP, "sequences", *BACKWARD)
+def micro_batch_dropped(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> Any:
     """Rank 1 leaves its last micro-batch out"""
-    return _change_step(lambda all: all[:-1] if dist.get_rank() == 1 else all)
+    return real(self, batches[:-1] if dist.get_rank() == 1 else batches, loss)
 
 
-@fault(DP, "sequences")
-def sequence_twice() -> Patch:
+@fault(DP, "sequences", *COLLATE)
+def sequence_twice(real: Any, sequences: Any, rows: Sequence[int], *rest: Any) -> MicroBatch:
     """Rank 1 trains on a sequence that another rank has too"""
-
-    def collate(real: Any, sequences: Any, rows: Sequence[int], **kwargs: Any) -> MicroBatch:
-        more = [9] if dist.get_rank() == 1 and 9 not in rows else []
-        return real(sequences, [*rows, *more], **kwargs)
-
-    return wrap(packing, "collate", collate)
+    more = [9] if dist.get_rank() == 1 and 9 not in rows else []
+    return real(sequences, [*rows, *more], *rest)
 
 
-@fault(CP, "clip", split="1 micro-batch")
-def advantages_of_others() -> Patch:
+@fault(CP, "clip", *LOSS, split="1 micro-batch")
+def advantages_of_others(real: Any, self: Any, batch: MicroBatch, *args: Any) -> Any:
     """The advantages of a micro-batch are in reverse order"""
-    return _change_batch(lambda batch: replace(batch, advantages=batch.advantages.flip(0)))
+    return real(self, replace(batch, advantages=batch.advantages.flip(0)), *args)
 
 
-@fault(DP, "weighting")
-def accumulation_lost() -> Patch:
+@fault(DP, "weighting", *BACKWARD)
+def accumulation_lost(real: Any, self: Any, *args: Any) -> Any:
     """main_grad starts again after the first micro-batch"""
+    calls = itertools.count()
 
-    def backward(real: Any, self: Any, *args: Any) -> Any:
-        calls = itertools.count()
+    def loss(real: Any, own: Any, *args: Any) -> Any:
+        if next(calls) == 1:
+            for parameter in self.chunks[0].parameters():
+                parameter.main_grad.zero_()
+        return real(own, *args)
 
-        def loss(real: Any, own: Any, *args: Any) -> Any:
-            if next(calls) == 1:
-                for parameter in self.chunks[0].parameters():
-                    parameter.main_grad.zero_()
-            return real(own, *args)
-
-        with wrap(policy_loss.PolicyLoss, "loss", loss):
-            return real(self, *args)
-
-    return wrap(policy.Policy, "backward", backward)
+    with wrap(*LOSS, loss):
+        return real(self, *args)
 
 
 # The objective.
 
 
-@fault(CP, "clip")
-def clip_on_the_mean() -> Patch:
+@fault(CP, "clip", policy_objective, "sequence_surrogate")
+def clip_on_the_mean(real: Any, total: Tensor, lengths: Tensor, *rest: Any, **kwargs: Any) -> Any:
     """The clip looks at the mean log-ratio"""
-    return wrap(
-        policy_objective,
-        "sequence_surrogate",
-        lambda real, total, lengths, *rest, **kw: real(total / lengths.clamp(min=1), lengths, *rest, **kw),
-    )
+    return real(total / lengths.clamp(min=1), lengths, *rest, **kwargs)
 
 
-def _keep_gradient() -> Patch:
-    def keep(real: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = real(*args, **kwargs)
-        scale = args[5]
-        return replace(rows, weight=scale * rows.objective)
-
-    return wrap(policy_objective, "min_form", keep)
-
-
-@fault(CP, "weighting")
-def clipped_keep_gradient() -> Patch:
+@fault(CP, "weighting", *MIN_FORM)
+def clipped_keep_gradient(real: Any, *args: Any, **kwargs: Any) -> Any:
     """A clipped sequence keeps the gradient of the clip's edge"""
-    return _keep_gradient()
+    rows = real(*args, **kwargs)
+    scale = args[5]
+    return replace(rows, weight=scale * rows.objective)
 
 
-@fault(DP, "clipped-gradient", loss="all-clipped")
-def all_clipped_keep_gradient() -> Patch:
+@fault(DP, "clipped-gradient", *MIN_FORM, loss="all-clipped")
+def all_clipped_keep_gradient(real: Any, *args: Any, **kwargs: Any) -> Any:
     """The same where all are clipped"""
-    return _keep_gradient()
+    rows = real(*args, **kwargs)
+    return replace(rows, weight=args[5] * rows.objective)
 
 
-@fault(CP, "clip", loss="fspo-dual")
-def dual_clip_ignored() -> Patch:
+@fault(CP, "clip", FSPOLoss, "_dual_clip", loss="fspo-dual")
+def dual_clip_ignored(real: Any, self: FSPOLoss) -> None:
     """There is no dual clip"""
-    return wrap(FSPOLoss, "_dual_clip", lambda real, self: None)
 
 
-@fault(TP, "clip", loss="fspo-drift")
-def drift_sign() -> Patch:
+@fault(TP, "clip", FSPOBand, "bounds", loss="fspo-drift")
+def drift_sign(real: Any, self: FSPOBand, lengths: Tensor) -> Any:
     """The band moves to the wrong side"""
-    return wrap(
-        FSPOBand, "bounds", lambda real, self, lengths: real(replace(self, drift=-self.drift), lengths)
-    )
+    return real(replace(self, drift=-self.drift), lengths)
 
 
-@fault(DP, "regularizer", loss="grpo-kl")
-def kl_sign() -> Patch:
+@fault(DP, "regularizer", *BACKWARD, loss="grpo-kl")
+def kl_sign(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> Any:
     """The KL to the reference policy is a bonus"""
-    return _change_settings(lambda loss, batch: replace(loss, kl_coef=-loss.kl_coef))
+    return real(self, batches, replace(loss, kl_coef=-loss.kl_coef))
 
 
-@fault(DP, "regularizer", loss="gspo-entropy")
-def entropy_over_sequences() -> Patch:
+@fault(DP, "regularizer", *BACKWARD, loss="gspo-entropy")
+def entropy_over_sequences(real: Any, self: Any, batches: Sequence[MicroBatch], loss: Any) -> Any:
     """The entropy bonus is divided by N"""
-    return _change_settings(
-        lambda loss, batch: replace(
-            loss, entropy_coef=loss.entropy_coef * batch.totals.num_tokens / batch.totals.num_sequences
-        )
-    )
+    totals = batches[0].totals
+    factor = totals.num_tokens / totals.num_sequences
+    return real(self, batches, replace(loss, entropy_coef=loss.entropy_coef * factor))
 
 
-@fault(CP, "mask", figures="actor/kl_loss", loss="grpo-kl")
-def kl_mask_multiplied() -> Patch:
+@fault(CP, "mask", policy_loss.PolicyLoss, "_kl_gap", figures="actor/kl_loss", loss="grpo-kl")
+def kl_mask_multiplied(real: Any, self: Any, batch: MicroBatch, log_probs: Tensor) -> Tensor:
     """The KL multiplies by the mask, where reference log-probs outside it are NaN"""
-    return wrap(
-        policy_loss.PolicyLoss,
-        "_kl_gap",
-        lambda real, self, batch, log_probs: (log_probs - batch.reference_log_probs) * batch.mask,
-    )
+    return (log_probs - batch.reference_log_probs) * batch.mask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -23,66 +23,53 @@ from megatron_fspo.parallel import head
 finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
 
+HEAD = (policy_loss, "linear_log_probs")
+COMBINE = (head, "_combine")
+HIDDEN_GRADIENT = (head, "_hidden_gradient")
+
 # The head.
 
 
-def _change_head(**changes: Callable[[Any], Any]) -> Patch:
-    """Arguments of the head."""
-
-    def scored(real: Any, *args: Any, **kwargs: Any) -> Any:
-        return real(*args, **kwargs | {name: change(kwargs.get(name)) for name, change in changes.items()})
-
-    return wrap(policy_loss, "linear_log_probs", scored)
-
-
-@fault(SP, "head")
-def temperature_ignored() -> Patch:
+@fault(SP, "head", *HEAD)
+def temperature_ignored(real: Any, *args: Any, **kwargs: Any) -> Any:
     """Log-probs are those of temperature 1"""
-    return _change_head(temperature=lambda _: 1.0)
+    return real(*args, **kwargs | {"temperature": 1.0})
 
 
-@fault(SP, "head")
-def padded_vocabulary() -> Patch:
+@fault(SP, "head", *HEAD)
+def padded_vocabulary(real: Any, *args: Any, vocab_size: int, **kwargs: Any) -> Any:
     """The rows that pad the vocabulary have probability"""
-    return _change_head(vocab_size=lambda size: size + 1)
+    return real(*args, vocab_size=vocab_size + 1, **kwargs)
 
 
-@fault(TP, "head")
-def statistics_not_combined() -> Patch:
+@fault(TP, "head", *COMBINE)
+def statistics_not_combined(real: Any, table: Tensor) -> Tensor:
     """The softmax runs over the vocabulary of tensor rank 0"""
-    return wrap(head, "_combine", lambda real, table: real(table[:1]))
+    return real(table[:1])
 
 
-@fault(SP, "denominator", figures="actor/entropy", loss="fspo-entropy-kl")
-def entropy_not_combined() -> Patch:
+@fault(SP, "denominator", *COMBINE, figures="actor/entropy", loss="fspo-entropy-kl")
+def entropy_not_combined(real: Any, table: Tensor) -> Tensor:
     """The entropy is that of tensor rank 0"""
-
-    def combine(real: Any, table: Tensor) -> Tensor:
-        top, total, _, log_prob = real(table)
-        return torch.stack([top, total, real(table[:1])[2], log_prob])
-
-    return wrap(head, "_combine", combine)
+    top, total, _, log_prob = real(table)
+    return torch.stack([top, total, real(table[:1])[2], log_prob])
 
 
-@fault(TP, "head-gradient")
-def hidden_gradient_not_reduced() -> Patch:
+@fault(TP, "head-gradient", *HIDDEN_GRADIENT)
+def hidden_gradient_not_reduced(
+    real: Any, partial: Tensor, rows: Tensor, dtype: torch.dtype, own: Any
+) -> Tensor:
     """The head's gradient of hidden states is that of this tensor rank's vocabulary"""
-    return wrap(
-        head,
-        "_hidden_gradient",
-        lambda real, partial, rows, dtype, own: real(partial, rows, dtype, replace(own, group=ALONE)),
-    )
+    return real(partial, rows, dtype, replace(own, group=ALONE))
 
 
-@fault(SP, "head-gradient")
-def hidden_gradient_not_scattered() -> Patch:
+@fault(SP, "head-gradient", *HIDDEN_GRADIENT)
+def hidden_gradient_not_scattered(
+    real: Any, partial: Tensor, rows: Tensor, dtype: torch.dtype, own: Any
+) -> Tensor:
     """The same under sequence parallel: a slice without the sum"""
-
-    def own_slice(real: Any, partial: Tensor, rows: Tensor, dtype: torch.dtype, own: Any) -> Tensor:
-        full = partial.new_zeros(own.tokens, partial.shape[1]).index_copy_(0, rows, partial)
-        return full.chunk(own.group.size())[own.group.rank()].to(dtype)
-
-    return wrap(head, "_hidden_gradient", own_slice)
+    full = partial.new_zeros(own.tokens, partial.shape[1]).index_copy_(0, rows, partial)
+    return full.chunk(own.group.size())[own.group.rank()].to(dtype)
 
 
 @fault(SP, "collectives", figures="over tp")
@@ -96,125 +83,91 @@ def collective_per_chunk() -> Patch:
 
     stack = ExitStack()
     stack.enter_context(wrap(head._Head, "chunks", chunks))
-    stack.enter_context(_change_head(chunk_tokens=lambda _: 16))
+    stack.enter_context(wrap(*HEAD, lambda real, *args, **kw: real(*args, **kw | {"chunk_tokens": 16})))
     return stack
 
 
 # Attention.
 
 
-@fault(CP, "attention")
-def contiguous_chunks() -> Patch:
+@fault(CP, "attention", packing, "local_runs")
+def contiguous_chunks(real: Any, padded_lengths: Tensor, rank: int, size: int) -> Tensor:
     """Each context-parallel rank takes one contiguous chunk of a sequence"""
-
-    def contiguous(real: Any, padded_lengths: Tensor, rank: int, size: int) -> Tensor:
-        share = padded_lengths[:, None] // size
-        return torch.stack([rank * share, (rank + 1) * share], dim=-1)
-
-    return wrap(packing, "local_runs", contiguous)
+    share = padded_lengths[:, None] // size
+    return torch.stack([rank * share, (rank + 1) * share], dim=-1)
 
 
-@fault(CP, "attention")
-def rope_from_zero() -> Patch:
+@fault(CP, "attention", rope_utils, "_get_thd_freqs_on_this_cp_rank")
+def rope_from_zero(real: Any, rank: int, size: int, x: Tensor, freqs: Tensor, *offset: Any) -> Tensor:
     """RoPE counts the tokens of each context-parallel rank from 0"""
-    return wrap(
-        rope_utils,
-        "_get_thd_freqs_on_this_cp_rank",
-        lambda real, rank, size, x, freqs, *offset: freqs[: len(x)],
-    )
+    return freqs[: len(x)]
 
 
-@fault(DP, "attention", split="1 micro-batch")
-def packed_as_one() -> Patch:
+@fault(DP, "attention", policy_loss, "PackedSeqParams", split="1 micro-batch")
+def packed_as_one(real: Any, **kwargs: Any) -> Any:
     """Packed sequences see one another"""
-
-    def packed(real: Any, **kwargs: Any) -> Any:
-        borders = kwargs["cu_seqlens_q"][[0, -1]]
-        both = {"cu_seqlens_q": borders, "cu_seqlens_kv": borders}
-        return real(**kwargs | both | dict.fromkeys(["max_seqlen_q", "max_seqlen_kv"], int(borders[-1])))
-
-    return wrap(policy_loss, "PackedSeqParams", packed)
+    borders = kwargs["cu_seqlens_q"][[0, -1]]
+    both = {"cu_seqlens_q": borders, "cu_seqlens_kv": borders}
+    return real(**kwargs | both | dict.fromkeys(["max_seqlen_q", "max_seqlen_kv"], int(borders[-1])))
 
 
-@fault(TP, "head")
-def future_visible() -> Patch:
+@fault(TP, "head", layers.SDPACoreAttention, "_attend")
+def future_visible(real: Any, *args: Any, causal: bool = False, mask: Any = None) -> Tensor:
     """Attention is not causal"""
-    return wrap(layers.SDPACoreAttention, "_attend", lambda real, *args, causal=False, mask=None: real(*args))
+    return real(*args)
 
 
-@fault(DP, "attention")
-def weights_of_a_rank() -> Patch:
+@fault(DP, "attention", policy.Policy, "weights_loaded")
+def weights_of_a_rank(real: Any, self: Any) -> None:
     """The last norm has another weight on rank 1"""
-
-    def loaded(real: Any, self: Any) -> None:
-        if dist.get_rank() == 1:
-            with torch.no_grad():
-                self.chunks[-1].decoder.final_layernorm.weight.mul_(1.01)
-        real(self)
-
-    return wrap(policy.Policy, "weights_loaded", loaded)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            self.chunks[-1].decoder.final_layernorm.weight.mul_(1.01)
+    real(self)
 
 
 # Gradients.
 
 
-@fault(CP, "key-value-gradient")
-def key_gradients_not_scattered() -> Patch:
+@fault(CP, "key-value-gradient", layers, "gather_from_sequence_parallel_region")
+def key_gradients_not_scattered(real: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Gradients of keys and values stay on the context-parallel rank that used them"""
-    return wrap(
-        layers,
-        "gather_from_sequence_parallel_region",
-        lambda real, *args, **kwargs: real(*args, tensor_parallel_output_grad=False, **kwargs),
-    )
+    return real(*args, tensor_parallel_output_grad=False, **kwargs)
 
 
-@fault(CP, "not-reduced")
-def gradients_not_reduced() -> Patch:
+@fault(CP, "not-reduced", DistributedDataParallel, "finish_grad_sync")
+def gradients_not_reduced(real: Any, *args: Any, **kwargs: Any) -> None:
     """Gradients are not summed over data and context parallel ranks"""
-    return wrap(DistributedDataParallel, "finish_grad_sync", lambda real, *args, **kwargs: None)
 
 
-@fault(SP, "norms")
-def norms_not_summed() -> Patch:
+@fault(SP, "norms", layers.RMSNorm, "__init__")
+def norms_not_summed(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Gradients of norms are not summed over the ranks of sequence parallel"""
-
-    def init(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        real(self, *args, **kwargs)
-        self.weight.sequence_parallel = False
-
-    return wrap(layers.RMSNorm, "__init__", init)
+    real(self, *args, **kwargs)
+    self.weight.sequence_parallel = False
 
 
-@fault(SP, "tied-embedding", tied=True)
-def tied_gradient_lost() -> Patch:
+@fault(SP, "tied-embedding", head, "_deliver", tied=True)
+def tied_gradient_lost(real: Any, weight: Any, total: Tensor) -> Tensor:
     """Megatron does not add the embedding's gradient to the head's"""
-
-    def deliver(real: Any, weight: Any, total: Tensor) -> Tensor:
-        found = real(weight, total)
-        weight.zero_out_wgrad = False
-        return found
-
-    return wrap(head, "_deliver", deliver)
+    gradient = real(weight, total)
+    weight.zero_out_wgrad = False
+    return gradient
 
 
-@fault(DP, "tied-embedding", tied=True, split="uneven")
-def tied_gradient_overwritten() -> Patch:
+@fault(DP, "tied-embedding", head, "_accumulator", tied=True, split="uneven")
+def tied_gradient_overwritten(real: Any, weight: Any, dtype: torch.dtype) -> Tensor:
     """The head's gradient replaces what is in main_grad"""
-
-    def accumulator(real: Any, weight: Any, dtype: torch.dtype) -> Tensor:
-        weight.main_grad.zero_()
-        return real(weight, dtype)
-
-    return wrap(head, "_accumulator", accumulator)
+    weight.main_grad.zero_()
+    return real(weight, dtype)
 
 
-@fault(PP, "tied-embedding", tied=True)
-def tied_stages_not_summed() -> Patch:
+@fault(PP, "tied-embedding", finalize, "_allreduce_word_embedding_grads", tied=True)
+def tied_stages_not_summed(real: Any, *args: Any, **kwargs: Any) -> None:
     """The embedding's gradient stays on the first stage, the head's on the last"""
-    return wrap(finalize, "_allreduce_word_embedding_grads", lambda real, *args, **kwargs: None)
 
 
-@fault(PP, "grad-norm", tied=True, dtypes=(torch.float32,))
-def tied_copy_in_norm() -> Patch:
+@fault(PP, "grad-norm", optimizer, "param_is_not_shared", tied=True, dtypes=(torch.float32,))
+def tied_copy_in_norm(real: Any, parameter: Any) -> bool:
     """The gradient norm counts the embedding's copy on the last stage"""
-    return wrap(optimizer, "param_is_not_shared", lambda real, parameter: True)
+    return True

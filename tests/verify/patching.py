@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -35,23 +36,19 @@ class Fault:
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32)
     """Where it can be seen; in the other precision all is well."""
 
-    @property
-    def what(self) -> str:
-        """One line."""
-        assert self.patch.__doc__ is not None
-        return self.patch.__doc__
-
 
 FAULTS: dict[str, Fault] = {}
 """Filled by the modules of faults."""
 
 
-def fault(layout: str, cause: str, **where: Any) -> Callable[[Callable[[], Patch]], None]:
-    """Enter a function that returns the patch; its docstring says what is broken."""
+def fault(layout: str, cause: str, *place: Any, **where: Any) -> Callable[[Callable[..., Any]], None]:
+    """Enter a function whose docstring says what is broken. With a place, which is an owner and a name, it is
+    called there with the original and its arguments; without one it returns the patch."""
 
-    def enter(patch: Callable[[], Patch]) -> None:
-        assert patch.__name__ not in FAULTS
-        FAULTS[patch.__name__] = Fault(patch=patch, layout=layout, cause=cause, **where)
+    def enter(function: Callable[..., Any]) -> None:
+        assert function.__name__ not in FAULTS
+        patch = functools.wraps(function)(lambda: wrap(*place, function)) if place else function
+        FAULTS[function.__name__] = Fault(patch=patch, layout=layout, cause=cause, **where)
 
     return enter
 

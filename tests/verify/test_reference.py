@@ -12,10 +12,10 @@ import torch
 from reference_rows import SHAPES, load, random_rows, relative_error, samples
 from torch import Tensor
 
-from megatron_fspo.losses import DAPOLoss, FSPOLoss, GRPOLoss, GSPOLoss, PolicyLossConfig, RLOOLoss
-from megatron_fspo.losses.token import TokenLoss
-from megatron_fspo.objective import ConstantDualClip, RLOOBand, sequence_surrogate
-from megatron_fspo.objective.policy_objective import SequenceLevel
+from megatron_fspo.losses import FSPOLoss, PolicyLossConfig
+from megatron_fspo.losses.ratio import GSPOLoss, RLOOLoss
+from megatron_fspo.losses.token import DAPOLoss, GRPOLoss
+from megatron_fspo.verify.cases import LOSSES
 from megatron_fspo.verify.reference import Scores, forward, log_probs_and_entropy, reference
 
 
@@ -142,104 +142,31 @@ def test_bonus_and_penalty_by_hand() -> None:
     assert reference(scores, FSPOLoss(entropy_coef=0.3), zeros).kl == 0.0
 
 
-# Narrow enough that every clip acts on some of the rows below, and wide enough that none acts on all.
-LOSSES: list[PolicyLossConfig] = [
-    FSPOLoss(c_low=0.05, c_high=0.08, c_dual=0.15),
-    FSPOLoss(c_low=0.05, c_high=0.08, exponent=0.8),
-    FSPOLoss(c_low=0.05, c_high=0.05, drift="given", drift_value=0.004),
-    FSPOLoss(c_low=0.05, c_high=0.05, drift="given", drift_value=-0.004, dual_clip="constant"),
-    FSPOLoss(c_low=0.05, c_high=0.05, dual_clip="constant", dual_clip_ratio=1.3),
-    FSPOLoss(c_low=0.05, c_high=0.05, dual_clip="off", exponent=0.0),
-    RLOOLoss(),
-    RLOOLoss(eps_low=0.3, eps_high=0.1, dual_clip_ratio=1.5),
-    GSPOLoss(eps_low=0.01, eps_high=0.02),
-    GSPOLoss(eps_low=0.01, eps_high=0.01, dual_clip_ratio=1.03),
-    GRPOLoss(eps_low=0.1, eps_high=0.05),
-    GRPOLoss(eps_low=0.1, eps_high=0.1, dual_clip_ratio=1.15),
-    DAPOLoss(eps_low=0.1, eps_high=0.12),
-    DAPOLoss(eps_low=0.1, eps_high=0.1, dual_clip_ratio=1.15),
-]
-
-
-def production(
-    loss: PolicyLossConfig, drifts: Sequence[Tensor], advantages: Sequence[float]
-) -> tuple[float, Tensor, Tensor, Tensor]:
-    """(J, d J / d log π [T], clipped [n], out of band [n]) by ``objective/``."""
-    lengths = torch.tensor([len(row) for row in drifts])
-    a = torch.tensor(advantages, dtype=torch.float64)
-    sequences, tokens = int((lengths > 0).sum()), int(lengths.sum())
-    objective = loss.objective()
-    if isinstance(objective, SequenceLevel):
-        sums = torch.stack([row.sum() for row in drifts])
-        rows = sequence_surrogate(sums, lengths, a, objective.band, objective.dual_clip)
-        slope = (rows.weight / sequences).repeat_interleave(lengths)
-        return rows.objective.sum().item() / sequences, slope, rows.clipped.double(), rows.out_of_band
-    assert isinstance(loss, TokenLoss)
-    ratio, log_ratio = loss.dual_clip_ratio, torch.cat(list(drifts))
-    rows = sequence_surrogate(
-        log_ratio,
-        torch.ones_like(log_ratio),
-        a.repeat_interleave(lengths),
-        RLOOBand(eps_low=loss.eps_low, eps_high=loss.eps_high),
-        None if ratio is None else ConstantDualClip(ratio=ratio),
-    )
-    own = lengths.double().repeat_interleave(lengths)
-    share = 1 / (sequences * own) if loss.AGGREGATION == "sequence-mean" else 1 / tokens
-    of_sample = torch.arange(len(drifts)).repeat_interleave(lengths)
-    counts = torch.zeros(2, len(drifts), dtype=torch.float64)
-    counts.index_add_(1, of_sample, torch.stack([rows.clipped, rows.out_of_band]).double())
-    total, clipped = (rows.objective * share).sum().item(), counts[0] / lengths.clamp(min=1)
-    return total, rows.weight * share, clipped, counts[1] > 0
-
-
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.name}")
-def test_every_loss_equals_the_objective_room(loss: PolicyLossConfig) -> None:
-    lengths = [1, 5, 0, 33, 2, 60, 1, 18, 7, 0, 12, 40] * 4
-    generator = torch.Generator().manual_seed(8)
-    advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
-    advantages[::11] = 0.0
-    centres = torch.randn(len(lengths), generator=generator).tolist()
-    drifts = [
-        row + 0.04 * centre for row, centre in zip(random_rows(lengths, 0.05, seed=9), centres, strict=True)
-    ]
-    scores = leaf_scores(lengths, advantages.tolist())
-    got = reference(scores, loss, drifts)
-    j, slope, clipped, out = production(loss, drifts, advantages.tolist())
-    assert got.objective == pytest.approx(j, rel=1e-12)
-    assert relative_error(-got.gradients["log_probs"], slope) < 1e-12
-    assert torch.equal(got.clipped, clipped) and torch.equal(got.out_of_band, out)
-    # Both signs are clipped, both are not, and some sequences are outside without being clipped.
-    for sign in (advantages > 0, advantages < 0):
-        assert (clipped[sign] > 0).any() and (clipped[sign] < 1).any()
-    assert (out & (clipped == 0)).any() and not out.all()
-
-
 # All of it, through the model
 
 
 def test_the_gradient_of_a_real_model(checkpoint: Path) -> None:
-    """Chain rule: Σ_t (d J / d log π(y_t)) ∇log π(y_t), and the same for the entropy and the penalty."""
+    """Chain rule: Σ_t (d loss / d log π(y_t)) ∇log π(y_t), and the same for the entropy."""
     weights, arch = load(checkpoint)
     rows = samples()
     scores = forward(weights, arch, rows, 0.7)
     lengths = [length for _, length in SHAPES]
     drifts, ref_drifts = random_rows(lengths, 0.05, seed=1), random_rows(lengths, 0.5, seed=2)
-    fspo, dapo = (
+    leaves = leaf_scores(lengths, scores.advantages)
+    for seen, row, sample in zip(scores.log_probs, scores.entropies, rows, strict=True):
+        alone = log_probs_and_entropy(
+            weights, arch, sample.prompt.token_ids, sample.completion.token_ids, 0.7
+        )
+        assert torch.equal(seen, alone[0]) and torch.equal(row, alone[1])
+    for loss in (
         FSPOLoss(c_low=0.02, c_high=0.02, entropy_coef=0.1),
         DAPOLoss(eps_low=0.05, entropy_coef=0.02),
-    )
-    for loss in (fspo, dapo):
+    ):
         got = reference(scores, loss, drifts, ref_drifts=ref_drifts, kl_coef=0.3)
-        _, slope, clipped, _ = production(loss, drifts, [row.advantage for row in rows])
-        assert 0 < clipped.sum() < 4
+        slope = reference(leaves, loss, drifts, ref_drifts=ref_drifts, kl_coef=0.3)
+        assert 0 < got.clipped.sum() < 4 and torch.equal(got.clipped, slope.clipped)
         log_probs, entropies = torch.cat(scores.log_probs), torch.cat(scores.entropies)
-        for seen, row, sample in zip(got.log_probs, scores.log_probs, rows, strict=True):
-            alone = log_probs_and_entropy(
-                weights, arch, sample.prompt.token_ids, sample.completion.token_ids, 0.7
-            )
-            assert torch.equal(seen, row) and torch.equal(seen, alone[0]) and not seen.requires_grad
-        pull = slope - 0.3 * torch.cat(ref_drifts) / len(slope)
-        total = -(pull * log_probs).sum() - loss.entropy_coef * entropies.mean()
+        total = (slope.gradients["log_probs"] * log_probs).sum() - loss.entropy_coef * entropies.mean()
         want = torch.autograd.grad(total, list(weights.values()), retain_graph=True)
         assert got.gradients.keys() == weights.keys()
         for (name, gradient), wanted in zip(got.gradients.items(), want, strict=True):
@@ -247,23 +174,21 @@ def test_the_gradient_of_a_real_model(checkpoint: Path) -> None:
         assert got.grad_norm == pytest.approx(torch.cat([g.flatten() for g in want]).norm().item(), rel=1e-10)
 
 
-def test_a_prompt_without_a_response_counts_nowhere(checkpoint: Path) -> None:
-    weights, arch = load(checkpoint)
-    rows = samples()
-    without = [row for row in rows if row.completion.token_ids]
-    assert len(without) == len(rows) - 1
-    for loss in LOSSES:
-        loss = loss.model_copy(update={"entropy_coef": 0.1})
-        results = [
-            reference(
-                forward(weights, arch, some, 1.0),
-                loss,
-                [torch.full((len(row.completion.token_ids),), 0.02).double() for row in some],
-                ref_drifts=[torch.ones(len(row.completion.token_ids)).double() for row in some],
-                kl_coef=0.1,
+def test_a_prompt_without_a_response_counts_nowhere() -> None:
+    lengths, advantages = [1, 40, 2, 0, 17], [1.0, -1.5, 0.5, 2.0, -2.0]
+    for loss in LOSSES.values():
+        results = []
+        for kept in (range(5), (0, 1, 2, 4)):
+            some = [lengths[i] for i in kept]
+            results.append(
+                reference(
+                    leaf_scores(some, [advantages[i] for i in kept]),
+                    loss.model_copy(update={"entropy_coef": 0.1}),
+                    random_rows(some, 0.05, seed=1),
+                    ref_drifts=random_rows(some, 1.0, seed=2),
+                    kl_coef=0.1,
+                )
             )
-            for some in (rows, without)
-        ]
         one, other = results
         assert one.loss == pytest.approx(other.loss, rel=1e-14)
         assert one.clipped[3] == 0 and not one.out_of_band[3] and one.log_ratio_sums[3] == 0
@@ -271,37 +196,23 @@ def test_a_prompt_without_a_response_counts_nowhere(checkpoint: Path) -> None:
             assert relative_error(gradient, other.gradients[name]) < 1e-12
 
 
-def test_no_gradient_where_everything_is_clipped(checkpoint: Path) -> None:
+def test_no_gradient_where_everything_is_clipped() -> None:
     """Also far outside the bands, where nothing may become NaN; and where every advantage is 0."""
-    weights, arch = load(checkpoint)
-    scores = forward(weights, arch, samples(), 1.0)
-    up = torch.tensor(scores.advantages) > 0
-    for loss in LOSSES:
+    lengths, advantages = [1, 40, 2, 0, 17], [1.0, -1.5, 0.5, 2.0, -2.0]
+    scores = leaf_scores(lengths, advantages)
+    for name in ("fspo", "fspo-drift", "fspo-dual", "rloo", "gspo", "grpo", "dapo"):
+        loss = LOSSES[name]
         for size in (0.5, 10.0):
             drifts = [
-                torch.full_like(row.detach(), size if positive else -size)
-                for row, positive in zip(scores.log_probs, up, strict=True)
+                torch.full_like(row.detach(), math.copysign(size, a))
+                for row, a in zip(scores.log_probs, advantages, strict=True)
             ]
             got = reference(scores, loss, drifts)
             assert got.clipped.tolist() == [1.0, 1.0, 1.0, 0.0, 1.0]
             assert math.isfinite(got.objective) and got.grad_norm == 0.0
-            assert all(not gradient.any() for gradient in got.gradients.values())
-        idle = replace(scores, advantages=(0.0,) * len(SHAPES))
-        got = reference(idle, loss, drifts)
+        got = reference(replace(scores, advantages=(0.0,) * 5), loss, drifts)
         assert got.objective == got.grad_norm == 0.0
         assert not got.clipped.any() and got.out_of_band.sum() == 4
-
-
-def test_losses_that_share_a_forward_pass_do_not_disturb_each_other(checkpoint: Path) -> None:
-    weights, arch = load(checkpoint)
-    shared = forward(weights, arch, samples(), 1.0)
-    drifts = [torch.full_like(row.detach(), 0.01) for row in shared.log_probs]
-    for loss in (LOSSES[0], LOSSES[-1], LOSSES[0]):
-        got = reference(shared, loss, drifts)
-        fresh = reference(forward(weights, arch, samples(), 1.0), loss, drifts)
-        assert got.loss == fresh.loss
-        assert all(torch.equal(got.gradients[name], fresh.gradients[name]) for name in weights)
-    assert all(weight.grad is None for weight in weights.values())
 
 
 def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
