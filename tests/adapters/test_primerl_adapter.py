@@ -50,11 +50,8 @@ def published() -> Iterator[ModuleType]:
         },
         "prime_rl.utils.utils": {"import_object": import_object},
     }
-    packages = [name.rsplit(".", 1)[0] for name in parts] + [
-        "prime_rl",
-        "prime_rl.trainer",
-        "prime_rl.trainer.rl",
-    ]
+    packages = {name.rsplit(".", 1)[0] for name in parts} | {"prime_rl", "prime_rl.trainer"}
+    packages.add("prime_rl.trainer.rl")
     with pytest.MonkeyPatch.context() as patch:
         for name in packages:
             patch.setitem(sys.modules, name, ModuleType(name))

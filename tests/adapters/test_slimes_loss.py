@@ -91,12 +91,8 @@ def test_every_layout_has_the_gradient_of_the_definition(tmp_path: Path, layout:
     batch = random_batch(table)
     torch.save(batch, tmp_path / "batch.pt")
     torch.save(table, tmp_path / "table.pt")
-    program = [
-        str(Path(__file__).with_name("slime_worker.py")),
-        str(tmp_path),
-        str(context),
-        str(micro_batches),
-    ]
+    worker = Path(__file__).with_name("slime_worker.py")
+    program = [str(word) for word in (worker, tmp_path, context, micro_batches)]
     path = os.pathsep.join([str(SOURCE), str(Path(__file__).parents[2])])
     done = torchrun(program, nproc=ranks, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-3000:]

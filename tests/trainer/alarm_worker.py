@@ -27,11 +27,11 @@ from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, Vers
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights, with_layers
 from megatron_fspo.verify.layouts import parse_layout
+from mismatch_cases import as_rollout
 from packs import packs_of
-from rollouts import as_rollout
 
 TEMPERATURE, VERSION = 0.7, 5
-OLDER, RESPONSES = 1, 32  # tokens that an older version wrote, of each response
+OLDER = 1  # tokens that an older version wrote, of each response
 ALONE, LAYOUTS = "single", ("dp2", "cp2", "pp2.vpp2", "tp2.sp")
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 

@@ -20,13 +20,13 @@ from typing import Any
 from unittest import mock
 
 from megatron_fspo.cli import main
-from megatron_fspo.job import lock
+from megatron_fspo.job import consistency, lock
 from megatron_fspo.mcore.parameter_state import parameter_states
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.record.status import examine, render
-from megatron_fspo.trainer import optimize, sampling
-from nonfinite_worker import Fault
+from megatron_fspo.trainer import begin, optimize, sampling
+from megatron_fspo.trainer.sampling import RolloutQueue
 
 
 def stop(place: str, count: str) -> AbstractContextManager[Any]:
@@ -48,9 +48,8 @@ SIXTH = 6
 """The optimizer step that goes wrong: the second of step 2; there are four of one micro-batch in step 1."""
 
 
-def nan_at_the_head(count: str) -> AbstractContextManager[Any]:
-    """So many sequences, on their way into the loss, as a broken kernel leaves it: no parameter's gradient
-    depends on it."""
+def nan_at_the_head() -> AbstractContextManager[Any]:
+    """In a sequence on its way into the loss, as by a broken kernel; no parameter's gradient has it."""
     original, calls = PolicyLoss.loss, itertools.count(1)
 
     def loss(self, batch, model, hidden):  # type: ignore[no-untyped-def]
@@ -58,22 +57,10 @@ def nan_at_the_head(count: str) -> AbstractContextManager[Any]:
             # Under sequence parallel this rank holds a slice of the tokens.
             share = batch.segment.chunk(self.scoring.groups.tp.size())[self.scoring.groups.tp.rank()]
             hidden = hidden.clone()
-            hidden[0, share < int(count)] = float("nan")
+            hidden[0, share == 0] = float("nan")
         return original(self, batch, model, hidden)
 
     return mock.patch.object(PolicyLoss, "loss", loss)
-
-
-def nan_in_a_layer(count: str) -> AbstractContextManager[Any]:
-    """So many sequences in every pass of the optimizer step, those that look for it as well."""
-    original, calls = optimize._update, itertools.count(1)
-
-    def update(run: Any, step: Any) -> Any:
-        wrong = step.packs_of(step.turn)[0].sample_index.tolist()[: int(count)]
-        with Fault(wrong if next(calls) == SIXTH else [])():
-            return original(run, step)
-
-    return mock.patch.object(optimize, "_update", update)
 
 
 def _state_of(policy: Policy) -> str:
@@ -138,6 +125,45 @@ def slow_rank(folder: str, out: str) -> Iterator[None]:
         mock.patch.object(PolicyLoss, "forward_step", slow),
         mock.patch.object(optimize, "_update", watched),
     ):
+        yield
+
+
+@contextmanager
+def dynamic(out: str, die_in_step: str) -> Iterator[None]:
+    """What is learned from is written to ``out``, one JSON line a step. In a step (0: in none), the process
+    ends after the first round of responses."""
+    make, further = begin.make_mini_batches, RolloutQueue.further
+
+    def written(config: Any, rollout: Any, *args: Any) -> Any:
+        row = {
+            "prompts": [prompt.index for prompt in rollout.prompts],
+            "lengths": rollout.lengths.tolist(),
+            "rewards": rollout.rewards.tolist(),
+            "advantages": rollout.advantages.view(-1, rollout.samples).tolist(),
+            "owner": rollout.owner.tolist(),
+        }
+        if os.environ["RANK"] == "0":
+            with Path(out).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        return make(config, rollout, *args)
+
+    def asked(self: RolloutQueue, step: int, *args: Any) -> Any:
+        if step + 1 == int(die_in_step):
+            os._exit(9)
+        return further(self, step, *args)
+
+    with (
+        mock.patch.object(begin, "make_mini_batches", written),
+        mock.patch.object(RolloutQueue, "further", asked),
+    ):
+        yield
+
+
+@contextmanager
+def own_folder(nodes: str) -> Iterator[None]:
+    """Each rank starts in a folder of its own, ``nodes``/node<rank>, as on a node of its own."""
+    os.chdir(f"{nodes}/node{os.environ['RANK']}")
+    with mock.patch.object(consistency, "VISIBLE_SECONDS", 1.0):  # this is no network file system
         yield
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from kill_checks import after_kill, at_end, newest, prompts_differ
+from kill_checks import LIMIT, after_kill, at_end, newest, prompts_differ
 from kill_worker import PLAN, PROMPTS
 from launch import REPO, environment
 from runs import command
@@ -264,6 +264,32 @@ def run_all(harness: Harness, kills: Sequence[Kill], *, per_run: int = 10) -> li
     return never
 
 
+def run_ahead(folder: Path, kills: Sequence[Kill]) -> tuple[list[str], list[Kill]]:
+    """Of runs that sample ahead of the training, from one real vLLM server that outlives them.
+
+    Which weights sample which token depends on the clock, so no number is compared: prompts and their order,
+    steps and rows, what is logged, and how old the tokens are.
+
+    Returns:
+        the problems of all kills, and those that did not happen.
+    """
+    sys.path += [str(REPO / "tests/real_vllm"), str(REPO / "tests/cluster")]
+    from serving import serving
+    from serving_node import wide_checkpoint
+
+    checkpoint = wide_checkpoint(folder / "model")
+    server_words = "--dtype float32 -- --max-model-len 128 --max-num-seqs 16 --max-num-batched-tokens 160"
+    with serving(checkpoint, folder, *server_words.split()) as (server,):
+        # Hardly any response is right: the entropy bonus moves the weights.
+        words = f"--model.checkpoint {checkpoint} --rollout.engine vllm --rollout.max-staleness {LIMIT} "
+        words += "--rollout.max-response-tokens 24 --loss.entropy-coef 0.1"
+        harness = Harness(folder, (*words.split(), "--vllm.urls", str([server.url])), exact=False)
+        never = run_all(harness, kills)
+        print(f"the server started {server.starts} time(s)")
+        alive = server.process.poll() is None and server.starts == 1
+    return harness.problems + ([] if alive else ["the server died"]), never
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -277,8 +303,6 @@ def main() -> int:
     kills = draw(args.points or (AHEAD if args.vllm else EMBEDDED), args.kills, random.Random(args.seed))
     with tempfile.TemporaryDirectory() as folder:
         if args.vllm:
-            from kill_vllm import run_ahead
-
             problems, never = run_ahead(args.keep or Path(folder), kills)
         else:
             harness = Harness(args.keep or Path(folder))

@@ -1,5 +1,5 @@
-"""On two ranks: optimizer steps with and without the responses that have no gradient, in several layouts; and
-whether tokens come to the packs that they belong to.
+"""On two ranks: optimizer steps with and without the responses that have no gradient, in several layouts;
+also with corrections for a sampler whose log-probs are off.
 
 left_out_worker.py OUT.json
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +19,7 @@ from torch import Tensor
 
 from by_layout import write_by_layout
 from megatron_fspo.config import Batch
-from megatron_fspo.config.correction import (
-    LengthFairGate,
-    SequenceMask,
-    SequenceTIS,
-    TokenTIS,
-)
+from megatron_fspo.config.correction import LengthFairGate, SequenceTIS, TokenTIS
 from megatron_fspo.config.fp8 import BF16
 from megatron_fspo.losses import DAPOLoss, FSPOLoss, PolicyLossConfig
 from megatron_fspo.mcore.backend import choose_backend
@@ -35,6 +29,7 @@ from megatron_fspo.mcore.startup import start
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.groups import gather_lists, share
+from megatron_fspo.record.records import SequenceRecord, clip_metrics, records_of
 from megatron_fspo.trainer import rollout as rollout_module
 from megatron_fspo.trainer.correction import Rule, correct
 from megatron_fspo.trainer.mismatch import measure
@@ -48,12 +43,15 @@ SAMPLES, PROMPTS, MINI_BATCHES = 3, 9, 3
 # One group of each of the first two mini-batches has a spread or two; none of the last one's.
 SPREAD = (True, False, False, True, True, False, False, False, False)
 LAYOUTS = ("dp2", "cp2", "pp2", "tp2.sp")
-CORRECTIONS: tuple[Rule, ...] = (TokenTIS(), SequenceTIS(), SequenceMask(), LengthFairGate())
-LOSSES: dict[str, PolicyLossConfig] = {
-    "fspo": FSPOLoss(c_low=0.05, c_high=0.05),
-    "dapo": DAPOLoss(eps_low=0.05, eps_high=0.06),
-    "fspo, entropy": FSPOLoss(c_low=0.05, c_high=0.05, entropy_coef=0.3),
-    "fspo, kl": FSPOLoss(c_low=0.05, c_high=0.05, kl_coef=0.2),
+FSPO, DAPO = FSPOLoss(c_low=0.05, c_high=0.05), DAPOLoss(eps_low=0.05, eps_high=0.06)
+LOSSES: dict[str, tuple[PolicyLossConfig, Rule | None]] = {
+    "fspo": (FSPO, None),
+    "dapo": (DAPO, None),
+    "fspo with length_fair_gate": (FSPO, LengthFairGate(c=0.03)),
+    "fspo with token_tis": (FSPO, TokenTIS(cap=1.03)),
+    "dapo with sequence_tis": (DAPO, SequenceTIS(cap=1.02)),
+    "fspo, entropy": (FSPO.model_copy(update={"entropy_coef": 0.3}), None),
+    "fspo, kl": (FSPO.model_copy(update={"kl_coef": 0.2}), None),
 }
 
 
@@ -103,24 +101,29 @@ def layout_for(policy: Policy, config: Any) -> PackLayout:
     return rollout_module.layout_of(config, policy.arch, policy.groups, policy.backend.device)
 
 
+def moved(packs: Packs, scores: list[Tensor], seed: float) -> list[Tensor]:
+    """Scores below and above these: each token's by its response and its place there, whoever holds it."""
+    found = []
+    for batch, score in zip(packs, scores, strict=True):
+        index = torch.cat([batch.sample_index, batch.sample_index.new_zeros(1)])[batch.segment]
+        place = batch.position_ids[0]
+        found.append(score - 0.05 * torch.sin(seed + 7.0 * index + 3.0 * place).to(score))
+    return found
+
+
 def packs_of(policy: Policy, rollout: Rollout, loss: PolicyLossConfig) -> list[Packs]:
-    """Of each mini-batch, with old log-probs that lie below and above the policy's."""
+    """Of each mini-batch, with log-probs of others that lie below and above the policy's."""
     config = settings(policy, loss)
     packs, sizes = rollout_module.make_mini_batches(
         config, rollout, policy.groups, layout_for(policy, config)
     )
     scores = policy.score(packs, scoring(policy))
 
-    def moved(seed: int) -> list[Tensor]:
-        """Each token by its response and its place there, whoever holds it."""
-        found = []
-        for batch, score in zip(packs, scores, strict=True):
-            index = torch.cat([batch.sample_index, batch.sample_index.new_zeros(1)])[batch.segment]
-            place = batch.position_ids[0]
-            found.append(score - 0.05 * torch.sin(seed + 7.0 * index + 3.0 * place).to(score))
-        return found
-
-    packs = packs.with_columns(old_log_probs=moved(1), reference_log_probs=moved(2))
+    packs = packs.with_columns(
+        old_log_probs=moved(packs, scores, 1),
+        reference_log_probs=moved(packs, scores, 2),
+        sampled_log_probs=moved(packs, scores, 3),
+    )
     ends = list(accumulate(sizes, initial=0))
     return [packs[start:end] for start, end in pairwise(ends)]
 
@@ -129,18 +132,28 @@ def scoring(policy: Policy) -> Scoring:
     return Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=0.8)
 
 
-def steps(policy: Policy, rollout: Rollout, loss: PolicyLossConfig) -> list[dict[str, Any]]:
+def steps(
+    policy: Policy, rollout: Rollout, loss: PolicyLossConfig, rule: Rule | None
+) -> list[dict[str, Any]]:
     """What each mini-batch's optimizer step computes: the gradients (this rank's), and the rest (of all)."""
-    found = []
+    found, groups = [], policy.groups
     for packs in packs_of(policy, rollout, loss):
+        mine: list[SequenceRecord] = []
         policy_loss = PolicyLoss(
             objective=loss.objective(),
             scoring=scoring(policy),
             entropy_coef=loss.entropy_coef,
             kl_coef=loss.kl_coef,
+            observer=lambda batch, terms, mine=mine: mine.extend(records_of(batch, terms, groups.dp.rank())),
         )
+        mismatch = measure(packs, len(rollout), group=groups.dp_cp)
+        reported = mismatch.metrics
+        if rule is not None:
+            packs, metrics = correct(rule, packs, mismatch, groups=groups)
+            reported |= metrics
         update = policy.update(packs, policy_loss)
-        mine = [int(n) for batch in packs for n in batch.sample_index]
+        records = gather_lists(share(mine, group=groups.pp, source=-1), group=groups.dp)
+        numbers = [int(n) for batch in packs for n in batch.sample_index]
         found.append(
             {
                 "gradients": {
@@ -149,68 +162,23 @@ def steps(policy: Policy, rollout: Rollout, loss: PolicyLossConfig) -> list[dict
                     for name, parameter in chunk.named_parameters()
                 },
                 "metrics": update.metrics,
+                "reported": reported | update.metrics | clip_metrics(records, seed=1),
                 "grad_norm": update.grad_norm,
-                "packed": sorted(gather_lists(mine, group=policy.groups.dp)),
+                "packed": sorted(gather_lists(numbers, group=groups.dp)),
                 "totals": [packs.totals.num_sequences, packs.totals.num_tokens, packs.totals.packed_tokens],
             }
         )
     return found
 
 
-def check_spreading(policy: Policy, loss: PolicyLossConfig) -> None:
-    """Every response token is on one rank of data × context parallel, in the right pack; alike on those that
-    share a model."""
-    config, groups = settings(policy, loss), policy.groups
-    rollout, completions = rollout_and_completions(policy)
-    packs, sizes = rollout_module.make_mini_batches(config, rollout, groups, layout_for(policy, config))
-    idle = rollout_module.left_out(config, rollout).tolist()
-    starts = [0, *accumulate(sizes)]
-    for part, (first, end) in enumerate(pairwise(starts)):
-        found = []
-        for batch in packs[first:end]:
-            index, mask = batch.sample_index, batch.mask
-            assert torch.equal(batch.advantages.double(), rollout.advantages[index])
-            here = index[batch.segment[mask]]
-            position = batch.position_ids[0][mask] - rollout.prompt_lengths[here] + 1
-            columns = (here, position, batch.labels[mask], batch.sampled_log_probs[mask])
-            found += zip(*(column.tolist() for column in columns), strict=True)
-        for group in (groups.tp, groups.pp):
-            assert share(found, group=group) == found
-        size = len(completions) // MINI_BATCHES
-        assert sorted(gather_lists(found, group=groups.dp_cp)) == [
-            (n, i, token, log_prob)
-            for n in range(size * part, size * (part + 1))
-            if not idle[n]
-            for i, (token, log_prob) in enumerate(
-                zip(completions[n].token_ids, completions[n].log_probs, strict=True)
-            )
-        ]
-
-
-def without_any(policy: Policy) -> dict[str, dict[str, float]]:
-    """Correction → what the old pass says of a rollout of which nothing is in a pack."""
-    rollout = rollout_and_completions(policy)[0]
-    rollout = replace(rollout, advantages=torch.zeros_like(rollout.advantages))
-    config = settings(policy, LOSSES["fspo"])
-    packs = rollout_module.make_mini_batches(config, rollout, policy.groups, layout_for(policy, config))[0]
-    packs = packs.with_columns(old_log_probs=policy.score(packs, scoring(policy)))
-    found = {}
-    for correction in CORRECTIONS:
-        mismatch = measure(packs, len(rollout), group=policy.groups.dp_cp)
-        corrected, metrics = correct(correction, packs, mismatch, groups=policy.groups)
-        assert all(batch.lengths.numel() == 0 for batch in corrected)
-        found[correction.name] = mismatch.metrics | metrics
-    return found
-
-
 def compared(policy: Policy) -> dict[str, list[dict[str, Any]]]:
     """Loss → for each mini-batch what both ways have, and how far their gradients are apart on any rank."""
     found = {}
-    for name, loss in LOSSES.items():
+    for name, (loss, rule) in LOSSES.items():
         rollout = rollout_and_completions(policy)[0]
-        got = steps(policy, rollout, loss)
+        got = steps(policy, rollout, loss, rule)
         with nobody_left_out():
-            want = steps(policy, rollout, loss)
+            want = steps(policy, rollout, loss, rule)
         found[name] = [_compared(one, other) for one, other in zip(got, want, strict=True)]
     return found
 
@@ -223,19 +191,17 @@ def _compared(got: dict[str, Any], want: dict[str, Any]) -> dict[str, Any]:
         gap = max(gap, off / scale if scale else off)
     largest: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(largest, gap)
-    pair = {key: [got[key], want[key]] for key in ("metrics", "grad_norm", "packed", "totals")}
+    pair = {key: [got[key], want[key]] for key in ("metrics", "reported", "grad_norm", "packed", "totals")}
     return pair | {"gap": max(largest)}
 
 
 def found_in(layout_name: str) -> dict[str, Any]:
-    """See :func:`compared` and :func:`without_any`."""
+    """See :func:`compared`."""
     backend = choose_backend("cpu")
     layout = parse_layout(layout_name, world_size=2)
     groups = start(backend, parallel=layout.parallel, seed=1)
     policy = production.build(layout, SMALL, random_weights(SMALL), backend, groups, torch.float32)
-    for name in ("fspo", "fspo, entropy"):
-        check_spreading(policy, LOSSES[name])
-    return {"compared": compared(policy), "without any": without_any(policy)}
+    return compared(policy)
 
 
 if __name__ == "__main__":

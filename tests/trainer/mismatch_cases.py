@@ -11,6 +11,7 @@ import torch
 
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.record.records import SequenceRecord
+from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages
 from megatron_fspo.types import Completion, Prompt, Sample
 from packs import packs_of
 
@@ -44,6 +45,18 @@ def responses(scale: float = 0.1, shift: float = 0.0) -> tuple[list[Sample], lis
     generator = torch.Generator().manual_seed(0)
     deltas = [torch.randn(n, generator=generator, dtype=torch.float64) * scale + shift for n in LENGTHS]
     return [sample(i, [-1.5] * n) for i, n in enumerate(LENGTHS)], deltas
+
+
+def as_rollout(samples: Sequence[Sample], per_prompt: int = 1) -> Rollout:
+    """All on data-parallel rank 0; ``per_prompt`` samples to each prompt, one after the other."""
+    table = [(*describe(s.completion, 0), s.reward, s.reward) for s in samples]
+    rollout = rollout_of(
+        [s.prompt for s in samples[::per_prompt]],
+        per_prompt,
+        torch.tensor(table, dtype=torch.float64),
+        {number: s.completion for number, s in enumerate(samples)},
+    )
+    return with_advantages(rollout, torch.tensor([s.advantage for s in samples], dtype=torch.float64))
 
 
 def packed(

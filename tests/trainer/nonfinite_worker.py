@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from by_layout import write_by_layout
-from left_out_worker import rollout_and_completions, scoring, settings
+from left_out_worker import moved, rollout_and_completions, scoring, settings
 from megatron_fspo.config import Optimizer
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.losses import FSPOLoss
@@ -130,17 +130,9 @@ class Situation:
 
         with mock.patch.object(rollout_module, "left_out", also_dropped):
             packs, sizes = make_mini_batches(run.inputs.config, rollout, self.groups, run.layout)
-        # Each token by its response and place, whoever holds it.
-        old = [
-            score - 0.02 * torch.sin(3.0 * batch.position_ids[0] + _numbers(batch)).to(score)
-            for batch, score in zip(packs, run.policy.score(packs, run.scoring), strict=True)
-        ]
+        old = moved(packs, run.policy.score(packs, run.scoring), seed=0)
         packs = packs.with_columns(old_log_probs=old)
         return Step(rollout=rollout, packs=packs, sizes=sizes, metrics={}, warm=True)
-
-
-def _numbers(batch: MicroBatch) -> Tensor:
-    return torch.cat([batch.sample_index, batch.sample_index.new_zeros(1)])[batch.segment]
 
 
 def weights_of(policy: Policy) -> list[Tensor]:

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+import configs
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import save_config
 from megatron_fspo.lab.report.history import Records
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.record.records import SequenceRecord, clip_metrics
+from mismatch_cases import record
 
 LEARNING = {"Reward", "Response length"}
 RATES = {"Clip rate", "Length Reweighting Error"}
@@ -26,17 +28,14 @@ def make_config(folder: Path, **sections: Mapping[str, Any]) -> Config:
         "run": {"name": "known", "folder": folder, "steps": 20},
         "model": {"checkpoint": "some/model"},
         "parallel": {"tensor": 2, "sequence": True},
-        "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
-        "reward": {"name": "make_sum"},
-        "rollout": {"prompts": 8, "samples": 4, "max_response_tokens": 100},
-        "loss": {"name": "fspo"},
+        "data": {"train": "train.jsonl"},
     }
     for name, keys in sections.items():
         tree[name] = {**tree.get(name, {}), **keys}
-    return Config.model_validate(tree)
+    return configs.make_config(folder, **tree)
 
 
-def make_records(step: int, count: int = 64) -> list[SequenceRecord]:
+def make_records(step: int, count: int) -> list[SequenceRecord]:
     """S ~ Normal(0, (.02)²·L), judged by the band ±.03·√L."""
     random = np.random.default_rng(step)
     lengths = random.integers(4, 100, count)
@@ -45,21 +44,9 @@ def make_records(step: int, count: int = 64) -> list[SequenceRecord]:
     for sample, (length, s) in enumerate(zip(lengths.tolist(), sums.tolist(), strict=True)):
         advantage, outside = float(sample % 3 - 1), abs(s) > 0.03 * length**0.5
         clipped = outside and advantage * s > 0
-        records.append(
-            SequenceRecord(
-                sample=sample,
-                rank=0,
-                length=length,
-                log_ratio_sum=s,
-                advantage=advantage,
-                clipped_low=float(clipped and s < 0),
-                clipped_high=float(clipped and s > 0),
-                dual_clipped=0.0,
-                out_of_band=outside,
-                nonfinite=False,
-                ratio=0.0 if clipped else math.exp(s),
-            )
-        )
+        flags = {"clipped_low": float(clipped and s < 0), "clipped_high": float(clipped and s > 0)}
+        ratio = 0.0 if clipped else math.exp(s)
+        records.append(record(length, s, advantage, sample=sample, out_of_band=outside, ratio=ratio, **flags))
     return records
 
 
@@ -87,6 +74,7 @@ def write_run(
     *,
     steps: int,
     off_policy: bool = True,
+    count: int = 64,
     evaluations: Mapping[int, float] | None = None,
     extra: Mapping[str, float] | None = None,
 ) -> Path:
@@ -97,7 +85,7 @@ def write_run(
     for step in range(steps + 1):
         metrics: dict[str, float] = on_policy_metrics(step) if step else {}
         if step and off_policy:
-            records = make_records(step)
+            records = make_records(step, count)
             log.sequences(step, records)
             metrics |= clip_metrics(records, seed=1) | {"fspo/kl_k3": 0.001}
             metrics |= {"fspo/out_of_band": step / 200, "fspo/lre_mean": step / 10, "fspo/lre_null": 0.05}

@@ -32,12 +32,6 @@ def _failing(fail: Callable[[], Any], *, rank: str, version: int) -> Callable[..
 raises = _failing(lambda: [1] + 1, rank="1", version=1)  # type: ignore[operator]
 
 
-def _loop() -> None:
-    while True:
-        pass
-
-
-loops = _failing(_loop, rank="1", version=1)
 nan_in_evaluation = _failing(lambda: math.nan, rank="0", version=2)
 
 
@@ -53,7 +47,8 @@ def always_half(prompt: Prompt, completion: Completion, response: str) -> float:
 
 def loops_always(prompt: Prompt, completion: Completion, response: str) -> None:
     """One that computes without end."""
-    _loop()
+    while True:
+        pass
 
 
 def sleeps(prompt: Prompt, completion: Completion, response: str) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from launch import REPO, forked
+from launch import REPO
 from megatron_fspo.job.consistency import difference
 from megatron_fspo.job.rank_status import named_ranks
-from runs import CONFIG
+from runs import faulty
 
 MAKE_SUM = REPO / "examples/make_sum"
 
@@ -25,27 +23,19 @@ def test_what_differs_is_named_with_its_ranks() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "rank 3"),
-        ([0, 1, 2, 8], "ranks 0-2, 8"),
-        (range(0, 20, 2), "ranks 0, 2, 4, 6, 8, 5 more ranges"),
-    ],
-)
-def test_ranks_are_named_in_ranges(ranks: list[int], text: str) -> None:
-    assert named_ranks(ranks) == text
+def test_ranks_are_named_in_ranges() -> None:
+    assert named_ranks([3]) == "rank 3" and named_ranks([0, 1, 2, 8]) == "ranks 0-2, 8"
+    assert named_ranks(range(0, 20, 2)) == "ranks 0, 2, 4, 6, 8, 5 more ranges"
 
 
 def train(nodes: Path, folder: str, validation: str) -> subprocess.CompletedProcess[str]:
     """On two ranks, each in a folder of its own."""
     for rank in range(2):
         (nodes / f"node{rank}").mkdir(exist_ok=True)
-    worker = str(Path(__file__).with_name("node_worker.py"))
-    words = f"train --config {CONFIG} --run.folder {folder} --run.name one --run.steps 1 --rollout.prompts 8"
-    files = f"--model.checkpoint {MAKE_SUM}/checkpoint --data.train {MAKE_SUM}/train.jsonl"
-    arguments = [*words.split(), *files.split(), "--data.validation", validation]
-    return forked([worker, str(nodes), *arguments], nproc=2)
+    files = f"--model.checkpoint {MAKE_SUM}/checkpoint --data.train {MAKE_SUM}/train.jsonl --run.steps 1"
+    return faulty(
+        Path(folder), "one", ["own_folder", str(nodes)], *files.split(), "--data.validation", validation
+    )
 
 
 def test_a_relative_folder_that_is_not_shared(tmp_path: Path) -> None:

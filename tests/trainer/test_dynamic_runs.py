@@ -10,29 +10,25 @@ from typing import Any
 
 import pytest
 
-from dynamic_worker import BATCHES
-from launch import forked, why
+from launch import why
 from metrics_page import unknown
-from runs import numbers, rows
+from runs import faulty, numbers, rows
 
 pytestmark = pytest.mark.slow
 
 STEPS = 3
-WORKER = Path(__file__).with_name("dynamic_worker.py")
 DATA_PARALLEL = ("--parallel.tensor", "1", "--parallel.sequence", "false")
 # Three responses to a prompt: about half of the groups have no spread.
 COMMON = ("--evaluation.every", "0", "--rollout.samples", "3", "--rollout.dynamic-sampling", "true")
 
 
-def train(
-    folder: Path, name: str, *extra: str, steps: int = STEPS, die_in_step: int = 0, nproc: int = 2
-) -> subprocess.CompletedProcess[str]:
-    options = ("--run.steps", str(steps), "--checkpoint.every", "1", *COMMON, *DATA_PARALLEL, *extra)
-    return forked([str(WORKER), str(folder), name, str(die_in_step), *options], nproc=nproc)
+def train(folder: Path, name: str, *extra: str, die_in_step: int = 0) -> subprocess.CompletedProcess[str]:
+    options = ("--run.steps", str(STEPS), "--checkpoint.every", "1", *COMMON, *DATA_PARALLEL, *extra)
+    return faulty(folder, name, ["dynamic", str(folder / f"{name}.jsonl"), str(die_in_step)], *options)
 
 
 def batches(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / name / BATCHES).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -55,35 +51,22 @@ def test_every_group_of_every_batch_has_spread(folder: Path) -> None:
         assert not any(len(set(batch["rewards"][first : first + 3])) == 1 for first in range(0, 24, 3))
 
 
-def test_responses_stay_with_the_rank_that_sampled_them(folder: Path) -> None:
-    owners = set()
-    for batch in batches(folder, "whole"):
-        assert batch["holders"] == [[owner] for owner in batch["owner"]]
-        assert [number for number, _ in batch["tokens"]] == list(range(24))
-        assert [len(tokens) for _, tokens in batch["tokens"]] == batch["lengths"]
-        owners.add(tuple(batch["owner"][::3]))
-    assert any(owner != tuple(i % 2 for i in range(8)) for owner in owners)  # by no rule of places
-
-
 def test_metrics_count_what_was_sampled(folder: Path) -> None:
-    metrics = rows(folder, "whole")
+    metrics, found = rows(folder, "whole"), batches(folder, "whole")
     assert any(row["rollout/dynamic/rounds"] > 1 for row in metrics)
-    for row, batch in zip(metrics, batches(folder, "whole"), strict=True):
-        dynamic = {
-            key.removeprefix("rollout/dynamic/"): value
-            for key, value in row.items()
-            if key.startswith("rollout/dynamic/")
-        }
-        assert dynamic["unfilled"] == 0
-        assert dynamic["prompts_sampled"] == 8 + dynamic["groups_dropped"] + dynamic["groups_surplus"]
-        share = dynamic["groups_dropped"] / dynamic["prompts_sampled"]
+    for row, batch in zip(metrics, found, strict=True):
+        assert row["rollout/dynamic/unfilled"] == 0
+        share = row["rollout/dynamic/groups_dropped"] / row["rollout/dynamic/prompts_sampled"]
         assert row["critic/no_spread"] == pytest.approx(share)
-        assert dynamic["batch_rewards/mean"] == pytest.approx(sum(batch["rewards"]) / 24)
-        assert dynamic["batch_response_length/mean"] == pytest.approx(sum(batch["lengths"]) / 24)
+        assert row["rollout/dynamic/batch_rewards/mean"] == pytest.approx(sum(batch["rewards"]) / 24)
+        assert row["rollout/dynamic/batch_response_length/mean"] == pytest.approx(sum(batch["lengths"]) / 24)
+        # Of all responses, so that the filter does not move it.
+        assert row["critic/rewards/mean"] != row["rollout/dynamic/batch_rewards/mean"]
         assert row["actor/grad_norm"] > 0
         assert unknown(row) == []
-    # Of all responses, so that the filter does not move them.
-    assert all(row["critic/rewards/mean"] != row["rollout/dynamic/batch_rewards/mean"] for row in metrics)
+    # Whoever holds a response, by no rule of places: its tokens come to the pack that they belong to.
+    assert any(batch["owner"][::3] != [i % 2 for i in range(8)] for batch in found)
+    assert all(row["rollout/logprob_abs_diff/max"] < 1e-4 for row in metrics)
 
 
 def test_a_run_that_dies_between_rounds_resumes_with_the_same_numbers(folder: Path) -> None:
@@ -97,19 +80,22 @@ def test_a_run_that_dies_between_rounds_resumes_with_the_same_numbers(folder: Pa
     assert (folder / "died" / weights).read_bytes() == (folder / "whole" / weights).read_bytes()
 
 
-def test_a_reward_that_teaches_nothing_ends_no_run(tmp_path: Path) -> None:
-    """Nothing is in any pack; one line a step says so. (Other layouts: test_left_out.py.)"""
+def test_a_reward_that_teaches_nothing_is_told_and_ends_the_run_at_last(tmp_path: Path) -> None:
+    """In the first step nothing is in any pack. (Other layouts: test_left_out.py.)"""
     never = ("--reward.name", "reward_worker:always_half", "--rollout.max-rounds", "3")
-    result = train(tmp_path, "never", *never, steps=2, nproc=1)
-    assert result.returncode == 0, why(result.stderr)
+    ended = train(tmp_path, "never", *never, "--reward.max-steps-without-spread", "2")
+    assert ended.returncode == 1
     for step in (1, 2):
-        line = (
-            f"step {step}: 8 of 8 groups have no spread after 3 rounds with 24 prompts (rollout.max_rounds)"
-        )
-        assert result.stdout.count(line) == 1
-    for row, batch in zip(rows(tmp_path, "never"), batches(tmp_path, "never"), strict=True):
-        assert row["rollout/dynamic/rounds"] == 3 and row["rollout/dynamic/unfilled"] == 8
-        assert row["rollout/dynamic/groups_dropped"] == 16
-        assert len(batch["prompts"]) == 8 and row["critic/no_spread"] == 1
-        assert row["actor/grad_norm"] == 0 and row["actor/pg_loss"] is None  # NaN
-        assert math.isfinite(row["critic/rewards/mean"])
+        for said in (
+            "all 72 rewards are 0.5: nothing to learn from (steps in a row: {step})",
+            "8 of 8 groups have no spread after 3 rounds with 24 prompts (rollout.max_rounds)",
+        ):
+            assert ended.stdout.count(f"step {step}: {said.format(step=step)}") == 1
+    (line,) = ended.stderr.splitlines()
+    assert "'reward_worker:always_half': all 72" in line and "without_spread = 2" in line
+    (row,), (batch,) = rows(tmp_path, "never"), batches(tmp_path, "never")
+    assert row["rollout/dynamic/rounds"] == 3 and row["rollout/dynamic/unfilled"] == 8
+    assert row["rollout/dynamic/groups_dropped"] == 16
+    assert len(batch["prompts"]) == 8 and row["critic/no_spread"] == 1
+    assert row["actor/grad_norm"] == 0 and row["actor/pg_loss"] is None  # NaN
+    assert math.isfinite(row["critic/rewards/mean"])

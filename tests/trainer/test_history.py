@@ -8,7 +8,6 @@ import pytest
 
 from megatron_fspo.lab.report import drawing, pictures
 from megatron_fspo.lab.report.history import (
-    History,
     Records,
     clip_rates,
     overall_rates,
@@ -81,16 +80,6 @@ def test_thinning_keeps_spikes() -> None:
     assert len(kept) <= 100 and {1234, 777} <= set(kept.tolist())
     assert (np.diff(kept) > 0).all()
     assert drawing.thin(values[:100], most=100).tolist() == [*range(100)]
-
-
-def test_series_of_a_metric_that_only_some_steps_log(tmp_path: Path) -> None:
-    history = History(write_run(make_config(tmp_path), steps=4, evaluations={0: 0.25, 4: 0.75}))
-    name = history.evaluation()
-    assert name == "val/held_out/mean@4"
-    scores = history.series(name)
-    assert scores.steps.tolist() == [0, 4] and scores.values.tolist() == [0.25, 0.75]
-    assert not history.series("no/such/metric")
-    assert math.isnan(history.series("no/such/metric").last())
 
 
 def test_of_a_long_run_an_even_part_of_the_records_is_read(

@@ -131,13 +131,6 @@ def test_of_two_that_take_over_one_wins(tmp_path: Path) -> None:
     held.release()
 
 
-def test_it_is_refreshed(tmp_path: Path, quick: None) -> None:
-    held = FolderLock(tmp_path)
-    os.utime(tmp_path / LOCK, (1, 1))
-    wait_until(lambda: (tmp_path / LOCK).stat().st_mtime > 1)
-    held.release()
-
-
 @pytest.mark.parametrize(
     ("other", "problem"), [(ELSEWHERE, "taken over by process 4711 on node-7"), (None, "is gone: was")]
 )

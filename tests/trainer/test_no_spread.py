@@ -14,8 +14,7 @@ from megatron_fspo.record.log import RunLog
 from megatron_fspo.trainer.begin import check_spread
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.types import Prompt
-from mismatch_cases import ALONE, sample
-from rollouts import as_rollout
+from mismatch_cases import ALONE, as_rollout, sample
 from test_log import logged
 
 TEXTS = {1: "yes", 2: "n\no", 3: "long " * 100 + "end"}

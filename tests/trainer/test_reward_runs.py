@@ -151,31 +151,6 @@ def test_a_reward_that_fails_in_an_evaluation_leaves_the_step_before_it(tmp_path
     assert rows(tmp_path, "run") == found and (tmp_path / "run/hf/model.safetensors").exists()
 
 
-@pytest.mark.slow
-def test_steps_that_teach_nothing_are_told_and_too_many_end_the_run(tmp_path: Path) -> None:
-    """Counted across a resume; two ranks, of which the first one shows its responses."""
-    extra = (*DATA_PARALLEL, "--evaluation.every", "0", "--reward.max-steps-without-spread", "2")
-    told = train(tmp_path, "run", "always_half", *extra, "--run.steps", "1")
-    assert told.returncode == 0, why(told.stderr)
-    ended = train(tmp_path, "run", "always_half", *extra, "--run.steps", "3", "--resume")
-    assert ended.returncode == 1
-    for step, result in enumerate((told, ended), start=1):
-        lines = result.stdout.splitlines()
-        first = lines.index(
-            f"step {step}: all 32 rewards are 0.5: nothing to learn from (steps in a row: {step})"
-        )
-        prompts = [x.split()[1] for x in lines if x.startswith("  prompt ") and x.endswith(", reward 0.5")]
-        assert len(set(prompts)) == len(prompts) == 3 and lines[first + 1].split()[1] == prompts[0]
-    (line,) = ended.stderr.splitlines()
-    for said in (
-        "'reward_worker:always_half': all 32",
-        "without_spread = 2",
-        "--resume goes on after step 1",
-    ):
-        assert said in line
-    assert [row["step"] for row in rows(tmp_path, "run")] == [1]
-
-
 def test_the_file_is_no_run_where_there_is_none(tmp_path: Path, job: None) -> None:
     """``evaluate`` makes no folder, and ``train`` would take one for a run."""
     config = logged(tmp_path)

@@ -1,20 +1,67 @@
-"""What is asked for when, what a resumed run asks for again, and how old a token may be."""
+"""What is asked for when, what a resumed run asks for again, and what every rank knows of a response."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.trainer.rollout import staleness_metrics
 from megatron_fspo.trainer.sampling import RolloutQueue, response_text
-from megatron_fspo.types import Completion, Sample, VersionSpan
-from mismatch_cases import sample
-from queues import Engine, make
-from rollouts import as_rollout
+from megatron_fspo.types import Completion, Prompt, Sample, SamplingParams, VersionSpan
+from mismatch_cases import as_rollout, sample
+
+
+class Engine:
+    """Writes down what is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], int]] = []
+        """The prompts of all ranks, and the seed."""
+        self.mine: list[list[int]] = []
+        """The prompts of this rank."""
+        self.params: list[SamplingParams] = []
+
+    def submit(self, prompts: list[Prompt], params: SamplingParams, mine: range, arrived: None) -> object:
+        self.asked.append(([prompt.index for prompt in prompts], params.seed))
+        self.mine.append([prompts[position].index for position in mine])
+        self.params.append(params)
+        return None
+
+
+def make(
+    staleness: int,
+    step: int = 0,
+    state: dict[str, Any] | None = None,
+    *,
+    size: int = 3,
+    steps: int = 8,
+    sets: list[tuple[str, int, float]] | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+) -> tuple[RolloutQueue, Engine]:
+    """A queue of a run of so many steps, ``size`` prompts each; ``state``: of the prompts, to go on from."""
+    sets = sets or [("", 10, 1.0)]
+    groups: Any = SimpleNamespace(dp=SimpleNamespace(rank=lambda: rank, size=lambda: ranks))
+    rollout = dict(temperature=1.0, top_p=1.0, max_response_tokens=4, max_staleness=staleness, stop=())
+    rollout |= dict(prompts=size, samples=2)
+    config = SimpleNamespace(rollout=SimpleNamespace(**rollout), run=SimpleNamespace(seed=7, steps=steps))
+    train = [
+        Prompt(index=i, token_ids=(i,), text="", answer="") for i in range(sum(count for _, count, _ in sets))
+    ]
+    inputs: Any = SimpleNamespace(config=config, train=train, stop_token_ids=(9,), decode=None)
+    prompts = PromptCursor(sets, seed=7, size=size)
+    if state is not None:
+        prompts.load_state_dict(json.loads(json.dumps(state)))
+    engine: Any = Engine()
+    return RolloutQueue(inputs, engine, groups, None, prompts, step), engine
 
 
 def test_responses_end_where_the_configuration_says() -> None:
@@ -83,22 +130,11 @@ def test_a_resumed_run_goes_on_where_the_trainer_was(
         whole = learn(*make(staleness), range(8), rounds_of)
         first, engine = make(staleness)
         assert learn(first, engine, range(saved), rounds_of) == whole[:saved]
-        second, engine = make(then, saved, first.prompts.state_dict())
+        state = first.prompts.state_dict()
+        first.take(saved)  # a step that is broken off between its rounds is done again
+        first.further(saved, 1, 1)
+        second, engine = make(then, saved, state)
         assert learn(second, engine, range(saved, 8), rounds_of) == whole[saved:]
-
-
-def test_a_step_that_is_broken_off_between_rounds_is_done_again() -> None:
-    """What a checkpoint of before the step holds does not know of its rounds."""
-    further = [[2, 1], [3], [1, 1, 2], [], [2], [3, 3], [], [1]]
-    for staleness in (0, 1, 3):
-        whole = learn(*make(staleness), range(8), further)
-        queue, engine = make(staleness)
-        learn(queue, engine, range(2), further)
-        state = queue.prompts.state_dict()
-        queue.take(2)
-        queue.further(2, 1, 1)
-        again, engine = make(staleness, step=2, state=state)
-        assert learn(again, engine, range(2, 8), further) == whole[2:]
 
 
 def test_a_run_that_resumes_with_another_staleness_loses_no_batch() -> None:
@@ -150,19 +186,59 @@ def test_ranks_are_asked_for_their_share_of_one_order(
         assert len(set(batch)) == size
 
 
-def written_by(*spans: tuple[int, int, int]) -> Sample:
-    """A response with these tokens of these versions."""
-    said = tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in spans)
-    return sample(0, [-1.0] * spans[-1][2], weight_version=spans[0][0], version_spans=said)
+STEP = 9
 
 
-def test_staleness_counts_tokens() -> None:
-    samples = [written_by((3, 0, 4)), written_by((4, 0, 10), (5, 10, 16))]
-    metrics = staleness_metrics(as_rollout(samples), 5, limit=2)
-    assert metrics == {
-        "rollout/staleness/mean": pytest.approx((2 * 4 + 1 * 10) / 20),
-        "rollout/staleness/max": 2,
-        "rollout/partial": 0.5,
-    }
-    with pytest.raises(TrainingError, match="step 6: a response is from weights 2 versions old"):
-        staleness_metrics(as_rollout(samples), 5, limit=1)
+def sample_of(prompt: int, runs: list[tuple[int, int]], spelled: bool) -> Sample:
+    """Tokens of versions that grow: ``runs`` of (versions on, tokens); one version may go without saying."""
+    spans, version, end = [], 0, 0
+    for more, count in runs:
+        version += more + bool(spans)
+        spans.append(VersionSpan(version=version, start=end, end=end + count))
+        end += count
+    ids = range(end)
+    said = tuple(spans) if spelled or len(spans) > 1 else ()
+    one = sample(0, [-1.0] * end, token_ids=ids, weight_version=spans[0].version, version_spans=said)
+    words = Prompt(index=0, token_ids=tuple(range(1, prompt + 1)), text="", answer="")
+    return replace(one, prompt=words, reward=0.5)
+
+
+def versions(sample: Sample) -> list[int]:
+    """Of every token."""
+    completion = sample.completion
+    if not completion.version_spans:
+        return [completion.weight_version] * len(completion.token_ids)
+    return [span.version for span in completion.version_spans for _ in range(span.start, span.end)]
+
+
+RUNS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), min_size=1, max_size=3)
+SAMPLES = st.lists(st.builds(sample_of, st.integers(1, 5), RUNS, st.booleans()), min_size=1, max_size=6)
+
+
+@given(SAMPLES, st.integers(0, 8))
+def test_columns_say_what_the_responses_say(samples: list[Sample], version: int) -> None:
+    rollout = as_rollout(samples)
+    fresh = rollout.fresh_from(version).tolist()
+    for one, first in zip(samples, fresh, strict=True):
+        written, before = versions(one), len(one.prompt.token_ids) - 1
+        # From there on, and no token earlier, all are this version's.
+        end = len(written)
+        while end and written[end - 1] == version:
+            end -= 1
+        assert first == before + end
+    metrics = staleness_metrics(rollout, STEP, limit=STEP)
+    every = [STEP - version for sample in samples for version in versions(sample)]
+    assert metrics["rollout/staleness/mean"] == pytest.approx(sum(every) / len(every), rel=1e-12)
+    assert metrics["rollout/staleness/max"] == max(every)
+    with pytest.raises(TrainingError, match=f"step 10: a response is from weights {max(every)} versions old"):
+        staleness_metrics(rollout, STEP, limit=max(every) - 1)
+    several = [len({*versions(sample)}) > 1 for sample in samples]
+    assert metrics["rollout/partial"] == pytest.approx(sum(several) / len(samples))
+    assert rollout.lengths.tolist() == [len(versions(sample)) for sample in samples]
+    assert rollout.truncated.all() and (rollout.rewards == 0.5).all()
+
+
+def test_an_empty_response_counts_no_token() -> None:
+    rollout = as_rollout([sample(1, [], weight_version=3)])
+    assert rollout.fresh_from(3).tolist() == rollout.fresh_from(4).tolist() == [1]
+    assert staleness_metrics(rollout, 4, limit=1)["rollout/staleness/mean"] == 0

@@ -13,7 +13,7 @@ import pytest
 from kill_runs import Harness, Kill
 from launch import REPO, environment, forked, why
 from metrics_page import unknown
-from runs import PROGRAM, command, faulty, numbers, rows, run, train_words
+from runs import PROGRAM, command, faulty, numbers, rows, run
 
 STEPS = 4
 
@@ -37,22 +37,11 @@ def test_a_run_leaves_what_the_readme_says(folder: Path) -> None:
     assert {"config.toml", "metrics.jsonl", "checkpoints", "hf", "report"} <= names
     assert (whole / "report/index.html").stat().st_size > 10_000
     assert [row["step"] for row in rows(folder, "whole")] == list(range(STEPS + 1))
+    assert unknown({name for row in rows(folder, "whole") for name in row}) == []
     resolved = tomllib.loads((whole / "config.toml").read_text())
     assert resolved["optimizer"]["lr"] == 3e-4 and resolved["parallel"]["tensor"] == 2
     # checkpoint.keep: the newest two
     assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step_000003", "step_000004"]
-
-
-def test_metrics_have_the_names_of_the_field(folder: Path) -> None:
-    last = rows(folder, "whole")[-1]
-    names = (
-        "critic/rewards/mean response_length/mean response_length/clip_ratio actor/grad_norm actor/entropy "
-        "actor/ppo_kl actor/pg_clipfrac actor/lr fspo/lre_mean fspo/lre_null fspo/sigma_hat fspo/c_high "
-        "rollout/logprob_abs_diff/max timing_s/gen timing_s/update_actor perf/throughput "
-        "val/validation/mean@2 val/validation/pass@2"
-    )
-    assert [name for name in names.split() if last.get(name) is None] == []
-    assert unknown({name for row in rows(folder, "whole") for name in row}) == []
 
 
 def test_the_first_update_is_on_policy_and_later_ones_clip(folder: Path) -> None:
@@ -123,41 +112,15 @@ def test_a_stop_in_the_first_step_leaves_nothing_to_resume(folder: Path) -> None
     assert not list((folder / "first/checkpoints").glob("step_*"))
 
 
-@pytest.mark.parametrize("loss", ["gspo", "dapo"])
-def test_every_baseline_trains(tmp_path: Path, loss: str) -> None:
-    config = [part for part in train_words(tmp_path, loss) if part not in ("--loss.calibrate", "3")]
-    extra = "--parallel.tensor 1 --parallel.sequence false --run.steps 1 --evaluation.every 0".split()
-    toml = tmp_path / "run.toml"
-    source = (REPO / "examples/make_sum/run.toml").read_text()
-    toml.write_text(
-        source[: source.index("[loss]")] + f'[loss]\nname = "{loss}"\n\n' + source[source.index("[batch]") :]
-    )
-    config[config.index("--config") + 1] = str(toml)
-    result = forked([*PROGRAM, *config, *extra], nproc=0)
-    assert result.returncode == 0, why(result.stderr)
-    (row,) = rows(tmp_path, loss)
-    assert (
-        row["actor/grad_norm"] > 0 and row["fspo/nonfinite"] == 0 and math.isfinite(row["actor/pg_clipfrac"])
-    )
-
-
-NAN = ("--run.steps", "3", "--loss.max-nonfinite-share", "0.2")
-
-
 def test_a_run_with_a_nan_sequence_goes_on_and_names_it(tmp_path: Path) -> None:
-    result = faulty(tmp_path, "few", ["nan_at_the_head", "1"], *NAN)
+    result = faulty(
+        tmp_path, "few", ["nan_at_the_head"], "--run.steps", "3", "--loss.max-nonfinite-share", "0.2"
+    )
     assert result.returncode == 0, why(result.stderr)
     training = [row for row in rows(tmp_path, "few") if row["step"] > 0]
     assert [row["fspo/nonfinite"] for row in training] == [0, 1, 0]
     assert all(math.isfinite(row["actor/grad_norm"]) for row in training)
     assert "step 2: dropped a sequence that is not finite: prompt " in result.stdout
-
-
-def test_a_run_with_too_many_nan_sequences_stops(tmp_path: Path) -> None:
-    result = faulty(tmp_path, "many", ["nan_in_a_layer", "4"], *NAN)
-    assert result.returncode == 1
-    assert "4 of 8 sequences of one optimizer step are not finite" in result.stderr
-    assert [row["step"] for row in rows(tmp_path, "many")] == [0, 1]
 
 
 def test_the_launch_script_smokes(tmp_path: Path) -> None:
