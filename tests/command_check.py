@@ -13,9 +13,9 @@ from unittest import mock
 from torch.distributed.run import get_args_parser
 
 from launch import REPO
+from megatron_fspo.cli import make_parser
 from megatron_fspo.cli.console import OneLineParser
 from megatron_fspo.cli.evaluate import config_of
-from megatron_fspo.cli.parser import make_parser
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.explain.losses import with_limits
 from megatron_fspo.lab.plan.presets import PRESETS

@@ -47,12 +47,16 @@ class FSPO:
         return FSPOBand(c_low=self.c_low, c_high=self.c_high), LengthFairDualClip(c=c_dual)
 
 
-def refuse_ratio(limits: Mapping[str, float], trainer: str) -> None:
-    """Raise ``ValueError`` where c_low or c_high was left at 0.2, a default meant for a ratio.
+def limits_of(limits: Mapping[str, float], trainer: str, c_dual: float | None = None) -> FSPO:
+    """The limits that stand under a trainer's keys for a ratio.
 
     Args:
-        limits: key of the trainer → value, of c_low and of c_high.
+        limits: key of the trainer → value, of c_low and then of c_high.
         trainer: its name.
+        c_dual: default 2·c_high.
+
+    Raises:
+        ValueError: one is not legal, or was left at 0.2, a default meant for a ratio.
     """
     if 0.2 in limits.values():
         given = " and ".join(f"{key} = {value}" for key, value in limits.items())
@@ -60,6 +64,8 @@ def refuse_ratio(limits: Mapping[str, float], trainer: str) -> None:
             f"{given} are c_low and c_high of FSPO, in nats per √token, and 0.2 is {trainer}'s default for a "
             f"ratio: set both of them, {DEFAULT_C} say"
         )
+    low, high = limits.values()
+    return FSPO(c_low=low, c_high=high, c_dual=c_dual)
 
 
 def log_ratio_sums(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -128,14 +134,9 @@ def flags(surrogate: Surrogate) -> dict[str, Tensor]:
 
 
 def metrics(log_ratio_sum: Tensor, lengths: Tensor, surrogate: Surrogate) -> dict[str, float]:
-    """Shares of the n responses with tokens, and ``fspo/sigma_hat``; see docs/metrics.md.
+    """Shares of the responses with tokens, and ``fspo/sigma_hat``, of S [n] and L [n]; see docs/metrics.md.
 
     On policy, where S = 0, there is no ``fspo/sigma_hat``: a mean over micro-batches leaves them out.
-
-    Args:
-        log_ratio_sum: S [n].
-        lengths: L [n].
-        surrogate: of these responses.
     """
     filled = int((lengths > 0).sum())
     shares = {name: flag.sum().item() / max(filled, 1) for name, flag in flags(surrogate).items()}

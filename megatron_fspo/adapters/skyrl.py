@@ -20,14 +20,7 @@ import torch
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 from torch import Tensor
 
-from megatron_fspo.adapters.sequence_loss import (
-    FSPO,
-    log_ratio_sums,
-    mean_loss,
-    metrics,
-    one_advantage,
-    refuse_ratio,
-)
+from megatron_fspo.adapters.sequence_loss import limits_of, log_ratio_sums, mean_loss, metrics, one_advantage
 
 
 def fspo_policy_loss(
@@ -52,7 +45,16 @@ def fspo_policy_loss(
         ValueError: a limit that is not legal, or SkyRL's default for a ratio; another ``loss_reduction``; an
             ``off_policy_correction``; advantages that differ within a response.
     """
-    fspo = _limits(config)
+    limits = {"eps_clip_low": config.eps_clip_low, "eps_clip_high": config.eps_clip_high}
+    fspo = limits_of(limits, "SkyRL")
+    if config.loss_reduction != "sequence_mean":
+        raise ValueError(
+            f"loss_reduction = {config.loss_reduction!r} does not go with FSPO, a mean over sequences: "
+            "set it to 'sequence_mean'"
+        )
+    correction = config.off_policy_correction
+    if correction != type(correction)():
+        raise ValueError("off_policy_correction does not go with FSPO here: leave it at its defaults")
     mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask > 0
     lengths = mask.sum(dim=1)
     log_ratio_sum = log_ratio_sums(log_probs, old_log_probs, mask)
@@ -62,20 +64,6 @@ def fspo_policy_loss(
     # SkyRL reduces metrics over ranks key by key: a key that only some of them have would mix up the others.
     rates.pop("fspo/sigma_hat", None)
     return mean_loss(log_ratio_sum, terms, 1.0), rates
-
-
-def _limits(config: Any) -> FSPO:
-    low, high = config.eps_clip_low, config.eps_clip_high
-    refuse_ratio({"eps_clip_low": low, "eps_clip_high": high}, "SkyRL")
-    if config.loss_reduction != "sequence_mean":
-        raise ValueError(
-            f"loss_reduction = {config.loss_reduction!r} does not go with FSPO, a mean over sequences: "
-            "set it to 'sequence_mean'"
-        )
-    correction = config.off_policy_correction
-    if correction != type(correction)():
-        raise ValueError("off_policy_correction does not go with FSPO here: leave it at its defaults")
-    return FSPO(c_low=low, c_high=high)
 
 
 if "fspo" not in PolicyLossRegistry.list_available():

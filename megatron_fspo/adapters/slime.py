@@ -27,12 +27,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_fspo.adapters.sequence_loss import (
-    FSPO,
     advantage_range,
     flags,
+    limits_of,
     log_ratio_sums,
     mean_loss,
-    refuse_ratio,
     the_advantage,
 )
 
@@ -63,13 +62,26 @@ def fspo_loss(
         ValueError: a limit that is not legal, or slime's default for a ratio; a flag that does not go with
             FSPO; advantages that differ within a response.
     """
-    fspo = _limits(args)
+    for name, why in _OTHERS.items():
+        if getattr(args, name, None):
+            raise ValueError(f"--{name.replace('_', '-')} does not go with FSPO: {why}")
+    limits = {"--eps-clip": args.eps_clip, "--eps-clip-high": args.eps_clip_high}
+    fspo = limits_of(limits, "slime", args.eps_clip_c)
     lengths = torch.stack([mask.sum() for mask in batch["loss_masks"]]).to(logits.device)
-    log_probs = _log_probs(args, batch, logits)
+    # Of the response tokens that this rank has, by response.
+    _, columns = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        **get_rollout_top_p_logprob_kwargs(args, batch),
+    )
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
-    mask = _padded([part.to(logits.device) > 0 for part in _local(batch, batch["loss_masks"])])
+    parts = zip(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"], strict=True)
+    mask = _padded([slice_log_prob_with_cp(*one).to(logits.device) > 0 for one in parts])
     # In float64, so that a split over ranks does not decide what is clipped.
-    new = _padded(log_probs).double()
+    new = _padded(columns["log_probs"]).double()
     # slime leaves them out where nothing has moved the policy yet.
     log_ratio_sum = log_ratio_sums(new, _padded(old).double() if old else new, mask)
     whole, advantages = _over_ranks(log_ratio_sum.detach(), _padded(batch["advantages"]), mask, lengths)
@@ -81,26 +93,6 @@ def fspo_loss(
         mean_loss(log_ratio_sum, terms, 1.0).to(logits.dtype),
         {name: (value.float().sum() / ranks).detach() for name, value in sums.items()},
     )
-
-
-def _log_probs(args: Any, batch: dict[str, Any], logits: Tensor) -> list[Tensor]:
-    """Log-probs of the response tokens that this rank has, by response."""
-    _, columns = get_log_probs_and_entropy(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        **get_rollout_top_p_logprob_kwargs(args, batch),
-    )
-    parts: list[Tensor] = columns["log_probs"]
-    return parts
-
-
-def _local(batch: dict[str, Any], columns: list[Tensor]) -> list[Tensor]:
-    """The part that this rank has of columns over the responses' tokens."""
-    lengths = zip(columns, batch["total_lengths"], batch["response_lengths"], strict=True)
-    return [slice_log_prob_with_cp(*one) for one in lengths]
 
 
 def _padded(parts: list[Tensor]) -> Tensor:
@@ -122,12 +114,3 @@ def _over_ranks(
         dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=group)
         lowest, highest = -limits[0], limits[1]
     return total, the_advantage(lowest, highest, lengths > 0)
-
-
-def _limits(args: Any) -> FSPO:
-    low, high = args.eps_clip, args.eps_clip_high
-    refuse_ratio({"--eps-clip": low, "--eps-clip-high": high}, "slime")
-    for name, why in _OTHERS.items():
-        if getattr(args, name, None):
-            raise ValueError(f"--{name.replace('_', '-')} does not go with FSPO: {why}")
-    return FSPO(c_low=low, c_high=high, c_dual=args.eps_clip_c)

@@ -44,17 +44,9 @@ _OTHERS = {
 """Settings of other losses, and why they are refused."""
 
 _MODEL_INPUTS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
+    "pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes "
+    "token_type_ids mm_token_type_ids image_position_ids"
+).split()
 
 
 @dataclass
@@ -76,11 +68,8 @@ class Limits:
         return FSPO(c_low=self.c_low, c_high=self.c_high, c_dual=self.c_dual)
 
     def check(self, others: Mapping[str, str]) -> None:
-        """Raise ``ValueError`` for a limit that is not legal, or a key of ``others`` away from its default.
-
-        Args:
-            others: settings that have no effect here, and why.
-        """
+        """Raise ``ValueError`` for a limit that is not legal, or a key away from its default that has no
+        effect here: ``others``, with the reason."""
         self.fspo()
         fields = type(self).__dataclass_fields__
         for name, why in others.items():

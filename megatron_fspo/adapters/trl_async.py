@@ -84,16 +84,13 @@ class AsyncFSPOTrainer(WithFSPO, AsyncGRPOTrainer):
         lengths = difference.new_zeros(n).index_add(0, segment, torch.ones_like(difference))
         advantages = difference.new_zeros(n)
         advantages[segment] = inputs["advantages"][selected].float()
-        self._record(log_ratio_sum.detach(), lengths, advantages)
+        # Metrics over all processes, whose rows have samples in different numbers.
+        columns = torch.stack([log_ratio_sum.detach(), lengths, advantages], dim=1)
+        rows = self.accelerator.gather(self.accelerator.pad_across_processes(columns))
+        sums, counts, of_each = rows.unbind(dim=1)
+        for name, value in metrics(sums, counts, self._fspo.surrogate(sums, counts, of_each)).items():
+            self._metrics["train"][name].append(value)
         # Gradients are averaged over processes, and added up over micro-batches.
         per_process = self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps
         terms = self._fspo.surrogate(log_ratio_sum, lengths, advantages)
         return mean_loss(log_ratio_sum, terms, per_process)
-
-    def _record(self, *columns: Tensor) -> None:
-        """Metrics of one micro-batch over all processes, whose rows have samples in different numbers."""
-        rows = self.accelerator.pad_across_processes(torch.stack(columns, dim=1))
-        log_ratio_sum, lengths, advantages = self.accelerator.gather(rows).unbind(dim=1)
-        terms = self._fspo.surrogate(log_ratio_sum, lengths, advantages)
-        for name, value in metrics(log_ratio_sum, lengths, terms).items():
-            self._metrics["train"][name].append(value)

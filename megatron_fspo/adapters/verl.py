@@ -20,14 +20,7 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo.core_algos import register_policy_loss
 
-from megatron_fspo.adapters.sequence_loss import (
-    FSPO,
-    log_ratio_sums,
-    mean_loss,
-    metrics,
-    one_advantage,
-    refuse_ratio,
-)
+from megatron_fspo.adapters.sequence_loss import limits_of, log_ratio_sums, mean_loss, metrics, one_advantage
 
 _DUAL_RATIO = 3.0
 """verl's default, meant for a ratio."""
@@ -58,16 +51,28 @@ def fspo_policy_loss(
         ValueError: a limit that is not legal, or verl's default for a ratio; advantages that differ within a
             response; several data-parallel ranks without ``global_batch_size``.
     """
+    limits = {"clip_ratio_low": config.clip_ratio_low, "clip_ratio_high": config.clip_ratio_high}
+    fspo = limits_of(limits, "verl")
+    if config.clip_ratio_c != _DUAL_RATIO:
+        raise ValueError(
+            f"clip_ratio_c = {config.clip_ratio_c} is a limit on a ratio, and FSPO's dual clip lies at "
+            f"2 * clip_ratio_high; leave it at {_DUAL_RATIO}"
+        )
     mask = response_mask > 0
     lengths = mask.sum(dim=1)
     log_ratio_sum = log_ratio_sums(log_prob, old_log_prob, mask)
-    terms = _limits(config).surrogate(
-        log_ratio_sum, lengths, one_advantage(advantages, mask).to(log_ratio_sum)
-    )
+    terms = fspo.surrogate(log_ratio_sum, lengths, one_advantage(advantages, mask).to(log_ratio_sum))
     moving = log_ratio_sum
     if rollout_is_weights is not None:
         moving = torch.where(mask, rollout_is_weights * (log_prob - log_prob.detach()), 0.0).sum(dim=1)
-    loss = mean_loss(moving, terms, _per_rank(config.global_batch_info, lengths))
+    info = config.global_batch_info
+    ranks, count = info.get("dp_size", 1), info.get("global_batch_size")
+    if count is None:
+        if ranks > 1:
+            raise ValueError(f"global_batch_size is not set, and there are {ranks} data-parallel ranks")
+        count = max(int((lengths > 0).sum()), 1)
+    # Gradients are averaged over ranks, and added up over micro-batches.
+    loss = mean_loss(moving, terms, float(count / ranks))
 
     shares: dict[str, Any] = metrics(log_ratio_sum.detach(), lengths, terms)
     tokens = max(int(lengths.sum()), 1)
@@ -76,24 +81,3 @@ def fspo_policy_loss(
     )
     shares["actor/ppo_kl"] = -log_ratio_sum.detach().nan_to_num().sum().item() / tokens
     return loss, shares
-
-
-def _limits(config: Any) -> FSPO:
-    low, high = config.clip_ratio_low, config.clip_ratio_high
-    refuse_ratio({"clip_ratio_low": low, "clip_ratio_high": high}, "verl")
-    if config.clip_ratio_c != _DUAL_RATIO:
-        raise ValueError(
-            f"clip_ratio_c = {config.clip_ratio_c} is a limit on a ratio, and FSPO's dual clip lies at "
-            f"2 * clip_ratio_high; leave it at {_DUAL_RATIO}"
-        )
-    return FSPO(c_low=low, c_high=high)
-
-
-def _per_rank(info: dict[str, Any], lengths: Tensor) -> float:
-    """N over the data-parallel size: gradients are averaged over ranks, and added up over micro-batches."""
-    ranks, count = info.get("dp_size", 1), info.get("global_batch_size")
-    if count is None:
-        if ranks > 1:
-            raise ValueError(f"global_batch_size is not set, and there are {ranks} data-parallel ranks")
-        count = max(int((lengths > 0).sum()), 1)
-    return float(count / ranks)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_fspo.cli import doctor
+from megatron_fspo.cli.console import OneLineParser, exit_status, quiet_megatron
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,9 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    from megatron_fspo.cli.console import exit_status, quiet_megatron
-    from megatron_fspo.cli.parser import make_parser
-
     quiet_megatron()
     parser = make_parser()
     args, rest = parser.parse_known_args(words)
@@ -57,3 +55,26 @@ def _main(words: list[str]) -> int:
     if rest and not (args.keys and args.config if args.command == "verify" else args.keys):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return exit_status(lambda: int(args.run(args, rest)), "megatron-fspo")
+
+
+def make_parser() -> OneLineParser:
+    """The parser of the whole command line; ``run`` of its result does what was asked for."""
+    from megatron_fspo import __version__
+    from megatron_fspo.cli import evaluate, lab, tools, train
+
+    parser = OneLineParser(prog="megatron-fspo", description="FSPO on Megatron-Core.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train.add_train(commands)
+    lab.add_plan(commands)
+    tools.add_verify(commands)
+    lab.add_calibrate(commands)
+    evaluate.add_evaluate(commands)
+    lab.add_explain(commands)
+    lab.add_sweep(commands)
+    tools.add_data(commands)
+    tools.add_serve(commands)
+    tools.add_status(commands)
+    lab.add_report(commands)
+    tools.add_doctor(commands)
+    return parser

@@ -33,19 +33,10 @@ def add(
     epilog: str | None = None,
     keys: bool = False,
 ) -> OneLineParser:
-    """Declare a command.
+    """Declare a command that ``run`` does, and return its parser, for its flags.
 
-    Args:
-        commands: of the program.
-        name: of the command.
-        run: does it.
-        text: one line, for the list of commands.
-        description: for its own help; kept as it is where it has several lines.
-        epilog: goes below that help.
-        keys: whether overrides are arguments, too.
-
-    Returns:
-        its parser, for its flags.
+    ``text`` is its line in the list of commands; ``description`` and ``epilog`` are its own help, kept as
+    they are where the first has several lines. With ``keys`` overrides are arguments, too.
     """
     raw = description is not None and "\n" in description
     parser = commands.add_parser(

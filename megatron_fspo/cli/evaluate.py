@@ -57,7 +57,7 @@ def add_evaluate(commands: command.Commands) -> None:
     flag("--model", type=Path, metavar="DIR", help="checkpoint: Hugging Face, or converted to Megatron")
     flag("--data", type=Path, nargs="+", metavar="FILE", help="prompts, a set per file")
     flag("--preset", metavar="NAME", help="how the files name their fields (data.preset)")
-    flag("--reward", metavar="NAME", help="the verdict on a response (reward.name)")
+    flag("--reward", metavar="NAME", help="the grade of a response (reward.name)")
     flag(
         "--samples",
         type=int,

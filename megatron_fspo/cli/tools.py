@@ -220,16 +220,14 @@ def add_doctor(commands: command.Commands) -> None:
 
 def run_doctor(args: argparse.Namespace, _: list[str]) -> int:
     """Print what is installed; with a trainer the exit status is 1 if FSPO is not registered there."""
-    if args.trainer is not None:
-        from megatron_fspo.adapters.registered import verl_problem
+    from megatron_fspo.cli.doctor import examine, render, verl_problem
 
+    if args.trainer is not None:
         why = verl_problem()
         said = "verl has the policy loss fspo" if why is None else f"verl has no policy loss fspo: {why}"
         findings: dict[str, Any] = {"trainer": "verl", "registered": why is None, "problem": why}
         print(json.dumps(findings) if args.json else said)
         return 0 if why is None else 1
-    from megatron_fspo.cli.doctor import examine, render
-
     findings = examine(load_config(args.config, []) if args.config else None)
     print(json.dumps(findings) if args.json else render(findings))
     return 0

@@ -4,35 +4,9 @@
 each; :mod:`.loading` reads TOML and command-line words.
 """
 
-from megatron_fspo.config.data import Data, DataSet
+from megatron_fspo.config.data import DataSet
 from megatron_fspo.config.reward import Reward
 from megatron_fspo.config.schema import Config
-from megatron_fspo.config.sections import (
-    VLLM,
-    Batch,
-    Checkpoint,
-    Evaluation,
-    Log,
-    Model,
-    Optimizer,
-    Parallel,
-    Rollout,
-    Run,
-)
+from megatron_fspo.config.sections import VLLM, Batch, Log, Optimizer, Parallel
 
-__all__ = [
-    "VLLM",
-    "Batch",
-    "Checkpoint",
-    "Config",
-    "Data",
-    "DataSet",
-    "Evaluation",
-    "Log",
-    "Model",
-    "Optimizer",
-    "Parallel",
-    "Reward",
-    "Rollout",
-    "Run",
-]
+__all__ = ["VLLM", "Batch", "Config", "DataSet", "Log", "Optimizer", "Parallel", "Reward"]

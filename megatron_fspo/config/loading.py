@@ -74,7 +74,9 @@ def make_config(
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        wrong |= {key: line for key, line in _lines(error).items() if key not in wrong}
+        # An unknown key before a missing one: it may be the missing one, misspelt.
+        details = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+        wrong |= {key: line for key, line in dict(map(_line, details)).items() if key not in wrong}
     if wrong:
         both = f"{source} + command line" if overrides else source
         lines = []
@@ -260,14 +262,8 @@ def _wrong_bool(key: str, value: Any, kinds: set[Any]) -> dict[str, str]:
     return {key: f"{key} = {str(value).lower()}: this key takes neither true nor false"}
 
 
-def _lines(error: ValidationError) -> dict[str, str]:
-    """Pydantic's complaints by key, in the words of the file, the most telling one first."""
-    # An unknown key before a missing one: it may be the missing one, misspelt.
-    details = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
-    return dict(map(_line, details))
-
-
 def _line(details: Mapping[str, Any]) -> tuple[str, str]:
+    """One of pydantic's complaints: its key, and a line in the words of the file."""
     path = [str(part) for part in details["loc"]]
     kind, value, key, variant = details["type"], details["input"], ".".join(path), ""
     message: str = details["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""The ``reward`` section of the configuration: the verdict on a response."""
+"""The ``reward`` section of the configuration: the grade of a response."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Truncated = Literal["keep", "zero_advantage", "drop"]
 
 
 class Reward(Section):
-    """The verdict on a response. See [rewards.md](rewards.md)."""
+    """The grade of a response. See [rewards.md](rewards.md)."""
 
     name: str = Field(
         description="`math`, `reasoning_gym`, `http`, `exact_match`, `make_sum`, `format`, or "
-        "`package.module:function`; accuracy is this one's verdict"
+        "`package.module:function`; accuracy is this one's grade"
     )
-    weight: Annotated[float, Field(ge=0)] = Field(1.0, description="of that verdict in the reward")
+    weight: Annotated[float, Field(ge=0)] = Field(1.0, description="of that grade in the reward")
     also: Mapping[str, float] = Field(
         {},
         description="further rewards and their weights in the sum: "
@@ -38,7 +38,7 @@ class Reward(Section):
     )
     seconds: PositiveFloat = Field(
         5.0,
-        description="longest time of one verdict in a worker, which is then killed, and of one HTTP request",
+        description="longest time of one grade in a worker, which is then killed, and of one HTTP request",
     )
     memory_gb: PositiveFloat = Field(1.0, description="of a worker, beyond what its libraries take")
     concurrency: PositiveInt | None = Field(
@@ -80,11 +80,7 @@ class Reward(Section):
         return value
 
     def check(self, *, max_response_tokens: int) -> None:
-        """Raise ``ValueError`` where keys do not agree.
-
-        Args:
-            max_response_tokens: ``rollout.max_response_tokens``.
-        """
+        """Raise ``ValueError`` where keys do not agree, also with ``rollout.max_response_tokens``."""
         if self.name in self.also:
             raise ValueError(f"reward.also has {self.name!r}, as reward.name: change reward.weight instead")
         if "http" in self.names and self.url is None:

@@ -10,22 +10,11 @@ from pathlib import Path
 
 from pydantic import model_validator
 
+from megatron_fspo.config import sections
 from megatron_fspo.config.correction import CorrectionConfig, NoCorrection
 from megatron_fspo.config.data import Data
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.config.reward import Reward
-from megatron_fspo.config.sections import (
-    VLLM,
-    Batch,
-    Checkpoint,
-    Evaluation,
-    Log,
-    Model,
-    Optimizer,
-    Parallel,
-    Rollout,
-    Run,
-)
 from megatron_fspo.losses import FSPOLoss, PolicyLossConfig
 from megatron_fspo.losses.section import Section
 
@@ -33,21 +22,21 @@ from megatron_fspo.losses.section import Section
 class Config(Section):
     """One training run."""
 
-    run: Run
-    model: Model
+    run: sections.Run
+    model: sections.Model
     fp8: FP8 = FP8()
-    parallel: Parallel = Parallel()
+    parallel: sections.Parallel = sections.Parallel()
     data: Data
     reward: Reward
-    rollout: Rollout
-    vllm: VLLM = VLLM()
+    rollout: sections.Rollout
+    vllm: sections.VLLM = sections.VLLM()
     loss: PolicyLossConfig = FSPOLoss()
     correction: CorrectionConfig = NoCorrection()
-    batch: Batch = Batch()
-    optimizer: Optimizer = Optimizer()
-    evaluation: Evaluation = Evaluation()
-    checkpoint: Checkpoint = Checkpoint()
-    log: Log = Log()
+    batch: sections.Batch = sections.Batch()
+    optimizer: sections.Optimizer = sections.Optimizer()
+    evaluation: sections.Evaluation = sections.Evaluation()
+    checkpoint: sections.Checkpoint = sections.Checkpoint()
+    log: sections.Log = sections.Log()
 
     @property
     def run_folder(self) -> Path:
@@ -112,13 +101,6 @@ class Config(Section):
             )
         self.reward.check(max_response_tokens=self.rollout.max_response_tokens)
         sampled = self.rollout.old_log_probs == "sampled"
-        self._check_sampled_log_probs()
-        self.loss.check(off_policy_updates=self.off_policy_updates, sampled=sampled)
-        self.fp8.check(dtype=self.model.dtype, layers=self.model.layers, backend=self.model.backend)
-        return self
-
-    def _check_sampled_log_probs(self) -> None:
-        sampled = self.rollout.old_log_probs == "sampled"
         corrected = self.correction.name != "none"
         if sampled and corrected:
             raise ValueError(
@@ -133,3 +115,6 @@ class Config(Section):
                 f"{key} needs rollout.top_p = 1, not {self.rollout.top_p}: the log-probs of a cut vocabulary "
                 "are renormalised, a bias that grows with length"
             )
+        self.loss.check(off_policy_updates=self.off_policy_updates, sampled=sampled)
+        self.fp8.check(dtype=self.model.dtype, layers=self.model.layers, backend=self.model.backend)
+        return self

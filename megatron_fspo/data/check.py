@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fspo.data.prompts import Seen
 from megatron_fspo.data.rows import read_rows
-from megatron_fspo.data.tasks import (
-    Source,
-    Task,
-    check_source,
-    conversation,
-    encode,
-    gradable,
-    read_task,
-)
+from megatron_fspo.data.tasks import Source, Task, check_source, conversation, encode, gradable, read_task
 from megatron_fspo.errors import InputError
 
 if TYPE_CHECKING:
@@ -175,7 +167,12 @@ def describe(checked: FileCheck) -> str:
             f"  length in {checked.unit}{bare}: {min(lengths)} to {max(lengths)}, "
             f"median {statistics.median(lengths):g}"
         )
-        lines += _bars(checked.histogram())
+        bins = checked.histogram()
+        most, width = max(count for _, _, count in bins), len(f"{bins[-1][1]:,}")
+        lines += [
+            f"    {first:>{width},} – {last:>{width},} {count:>9,}  {'█' * -(-count * _BAR // most)}".rstrip()
+            for first, last, count in bins
+        ]
     for text in checked.rendered:
         head, _, prompt = text.partition("\n")
         lines += [f"  {head}", *(f"  | {line}" for line in prompt.split("\n"))]
@@ -188,12 +185,3 @@ def _count(name: str, count: int, note: str = "") -> str:
 
 def _wrong(name: str, examples: Sequence[str], note: str) -> list[str]:
     return [_count(name, len(examples), note), *(f"    {line}" for line in examples[:_SHOWN])]
-
-
-def _bars(histogram: Sequence[tuple[int, int, int]]) -> list[str]:
-    most = max(count for _, _, count in histogram)
-    width = len(f"{histogram[-1][1]:,}")
-    return [
-        f"    {first:>{width},} – {last:>{width},} {count:>9,}  {'█' * -(-count * _BAR // most)}".rstrip()
-        for first, last, count in histogram
-    ]

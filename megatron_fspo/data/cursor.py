@@ -32,12 +32,8 @@ class PromptCursor:
     somewhere else than where those batches began, and a run that resumes needs both: it gets the same
     batches again, then goes on where the cursor stood.
 
-    Args:
-        sets: their prompts are numbered one set after the other.
-        size: prompts of a batch.
-
-    Raises:
-        InputError: a set has no prompts.
+    Prompts are numbered one set after the other; a batch has ``size`` of them. Raises ``InputError`` where a
+    set has no prompts.
     """
 
     def __init__(self, sets: Sets, seed: int, *, size: int, shuffle: bool = True) -> None:

@@ -16,11 +16,7 @@ _BATCH_ROWS = 1024
 
 def read_parquet(path: Path, needed: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield the rows, as JSON types. A column of a type that JSON has no word for (binary, decimal, dates, …)
-    is left out.
-
-    Args:
-        path: the parquet file.
-        needed: keys of a row that may not be left out; dots lead into objects.
+    is left out, unless it is ``needed``: keys of a row, in which dots lead into objects.
 
     Raises:
         InputError: the file is not parquet, is cut short or damaged, or a needed column is left out.

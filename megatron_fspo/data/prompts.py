@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_fspo.config.data import Data
 from megatron_fspo.data.rows import read_rows
-from megatron_fspo.data.tasks import (
-    Source,
-    Task,
-    Which,
-    check_source,
-    encode,
-    read_task,
-    sources_of,
-)
+from megatron_fspo.data.tasks import Source, Task, Which, check_source, encode, read_task, sources_of
 from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.types import Prompt
 
@@ -50,14 +42,12 @@ class LoadedSet:
         return ", ".join(f"{self.dropped[key]:,} {why}" for key, why in _WHY.items() if self.dropped[key])
 
 
-def load_sets(
-    data: Data, which: Which, tokenizer: PreTrainedTokenizerBase, *, start: int = 0
-) -> tuple[LoadedSet, ...]:
-    """Return the training or the evaluation sets of a run. Their prompts have one numbering, from ``start``.
+def load_sets(data: Data, which: Which, tokenizer: PreTrainedTokenizerBase) -> tuple[LoadedSet, ...]:
+    """Return the training or the evaluation sets of a run. Their prompts have one numbering, from 0.
 
     Raises ``InputErrors``: for each file that is wrong, its line and what is wrong with it.
     """
-    attempt = Attempts()
+    attempt, start = Attempts(), 0
     sets: list[LoadedSet] = []
     for source in sources_of(data, which):
         load = partial(load_set, source, tokenizer, max_prompt_tokens=data.max_prompt_tokens, start=start)
@@ -102,11 +92,11 @@ def load_set(
                 'same prompt; set data.conflicts to "drop" (none of them is taken) or "keep"'
             )
         text, ids = encode(task, source, tokenizer)
-        if len(ids) > max_prompt_tokens and source.too_long == "error":
-            task.row.fail(
-                f"{source.prompt_key!r} has {len(ids)} tokens, max_prompt_tokens is {max_prompt_tokens}"
-            )
         if len(ids) > max_prompt_tokens:
+            if source.too_long == "error":
+                task.row.fail(
+                    f"{source.prompt_key!r} has {len(ids)} tokens, max_prompt_tokens is {max_prompt_tokens}"
+                )
             dropped["too long"] += 1
             continue
         kept.append((task, text, ids))

@@ -67,7 +67,17 @@ def stop_token_ids(
         raise InputError(
             f"rollout.stop_token_ids has {unknown}; the tokenizer's ids end at {len(tokenizer) - 1}"
         )
-    ids += _generation_eos(Path(checkpoint_dir) / "generation_config.json")
+    path = Path(checkpoint_dir) / "generation_config.json"
+    if path.is_file():
+        try:
+            config: Any = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(f"{path}: not JSON: {error}") from error
+        given = config.get("eos_token_id") if isinstance(config, dict) else config
+        own = given if isinstance(given, list) else [] if given is None else [given]
+        if not isinstance(config, dict) or not all(type(token) is int and token >= 0 for token in own):
+            raise InputError(f"{path}: eos_token_id must be a token id or a list of them, found {given!r}")
+        ids += own
     ids += further
     if not ids:
         raise InputError(
@@ -75,17 +85,3 @@ def stop_token_ids(
             " eos_token_id in generation_config.json; no response could end"
         )
     return tuple(dict.fromkeys(ids))
-
-
-def _generation_eos(path: Path) -> list[int]:
-    if not path.is_file():
-        return []
-    try:
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON: {error}") from error
-    given = config.get("eos_token_id") if isinstance(config, dict) else config
-    ids = given if isinstance(given, list) else [] if given is None else [given]
-    if not isinstance(config, dict) or not all(type(token) is int and token >= 0 for token in ids):
-        raise InputError(f"{path}: eos_token_id must be a token id or a list of them, found {given!r}")
-    return ids

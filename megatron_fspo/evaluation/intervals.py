@@ -166,13 +166,8 @@ def _resampled(centred: Array, stream: str, resamples: int) -> Array:
 
 
 def _bca(moved: Array, influence: Array, wide: float) -> tuple[float, float]:
-    """Ends of the interval, as differences from the estimate.
-
-    Args:
-        moved: [resamples], resampled estimates less the estimate.
-        influence: [problems], of each on the estimate.
-        wide: factor on the normal quantiles, for few problems.
-    """
+    """Ends of the interval, as differences from the estimate: from those of resampled estimates [resamples],
+    the influence of each problem [problems], and a factor on the normal quantiles, for few problems."""
     squares = float((influence**2).sum())
     if squares == 0:
         return 0.0, 0.0

@@ -259,24 +259,23 @@ def _read(path: Path, kind: type[Row]) -> Iterator[tuple[bytes, Row]]:
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, 1):
-                if raw.endswith(b"\n"):
-                    try:
-                        yield raw, _row(raw, kind)
-                    except (ValueError, TypeError, KeyError, AttributeError):
-                        name = "completion" if kind is Record else "problem"
-                        raise InputError(
-                            f"{path}:{number}: not a {name}: the file was changed or is damaged"
-                        ) from None
+                if not raw.endswith(b"\n"):
+                    continue
+                try:
+                    values = json.loads(raw)
+                    row = kind(dataset=values.pop("set"), **values)
+                    if isinstance(row, Record):
+                        sound = isinstance(row.score, int | float) and isinstance(row.tokens, int)
+                        if not sound:
+                            raise ValueError("score or tokens are no numbers")
+                except (ValueError, TypeError, KeyError, AttributeError):
+                    name = "completion" if kind is Record else "problem"
+                    raise InputError(
+                        f"{path}:{number}: not a {name}: the file was changed or is damaged"
+                    ) from None
+                yield raw, row
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _row(raw: bytes, kind: type[Row]) -> Row:
-    values = json.loads(raw)
-    row = kind(dataset=values.pop("set"), **values)
-    if isinstance(row, Record) and not (isinstance(row.score, int | float) and isinstance(row.tokens, int)):
-        raise ValueError("score or tokens are no numbers")
-    return row
 
 
 def _digest(value: Any) -> str:

@@ -78,12 +78,8 @@ def _quantities(problems: Sequence[Sequence[Record]]) -> Quantities:
 
 
 def summarize(sets: Mapping[str, Quantities], samples: int | Mapping[str, int]) -> Summary:
-    """Means over problems with their intervals.
-
-    Args:
-        sets: of :func:`per_problem`, or differences of two such; at least one.
-        samples: completions of each problem, or by set.
-    """
+    """Means over problems with their intervals, of :func:`per_problem`'s sets, or of differences of two such;
+    ``samples`` are completions of each problem, or by set."""
 
     def estimates(some: Mapping[str, Quantities]) -> dict[str, Estimate]:
         first, *others = some.values()

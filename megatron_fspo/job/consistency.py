@@ -77,11 +77,8 @@ def prove_folder_is_shared(folder: Path, control: Control, nonce: str) -> None:
 
 
 def difference(every: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
-    """The first fact that is not the same on all ranks, as a line; None if all are.
-
-    Args:
-        every: per rank its host, and its facts by name.
-    """
+    """The first fact that is not the same on all ranks, as a line; None if all are. ``every`` is per rank its
+    host, and its facts by name."""
     names = dict.fromkeys(name for _, facts in every for name in facts)
     for name in names:
         having: dict[str, list[int]] = {}

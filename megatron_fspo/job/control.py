@@ -308,20 +308,17 @@ class JobControl(Control):
         if failed != _NOTHING:
             self.problem = self.problem or failed
         elif self._size > 1:
-            self._look()
+            key = f"beat/{self._neighbour}"
+            if not self._neighbour_came:  # who never comes is missed by those that meet
+                self._neighbour_came = self._store.check([key])
+                return
+            beat = Beat(*json.loads(self._store.get(key)))
+            if beat.waits != _LEFT and self._neighbour_silence.look(beat.number) > self.patience.silence:
+                self._report(beat)
 
     def _say(self, waits: str) -> None:
         self._beat = self._beat._replace(number=self._beat.number + 1, waits=waits)
         self._store.set(f"beat/{self._rank}", json.dumps(self._beat))
-
-    def _look(self) -> None:
-        key = f"beat/{self._neighbour}"
-        if not self._neighbour_came:  # who never comes is missed by those that meet
-            self._neighbour_came = self._store.check([key])
-            return
-        beat = Beat(*json.loads(self._store.get(key)))
-        if beat.waits != _LEFT and self._neighbour_silence.look(beat.number) > self.patience.silence:
-            self._report(beat)
 
     def _report(self, silent: Beat) -> None:
         """End the job, because the neighbour is silent."""

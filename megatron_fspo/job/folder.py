@@ -77,10 +77,7 @@ def _steps_of(path: Path) -> int:
 def checkpoints_to_resume(config: Config, resume: Resume, *, mine: Owner | None = None) -> list[Path]:
     """The checkpoints that the run may go on from, oldest first; none for one that starts.
 
-    Args:
-        config: of the run.
-        resume: what ``--resume`` asks for.
-        mine: the lock that this process holds, if it holds one.
+    ``resume`` is what ``--resume`` asks for; ``mine`` the lock that this process holds, if it holds one.
 
     Raises:
         InputError: a run of this name is there already and was not asked for, or there is none to resume; or
@@ -107,12 +104,9 @@ def checkpoints_to_resume(config: Config, resume: Resume, *, mine: Owner | None 
 
 
 def check_writable(folder: Path, *, key: str = "run.folder", probe: bool = False) -> None:
-    """Raise ``InputError`` if a folder could not be made or written.
+    """Raise ``InputError`` if a folder, which ``key`` names, could not be made or written.
 
-    Args:
-        folder: need not be there.
-        key: that names it, for messages.
-        probe: write a file to find out, and remove it. A rank must not: the others may look at the folder.
+    ``probe`` writes a file to find out, and removes it. A rank must not: the others may look at the folder.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not there.is_dir():

@@ -81,11 +81,8 @@ class FolderThread:
     :data:`REFRESH_SECONDS`.
 
     It is not the thread of :mod:`~megatron_fspo.job.control`: a file server may stand still for minutes,
-    and the ranks would take one that waits for it for dead.
-
-    Args:
-        writes: the functions.
-        first: how much of the interval to wait before the first time.
+    and the ranks would take one that waits for it for dead. ``first`` is how much of the interval to wait
+    before the first time.
     """
 
     def __init__(self, *writes: Callable[[], object], first: float = 1.0) -> None:

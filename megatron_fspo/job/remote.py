@@ -63,9 +63,7 @@ class Loop:
         with Loop("rollout") as loop:
             answer = loop.run(server.get("weight_info"))
 
-    Args:
-        name: of the thread.
-        grace_seconds: for what was cancelled to clean up.
+    What was cancelled has ``grace_seconds`` to clean up.
     """
 
     def __init__(self, name: str, *, grace_seconds: float = 10.0) -> None:

@@ -18,14 +18,9 @@ from megatron_fspo.parallel.control import Control
 
 
 class RunFolder:
-    """The folder of a run, held by this job.
+    """The folder of a run, held by this job, whose ``lock`` is on the first rank, and its nonce on all.
 
-    Args:
-        path: of the folder.
-        control: of the job.
-        checkpoints: that the run may go on from, oldest first, as the first rank saw them.
-        lock: on the first rank.
-        job: the nonce of the lock.
+    ``checkpoints`` are those that the run may go on from, oldest first, as the first rank saw them.
     """
 
     def __init__(

@@ -30,12 +30,12 @@ class SequenceRecord:
     log_ratio_sum: float
     """S, in nats."""
     advantage: float
-    clipped_low: float
+    clipped_low: float = 0.0
     """1 or 0; with a token-level loss, the share of its tokens."""
-    clipped_high: float
-    dual_clipped: float
-    out_of_band: bool
-    nonfinite: bool
+    clipped_high: float = 0.0
+    dual_clipped: float = 0.0
+    out_of_band: bool = False
+    nonfinite: bool = False
     ratio: float | None = None
     """Importance weight in its gradient, 0 where a clip acts; None where tokens have their own."""
 

@@ -84,9 +84,7 @@ class WandbTracker:
 class TensorBoardTracker:
     """Event files in ``tensorboard/``; methods as :class:`WandbTracker` has them.
 
-    Args:
-        config: of the run.
-        after: the run goes on after this step; what an earlier job logged later is hidden.
+    The run goes on ``after`` this step: what an earlier job logged later is hidden.
     """
 
     def __init__(self, config: Config, *, after: int | None) -> None:

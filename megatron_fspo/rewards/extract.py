@@ -25,11 +25,7 @@ _NUMBER = re.compile(
 
 def extract(response: str, rule: str) -> str | None:
     """Return the answer in ``response`` as it stands, without white space at its ends; None where none is.
-
-    Args:
-        response: its text.
-        rule: a value of ``reward.extract``.
-    """
+    ``rule`` is a value of ``reward.extract``."""
     answer = _RULES[rule](response)
     return answer.strip() or None if answer is not None else None
 

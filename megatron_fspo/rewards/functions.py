@@ -41,17 +41,15 @@ class Function(Verifier):
         self._is_async = any(map(inspect.iscoroutinefunction, (reward, type(reward).__call__)))
 
     def grade(self, request: GradeRequest) -> GradeOrFailure | Future[GradeOrFailure]:
+        call = partial(self._reward, request.prompt, request.completion, request.response)
         if self._is_async:
-            return self._loop.submit(self._awaited(partial(self._value, request), request))
+            return self._loop.submit(self._awaited(call, request))
         if self._threads is None:
-            return self._grade_of(self._value(request), request)
-        return self._threads.submit(partial(self._called, request))
+            return self._grade_of(call(), request)
+        return self._threads.submit(partial(self._called, call, request))
 
-    def _value(self, request: GradeRequest) -> object:
-        return self._reward(request.prompt, request.completion, request.response)
-
-    def _called(self, request: GradeRequest) -> GradeOrFailure:
-        value = self._value(request)
+    def _called(self, call: Callable[[], object], request: GradeRequest) -> GradeOrFailure:
+        value = call()
         if inspect.isawaitable(value):
             return self._loop.submit(self._awaited(lambda: value, request)).result()
         return self._grade_of(value, request)

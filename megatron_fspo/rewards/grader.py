@@ -74,12 +74,7 @@ class Grader:
             pending = [grader.submit(prompt, completion, text) for prompt, completion, text in batch]
             grades = [one.result() for one in pending]
 
-    Args:
-        config: the section ``reward``.
-        max_response_tokens: where the penalty on length is full.
-
-    Raises:
-        InputError: as of :func:`check_reward`.
+    The penalty on length is full at ``max_response_tokens``. Raises ``InputError`` as :func:`check_reward`.
     """
 
     def __init__(self, config: Reward, *, max_response_tokens: int) -> None:
@@ -218,14 +213,9 @@ def tally(config: Reward, grades: Iterable[Grade]) -> dict[str, tuple[float, flo
 
 
 def overlong(length: int, *, longest: int, tokens: int, penalty: float) -> float:
-    """DAPO's soft overlong punishment: 0 up to ``longest - tokens``, then linearly down to ``-penalty``.
-
-    Args:
-        length: tokens of the response.
-        longest: ``rollout.max_response_tokens``.
-        tokens: ``reward.overlong_tokens``; 0: no penalty.
-        penalty: ``reward.overlong_penalty``.
-    """
+    """DAPO's soft overlong punishment of a response of so many tokens: 0 up to ``longest - tokens``, then
+    linearly down to ``-penalty``. ``longest`` is ``rollout.max_response_tokens``; the others are
+    ``reward.overlong_tokens``, with 0 for none, and ``reward.overlong_penalty``."""
     over = length - (longest - tokens)
     return -penalty * min(over / tokens, 1.0) if tokens and over > 0 else 0.0
 

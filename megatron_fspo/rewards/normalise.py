@@ -129,7 +129,7 @@ def form(answer: str) -> Form:
         bare = text.removesuffix("%").rstrip()
         number = _plain_number(bare)
         if number is None and len(bare) <= DIGITS:
-            number = _fraction(bare) or _scientific(bare) or _in_base(bare)
+            number = _formula(bare)
         if number is not None and text.endswith("%"):
             number = replace(number, percent=True)
     if number is None:
@@ -196,7 +196,16 @@ def _decimal(sign: str, whole: str, places: str, exponent: int) -> Number | None
     return Number(-value if sign == "-" else value, decimal=bool(places) or exponent < 0)
 
 
-def _fraction(text: str) -> Number | None:
+def _formula(text: str) -> Number | None:
+    """Return a number times a power of ten, one in a base, or a fraction. The digits of ``1011_2`` stay as
+    they are, in canonical texts too."""
+    if (power := _SCIENTIFIC.fullmatch(text)) is not None:
+        sign, whole, places, braced, digit = power.groups()
+        return _decimal(sign, whole or "1", places or "", int(braced or digit))
+    if (based := _BASED.fullmatch(text)) is not None:
+        base = int(based[2] or based[3])
+        legal = base >= 2 and all(int(digit) < base for digit in based[1])
+        return Number(int(based[1]), base=base) if legal else None
     if (slash := _SLASH.fullmatch(text)) is not None:
         sign, whole, top, bottom = slash.groups()
     elif (written := _FRACTION.fullmatch(text)) is not None:
@@ -212,20 +221,3 @@ def _fraction(text: str) -> Number | None:
             return None
         value += int(whole)
     return Number(-value if sign == "-" else value)
-
-
-def _scientific(text: str) -> Number | None:
-    if (written := _SCIENTIFIC.fullmatch(text)) is None:
-        return None
-    sign, whole, places, braced, digit = written.groups()
-    return _decimal(sign, whole or "1", places or "", int(braced or digit))
-
-
-def _in_base(text: str) -> Number | None:
-    """Return a number in a base, ``1011_2``; its digits stay as they are, in canonical texts too."""
-    if (written := _BASED.fullmatch(text)) is None:
-        return None
-    base = int(written[2] or written[3])
-    if base < 2 or any(int(digit) >= base for digit in written[1]):
-        return None
-    return Number(int(written[1]), base=base)

@@ -100,26 +100,23 @@ class Threads:
             thread.join()
 
     def _work(self) -> None:
+        thread = threading.get_ident()
         while (item := self._queue.get()) is not None and not self._interrupted:
             future, call = item
             with suppress(InvalidStateError):  # cancelled meanwhile
                 try:
-                    result = self._called(call, future)
+                    try:
+                        self._running[thread] = time.monotonic(), future
+                        result = call()
+                    finally:
+                        with self._lock:
+                            self._running.pop(thread, None)
                 except BaseException as error:
                     future.set_exception(error)
                 else:
                     future.set_result(result)
             with self._lock:
                 self._unfinished -= 1
-
-    def _called(self, call: Callable[[], T], future: Future[T]) -> T:
-        thread = threading.get_ident()
-        try:
-            self._running[thread] = time.monotonic(), future
-            return call()
-        finally:
-            with self._lock:
-                self._running.pop(thread, None)
 
 
 class Unfinished(Exception):

@@ -64,7 +64,7 @@ class Remote(Verifier):
                 f"cannot be asked: the prompt's fields are no JSON: {one_line(str(error))}"
             )
         try:
-            status, answer = await attempted(
+            status, content = await attempted(
                 lambda: self._attempt(body),
                 self._attempts,
                 first_wait=_FIRST_WAIT,
@@ -72,8 +72,24 @@ class Remote(Verifier):
             )
         except TryAgain as error:
             last = f"attempt {self._attempts} of {self._attempts}"
-            return request.failure(f"got no verdict from {self._url}: {error} ({last})")
-        return self._read(status, answer, request)
+            return request.failure(f"got no grade from {self._url}: {error} ({last})")
+        said = _said(content)
+        if status != 200:
+            return request.failure(f"was refused by {self._url} with {status}: {said}")
+        if len(content) > _LARGEST:
+            return request.failure(f"got more than {_LARGEST} bytes from {self._url}: {said}")
+        try:
+            reply = json.loads(content)
+            reward, answer = reply["reward"], reply.get("answer")
+            sound = isinstance(reward, int | float) and isinstance(answer, str | None)
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            sound = False
+        if not sound:
+            return request.failure(
+                f'got no {{"reward": number}}, with "answer": text or without, from {self._url}: {said}'
+            )
+        score = request.number(reward)
+        return score if isinstance(score, Failure) else Grade(score=score, answer=answer)
 
     async def _attempt(self, body: bytes) -> tuple[int, bytes]:
         """Status, and no more of the answer than tells that it is too large."""
@@ -97,25 +113,6 @@ class Remote(Verifier):
         if response.status_code >= 500 or response.status_code == 429:
             raise TryAgain(f"{response.status_code} {_said(bytes(answer))}")
         return response.status_code, bytes(answer)
-
-    def _read(self, status: int, content: bytes, request: GradeRequest) -> GradeOrFailure:
-        said = _said(content)
-        if status != 200:
-            return request.failure(f"was refused by {self._url} with {status}: {said}")
-        if len(content) > _LARGEST:
-            return request.failure(f"got more than {_LARGEST} bytes from {self._url}: {said}")
-        try:
-            reply = json.loads(content)
-            reward, answer = reply["reward"], reply.get("answer")
-            sound = isinstance(reward, int | float) and isinstance(answer, str | None)
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            sound = False
-        if not sound:
-            return request.failure(
-                f'got no {{"reward": number}}, with "answer": text or without, from {self._url}: {said}'
-            )
-        score = request.number(reward)
-        return score if isinstance(score, Failure) else Grade(score=score, answer=answer)
 
 
 def check_url(url: str) -> None:

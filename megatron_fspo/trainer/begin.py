@@ -17,7 +17,6 @@ from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.correction import correct, little_is_left
 from megatron_fspo.trainer.mismatch import FP8_LIMIT, LIMIT, MismatchAlarm, measure
 from megatron_fspo.trainer.optimize import Step, drop_culprits, is_stopping
-from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import (
     Rollout,
     join,
@@ -75,7 +74,10 @@ def roll_out(run: Training) -> tuple[Rollout, dict[str, float]]:
         responses, sampled = filled.batch, filled.sampled
         metrics = sampling_metrics(sampled) | filled.metrics()
         if filled.unfilled:
-            run.log.say(f"step {run.step + 1}: {filled}")
+            run.log.say(
+                f"step {run.step + 1}: {filled.unfilled} of {len(responses.prompts)} groups have no spread "
+                f"after {filled.rounds} rounds with {len(sampled.prompts)} prompts (rollout.max_rounds)"
+            )
     totals = tally(run.inputs.config.reward, sampled.grades.values())
     if totals:
         table = torch.tensor(list(totals.values()), dtype=torch.float64)
@@ -120,12 +122,6 @@ class Filled:
     def unfilled(self) -> int:
         """Groups of the batch without spread."""
         return int((~self.batch.spread).sum())
-
-    def __str__(self) -> str:
-        return (
-            f"{self.unfilled} of {len(self.batch.prompts)} groups have no spread after "
-            f"{self.rounds} rounds with {len(self.sampled.prompts)} prompts (rollout.max_rounds)"
-        )
 
     def metrics(self) -> dict[str, float]:
         """Under ``rollout/dynamic/``: ``rounds`` and ``prompts_sampled``, the first round included; of their
@@ -176,11 +172,7 @@ def check_spread(run: Training, sampled: Rollout) -> None:
     Collective.
 
     Most often the reward is to blame: one that wants the bare answer, of a policy that explains it, gives 0
-    to everything, for days.
-
-    Args:
-        run: counts such steps in a row.
-        sampled: all responses of the step, those included that dynamic sampling left out.
+    to everything, for days. ``sampled`` includes the responses that dynamic sampling left out.
 
     Raises:
         RewardError: it is one too many in a row (``reward.max_steps_without_spread``); on every rank.
@@ -194,8 +186,16 @@ def check_spread(run: Training, sampled: Rollout) -> None:
         what = f"all {len(sampled)} rewards are {lowest:g}"
     else:
         what = f"no two of a prompt's {sampled.samples} rewards differ (they are {lowest:g} to {highest:g})"
-    text = f"step {run.step + 1}: {what}: nothing to learn from (steps in a row: {count})"
-    run.log.warn("rewards without spread", "\n  ".join([text, *_shown(run.inputs, sampled)]))
+    lines = [f"step {run.step + 1}: {what}: nothing to learn from (steps in a row: {count})"]
+    # Of those that this rank holds, of as many prompts as there are.
+    for number in sorted(sampled.held, key=lambda number: (number % sampled.samples, number))[:_SHOWN]:
+        prompt = sampled.prompts[number // sampled.samples]
+        text = response_text(run.inputs, sampled.held[number])
+        lines.append(
+            f"prompt {prompt.index} {_short(prompt.text)}: response {_short(text)}, "
+            f"answer {_short(prompt.answer)}, reward {sampled.rewards[number]:g}"
+        )
+    run.log.warn("rewards without spread", "\n  ".join(lines))
     limit = options.max_steps_without_spread
     if limit and count >= limit:
         good = newest_checkpoint(run.inputs.config, step=run.step + 1 - count)
@@ -207,22 +207,10 @@ def check_spread(run: Training, sampled: Rollout) -> None:
         )
 
 
-def _shown(inputs: Inputs, rollout: Rollout) -> list[str]:
-    """A line for each of a few responses that this rank holds, of as many prompts as there are."""
-
-    def short(text: str) -> str:
-        """On one line, with its beginning and its end, where an answer is."""
-        half = _CHARACTERS // 2
-        return repr(text if len(text) <= _CHARACTERS else f"{text[:half]} … {text[-half:]}")
-
-    found = []
-    for number in sorted(rollout.held, key=lambda number: (number % rollout.samples, number))[:_SHOWN]:
-        prompt, text = rollout.prompts[number // rollout.samples], response_text(inputs, rollout.held[number])
-        found.append(
-            f"prompt {prompt.index} {short(prompt.text)}: response {short(text)}, "
-            f"answer {short(prompt.answer)}, reward {rollout.rewards[number]:g}"
-        )
-    return found
+def _short(text: str) -> str:
+    """A text on one line, with its beginning and its end, where an answer is."""
+    half = _CHARACTERS // 2
+    return repr(text if len(text) <= _CHARACTERS else f"{text[:half]} … {text[-half:]}")
 
 
 def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> Step:

@@ -15,13 +15,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from megatron_fspo.config.correction import (
-    IcePop,
-    LengthFairGate,
-    SequenceMask,
-    SequenceTIS,
-    TokenTIS,
-)
+from megatron_fspo.config.correction import IcePop, LengthFairGate, SequenceMask, SequenceTIS, TokenTIS
 from megatron_fspo.objective.correction import length_fair_gate, masked_weight, truncated_weight, within_ratio
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.packing.batch import MicroBatch, Packs
@@ -80,13 +74,8 @@ def correct(
 
 def weights_of(correction: Rule, deltas: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Weight of each unit, a token or a sequence; and bool where the rule acted: dropped it, or truncated its
-    weight.
-
-    Args:
-        correction: the rule and its limits.
-        deltas: Δ [units], over a whole sequence where the rule is about sequences.
-        lengths: [units], of sequences.
-    """
+    weight. ``deltas`` are Δ [units], over a whole sequence where the rule is about sequences, with the
+    ``lengths`` [units] of these."""
     match correction:
         case TokenTIS(cap=cap) | SequenceTIS(cap=cap):
             return truncated_weight(deltas, cap), deltas > math.log(cap)
@@ -134,15 +123,8 @@ def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[s
 def effective_share(weight: Tensor, square: Tensor, units: Tensor) -> float:
     """Effective sample size of weighted units, as a share of them: (Σ w)² / (N Σ w²), Kish's formula.
 
-    1 where all weights are equal, however small; 1/N where one unit has all the weight.
-
-    Args:
-        weight: scalar Σ w, over all ranks.
-        square: scalar Σ w², over all ranks.
-        units: scalar N, over all ranks.
-
-    Returns:
-        0 where all weights are 0; NaN without units.
+    1 where all weights are equal, however small; 1/N where one unit has all the weight; 0 where all weights
+    are 0; NaN without units. Σ w, Σ w² and N are scalars, over all ranks.
     """
     if units > 0 and square == 0:
         return 0.0
@@ -157,21 +139,19 @@ def little_is_left(correction: Rule, metrics: Mapping[str, float]) -> str | None
     mean, ess = metrics["rollout/correction_weight_mean"], metrics["rollout/correction_ess"]
     if not (mean < LEAST_LEFT or ess < LEAST_LEFT):
         return None
-    unit = "tokens" if isinstance(correction, TokenTIS | IcePop) else "responses"
+    unit = "responses"
     sigma = metrics["rollout/mismatch_sigma"]
     gate = f"correction.c = {4 * sigma:.2g}, four times that sigma"
-    match correction:
-        case SequenceTIS() | SequenceMask():
-            remedy = (
-                "Noise that grows as the root of the length costs long responses the most: "
-                f"correction.name = length_fair_gate ({gate}) and token_tis treat every length alike"
-            )
-        case LengthFairGate():
-            remedy = f"Noise alone passes with {gate}"
-        case TokenTIS() | IcePop():
-            remedy = "No noise does this to single tokens: the weights or log-probs of the sampler are others"
-        case _:
-            assert_never(correction)
+    if isinstance(correction, TokenTIS | IcePop):
+        unit = "tokens"
+        remedy = "No noise does this to single tokens: the weights or log-probs of the sampler are others"
+    elif isinstance(correction, LengthFairGate):
+        remedy = f"Noise alone passes with {gate}"
+    else:
+        remedy = (
+            "Noise that grows as the root of the length costs long responses the most: "
+            f"correction.name = length_fair_gate ({gate}) and token_tis treat every length alike"
+        )
     return (
         f"correction.name = {correction.name} leaves {unit} a mean weight of {mean:.2g}, and an effective "
         f"sample size of {ess:.0%} of their number (rollout/mismatch_sigma {sigma:.2g}, "

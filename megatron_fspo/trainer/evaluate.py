@@ -24,8 +24,8 @@ from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout
-from megatron_fspo.trainer.sampling import ask, collect_and_grade, response_text
-from megatron_fspo.types import Prompt, SamplingParams
+from megatron_fspo.trainer.sampling import ask, collect_and_grade, response_text, sampling_params
+from megatron_fspo.types import Prompt
 
 # Evaluation has streams of its own: the same before and after training, never those of a rollout.
 _SEED_OFFSET = 1_000_003
@@ -107,12 +107,8 @@ def evaluate(
 ) -> Evaluation:
     """Sample as many responses per validation prompt as its set wants, and grade them. Collective.
 
-    Args:
-        inputs: with the validation sets.
-        engine: samples.
-        groups: of the job's layout.
-        grader: of the ranks that grade (:func:`~megatron_fspo.trainer.sampling.make_grader`).
-        progress: called with the number of responses that have just finished.
+    ``grader`` is that of :func:`~megatron_fspo.trainer.sampling.make_grader`; ``progress`` is called with the
+    number of responses that have just finished.
     """
     graded = sample_and_grade(inputs, engine, groups, grader, progress)
     samples = inputs.config.evaluation_samples
@@ -138,16 +134,7 @@ def sample_and_grade(
     first = agreed(file.done if file is not None else 0, groups)
     left = portions(inputs, groups.dp.size())[first:]
     config = inputs.config
-    params = SamplingParams(
-        n=1,
-        temperature=config.evaluation.temperature,
-        top_p=config.evaluation.top_p,
-        max_tokens=config.rollout.max_response_tokens,
-        stop_token_ids=inputs.stop_token_ids,
-        stop=config.rollout.stop,
-        decode=inputs.decode,
-        seed=config.run.seed + _SEED_OFFSET,
-    )
+    params = sampling_params(inputs, config.evaluation, 1, config.run.seed + _SEED_OFFSET)
     asked = deque(
         (one, ask(inputs, engine, groups, grader, one.prompts, replace(params, n=one.samples)))
         for one in left

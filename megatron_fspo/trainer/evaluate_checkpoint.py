@@ -72,7 +72,16 @@ def evaluate_checkpoint(
         if left:
             with _sampler(inputs, groups) as (engine, grader), _bar(left, groups) as bar:
                 sample_and_grade(inputs, engine, groups, grader, bar.update, file)
-        return shared(_write(out, compared) if file is not None else {}, groups)
+        metrics: dict[str, float] = {}
+        if file is not None:
+            saved = load(out)
+            summary = summarize(per_problem(saved.records), saved.manifest.samples)
+            comparison = compare(saved, compared) if compared is not None else None
+            results.write(out, saved.manifest, summary, comparison)
+            metrics = results.metrics_of(summary)
+            if comparison is not None:
+                metrics |= results.metrics_of(comparison.differences, "difference")
+        return shared(metrics, groups)
 
 
 def facts(inputs: Inputs, sets: Mapping[str, Sequence[Prompt]], ranks: int) -> dict[str, Any]:
@@ -169,13 +178,3 @@ def _bar(responses: int, groups: ParallelGroups) -> Any:
     return tqdm(
         total=responses // groups.dp.size(), desc="evaluating", unit="response", leave=False, disable=disable
     )
-
-
-def _write(out: Path, compared: SavedEvaluation | None) -> dict[str, float]:
-    """Read the completions back, write table and results; returns the metrics."""
-    saved = load(out)
-    summary = summarize(per_problem(saved.records), saved.manifest.samples)
-    comparison = compare(saved, compared) if compared is not None else None
-    results.write(out, saved.manifest, summary, comparison)
-    metrics = results.metrics_of(summary)
-    return metrics | (results.metrics_of(comparison.differences, "difference") if comparison else {})

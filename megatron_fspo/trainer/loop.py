@@ -25,10 +25,7 @@ from megatron_fspo.trainer.prepare import Inputs, machine
 def train(inputs: Inputs, *, resume: Resume, draw: Draw | None = None) -> bool:
     """Run to the last step, then export, as the only job in its folder. Collective.
 
-    Args:
-        inputs: of :func:`~megatron_fspo.trainer.prepare.prepare`.
-        resume: the flag ``--resume``.
-        draw: makes the pictures that trackers get after an evaluation, from the folder of the run.
+    ``resume`` is the flag ``--resume``; ``draw`` makes the pictures that trackers get after an evaluation.
 
     Returns:
         False when SIGTERM stopped the run early; it left a checkpoint to resume from.

@@ -129,11 +129,7 @@ def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]
 
 
 def table(steps: Sequence[Mapping[str, float]]) -> str:
-    """Format the seconds of each phase of some steps, a line each; "" without steps.
-
-    Args:
-        steps: their metrics.
-    """
+    """Format the seconds of each phase of some steps, of these metrics, a line each; "" without steps."""
     steps = [one for one in steps if one.get("timing_s/step")]
     if not steps:
         return ""

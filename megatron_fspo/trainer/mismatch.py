@@ -57,12 +57,8 @@ class Mismatch:
 
 
 def token_deltas(batch: MicroBatch, score: Tensor | None = None) -> Tensor:
-    """Δ [t] in float64 of a micro-batch scored by the trainer; 0 outside the mask.
-
-    Args:
-        batch: with old and sampled log-probs.
-        score: log-probs [t] in place of the batch's old ones.
-    """
+    """Δ [t] in float64 of a micro-batch with old and sampled log-probs; 0 outside the mask. ``score`` [t] is
+    in place of the old ones."""
     score = batch.old_log_probs if score is None else score
     assert score is not None
     return torch.where(batch.mask, (score - batch.sampled_log_probs).double(), 0.0)
@@ -80,15 +76,10 @@ def per_sample(
 
     Exact up to one rounding: the same bits on every rank, whatever the split into ranks and micro-batches.
 
-    Args:
-        batches: this rank's.
-        columns: of a micro-batch, [count, t].
-        count: numbers per token.
-        samples: of the whole rollout.
-        group: data × context parallel.
+    ``columns`` makes [count, t] of a micro-batch of this rank; the ``group`` is data × context parallel.
 
     Returns:
-        [count, samples] float64, on every rank.
+        [count, samples] float64 of the whole rollout, on every rank.
     """
     sums = None
     for batch in batches:

@@ -209,10 +209,6 @@ def drop_culprits(run: Training, step: Step, packs: Packs, suspects: Sequence[in
             length=int(step.rollout.lengths[number]),
             log_ratio_sum=math.nan,
             advantage=float(step.rollout.advantages[number]),
-            clipped_low=0.0,
-            clipped_high=0.0,
-            dual_clipped=0.0,
-            out_of_band=False,
             nonfinite=True,
         )
         for number, rank in guilty.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -220,10 +221,7 @@ def staleness_metrics(rollout: Rollout, step: int, *, limit: int) -> dict[str, f
 
 def layout_of(config: Config, arch: Architecture, groups: ParallelGroups, device: torch.device) -> PackLayout:
     """The layout that all packs of a run have."""
-
-    def costs(tokens: Sequence[int]) -> list[int]:
-        return attention_costs(tokens, linear_size=arch.layer_size, attention_size=arch.q_size)
-
+    costs = partial(attention_costs, linear_size=arch.layer_size, attention_size=arch.q_size)
     return replace(
         pack_layout(
             groups,

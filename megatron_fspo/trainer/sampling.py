@@ -21,13 +21,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fspo.config import Config
+from megatron_fspo.config import Config, sections
 from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.objective import group_normalized_advantages, leave_one_out_advantages
@@ -106,12 +107,25 @@ def ask(
     return Batch(prompts=prompts, samples=params.n, mine=mine, pending=pending, grades=grades)
 
 
-class RolloutQueue:
-    """Batches that were asked for and are still to be learned from.
+def sampling_params(
+    inputs: Inputs, options: sections.Rollout | sections.Evaluation, samples: int, seed: int
+) -> SamplingParams:
+    """What an engine is asked for per prompt, with temperature and top-p of a section."""
+    rollout = inputs.config.rollout
+    return SamplingParams(
+        n=samples,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        max_tokens=rollout.max_response_tokens,
+        stop_token_ids=inputs.stop_token_ids,
+        stop=rollout.stop,
+        decode=inputs.decode,
+        seed=seed,
+    )
 
-    Args:
-        step: the first to ask for.
-    """
+
+class RolloutQueue:
+    """Batches that were asked for and are still to be learned from; ``step`` is the first to ask for."""
 
     def __init__(
         self,
@@ -123,9 +137,7 @@ class RolloutQueue:
         step: int,
     ) -> None:
         self._inputs = inputs
-        self._engine = engine
-        self._groups = groups
-        self._grader = grader
+        self._of_engine = partial(ask, inputs, engine, groups, grader)
         self.prompts = prompts
         """Their state resumes a run: what was only asked for is asked for again."""
         self._next = step
@@ -152,19 +164,11 @@ class RolloutQueue:
             self._next += 1
 
     def _ask(self, indices: Sequence[int], step: int, number: int = 0) -> Batch:
-        prompts, rollout = [self._inputs.train[i] for i in indices], self._inputs.config.rollout
-        params = SamplingParams(
-            n=rollout.samples,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            max_tokens=rollout.max_response_tokens,
-            stop_token_ids=self._inputs.stop_token_ids,
-            stop=rollout.stop,
-            decode=self._inputs.decode,
-            # A prompt that comes again in a later step, or in a later round, gets other responses.
-            seed=self._inputs.config.run.seed * 1_000_000_007 + step + (number << 64),
-        )
-        return ask(self._inputs, self._engine, self._groups, self._grader, prompts, params)
+        prompts, config = [self._inputs.train[i] for i in indices], self._inputs.config
+        # A prompt that comes again in a later step, or in a later round, gets other responses.
+        seed = config.run.seed * 1_000_000_007 + step + (number << 64)
+        params = sampling_params(self._inputs, config.rollout, config.rollout.samples, seed)
+        return self._of_engine(prompts, params)
 
 
 def collect_and_grade(
@@ -216,7 +220,7 @@ def _awaited(
     limit = control.patience.wait
     # Two slices more, so that :func:`_watch` comes first: a call that it interrupts says where it was.
     too_late, stop_by = time.monotonic() + limit + 2 * SLICE, math.inf
-    problem = f"gave no verdict in {limit:g} s (parallel.wait_seconds)"
+    problem = f"gave no grade in {limit:g} s (parallel.wait_seconds)"
     # Without a limit of its own: if this rank raised alone, there would be no checkpoint.
     with control.waiting("grades", seconds=math.inf) as waiting:
         for number, grade in sorted(pending.items()):

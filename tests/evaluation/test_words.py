@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from launch import REPO
+from megatron_fspo.cli import make_parser
 from megatron_fspo.cli.evaluate import KEYS, config_of
-from megatron_fspo.cli.parser import make_parser
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import legal_keys
 from megatron_fspo.errors import InputError

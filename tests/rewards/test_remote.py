@@ -96,8 +96,8 @@ def test_what_may_pass_is_tried_again(verifier: Verifier, bad: Reply) -> None:
 @pytest.mark.parametrize(
     ("reply", "attempts", "problem"),
     [
-        ((503, b"too\nbusy"), 3, "got no verdict from {url}: 503 too busy (attempt 3 of 3)"),
-        (None, 3, "got no verdict from {url}: RemoteProtocolError "),
+        ((503, b"too\nbusy"), 3, "got no grade from {url}: 503 too busy (attempt 3 of 3)"),
+        (None, 3, "got no grade from {url}: RemoteProtocolError "),
         ((404, b"no such page"), 1, "was refused by {url} with 404: no such page"),
         ((302, b""), 1, "was refused by {url} with 302: (nothing)"),
         ((200, b"fine"), 1, "got no "),

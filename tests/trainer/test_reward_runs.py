@@ -97,7 +97,7 @@ def test_a_verdict_that_never_comes_is_a_failure_with_its_prompt(name: str) -> N
     verdicts, failures, seconds = awaited(Reward(name=f"reward_worker:{name}"), 0.3)
     ((number, failure),) = failures.items()
     assert not verdicts and failure is not None and failure.prompt.index == 40 + number
-    assert failure.problem.startswith("gave no verdict in 0.3 s (parallel.wait_seconds)")
+    assert failure.problem.startswith("gave no grade in 0.3 s (parallel.wait_seconds)")
     assert failure.interrupted == (name == "loops_always")
     assert seconds < 4
 
