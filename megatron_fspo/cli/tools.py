@@ -200,7 +200,7 @@ def add_status(commands: command.Commands) -> None:
 
 def run_status(args: argparse.Namespace, _: list[str]) -> int:
     """Print what a run does; the exit status is 1 if anything is wrong with it."""
-    from megatron_fspo.record.status import examine, render
+    from megatron_fspo.lab.status import examine, render
 
     run = examine(args.folder)
     print(json.dumps(run.as_json()) if args.json else render(run))

@@ -1,1 +1,1 @@
-"""The records of a run in its folder and with trackers: rows, sequences, samples; `status` reads them."""
+"""The records of a run in its folder and with trackers: rows, sequences, samples."""

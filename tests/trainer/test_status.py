@@ -17,8 +17,8 @@ from megatron_fspo.cli import main
 from megatron_fspo.job.lock import FolderLock
 from megatron_fspo.job.rank_status import Activity, status_file, status_writer
 from megatron_fspo.job.run_folder import RunFolder
+from megatron_fspo.lab.status import examine, render
 from megatron_fspo.parallel.control import Control
-from megatron_fspo.record.status import examine, render
 from megatron_fspo.trainer.metrics import Pace, lines, ratios
 from runs import faulty, rows
 
