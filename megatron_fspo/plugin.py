@@ -12,12 +12,5 @@ from megatron_fspo.packing.pack import PackLayout, pack
 from megatron_fspo.parallel.groups import ParallelGroups
 
 __all__ = [
-    "MicroBatch",
-    "PackLayout",
-    "Packs",
-    "ParallelGroups",
-    "PolicyLoss",
-    "Scoring",
-    "Sequences",
-    "pack",
-]
+    "MicroBatch", "PackLayout", "Packs", "ParallelGroups", "PolicyLoss", "Scoring", "Sequences", "pack",
+]  # fmt: skip

@@ -111,9 +111,10 @@ def add_data(commands: command.Commands) -> None:
 
 def run_data_check(args: argparse.Namespace, _: list[str]) -> int:
     """Describe data files; the exit status is 1 if a run would refuse one."""
-    from megatron_fspo.data.check import as_json, describe, examine
+    from megatron_fspo.data.check import examine
     from megatron_fspo.data.tasks import source_of
     from megatron_fspo.data.tokenizer import load_tokenizer
+    from megatron_fspo.lab.data_check import as_json, describe
 
     config = load_config(args.config) if args.config else None
     if config is None and not args.files:

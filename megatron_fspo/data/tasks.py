@@ -167,7 +167,12 @@ def _value(row: Row, tree: dict[str, Any], key: str) -> Any:
 def _messages(row: Row, prompt: Any, source: Source) -> list[dict[str, Any]]:
     key = source.prompt_key
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+    if not (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
+        and all(isinstance(one.get("content"), str) for one in messages)
+    ):
         held = json.dumps(prompt)[:80] if isinstance(prompt, list) else kind(prompt)
         row.fail(
             f"{key!r} must be a string or a list of messages, objects with the strings"
@@ -182,10 +187,6 @@ def _messages(row: Row, prompt: Any, source: Source) -> list[dict[str, Any]]:
             "with chat_template it may be a list of messages"
         )
     return messages
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
 def _answer(row: Row, tree: dict[str, Any], source: Source) -> str:

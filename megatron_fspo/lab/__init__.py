@@ -1,4 +1,4 @@
-"""Programs that look at runs and dumps, before and after training: plan, calibrate, report, explain, sweep, status.
+"""What looks at runs, dumps and data: plan, calibrate, report, explain, sweep, status, data check.
 
 Training imports nothing of it; its packages are the extra ``lab``.
 """

@@ -83,7 +83,10 @@ class Offload:
         # In float32 the optimizer updates the weights themselves: what they share is the weights'.
         self._rest = [Lendable(state, but=weights)]
         if isinstance(model, Policy):
-            self._rest.append(Lendable(lambda: _gradients(model), kept=False))
+            buffers = [
+                b for module in model.modules for b in (*module.buffers, *module.expert_parallel_buffers)
+            ]
+            self._rest.append(Lendable(lambda: (buffer.grad_data for buffer in buffers), kept=False))
 
     def hold(self, *, weights: bool, rest: bool) -> None:
         """Have on the device the weights, and the rest (optimizer, gradients, other models), or not.
@@ -111,12 +114,6 @@ class Offload:
 
 def _parameters(model: Model) -> Iterator[Tensor]:
     return (parameter.data for chunk in model.chunks for parameter in chunk.parameters())
-
-
-def _gradients(policy: Policy) -> Iterator[Tensor]:
-    for module in policy.modules:
-        for buffer in [*module.buffers, *module.expert_parallel_buffers]:
-            yield buffer.grad_data
 
 
 def _optimizer_tensors(policy: Policy) -> Iterator[Tensor]:

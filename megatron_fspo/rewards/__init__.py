@@ -6,15 +6,6 @@ from megatron_fspo.rewards.grader import Grader, PendingGrade, check_reward, tal
 from megatron_fspo.rewards.registry import Reward, exact_match, get_reward, register
 
 __all__ = [
-    "Failure",
-    "Grade",
-    "Grader",
-    "PendingGrade",
-    "Reward",
-    "check_reward",
-    "exact_match",
-    "get_reward",
-    "make_sum",
-    "register",
-    "tally",
-]
+    "Failure", "Grade", "Grader", "PendingGrade", "Reward", "check_reward", "exact_match", "get_reward",
+    "make_sum", "register", "tally",
+]  # fmt: skip

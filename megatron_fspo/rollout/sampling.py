@@ -57,19 +57,15 @@ def sample(logits: Tensor, draws: Tensor, *, temperature: float, top_p: float) -
         return logits.argmax(-1), logits.new_zeros(logits.shape[0])
     log_probs = torch.log_softmax(logits / temperature, dim=-1)
     if top_p < 1:
-        log_probs = _nucleus(log_probs, top_p)
+        ordered, order = log_probs.sort(dim=-1, descending=True)
+        before = ordered.exp().cumsum(-1) - ordered.exp()
+        cut = torch.zeros_like(log_probs, dtype=torch.bool).scatter_(-1, order, before >= top_p)
+        log_probs = torch.log_softmax(log_probs.masked_fill(cut, float("-inf")), dim=-1)
     cumulative = log_probs.double().exp().cumsum(-1)
     # Rounding may leave the last sum below 1: scale the draw, so that it always falls on a token.
     target = draws.to(cumulative)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
-
-
-def _nucleus(log_probs: Tensor, top_p: float) -> Tensor:
-    ordered, order = log_probs.sort(dim=-1, descending=True)
-    before = ordered.exp().cumsum(-1) - ordered.exp()
-    cut = torch.zeros_like(log_probs, dtype=torch.bool).scatter_(-1, order, before >= top_p)
-    return torch.log_softmax(log_probs.masked_fill(cut, float("-inf")), dim=-1)
 
 
 _BLOCK = 64  # tokens that are looked through together

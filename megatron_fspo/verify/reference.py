@@ -231,7 +231,10 @@ def _hidden_states(weights: Mapping[str, Tensor], arch: Architecture, ids: Seque
         prefix = f"model.layers.{layer}."
         own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         x = x + _attention(own, arch, _rms_norm(x, own["input_layernorm.weight"], arch), table)
-        x = x + _swiglu(own, _rms_norm(x, own["post_attention_layernorm.weight"], arch))
+        y = _rms_norm(x, own["post_attention_layernorm.weight"], arch)
+        # down·(silu(gate·y) ∘ up·y)
+        gate, up = y @ own["mlp.gate_proj.weight"].T, y @ own["mlp.up_proj.weight"].T
+        x = x + (F.silu(gate) * up) @ own["mlp.down_proj.weight"].T
     return _rms_norm(x, weights["model.norm.weight"], arch)
 
 
@@ -259,12 +262,6 @@ def _attention(
     attended = scores.masked_fill(future, -math.inf).softmax(dim=-1)
     mixed = torch.einsum("hts,shd->thd", attended, value)
     return mixed.flatten(1) @ weights["self_attn.o_proj.weight"].T
-
-
-def _swiglu(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """down·(silu(gate·x) ∘ up·x), [t, hidden] → [t, hidden]."""
-    gate, up = x @ weights["mlp.gate_proj.weight"].T, x @ weights["mlp.up_proj.weight"].T
-    return (F.silu(gate) * up) @ weights["mlp.down_proj.weight"].T
 
 
 def _rms_norm(x: Tensor, weight: Tensor, arch: Architecture) -> Tensor:

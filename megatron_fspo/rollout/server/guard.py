@@ -23,24 +23,16 @@ def main(grace_seconds: float, command: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    while child.poll() is None and not _owner_is_gone(0.2):
+    # The owner never writes to the pipe, so what can be read is its end.
+    while child.poll() is None and not select.select([sys.stdin], [], [], 0.2)[0]:
         pass
     if child.returncode is None:
         os.killpg(0, signal.SIGTERM)
-        _wait(child, grace_seconds)
+        end = time.monotonic() + grace_seconds
+        while child.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
     print(f"megatron-fspo: vLLM ended, status {child.poll()}", flush=True)
     os.killpg(0, signal.SIGKILL)
-
-
-def _owner_is_gone(seconds: float) -> bool:
-    """Waits up to ``seconds``; the owner never writes, so what can be read is the end."""
-    return bool(select.select([sys.stdin], [], [], seconds)[0])
-
-
-def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while child.poll() is None and time.monotonic() < end:
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,12 @@ class ServerProcess:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS + 5)
         finally:
-            _end_group(process.pid)  # also where the guard itself was killed
+            # Also where the guard itself was killed. Until its memory and ports are free, or some seconds.
+            end = time.monotonic() + 5
+            with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, for what is not reaped
+                while time.monotonic() < end:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    time.sleep(0.02)
             process.wait()
 
     def log_end(self) -> str:
@@ -135,12 +140,3 @@ class ServerProcess:
             socket.create_server(address[:2], family=family).close()  # with SO_REUSEADDR, as vLLM does
         except OSError as error:
             raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from None
-
-
-def _end_group(group: int) -> None:
-    """Kill a process group and wait, some seconds at most, until its memory and ports are free."""
-    end = time.monotonic() + 5
-    with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, for what is not yet reaped
-        while time.monotonic() < end:
-            os.killpg(group, signal.SIGKILL)
-            time.sleep(0.02)
