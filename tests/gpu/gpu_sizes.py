@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from backend import FAKE
+from megatron_fspo.lab.plan.presets import PRESETS
 from megatron_fspo.weights import Architecture
 
-QWEN3_8B = Architecture(
-    model_type="qwen3",
-    num_layers=36,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    ffn_size=12288,
-    vocab_size=151936,
-    tied=False,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    max_position_embeddings=40960,
-    dtype=torch.bfloat16,
-)
+QWEN3_8B = PRESETS["qwen3-8b"]
 _TINY = replace(
     QWEN3_8B,
     num_layers=2,
@@ -88,8 +73,8 @@ FULL = Sizes(
         response=8000,
         max_tokens=16384,
     ),
-    decoding=Step(  # Qwen3-0.6B
-        model=replace(QWEN3_8B, num_layers=28, hidden_size=1024, num_heads=16, ffn_size=3072, tied=True),
+    decoding=Step(
+        model=PRESETS["qwen3-0.6b"],
         sequences=64,
         prompt=128,
         response=128,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from gpu_models import ALONE, best_layers, build, old_pass, packs_of, scores, timed, update
 from gpu_sizes import SIZES
-from step_memory import layers_that_fit, narrowed, state_bytes
+from step_memory import layers_that_fit, state_bytes
 from torch import Tensor
 
 from logprob_head import VARIANTS
@@ -37,7 +38,7 @@ def step(recipe: str) -> dict[str, Any]:
     layers = layers_that_fit(
         size.model, free, tokens=size.max_tokens, ranks=ranks, fp8=precision.recipe != "none"
     )
-    arch = narrowed(size.model, layers)
+    arch = replace(size.model, num_layers=layers)
     policy = build(
         arch,
         best_layers(),

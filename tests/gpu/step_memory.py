@@ -12,11 +12,6 @@ _WORKSPACE = 4 << 30
 """The head's block of logits and its gradients, products' workspaces, NCCL."""
 
 
-def narrowed(arch: Architecture, layers: int) -> Architecture:
-    """The model with fewer layers."""
-    return replace(arch, num_layers=layers)
-
-
 def state_bytes(arch: Architecture, *, ranks: int, fp8: bool) -> int:
     """Parameters, gradients and optimizer of one rank, the optimizer spread over all.
 
@@ -36,7 +31,7 @@ def layers_that_fit(arch: Architecture, free: int, *, tokens: int, ranks: int, f
         ValueError: not even one.
     """
     for layers in range(arch.num_layers, 0, -1):
-        if state_bytes(narrowed(arch, layers), ranks=ranks, fp8=fp8) + _activations(
+        if state_bytes(replace(arch, num_layers=layers), ranks=ranks, fp8=fp8) + _activations(
             arch, layers, tokens
         ) + _WORKSPACE <= free * (1 - _LEFT):
             return layers
