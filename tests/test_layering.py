@@ -73,6 +73,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # from `def` to the end, without the docstring
 MAX_LOOP_LINES = 150
 MAX_PLUGIN_MODULES = 21
+MAX_LINES = 33_000
+MAX_LINES_WITHOUT_LAB = 27_000
 
 
 @cache
@@ -155,12 +157,6 @@ def test_imports_go_down() -> None:
     assert list(wrong_imports(modules)) == []
 
 
-def test_the_purpose_of_a_room_is_its_first_line() -> None:
-    for path in sorted((REPO / PACKAGE).rglob("__init__.py")):
-        first = path.read_text(encoding="utf-8").partition("\n")[0]
-        assert first.startswith('"""') and len(first) > 30, path
-
-
 def test_no_list_of_third_parties_is_longer_than_needed() -> None:
     modules = read_package(REPO)
     used: dict[str, set[str]] = {name: set() for name in FLOORS}
@@ -176,6 +172,8 @@ def test_files_and_functions_stay_small() -> None:
     }
     assert {path: count for path, count in lines.items() if count > MAX_FILE_LINES} == {}
     assert lines[Path(PACKAGE, "trainer/loop.py")] <= MAX_LOOP_LINES
+    assert sum(lines.values()) <= MAX_LINES
+    assert sum(count for path, count in lines.items() if "lab" not in path.parts) <= MAX_LINES_WITHOUT_LAB
     assert list(long_functions(read_package(REPO))) == []
 
 

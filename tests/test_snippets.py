@@ -46,7 +46,7 @@ NOT_RUN = {
     r"make (real|demo-vllm|bench|evidence|verify|vllm|\.venv-trl/.ready)\b": "minutes, or downloads: by hand",
     r"make test-(gpu|py312|adapters-py312)": "a GPU, or another Python: by hand",
     r"examples/smollm2/run.sh|python examples/smollm2/check_greedy.py": "half an hour, as `make real`",
-    r".*python tests/(cluster/survive|goldens).py": "minutes to hours: by hand",
+    r".*python (benchmarks/survive|tests/goldens).py": "minutes to hours: by hand",
 }
 """Why no test runs it."""
 

@@ -1,6 +1,6 @@
 """Take something away from a job on two nodes at random moments, and see that it goes on.
 
-    python tests/cluster/survive.py [--each 20] [--kinds rank agent node server full read-only] [--seed 1]
+    python benchmarks/survive.py [--each 20] [--kinds rank agent node server full read-only] [--seed 1]
         [--results benchmarks/results/survive.jsonl]
 
 Two nodes (see ``nodes.py``) with a rank each train the tiny model by the launch script, with
@@ -32,8 +32,8 @@ from pathlib import Path
 
 import psutil
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "trainer")]
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "trainer"), str(TESTS / "cluster")]
 
 from kill_checks import at_end  # noqa: E402
 from launch import REPO, environment  # noqa: E402
