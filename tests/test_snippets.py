@@ -44,7 +44,7 @@ NOT_RUN = {
     r"git |cd |\. |export |pip |make help|touch |sha256sum |kubectl ": "not ours to test",
     r"torchrun --(max-restarts|shutdown-timeout)|--[a-z-]+ \S+$|actor_rollout_ref": "named in passing",
     r"make (real|demo-vllm|bench|evidence|verify|vllm|\.venv-trl/.ready)\b": "minutes, or downloads: by hand",
-    r"make test-(gpu|py312|adapters-py312)": "a GPU, or another Python: by hand",
+    r"make test-(fast|gpu|py312|adapters-py312)": "this suite; a GPU, or another Python: by hand",
     r"examples/smollm2/run.sh|python examples/smollm2/check_greedy.py": "half an hour, as `make real`",
     r".*python (benchmarks/survive|tests/goldens).py": "minutes to hours: by hand",
 }

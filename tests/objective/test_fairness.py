@@ -10,6 +10,7 @@ from megatron_fspo.objective import (
     FSPOBand,
     GSPOBand,
     LengthBin,
+    LengthFairDualClip,
     LengthReweightingError,
     RLOOBand,
     effective_sample_size,
@@ -184,6 +185,21 @@ def test_wrong_input_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             length_reweighting_error(accepted, of, **more)
+
+
+def test_tempering_evens_out_the_weights() -> None:
+    """In pure noise of 0.015 per token the weights of 16k tokens have an effective sample size of a few %."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(50_000, generator=generator, dtype=torch.float64) * 0.015
+    a = torch.where(torch.rand(50_000, generator=generator) < 0.5, 1.0, -1.0).double()
+    band, dual = FSPOBand(c_low=0.03, c_high=0.03), LengthFairDualClip(c=0.06)
+
+    def ess(length: int, temper: float) -> float:
+        lengths = torch.full_like(a, length)
+        s = noise * length**0.5 - 0.015**2 * length / 2
+        return effective_sample_size(sequence_surrogate(s, lengths, a, band, dual, temper=temper).ratio)
+
+    assert ess(100, 0.0) > 0.95 and ess(16_384, 0.0) < 0.06 and ess(16_384, 0.5) > 0.9
 
 
 def test_effective_sample_size_by_hand() -> None:

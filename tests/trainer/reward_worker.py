@@ -31,7 +31,7 @@ def _failing(fail: Callable[[], Any], *, rank: str, version: int) -> Callable[..
 
 raises = _failing(lambda: [1] + 1, rank="1", version=1)  # type: ignore[operator]
 
-
+loops = _failing(lambda: loops_always(), rank="1", version=1)
 nan_in_evaluation = _failing(lambda: math.nan, rank="0", version=2)
 
 
@@ -45,7 +45,7 @@ def always_half(prompt: Prompt, completion: Completion, response: str) -> float:
     return 0.5
 
 
-def loops_always(prompt: Prompt, completion: Completion, response: str) -> None:
+def loops_always(*_: object) -> None:
     """One that computes without end."""
     while True:
         pass
