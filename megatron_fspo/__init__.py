@@ -3,4 +3,4 @@
 The objective alone needs torch and nothing else: ``from megatron_fspo.objective import FSPOBand``.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
