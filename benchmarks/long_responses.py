@@ -43,7 +43,7 @@ from megatron_fspo.objective import FSPOBand, length_reweighting_error
 from megatron_fspo.objective.calibration import fit_exponent, jackknife, measure_exponent, student_t
 from megatron_fspo.objective.fairness import LengthReweightingError, length_bins
 from megatron_fspo.types import Completion, Prompt
-from noise_check import difference_interval
+from noise_check import difference_interval, rates_as_of
 
 CONFIG = ROOT / "benchmarks/long_responses.toml"
 TOPICS = ("the sea", "a railway", "bread", "the moon", "a garden", "an old library", "winter", "a clock")
@@ -306,21 +306,6 @@ def predicted_rates(halves: Halves, prompts: Tensor, band: FSPOBand, leave_out: 
     for mine in (even, ~even):
         predicted[mine] = rates_as_of(halves[~mine & kept], halves.lengths[mine], band)
     return predicted
-
-
-def rates_as_of(known: Halves, lengths: Tensor, band: FSPOBand) -> Tensor:
-    """Share [N] of responses of ``lengths`` [N] outside of the band, from the parts of S of others and the
-    shape that it has with these taken out, one for all lengths."""
-    parts = decompose(known)
-
-    def reduced(sums: Tensor, of: Tensor) -> Tensor:
-        return (sums - parts.drift * of) / (parts.noise**2 * of + (parts.signal * of) ** 2).sqrt()
-
-    shape = reduced(known.log_ratio_sums, known.lengths.double()).sort().values
-    low, high = (reduced(edge.double(), lengths.double()) for edge in band.bounds(lengths.double()))
-    below = torch.searchsorted(shape, low)
-    above = len(shape) - torch.searchsorted(shape, high, right=True)
-    return (below + above).double() / len(shape)
 
 
 def within_responses(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Any]:

@@ -17,8 +17,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from machine import options_of
 from megatron_fspo.evaluation.intervals import Estimate, wilson_interval
+from megatron_fspo.lab.explain.decomposition import Halves, decompose
 from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.objective.noise import Noise
@@ -33,6 +37,21 @@ def difference_interval(first: Estimate, second: Estimate) -> Estimate:
         low=value - math.hypot(first.value - first.low, second.high - second.value),
         high=value + math.hypot(first.high - first.value, second.value - second.low),
     )
+
+
+def rates_as_of(known: Halves, lengths: Tensor, band: FSPOBand) -> Tensor:
+    """Share [N] of responses of ``lengths`` [N] outside of the band, from the parts of S of others and the
+    shape that it has with these taken out, one for all lengths."""
+    parts = decompose(known)
+
+    def reduced(sums: Tensor, of: Tensor) -> Tensor:
+        return (sums - parts.drift * of) / (parts.noise**2 * of + (parts.signal * of) ** 2).sqrt()
+
+    shape = reduced(known.log_ratio_sums, known.lengths.double()).sort().values
+    low, high = (reduced(edge.double(), lengths.double()) for edge in band.bounds(lengths.double()))
+    below = torch.searchsorted(shape, low)
+    above = len(shape) - torch.searchsorted(shape, high, right=True)
+    return (below + above).double() / len(shape)
 
 
 @dataclass(frozen=True, kw_only=True)

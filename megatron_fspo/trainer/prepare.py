@@ -116,8 +116,8 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     else:
         for which in ("train", "validation") if trains else ("validation",):
             for source in sources_of(config.data, which):
-                found = attempt(partial(examine, source, None, 0))
-                attempt.wrong(*(found.broken[:1] if found else ()))
+                checked = attempt(partial(examine, source, None, 0))
+                attempt.wrong(*(checked.broken[:1] if checked else ()))
     attempt(lambda: check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens))
     noise = attempt(lambda: (noise_of_run(config) if trains else None,))
     attempt.end()

@@ -112,20 +112,20 @@ def _gradient_errors(policy: Policy, outcome: Outcome, want: Reference) -> dict[
     by_name: dict[str, list[_ShardError]] = {}
     for shard in (shard for rank in everywhere for shard in rank):
         by_name.setdefault(shard.name, []).append(shard)
-    found = {}
+    errors = {}
     for name, shards in sorted(by_name.items()):
         gap, scale = max(_or_inf(shard.gap) for shard in shards), max(shard.scale for shard in shards)
         product = sum(shard.product for shard in shards)
         wanted, gotten = sum(shard.wanted for shard in shards), sum(shard.gotten for shard in shards)
         numbers = {shard.shard for shard in shards}
         copies = [[shard.gotten for shard in shards if shard.shard == number] for number in numbers]
-        found[name] = GradientError(
+        errors[name] = GradientError(
             error=gap / scale if scale else (0.0 if gap == 0 else math.inf),
             factor=product / wanted if wanted else math.nan,
             unlike=1 - product**2 / (wanted * gotten) if wanted and gotten else 0.0,
             copies=max(1 - min(squares) / max(squares) if max(squares) else 0.0 for squares in copies),
         )
-    return found
+    return errors
 
 
 def _largest(gap: Tensor) -> float:

@@ -153,8 +153,8 @@ def reference(
 
     learned = {name: weight for name, weight in scores.weights.items() if weight.requires_grad}
     # The graph stays for the next loss.
-    found = torch.autograd.grad(total, list(learned.values()), retain_graph=True)
-    gradients = dict(zip(learned, found, strict=True))
+    slopes = torch.autograd.grad(total, list(learned.values()), retain_graph=True)
+    gradients = dict(zip(learned, slopes, strict=True))
     return Reference(
         log_probs=[row.detach() for row in scores.log_probs],
         log_ratio_sums=torch.stack([row.detach().sum() for row in log_ratios]),

@@ -80,7 +80,7 @@ def figures(folder: Path, records: Records) -> dict[str, Any]:
     history = History(folder)
     reward, length = history.series("critic/rewards/mean"), history.series("response_length/mean")
     lre, rates = pooled_lre(records), overall_rates(records)
-    found = {
+    figures = {
         "records": len(records),
         "out_of_band": rates.out_of_band,
         "lre_mean": lre.mean,
@@ -101,11 +101,11 @@ def figures(folder: Path, records: Records) -> dict[str, Any]:
     }
     # None with fewer than two evaluations.
     if (change := accuracy_change(history, first_and_last_samples(folder, history))) is not None:
-        found["accuracy_before"], found["accuracy_after"] = change.before, change.after
-        found["accuracy_change"] = change.after - change.before
+        figures["accuracy_before"], figures["accuracy_after"] = change.before, change.after
+        figures["accuracy_change"] = change.after - change.before
         if change.interval is not None:
-            found["accuracy_change_interval"] = change.interval
-    return found
+            figures["accuracy_change_interval"] = change.interval
+    return figures
 
 
 def table(summary: Mapping[str, Any], match: str | None) -> str:
