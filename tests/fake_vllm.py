@@ -53,8 +53,8 @@ class FakeVLLM:
     def program(self) -> Path:
         return self.folder / "vllm"
 
-    def write(self, *, plugin: bool = True) -> None:
-        answer = json.dumps({"version": "0.32.0+cpu", "plugin": plugin})
+    def write(self, *, plugin: bool = True, nccl: str | None = None) -> None:
+        answer = json.dumps({"version": "0.32.0+cpu", "plugin": plugin, "nccl": nccl})
         programs = {
             "vllm": _PROGRAM.format(python=sys.executable, folder=str(self.folder)),
             "python": _PYTHON.format(answer=answer),

@@ -22,6 +22,7 @@ from benchmarks import (
     long_responses,
     rewards,
     rollout_client,
+    triton_head,
 )
 from launch import REPO, environment
 from megatron_fspo.lab.sweep.file import read_sweep
@@ -63,6 +64,7 @@ def read(name: str) -> Any:
         "convert": (convert.table,),
         "logprob_head": (lambda report: logprob_head.table(report["results"]),),
         "rewards": (rewards.table,),
+        "triton_head": (triton_head.builds_table, triton_head.estimates_table),
         "rollout_client": (rollout_client.table, rollout_client.one_reader),
     }.items(),
 )

@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
+from fake_vllm import FakeVLLM
 from launch import REPO
 from megatron_fspo import cli
 from megatron_fspo.cli import doctor
@@ -37,6 +39,18 @@ def test_what_is_missing_is_named() -> None:
     _, _, listed = done.stdout.partition("missing for any run")
     assert re.findall(r"^  - ([\w-]+)$", listed, re.MULTILINE) == [*PACKAGES]
     assert json.loads(bare("doctor", "--json").stdout)["required"] == [*PACKAGES]
+
+
+def test_another_nccl_in_the_environment_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm = FakeVLLM(tmp_path)
+    monkeypatch.setenv("VLLM_BIN", str(vllm.program))
+    assert doctor.nccl_problems("2.29.7") == [], "no vLLM here"
+    vllm.write(nccl="2.29.3")
+    assert doctor.nccl_problems("2.29.3") == []
+    (line,) = doctor.nccl_problems("2.29.7")
+    assert "2.29.7 here" in line and "2.29.3 with " in line
+    vllm.write()
+    assert doctor.nccl_problems("2.29.7") == [], "a torch for CPUs"
 
 
 def test_the_list_is_that_of_the_package() -> None:

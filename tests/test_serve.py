@@ -91,6 +91,7 @@ def test_the_checkpoint_names_the_dtype_and_has_the_tokenizer(model: Path) -> No
 
 def test_flags_and_environment(fake: FakeVLLM, options: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = ("RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH")
+    gone += ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     ours = {"VLLM_SERVER_DEV_MODE": "0", "VLLM_USE_RUST_FRONTEND": "1", "VLLM_API_KEY": KEY}
     kept = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "3"}
     for name, value in (dict.fromkeys(gone, "1") | ours | kept).items():

@@ -50,6 +50,7 @@ CASES = [
     ),
     (f"{TRAIN} --log.wandb online", ["log.wandb = online", "no API key", "wandb login"]),
     (f"{TRAIN} --data.validation none", ["evaluation.every > 0 needs data.validation"]),
+    (f"{TRAIN} --model.head triton", ["model.head = triton", "no GPU"]),
     (f"{TRAIN} --data.train {{tmp}}/latin.txt", ["latin.txt", "UTF-8"]),
     (f"{TRAIN} --run.folder {{tmp}}/file", ["run.folder", "{tmp}/file"]),
     (f"{TRAIN} --reward.name os:nothing", ["os:nothing"]),

@@ -7,7 +7,10 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from megatron_fspo.errors import InputError
 
 if TYPE_CHECKING:
     from megatron_fspo.config import Config
@@ -116,6 +119,8 @@ def examine(config: Config | None = None) -> dict[str, Any]:
     ]
     if not findings["packages"]["vllm"]:
         missing.append("optional: vllm, in an environment of its own, for rollout.engine = vllm")
+    if torch.distributed.is_nccl_available():
+        missing += nccl_problems(".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
     # The library whose Adam a run on a GPU takes.
     library = "Transformer Engine" if problem is None else "apex" if "amp_C" in apex_kernels else "torch"
     use = {
@@ -157,6 +162,18 @@ def _engine(config: Config | None) -> dict[str, str]:
             },
         )
     return {**facts, f"attention of {name}": engine.attention_backend(**shapes)}
+
+
+def nccl_problems(version: str) -> list[str]:
+    """What keeps a trainer with this NCCL and the vLLM of this machine, if there is one, out of one group."""
+    from megatron_fspo.rollout.server.flags import find_vllm
+
+    with suppress(InputError):  # none
+        vllm = find_vllm(None)
+        if vllm.nccl not in (None, version):
+            differ = f"{version} here, {vllm.nccl} with {vllm.program}"
+            return [f"optional: for vllm.transfer = nccl the same NCCL in both environments: {differ}"]
+    return []
 
 
 def render(findings: dict[str, Any]) -> str:

@@ -17,10 +17,12 @@ A run on a node:          megatron-fspo plan --config examples/qwen3_8b/run.toml
 Another layout:           ... --parallel.pipeline 2 --model.recompute full
 A large model on paper:   ... --model qwen3-235b-a22b --nproc 256 --parallel.tensor 4 --parallel.expert 32
 Other assumptions:        ... --assume flops=1979e12 flops_share=0.35 network=100e9
+One rank's step, run:     ... --nproc 64 --trace 37
 
 Needs no GPU, no checkpoint and no job. Parameters, gradients, optimizer and checkpoint are exact, activations
 are counted tensor by tensor, times are estimates with the assumptions they rest on. Exit status 1: it does
-not fit; then single changes that would are named.
+not fit; then single changes that would are named. With --trace the trainer's own code takes the step of one
+rank on GPUs that are not there: memory by line, arithmetic, messages, host syncs (docs/without_a_gpu.md).
 """
 
 _CALIBRATE_HELP = """\
@@ -103,6 +105,7 @@ def add_plan(commands: command.Commands) -> None:
     flag(
         "--assume", nargs="+", default=[], metavar="NAME=NUMBER", help="speeds; --assume ? lists their names"
     )
+    flag("--trace", type=int, metavar="RANK", help="take the step of this rank, without a GPU")
     command.add_json(plan)
 
 
@@ -129,6 +132,11 @@ def run_plan(args: argparse.Namespace, overrides: list[str]) -> int:
         machine=assumed(args.assume),
         **{name: getattr(args, name) for name in names},
     )
+    if args.trace is not None:
+        from megatron_fspo.lab.trace.command import trace
+
+        print(trace(config, given, model=args.model, rank=args.trace, use_json=args.json))
+        return 0
     text, fits = plan(config, given, model=args.model, use_json=args.json)
     print(text)
     return 0 if fits else 1

@@ -8,7 +8,9 @@ from pydantic import Field, NonNegativeInt, field_validator
 
 from megatron_fspo.losses.section import Section
 
-_ALIGN = {"none": 1, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+_ALIGN = {"none": (1, 1), "tensorwise": (16, 16), "blockwise": (128, 16), "mxfp8": (32, 32)}
+"""Rows of a tensor-parallel rank and widths of the model come in multiples of these. Rows of blockwise: of a
+block's, as Transformer Engine gathers others in bfloat16 under sequence parallel."""
 
 
 class FP8(Section):
@@ -51,7 +53,12 @@ class FP8(Section):
     @property
     def align(self) -> int:
         """Rows of a product come in multiples of this."""
-        return _ALIGN[self.recipe]
+        return _ALIGN[self.recipe][0]
+
+    @property
+    def width_align(self) -> int:
+        """Widths of weights come in multiples of this."""
+        return _ALIGN[self.recipe][1]
 
 
 BF16 = FP8()

@@ -39,7 +39,12 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations")
     backend: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU")
     layers: Literal["auto", "local", "transformer_engine"] = Field(
-        "auto", description="auto: Transformer Engine on cuda, ours on cpu"
+        "auto",
+        description="auto: Transformer Engine on cuda, local on cpu; local on cuda is slow, to debug with",
+    )
+    head: Literal["auto", "torch", "triton"] = Field(
+        "auto",
+        description="log-probs by chunks in torch, or Triton's kernels; auto: these in bfloat16 on cuda",
     )
     recompute: Literal["none", "full"] = Field(
         "none", description="full: keep only layer inputs, compute each layer again in backward"

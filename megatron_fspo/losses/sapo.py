@@ -35,7 +35,7 @@ class SAPOLoss(Loss):
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         advantages = per_token(inputs.advantages, inputs).to(log_ratio.dtype)
         x = log_ratio.clamp(max=_LARGEST)
-        tau = torch.where(advantages > 0, x.new_tensor(self.tau_pos), x.new_tensor(self.tau_neg))
+        tau = torch.where(advantages > 0, x.new_full((), self.tau_pos), x.new_full((), self.tau_neg))
         distance = tau * x.expm1()
         gate = 4 / tau * distance.sigmoid()
         slope = 4 * distance.sigmoid() * (-distance).sigmoid() * x.exp()

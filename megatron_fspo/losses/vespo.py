@@ -40,8 +40,8 @@ class VESPOLoss(Loss):
         lengths = inputs.lengths.to(log_ratio_sum)
         advantages = inputs.advantages.to(log_ratio_sum)
         log_w = log_ratio_sum * lengths.clamp(min=1) ** -self.temper
-        pairs = log_ratio_sum.new_tensor([(self.k_pos, self.lambda_pos), (self.k_neg, self.lambda_neg)])
-        k, lam = torch.where(advantages > 0, *pairs[..., None])
+        pairs = ((self.k_pos, self.k_neg), (self.lambda_pos, self.lambda_neg))
+        k, lam = (torch.where(advantages > 0, *(log_w.new_full((), x) for x in pair)) for pair in pairs)
         # -expm1 is 1 - w to the last digit, and phi is 0 where w overflows.
         phi = (k * log_w - lam * log_w.expm1()).exp()
         weight = torch.where(advantages != 0, phi * advantages, 0.0)

@@ -37,13 +37,16 @@ from torch.utils._device import _device_constructors
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.engine import engine_problem
 from megatron_fspo.mcore.layers import local_block_spec
+from megatron_fspo.parallel.head import HeadKind, triton_problem
 
 CUDA_ENVIRONMENT = {
     # Kernels begin in the order in which they were asked for: a collective before the matrix product that is
     # to hide it. Megatron's overlap in tensor and context parallel layers counts on that.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # Packs differ in length: pieces of memory that fitted one step's would be in the way of the next one's.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Variables that CUDA reads when it starts, unless the user has set them."""
+"""Variables that CUDA and torch's allocator read when they start, unless the user has set them."""
 _DENSE_BF16 = (
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
@@ -67,6 +70,16 @@ class Backend:
     device: torch.device
     collectives: Literal["gloo", "nccl"]
     layers: Literal["local", "transformer_engine"]
+    head: HeadKind = "auto"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines for the start of a run."""
+        if self.device.type == "cpu" or self.layers == "transformer_engine":
+            return ()
+        return (
+            "model.layers = local is to debug with: on a GPU each layer waits for it 7 times in each pass",
+        )
 
     def install(self) -> None:
         """Prepare this process. Before any model is built."""
@@ -116,19 +129,21 @@ class Backend:
 def choose_backend(
     backend: Literal["auto", "cpu", "cuda"] = "auto",
     layers: Literal["auto", "local", "transformer_engine"] = "auto",
+    head: HeadKind = "auto",
 ) -> Backend:
-    """Resolve the two keys ``model.backend`` and ``model.layers`` on this machine.
+    """Resolve the keys ``model.backend``, ``model.layers`` and ``model.head`` on this machine.
 
     Raises:
         InputError: what was asked for is not here. Nothing falls back silently.
     """
     if backend != "cpu":
         for name, value in CUDA_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+            # The allocator's variable goes before the older one of that name.
+            os.environ.setdefault(name, os.environ.get(name.replace("_ALLOC", "_CUDA_ALLOC"), value))
     if backend == "auto":
         backend = "cuda" if torch.cuda.is_available() else "cpu"
     if backend == "cpu":
-        return Backend(device=torch.device("cpu"), collectives="gloo", layers="local")
+        return Backend(device=torch.device("cpu"), collectives="gloo", layers="local", head=head)
     if not torch.cuda.is_available():
         raise InputError(
             "model.backend = cuda, but torch sees no GPU here. Run on a GPU node with a CUDA build of torch, "
@@ -138,11 +153,11 @@ def choose_backend(
         layers = "transformer_engine"
     if layers == "transformer_engine" and (problem := engine_problem()) is not None:
         raise InputError(
-            f"model.layers = transformer_engine, but {problem}. Install the extra `te`, or set "
+            f"model.layers = transformer_engine, but {problem}. Install the extra `te`, or to debug set "
             "model.layers = local."
         )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return Backend(device=device, collectives="nccl", layers=layers)
+    return Backend(device=device, collectives="nccl", layers=layers, head=head)
 
 
 def check_dtype(backend: Backend, dtype: torch.dtype) -> None:
@@ -155,8 +170,22 @@ def check_dtype(backend: Backend, dtype: torch.dtype) -> None:
         name = str(dtype).removeprefix("torch.")
         raise InputError(
             f"model.dtype = {name}, but model.layers = transformer_engine needs bfloat16: set model.dtype = "
-            "bfloat16, or model.layers = local"
+            "bfloat16, or to debug model.layers = local"
         )
+
+
+def check_head(backend: Backend, dtype: torch.dtype) -> str | None:
+    """Return what to say where ``model.head`` = auto leaves a GPU without the kernels; None otherwise.
+
+    Raises:
+        InputError: they were asked for and do not run here.
+    """
+    problem = triton_problem(backend.device, dtype)
+    if backend.head == "triton" and problem is not None:
+        raise InputError(f"model.head = triton, but {problem}: set model.head = auto, or torch")
+    if backend.head != "auto" or problem is None or backend.device.type == "cpu":
+        return None
+    return f"model.head = auto: log-probs by chunks in torch, as for the kernels in Triton {problem}"
 
 
 def peak_tflops(backend: Backend, dtype: torch.dtype) -> float | None:

@@ -55,8 +55,8 @@ def check_fp8(
         "intermediate_size of a rank": arch.ffn_size // parallel.tensor,
     }
     for name, width in widths.items():
-        if width % fp8.align:
-            raise InputError(f"{asked} needs multiples of {fp8.align}, but the model's {name}: {width}")
+        if width % fp8.width_align:
+            raise InputError(f"{asked} needs multiples of {fp8.width_align}, but the model's {name}: {width}")
 
 
 @contextmanager
@@ -80,7 +80,9 @@ def probe_fp8(model: Model) -> int:
     """
     if model.fp8.recipe == "none":
         return 0
-    scoring = Scoring(groups=model.groups, vocab_size=model.arch.vocab_size, temperature=1.0)
+    scoring = Scoring(
+        groups=model.groups, vocab_size=model.arch.vocab_size, temperature=1.0, head=model.backend.head
+    )
     score_sequences(
         lambda batches: model.score(batches, scoring),
         [[0, 0]],

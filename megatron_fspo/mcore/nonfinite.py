@@ -31,9 +31,11 @@ def suspects_of(packs: Packs, scores: Sequence[Tensor], groups: ParallelGroups) 
         groups: of the job's layout.
     """
     suspects: list[int] = []
-    for batch, score in zip(packs, scores, strict=True):
-        rows = torch.unique(batch.segment[batch.mask & ~score.isfinite()])
-        suspects += batch.sample_index[rows].tolist()
+    finite = torch.stack([score.isfinite().all() for score in scores]).tolist()  # one copy for all packs
+    for batch, score, fine in zip(packs.on_host, scores, finite, strict=True):
+        if not fine:
+            rows = torch.unique(batch.segment[batch.mask & ~score.cpu().isfinite()])
+            suspects += batch.sample_index[rows].tolist()
     suspects = sorted(set(gather_lists(suspects, group=groups.cp)))
     return share(share(suspects, group=groups.tp), group=groups.pp)
 
@@ -77,7 +79,7 @@ def culprits(
     }
     guilty = set(gather_lists(sorted(guilty), group=groups.dp_cp))
     mine: set[int] = set()
-    for batch in packs:
+    for batch in packs.on_host:
         here = set(batch.sample_index.tolist()) & set(suspects)
         mine |= here & guilty or here
     rank = groups.dp.rank()
@@ -93,19 +95,18 @@ def without(packs: Packs, numbers: Collection[int], tokens: Sequence[int], layou
         tokens: of each pack, how many response tokens leave its optimizer step, over all ranks.
         layout: that the packs have.
     """
-    old = [packs[number] for number in range(len(packs))]
     kept = [
         Pack(
             numbers=tuple(n for n in batch.sample_index.tolist() if n not in numbers),
             totals=replace(batch.totals, packed_tokens=batch.totals.packed_tokens - gone),
         )
-        for batch, gone in zip(old, tokens, strict=True)
+        for batch, gone in zip(packs.on_host, tokens, strict=True)
     ]
     new = collate_packs(packs.sequences, kept, layout)
     columns = {
         name: [
             _carried(column, before, after, numbers)
-            for column, before, after in zip(tensors, old, new, strict=True)
+            for column, before, after in zip(tensors, packs.on_host, new.on_host, strict=True)
         ]
         for name, tensors in packs.columns.items()
     }
@@ -114,9 +115,10 @@ def without(packs: Packs, numbers: Collection[int], tokens: Sequence[int], layou
 
 def _carried(column: Tensor, before: MicroBatch, after: MicroBatch, gone: Collection[int]) -> Tensor:
     """A column [t] of a pack at the response tokens that stay, which keep their order; 0 elsewhere."""
-    stays = torch.tensor([n not in gone for n in before.sample_index.tolist()] + [False])
+    stays = torch.tensor([n not in gone for n in before.sample_index.tolist()])
+    rows = before.rows[stays[before.segment[before.rows]]]
     carried = column.new_zeros(after.mask.shape)
-    carried[after.mask] = column[before.mask & stays.to(before.segment.device)[before.segment]]
+    carried[after.rows.to(column.device)] = column[rows.to(column.device)]
     return carried
 
 
@@ -134,7 +136,7 @@ def packs_to_blame(
         together = packs[first : first + layout.count_multiple_of]
         policy.backward(together, loss)
         if not math.isfinite(policy.grad_norm()):
-            mine = [n for batch in together for n in batch.sample_index.tolist()]
+            mine = [n for batch in together.on_host for n in batch.sample_index.tolist()]
             blamed.append(
                 (range(first, first + len(together)), sorted(gather_lists(mine, group=policy.groups.dp)))
             )

@@ -6,15 +6,20 @@ view of it (Megatron's buffers, the optimizer's shards, autograd's accumulators)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import mmap
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from megatron_fspo.mcore.policy import Model, Policy
 
 Tensors = Callable[[], Iterator[Tensor]]
+_ALIGN = 64
+"""Where content begins on the host: as in torch's own memory, and fit for every dtype."""
 
 
 class Lendable:
@@ -28,36 +33,51 @@ class Lendable:
 
     def __init__(self, tensors: Tensors, *, but: Tensors | None = None, kept: bool = True) -> None:
         self._tensors, self._but, self._kept = tensors, but, kept
-        # Storages that are empty, their bytes, and what was in them, on the host, if it is needed again.
-        self._lent: list[tuple[UntypedStorage, int, Tensor | None]] | None = None
+        # A tensor of each storage that is empty, its bytes, and what was in it, on the host, if it is needed
+        # again.
+        self._lent: list[tuple[Tensor, int, Tensor | None]] | None = None
+        # It stays: to pin memory takes longer than to fill it.
+        self._host = torch.empty(0, dtype=torch.uint8)
 
     def lend(self) -> None:
         """Empty the storages. A second call does nothing."""
         if self._lent is not None:
             return
         skipped = {tensor.untyped_storage().data_ptr() for tensor in self._but()} if self._but else set()
-        storages: dict[int, UntypedStorage] = {}
+        tensors: dict[int, Tensor] = {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in skipped:
-                storages[storage.data_ptr()] = storage
-        self._lent = [
-            (storage, storage.nbytes(), _on_host(storage) if self._kept else None)
-            for storage in storages.values()
+                tensors[storage.data_ptr()] = tensor
+        cuda = any(tensor.is_cuda for tensor in tensors.values())
+        sizes = [tensor.untyped_storage().nbytes() for tensor in tensors.values()]
+        *places, total = starts(sizes)
+        if self._kept and total > len(self._host):
+            self._host = self._host.new_empty(0)  # the smaller one goes first
+            self._host = host_memory(total, pinned=cuda)
+        lent = [
+            (tensor, size, self._host[at : at + size] if self._kept else None)
+            for tensor, size, at in zip(tensors.values(), sizes, places, strict=True)
         ]
-        for storage, _, _ in self._lent:
-            storage.resize_(0)
+        for tensor, _, copy in lent:
+            if copy is not None:
+                copy.copy_(_bytes(tensor), non_blocking=True)
+        if cuda:
+            torch.cuda.synchronize()
+        for tensor, _, _ in lent:
+            tensor.untyped_storage().resize_(0)
+        self._lent = lent
 
     def take_back(self) -> None:
         """Fill the storages again. A second call does nothing."""
         if self._lent is None:
             return
-        for storage, size, copy in self._lent:
-            storage.resize_(size)
+        for tensor, size, copy in self._lent:
+            tensor.untyped_storage().resize_(size)
             if copy is None:
-                _bytes(storage).zero_()
+                _bytes(tensor).zero_()
             else:
-                _bytes(storage).copy_(copy)
+                _bytes(tensor).copy_(copy, non_blocking=True)
         self._lent = None
 
 
@@ -78,6 +98,7 @@ class Offload:
             if isinstance(model, Policy):
                 yield from _optimizer_tensors(model)
 
+        self._models = (model, *others)
         self._device = model.backend.device
         self._weights = Lendable(weights)
         # In float32 the optimizer updates the weights themselves: what they share is the weights'.
@@ -101,6 +122,9 @@ class Offload:
         if not rest:
             for tensors in self._rest:
                 tensors.lend()
+            # Transformer Engine keeps FP8 copies of the weights, and makes anew what is missing.
+            for module in (m for model in self._models for chunk in model.chunks for m in chunk.modules()):
+                vars(module).get("_fp8_workspaces", {}).clear()
         if not weights:
             self._weights.lend()
         if self._device.type == "cuda":
@@ -127,11 +151,25 @@ def _optimizer_tensors(policy: Policy) -> Iterator[Tensor]:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _on_host(storage: UntypedStorage) -> Tensor:
-    content = _bytes(storage)
-    copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=content.is_cuda)
-    return copy.copy_(content)
+def starts(sizes: Sequence[int]) -> list[int]:
+    """Where contents of so many bytes begin in one piece of memory, and behind them its size."""
+    return [0, *accumulate(size + -size % _ALIGN for size in sizes)]
 
 
-def _bytes(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def host_memory(size: int, *, pinned: bool) -> Tensor:
+    """So many bytes of the host.
+
+    Torch's own pinned memory comes in powers of two: 5 GiB and a byte would take 8. These are pages of the
+    system (shared ones, which no fork copies), pinned as they are.
+    """
+    memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    if pinned:
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(address, size, 0))
+        weakref.finalize(memory, runtime.cudaHostUnregister, address)
+    return memory
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The whole storage of a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
@@ -94,7 +95,7 @@ class Model:
         pipeline = scoring.groups.pp
         if pipeline.size() == 1:
             return scores
-        sizes = share([score.numel() for score in scores], group=pipeline, source=-1)
+        sizes = [batch.mask.numel() for batch in micro_batches]
         last = dist.get_process_group_ranks(pipeline)[-1]
         if dist.get_rank() == last:
             flat = torch.cat(scores)
@@ -215,7 +216,10 @@ class Policy(Model):
             )
         # Megatron's schedules start at 0, which would waste the first step of a warm-up.
         self._scheduler.step(increment=1)
-        self.optimizer.step()
+        # What Megatron's own step does, with the norm that is known.
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        clip_grad_by_total_norm_fp32(parameters, self._schedule.clip_grad, grad_norm)
+        self.optimizer.step_with_ready_grads()
         self.optimizer_steps += 1
         rate = self.optimizer.param_groups[0]["lr"]
         return Update(totals=totals, grad_norm=grad_norm, learning_rate=rate)

@@ -28,7 +28,7 @@ from megatron_fspo.mcore.normalise import megatron_loss
 from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, PolicyObjective, k3_kl
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
-from megatron_fspo.parallel.head import linear_log_probs
+from megatron_fspo.parallel.head import HeadKind, linear_log_probs
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 
 LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -64,9 +64,17 @@ class Scoring:
     """Without padding."""
     temperature: float
     """The rollout's: the policy that is trained is the one that sampled."""
+    head: HeadKind = "auto"
 
     def __call__(self, batch: MicroBatch, hidden: Tensor, model: Module) -> tuple[Tensor, Tensor]:
-        """Log-probs [t] and entropies [t] of one micro-batch, 0 outside its mask, fp32 (fp64 for fp64)."""
+        """Log-probs [t] and entropies [t] of one micro-batch, 0 outside its mask, fp32 (fp64 for fp64).
+
+        Raises:
+            ValueError: a label is not in the vocabulary.
+        """
+        smallest, largest = batch.label_range
+        if not 0 <= smallest <= largest < self.vocab_size:
+            raise ValueError(f"labels from {smallest} to {largest}, but a vocabulary of {self.vocab_size}")
         gpt = _gpt(model)
         shared = gpt.share_embeddings_and_output_weights
         weight = gpt.shared_embedding_or_output_weight() if shared else gpt.output_layer.weight
@@ -74,11 +82,12 @@ class Scoring:
             hidden[0].to(weight.dtype),  # Megatron widens the last stage's bf16 output to fp32
             weight,
             batch.labels,
-            batch.mask,
+            batch.rows,
             group=self.groups.tp,
             vocab_size=self.vocab_size,
             temperature=self.temperature,
             sequence_parallel=gpt.config.sequence_parallel,
+            kind=self.head,
         )
 
     def forward_step(

@@ -107,8 +107,9 @@ def score_sequences(
     batches = pack(packed, replace(layout, max_tokens=max(_MAX_TOKENS, longest)))
     # Sequence, positions [k] from 0, and fp32 log-probs [k] of their next tokens.
     mine = [
-        (index, batch.position_ids[0, here].cpu(), values[here].float().cpu())
-        for batch, values in zip(batches, score_batches(batches), strict=True)
+        (index, batch.position_ids[0, here], values[here])
+        for batch, on_device in zip(batches.on_host, score_batches(batches), strict=True)
+        for values in [on_device.float().cpu()]
         for number, index in enumerate(batch.sample_index.tolist())
         for here in [batch.mask & (batch.segment == number)]
     ]

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 Row = Tensor | Sequence[int] | Sequence[float]
 
@@ -130,6 +131,10 @@ class MicroBatch:
     """[t] next token; 0 where there is none."""
     mask: Tensor
     """[t] bool: the label is a response token. From lengths, not ids: a policy may sample the pad id."""
+    rows: Tensor
+    """[k] where the mask is true."""
+    label_range: tuple[int, int]
+    """Smallest and largest label inside the mask; (0, 0) without any."""
     segment: Tensor
     """[t] sequence of each token, in [0, n); n in padding."""
     borders: Tensor
@@ -152,18 +157,25 @@ class MicroBatch:
     """[t] finite factors on each token's policy gradient, from a rollout correction; None: all 1."""
     totals: StepTotals
     """Totals of its optimizer step."""
+    source: MicroBatch | None = None
+    """What it was copied from, on the CPU, for whoever wants numbers: a GPU would have to be waited for."""
 
     @property
     def late(self) -> Tensor:
         """[t] bool: in the second half of its padded sequence; False in a tail."""
         padded = self.borders.diff()[: self.lengths.numel()]
-        return 2 * self.position_ids[0] >= torch.cat([padded, padded.new_tensor([2**31 - 1])])[self.segment]
+        return 2 * self.position_ids[0] >= pad(padded, (0, 1), value=2**31 - 1)[self.segment]
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """Move its tensors to a device; those that are there are not copied."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
-        return MicroBatch(**{**values, **moved})
+        """Copy it from the CPU to a device. The copy is queued behind what the device has to do."""
+        if torch.device(device).type == "cpu":
+            return self
+        tensors: dict[str, Any] = {
+            name: value.pin_memory().to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **tensors, source=self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +242,8 @@ def gathered_positions(borders: Tensor, size: int) -> Tensor:
 
 
 class Packs(Sequence[MicroBatch]):
-    """Micro-batches of one rank, collated once on the CPU, 37 bytes per token that the rank holds; each is on
-    the device only while it is at work.
+    """Micro-batches of one rank, collated once on the CPU, 37 bytes per token that the rank holds and 8 per
+    response token; each is on the device only while it is at work.
 
     Args:
         sequences: that the micro-batches are made of.
@@ -246,11 +258,11 @@ class Packs(Sequence[MicroBatch]):
         device: torch.device | str,
         columns: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> None:
-        self.sequences, self._batches, self._device = sequences, list(batches), device
+        self.sequences, self.on_host, self._device = sequences, list(batches), device
         self.columns = {name: list(tensors) for name, tensors in (columns or {}).items()}
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self.on_host)
 
     @overload
     def __getitem__(self, index: int) -> MicroBatch: ...
@@ -259,20 +271,20 @@ class Packs(Sequence[MicroBatch]):
     def __getitem__(self, index: int | slice) -> MicroBatch | Packs:
         if isinstance(index, slice):
             some = {name: tensors[index] for name, tensors in self.columns.items()}
-            return Packs(self.sequences, self._batches[index], self._device, some)
+            return Packs(self.sequences, self.on_host[index], self._device, some)
         columns: dict[str, Any] = {name: tensors[index] for name, tensors in self.columns.items()}
-        return replace(self._batches[index].to(self._device), **columns)
+        return replace(self.on_host[index].to(self._device), **columns)
 
     @property
     def tokens(self) -> int:
         """Count the tokens of all of them on this rank, padding included."""
-        return sum(batch.mask.numel() for batch in self._batches)
+        return sum(batch.mask.numel() for batch in self.on_host)
 
     @property
     def totals(self) -> StepTotals:
         """The totals of the optimizer step of the first of them."""
-        return self._batches[0].totals
+        return self.on_host[0].totals
 
     def with_columns(self, **columns: Sequence[Tensor]) -> Packs:
         """Return them with more per-token fields, one tensor [t] for each micro-batch."""
-        return Packs(self.sequences, self._batches, self._device, {**self.columns, **columns})
+        return Packs(self.sequences, self.on_host, self._device, {**self.columns, **columns})

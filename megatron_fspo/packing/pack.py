@@ -166,16 +166,16 @@ def _cut(flat: Tensor, start: int, span: tuple[int, int], run: Sequence[int], ze
     return [*pieces, zeros[: end - stop]] if end > stop else pieces
 
 
-def _per_token(rows: Sequence[Tensor], sizes: Tensor, firsts: Tensor, *, nobody: int) -> dict[str, Any]:
+def _per_token(columns: Sequence[Tensor], sizes: Tensor, firsts: Tensor, *, nobody: int) -> dict[str, Any]:
     """The fields of a :class:`MicroBatch` that have t entries.
 
     Args:
-        rows: tokens, labels and sampled log-probs [t].
+        columns: tokens, labels and sampled log-probs [t].
         sizes: [n, runs, 4] positions in each run of each sequence, and of the tail, by what they are.
         firsts: [n, runs] first positions of the runs.
         nobody: the segment of padding.
     """
-    tokens, labels, sampled = rows
+    tokens, labels, sampled = columns
     kind = torch.repeat_interleave(sizes.flatten().int(), output_size=len(tokens))
     number = torch.arange(len(sizes))
     segment = torch.stack([number, number, number, torch.full_like(number, nobody)], dim=1)
@@ -187,11 +187,15 @@ def _per_token(rows: Sequence[Tensor], sizes: Tensor, firsts: Tensor, *, nobody:
         for values in (shift[..., None], mask, segment[:, None])
     )
     shift, mask, segment = per_token
+    rows = mask.nonzero()[:, 0]
+    wanted = labels[rows]
     return {
         "tokens": tokens.long()[None],
         "position_ids": torch.arange(len(tokens)).add_(shift)[None],
         "labels": labels.long(),
         "mask": mask,
+        "rows": rows,
+        "label_range": (int(wanted.min()), int(wanted.max())) if len(wanted) else (0, 0),
         "segment": segment,
         "sampled_log_probs": sampled,
     }

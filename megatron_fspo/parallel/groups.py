@@ -197,7 +197,7 @@ def share(item: T, *, group: dist.ProcessGroup, source: int = 0) -> T:
 
 def any_rank(flag: bool, *, device: torch.device) -> bool:
     """Return True if the flag is set on any rank of the job. Collective."""
-    flags = torch.tensor(int(flag), device=device)
+    flags = torch.full((), int(flag), device=device)  # no copy from the host, which would be waited for
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return bool(flags.item())
 

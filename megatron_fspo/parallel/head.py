@@ -7,7 +7,10 @@ With z = hidden · weightᵀ / temperature, m = max z, Z = Σ exp(z - m) and p =
 
 Tokens pass through one buffer of [chunk, V / tp] logits, in forward and again in backward: four matrix
 products instead of three, and no memory that grows with tokens × vocabulary. Logits are fp32 whatever the
-weight. Tokens outside the mask, and in backward those without upstream gradient, are not computed.
+weight. Only the wanted rows are computed, and in backward only those with upstream gradient. On GPUs a rank's
+share of this is done by :mod:`~megatron_fspo.parallel.triton_head`, where :func:`triton_problem` has none.
+
+On a GPU the host waits for the device once, in backward, to learn which rows those are.
 
 Collectives over the tensor-parallel group, whatever the number of chunks, and none in a group of one:
 
@@ -16,14 +19,17 @@ Collectives over the tensor-parallel group, whatever the number of chunks, and n
   used; under sequence parallel a reduce-scatter instead;
 - under sequence parallel one more in forward, the all-gather of hidden.
 
-Saved for backward: hidden (gathered), weight, and of each row its index, label, m, Z and H.
+Saved for backward: hidden (gathered), weight, and of each row its index, label, m, Z, H and log p; by the
+kernels also what they keep.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,26 +42,30 @@ CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
 # Logits of a chunk that are touched at a time; on a CPU they stay in the cache.
 BLOCK_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 24}
 _BLOCK_COLUMNS = {"cpu": 1 << 10, "cuda": 1 << 30}
+# Of the kernels: what forward leaves of the logits for backward, and a block of their gradient.
+KEEP_BYTES, GRADIENT_BYTES = 1 << 30, 1 << 29
+HeadKind = Literal["auto", "torch", "triton"]
 
 
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    mask: Tensor,
+    rows: Tensor,
     *,
     group: dist.ProcessGroup,
     vocab_size: int,
     temperature: float = 1.0,
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
+    kind: HeadKind = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each label, and the entropy of each distribution; both differentiable.
 
-    Every rank of the group calls it with the same labels and mask. The results are bit for bit the same on
-    every rank, and from call to call with the same mask. The upstream gradients are those of the group's
-    first rank, whatever the others bring: which rows are worked on, and so the shapes of the collectives, is
-    its decision alone.
+    Every rank of the group calls it with the same labels and rows, and has the same of the two results in its
+    loss. The results are bit for bit the same on every rank, and from call to call with the same rows. The
+    upstream gradients are those of the group's first rank, whatever the others bring: which rows are worked
+    on, and so the shapes of the collectives, is its decision alone.
 
     A weight that has ``main_grad`` follows Megatron's protocol: its gradient is added there,
     ``grad_added_to_main_grad`` is set, and autograd gets zeros, so that hooks fire and the gradient of a tied
@@ -64,46 +74,60 @@ def linear_log_probs(
     Args:
         hidden: [t, H]; under sequence parallel [t / tp, H], this rank's slice in rank order.
         weight: [V / tp, H], this rank's rows of the padded vocabulary, in rank order.
-        labels: [t], ids in [0, vocab_size) inside the mask.
-        mask: [t] bool, the tokens that are wanted.
+        labels: [t], ids in [0, vocab_size) at the rows. Another one's log-prob is NaN: to raise an error, the
+            host would have to wait for the device.
+        rows: [n] int64, the tokens that are wanted, each once.
         group: the tensor-parallel group.
         vocab_size: size without padding; padded rows have probability 0.
         temperature: > 0; divides the logits.
         sequence_parallel: whether hidden is split over the group.
-        chunk_tokens: tokens whose logits exist at a time; by default 256 on a CPU and 1024 on a GPU.
+        chunk_tokens: of torch: tokens whose logits exist at a time; default 256 on a CPU, 1024 on a GPU.
+        kind: chunks in torch, or kernels in Triton; auto: the kernels where they run.
 
     Returns:
-        log-probs [t] and entropies [t] in nats, 0 outside the mask; fp32 (fp64 for fp64 hidden).
+        log-probs [t] and entropies [t] in nats, 0 but at the rows; fp32 (fp64 for fp64 hidden).
 
     Raises:
-        ValueError: sizes that do not fit, a temperature or chunk not positive, a wanted label out of range.
+        ValueError: sizes that do not fit, a temperature or chunk not positive.
     """
     tp, width = group.size(), weight.shape[0]
     tokens = hidden.shape[0] * (tp if sequence_parallel else 1)
     chunk_tokens = CHUNK_TOKENS[hidden.device.type] if chunk_tokens is None else chunk_tokens
-    if not tokens == labels.shape[0] == mask.shape[0]:
-        raise ValueError(f"{tokens} hidden states, {labels.shape[0]} labels, a mask of {mask.shape[0]}")
+    if tokens != labels.shape[0] or rows.dtype != torch.int64:
+        raise ValueError(f"{tokens} hidden states, {labels.shape[0]} labels, rows of {rows.dtype}")
     if vocab_size > tp * width:
         raise ValueError(f"vocab_size {vocab_size}, but {tp} ranks with {width} rows of the weight each")
     if chunk_tokens < 1 or not temperature > 0:
         raise ValueError(f"chunk_tokens {chunk_tokens}, temperature {temperature}: not positive")
-    rows = mask.nonzero()[:, 0]
-    labels = labels[rows]
-    if ((labels < 0) | (labels >= vocab_size)).any():
-        raise ValueError(f"labels from {labels.min()} to {labels.max()}, but a vocabulary of {vocab_size}")
     head = _Head(
         group=group,
         tokens=tokens,
+        vocab_size=vocab_size,
         first=group.rank() * width,
         width=max(0, min(width, vocab_size - group.rank() * width)),
         dtype=torch.promote_types(hidden.dtype, torch.float32),
         temperature=temperature,
         sequence_parallel=sequence_parallel and tp > 1,
         chunk_tokens=chunk_tokens,
+        kernels=kind == "triton" or (kind == "auto" and triton_problem(hidden.device, hidden.dtype) is None),
+        keep_bytes=KEEP_BYTES
+        if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        else 0,
     )
     apply: Any = _LinearLogProbs.apply
-    log_probs, entropy = apply(hidden, weight, rows, labels, head)
+    log_probs, entropy = apply(hidden, weight, rows, labels[rows], head)
     return log_probs, entropy
+
+
+def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels do not run for hidden states of this dtype on this device; None if they do."""
+    if device.type != "cuda":
+        return "there is no GPU"
+    if dtype != torch.bfloat16:
+        return f"model.dtype = {str(dtype).removeprefix('torch.')} is not bfloat16"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU's compute capability is below 8.0"
+    return None if importlib.util.find_spec("triton") else "there is no package triton"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +136,16 @@ class _Head:
 
     group: dist.ProcessGroup
     tokens: int
+    vocab_size: int
     first: int
     width: int
     dtype: torch.dtype
     temperature: float
     sequence_parallel: bool
     chunk_tokens: int
+    kernels: bool
+    keep_bytes: int
+    """0 where no backward pass can follow."""
 
     def chunks(self, hidden: Tensor, weight: Tensor, rows: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Slice of the rows, their hidden states [c, H], their logits z [c, width], in one buffer."""
@@ -156,28 +184,58 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         log_probs, entropy = (hidden.new_zeros(head.tokens, dtype=head.dtype) for _ in range(2))
         stats = log_probs.new_zeros(4, len(rows))
+        kept: list[Tensor] = []
         if len(rows):
             if head.sequence_parallel:
                 hidden = _gather(hidden, head.group)
-            stats = _combine(_gather(_statistics(hidden, weight, rows, labels, head)[None], head.group))
-            entropy[rows], log_probs[rows] = stats[2], stats[3]
-        ctx.save_for_backward(hidden, weight, rows, labels, stats[:3])
+            if head.kernels and head.width:
+                from megatron_fspo.parallel import triton_head
+
+                table, *kept = triton_head.statistics(
+                    hidden[rows], weight[: head.width], labels - head.first, head.temperature, head.keep_bytes
+                )
+            else:
+                table = _statistics(hidden, weight, rows, labels, head)[None]
+            top, total, spread, target = _merge(_gather(_merge(table)[None], head.group))
+            log_total = total.log()
+            # m, Z, H and log p.
+            stats = torch.stack([top, total, log_total - spread / total, target - top - log_total])
+            known = (labels >= 0) & (labels < head.vocab_size)
+            entropy[rows], log_probs[rows] = stats[2], torch.where(known, stats[3], math.nan)
+        ctx.save_for_backward(hidden, weight, rows, labels, stats)
         # A saved tensor may come back as another object, without the attributes of the parameter.
-        ctx.head, ctx.parameter = head, weight
+        ctx.head, ctx.parameter, ctx.kept = head, weight, kept
+        ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, rows, labels, stats = ctx.saved_tensors
-        upstream = torch.stack([grad_log_probs[rows], grad_entropy[rows]])
+        with_entropy = gradients[1] is not None  # of the log-probs, and of the entropies
+        nothing = stats.new_zeros(len(rows))
+        upstream = torch.stack([nothing if g is None else g[rows] for g in gradients])
         if len(rows):
             upstream = of_first_rank(upstream, ctx.head.group)
-        stats = torch.cat([stats, upstream])  # m, Z, H, and the gradients of log p and H: [5, n]
-        used = (stats[3:] != 0).any(0).nonzero()[:, 0]
-        rows = rows[used]
-        partial, total = _gradients(ctx, hidden, weight, rows, labels[used], stats[:, used])
-        grad_hidden = None if partial is None else _hidden_gradient(partial, rows, hidden.dtype, ctx.head)
+        head: _Head = ctx.head
+        used = (upstream != 0).any(0).nonzero()[:, 0]
+        stats = torch.cat([stats, upstream])[:, used]  # m, Z, H, log p, and gradients of log p and H: [6, u]
+        rows, labels = rows[used], labels[used]
+        partial = stats.new_zeros(len(rows), hidden.shape[1]) if ctx.needs_input_grad[0] else None
+        total = _accumulator(ctx.parameter, head.dtype) if ctx.needs_input_grad[1] else None
+        if ctx.kept and len(rows):
+            from megatron_fspo.parallel import triton_head
+
+            own, columns = weight[: head.width], labels - head.first
+            triton_head.add_gradients(
+                *(partial, total, hidden[rows], own, columns, stats, used, *ctx.kept),
+                temperature=head.temperature,
+                block_bytes=GRADIENT_BYTES,
+            )
+            ctx.kept = []  # its memory is wanted now; a second backward would go by chunks
+        else:
+            _add_gradients(partial, total, hidden, weight, rows, labels, stats, with_entropy, head)
+        grad_hidden = None if partial is None else _hidden_gradient(partial, rows, hidden.dtype, head)
         grad_weight = None if total is None else _deliver(ctx.parameter, total)
         return grad_hidden, grad_weight, None, None, None
 
@@ -185,7 +243,7 @@ class _LinearLogProbs(torch.autograd.Function):
 def _statistics(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, head: _Head) -> Tensor:
     """[4, n] over this rank's columns: max, Σ exp(z - max), Σ exp(z - max) (z - max), target (or 0)."""
     table = hidden.new_zeros(4, len(rows), dtype=head.dtype)
-    # The max of no column at all. After -inf, _combine would meet 0 · inf.
+    # The max of no column at all. After -inf, _merge would meet 0 · inf.
     table[0] = torch.finfo(table.dtype).min
     for chunk, _, logits in head.chunks(hidden, _operand(weight, hidden, head), rows):
         top, exps, weighted, target = table[:, chunk]
@@ -200,30 +258,32 @@ def _statistics(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, he
     return table
 
 
-def _combine(table: Tensor) -> Tensor:
-    """Return m, Z, H and log p [4, n] from the statistics of all ranks [tp, 4, n]."""
+def _merge(table: Tensor) -> Tensor:
+    """The statistics of several parts of the vocabulary [parts, 4, n] as those of one [4, n]."""
     top, exps, weighted, target = table.unbind(1)
     best = top.amax(0)
     shift = top - best
     share = shift.exp()
-    total = (share * exps).sum(0)
     spread = (share * (weighted + shift * exps)).sum(0)
-    log_total = total.log()
-    return torch.stack([best, total, log_total - spread / total, target.sum(0) - best - log_total])
+    return torch.stack([best, (share * exps).sum(0), spread, target.sum(0)])
 
 
-def _gradients(
-    ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, stats: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """This rank's share of the gradient of the rows' hidden states [n, H], and that of the weight."""
-    head: _Head = ctx.head
-    partial = stats.new_zeros(len(rows), hidden.shape[1]) if ctx.needs_input_grad[0] else None
-    total = _accumulator(ctx.parameter, head.dtype) if ctx.needs_input_grad[1] else None
+def _add_gradients(
+    partial: Tensor | None,
+    total: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    rows: Tensor,
+    labels: Tensor,
+    stats: Tensor,
+    with_entropy: bool,
+    head: _Head,
+) -> None:
+    """Add this rank's share of the gradient of the rows' hidden states [u, H], and that of the weight."""
     weight = _operand(weight, hidden, head)
-    with_entropy = bool((stats[4] != 0).any())
     for chunk, states, logits in head.chunks(hidden, weight, rows):
         column = _to_gradient(logits, labels[chunk], stats[:, chunk], with_entropy, head)
-        scale = (1.0 if with_entropy else stats[3, chunk, None]) / (stats[1, chunk, None] * head.temperature)
+        scale = (1.0 if with_entropy else stats[4, chunk, None]) / (stats[1, chunk, None] * head.temperature)
         if partial is not None:
             # The label's is by far the largest term: added last, it is rounded once.
             largest = logits.gather(1, column)
@@ -233,7 +293,6 @@ def _gradients(
         if total is not None:
             states = (states * scale).to(weight.dtype)
             _product(total[: head.width], logits.to(weight.dtype).t(), states, scale=-1.0, add=True)
-    return partial, total
 
 
 def _to_gradient(logits: Tensor, labels: Tensor, stats: Tensor, with_entropy: bool, head: _Head) -> Tensor:
@@ -241,7 +300,7 @@ def _to_gradient(logits: Tensor, labels: Tensor, stats: Tensor, with_entropy: bo
 
     Z is left to the small sides of the products, and without entropy the upstream gradient is, too.
     """
-    top, total, entropy, grad_log_p, grad_entropy = stats[..., None]
+    top, total, entropy, _, grad_log_p, grad_entropy = stats[..., None]
     mine, column = head.columns(labels)
     label = torch.where(mine, total, 0.0)
     offset = entropy - total.log()

@@ -141,10 +141,11 @@ def prefix_sums(
     column = 2 * segment + late
     own = digits.new_zeros(*digits.shape[:2], 2 * num_segments + 2).index_add_(2, column, digits)
     last = max(chunks_per_sequence(group.size()), 2) - 1
-    held = torch.tensor([group.rank(), last - group.rank()], device=values.device)
+    first, second = group.rank(), last - group.rank()
     chunks = digits.new_zeros(last + 1, *digits.shape[:2], num_segments + 1)
-    chunks[held] = own.view(*own.shape[:2], -1, 2).movedim(-1, 0)
-    before = (added_up(chunks, group).cumsum(0) - chunks)[held].movedim(0, -1).flatten(2)
+    chunks[first], chunks[second] = own.view(*own.shape[:2], -1, 2).unbind(-1)
+    earlier = added_up(chunks, group).cumsum(0) - chunks
+    before = torch.stack([earlier[first], earlier[second]], dim=-1).flatten(2)
     # The running sum of the row begins with the chunks that lie before the token's own in it.
     before -= own.cumsum(2) - own
     sums = rounded(digits.cumsum(2) + before.index_select(2, column))

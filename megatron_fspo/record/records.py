@@ -50,26 +50,42 @@ class SequenceRecord:
         return self.clipped_low + self.clipped_high + self.dual_clipped
 
 
-def records_of(batch: MicroBatch, terms: LossTerms, rank: int) -> list[SequenceRecord]:
-    """The records of one micro-batch."""
-    columns = {
-        "sample": batch.sample_index,
-        "length": batch.lengths,
-        "log_ratio_sum": terms.log_ratio_sum,
-        "advantage": batch.advantages,
-        "clipped_low": terms.clipped_low,
-        "clipped_high": terms.clipped_high,
-        "dual_clipped": terms.dual_clipped,
-        "out_of_band": terms.out_of_band,
-        "nonfinite": terms.nonfinite,
-    }
-    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-    return [
-        SequenceRecord(
-            rank=rank, ratio=None if math.isnan(ratio) else ratio, **dict(zip(columns, row, strict=True))
-        )
-        for row, ratio in zip(rows, terms.ratio.tolist(), strict=True)
-    ]
+class Recorder:
+    """Observes a policy loss. What it sees stays on the device until the schedule is over."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[MicroBatch, Tensor]] = []
+
+    def __call__(self, batch: MicroBatch, terms: LossTerms) -> None:
+        clips = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
+        columns = (terms.log_ratio_sum, *clips, terms.out_of_band, terms.nonfinite, terms.ratio)
+        self._seen.append((batch.source or batch, torch.stack([column.double() for column in columns])))
+
+    def records(self, rank: int) -> list[SequenceRecord]:
+        """The records of all micro-batches, in one copy; ``rank`` is the data-parallel rank."""
+        if not self._seen:
+            return []
+        names = ("sample_index", "lengths", "advantages")
+        known = [torch.cat([getattr(batch, name) for batch, _ in self._seen]).tolist() for name in names]
+        decided = torch.cat([columns for _, columns in self._seen], dim=1).tolist()
+        return [
+            SequenceRecord(
+                sample=sample,
+                rank=rank,
+                length=length,
+                log_ratio_sum=log_ratio_sum,
+                advantage=advantage,
+                clipped_low=low,
+                clipped_high=high,
+                dual_clipped=dual,
+                out_of_band=outside > 0,
+                nonfinite=broken > 0,
+                ratio=None if math.isnan(ratio) else ratio,
+            )
+            for sample, length, advantage, log_ratio_sum, low, high, dual, outside, broken, ratio in zip(
+                *known, *decided, strict=True
+            )
+        ]
 
 
 def as_tensors(records: Sequence[SequenceRecord]) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,13 @@
 """Process groups of the trainer's first rank and the workers of vLLM: both ends of a broadcast of weights.
 
 Who reaches the ports of a group could take part in it, so they are open on one address of each machine only.
+A member may die at any time, and the others have to live on: no wait without a limit, and ``abort()`` ends
+what is under way.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -14,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
+
+from megatron_fspo.errors import InputError
 
 Join = Callable[[Store, int, int, timedelta, str], Any]
 """(store, rank, size, timeout, IP address of this rank) → a process group, which exists once all ranks have
@@ -29,10 +34,31 @@ def join_gloo(store: Store, rank: int, size: int, timeout: timedelta, address: s
 
 
 def join_nccl(store: Store, rank: int, size: int, timeout: timedelta, address: str) -> Any:
-    """A group that sends from GPU to GPU. NCCL itself chooses where it listens, by ``NCCL_SOCKET_IFNAME``."""
+    """A group that sends from GPU to GPU. NCCL itself chooses where it listens, by ``NCCL_SOCKET_IFNAME``.
+
+    Raises:
+        InputError: on every rank; they have different versions of NCCL, which it refuses, also in the patch.
+    """
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    keys = [f"nccl/{member}" for member in range(size)]
+    store.set(keys[rank], version)
+    store.wait(keys, timeout)  # NCCL itself would wait without a limit for who does not come
+    if others := sorted({store.get(key).decode() for key in keys} - {version}):
+        differ = f"NCCL {version} here, and {' and '.join(others)} in the group"
+        raise InputError(f"vllm.transfer = nccl: {differ}: both sides need the same, as torch brings it")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    # Else torch makes a watchdog thread for the group, which ends the process for a peer that is lost or
+    # late. Read whenever a group is made: all others keep theirs.
+    variable = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(variable, "0")
+    os.environ[variable] = "1"
+    try:
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        os.environ[variable] = before
+    group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    return group
 
 
 def listen(host: str) -> socket.socket:
@@ -69,12 +95,26 @@ class Receiver:
         self._join = join
         self._device = device
         self._group: Any = None
+        self._meeting: tuple[str, int] | None = None  # where the members of the group met
 
-    def connect(self, address: str, port: int, *, rank: int, size: int, timeout: timedelta) -> None:
-        """Join the group; ``timeout`` is for that and for every broadcast. What was joined before ends."""
+    def connect(
+        self, address: str, port: int, *, rank: int, size: int, timeout: timedelta, joined: bool = False
+    ) -> None:
+        """Join the group; ``timeout`` is for that and for every broadcast. What was joined before ends.
+
+        With ``joined`` only see that this worker is in the group, as the trainer takes it to be.
+
+        Raises:
+            RuntimeError: it is not, since it was restarted, or has another trainer.
+        """
+        if joined:
+            if self._meeting != (address, port):
+                raise RuntimeError("this worker is not in that group")
+            return
         self.close()
         store = TCPStore(address, port, is_master=False, timeout=timeout)
         self._group = self._join(store, rank, size, timeout, address_towards(address, port))
+        self._meeting, self._timeout = (address, port), timeout
 
     def tensors(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
@@ -88,9 +128,11 @@ class Receiver:
             raise RuntimeError("weight update before /init_weight_transfer_engine")
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             tensor = torch.empty(list(shape), dtype=getattr(torch, dtype), device=self._device)
-            self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
+            self._group.broadcast([tensor], dist.BroadcastOptions()).wait(self._timeout)
             yield name, tensor
 
     def close(self) -> None:
         """Leave the group."""
-        self._group = None
+        if self._group is not None:
+            self._group.abort()
+        self._group = self._meeting = None

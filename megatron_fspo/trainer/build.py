@@ -171,7 +171,10 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         engine=engine,
         grader=grader,
         scoring=Scoring(
-            groups=groups, vocab_size=inputs.arch.vocab_size, temperature=config.rollout.temperature
+            groups=groups,
+            vocab_size=inputs.arch.vocab_size,
+            temperature=config.rollout.temperature,
+            head=inputs.backend.head,
         ),
         layout=layout_of(config, inputs.arch, groups, inputs.backend.device),
         loss=loss,
@@ -307,7 +310,9 @@ def canary_scores(model: Model, sequences: Sequence[Sequence[int]]) -> list[Tens
     In bfloat16 also where training multiplies in FP8: what is to be proven is that weights are equal, and
     noise would cover small differences.
     """
-    scoring = Scoring(groups=model.groups, vocab_size=model.arch.vocab_size, temperature=1.0)
+    scoring = Scoring(
+        groups=model.groups, vocab_size=model.arch.vocab_size, temperature=1.0, head=model.backend.head
+    )
     with without_fp8(model):
         return score_sequences(
             lambda batches: model.score(batches, scoring),

@@ -104,9 +104,10 @@ def correction_metrics(name: str, columns: Tensor, mismatch: Mismatch) -> dict[s
         ``rollout/correction_weight_mean`` and ``rollout/correction_ess`` (:func:`effective_share`),
         over units.
     """
-    counted = mismatch.sums.isfinite() & (mismatch.lengths > 0)
+    columns, sums, lengths = columns.cpu(), mismatch.sums.cpu(), mismatch.lengths.cpu()
+    counted = sums.isfinite() & (lengths > 0)
     acted, weight, square, units = columns[:, counted]
-    half = length_bins(mismatch.lengths[counted], 2)
+    half = length_bins(lengths[counted], 2)
 
     def share(chosen: Tensor) -> float:
         return float(acted[chosen].sum() / units[chosen].sum())

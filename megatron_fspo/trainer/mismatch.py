@@ -84,9 +84,8 @@ def per_sample(
     sums = None
     for batch in batches:
         sums = sums or ExactSums(count, samples, device=batch.mask.device)
-        here = batch.mask.nonzero()[:, 0]
-        segment = batch.segment.index_select(0, here)
-        sums.add(columns(batch).index_select(1, here), batch.sample_index.index_select(0, segment))
+        segment = batch.segment.index_select(0, batch.rows)
+        sums.add(columns(batch).index_select(1, batch.rows), batch.sample_index.index_select(0, segment))
     assert sums is not None, "every rank has micro-batches"
     return sums.total(group)
 
@@ -112,17 +111,18 @@ def measure(
         estimates, -Δ and exp(Δ) - 1 - Δ; ``rollout/mismatch_sigma``: spread of Σ Δ / √L over responses,
         beside ``fspo/sigma_hat``; ``rollout/mismatch_outliers``: see :func:`outlier_share`.
     """
-    totals = torch.zeros(4, dtype=torch.float64)  # Σ of |Δ|, -Δ, exp(Δ) - 1 - Δ and 1, over this rank's
-    largest = 0.0
+    totals: list[Tensor] = []  # of each micro-batch, [4] Σ of |Δ|, -Δ, exp(Δ) - 1 - Δ and 1
+    largest: list[Tensor] = []
     scored: list[tuple[Tensor, Tensor]] = []
 
     def columns(batch: MicroBatch) -> Tensor:
-        nonlocal totals, largest
         delta = token_deltas(batch)
-        finite = delta[batch.mask & delta.isfinite()]
-        rows = (finite.abs(), -finite, finite.expm1() - finite, torch.ones_like(finite))
-        totals = totals.to(delta) + torch.stack([row.sum() for row in rows])
-        largest = max(largest, rows[0].max().item() if len(finite) else 0.0)
+        known = delta.isfinite()
+        finite = torch.where(known, delta, 0.0)
+        largest.append(finite.abs().amax())
+        finite = finite[batch.rows]
+        rows = (finite.abs(), -finite, finite.expm1() - finite, known[batch.rows].double())
+        totals.append(torch.stack([row.sum() for row in rows]))
         also(batch, delta)
         scored.append((batch.sample_index, batch.lengths))
         return delta[None]
@@ -133,13 +133,14 @@ def measure(
     if group.size() > 1:  # ranks that share a response all have its length
         dist.all_reduce(lengths, op=dist.ReduceOp.MAX, group=group)
     names = ("rollout/logprob_abs_diff/mean", "rollout/kl_k1", "rollout/kl_k3")
-    pairs = {name: totals[[number, -1]] for number, name in enumerate(names)}
-    metrics = means(sum_metrics([pairs], group=group))
-    metrics["rollout/logprob_abs_diff/max"] = max(gather_lists([largest], group=group))
-    known = whole.isfinite() & (lengths > 0)
-    spread = sigma_hat(whole[known], lengths[known], 0.5) if known.any() else math.nan
+    parts = [{name: torch.stack([s[i], s[3]]) for i, name in enumerate(names)} for s in totals]
+    metrics = means(sum_metrics(parts, group=group))
+    metrics["rollout/logprob_abs_diff/max"] = max(gather_lists(torch.stack(largest).tolist(), group=group))
+    sums_here, lengths_here = whole.cpu(), lengths.cpu()
+    known = sums_here.isfinite() & (lengths_here > 0)
+    spread = sigma_hat(sums_here[known], lengths_here[known], 0.5) if known.any() else math.nan
     metrics["rollout/mismatch_sigma"] = spread
-    metrics["rollout/mismatch_outliers"] = outlier_share(whole, lengths, spread)
+    metrics["rollout/mismatch_outliers"] = outlier_share(sums_here, lengths_here, spread)
     return Mismatch(sums=whole, lengths=lengths, metrics=metrics)
 
 
@@ -196,17 +197,18 @@ class MismatchAlarm:
     """Micro-batches of this rank to score again, the first ones."""
     groups: ParallelGroups
 
-    _totals: Tensor = field(init=False, default_factory=lambda: torch.zeros(3, dtype=torch.float64))
-    _largest: float = field(init=False, default=0.0)
+    _added: list[Tensor] = field(init=False, default_factory=list)
+    """Of each micro-batch, [4] Σ |Δ|, tokens beyond, tokens, and the largest |Δ|; on the device."""
 
     def add(self, batch: MicroBatch, delta: Tensor) -> None:
         """Add a micro-batch, with Δ [t] of :func:`token_deltas`; what is not finite does not count."""
         floor = math.log(self.top_p if self.top_p < 1 else _LEAST_KEPT)
-        used = delta[self._chosen(batch) & delta.isfinite()]
-        beyond = (used > self.limit) | (used < floor - self.limit)
-        sums = torch.stack([used.abs().sum(), beyond.sum().double(), used.new_tensor(len(used))])
-        self._totals = self._totals.to(sums) + sums
-        self._largest = max(self._largest, used.abs().max().item() if len(used) else 0.0)
+        used = self._chosen(batch) & delta.isfinite()
+        beyond = used & ((delta > self.limit) | (delta < floor - self.limit))
+        size = torch.where(used, delta, 0.0).abs()
+        self._added.append(
+            torch.stack([size.sum(), *(x.sum().double() for x in (beyond, used)), size.amax()])
+        )
 
     def check(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, float], str | None]:
         """Judge one rollout. Collective; scores a few micro-batches again if something is wrong.
@@ -279,7 +281,8 @@ class MismatchAlarm:
                 delta = token_deltas(batch, new)
                 slope = (new.double() - old.double()) / (beta - before)
                 used = self._chosen(batch) & delta.isfinite() & slope.isfinite()
-                totals += torch.stack([(slope * delta)[used].sum(), slope[used].square().sum()])
+                slope, delta = (torch.where(used, x, 0.0) for x in (slope, delta))
+                totals += torch.stack([(slope * delta).sum(), slope.square().sum()])
             up, down = self._summed(totals)
             step = -up / down if down > 0 else 0.0
             # A wrong derivative must not throw it out of reach.
@@ -298,11 +301,12 @@ class MismatchAlarm:
 
     def _gap(self) -> Gap:
         """Sum up over all ranks. Collective."""
-        total, beyond, count = self._summed(self._totals)
+        added = torch.stack(self._added)
+        total, beyond, count = self._summed(added[:, :3].sum(0))
         return Gap(
             tokens=int(count),
             mean=total / count if count else math.nan,
-            largest=max(gather_lists([self._largest], group=self.groups.dp_cp)),
+            largest=max(gather_lists(added[:, 3].tolist(), group=self.groups.dp_cp)),
             beyond=beyond / count if count else math.nan,
         )
 

@@ -27,7 +27,7 @@ from megatron_fspo.mcore.policy import Update
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.groups import ParallelGroups, Totals, agreed, any_rank, gather_lists, means, share
-from megatron_fspo.record.records import SequenceRecord, as_tensors, records_of, sigma_of
+from megatron_fspo.record.records import Recorder, SequenceRecord, as_tensors, sigma_of
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.rollout import Rollout
 
@@ -145,13 +145,11 @@ def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
 
 def _gradient(run: Training, step: Step, loss: PolicyLoss) -> tuple[Totals, list[SequenceRecord]]:
     """Backward on the next mini-batch: sums of its metrics, and the records of its sequences on all ranks."""
-    mine: list[SequenceRecord] = []
-    rank = run.groups.dp.rank()
-    loss = replace(loss, observer=lambda batch, terms: mine.extend(records_of(batch, terms, rank)))
-    totals = run.policy.backward(step.packs_of(step.turn), loss)
+    recorder = Recorder()
+    totals = run.policy.backward(step.packs_of(step.turn), replace(loss, observer=recorder))
     # Every context-parallel rank saw the whole of its sequences; of a pipeline, only the last stage did. What
     # follows on the records stops the run, so all have those of one rank.
-    records = share(mine, group=run.groups.pp, source=-1)
+    records = share(recorder.records(run.groups.dp.rank()), group=run.groups.pp, source=-1)
     for group in (run.groups.tp, run.groups.cp):
         records = share(records, group=group)
     return totals, gather_lists(records, group=run.groups.dp)

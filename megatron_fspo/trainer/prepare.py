@@ -24,7 +24,7 @@ from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_
 from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.job.consistency import versions
 from megatron_fspo.job.folder import Resume, check_writable, checkpoints_to_resume
-from megatron_fspo.mcore.backend import Backend, check_dtype, choose_backend
+from megatron_fspo.mcore.backend import Backend, check_dtype, check_head, choose_backend
 from megatron_fspo.mcore.fp8 import check_fp8
 from megatron_fspo.mcore.sizes import check_parallel, check_trainable, check_world
 from megatron_fspo.objective.noise import Noise
@@ -56,7 +56,7 @@ class Inputs:
     noise: Noise | None
     """The noise of S, where ``loss.noise`` names a file."""
     notes: tuple[str, ...] = ()
-    """Lines on what of the data was left out."""
+    """Lines on layers and head, and on what of the data was left out."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included: what rewards and the search for stop strings read."""
@@ -87,8 +87,13 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         layers: Any = "local" if config.model.layers == "local" else "transformer_engine"
         backend = Backend(device=torch.device("cuda"), collectives="nccl", layers=layers)
     else:
-        backend = attempt(lambda: choose_backend(config.model.backend, config.model.layers))
+        backend = attempt(
+            lambda: choose_backend(config.model.backend, config.model.layers, config.model.head)
+        )
+    head: str | None = None
     if backend is not None:
+        if not elsewhere:
+            head = attempt(lambda: check_head(backend, DTYPES[config.model.dtype]))
         attempt(lambda: check_dtype(backend, DTYPES[config.model.dtype]))
         if config.rollout.engine == "vllm":
             keys = ("rollout", "evaluation")
@@ -131,7 +136,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         train=_prompts(train),
         validation=_prompts(validation),
         noise=noise[0],
-        notes=notes([*train, *validation]),
+        notes=(*backend.notes, *filter(None, [head]), *notes([*train, *validation])),
     )
 
 
@@ -204,7 +209,7 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
     absent = attempt(lambda: asyncio.run(absent_servers(config.vllm)) if asked else []) or []
     attempt.wrong(*(absent if here else ()))
     attempt.end()
-    notes = ["no GPU here: model.layers and fp8 were not tried"] if elsewhere else []
+    notes = ["no GPU here: model.layers, model.head and fp8 were not tried"] if elsewhere else []
     return notes + absent
 
 

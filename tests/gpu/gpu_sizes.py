@@ -53,6 +53,8 @@ class Sizes:
     """One of Qwen3-8B: with as many of its layers as fit the memory."""
     head: dict[str, int]
     """tokens, hidden, vocab."""
+    long_head: dict[str, int]
+    """The same of a whole micro-batch, whose logits nothing holds."""
     sent: Architecture
     """A model whose weights are sent."""
 
@@ -81,6 +83,7 @@ FULL = Sizes(
     ),
     step=Step(model=QWEN3_8B, sequences=16, prompt=256, response=3840, max_tokens=16384),
     head={"tokens": 8192, "hidden": 4096, "vocab": 151936},
+    long_head={"tokens": 32768, "hidden": 4096, "vocab": 151936},
     sent=replace(QWEN3_8B, num_layers=4),
 )
 TINY = Sizes(
@@ -90,6 +93,7 @@ TINY = Sizes(
     decoding=Step(model=_TINY, sequences=3, prompt=4, response=6),
     step=Step(model=_TINY, sequences=4, prompt=3, response=40, max_tokens=128),
     head={"tokens": 64, "hidden": 32, "vocab": 200},
+    long_head={"tokens": 128, "hidden": 32, "vocab": 200},
     sent=_TINY,
 )
 SIZES = TINY if FAKE else FULL

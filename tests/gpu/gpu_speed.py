@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,7 +16,7 @@ from gpu_sizes import SIZES
 from step_memory import layers_that_fit, state_bytes
 from torch import Tensor
 
-from logprob_head import VARIANTS
+from logprob_head import VARIANTS, ours
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.mcore.decode import Decoder
@@ -22,6 +25,7 @@ from megatron_fspo.mcore.fp8 import probe_fp8
 from megatron_fspo.mcore.offload import Offload
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.score import score_sequences
+from megatron_fspo.parallel import head as logprobs
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.types import Prompt, SamplingParams
 from passes import new_groups, scoring_of
@@ -143,8 +147,8 @@ def _gap(model: Any, prompts: list[Prompt], sampled: list[Any]) -> float:
 def head(variant: str) -> dict[str, Any]:
     """Log-probs and both gradients from hidden states: memory above the inputs, time, and what was found."""
     new_groups(ALONE, "local")
-    hidden, weight, labels, upstream = _head_inputs()
-    run = VARIANTS[variant]
+    hidden, weight, labels, upstream = _head_inputs(SIZES.long_head if variant in LONG else SIZES.head)
+    run = (VARIANTS | LONG)[variant]
 
     def once() -> Tensor:
         hidden.grad = weight.grad = None
@@ -172,10 +176,21 @@ def head(variant: str) -> dict[str, Any]:
     }
 
 
-def _head_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _kernels(gib: int, *inputs: Tensor) -> Tensor:
+    with patch.object(logprobs, "KEEP_BYTES", gib << 30):
+        return ours(*inputs, kind="triton")
+
+
+LONG = {
+    "chunks": partial(ours, kind="torch"),
+    **{f"kernels {gib}": partial(_kernels, gib) for gib in (0, 1, 16)},
+}
+"""The head on a micro-batch of full length, by what its kernels may keep, in GiB."""
+
+
+def _head_inputs(size: Mapping[str, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """bf16 hidden states and weight, labels, and the gradient of each log-prob; logits have σ = 2."""
     torch.manual_seed(0)
-    size = SIZES.head
     on = {"device": "cuda", "dtype": torch.bfloat16}
     hidden = torch.randn(size["tokens"], size["hidden"], **on)
     weight = torch.randn(size["vocab"], size["hidden"], **on).mul_(2 / size["hidden"] ** 0.5)

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import megatron.core
 import pytest
 
 from launch import environment
-from megatron_fspo.mcore.backend import _FACTORIES
+from megatron_fspo.mcore.backend import _FACTORIES, choose_backend
 
 # A process of its own: what is installed stays.
 IN_A_PROCESS = """
@@ -97,16 +98,53 @@ def test_our_command_line_does_without_the_compiler_on_a_cpu() -> None:
     assert (compiles, loaded) == (gpu, gpu)
 
 
-def test_what_cuda_has_to_find_is_there_unless_the_user_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_fspo.mcore.backend import choose_backend
+def test_the_head_falls_back_in_words_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
 
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    for given, found in ((None, "1"), ("32", "32")):
-        monkeypatch.setenv(name, given or "")
-        if given is None:
-            monkeypatch.delenv(name)
+    from megatron_fspo.errors import InputError
+    from megatron_fspo.mcore.backend import Backend, HeadKind, check_head, choose_backend
+
+    assert check_head(choose_backend("cpu"), torch.bfloat16) is None
+
+    def on_gpu(head: HeadKind) -> Backend:
+        return Backend(device=torch.device("cuda"), collectives="nccl", layers="local", head=head)
+
+    def machine(capability: tuple[int, int], *installed: str) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
+
+    machine((9, 0), "triton")
+    assert [check_head(on_gpu(head), torch.bfloat16) for head in ("auto", "torch", "triton")] == [None] * 3
+    assert check_head(on_gpu("torch"), torch.float32) is None
+    for dtype, capability, installed in (
+        (torch.float32, (9, 0), ["triton"]),
+        (torch.bfloat16, (7, 5), ["triton"]),
+        (torch.bfloat16, (9, 0), []),
+    ):
+        machine(capability, *installed)
+        assert "chunks in torch" in (check_head(on_gpu("auto"), dtype) or "")
+        with pytest.raises(InputError, match=r"model\.head = triton"):
+            check_head(on_gpu("triton"), dtype)
+
+
+CONNECTIONS, ALLOCATOR, OLDER = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "found"),
+    [
+        ({}, CONNECTIONS, "1"),
+        ({CONNECTIONS: "32"}, CONNECTIONS, "32"),
+        ({}, ALLOCATOR, "expandable_segments:True"),
+        ({ALLOCATOR: "max_split_size_mb:64"}, ALLOCATOR, "max_split_size_mb:64"),
+        ({OLDER: "max_split_size_mb:64"}, ALLOCATOR, "max_split_size_mb:64"),
+    ],
+)
+def test_what_cuda_has_to_find_is_there_unless_the_user_has_set_it(
+    given: dict[str, str], name: str, found: str
+) -> None:
+    with patch.dict(os.environ, given, clear=True):
+        choose_backend("cpu")
+        assert os.environ.get(name) == given.get(name)
         choose_backend("auto", "local")
         assert os.environ[name] == found
-    monkeypatch.delenv(name)
-    choose_backend("cpu")
-    assert name not in os.environ

@@ -1,4 +1,4 @@
-"""Attention of local layers."""
+"""Local layers: their attention, and what a run says of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from launch import REPO
+from megatron_fspo.config.loading import load_config
 from megatron_fspo.mcore.layers import SDPACoreAttention
+from megatron_fspo.trainer.prepare import prepare
 
 
 def local_attention() -> SDPACoreAttention:
@@ -58,3 +61,17 @@ def test_torch_is_asked_in_four_dimensions(monkeypatch: pytest.MonkeyPatch, pack
     scores = torch.einsum("hd,nhd->hn", query[-1].view(4, 8), keys) / 8**0.5
     want = torch.einsum("hn,nhd->hd", scores.softmax(-1), values)
     assert torch.allclose(out[-1].view(4, 8), want, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layers", "elsewhere", "notes"), [("auto", True, 0), ("local", True, 1), ("local", False, 0)]
+)
+def test_a_run_with_local_layers_on_a_gpu_says_so(
+    layers: str, elsewhere: bool, notes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPO)
+    words = ["--parallel.tensor=1", "--parallel.sequence=false", "--model.dtype=bfloat16"]
+    words += [f"--model.layers={layers}", f"--model.backend={'cuda' if elsewhere else 'cpu'}"]
+    config = load_config(REPO / "examples/make_sum/run.toml", words)
+    found = prepare(config, world_size=1, elsewhere=elsewhere).notes
+    assert sum("model.layers = local" in note for note in found) == len(found) == notes

@@ -44,7 +44,7 @@ def of_rank(rank: int, parallel: Parallel, recipe: Any) -> Any:
 
 @pytest.mark.parametrize("context", [1, 2, 4])
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-@pytest.mark.parametrize(("recipe", "align"), [("tensorwise", 16), ("blockwise", 16), ("mxfp8", 32)])
+@pytest.mark.parametrize(("recipe", "align"), [("tensorwise", 16), ("blockwise", 128), ("mxfp8", 32)])
 def test_rows_of_each_rank_and_of_each_tensor_rank_under_it(
     recipe: str, align: int, tensor: int, context: int
 ) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.types import Sample
-from packs import collate, sample, sample_length
+from packs import collate, packs_of, sample, sample_length
 
 PAD = 0
 
@@ -29,6 +31,7 @@ def test_two_sequences_and_a_tail_by_hand() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 1]]
     # The label PAD of position 2 was sampled: it counts like any other.
     assert [int(flag) for flag in batch.mask] == [0, 1, 1, 1, 0, 0, 1, 0, 0, 0]
+    assert batch.rows.tolist() == [1, 2, 3, 6] and batch.label_range == (PAD, 5)
     assert batch.segment.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
     assert batch.borders.tolist() == [0, 5, 8, 10] and batch.borders.dtype == torch.int32
     assert batch.longest == 5
@@ -76,6 +79,9 @@ def test_a_pack_reads_back_as_its_samples(
         assert batch.lengths[row] == len(response)
         assert batch.advantages[row] == index / 4
     assert batch.mask[filled:].sum() == 0
+    assert torch.equal(batch.mask.nonzero()[:, 0], batch.rows)
+    wanted = [token for index in indices for token in pairs[index][1]] or [0]
+    assert batch.label_range == (min(wanted), max(wanted))
     assert set(batch.segment[filled:].tolist()) <= {len(indices)}
     assert batch.sample_index.tolist() == indices
 
@@ -90,3 +96,27 @@ def test_an_empty_micro_batch_is_one_tail(multiple_of: int) -> None:
     assert batch.lengths.shape == batch.advantages.shape == batch.sample_index.shape == (0,)
     assert batch.lengths.dtype == batch.sample_index.dtype == torch.int64
     assert batch.totals.num_sequences == 11
+    assert batch.rows.shape == (0,) and batch.label_range == (0, 0)
+
+
+def test_a_pack_is_copied_from_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a device that is none, and the host keeps its own."""
+    samples = [sample([9], [8]), sample([1, 2], [3, 5])]
+    packs = packs_of(samples, [[0], [1]], device="meta").with_columns(old_log_probs=["first", "second"])
+    pinned, copied, real = [], [], Tensor.to
+
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copied.append((id(self), kwargs))
+        return real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+        patch.setattr(Tensor, "to", to)
+        batch = packs[1]
+    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    assert len(tensors) > 8 and all(value.is_meta for value in tensors.values())
+    assert copied == [(id(value), {"non_blocking": True}) for value in pinned] and len(pinned) == len(tensors)
+    assert batch.source is packs.on_host[1] and batch.source.sample_index.tolist() == [1]
+    assert batch.old_log_probs == "second" and batch.label_range == (3, 5)
+    on_cpu = packs_of(samples, [[0], [1]])
+    assert on_cpu[0].tokens is on_cpu.on_host[0].tokens, "copied without need"

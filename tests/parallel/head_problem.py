@@ -81,7 +81,7 @@ class Problem:
             hidden,
             weight,
             self.labels,
-            self.mask,
+            self.mask.nonzero()[:, 0],
             group=dist.group.WORLD,
             vocab_size=self.vocab,
             temperature=self.temperature,

@@ -74,7 +74,7 @@ def check_problems() -> None:
 
 def of_labels(hidden: Tensor, weight: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Of all rows."""
-    every = torch.ones(len(labels), dtype=torch.bool)
+    every = torch.arange(len(labels))
     return linear_log_probs(hidden, mine(weight), labels, every, group=dist.group.WORLD, vocab_size=vocab)
 
 
@@ -306,12 +306,11 @@ def check_second_derivative() -> None:
 def check_errors() -> None:
     problem = Problem(vocab=37, multiple=8, mask_of="all")
     hidden, weight = problem.leaves()
-    legal = {"vocab_size": 37, "labels": problem.labels, "mask": problem.mask}
+    rows = problem.mask.nonzero()[:, 0]
+    legal = {"vocab_size": 37, "labels": problem.labels, "rows": rows}
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"labels": problem.labels.index_fill(0, torch.tensor(3), 37)}, "labels from 0 to 37"),
-        ({"labels": problem.labels.index_fill(0, torch.tensor(3), -1)}, "labels from -1 to 36"),
         ({"labels": problem.labels[1:]}, "24 hidden states, 23 labels"),
-        ({"mask": problem.mask[1:]}, "a mask of 23"),
+        ({"rows": problem.mask}, "rows of torch.bool"),
         ({"sequence_parallel": True}, f"{24 * dist.get_world_size()} hidden states"),
         ({"vocab_size": 65}, "vocab_size 65"),
         ({"chunk_tokens": 0}, "chunk_tokens 0"),
@@ -327,6 +326,13 @@ def check_errors() -> None:
             assert message in str(error), error
         else:
             raise AssertionError(f"{wrong} was taken")
+    right = problem.run(hidden, weight)
+    for wrong_label in (37, 64, -1):  # 37 is a row of padding
+        labels = problem.labels.index_fill(0, torch.tensor(3), wrong_label)
+        got = linear_log_probs(hidden, weight, labels, rows, group=dist.group.WORLD, vocab_size=37)
+        assert not right[0][3].isnan() and got[0][3].isnan()
+        assert torch.equal(got[0].nan_to_num(), right[0].index_fill(0, torch.tensor(3), 0.0).nan_to_num())
+        assert torch.equal(got[1].nan_to_num(), right[1].nan_to_num())
 
 
 def main() -> None:

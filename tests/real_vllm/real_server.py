@@ -116,5 +116,6 @@ def send(url: str, tensors: Iterable[tuple[str, Tensor]], version: int) -> Excep
             problem = send_weights([server], sender, loop, tensors, version)
             loop.run(resume([server]))
         finally:
+            sender.close()
             loop.run(http.aclose())
         return problem

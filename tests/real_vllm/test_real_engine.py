@@ -54,11 +54,11 @@ class Job:
         )
         world = dist.group.WORLD
         assert world is not None
-        sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=TIMEOUT)
+        self.sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=TIMEOUT)
         self.engine = VLLMEngine(
             Trainer(tensors=self.tensors, score=lambda ids: [scores(self.checkpoint, row) for row in ids]),
             ParallelGroups(tp=world, pp=world, cp=world, ep=world, dp=world, dp_cp=world),
-            Leader(loop=self.loop, http=http, pool=self.pool, sender=sender),
+            Leader(loop=self.loop, http=http, pool=self.pool, sender=self.sender),
             canary_sequences=canary_sequences(VOCAB_SIZE, 128),
             dtype=torch.float32,
             tolerance=TOLERANCE,
@@ -155,6 +155,7 @@ def test_responses_go_on_after_updates_and_a_sleep(pair: list[Served], checkpoin
         job.loop.run(turns.wake(job.pool.live()))
 
     update(20)
+    group = job.sender._group
     # So many that no update comes too late, however slowly a busy server tells its metrics; and of different
     # lengths: else all that a server has at once would end together, and an update could fall between them.
     rows = job.generate(SamplingParams(n=20, max_tokens=120, seed=3, stop_token_ids=(5,)), meanwhile)
@@ -167,6 +168,7 @@ def test_responses_go_on_after_updates_and_a_sleep(pair: list[Served], checkpoin
             for span in completion.version_spans:
                 error = told - scores(of_version[span.version], ids)[-len(told) :]
                 assert error[span.start : span.end].abs().max() < TOLERANCE
+    assert job.sender._group is group, "one for all updates"
     job.engine.close()
 
 

@@ -33,7 +33,8 @@ class Workers:
         self.finished: dict[str, list[dict[str, Tensor]]] = {}
         """Version → what each worker has."""
         self._fault = fault
-        self._receivers = [Receiver(join, device) for _ in range(count)]
+        self._new_receivers = lambda: [Receiver(join, device) for _ in range(count)]
+        self._receivers = self._new_receivers()
         self._loaded: list[dict[str, Tensor]] = []
         self._active, self._dead = False, False
         self._updates = self._buckets = 0
@@ -51,6 +52,12 @@ class Workers:
         self._http.shutdown()
         self._http.server_close()
         self._receivers.clear()
+
+    def restart(self) -> None:
+        """Have new workers, that know of nothing."""
+        for receiver in self._receivers:
+            receiver.close()
+        self._receivers = self._new_receivers()
 
     def _answer(self, route: str, body: Any) -> object:
         """What the route says; an error is a 500."""
@@ -79,12 +86,18 @@ class Workers:
             raise RuntimeError(f"an update is under way: {self._active}")
 
     def _connect(
-        self, master_address: str, master_port: int, world_size: int, rank_offset: int, timeout_seconds: float
+        self,
+        master_address: str,
+        master_port: int,
+        world_size: int,
+        rank_offset: int,
+        timeout_seconds: float,
+        joined: bool = False,
     ) -> None:
-        timeout = timedelta(seconds=timeout_seconds)
+        how = {"size": world_size, "timeout": timedelta(seconds=timeout_seconds), "joined": joined}
         self._everywhere(
             lambda number: self._receivers[number].connect(
-                master_address, master_port, rank=rank_offset + number, size=world_size, timeout=timeout
+                master_address, master_port, rank=rank_offset + number, **how
             )
         )
 

@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class Job:
         self._policy = policy
         self._loop = Loop("rollout")
         self._http = http_client()
+        self._server_at = cache(lambda url: Server(url, self._http))
         self._sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=timeout_seconds)
 
     def send(self, urls: Sequence[str], version: int) -> dict[str, Any]:
@@ -50,11 +51,12 @@ class Job:
         if dist.get_rank():
             assert not list(tensors)
             return {}
-        servers, begin = [Server(url, self._http) for url in urls], time.monotonic()
+        servers, begin = [self._server_at(url) for url in urls], time.monotonic()
         problem = weights.send_weights(servers, self._sender, self._loop, tensors, version)
         return {"problem": problem and str(problem), "seconds": time.monotonic() - begin}
 
     def close(self) -> None:
+        self._sender.close()
         self._loop.run(self._http.aclose())
         self._loop.close()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -15,15 +17,17 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from fake_nccl import WORKER_SECONDS, Group
 from fake_workers import Workers
 from safetensors.torch import load_file
 from torch import Tensor
 
 from fake_vllm import until
 from launch import run_worker
+from megatron_fspo.errors import InputError
 from megatron_fspo.job.remote import Loop, http_client
 from megatron_fspo.rollout.client import weights as client_weights
-from megatron_fspo.rollout.client.server import Server
+from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.client.weights import BroadcastSender, in_buckets
 from megatron_fspo.rollout.links import join_nccl
 
@@ -139,6 +143,7 @@ def exchange(
         http = http_client()
         sender = BroadcastSender(kind, address="127.0.0.1", timeout_seconds=30)
         problem = client_weights.send_weights([Server(server.url, http)], sender, loop, tensors, 5)
+        sender.close()
         loop.run(http.aclose())
         assert problem is None
         port = server.asked[2][1]["init_info"]["master_port"]
@@ -180,12 +185,111 @@ def test_nccl_sends_as_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not differing(worker, {name: tensor.contiguous() for name, tensor in WEIGHTS.items()})
 
 
-def test_the_nccl_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = Mock()
+@pytest.mark.parametrize(("variable", "other"), [(None, "2.29.7"), ("0", "2.29.7"), (None, "2.29.3")])
+def test_the_nccl_group(variable: str | None, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made without torch's watchdog, and connected; for members of other versions, not at all."""
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", variable)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    group = Mock(side_effect=lambda *_: seen.append(os.environ["TORCH_NCCL_BLOCKING_WAIT"]) or made)
+    made, seen, store = Mock(), [], dist.HashStore()
     monkeypatch.setattr(dist, "ProcessGroupNCCL", group, raising=False)
-    assert join_nccl("store", 1, 4, timedelta(seconds=9), "10.0.0.5") is group.return_value
-    group.assert_called_once_with("store", 1, 4, group.Options.return_value)
+    for rank in (0, 2):
+        store.set(f"nccl/{rank}", other)
+    if other != "2.29.7":
+        with pytest.raises(InputError, match=r"NCCL 2\.29\.7 here, and 2\.29\.3 "):
+            join_nccl(store, 1, 3, timedelta(seconds=9), "10.0.0.5")
+        assert not seen
+        return
+    assert join_nccl(store, 1, 3, timedelta(seconds=9), "10.0.0.5") is made
+    group.assert_called_once_with(store, 1, 3, group.Options.return_value)
     assert group.Options.return_value._timeout == timedelta(seconds=9)
+    assert seen == ["1"] and os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    made.eager_connect_single_device.assert_called_once_with(torch.device("cuda", 3))
+
+
+def test_nccl_does_not_wait_for_a_member_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    with pytest.raises(RuntimeError, match="timeout"):
+        join_nccl(dist.HashStore(), 0, 2, timedelta(seconds=0.1), "10.0.0.5")
+
+
+@pytest.mark.parametrize(("fault", "limit"), [("die", 60.0), ("hang", 1.0)])
+def test_a_worker_that_is_lost_in_an_nccl_broadcast(
+    fault: str, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL waits for it for ever, on the GPU: the stream of the trainer has to be free again, and the others
+    have to be served, whether its server tells of the end or not."""
+    monkeypatch.setattr(Group, "made", [])
+    monkeypatch.setitem(client_weights.LINKS, "nccl", (Group, torch.device("cpu")))
+    monkeypatch.setattr(client_weights, "in_buckets", partial(in_buckets, bucket_bytes=48))
+
+    def tensors(version: int) -> Iterator[tuple[str, Tensor]]:
+        for number in range(6):
+            trainer = [group for group in Group.made if group.rank == 0]
+            assert all(group.synchronize(5) for group in trainer), "the stream hangs"
+            yield str(number), torch.full((6,), float(version * number))
+
+    with Workers(2, Group) as stays, Workers(2, Group, fault=fault) as goes, Loop("rollout") as loop:
+        http = http_client()
+        servers = [Server(server.url, http) for server in (stays, goes)]
+        sender = BroadcastSender("nccl", address="127.0.0.1", timeout_seconds=limit)
+
+        def send(version: int, servers: list[Server]) -> Exception | None:
+            return client_weights.send_weights(servers, sender, loop, tensors(version), version)
+
+        assert send(1, servers) is None
+        began = time.monotonic()
+        assert isinstance(send(2, servers), ServerLost)
+        assert time.monotonic() - began < WORKER_SECONDS, "it was not the sender who noticed"
+        assert send(3, servers[:1]) is None
+        sender.close()
+        loop.run(http.aclose())
+    assert list(stays.finished) == ["1", "3"] and list(goes.finished) == ["1"]
+    for version, workers in stays.finished.items():
+        want = {name: tensor.clone() for name, tensor in tensors(int(version))}
+        assert not any(differing(worker, want) for worker in workers)
+    assert len({group.port for group in Group.made}) == 2
+    assert all(group.aborted for group in Group.made if group.rank == 0)
+
+
+def test_a_group_is_kept_while_its_servers_are_the_same() -> None:
+    with Workers(2) as one, Workers(1) as other, Loop("rollout") as loop:
+        http = http_client()
+        both = [Server(server.url, http) for server in (one, other)]
+        sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=30)
+
+        def send(version: int, servers: list[Server]) -> None:
+            tensors = {"a": torch.full((5,), float(version))}
+            assert client_weights.send_weights(servers, sender, loop, tensors.items(), version) is None
+            for server in (one, other)[: len(servers)]:
+                assert not any(differing(worker, tensors) for worker in server.finished[str(version)])
+
+        def joined() -> list[int]:
+            """Ports of the groups that the first server has joined, and the others are made of."""
+            infos = [info["init_info"] for route, info in one.asked if route.startswith("/init")]
+            return [info["master_port"] for info in infos if not info.get("joined")]
+
+        for version in (1, 2, 3):
+            send(version, both)
+        assert len(joined()) == 1
+        other.restart()
+        send(4, both)
+        send(5, both)
+        assert len(joined()) == 2
+        send(6, both[:1])
+        send(7, both)
+        assert len(joined()) == len({*joined()}) == 4
+        with Loop("rollout") as another:  # another trainer
+            rival = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=30)
+            another.run(rival.connect([Server(one.url, http)]))
+            send(8, both)
+            rival.close()
+        assert len(joined()) == 6
+        sender.close()
+        loop.run(http.aclose())
 
 
 def test_a_group_listens_on_its_address_only() -> None:

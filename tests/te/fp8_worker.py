@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformer_engine.pytorch import autocast
+from transformer_engine.pytorch.custom_recipes.reference_current_scaling import CurrentScalingTensorRef
 
 import checkpoint_checks as checks
 import passes
@@ -26,6 +28,7 @@ from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.fp8 import probe_fp8
+from megatron_fspo.mcore.offload import Offload
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss
 from megatron_fspo.mcore.score import score_sequences
@@ -126,7 +129,7 @@ def canary_in_fp8(policy: Policy) -> Tensor:
 
 def check(checkpoint: Path, folder: Path, recipe: str) -> dict[str, Any]:
     policy = build(checkpoint, recipe)
-    found: dict[str, Any] = {"modules": probe_fp8(policy)}
+    found: dict[str, Any] = {"modules": probe_fp8(policy), "lent": lent(policy)}
     plain = build(checkpoint, "none")
     found["bf16 modules"] = probe_fp8(plain)
     found["noise"] = (scores(policy) - scores(plain)).std().item()
@@ -167,6 +170,18 @@ def stale(policy: Policy) -> dict[str, Any]:
         "stale": {name: (new[name] - old[name]).abs().max().item() for name in new},
         "canary is fresh": torch.equal(canary(policy), bf16),
     }
+
+
+def lent(policy: Policy) -> dict[str, Any]:
+    """FP8 tensors in this process, whoever holds them, before and while the weights' memory is lent; and
+    whether log-probs are what they were."""
+    before, offload, counts = scores(policy), Offload(policy), []
+    for there in (True, False):
+        offload.hold(weights=there, rest=there)
+        gc.collect()
+        counts.append(sum(isinstance(one, CurrentScalingTensorRef) for one in gc.get_objects()))
+    offload.hold(weights=True, rest=True)
+    return {"FP8 tensors": counts, "same": torch.equal(scores(policy), before)}
 
 
 def short_check(checkpoint: Path, recipe: str) -> dict[str, Any]:

@@ -35,6 +35,11 @@ def test_a_layer_left_in_bf16_is_named(found: Any) -> None:
     assert "2 of 2 ranks" in refused
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_with_the_weights_their_fp8_copies_are_lent(found: Any, recipe: str) -> None:
+    assert found[recipe]["lent"] == {"FP8 tensors": [4 * LAYERS, 0], "same": True}
+
+
 @pytest.mark.parametrize("recipe", [*RECIPES, "mxfp8"])
 def test_before_the_first_update_s_is_exactly_zero(found: Any, recipe: str) -> None:
     assert found[recipe]["S"] == [0.0, 0.0]

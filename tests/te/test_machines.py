@@ -98,13 +98,14 @@ def test_a_machine_without_it_ends_the_run_before_it_starts(
     assert said in refused("train", *FP8_RUN, *words, **machine)
 
 
-def test_a_model_whose_sizes_are_no_multiples_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_a_model_whose_sizes_are_no_multiples_is_refused(recipe: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(REPO / "examples/make_sum/checkpoint", folder)
     config = json.loads((folder / "config.json").read_text())
     config["intermediate_size"] += 8
     (folder / "config.json").write_text(json.dumps(config))
-    line = refused("train", *FP8_RUN, "tensorwise", "--model.checkpoint", str(folder))
+    line = refused("train", *FP8_RUN, recipe, "--model.checkpoint", str(folder))
     assert "multiples of 16" in line and "intermediate_size of a rank: 132" in line
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.lab.calibrate.fp8_values import E4M3, E5M2, quantize
 
 DTYPES = [E4M3, E5M2]
@@ -58,3 +60,16 @@ def test_each_block_is_the_reference_with_a_power_of_two(dtype: torch.dtype, wei
                 here = slice(i, i + rows), slice(j, j + columns)
                 want, scale = reference(values[here], dtype, powers=True)
                 assert same(found[here], want) and inverse[here].unique() == scale
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_rows_of_a_rank_are_gathered_in_fp8(recipe: Any) -> None:
+    """Under sequence parallel, of packs that are as small as can be. One scale per tensor takes any rows."""
+    import transformer_engine.pytorch as engine
+
+    e4m3, both = engine.DType.kFloat8E4M3, {"rowwise": True, "columnwise": True}
+    quantizers = {
+        "blockwise": lambda: engine.Float8BlockQuantizer(e4m3, block_scaling_dim=1, **both),
+        "mxfp8": lambda: engine.MXFP8Quantizer(e4m3, **both),
+    }
+    assert quantizers[recipe]().is_quantizable(torch.empty(FP8(recipe=recipe).align, 1, 4096))

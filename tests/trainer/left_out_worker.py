@@ -29,7 +29,7 @@ from megatron_fspo.mcore.startup import start
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.groups import gather_lists, share
-from megatron_fspo.record.records import SequenceRecord, clip_metrics, records_of
+from megatron_fspo.record.records import Recorder, clip_metrics
 from megatron_fspo.trainer import rollout as rollout_module
 from megatron_fspo.trainer.correction import Rule, correct
 from megatron_fspo.trainer.mismatch import measure
@@ -138,13 +138,13 @@ def steps(
     """What each mini-batch's optimizer step computes: the gradients (this rank's), and the rest (of all)."""
     found, groups = [], policy.groups
     for packs in packs_of(policy, rollout, loss):
-        mine: list[SequenceRecord] = []
+        recorder = Recorder()
         policy_loss = PolicyLoss(
             objective=loss.objective(),
             scoring=scoring(policy),
             entropy_coef=loss.entropy_coef,
             kl_coef=loss.kl_coef,
-            observer=lambda batch, terms, mine=mine: mine.extend(records_of(batch, terms, groups.dp.rank())),
+            observer=recorder,
         )
         mismatch = measure(packs, len(rollout), group=groups.dp_cp)
         reported = mismatch.metrics
@@ -152,7 +152,9 @@ def steps(
             packs, metrics = correct(rule, packs, mismatch, groups=groups)
             reported |= metrics
         update = policy.update(packs, policy_loss)
-        records = gather_lists(share(mine, group=groups.pp, source=-1), group=groups.dp)
+        records = gather_lists(
+            share(recorder.records(groups.dp.rank()), group=groups.pp, source=-1), group=groups.dp
+        )
         numbers = [int(n) for batch in packs for n in batch.sample_index]
         found.append(
             {

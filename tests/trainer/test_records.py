@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fspo.objective.policy_objective import LossTerms
-from megatron_fspo.record.records import SequenceRecord, as_tensors, clip_metrics, records_of, sigma_of
+from megatron_fspo.record.records import Recorder, SequenceRecord, as_tensors, clip_metrics, sigma_of
 from mismatch_cases import record, sample
 from packs import collate
 
@@ -108,7 +108,10 @@ def test_records_carry_what_the_loss_said() -> None:
         out_of_band=torch.tensor([True, False]),
         nonfinite=torch.tensor([False, True]),
     )
-    one, two = records_of(batch, terms, rank=3)
+    recorder = Recorder()
+    assert recorder.records(rank=3) == []
+    recorder(batch, terms)
+    one, two = recorder.records(rank=3)
     assert one == record(3, 1.5, 0.5, rank=3, clipped_high=1.0, out_of_band=True, ratio=0.0)
     clips = {"clipped_low": 0.25, "clipped_high": 0.5, "dual_clipped": 0.125}
     assert two == record(4, -math.inf, 0.25, sample=2, rank=3, nonfinite=True, ratio=2.5, **clips)

@@ -26,7 +26,7 @@ from megatron_fspo.objective import FSPOBand
 from megatron_fspo.objective.policy_objective import PolicyObjective, SequenceLevel
 from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.record.records import SequenceRecord, records_of
+from megatron_fspo.record.records import Recorder
 from megatron_fspo.trainer.correction import Rule, correct, effective_share, little_is_left, weights_of
 from megatron_fspo.trainer.mismatch import measure
 from mismatch_cases import ALONE, LENGTHS, PACKS, packed, responses
@@ -210,14 +210,15 @@ class Loss:
         old = torch.where(batch.old_log_probs.isfinite() | ~batch.mask, -1.41, batch.old_log_probs)
         batch = replace(batch, old_log_probs=old, reference_log_probs=scores - 0.3)
         scoring: Any = GivenScores(scores)
-        self.records: list[SequenceRecord] = []
+        recorder = Recorder()
         loss = PolicyLoss(
             objective=objective,
             scoring=scoring,
-            observer=lambda batch, terms: self.records.extend(records_of(batch, terms, 0)),
+            observer=recorder,
             **coefficients,
         )
         value, _, self.metrics = loss.loss(batch, torch.nn.Identity(), torch.empty(0))
+        self.records = recorder.records(0)
         value.backward()
         self.gradient = scoring.log_probs.grad
         self.entropy_gradient = scoring.entropy.grad

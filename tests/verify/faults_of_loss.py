@@ -191,7 +191,8 @@ def prompt_in_mask(real: Any, sequences: Any, rows: Sequence[int], *rest: Any) -
     """Prompt tokens count as response tokens"""
     batch = real(sequences, rows, *rest)
     prompts = torch.tensor([*sequences.prompt_lengths[[*rows]].tolist(), 0])[batch.segment]
-    return replace(batch, mask=batch.mask | (batch.position_ids[0] < prompts - 1))
+    mask = batch.mask | (batch.position_ids[0] < prompts - 1)
+    return replace(batch, mask=mask, rows=mask.nonzero()[:, 0])
 
 
 @fault(PP, "head", *COLLATE)

@@ -4,7 +4,7 @@ Two columns. ``local`` is what our layers on Megatron's local specification save
 ``benchmarks/plan_memory.py`` and ``tests/plan``. ``transformer_engine`` is from reading its modules (fused
 norm and product, fused RoPE and SwiGLU, flash attention, which saves q, k, v, its output and a log-sum-exp
 per row); it was not measured. Experts were measured in neither. The log-prob head has the chunks of
-:mod:`megatron_fspo.parallel.head`.
+:mod:`megatron_fspo.parallel.head`, or its kernels, which no GPU has run.
 
 Packs differ; a plan takes a full one. Under full recompute a layer keeps its input alone, and one layer at a
 time is whole.
@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_fspo.lab.plan.shape import PlannedPack, Shape, between
-from megatron_fspo.parallel.head import BLOCK_LOGITS, CHUNK_TOKENS
+from megatron_fspo.parallel.head import BLOCK_LOGITS, CHUNK_TOKENS, GRADIENT_BYTES, KEEP_BYTES
 from megatron_fspo.weights import has_parameter
 
 _BATCH = 45
 """Bytes per token of a micro-batch itself: ids, positions, labels, mask, segment, log-probs."""
 _FP32 = 4
-_PER_ROW = 8 + 8 + 3 * _FP32  # of the head: index, label, m, Z and H
+_PER_ROW = 8 + 8 + 4 * _FP32  # of the head: index, label, m, Z, H and log p
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,16 @@ def layer_bytes(shape: Shape, pack: PlannedPack) -> float:
 
 
 def _norm(shape: Shape, pack: PlannedPack, name: str) -> Iterator[KeptTensor]:
-    """Tensors of a norm and the product behind it. torch's norm computes in fp32 and keeps that."""
+    """Tensors of a norm and the product behind it. On a CPU torch's norm computes in fp32 and keeps that; on
+    a GPU it is one kernel."""
     tokens = between(shape, pack)
     hidden = tokens * shape.arch.hidden_size
-    yield KeptTensor(f"input of the {name} norm", hidden * _FP32, hidden * shape.width)
+    fused = shape.device == "cuda"
+    yield KeptTensor(
+        f"input of the {name} norm", hidden * (shape.width if fused else _FP32), hidden * shape.width
+    )
     yield KeptTensor("its 1/rms", tokens * _FP32, tokens * _FP32)
-    yield KeptTensor("its output before the weight", hidden * _FP32, 0)
+    yield KeptTensor("its output before the weight", 0 if fused else hidden * _FP32, 0)
     yield KeptTensor("its output, into a product", hidden * shape.width, hidden * _product_width(shape))
 
 
@@ -76,15 +80,18 @@ def _attention(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
     normed = has_parameter(arch, "self_attention.q_layernorm.weight")
     if normed:
         stats = t * (arch.num_heads + arch.num_kv_heads) / tp * _FP32
-        yield KeptTensor("q into its norm", t * q * _FP32, t * q * width)
-        # A view of the product in fp32, and of that in any precision with Transformer Engine.
-        yield KeptTensor("k into its norm", 0 if width == _FP32 else t * kv * _FP32, 0)
+        # On a GPU the local norm keeps a view of the product; Transformer Engine's copies.
+        fused = shape.device == "cuda"
+        yield KeptTensor("q into its norm", 0 if fused else t * q * _FP32, t * q * width)
+        yield KeptTensor("k into its norm", 0 if fused or width == _FP32 else t * kv * _FP32, t * kv * width)
         yield KeptTensor("1/rms of q and k", stats, stats)
-        yield KeptTensor("q and k before the weight", t * (q + kv) * _FP32, 0)
-    # v is a view of it. Locally, context parallel copies v; then only k's norm may still look at it.
-    viewed = context == 1 or (normed and width == _FP32)
+        yield KeptTensor("q and k before the weight", 0 if fused else t * (q + kv) * _FP32, 0)
+    # v is a view of it, which Transformer Engine copies. Locally, context parallel copies v; then only k's
+    # norm may still look at it.
+    viewed = context == 1 or (normed and (width == _FP32 or shape.device == "cuda"))
     product = t * (q + 2 * kv) * width
-    yield KeptTensor("product q, k, v", product if viewed else 0, product)
+    yield KeptTensor("product q, k, v", product if viewed else 0, 0)
+    yield KeptTensor("v, as attention takes it", 0, t * kv * width)
     yield KeptTensor("cos and sin of q and of k", 4 * t * arch.head_dim * width, 0)
     yield KeptTensor("q after RoPE", t * q * width, t * q * width)
     if context == 1:
@@ -153,7 +160,8 @@ def kept(shape: Shape, stage: int, chunk: int, pack: PlannedPack) -> float:
         total += hidden
     if not shape.is_last(stage, chunk):
         return total + hidden
-    final = 2 * _FP32 / width * hidden if shape.layers == "local" else hidden
+    # The last norm's.
+    final = 2 * _FP32 / width * hidden if shape.layers == "local" and shape.device == "cpu" else hidden
     return total + final + _head_saved(shape, pack)
 
 
@@ -226,14 +234,16 @@ def _head_backward(shape: Shape, pack: PlannedPack) -> float:
     rows = pack.scored * arch.hidden_size
     # On CUDA bf16 logits go into the products.
     narrowed = 2 * _logits(shape, pack) if shape.device == "cuda" and width < _FP32 else 0
+    working = _chunk(shape, pack) + narrowed
+    if shape.kernels:
+        working = _chunk(shape, pack) + min(GRADIENT_BYTES, pack.scored * shape.vocab_rows * width)
     # Autograd gets zeros for the weight, whose gradient went to main_grad.
     zeros = shape.vocab_rows * arch.hidden_size * width
     whole = pack.tokens / shape.parallel.context * arch.hidden_size
     given = whole * width + (rows * width if width < _FP32 else 0)
     if shape.parallel.sequence:
         given = whole * _FP32 + between(shape, pack) * arch.hidden_size * (_FP32 + width)
-    most = max(_chunk(shape, pack) + narrowed, given + zeros)
-    return _gathered(shape, pack) + rows * _FP32 + most
+    return _gathered(shape, pack) + rows * _FP32 + max(working, given + zeros)
 
 
 def _logits(shape: Shape, pack: PlannedPack) -> float:
@@ -243,7 +253,12 @@ def _logits(shape: Shape, pack: PlannedPack) -> float:
 
 
 def _chunk(shape: Shape, pack: PlannedPack) -> float:
-    """Logits in fp32, scratch for two blocks of them, and what the products take."""
+    """Logits in fp32, scratch for two blocks of them, and what the products take. With kernels, what forward
+    leaves and takes."""
+    if shape.kernels:
+        return min(KEEP_BYTES, pack.scored * shape.vocab_rows * shape.width) + (
+            pack.scored * shape.arch.hidden_size * shape.width
+        )
     logits = _logits(shape, pack)
     chunk_rows = logits // shape.vocab_rows
     block = min(chunk_rows, max(1, BLOCK_LOGITS[shape.device] // shape.vocab_rows)) * shape.vocab_rows

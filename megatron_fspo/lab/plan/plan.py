@@ -170,6 +170,7 @@ def _shape(config: Config, arch: Architecture, world: int) -> Shape:
     """The run's shape; GPUs and Transformer Engine unless it says otherwise."""
     device = "cpu" if config.model.backend == "cpu" else "cuda"
     local = device == "cpu" or config.model.layers == "local"
+    kernels = device == "cuda" and config.model.dtype == "bfloat16" and config.model.head != "torch"
     return Shape(
         arch=arch,
         parallel=config.parallel,
@@ -179,6 +180,7 @@ def _shape(config: Config, arch: Architecture, world: int) -> Shape:
         device=device,  # type: ignore[arg-type]
         recompute=config.model.recompute == "full",
         fp8=config.fp8.recipe != "none",
+        kernels=kernels,
     )
 
 

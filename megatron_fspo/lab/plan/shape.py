@@ -48,6 +48,8 @@ class Shape:
     device: Literal["cpu", "cuda"]
     recompute: bool = False
     fp8: bool = False
+    kernels: bool = False
+    """Log-probs by :mod:`~megatron_fspo.parallel.triton_head`."""
 
     @property
     def width(self) -> int:

@@ -8,8 +8,9 @@ half of an update.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import uuid
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -50,7 +51,6 @@ def send_weights(
     for bucket in in_buckets(tensors):
         if servers and problem is None:
             problem = _attempt(loop, sender.send(servers, bucket))
-    sender.close()
     return problem or _attempt(loop, _finish(servers, version))
 
 
@@ -121,6 +121,9 @@ def in_buckets(
 class BroadcastSender:
     """Rank 0 of a group with all workers of all servers.
 
+    The group is kept from update to update, until other servers are asked for, one of them was restarted, or
+    something fails: then it is aborted, and the next update makes another.
+
     Args:
         kind: ``gloo`` (through the CPU) or ``nccl``.
         address: name or IP of this machine, as the servers see it. The group listens there, and nowhere else.
@@ -134,10 +137,14 @@ class BroadcastSender:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._answer_seconds = timeout_seconds + 10
         self._group: Any = None
+        self._members: dict[Server, dict[str, object]] = {}  # of the group, and what each was asked to join
+        atexit.register(self.close)  # a gloo group that is left then aborts the process now and then
 
     async def connect(self, servers: Sequence[Server]) -> None:
         """Prepare an update of these servers."""
-        self.close()
+        if list(self._members) == list(servers) and await self._complete():
+            return
+        await asyncio.to_thread(self.close)
         sizes = await asyncio.gather(*(_workers(server) for server in servers))
         address = self._address or _address_towards(servers)
         listener = listen(address)
@@ -153,31 +160,52 @@ class BroadcastSender:
         size = 1 + sum(sizes)
         group = {"master_address": address, "master_port": port, "world_size": size}
         group |= {"timeout_seconds": self._timeout.total_seconds()}
-        asked: list[Awaitable[object]] = [
-            server.post(
-                "/init_weight_transfer_engine",
-                {"init_info": group | {"rank_offset": offset}},
-                timeout=self._answer_seconds,
-            )
-            for server, offset in zip(servers, accumulate(sizes[:-1], initial=1), strict=True)
-        ]
+        offsets = accumulate(sizes[:-1], initial=1)
+        members = {
+            server: group | {"rank_offset": offset} for server, offset in zip(servers, offsets, strict=True)
+        }
         joining = asyncio.to_thread(self._join, store, 0, size, self._timeout, ip)
-        self._group, *_ = await asyncio.gather(joining, *asked)
+        self._group, _ = await asyncio.gather(joining, self._ask(members))
+        self._members = members
+
+    async def _complete(self) -> bool:
+        """Return True if every member is still in the group."""
+        try:
+            await self._ask(self._members, joined=True)
+        except ServerLost:
+            return False
+        return True
+
+    async def _ask(self, members: Mapping[Server, dict[str, object]], **more: object) -> None:
+        route, limit = "/init_weight_transfer_engine", self._answer_seconds
+        asked = {server: {"init_info": info | more} for server, info in members.items()}
+        await asyncio.gather(*(server.post(route, body, timeout=limit) for server, body in asked.items()))
 
     async def send(self, servers: Sequence[Server], bucket: Bucket) -> None:
-        """Have every worker load the tensors; returns when all have."""
+        """Have every worker load the tensors; returns when all have.
+
+        Raises:
+            ServerLost: one is lost, or late; the group is left.
+        """
         info = {
             "names": [name for name, _ in bucket],
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
             "shapes": [list(tensor.shape) for _, tensor in bucket],
         }
-        sending = asyncio.to_thread(_broadcast, self._group, self._device, bucket)
+        sending = asyncio.to_thread(_broadcast, self._group, self._device, bucket, self._timeout)
         loading = _all(servers, "/update_weights", {"update_info": info}, timeout=self._answer_seconds)
-        await asyncio.gather(sending, loading)
+        try:
+            await asyncio.gather(sending, loading)
+        except BaseException:
+            # Until then NCCL's kernel waits for who is lost, and what the GPU is asked to do next, for that.
+            await asyncio.to_thread(self.close)
+            raise
 
     def close(self) -> None:
-        # A gloo group that is still referenced at the interpreter's exit aborts it now and then.
-        self._group = None
+        """Leave the group; a broadcast that is under way ends."""
+        group, self._group, self._members = self._group, None, {}
+        if group is not None:
+            group.abort()
 
 
 async def _workers(server: Server) -> int:
@@ -197,11 +225,14 @@ def _address_towards(servers: Sequence[Server]) -> str:
         raise ServerLost(f"{url}: there is no way to it: {error.strerror or error}") from None
 
 
-def _broadcast(group: Any, device: torch.device, bucket: Bucket) -> None:
+def _broadcast(group: Any, device: torch.device, bucket: Bucket, timeout: timedelta) -> None:
     # The group is an argument: after a failure this thread may still wait while the sender joins another.
     for name, tensor in bucket:
+        sent = tensor.to(device).contiguous()  # held until it has arrived
         try:
-            group.broadcast([tensor.to(device).contiguous()], dist.BroadcastOptions()).wait()
+            # NCCL has a stream of its own, which begins when the current one is through. Only with a limit
+            # does this thread wait for it.
+            group.broadcast([sent], dist.BroadcastOptions()).wait(timeout)
         except RuntimeError as error:
             first = str(error).split(". ")[0]  # gloo's second sentence wishes good luck
             raise ServerLost(f"the broadcast of {name} failed: {first}") from error

@@ -27,15 +27,18 @@ GUARD = "megatron_fspo.rollout.server.inside.require_key.RequireKey"
 
 # Asks vLLM's own Python what is in its environment, without importing vLLM, which takes seconds.
 _PROBE = """
-from importlib.metadata import entry_points, version
+from importlib.metadata import distributions, entry_points, version
 import json
 plugins = [entry.name for entry in entry_points(group="vllm.general_plugins")]
-print(json.dumps({"version": version("vllm"), "plugin": "megatron_fspo" in plugins}))
+nccl = [package.version for package in distributions() if (package.name or "").startswith("nvidia-nccl-")]
+answer = {"version": version("vllm"), "plugin": "megatron_fspo" in plugins, "nccl": nccl[0] if nccl else None}
+print(json.dumps(answer))
 """
-# Variables of torchrun and of the trainer's Python. With the agent's store named in its environment, vLLM
-# would try to join the trainer's process group.
+# Variables of torchrun, and of the trainer's Python and memory. With the agent's store named in its
+# environment, vLLM would try to join the trainer's process group; memory that sleeps is in fixed segments.
 _NOT_FOR_VLLM = re.compile(
     r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|PYTHON(PATH|HOME)"
+    r"|PYTORCH_(CUDA_)?ALLOC_CONF"
 )
 
 
@@ -97,26 +100,28 @@ class Installation:
 
     program: Path
     version: str
+    nccl: str | None = None
+    """Version; None: its torch has not come with the package of it."""
 
     @property
     def on_cpu(self) -> bool:
         return "cpu" in self.version
 
 
-def find_vllm(options: ServerOptions) -> Installation:
-    """The program and its version.
+def find_vllm(program: str | None) -> Installation:
+    """The program, named as in :class:`ServerOptions`, and its versions.
 
     Raises:
         InputError: it is not there, or its environment lacks our plugin.
     """
-    named = options.program or os.environ.get("VLLM_BIN") or "vllm"
+    named = program or os.environ.get("VLLM_BIN") or "vllm"
     path = shutil.which(named)
     if path is None:
         raise InputError(f"vLLM: no program {named}; name one with --vllm or $VLLM_BIN, or `make vllm`")
-    program = Path(os.path.abspath(path))
-    python = program.parent / "python"  # not resolved: a link out of a virtual environment would leave it
+    vllm = Path(os.path.abspath(path))
+    python = vllm.parent / "python"  # not resolved: a link out of a virtual environment would leave it
     if not python.exists():
-        raise InputError(f"vLLM: {program} has no python beside it; name the program in vLLM's environment")
+        raise InputError(f"vLLM: {vllm} has no python beside it; name the program in vLLM's environment")
     probe = subprocess.run(
         [python, "-c", _PROBE], capture_output=True, text=True, env=environment(on_cpu=False)
     )
@@ -127,7 +132,7 @@ def find_vllm(options: ServerOptions) -> Installation:
     if not answer["plugin"]:
         install = f"{python} -m pip install --no-deps -e ."
         raise InputError(f"vLLM: {python} lacks our plugin; in a checkout run `{install}`")
-    return Installation(program, answer["version"])
+    return Installation(vllm, answer["version"], answer["nccl"])
 
 
 def check(options: ServerOptions, vllm: Installation) -> None:
@@ -202,7 +207,7 @@ def command(options: ServerOptions, vllm: Installation) -> list[str]:
 
 
 def environment(*, on_cpu: bool, gpus: Sequence[str] = ()) -> dict[str, str]:
-    """vLLM's environment: ours, VLLM_API_KEY included, without the variables of torchrun and our Python.
+    """vLLM's environment: ours, VLLM_API_KEY included, without those of torchrun, our Python and allocator.
 
     Args:
         on_cpu: the server runs on a CPU.

@@ -34,7 +34,7 @@ class ServerProcess:
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
-        self._vllm = find_vllm(options)
+        self._vllm = find_vllm(options.program)
         check(options, self._vllm)
         self._guard: subprocess.Popen[bytes] | None = None
         self._log_start = 0

@@ -96,6 +96,8 @@ class BroadcastInit(WeightTransferInitInfo):
     rank_offset: int
     """Rank of this server's first worker."""
     timeout_seconds: float = 300.0
+    joined: bool = False
+    """The worker is in that group already, or else that is an error."""
 
 
 @dataclass
@@ -129,6 +131,7 @@ class GlooTransfer(_CheckpointTransfer):
             rank=init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank,
             size=init_info.world_size,
             timeout=timedelta(seconds=init_info.timeout_seconds),
+            joined=init_info.joined,
         )
 
     def tensors(self, update_info: BroadcastUpdate) -> Iterator[tuple[str, Tensor]]:

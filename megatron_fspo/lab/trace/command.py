@@ -1,0 +1,168 @@
+"""``megatron-fspo plan --trace``: the step of one rank of a run, on GPUs that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fspo.config import Config
+from megatron_fspo.errors import InputError
+from megatron_fspo.lab.plan.plan import GIB, Given, make_plan
+from megatron_fspo.lab.plan.presets import find_model
+from megatron_fspo.lab.trace.request import Request
+
+_LINES = 12
+
+
+def traces(
+    requests: Iterable[Request], *, blackwell: bool = False, paths: Sequence[Path] = ()
+) -> Iterator[dict[str, Any]]:
+    """One trace for each request, in one process.
+
+    Args:
+        requests: asked for one by one.
+        blackwell: the GPUs are of that generation, which MXFP8 needs; otherwise Hopper.
+        paths: where modules are looked for first.
+
+    Raises:
+        InputError: there is no compiler, or torch is not a build for CUDA.
+    """
+    with tempfile.TemporaryDirectory() as folder, _process(Path(folder), blackwell, paths) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for request in requests:
+            process.stdin.write(json.dumps(asdict(request)) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            if not line:
+                raise InputError(f"the traced process ended: {(Path(folder) / 'stderr').read_text()[-2000:]}")
+            yield json.loads(line)
+
+
+@contextmanager
+def _process(folder: Path, blackwell: bool, paths: Sequence[Path]) -> Iterator[subprocess.Popen[str]]:
+    library = folder / "libcuda.so.1"
+    _compile(library)
+    environment = os.environ | {
+        "LD_PRELOAD": str(library),
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *sys.path]),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TRACE_GPU_GENERATION": "10" if blackwell else "9",
+    }
+    with (folder / "stderr").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_fspo.lab.trace.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def _compile(library: Path) -> None:
+    """Build the CUDA runtime that has no GPU."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise InputError("--trace compiles a small C file, and there is no cc, gcc or clang")
+    if torch.version.cuda is None:
+        raise InputError(f"--trace needs torch built for CUDA, and this is {torch.__version__}")
+    packages = Path(torch.__file__).parent.parent
+    places = [packages / "triton/backends/nvidia/include", *packages.glob("nvidia/cu*/include")]
+    places += [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
+    header = next((place for place in places if (place / "driver_types.h").exists()), None)
+    if header is None:
+        raise InputError("--trace needs CUDA's driver_types.h, which comes with triton: pip install triton")
+    source = Path(__file__).with_name("cuda.c")
+    flags = ["-w", "-O1", "-fPIC", "-shared", f"-I{header}", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([compiler, *flags, "-o", str(library), str(source)], check=True)
+
+
+def trace(config: Config, given: Given, *, model: str | None, rank: int, use_json: bool) -> str:
+    """The text to print.
+
+    Args:
+        config: of the run.
+        given: of the plan that the trace is compared with.
+        model: a preset or a folder; None: the run's checkpoint.
+        rank: the one that is traced.
+        use_json: JSON in place of tables.
+
+    Raises:
+        InputError: it cannot be traced here.
+    """
+    if not 0 <= rank < given.world:
+        raise InputError(f"--trace {rank}: there are ranks 0 to {given.world - 1}")
+    name = model or str(config.model.checkpoint)
+    stage = rank * config.parallel.pipeline // given.world
+    planned = make_plan(config, find_model(name), given).stages[stage]
+    request = Request(config=config.model_dump(mode="json"), model=name, world=given.world, rank=rank)
+    seen = next(traces([request], blackwell=config.fp8.recipe == "mxfp8"))
+    if seen["error"]:
+        raise InputError(f"the trace of rank {rank} ended: {seen['error']}")
+    seen["planned"] = sum(planned.always.values()) + sum(planned.phases["update"].values())
+    return json.dumps(seen) if use_json else _as_text(seen, rank, given.world)
+
+
+def _as_text(seen: dict[str, Any], rank: int, world: int) -> str:
+    count = seen["micro_batches"]
+    lines = [
+        f"rank {rank} of {world} without a GPU: no kernel ran; shapes, memory, messages and syncs are those "
+        f"of the run's own code. {count} micro-batches",
+        f"most in an update {seen['peaks']['update'] / GIB:.2f} GiB; planned {seen['planned'] / GIB:.2f} GiB",
+        "",
+        f"{'phase':<10}{'peak, GiB':>11}{'TFLOP':>9}{'launches':>10}{'syncs':>7}{'sent, GiB':>11}",
+    ]
+    syncs: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
+    for one in seen["syncs"]:
+        syncs[one["phase"]] += one["count"]
+    for one in seen["collectives"]:
+        sent[one["phase"]] += one["sent"]
+    for phase, peak in seen["peaks"].items():
+        flops, launches = seen["flops"].get(phase, 0) / 1e12, seen["launches"].get(phase, 0)
+        row = f"{phase:<10}{peak / GIB:>11.2f}{flops:>9.2f}{launches:>10}{syncs[phase]:>7}"
+        lines.append(f"{row}{sent[phase] / GIB:>11.3f}")
+    lines += ["", "held at the peak, GiB, by the line that made it"]
+    for one in seen["at_peak"][:_LINES]:
+        lines.append(f"{one['value'] / GIB:>8.3f}  {one['phase']}: {site(one)}")
+    lines += ["", "sent in old pass and updates, GiB, by group"]
+    groups: Counter[str] = Counter()
+    for one in seen["collectives"]:
+        if one["phase"] in ("old pass", "update"):
+            groups[f"{_group(one['ranks'], seen['groups'])}: {one['name'].strip('_')}"] += one["sent"]
+    lines += [f"{size / GIB:>8.3f}  {name}" for name, size in groups.most_common()]
+    lines += ["", "host syncs in old pass and updates"]
+    for one in sorted(seen["syncs"], key=lambda one: -one["count"]):
+        if one["phase"] in ("old pass", "update"):
+            lines.append(f"{one['count']:>8}  {one['phase']}: {one['kind']} at {site(one)}")
+    return "\n".join(lines)
+
+
+def site(one: dict[str, Any]) -> str:
+    """A line of the program."""
+    where = one["site"]
+    return f"{where['file']}:{where['line']} {where['function']}"
+
+
+def _group(ranks: list[int], groups: dict[str, list[int]]) -> str:
+    """The group's name, and the links it uses: a node has eight GPUs."""
+    names = [name for name, members in groups.items() if members == ranks]
+    inside = len({rank // 8 for rank in ranks}) == 1
+    return f"{names[0] if names else f'{len(ranks)} ranks'} {'in a node' if inside else 'between nodes'}"

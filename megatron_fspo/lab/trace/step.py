@@ -1,0 +1,248 @@
+"""One training step of one rank, through the trainer's own functions: build, load, packs, old pass, updates,
+weights for the servers, and memory lent to them."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_fspo.config import Config
+from megatron_fspo.lab.plan.presets import find_model
+from megatron_fspo.lab.trace.request import Request
+from megatron_fspo.lab.trace.watch import Watch
+from megatron_fspo.mcore import startup
+from megatron_fspo.mcore.backend import Backend
+from megatron_fspo.mcore.hf_weights import hf_tensors
+from megatron_fspo.mcore.model import layer_offset
+from megatron_fspo.mcore.offload import Offload
+from megatron_fspo.mcore.policy import Model, Policy
+from megatron_fspo.mcore.policy_loss import Scoring
+from megatron_fspo.packing.batch import padded_length
+from megatron_fspo.packing.pack import PackLayout, plan_step
+from megatron_fspo.parallel.control import Control, Patience
+from megatron_fspo.parallel.groups import ParallelGroups
+from megatron_fspo.record.log import RunLog
+from megatron_fspo.rollout.client.weights import in_buckets
+from megatron_fspo.trainer.begin import with_packs
+from megatron_fspo.trainer.build import Training
+from megatron_fspo.trainer.optimize import optimize
+from megatron_fspo.trainer.prepare import DTYPES, Inputs
+from megatron_fspo.trainer.rollout import Rollout, describe, layout_of, rollout_of
+from megatron_fspo.types import Completion, Prompt
+from megatron_fspo.weights import Architecture, load_into
+from megatron_fspo.weights.table import expected_hf_shapes
+
+MICRO_BATCHES = 2
+"""Of each optimizer step; there are two, as the optimizer has all of its state only after the first."""
+
+
+def take_step(request: Request, watch: Watch) -> dict[str, Any]:
+    """Take the step; ``watch`` sees it. Returns facts beside the trace: ``state``, bytes held between steps;
+    ``left``, those that stay while servers have the GPU; ``micro_batches`` and ``groups``."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.rank, world_size=request.world)
+    startup._control = Control(Patience(wait=60, silence=60))  # alone: no rank is waited for
+    fault: Any = nullcontext()
+    if request.fault is not None:
+        module, _, name = request.fault.partition(":")
+        fault = getattr(import_module(module), name)()
+    try:
+        with fault:
+            return _take(_shortened(Config.model_validate(request.config)), request, watch)
+    finally:
+        startup.stop()
+
+
+def _shortened(config: Config) -> Config:
+    """The configuration of a step with few micro-batches, which nothing ends."""
+    tree = config.model_dump()
+    tree["batch"] |= {"mini_batches": min(2, config.batch.mini_batches), "epochs": 1}
+    tree["optimizer"] |= {"max_kl": 1e30, "skip_norm_ratio": None}
+    tree["rollout"] |= {"mismatch_limit": 1e30}
+    return Config.model_validate(tree)
+
+
+def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
+    arch = find_model(request.model)
+    if request.layers is not None:
+        arch = replace(arch, num_layers=request.layers)
+    backend = Backend(
+        device=torch.device("cuda", 0),
+        collectives="nccl",
+        layers="local" if config.model.layers == "local" else "transformer_engine",
+        head=config.model.head,
+    )
+    groups = startup.start(backend, parallel=config.parallel, seed=config.run.seed)
+    layout = layout_of(config, arch, groups, backend.device)
+    rollout, tokens = _rollout(config, layout, groups)
+    # What other ranks tell: the shape of what a stage hands on, and the metrics of the last stage.
+    slices = config.parallel.tensor if config.parallel.sequence else 1
+    watch.incoming = {(torch.int64, (3,)): torch.tensor([tokens // slices, 1, arch.hidden_size])}
+    watch.totals = dict.fromkeys(("actor/ppo_kl", "fspo/kl_k3"), (0.0, 1.0))
+    with watch:
+        run = _training(config, arch, backend, groups, layout, watch)
+        with watch.phase("old pass"):
+            step = with_packs(run, rollout, {})
+        with watch.phase("update"):
+            optimize(run, step)
+        facts: dict[str, Any] = {"micro_batches": len(step.packs)}
+        del step
+        run.policy.zero_gradients()
+        with watch.phase("weights"):
+            _export(run.policy)
+        facts |= {"state": watch.trace.live}
+        if config.vllm.colocated:
+            memory = Offload(run.policy, *([run.reference] if run.reference else []))
+            with watch.phase("lend"):
+                memory.hold(weights=False, rest=False)
+                facts |= {"left": watch.trace.live}
+                memory.hold(weights=True, rest=True)
+    names = ("tp", "cp", "dp", "dp_cp", "pp")
+    return facts | {"groups": {name: dist.get_process_group_ranks(getattr(groups, name)) for name in names}}
+
+
+def _training(
+    config: Config,
+    arch: Architecture,
+    backend: Backend,
+    groups: ParallelGroups,
+    layout: PackLayout,
+    watch: Watch,
+) -> Training:
+    """A run as :func:`~megatron_fspo.trainer.build.build` makes it, without prompts, sampler and files."""
+    inputs = Inputs(
+        config=config,
+        backend=backend,
+        arch=arch,
+        tokenizer=None,
+        stop_token_ids=(),
+        train=(),
+        validation=(),
+        noise=None,
+    )
+    made: dict[str, Any] = {
+        "parallel": config.parallel,
+        "dtype": DTYPES[config.model.dtype],
+        "fp8": config.fp8,
+    }
+    policy = Policy(
+        arch,
+        backend,
+        groups,
+        optimizer=config.optimizer.over(config.optimizer_steps),
+        recompute=config.model.recompute == "full",
+        **made,
+    )
+    reference = Model(arch, backend, groups, **made) if config.loss.kl_coef else None
+    with watch.phase("load"):
+        for model in filter(None, (policy, reference)):
+            _load(model)
+    return Training(
+        inputs=inputs,
+        groups=groups,
+        policy=policy,
+        reference=reference,
+        engine=None,  # type: ignore[arg-type]
+        grader=None,
+        scoring=Scoring(
+            groups=groups,
+            vocab_size=arch.vocab_size,
+            temperature=config.rollout.temperature,
+            head=backend.head,
+        ),
+        layout=layout,
+        loss=config.loss.start(None, longest=config.rollout.max_response_tokens, updates=1),
+        norms=deque(maxlen=8),
+        skips_in_a_row=0,
+        queue=None,  # type: ignore[arg-type]
+        log=RunLog(config, writer=False, resume_step=None),
+        step=0,
+        resumed=False,
+        saved=-1,
+    )
+
+
+def _load(model: Model) -> None:
+    """Fill a model from a checkpoint of zeros."""
+    for chunk in model.chunks:
+        load_into(
+            chunk.named_parameters(),
+            _Zeros(model.arch),
+            model.arch,
+            tp_rank=model.groups.tp.rank(),
+            tp_size=model.groups.tp.size(),
+            padded_vocab=model.padded_vocab,
+            layer_offset=layer_offset(model.config, chunk),
+        )
+    model.weights_loaded()
+
+
+@dataclass
+class _Zeros:
+    """A checkpoint that takes no memory."""
+
+    arch: Architecture
+    folder: Path = Path("zeros")
+
+    def names(self) -> set[str]:
+        return set(expected_hf_shapes(self.arch))
+
+    def file(self, name: str) -> Path:
+        return self.folder
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return expected_hf_shapes(self.arch)[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.bfloat16
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
+        whole = torch.zeros((), dtype=torch.bfloat16).expand(self.shape(name))
+        return whole if slices is None else whole[slices]
+
+
+def _export(policy: Policy) -> None:
+    """What the sender of weights does, up to the sending."""
+    if policy.groups.dp_cp.rank() != 0:
+        return
+    named = [chunk.named_parameters() for chunk in policy.chunks]
+    for bucket in in_buckets(hf_tensors(policy, named)):
+        for _, tensor in bucket:
+            tensor.contiguous()
+        del bucket, tensor
+
+
+def _rollout(config: Config, layout: PackLayout, groups: ParallelGroups) -> tuple[Rollout, int]:
+    """Responses for full packs, each on the rank that trains on it; and a rank's tokens of a pack."""
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    context = layout.context_size
+    count, rest = divmod(layout.max_tokens or 0, padded_length(prompt + response, context))
+    lengths = [(prompt, response)] * count
+    if (short := max(1, rest * prompt // (prompt + response))) < rest - padded_length(1, context):
+        lengths.append((short, rest - rest % padded_length(1, context) - short))
+    in_pack = sum(padded_length(sum(pair), context) for pair in lengths) // context
+    lengths *= MICRO_BATCHES * layout.data_size * layout.count_multiple_of
+    plan, _ = plan_step([p for p, _ in lengths], [r for _, r in lengths], layout)
+    owner = {number: rank for rank, packs in enumerate(plan) for pack in packs for number in pack}
+    prompts, rows, held = [], [], {}
+    for number, (p, r) in enumerate(lengths * config.batch.mini_batches):
+        prompts.append(Prompt(index=number, text="", token_ids=(1,) * p, answer=""))
+        completion = Completion(
+            token_ids=[2] * r, log_probs=[0.0] * r, finish_reason="length", weight_version=0
+        )
+        rank = owner[number % len(lengths)]
+        rows.append((*describe(completion, rank), 1.0, 1.0))
+        if groups.first_of_copy and rank == layout.data_rank:
+            held[number] = completion
+    table = torch.tensor(rows, dtype=torch.float64)
+    advantages = torch.ones(len(rows), dtype=torch.float64)
+    tokens = in_pack + -in_pack % layout.multiple_of
+    return replace(rollout_of(prompts, 1, table, held), advantages=advantages), tokens

@@ -1,0 +1,57 @@
+"""Mistakes that a GPU would show are shown without one, and named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from checks import problems
+from lane import EXAMPLES, lane, request
+
+from megatron_fspo.cli import main
+
+COLOCATED = ("two_nodes.toml", "colocated.toml")
+# Rows that are whole blocks of FP8 only where a pack is padded to them.
+UNEVEN = {"layers": 4, "data__max_prompt_tokens": 1064, "batch__max_tokens": 4136}
+FAULTS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "host_mask": ("device", (), {}),
+    "item": ("item", (), {}),
+    "row_by_row": ("tolist", (), {}),
+    "pageable_copy": ("pageable copy", (), {}),
+    "all_reduce": ("collective", (), {}),
+    "logits": ("logits", (), {}),
+    "wrong_group": ("group", ("two_nodes.toml",), {"world": 16}),
+    "float64": ("float64", (), {}),
+    "read_early": ("early", (), {}),
+    "not_lent": ("lent", COLOCATED, {"world": 16}),
+    "short_rows": ("collective", ("fp8.toml",), UNEVEN),
+    "nonzero": ("nonzero", (), {}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named(fault: str) -> None:
+    kind, files, keys = FAULTS[fault]
+    asked = request(*files, fault=f"faults:{fault}", **keys)
+    named = problems(lane()(asked), asked)
+    assert any(line.startswith(f"{kind}:") for line in named), named
+
+
+def test_fp8_rows_of_any_pack_are_whole() -> None:
+    asked = request("fp8.toml", **UNEVEN)
+    assert problems(lane()(asked), asked) == []
+
+
+def test_the_command_traces_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["plan", "--config", str(EXAMPLES / "qwen3_8b/run.toml"), "--model", "smollm2-135m", "--nproc", "2"]
+    keys = ["--parallel.tensor", "1", "--parallel.sequence", "false", "--batch.max_tokens", "10240"]
+    assert main([*run, *keys, "--trace", "1", "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["flops"]["update"] > 3e13
+    assert seen["peaks"]["update"] == pytest.approx(seen["planned"], rel=0.05)
+    assert main([*run, *keys, "--trace", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "rank 0 of 2" in text and "dp_cp in a node: allreduce" in text
+    assert main([*run, *keys, "--trace", "2"]) == 2
+    assert "--trace 2" in capsys.readouterr().err

@@ -1,0 +1,63 @@
+"""The trainer's own step on GPUs that are not there: ``make test-fake-gpu``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from checks import problems
+from lane import OLDER, lane, request
+
+from megatron_fspo.losses import loss_sections
+
+CP = {"parallel__context": 2, "parallel__tensor": 2, "world": 16, "rank": 5}
+STAGES = {"parallel__pipeline": 2, "parallel__tensor": 4}
+VIRTUAL = STAGES | {"parallel__virtual_pipeline": 2, "layers": 4}
+# Logits of 1.7 GiB, more than the head keeps of them.
+ALONE = {"parallel__tensor": 1, "parallel__sequence": False, "world": 2}
+LONG = {"rollout__max_response_tokens": 6144, "batch__max_tokens": 7168}
+LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "TP": ((), {}),
+    "TP without SP": ((), {"parallel__sequence": False}),
+    "DP and overlap, colocated": (("two_nodes.toml", "colocated.toml"), {"world": 16, "rank": 9}),
+    "DP alone": ((), ALONE | LONG),
+    "CP, DP": (("two_nodes.toml",), CP),
+    "PP, first": ((), STAGES),
+    "PP, last": ((), STAGES | {"rank": 7}),
+    "VPP, first": ((), VIRTUAL | {"rank": 3}),
+    "VPP, last": ((), VIRTUAL | {"rank": 7}),
+    "recompute": ((), {"model__recompute": "full"}),
+    "reference": ((), {"loss__kl_coef": 0.01}),
+    "entropy": ((), {"loss__entropy_coef": 0.01}),
+    "head in torch": ((), {"model__head": "torch"}),
+    "local": ((), {"model__layers": "local"}),
+    "FP8 by block, colocated": (("two_nodes.toml", "fp8.toml", "colocated.toml"), {"layers": 4, "world": 16}),
+    "FP8 by tensor": (("fp8.toml",), {"fp8__recipe": "tensorwise", "layers": 4}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_does_what_the_tables_say(name: str) -> None:
+    files, keys = LAYOUTS[name]
+    asked = request(*files, **keys)
+    assert problems(lane()(asked), asked) == []
+
+
+@pytest.mark.skipif(not os.environ.get(OLDER), reason=f"{OLDER} names no folder: `make test-fake-gpu`")
+@pytest.mark.parametrize("name", ["TP", "CP, DP", "PP, last", "VPP, first", "FP8 by block, colocated"])
+def test_the_same_with_the_older_megatron(name: str) -> None:
+    files, keys = LAYOUTS[name]
+    asked = request(*files, **keys)
+    assert problems(lane(older=True)(asked), asked) == []
+
+
+def test_mxfp8_on_a_newer_gpu() -> None:
+    asked = request("fp8.toml", fp8__recipe="mxfp8", layers=4)
+    assert problems(lane(blackwell=True)(asked), asked) == []
+
+
+@pytest.mark.parametrize("loss", [section.model_fields["name"].default for section in loss_sections()])
+def test_every_loss(loss: str) -> None:
+    asked = request(loss=loss, layers=1)
+    assert problems(lane()(asked), asked) == []
