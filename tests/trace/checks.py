@@ -41,6 +41,9 @@ ALLOWED = [
     Sync("update", "record/records.py", "records", "tolist", _STEP, step=1),
     Sync("update", "parallel/groups.py", "any_rank", "item", "max_kl, and a norm that is not finite", step=2),
     Sync("update", "mcore/backend.py", "busy_seconds", "synchronize", "the time of a slow rank", step=2),
+    # Of megatron-core 0.16.
+    Sync("update", "distributed/finalize_model_grads.py", "finalize_model_grads", "item", _STEP, step=2),
+    Sync("update", "optimizer/clip_grads.py", "get_grad_norm_fp32", "item", _STEP, step=1),
     Sync("old pass", "mcore/nonfinite.py", "suspects_of", "tolist", _PASS, step=1),
     Sync("old pass", "parallel/groups.py", "sum_metrics", "tolist", _PASS, step=1),
     Sync("old pass", "trainer/begin.py", "make_alarm", "pageable copy", _PASS, step=1),

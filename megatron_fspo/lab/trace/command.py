@@ -117,10 +117,10 @@ def trace(config: Config, given: Given, *, model: str | None, rank: int, use_jso
     if seen["error"]:
         raise InputError(f"the trace of rank {rank} ended: {seen['error']}")
     seen["planned"] = sum(planned.always.values()) + sum(planned.phases["update"].values())
-    return json.dumps(seen) if use_json else _as_text(seen, rank, given.world)
+    return json.dumps(seen) if use_json else as_text(seen, rank, given.world)
 
 
-def _as_text(seen: dict[str, Any], rank: int, world: int) -> str:
+def as_text(seen: dict[str, Any], rank: int, world: int) -> str:
     count = seen["micro_batches"]
     lines = [
         f"rank {rank} of {world} without a GPU: no kernel ran; shapes, memory, messages and syncs are those "
