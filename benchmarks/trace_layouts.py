@@ -1,6 +1,6 @@
 """The step of every shipped layout, taken by the trainer's own code without a GPU, beside ``plan``.
 
-    make .venv312-te/.ready && .venv312-te/bin/python benchmarks/trace_layouts.py
+    .venv312-te/bin/python benchmarks/trace_layouts.py     # as make test-fake-gpu installs it
 
 Qwen3-8B, 1.7B and 32B with all their layers, a rank of each pipeline stage that differs; half a minute each.
 docs/plan.md has the table, docs/without_a_gpu.md what it proves.
@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from machine import ROOT, machine
+from machine import ROOT, machine, options_of
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.plan.plan import Given, make_plan
 from megatron_fspo.lab.plan.presets import find_model
@@ -43,6 +43,7 @@ CASES: Mapping[str, tuple[str, str, int, int, dict[str, str]]] = {
 
 def main() -> None:
     """Trace them all, and write the results."""
+    options_of(__doc__).parse_args()
     configs, requests = {}, []
     for name, (files, model, world, rank, keys) in CASES.items():
         paths = [(ROOT / "examples/qwen3_8b" / f"{file}.toml").resolve() for file in files.split()]

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(__file__).with_name("plan.md")
 FILES = [ROOT / "examples/qwen3_8b" / name for name in ("run.toml", "four_nodes.toml")]
 RESULTS = ROOT / "benchmarks/results/plan_memory.json"
+TRACES = ROOT / "benchmarks/results/trace_layouts.json"
 GPUS = (64, 128, 256, 512, 1024)
 LARGE = {
     "qwen3-32b": "--parallel.tensor 8",
@@ -54,11 +55,12 @@ names, or one with `vllm.discovery`.
 |---|---|---|
 | parameters, gradients, optimizer | shapes from [the weights' table](../megatron_fspo/weights/table.py), cut by the layout, laid out as Megatron's buffers with their padding; fp32 gradients and moments, fp32 masters in bf16 | equal to what real ranks hold |
 | checkpoint | the same tensors once, the vocabulary padded | equal to a saved one |
-| activations | tensor by tensor, below; times the micro-batches that a stage has under way | within 10%, local layers |
+| activations | tensor by tensor, below; times the micro-batches that a stage has under way | within 10% on a CPU, local layers; on GPUs by [traces](#beside-the-step-without-a-gpu) |
 | on top | the largest of: a layer's backward, the head's forward and backward, the embedding's backward (a tied table has two gradients and their sum) | within 10%, local layers |
 | KV cache of the embedded engine | `rollout.max_batch` rows, all as long as the longest | equal |
 | weights on their way to servers | a bucket of 256 MiB, and the next parameter in parts and whole | within 10% |
-| vLLM's servers; FP8 copies of weights | from reading | no |
+| FP8 copies of weights | one byte a value, by row and by column | by traces |
+| vLLM's servers | from reading | no |
 | `--reserve`: CUDA, NCCL, workspaces, fragments | a guess | no |
 
 The update, sampling by the embedded engine and sending weights do not come together: the total is what is held
@@ -67,9 +69,9 @@ collective allocates for itself is in the reserve.
 
 ## Activations of a layer
 
-KiB per token of one layer of Qwen3-8B in bf16 on one rank. The column of local layers is measured on a CPU; that of
-**Transformer Engine, which runs on GPUs, is from reading its modules and was not measured**, nor was a mixture
-of experts in either.
+KiB per token of one layer of Qwen3-8B in bf16 on one rank with a GPU: what modules of Megatron and Transformer Engine keep in a
+[trace](without_a_gpu.md), not on a GPU. On a CPU, where norms are no single kernels, local layers keep twice as much. A mixture of
+experts is from reading.
 
 | | local | Transformer Engine |
 |---|---|---|
@@ -89,6 +91,17 @@ optimizer, checkpoint and KV cache of small models for equality.
 | model | layout | held, MiB | planned | peak, MiB | planned | worst rank, held | peak |
 |---|---|---|---|---|---|---|---|
 {measured}
+
+## Beside the step without a GPU
+
+`python benchmarks/trace_layouts.py` has the trainer's own code take the step of each shipped layout [without a GPU](without_a_gpu.md),
+with all layers ([results](../benchmarks/results/trace_layouts.json)). Most that a rank holds in an update, beside the plan; then per
+micro-batch of an update arithmetic, operations that are no views, and waits of the host (those once an optimizer step shared out over
+its two micro-batches here); and what a rank sends in an optimizer step.
+
+| layout | traced, GiB | planned | difference | TFLOP | operations | waits | sent, GiB |
+|---|---|---|---|---|---|---|---|
+{traced}
 
 ## Times
 
@@ -118,6 +131,7 @@ def render() -> str:
         sample=text,
         tensors="\n".join(_tensors()),
         measured="\n".join(_measured(row) for row in rows),
+        traced="\n".join(_traced()),
         large="\n".join(_large()),
     )
 
@@ -143,6 +157,14 @@ def _measured(row: dict[str, float]) -> str:
     cells = [f"{size:,.1f}" for size in sizes]
     ratios = [f"{row[f'{name}_worst_ratio']:.3f}" for name in ("held", "peak")]
     return "| " + " | ".join([str(row["model"]), str(row["layout"]), *cells, *ratios]) + " |"
+
+
+def _traced() -> Iterator[str]:
+    for name, row in json.loads(TRACES.read_text(encoding="utf-8"))["rows"].items():
+        peak, planned = row["peak"] / GIB, row["planned"] / GIB
+        cells = [name, f"{peak:.2f}", f"{planned:.2f}", f"{planned / peak - 1:+.1%}"]
+        cells += [f"{row['flops'] / 1e12:.1f}", f"{row['launches']:,.0f}", f"{row['syncs']:g}"]
+        yield f"| {' | '.join(cells)} | {row['sent'] / GIB:.2f} |"
 
 
 def _large() -> Iterator[str]:

@@ -1,10 +1,10 @@
 """Activations: the tensors that a micro-batch leaves for backward, and the peak of an optimizer step.
 
-Two columns. ``local`` is what our layers on Megatron's local specification save; it is measured, by
-``benchmarks/plan_memory.py`` and ``tests/plan``. ``transformer_engine`` is from reading its modules (fused
-norm and product, fused RoPE and SwiGLU, flash attention, which saves q, k, v, its output and a log-sum-exp
-per row); it was not measured. Experts were measured in neither. The log-prob head has the chunks of
-:mod:`megatron_fspo.parallel.head`, or its kernels, which no GPU has run.
+Two columns. ``local`` is what our layers on Megatron's local specification save: on a CPU measured, by
+``benchmarks/plan_memory.py`` and ``tests/plan``; on a GPU, where norms are single kernels, compared with
+traces (``benchmarks/trace_layouts.py``). So is ``transformer_engine``: fused norm and product, fused RoPE and
+SwiGLU, attention, which saves q, k, v, its output and a log-sum-exp per row. Experts are in neither. The
+log-prob head has the chunks of :mod:`megatron_fspo.parallel.head`, or its kernels, which no GPU has run.
 
 Packs differ; a plan takes a full one. Under full recompute a layer keeps its input alone, and one layer at a
 time is whole.

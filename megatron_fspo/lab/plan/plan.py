@@ -297,6 +297,6 @@ def _notes(config: Config, shape: Shape, given: Given) -> list[str]:
         notes.append("what moves between GPU and host from turn to turn is not in the time of a step")
     if shape.arch.experts is not None:
         notes.append("`train` refuses mixtures of experts so far; this is what one would take")
-    if shape.layers == "transformer_engine":
-        notes.append("activations of Transformer Engine are from reading its modules, not measured")
+    if shape.device == "cuda":
+        notes.append("activations are those of traces without a GPU (--trace), not measured on one")
     return notes
