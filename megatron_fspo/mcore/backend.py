@@ -37,7 +37,7 @@ from torch.utils._device import _device_constructors
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.engine import engine_problem
 from megatron_fspo.mcore.layers import local_block_spec
-from megatron_fspo.parallel.head import HeadKind, triton_problem
+from megatron_fspo.parallel.head import HeadKind, tried, triton_problem
 
 CUDA_ENVIRONMENT = {
     # Kernels begin in the order in which they were asked for: a collective before the matrix product that is
@@ -177,10 +177,14 @@ def check_dtype(backend: Backend, dtype: torch.dtype) -> None:
 def check_head(backend: Backend, dtype: torch.dtype) -> str | None:
     """Return what to say where ``model.head`` = auto leaves a GPU without the kernels; None otherwise.
 
+    The kernels are tried on a small problem.
+
     Raises:
         InputError: they were asked for and do not run here.
     """
     problem = triton_problem(backend.device, dtype)
+    if problem is None and backend.head != "torch":
+        problem = tried(backend.device)
     if backend.head == "triton" and problem is not None:
         raise InputError(f"model.head = triton, but {problem}: set model.head = auto, or torch")
     if backend.head != "auto" or problem is None or backend.device.type == "cpu":

@@ -130,6 +130,42 @@ def triton_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if importlib.util.find_spec("triton") else "there is no package triton"
 
 
+def tried(device: torch.device) -> str | None:
+    """What is wrong with the kernels on this device, after a small problem; None if nothing is."""
+    from megatron_fspo.parallel import triton_head
+
+    made = torch.Generator(device).manual_seed(1)
+    n, hidden, width = 150, 128, 520
+    states, weight = (
+        (3 * torch.randn(size, hidden, generator=made, device=device) / hidden**0.5).bfloat16()
+        for size in (n, width)
+    )
+    columns = torch.arange(n, device=device) * 7 % width
+    logits = states.float() @ weight.float().t()
+    want = logits.log_softmax(-1)
+    slope = torch.nn.functional.one_hot(columns, width) - want.exp()
+    sums = torch.zeros_like(states, dtype=torch.float32), torch.zeros_like(weight, dtype=torch.float32)
+    try:
+        table, *kept = triton_head.statistics(states, weight, columns, 1.0, n * width)
+        top, total, _, target = _merge(table)
+        got = target - top - total.log()
+        stats = torch.stack(
+            [top, total, torch.zeros_like(top), got, torch.ones_like(top), torch.zeros_like(top)]
+        )
+        rows = torch.arange(n, device=device)
+        triton_head.add_gradients(
+            *sums, states, weight, columns, stats, rows, *kept, temperature=1.0, block_bytes=1 << 20
+        )
+    except Exception as error:
+        return f"failed on this GPU ({type(error).__name__}: {str(error).splitlines()[0]})"
+    wanted = want.gather(1, columns[:, None])[:, 0], slope @ weight.float(), slope.t() @ states.float()
+    for what, a, b in zip(("log-probs", "d hidden", "d weight"), (got, *sums), wanted, strict=True):
+        gap = float((a - b).norm() / b.norm())
+        if not gap < 1e-2:
+            return f"give {what} on this GPU that differ from torch's by {gap:.2g} of their norm"
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Head:
     """The constants of a call. This rank has the ids from first to first + width (may be 0)."""

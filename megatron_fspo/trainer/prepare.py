@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,8 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     head: str | None = None
     if backend is not None:
         if not elsewhere:
-            head = attempt(lambda: check_head(backend, DTYPES[config.model.dtype]))
+            head = attempt(partial(check_head, backend, DTYPES[config.model.dtype]))
+            backend = replace(backend, head="torch") if head else backend
         attempt(lambda: check_dtype(backend, DTYPES[config.model.dtype]))
         if config.rollout.engine == "vllm":
             keys = ("rollout", "evaluation")

@@ -113,6 +113,7 @@ def test_the_head_falls_back_in_words_or_not_at_all(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
 
+    monkeypatch.setattr("megatron_fspo.mcore.backend.tried", lambda device: None)
     machine((9, 0), "triton")
     assert [check_head(on_gpu(head), torch.bfloat16) for head in ("auto", "torch", "triton")] == [None] * 3
     assert check_head(on_gpu("torch"), torch.float32) is None
@@ -125,6 +126,12 @@ def test_the_head_falls_back_in_words_or_not_at_all(monkeypatch: pytest.MonkeyPa
         assert "chunks in torch" in (check_head(on_gpu("auto"), dtype) or "")
         with pytest.raises(InputError, match=r"model\.head = triton"):
             check_head(on_gpu("triton"), dtype)
+    machine((9, 0), "triton")
+    monkeypatch.setattr("megatron_fspo.mcore.backend.tried", lambda device: "give other numbers")
+    assert check_head(on_gpu("torch"), torch.bfloat16) is None
+    assert "give other numbers" in (check_head(on_gpu("auto"), torch.bfloat16) or "")
+    with pytest.raises(InputError, match="give other numbers"):
+        check_head(on_gpu("triton"), torch.bfloat16)
 
 
 CONNECTIONS, ALLOCATOR, OLDER = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"

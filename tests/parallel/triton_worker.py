@@ -149,7 +149,20 @@ def check_training(checkpoint: Path) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+def check_tried() -> None:
+    """What ``auto`` tries before it takes them."""
+    device = torch.device("cpu")
+    assert head.tried(device) is None
+    factors = triton_head._factors
+    with mock.patch.object(triton_head, "_factors", lambda *given: 1.05 * factors(*given)):
+        assert "d hidden" in (head.tried(device) or "")
+    with mock.patch.object(triton_head, "statistics", side_effect=RuntimeError("no image for this GPU")):
+        assert "no image for this GPU" in (head.tried(device) or "")
+
+
 def main() -> None:
+    if os.environ["WORLD_SIZE"] == "1":
+        check_tried()
     check_training(Path(sys.argv[1]))
     dist.init_process_group("gloo")
     with (
