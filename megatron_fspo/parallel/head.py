@@ -110,9 +110,7 @@ def linear_log_probs(
         sequence_parallel=sequence_parallel and tp > 1,
         chunk_tokens=chunk_tokens,
         kernels=kind == "triton" or (kind == "auto" and triton_problem(hidden.device, hidden.dtype) is None),
-        keep_bytes=KEEP_BYTES
-        if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        else 0,
+        keep_bytes=KEEP_BYTES * (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)),
     )
     apply: Any = _LinearLogProbs.apply
     log_probs, entropy = apply(hidden, weight, rows, labels[rows], head)
@@ -136,32 +134,25 @@ def tried(device: torch.device) -> str | None:
 
     made = torch.Generator(device).manual_seed(1)
     n, hidden, width = 150, 128, 520
-    states, weight = (
-        (3 * torch.randn(size, hidden, generator=made, device=device) / hidden**0.5).bfloat16()
-        for size in (n, width)
-    )
-    columns = torch.arange(n, device=device) * 7 % width
-    logits = states.float() @ weight.float().t()
-    want = logits.log_softmax(-1)
+    states = torch.randn(n, hidden, generator=made, device=device).bfloat16()
+    weight = torch.randn(width, hidden, generator=made, device=device).mul_(0.3).bfloat16()
+    rows = torch.arange(n, device=device)
+    columns = rows * 7 % width
+    want = (states.float() @ weight.float().t()).log_softmax(-1)
     slope = torch.nn.functional.one_hot(columns, width) - want.exp()
     sums = torch.zeros_like(states, dtype=torch.float32), torch.zeros_like(weight, dtype=torch.float32)
     try:
         table, *kept = triton_head.statistics(states, weight, columns, 1.0, n * width)
         top, total, _, target = _merge(table)
         got = target - top - total.log()
-        stats = torch.stack(
-            [top, total, torch.zeros_like(top), got, torch.ones_like(top), torch.zeros_like(top)]
-        )
-        rows = torch.arange(n, device=device)
-        triton_head.add_gradients(
-            *sums, states, weight, columns, stats, rows, *kept, temperature=1.0, block_bytes=1 << 20
-        )
+        stats = torch.stack([top, total, 0 * top, got, 1 + 0 * top, 0 * top])
+        given = (states, weight, columns, stats, rows, *kept)
+        triton_head.add_gradients(*sums, *given, temperature=1.0, block_bytes=1 << 20)
     except Exception as error:
         return f"failed on this GPU ({type(error).__name__}: {str(error).splitlines()[0]})"
-    wanted = want.gather(1, columns[:, None])[:, 0], slope @ weight.float(), slope.t() @ states.float()
+    wanted = want[rows, columns], slope @ weight.float(), slope.t() @ states.float()
     for what, a, b in zip(("log-probs", "d hidden", "d weight"), (got, *sums), wanted, strict=True):
-        gap = float((a - b).norm() / b.norm())
-        if not gap < 1e-2:
+        if not (gap := float((a - b).norm() / b.norm())) < 1e-2:
             return f"give {what} on this GPU that differ from torch's by {gap:.2g} of their norm"
     return None
 
