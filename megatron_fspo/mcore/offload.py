@@ -49,7 +49,7 @@ class Lendable:
             storage = tensor.untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in skipped:
                 tensors[storage.data_ptr()] = tensor
-        cuda = any(tensor.is_cuda for tensor in tensors.values())
+        cuda = any(tensor.device.type == "cuda" for tensor in tensors.values())
         sizes = [tensor.untyped_storage().nbytes() for tensor in tensors.values()]
         *places, total = starts(sizes)
         if self._kept and total > len(self._host):

@@ -21,7 +21,8 @@ def main() -> None:
     }
     names = [name for name, value in public.items() if callable(value) and name not in enums]
     found = {"enums": enums, "names": names}
-    Path(__file__).with_name("tex.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    target = Path(__file__).parents[3] / "megatron_fspo/lab/trace/tex.json"
+    target.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_KNOWN = json.loads(Path(__file__).with_name("tex.json").read_text(encoding="utf-8"))
+_NAMES = Path(__file__).parents[3] / "megatron_fspo/lab/trace/tex.json"
+_KNOWN = json.loads(_NAMES.read_text(encoding="utf-8"))
 _DTYPES = {4: torch.float32, 5: torch.float16, 6: torch.bfloat16}
 _THD, _SBHD = (_KNOWN["enums"]["NVTE_QKV_Format"][f"NVTE_{name}"] for name in ("THD", "SBHD"))
 
