@@ -114,7 +114,7 @@ rewards, evaluation and checkpoints are not in it. Use them to compare layouts, 
 
 `python docs/make_plan.py`: the configurations [run.toml](../examples/qwen3_8b/run.toml) and
 [four_nodes.toml](../examples/qwen3_8b/four_nodes.toml) with 1,024 prompts a step. Half of the GPUs train, the others
-sample; 80 GiB, 6 of them in reserve. `train` refuses mixtures of experts so far: the second is what one would take.
+sample; 80 GiB, 6 of them in reserve.
 
 | model | GPUs | layout of those that train | worst rank, GiB | fits 74 | checkpoint, GiB | rollout, s (estimate) | old pass | update | sync |
 |---|---|---|---|---|---|---|---|---|---|

@@ -50,33 +50,52 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+_SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def _write(folder: Path, seed: int, model_type: str, **more: Any) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **_SIZES, **more)).float()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" in key:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def random_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Random little Qwen3 checkpoints, tied and untied; an odd vocabulary; head_dim ≠ hidden / heads."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {
+        name: _write(folder / name, len(name), "qwen3", tie_word_embeddings=tied)
+        for name, tied in (("tied", True), ("untied", False))
+    }
 
-    folders = {}
-    for name, tied in (("tied", True), ("untied", False)):
-        torch.manual_seed(len(name))
-        config = Qwen3Config(
-            vocab_size=37,
-            hidden_size=48,
-            intermediate_size=112,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=20,
-            rms_norm_eps=1e-6,
-            tie_word_embeddings=tied,
-            max_position_embeddings=128,
-            initializer_range=0.15,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+
+@pytest.fixture(scope="session")
+def moe_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same of Qwen3-MoE: weights of a token's experts normalised, and, with a tied head, not."""
+    folder = tmp_path_factory.mktemp("experts")
+    return {
+        name: _write(
+            folder / name, 1, "qwen3_moe", tie_word_embeddings=raw, norm_topk_prob=not raw, **_EXPERTS
         )
-        model = Qwen3ForCausalLM(config).float()
-        with torch.no_grad():
-            for key, parameter in model.named_parameters():
-                if "norm" in key:
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
-        folders[name] = tmp_path_factory.mktemp("checkpoints") / name
-        model.save_pretrained(folders[name])
-    return folders
+        for name, raw in (("moe", False), ("moe_raw", True))
+    }

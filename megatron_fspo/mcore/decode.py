@@ -5,7 +5,8 @@ this: all rows prefill as many tokens as the shortest prompt has; from there on,
 is fed its next prompt token in place of a sampled one. No padding, no attention mask, exact positions.
 
 All ranks of one model copy step together: tensor ranks each with their heads, pipeline stages one after the
-other, context-parallel ranks each the whole row. Made for small models, tests and the demo.
+other, context-parallel ranks each the whole row. Under expert parallel data-parallel ranks do, too: a row may
+need the experts of any. Made for small models, tests and the demo.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_fspo.mcore.layers import SDPACoreAttention
-from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
+from megatron_fspo.parallel.groups import ParallelGroups, any_rank, of_first_rank
 
 # Where Megatron keeps the flag that splits activations over tensor ranks.
 _SEQUENCE_PARALLEL_FLAGS = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
@@ -42,6 +43,7 @@ class Decoder:
         self._chunks = list(chunks)
         self._pipeline = groups.pp
         self._sharers = (groups.tp, groups.cp, groups.pp)
+        self._shares_experts = groups.ep.size() > 1
         self._vocab_size = vocab_size
         self._settings = list(_settings(self._chunks))
         self._context: StaticInferenceContext | None = None
@@ -78,6 +80,22 @@ class Decoder:
         Returns:
             logits [rows, vocab_size] of the token that follows, fp32, the same on every rank.
         """
+        self._one_has_tokens(True)
+        return self._step(tokens)
+
+    def finish(self) -> None:
+        """Lend the experts of this rank to others until all have come here. Collective; not in a session."""
+        while self._one_has_tokens(False):
+            with self.session(rows=1, max_tokens=1):
+                self._step([[0]])
+
+    def _one_has_tokens(self, mine: bool) -> bool:
+        """Return True if there is a step to take: on any rank, where ranks share experts."""
+        if not self._shares_experts:
+            return mine
+        return any_rank(mine, device=next(self._chunks[0].parameters()).device)
+
+    def _step(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         context = self._context
         assert context is not None, "feed() outside session()"
         parameter = next(self._chunks[0].parameters())

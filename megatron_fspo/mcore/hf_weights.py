@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fspo.mcore.model import layer_offset
+from megatron_fspo.mcore.model import expert_offset, is_expert, layer_offset
 from megatron_fspo.mcore.policy import Model
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.weights import (
@@ -41,7 +42,7 @@ def load_hf(model: Model, checkpoint: Path) -> None:
             tp_size=groups.tp.size(),
             padded_vocab=model.padded_vocab,
             layer_offset=layer_offset(model.config, chunk),
-            expert_offset=groups.ep.rank() * arch.num_experts // groups.ep.size(),
+            expert_offset=expert_offset(arch, groups.ep),
         )
     groups.control.meet(f"{checkpoint} to be read")
     stage = gather_lists(loaded, group=groups.ep)
@@ -55,26 +56,22 @@ def export_hf(model: Model, out: Path, *, source: Path) -> None:
     Collective: every rank calls it; rank 0 writes, one tensor in memory at a time, and appears at ``out``
     only when complete.
     """
-    groups = model.groups
-    # One copy of the model is enough: data and context parallel ranks hold the same weights.
-    if groups.dp_cp.rank() == 0:
-        named = [list(chunk.named_parameters()) for chunk in model.chunks]
-        tensors = ((name, tensor.cpu()) for name, tensor in hf_tensors(model, named))
-        if dist.get_rank() == 0:
-            names = {"tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep", "data": "dp"}
-            sizes = {name: getattr(groups, group).size() for name, group in names.items()}
-            write_hf_checkpoint(out, tensors, source, layout=sizes)
-        else:
-            for _ in tensors:
-                pass
-    groups.control.meet(f"{out} to be written")
+    named = [chunk.named_parameters() for chunk in model.chunks]
+    tensors = ((name, tensor.cpu()) for name, tensor in hf_tensors(model, named))
+    if dist.get_rank() == 0:
+        names = {"tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep", "data": "dp"}
+        sizes = {name: getattr(model.groups, group).size() for name, group in names.items()}
+        write_hf_checkpoint(out, tensors, source, layout=sizes)
+    else:
+        for _ in tensors:
+            pass
+    model.groups.control.meet(f"{out} to be written")
 
 
 def hf_tensors(model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors under their Hugging Face names, on the first rank of tensor and pipeline parallel.
+    """The model's tensors under their Hugging Face names, on the first rank of the job.
 
-    Collective over tensor and pipeline parallel, so every rank of one model copy runs it to its end; the
-    others get nothing.
+    Collective: every rank runs it to its end; the others get nothing.
 
     The tensors are on the model's device, so that an NCCL sender need not bring them back there.
 
@@ -83,16 +80,19 @@ def hf_tensors(model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]) -> I
         named: per chunk, the (Megatron name, tensor) pairs to export: parameters, or their gradients.
     """
     groups = model.groups
-    mine = _stage_tensors(model, named)
-    # The ranks of this copy of the model, without those with other tokens. Megatron's order: a pipeline stage
-    # is a run of ranks, and its like in the next a whole stage further.
-    stages, tp = (dist.get_process_group_ranks(group) for group in (groups.pp, groups.tp))
-    copy = sorted(rank - dist.get_rank() + at for rank in tp for at in stages)
+    # One copy of the model is enough. Megatron's order: a pipeline stage is a run of ranks; the first of it
+    # have the parts of its matrices, or its experts.
+    stage_size = dist.get_world_size() // groups.pp.size()
+    place, places = dist.get_rank() % stage_size, max(groups.tp.size(), groups.ep.size())
+    if place >= places:
+        return
+    mine = _stage_tensors(model, named, place)
+    copy = [stage * stage_size + at for stage in range(groups.pp.size()) for at in range(places)]
     for stage in range(groups.pp.size()):
         # Whoever takes the tensors may take its time, on a slow disk; in a collective ranks wait for the next
         # tensor only.
         groups.control.meet(f"the weights of pipeline stage {stage} to be wanted", copy)
-        if groups.tp.rank() == 0:
+        if place == 0:
             yield from _from_stage(mine, stage, groups.pp, model.backend.device)
         elif stage == groups.pp.rank():
             for _ in mine:
@@ -100,10 +100,10 @@ def hf_tensors(model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]) -> I
 
 
 def _stage_tensors(
-    model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]
+    model: Model, named: Sequence[Iterable[tuple[str, Tensor]]], place: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """This pipeline stage's tensors, on its first tensor-parallel rank."""
-    group = model.groups.tp
+    """This pipeline stage's tensors, on its first rank; ``place`` is this rank's among those of the stage."""
+    group, experts = model.groups.tp, model.groups.ep
     first = dist.get_process_group_ranks(group)[0]
 
     def gather(shard: Tensor) -> list[Tensor] | None:
@@ -114,9 +114,22 @@ def _stage_tensors(
         dist.gather(shard, shards, dst=first, group=group)
         return shards
 
+    def fetch(source: int, mine: Tensor) -> list[Tensor] | None:
+        expert = mine.contiguous() if experts.rank() == source else torch.empty_like(mine)
+        if source > 0:
+            dist.broadcast(expert, src=dist.get_process_group_ranks(experts)[source], group=experts)
+        return [expert] if experts.rank() == 0 else None
+
     for chunk, parameters in zip(model.chunks, named, strict=True):
         offset = layer_offset(model.config, chunk)
-        yield from iterate_hf_tensors(parameters, model.arch, gather, offset)
+        for name, parameter in parameters:
+            one = [(name, parameter)]
+            if not is_expert(name) and place < group.size():
+                yield from iterate_hf_tensors(one, model.arch, gather, offset)
+            elif is_expert(name) and place < experts.size():
+                for source in range(experts.size()):  # an expert at a time: a rank may have many
+                    before = source * model.arch.num_experts // experts.size()
+                    yield from iterate_hf_tensors(one, model.arch, partial(fetch, source), offset, before)
 
 
 def _from_stage(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -156,6 +157,16 @@ def layer_offset(config: TransformerConfig, chunk: GPTModel) -> int:
     return int(get_transformer_layer_offset(config, chunk.vp_stage))
 
 
+def expert_offset(arch: Architecture, group: dist.ProcessGroup) -> int:
+    """Experts of a layer before those of this rank of expert parallel."""
+    return group.rank() * arch.num_experts // group.size()
+
+
+def is_expert(name: str) -> bool:
+    """Return True for a parameter of an expert, by Megatron's name."""
+    return ".experts." in name
+
+
 def wrap_for_training(
     modules: Sequence[Module], config: TransformerConfig, parallel: Parallel
 ) -> list[DistributedDataParallel]:
@@ -166,6 +177,13 @@ def wrap_for_training(
         config: Megatron's, of the model.
         parallel: overlap and distributed optimizer.
     """
+    # Buffers and optimizer of such parameters are over the ranks that hold the same experts. Megatron 0.16
+    # marks them with expert parallel only: without, tensor-parallel ranks, each with other tokens, would keep
+    # their own part of an expert's gradient.
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if is_expert(name):
+                vars(parameter)["allreduce"] = False
     # Transformer Engine's layers add weight gradients straight into ``main_grad``. Megatron's own flag for it
     # would ask for apex, as the embedding and the head are its own layers.
     for layer in (layer for module in modules for layer in module.modules()):

@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_fspo.mcore.model import is_expert
 from megatron_fspo.mcore.policy import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -57,7 +58,7 @@ class ParameterState:
     """Adam's, each [end - first]; empty before the first step."""
     first: int
     own: range
-    """The values that this rank writes, within first to end; no other data-parallel rank writes them."""
+    """The values that this rank writes, within first to end; no other that holds a copy writes them."""
 
     @property
     def end(self) -> int:
@@ -72,13 +73,9 @@ class ParameterState:
 def parameter_states(policy: Policy) -> Iterator[ParameterState]:
     """Every parameter of this rank.
 
-    A distributed optimizer has decided which values are whose. Without one, data-parallel ranks hold the
-    same, and each writes an equal, contiguous part.
+    A distributed optimizer has decided which values are whose. Without one, ranks with copies hold the same.
     """
-    group = policy.groups.dp_cp
-    total = sum(parameter.numel() for chunk in policy.chunks for parameter in chunk.parameters())
-    mine = range(total * group.rank() // group.size(), total * (group.rank() + 1) // group.size())
-    held, passed = _held(policy), 0
+    held, shares = _held(policy), {} if policy.parallel.distributed_optimizer else _shares(policy)
     for chunk in policy.chunks:
         described = chunk.sharded_state_dict()
         for name, parameter in chunk.named_parameters():
@@ -87,18 +84,30 @@ def parameter_states(policy: Policy) -> Iterator[ParameterState]:
             if parameter in held:
                 main, first = held[parameter].main, held[parameter].first
                 state = held[parameter].inner.state.get(main, {})
-            own = range(first, first + main.numel())
-            if not policy.parallel.distributed_optimizer:
-                own = range(max(0, mine.start - passed), min(parameter.numel(), mine.stop - passed))
-            passed += parameter.numel()
             yield ParameterState(
                 parameter=parameter,
                 blocks=list(_blocks(described[name], parameter)),
                 main=main.detach().view(-1),
                 moments={name: state[name].detach().view(-1) for name in MOMENTS if name in state},
                 first=first,
-                own=own,
+                own=shares.get(parameter, range(first, first + main.numel())),
             )
+
+
+def _shares(policy: Policy) -> dict[Parameter, range]:
+    """For each parameter the values that this rank writes: of the experts, and of all the others, each rank
+    that has copies writes an equal, contiguous part."""
+    shares = {}
+    for of_expert in (False, True):
+        group, passed = policy.groups.copies(of_expert=of_expert), 0
+        named = [pair for chunk in policy.chunks for pair in chunk.named_parameters()]
+        some = [parameter for name, parameter in named if is_expert(name) == of_expert]
+        total = sum(parameter.numel() for parameter in some)
+        start, stop = (total * rank // group.size() for rank in (group.rank(), group.rank() + 1))
+        for parameter in some:
+            shares[parameter] = range(max(0, start - passed), min(parameter.numel(), stop - passed))
+            passed += parameter.numel()
+    return shares
 
 
 def prepare_optimizer(policy: Policy, steps: int) -> None:

@@ -14,6 +14,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 from torch.nn import Module
 
@@ -146,9 +147,12 @@ class Policy(Model):
             bf16=dtype == torch.bfloat16,
             use_distributed_optimizer=parallel.distributed_optimizer,
         )
-        self.optimizer: MegatronOptimizer = get_megatron_optimizer(
-            settings, self._ddp, use_gloo_process_groups=False
-        )
+        # Its shards are views of parameters. With a graph they would keep the model for good: a collector does
+        # not see through a graph, which leads to the parameters' hooks and to all that they know.
+        with torch.no_grad():
+            self.optimizer: MegatronOptimizer = get_megatron_optimizer(
+                settings, self._ddp, use_gloo_process_groups=False
+            )
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.restore_schedule(0)
         self.busy_seconds = 0.0
@@ -180,6 +184,10 @@ class Policy(Model):
         self.zero_gradients()
         self._began = self.backend.busy_seconds()
         metrics = run_schedule(self._ddp, micro_batches, loss.forward_step, forward_only=False)
+        for layer in (module for chunk in self.chunks for module in chunk.modules()):
+            if isinstance(layer, MoELayer):
+                # Its graph would keep the model for good, as above.
+                layer.token_dispatcher.probs = None
         totals = sum_metrics(metrics, group=self.groups.dp_cp) if metrics else {}
         return share(totals, group=self.groups.pp, source=-1)
 
@@ -243,11 +251,12 @@ class Policy(Model):
         """
         if not self.parallel.distributed_optimizer:
             return
-        group = self.groups.dp_cp
         for model in self._ddp:
-            for bucket in (bucket for buffer in model.buffers for bucket in buffer.buckets):
-                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+            for of_expert, buffers in ((False, model.buffers), (True, model.expert_parallel_buffers)):
+                group = self.groups.copies(of_expert=of_expert)
+                for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+                    shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
 def run_schedule(

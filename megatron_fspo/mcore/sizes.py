@@ -58,12 +58,3 @@ def check_world(parallel: Parallel, world_size: int) -> None:
         raise InputError(
             f"parallel.expert = {parallel.expert} does not divide the {stage} ranks of a pipeline stage"
         )
-
-
-def check_trainable(arch: Architecture) -> None:
-    """Raise ``InputError`` for models whose gradients were not verified."""
-    if arch.experts is not None:
-        raise InputError(
-            f"model.checkpoint is a mixture of experts ({arch.model_type}): training these is not verified "
-            "yet, converting and scoring them is"
-        )

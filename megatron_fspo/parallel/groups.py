@@ -29,12 +29,18 @@ class ParallelGroups:
     ep: dist.ProcessGroup
     """Expert parallel: ranks of one pipeline stage, each with some of every layer's experts; runs across the
     other three."""
+    edp: dist.ProcessGroup
+    """Expert data parallel: the ranks of one pipeline stage that hold the same experts."""
     dp: dist.ProcessGroup
     """Data parallel: ranks with different sequences."""
     dp_cp: dist.ProcessGroup
     """Data and context parallel together: all ranks with different tokens."""
     control: Control = field(default_factory=Control)
     """Lets ranks wait for each other outside of collectives; the default waits for nobody."""
+
+    def copies(self, *, of_expert: bool) -> dist.ProcessGroup:
+        """Ranks with other tokens that hold the same values of a parameter: its gradient is their sum."""
+        return self.edp if of_expert else self.dp_cp
 
     @property
     def first_of_copy(self) -> bool:
@@ -49,6 +55,7 @@ class ParallelGroups:
             pp=parallel_state.get_pipeline_model_parallel_group(),
             cp=parallel_state.get_context_parallel_group(),
             ep=parallel_state.get_expert_model_parallel_group(),
+            edp=parallel_state.get_expert_data_parallel_group(),
             dp=parallel_state.get_data_parallel_group(),
             dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
             control=control or Control(),

@@ -31,6 +31,8 @@ class CachedModel(Protocol):
 
     def settle(self, values: Tensor) -> Tensor: ...
 
+    def finish(self) -> None: ...
+
 
 @dataclass
 class _Row:
@@ -100,6 +102,7 @@ class EmbeddedEngine:
             by_length = sorted(rows, key=lambda row: len(row.prompt.token_ids))
             for start in range(0, len(rows), self.max_batch):
                 self._decode(by_length[start : start + self.max_batch], params, finished)
+            self.model.finish()
             completions = [self._completion(row) for row in rows]
             return [completions[i : i + params.n] for i in range(0, len(rows), params.n)]
 

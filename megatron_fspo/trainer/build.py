@@ -289,9 +289,7 @@ def build_engine(inputs: Inputs, model: Model, servers: Leader | None, *others: 
         return EmbeddedEngine(decoder, max_batch=inputs.config.rollout.max_batch)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        # Data and context parallel ranks hold the same weights: one copy of the model sends.
-        if model.groups.dp_cp.rank() == 0:
-            yield from hf_tensors(model, [chunk.named_parameters() for chunk in model.chunks])
+        return hf_tensors(model, [chunk.named_parameters() for chunk in model.chunks])
 
     return VLLMEngine(
         Trainer(tensors=tensors, score=partial(canary_scores, model)),

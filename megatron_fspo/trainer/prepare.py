@@ -26,7 +26,7 @@ from megatron_fspo.job.consistency import versions
 from megatron_fspo.job.folder import Resume, check_writable, checkpoints_to_resume
 from megatron_fspo.mcore.backend import Backend, check_dtype, check_head, choose_backend
 from megatron_fspo.mcore.fp8 import check_fp8
-from megatron_fspo.mcore.sizes import check_parallel, check_trainable, check_world
+from megatron_fspo.mcore.sizes import check_parallel, check_world
 from megatron_fspo.objective.noise import Noise
 from megatron_fspo.record.trackers import check_trackers
 from megatron_fspo.rewards import check_reward
@@ -109,7 +109,6 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     train: tuple[LoadedSet, ...] | None = ()
     validation: tuple[LoadedSet, ...] | None = ()
     if arch is not None:
-        attempt(lambda: check_trainable(arch))
         attempt(lambda: check_parallel(arch, config.parallel))
         if backend is not None:
             attempt(lambda: check_fp8(config.fp8, backend, arch, config.parallel, machine=not elsewhere))

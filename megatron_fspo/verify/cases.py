@@ -17,7 +17,7 @@ from megatron_fspo.losses import FSPOLoss, PolicyLossConfig, loss_sections
 from megatron_fspo.packing.pack import PackLayout, Plan
 from megatron_fspo.packing.plan import attention_costs, plan_micro_batches
 from megatron_fspo.types import Completion, Prompt, Sample
-from megatron_fspo.weights import Architecture, expected_hf_shapes
+from megatron_fspo.weights import Architecture, Experts, expected_hf_shapes
 
 SMALL = Architecture(
     model_type="qwen3",
@@ -33,6 +33,11 @@ SMALL = Architecture(
     rope_theta=10_000.0,
     max_position_embeddings=1024,
     dtype=torch.float32,
+)
+MIXTURE = replace(
+    SMALL,
+    model_type="qwen3_moe",
+    experts=Experts(count=8, per_token=2, ffn_size=24, normalize_top_k=True),
 )
 TEMPERATURE = 0.8
 
@@ -93,6 +98,7 @@ def narrow(arch: Architecture) -> Architecture:
         head_dim=8,
         # Divides wherever the run's own does.
         ffn_size=math.gcd(arch.ffn_size, 64),
+        experts=arch.experts and replace(arch.experts, ffn_size=24),
         vocab_size=min(arch.vocab_size, 61),
         max_position_embeddings=1024,
         dtype=torch.float32,
@@ -103,6 +109,12 @@ def with_layers(arch: Architecture, parallel: Parallel) -> Architecture:
     """Few layers, at least one for every model chunk; two for each of two pipeline stages."""
     chunks = parallel.pipeline * parallel.virtual_pipeline
     return replace(arch, num_layers=2 if chunks == 1 else max(chunks, 4))
+
+
+def kinds(arch: Architecture) -> list[Architecture]:
+    """The model untied and tied; of the tied one, weights of a token's experts do not sum to 1."""
+    experts = arch.experts and replace(arch.experts, normalize_top_k=False)
+    return [replace(arch, tied=False), replace(arch, tied=True, experts=experts)]
 
 
 def random_weights(arch: Architecture) -> dict[str, Tensor]:

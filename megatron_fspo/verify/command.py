@@ -15,9 +15,9 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.engine import engine_problem
-from megatron_fspo.mcore.sizes import check_parallel, check_trainable
-from megatron_fspo.verify.cases import SMALL, narrow, with_layers
-from megatron_fspo.verify.layouts import Layout, all_layouts, on_ranks, parse_layout
+from megatron_fspo.mcore.sizes import check_parallel
+from megatron_fspo.verify.cases import narrow
+from megatron_fspo.verify.layouts import Layout, all_layouts, model_of, on_ranks, parse_layout
 from megatron_fspo.verify.run import Result, VerifyPlan, possible_dtypes, verify
 from megatron_fspo.weights import read_architecture
 
@@ -41,11 +41,10 @@ def plan(
     """
     if config is None:
         backend = choose_backend("auto", "auto" if engine_problem() is None else "local")
-        arch = SMALL
+        arch = None
     else:
         backend = choose_backend(config.model.backend, config.model.layers)
         full = read_architecture(config.model.checkpoint)
-        check_trainable(full)
         check_parallel(full, config.parallel)
         arch = narrow(full)
     listed = names or (config is not None and not use_all)
@@ -55,9 +54,10 @@ def plan(
         layouts = all_layouts(arch, world_size=world_size)
     else:
         recompute = config.model.recompute == "full"
-        layouts = [on_ranks("the run's layout", config.parallel, None, recompute, world_size=world_size)]
+        flags = {"recompute": recompute, "moe": arch is not None and arch.experts is not None}
+        layouts = [on_ranks("the run's layout", config.parallel, None, world_size=world_size, **flags)]
     for layout in layouts:
-        check_parallel(with_layers(arch, layout.parallel), layout.parallel)
+        model_of(layout, arch)
     engine = backend.layers == "transformer_engine"
     if dtypes is None:
         dtypes = ["bfloat16"] if engine else ["float32", "float64"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -99,7 +100,7 @@ def _gradient_errors(policy: Policy, outcome: Outcome, want: Reference) -> dict[
         mine.append(
             _ShardError(
                 name=f"{row.hf[0].name}{' (the copy on the last stage)' if row.copy else ''}",
-                shard=0 if row.layout == "replicated" else policy.groups.tp.rank(),
+                shard=0 if row.layout == "replicated" or row.of_expert else policy.groups.tp.rank(),
                 gap=(got - right).abs().max().item(),
                 scale=right.abs().max().item(),
                 product=(got * right).sum().item(),
@@ -154,6 +155,7 @@ CAUSES = {
     "tied-embedding": "its two gradients, as embedding and as head, are not added up",
     "norms": "gradients of norms are not summed over tensor-parallel ranks",
     "head-gradient": "the head's gradient of hidden states is not summed over tensor-parallel ranks",
+    "expert-gradient": "gradients of experts are not summed over the ranks that hold the same experts",
     "key-value-gradient": "gradients of keys and values are not summed over context-parallel ranks",
     "backward": "the loss is right, and the way back through the model is not",
     "not-reduced": "gradients are not summed over data and context parallel ranks",
@@ -163,8 +165,9 @@ CAUSES = {
     "grad-norm": "copies of a parameter count twice, or parts of it are left out",
     "collectives": "more than head and loss need for a micro-batch",
 }
-# Backward comes to a layer's parameters in this order.
+# Backward comes to a layer's parameters in this order; "experts" are those of any number.
 _LAYER_BACKWARD = (
+    *("mlp.experts.down_proj", "mlp.experts.gate_proj", "mlp.gate"),
     *("mlp.down_proj", "mlp.gate_proj", "post_attention_layernorm"),
     *("self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.q_proj", "input_layernorm"),
 )
@@ -253,6 +256,8 @@ def _model_cause(wrong: Sequence[str], errors: Errors, layout: Layout) -> tuple[
         cause = "norms"
     elif first == "model.norm.weight" and len(wrong) == len(errors.gradients) - 1:
         cause = "head-gradient"
+    elif all(".experts." in name for name in wrong):
+        cause = "expert-gradient"
     elif layout.parallel.context > 1 and first.endswith(("k_norm.weight", "q_proj.weight")):
         cause = "key-value-gradient"
     return cause, f"the first on the way back: {first}; "
@@ -262,7 +267,7 @@ def _backward_order(name: str) -> tuple[int, int, int]:
     """Sorts parameters as backward comes to them."""
     if name.startswith("model.layers."):
         layer, module = name.removeprefix("model.layers.").rpartition(".")[0].split(".", 1)
-        return 2, -int(layer), _LAYER_BACKWARD.index(module)
+        return 2, -int(layer), _LAYER_BACKWARD.index(re.sub(r"[.]\d+[.]", ".", module))
     return {"lm_head.weight": 0, "model.norm.weight": 1, "model.embed_tokens.weight": 3}.get(name, 0), 0, 0
 
 

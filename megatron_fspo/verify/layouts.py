@@ -11,13 +11,14 @@ from itertools import product
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.sizes import check_parallel
-from megatron_fspo.verify.cases import with_layers
+from megatron_fspo.verify.cases import MIXTURE, SMALL, with_layers
 from megatron_fspo.weights import Architecture
 
 _SIZES = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert"}
 _FLAGS = {"sp": "sequence", "do": "distributed_optimizer", "overlap": "overlap_grad_reduce"}
 LEGAL = (
-    "words joined by dots: tpN, sp, ppN, vppN, cpN, epN, dpN, do (distributed optimizer), overlap, recompute"
+    "words joined by dots: tpN, sp, ppN, vppN, cpN, epN, moe (a mixture of experts, as with epN), dpN, do "
+    "(distributed optimizer), overlap, recompute"
 )
 
 
@@ -29,6 +30,8 @@ class Layout:
     data: int
     """Data-parallel size: what remains of the ranks."""
     recompute: bool = False
+    moe: bool = False
+    """The model is a mixture of experts; always so with expert parallel."""
 
     @property
     def name(self) -> str:
@@ -40,6 +43,8 @@ class Layout:
         # Sequence parallel belongs to its tensor parallel, the other flags to the whole.
         if flags.pop("sp"):
             words.insert(1, "sp")
+        if self.moe and self.parallel.expert == 1:
+            words.insert(0, "moe")
         return ".".join([*words, *(word for word, on in flags.items() if on)]) or "single"
 
 
@@ -49,11 +54,13 @@ def parse_layout(text: str, *, world_size: int) -> Layout:
     Raises:
         InputError: a word that is not one, or a size that does not fit.
     """
-    parallel, data, recompute = _parse(text)
-    return on_ranks(f"layout {text}", parallel, data, recompute, world_size=world_size)
+    parallel, data, flags = _parse(text)
+    return on_ranks(f"layout {text}", parallel, data, world_size=world_size, **flags)
 
 
-def on_ranks(what: str, parallel: Parallel, data: int | None, recompute: bool, *, world_size: int) -> Layout:
+def on_ranks(
+    what: str, parallel: Parallel, data: int | None, *, world_size: int, recompute: bool, moe: bool
+) -> Layout:
     """A layout on so many ranks; ``data`` None: as large as they allow. Errors begin with ``what``.
 
     Raises:
@@ -63,7 +70,9 @@ def on_ranks(what: str, parallel: Parallel, data: int | None, recompute: bool, *
     if remainder or (data is not None and data != rest):
         ranks = parallel.model_size * (data or 1)
         raise InputError(f"{what} is for {'' if data else 'a multiple of '}{ranks} ranks, not {world_size}")
-    return Layout(parallel=parallel, data=rest, recompute=recompute)
+    if (stage := world_size // parallel.pipeline) % parallel.expert:
+        raise InputError(f"{what}: ep{parallel.expert} does not divide the {stage} ranks of a pipeline stage")
+    return Layout(parallel=parallel, data=rest, recompute=recompute, moe=moe)
 
 
 def count_ranks(text: str) -> int:
@@ -73,10 +82,10 @@ def count_ranks(text: str) -> int:
     return parallel.pipeline * math.lcm(stage, parallel.expert)
 
 
-def _parse(text: str) -> tuple[Parallel, int | None, bool]:
-    """Sizes, the data-parallel size if it is named, and whether to recompute."""
+def _parse(text: str) -> tuple[Parallel, int | None, dict[str, bool]]:
+    """Sizes, the data-parallel size if it is named, and the other fields of a layout."""
     values: dict[str, int] = {}
-    recompute, data = False, None
+    flags, data = {"recompute": False, "moe": False}, None
     for word in text.split(".") if text != "single" else []:
         match = re.fullmatch(r"(tp|pp|vpp|cp|ep|dp)([1-9][0-9]*)", word)
         if match is not None and match[1] == "dp":
@@ -85,8 +94,8 @@ def _parse(text: str) -> tuple[Parallel, int | None, bool]:
             values[_SIZES[match[1]]] = int(match[2])
         elif word in _FLAGS:
             values[_FLAGS[word]] = True
-        elif word == "recompute":
-            recompute = True
+        elif word in flags:
+            flags[word] = True
         else:
             raise InputError(f"layout {text}: {word!r} is not part of one. Legal: {LEGAL}")
     parallel = Parallel.model_validate(values)
@@ -94,12 +103,26 @@ def _parse(text: str) -> tuple[Parallel, int | None, bool]:
         raise InputError(f"layout {text}: sp needs tp of at least 2")
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise InputError(f"layout {text}: vpp needs pp of at least 2")
-    return parallel, data, recompute
+    return parallel, data, {**flags, "moe": flags["moe"] or parallel.expert > 1}
 
 
-def all_layouts(arch: Architecture, *, world_size: int) -> list[Layout]:
+def model_of(layout: Layout, arch: Architecture | None) -> Architecture:
+    """The model, cut to few layers, that is verified in a layout: ``arch``, or a small one.
+
+    Raises:
+        InputError: it cannot be spread like this.
+    """
+    if arch is not None and layout.moe and arch.experts is None:
+        raise InputError(f"layout {layout.name}: the model has no experts")
+    model = with_layers(arch or (MIXTURE if layout.moe else SMALL), layout.parallel)
+    check_parallel(model, layout.parallel)
+    return model
+
+
+def all_layouts(arch: Architecture | None, *, world_size: int) -> list[Layout]:
     """Every product of tensor, pipeline and context parallel that fits the ranks and the model; with and
-    without sequence parallel and virtual stages where few others are on; the optimizer's options on some."""
+    without sequence parallel and virtual stages where few others are on; the optimizer's options on some.
+    Expert parallel, where ``arch`` has experts or is None, beside and across each of the others."""
     sizes = [2**i for i in range(world_size.bit_length())]
     names = [
         ".".join(filter(None, [f"tp{tp}", sp, f"pp{pp}", vpp, f"cp{cp}"]))
@@ -111,11 +134,24 @@ def all_layouts(arch: Architecture, *, world_size: int) -> list[Layout]:
     names += [
         *("tp2.cp2", "tp2.pp2.cp2", "do", "overlap", "recompute", "do.overlap", "cp2.do"),
         *("pp2.vpp2.do.overlap.recompute", "tp2.sp.pp2.do", "tp2.sp.cp2.do.overlap.recompute"),
+        *("ep2", "ep4", "ep8", "tp2.sp.ep2", "tp2.sp.ep4", "tp4.sp.ep2", "tp4.sp.ep4", "cp2.ep2", "cp2.ep4"),
+        *("pp2.ep2", "pp2.ep4", "pp2.vpp2.ep2", "pp4.ep2", "tp2.sp.pp2.ep2", "tp2.sp.pp2.ep4", "pp2.cp2.ep2"),
+        *(
+            "tp2.sp.cp2.ep2",
+            "tp2.sp.cp2.ep4",
+            "tp2.sp.pp2.vpp2.ep2",
+            "ep2.do",
+            "ep2.overlap",
+            "ep2.recompute",
+        ),
+        *("tp2.sp.ep2.do", "cp2.ep4.do.overlap", "pp2.vpp2.ep2.do.overlap.recompute"),
     ]
+    if arch is None:
+        names += ["moe", "moe.tp2.sp", "moe.tp4.sp", "moe.cp2", "moe.pp2", "moe.tp2.sp.do"]
     layouts = []
     for name in names:
         with suppress(InputError):  # it does not fit
             layout = parse_layout(name, world_size=world_size)
-            check_parallel(with_layers(arch, layout.parallel), layout.parallel)
+            model_of(layout, arch)
             layouts.append(layout)
     return layouts

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fspo.config import Optimizer
 from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.model import layer_offset
+from megatron_fspo.mcore.model import expert_offset, layer_offset
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.objective.policy_objective import LossTerms
@@ -83,14 +83,13 @@ def build(
 
 def shard_of(row: Row, tensors: Mapping[str, Tensor], policy: Policy) -> Tensor:
     """This rank's part of a parameter, from whole tensors under their Hugging Face names."""
-    tp, arch = policy.groups.tp, policy.arch
+    arch, tp, vocab = policy.arch, policy.groups.tp, policy.padded_vocab
+    rank, size = (0, 1) if row.of_expert else (tp.rank(), tp.size())
     parts = [
         tensors[tensor.name][slices]
-        for tensor, slices in zip(
-            row.hf, shard_slices(row, arch, tp.rank(), tp.size(), policy.padded_vocab), strict=True
-        )
+        for tensor, slices in zip(row.hf, shard_slices(row, arch, rank, size, vocab), strict=True)
     ]
-    return to_megatron_shard(row, parts, arch, shard_shape(row, arch, tp.size(), policy.padded_vocab))
+    return to_megatron_shard(row, parts, arch, shard_shape(row, arch, size, vocab))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +166,7 @@ def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
     for chunk in policy.chunks:
         offset = layer_offset(policy.config, chunk)
         for name, parameter in chunk.named_parameters():
-            yield resolve(name, policy.arch, offset), parameter
+            yield resolve(name, policy.arch, offset, expert_offset(policy.arch, policy.groups.ep)), parameter
 
 
 def _response_positions(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,11 @@
 """The model as a formula and every policy loss by its textbook definition, differentiated by autograd.
 
-Plain torch in float64 on the CPU. Dense Llama, Qwen2 and Qwen3 come from Hugging Face weights, one unpadded
-sequence at a time: no packing, no cache, no kernel, nothing shared with the model that is checked. ::
+Plain torch in float64 on the CPU. Llama, Qwen2, Qwen3 and Qwen3-MoE come from Hugging Face weights, one
+unpadded sequence at a time: no packing, no cache, no kernel, nothing shared with what is checked. ::
 
     x = embed[ids]
     x = x + attention(rms_norm(x))          for every layer
-    x = x + swiglu(rms_norm(x))
+    x = x + swiglu(rms_norm(x))             or Σ p_e·swiglu_e over a token's experts
     log π = log_softmax(rms_norm(x)·headᵀ / temperature)
 
 Production works the weight of each token out by hand and detaches it; here S keeps its graph, and the min,
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from megatron_fspo.losses import PolicyLossConfig
 from megatron_fspo.types import Sample
-from megatron_fspo.weights import Architecture
+from megatron_fspo.weights import Architecture, Experts
 
 ZERO = torch.zeros((), dtype=torch.float64)
 
@@ -232,9 +232,7 @@ def _hidden_states(weights: Mapping[str, Tensor], arch: Architecture, ids: Seque
         own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         x = x + _attention(own, arch, _rms_norm(x, own["input_layernorm.weight"], arch), table)
         y = _rms_norm(x, own["post_attention_layernorm.weight"], arch)
-        # down·(silu(gate·y) ∘ up·y)
-        gate, up = y @ own["mlp.gate_proj.weight"].T, y @ own["mlp.up_proj.weight"].T
-        x = x + (F.silu(gate) * up) @ own["mlp.down_proj.weight"].T
+        x = x + (_swiglu(own, "mlp", y) if arch.experts is None else _mixture(own, arch.experts, y))
     return _rms_norm(x, weights["model.norm.weight"], arch)
 
 
@@ -262,6 +260,32 @@ def _attention(
     attended = scores.masked_fill(future, -math.inf).softmax(dim=-1)
     mixed = torch.einsum("hts,shd->thd", attended, value)
     return mixed.flatten(1) @ weights["self_attn.o_proj.weight"].T
+
+
+def _swiglu(weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """down·(silu(gate·x) ∘ up·x), [t, hidden] → [t, hidden]."""
+    gate, up, down = (weights[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def _mixture(weights: Mapping[str, Tensor], experts: Experts, x: Tensor) -> Tensor:
+    """Σ_e p_e·swiglu_e(x) over the k experts that a token's router likes best, [t, hidden] → [t, hidden].
+
+    p is the softmax over all experts, of which a model may make the k sum to 1. It is in fp32 in transformers
+    and Megatron: its rounding is part of the model.
+    """
+    logits = x @ weights["mlp.gate.weight"].T
+    likes, chosen = logits.topk(experts.per_token, dim=-1)  # [t, k]
+    if experts.normalize_top_k:  # the softmax over these only
+        p = likes.softmax(-1, dtype=torch.float32).to(x)
+    else:
+        p = logits.softmax(-1, dtype=torch.float32).to(x).gather(-1, chosen)
+    out = torch.zeros_like(x)
+    for expert in range(experts.count):
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        part = p[token, place, None] * _swiglu(weights, f"mlp.experts.{expert}", x[token])
+        out = out.index_add(0, token, part)
+    return out
 
 
 def _rms_norm(x: Tensor, weight: Tensor, arch: Architecture) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import io
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,13 @@ from megatron_fspo.verify.cases import (
     TEMPERATURE,
     Case,
     cases,
+    kinds,
     make_samples,
     random_weights,
     reference_drifts,
-    with_layers,
 )
 from megatron_fspo.verify.compare import LIMITS, Errors, compare, diagnose
-from megatron_fspo.verify.layouts import Layout
+from megatron_fspo.verify.layouts import Layout, model_of
 from megatron_fspo.verify.production import build, run, score
 from megatron_fspo.verify.reference import Reference, forward, reference
 from megatron_fspo.weights import Architecture
@@ -54,8 +54,9 @@ class VerifyPlan:
     """The checked arguments."""
 
     backend: Backend
-    arch: Architecture
-    """With a run's configuration as it is, else both tied and untied; its layers follow from the layout."""
+    arch: Architecture | None
+    """Of a run's configuration, cut narrow; None: small ones of :func:`~.cases.kinds`. Its layers follow from
+    the layout."""
     layouts: list[Layout]
     dtypes: list[torch.dtype]
     every_case: bool
@@ -74,13 +75,14 @@ def verify(
         config: of a run whose loss and temperature are to be among the cases.
         report: hears of each layout when it is done.
     """
-    backend, arch, dtypes = planned.backend, planned.arch, planned.dtypes
+    backend, dtypes = planned.backend, planned.dtypes
     join(backend)  # the references are shared before the first layout starts
-    ties = [arch.tied] if config is not None else [False, True]
     temperature = TEMPERATURE if config is None else config.rollout.temperature
-    layers = [with_layers(arch, layout.parallel) for layout in planned.layouts]
-    models = {replace(model, tied=tied) for model in layers for tied in ties}
-    wanted = references(models, dtypes, cases(config, 0), temperature)
+    variants = []
+    for layout in planned.layouts:
+        model = model_of(layout, planned.arch)
+        variants.append(kinds(model) if planned.arch is None else [model])
+    wanted = references({model for some in variants for model in some}, dtypes, cases(config, 0), temperature)
     stop()
     gc.freeze()  # what lives on is not looked through again whenever a layout's groups are collected
     everything: list[Result] = []
@@ -89,7 +91,7 @@ def verify(
         asked = cases(config, number)
         groups = start(backend, parallel=layout.parallel, seed=1)
         for turn, dtype in enumerate(possible := possible_dtypes(layout, dtypes)):
-            model = replace(layers[number], tied=ties[(number + turn) % len(ties)])
+            model = variants[number][(number + turn) % len(variants[number])]
             policy = build(layout, model, _weights(model, dtypes), backend, groups, dtype)
             some = asked if planned.every_case else _share(asked, turn, len(possible), number)
             if dtype == torch.bfloat16:

@@ -128,6 +128,7 @@ def iterate_hf_tensors(
     arch: Architecture,
     gather: Callable[[Tensor], Sequence[Tensor] | None],
     layer_offset: int = 0,
+    expert_offset: int = 0,
 ) -> Iterator[tuple[str, Tensor]]:
     """The Hugging Face tensors of one model chunk, one parameter in memory at a time.
 
@@ -135,7 +136,7 @@ def iterate_hf_tensors(
     does not export. It is collective, so **every** rank must run this iterator to its end.
     """
     for name, parameter in parameters:
-        row = resolve(name, arch, layer_offset)
+        row = resolve(name, arch, layer_offset, expert_offset)
         if row.copy:
             continue
         shards = gather(parameter.detach())

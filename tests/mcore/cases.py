@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backend import fitting, supported
+from experts import gradients_of
 from megatron_fspo.config import Parallel
 from megatron_fspo.types import Sample
 from megatron_fspo.verify.cases import random_samples
@@ -26,11 +27,25 @@ LAYOUTS = fitting(
                 "pp2vpp2": Parallel(pipeline=2, virtual_pipeline=2),
                 "cp2": Parallel(context=2),
                 "dp2do": Parallel(distributed_optimizer=True, overlap_grad_reduce=True),
+                "ep2": Parallel(expert=2),
             },
             but=("dp2", "tp2", "pp2"),
         ),
+        4: {
+            "ep4do": Parallel(expert=4, distributed_optimizer=True),
+            "tp2sp.ep2": Parallel(tensor=2, sequence=True, expert=2),
+            "pp2.ep2": Parallel(pipeline=2, expert=2),
+        },
     }
 )
+KINDS = ("tied", "untied", "moe")
+
+
+def fits(kind: str, layout: str) -> bool:
+    """Whether the checkpoint is tried in the layout."""
+    return "ep" in layout or layout in ("tp1", "tp2sp") if kind == "moe" else "ep" not in layout
+
+
 VOCAB = 37
 TEMPERATURE = 0.8
 C, C_DUAL = 0.05, 0.1
@@ -66,7 +81,9 @@ def reference(checkpoint: Path) -> Reference:
     """FSPO by autograd through transformers in float64, one unpadded sequence at a time."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float64, experts_implementation="eager"
+    )
     rows, scores, clipped = samples(), [], 0
     total = torch.zeros((), dtype=torch.float64)
     for index, sample in enumerate(rows):
@@ -88,5 +105,6 @@ def reference(checkpoint: Path) -> Reference:
         total = total + j
     objective = total / len(rows)
     (-objective).backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return Reference(log_probs=scores, gradients=gradients, objective=objective.item(), clipped=clipped)
+    return Reference(
+        log_probs=scores, gradients=gradients_of(model), objective=objective.item(), clipped=clipped
+    )

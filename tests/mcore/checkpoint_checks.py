@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -26,6 +27,7 @@ from megatron_fspo.mcore import checkpoint
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.checkpoint import begin_save, load_checkpoint, save_checkpoint
 from megatron_fspo.mcore.hf_weights import hf_tensors, load_hf
+from megatron_fspo.mcore.model import is_expert
 from megatron_fspo.mcore.parameter_state import MOMENTS, parameter_states
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.startup import join, stop
@@ -44,6 +46,9 @@ LAYOUTS = {
     "pp2.vpp2.cp2.do": options.Parallel(
         pipeline=2, virtual_pipeline=2, context=2, distributed_optimizer=True
     ),
+    "ep2": options.Parallel(expert=2),
+    "pp2.ep2": options.Parallel(pipeline=2, expert=2),
+    "tp2.sp.ep4.do": options.Parallel(tensor=2, sequence=True, expert=4, distributed_optimizer=True),
 }
 State = dict[str, Tensor]
 """Hugging Face name, after ``weight.``, ``main.`` or a moment's name → the whole tensor; on rank 0 only."""
@@ -73,6 +78,7 @@ def trained(model: Path, layout: str, dtype: torch.dtype) -> Policy:
 def whole_state(policy: Policy) -> State:
     """Weights, what the optimizer updates, and its moments, whole."""
     found = {}
+    names = {parameter: name for chunk in policy.chunks for name, parameter in chunk.named_parameters()}
     for what in ("weight", "main", *MOMENTS):
         values = {}
         for state in parameter_states(policy):
@@ -80,7 +86,8 @@ def whole_state(policy: Policy) -> State:
             tensor = torch.zeros(state.parameter.shape)
             tensor.view(-1)[state.first : state.first + held.numel()] = held
             if policy.parallel.distributed_optimizer:
-                dist.all_reduce(tensor, group=policy.groups.dp_cp)
+                of_expert = is_expert(names[state.parameter])
+                dist.all_reduce(tensor, group=policy.groups.copies(of_expert=of_expert))
             values[state.parameter] = state.parameter.detach().float() if what == "weight" else tensor
         named = [[(name, values[p]) for name, p in chunk.named_parameters()] for chunk in policy.chunks]
         found |= {f"{what}.{name}": tensor.clone() for name, tensor in hf_tensors(policy, named)}
@@ -110,12 +117,17 @@ RESUMES = {
     ("tp2.pp2", FP32): (["tp2.pp2", "tp2.sp.dp2.do"], "dp4"),
     ("dp4.do", FP32): (["dp4.do", "dp4"], "dp4.do"),
 }
+# The same of a mixture of experts.
+RESUMES_OF_EXPERTS = {
+    ("ep2", FP32): (["ep2", "dp4", "tp2.sp.dp2.do"], "pp2.ep2"),
+    ("tp2.sp.ep4.do", BF16): (["tp2.sp.ep4.do", "ep2"], "dp4"),
+}
 
 
-def check_resume(model: Path, out: Path) -> dict[str, bool]:
-    """From each of four runs under other layouts, and in the other dtype."""
+def check_resume(model: Path, out: Path, resumes: dict[Any, Any] = RESUMES) -> dict[str, bool]:
+    """From each run under other layouts, and in the other dtype."""
     found = {}
-    for (origin, dtype), (layouts, retyped) in RESUMES.items():
+    for (origin, dtype), (layouts, retyped) in resumes.items():
         policy, folder = trained(model, origin, dtype), out / f"from-{origin}"
         save_checkpoint(policy, folder, {"step": 2})
         saved = whole_state(policy)
@@ -137,6 +149,15 @@ def check_resume(model: Path, out: Path) -> dict[str, bool]:
         policy = resumed(model, folder, retyped, other)
         found[f"{origin}: {retyped} in {other}"] = same(whole_state(policy), as_dtype(saved, other))
     return found
+
+
+def check_experts(model: Path, out: Path) -> dict[str, bool]:
+    """The checkpoint of two killed ranks, each with half of the experts; and those of other runs."""
+    found = {}
+    for layout in ("ep2", "dp4", "tp2.sp.ep4.do"):
+        state = whole_state(resumed(model, out / "experts", layout, FP32))
+        found[f"killed: {layout}"] = same(state, torch.load(out / "experts.pt") if state else {})
+    return found | check_resume(model, out, RESUMES_OF_EXPERTS)
 
 
 def check_megatron(model: Path, out: Path) -> dict[str, bool]:
@@ -303,21 +324,25 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def be_killed(out: Path, model: Path) -> None:
-    """One rank: a checkpoint, ``first``, and death in the middle of ``second``."""
-    policy = trained(model, "dp4", FP32)
-    save_checkpoint(policy, out / "first", {"step": 2})
+def be_killed(out: Path, model: Path, experts: Path) -> None:
+    """Two ranks: checkpoints, ``first`` and ``experts``, and death in the middle of ``second``."""
+    save_checkpoint(trained(model, "dp4", FP32), out / "first", {"step": 2})
+    policy = trained(experts, "ep2", FP32)
+    save_checkpoint(policy, out / "experts", {"step": 2})
+    if state := whole_state(policy):
+        torch.save(state, out / "experts.pt")
     with writer_that(lambda: time.sleep(0.1)):
         begin_save(policy, out / "second", {"step": 2}, snapshot=True)
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(out: Path, model: Path) -> None:
+def run(out: Path, model: Path, experts: Path) -> None:
     join(choose_backend(BACKEND))
     found: dict[str, object] = {}
     for name, check in {
         "resume": lambda: check_resume(model, out),
+        "experts": lambda: check_experts(experts, out),
         "megatron": lambda: check_megatron(model, out),
         "background": lambda: check_background(model, out),
         "damage": lambda: check_damage(model, out),

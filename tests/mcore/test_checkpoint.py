@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch import environment, run_worker
+from launch import forked, run_worker, why
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +17,11 @@ WORKER = Path(__file__).with_name("checkpoint_worker.py")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, random_checkpoints: dict[str, Path]) -> list[Any]:
+def found(
+    tmp_path_factory: pytest.TempPathFactory,
+    random_checkpoints: dict[str, Path],
+    moe_checkpoints: dict[str, Path],
+) -> list[Any]:
     """By rank."""
     out = tmp_path_factory.mktemp("saved")
     model = out / "model"
@@ -29,15 +30,16 @@ def found(tmp_path_factory: pytest.TempPathFactory, random_checkpoints: dict[str
     (out / "narrow").mkdir()
     narrow = {**config, "num_attention_heads": 2, "num_key_value_heads": 2}
     (out / "narrow/config.json").write_text(json.dumps(narrow))
-    killed = subprocess.run([sys.executable, str(WORKER), str(out), str(model), "killed"], env=environment())
-    assert killed.returncode == -signal.SIGKILL
+    arguments = [str(out), str(model), str(moe_checkpoints["moe"])]
+    killed = forked([str(WORKER), *arguments, "killed"], nproc=2)
+    assert killed.returncode != 0 and (out / "experts.pt").exists(), why(killed.stderr)
     # Half a checkpoint is beside the whole one; the next save removes it, and the whole one loads.
     assert (out / "second.partial/torch_dist").is_dir() and not (out / "second").exists()
-    run_worker(WORKER, str(out), str(model), nproc=4)
+    run_worker(WORKER, *arguments, nproc=4, timeout=600)
     return json.loads((out / "found.json").read_text())
 
 
-@pytest.mark.parametrize("check", ["resume", "megatron", "background", "damage", "refusals"])
+@pytest.mark.parametrize("check", ["resume", "experts", "megatron", "background", "damage", "refusals"])
 def test_every_rank_finds(found: list[Any], check: str) -> None:
     wrong = {(rank, name) for rank, all_ in enumerate(found) for name, ok in all_[check].items() if not ok}
     assert not wrong

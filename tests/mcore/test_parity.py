@@ -8,32 +8,38 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cases import LAYOUTS, Reference, drift, reference, samples
+from cases import KINDS, LAYOUTS, Reference, drift, fits, reference, samples
 from launch import run_worker
 
 pytestmark = pytest.mark.slow
 
-NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
+CASES = [
+    (name, kind) for layouts in LAYOUTS.values() for name in layouts for kind in KINDS if fits(kind, name)
+]
 SPLITS = [512, 70]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, random_checkpoints: dict[str, Path]) -> Path:
+def checkpoints(random_checkpoints: dict[str, Path], moe_checkpoints: dict[str, Path]) -> dict[str, Path]:
+    return random_checkpoints | {"moe": moe_checkpoints["moe"]}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
     out = tmp_path_factory.mktemp("parity")
     for world in LAYOUTS:
-        arguments = [str(out), *map(str, random_checkpoints.values()), str(world)]
+        arguments = [str(out), *map(str, checkpoints.values()), str(world)]
         run_worker(Path(__file__).with_name("worker.py"), *arguments, nproc=world)
     return out
 
 
 @pytest.fixture(scope="module")
-def references(random_checkpoints: dict[str, Path]) -> dict[str, Reference]:
-    return {kind: reference(folder) for kind, folder in random_checkpoints.items()}
+def references(checkpoints: dict[str, Path]) -> dict[str, Reference]:
+    return {kind: reference(folder) for kind, folder in checkpoints.items()}
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied"])
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_step_equals_the_float64_oracle(
     results: Path, references: dict[str, Reference], layout: str, kind: str, split: int
 ) -> None:
@@ -52,8 +58,7 @@ def test_step_equals_the_float64_oracle(
     assert got["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_the_sampler_agrees_with_the_trainer(results: Path, layout: str, kind: str) -> None:
     """Sampled log-probs are those of the training pass, and the same responses come from every layout."""
     got = load_file(results / f"{layout}-{kind}-512.safetensors")
@@ -62,12 +67,11 @@ def test_the_sampler_agrees_with_the_trainer(results: Path, layout: str, kind: s
     assert got["decoded"].tolist() == one["decoded"].tolist()
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_export_returns_the_checkpoint_bit_for_bit(
-    results: Path, random_checkpoints: dict[str, Path], layout: str, kind: str
+    results: Path, checkpoints: dict[str, Path], layout: str, kind: str
 ) -> None:
     got = load_file(results / f"export-{layout}-{kind}" / "model.safetensors")
-    want = load_file(random_checkpoints[kind] / "model.safetensors")
+    want = load_file(checkpoints[kind] / "model.safetensors")
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)

@@ -1,11 +1,12 @@
 """On every rank: one production step per layout and checkpoint; writes log-probs and gradients to compare.
 
-worker.py OUT TIED UNTIED WORLD
+worker.py OUT TIED UNTIED MOE WORLD
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from cases import LAYOUTS, TEMPERATURE, drift, samples
+from cases import KINDS, LAYOUTS, TEMPERATURE, drift, fits, samples
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.hf_weights import export_hf, hf_tensors, load_hf
 from megatron_fspo.mcore.policy import Policy
@@ -70,19 +71,22 @@ def gradients(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def decode(policy: Policy) -> dict[str, torch.Tensor]:
-    """Completions of prompts of different lengths, in one batch and in many, scored by the training pass."""
+    """Completions of prompts of different lengths, in one batch and in many, scored by the training pass;
+    each data-parallel rank has its own."""
+    data = policy.groups.dp
     prompts = [Prompt(index=i, token_ids=tuple(range(1, 2 + 2 * i)), text="", answer="") for i in range(4)]
     params = SamplingParams(n=3, max_tokens=20, temperature=TEMPERATURE, stop_token_ids=(5, 6), seed=7)
     decoder = Decoder(policy.chunks, policy.groups, vocab_size=policy.arch.vocab_size)
-    wide = EmbeddedEngine(decoder, max_batch=12).submit(prompts, params)()
-    narrow = EmbeddedEngine(decoder, max_batch=5).submit(prompts, params)()
+    mine = range(data.rank(), len(prompts), data.size())
+    wide = EmbeddedEngine(decoder, max_batch=12).submit(prompts, params, mine)()
+    narrow = EmbeddedEngine(decoder, max_batch=5).submit(prompts, params, mine)()
     assert [[c.token_ids for c in row] for row in wide] == [[c.token_ids for c in row] for row in narrow]
     assert all(chunk.training for chunk in policy.chunks)
     worst = 0.0
     base = samples()[0]
     # The interleaved schedule wants as many micro-batches as stages.
     chunks = policy.parallel.pipeline
-    for prompt, row in zip(prompts, wide, strict=True):
+    for prompt, row in zip((prompts[i] for i in mine), wide, strict=True):
         for completion in row:
             batch = collate(
                 [replace(base, prompt=prompt, completion=completion)],
@@ -96,15 +100,19 @@ def decode(policy: Policy) -> dict[str, torch.Tensor]:
             scores = policy.score([batch] * chunks, scoring_of(policy))
             gap = (scores[0] - batch.sampled_log_probs)[batch.mask]
             worst = max([worst, *gap.abs().tolist()])
-    tokens = [t for row in wide for completion in row for t in completion.token_ids]
+    rows = sorted(gather_lists([*zip(mine, wide, [worst] * len(mine), strict=True)], group=data))
+    tokens = [t for _, row, _ in rows for completion in row for t in completion.token_ids]
+    worst = max(each for _, _, each in rows)
     return {"decode_error": torch.tensor(worst), "decoded": torch.tensor(tokens)}
 
 
 def main() -> None:
-    out, checkpoints = Path(sys.argv[1]), {"tied": Path(sys.argv[2]), "untied": Path(sys.argv[3])}
-    world = int(sys.argv[4])
+    out, world = Path(sys.argv[1]), int(sys.argv[-1])
+    checkpoints = dict(zip(KINDS, map(Path, sys.argv[2:-1]), strict=True))
     for name, parallel in LAYOUTS[world].items():
         for kind, checkpoint in checkpoints.items():
+            if not fits(kind, name):
+                continue
             for max_tokens in (512, 70):  # all in one micro-batch, and many
                 policy = build(checkpoint, parallel)
                 result = decode(policy) if max_tokens == 512 else {}
@@ -114,8 +122,10 @@ def main() -> None:
                 if max_tokens == 70:
                     load_hf(policy, checkpoint)  # fresh weights: the step above moved the others
                     export_hf(policy, out / f"export-{name}-{kind}", source=checkpoint)
+                model = weakref.ref(policy)
                 del policy
                 stop()
+                assert model() is None, "its groups and their threads stay, too"
 
 
 if __name__ == "__main__":

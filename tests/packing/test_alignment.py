@@ -26,7 +26,7 @@ def group(rank: int = 0, size: int = 1) -> Any:
 def of_rank(rank: int, parallel: Parallel, recipe: Any) -> Any:
     """What one context-parallel rank gets of all sequences, in packs of about 100 tokens."""
     one, cp, tp = group(), group(rank, parallel.context), group(0, parallel.tensor)
-    groups = ParallelGroups(tp=tp, pp=one, cp=cp, ep=one, dp=one, dp_cp=cp)
+    groups = ParallelGroups(tp=tp, pp=one, cp=cp, ep=one, edp=one, dp=one, dp_cp=cp)
     layout = pack_layout(
         groups,
         torch.device("cpu"),

@@ -185,7 +185,9 @@ def check_first_rank_decides_on_advantages() -> None:
     options = SimpleNamespace(advantage="leave_one_out")
     config = SimpleNamespace(loss=options, reward=Reward(name="math"))
     inputs: Any = SimpleNamespace(config=config, backend=SimpleNamespace(device=torch.device("cpu")))
-    groups = ParallelGroups(tp=world, pp=world, cp=world, dp=world, dp_cp=world, ep=world, control=Control())
+    groups = ParallelGroups(
+        tp=world, pp=world, cp=world, dp=world, dp_cp=world, ep=world, edp=world, control=Control()
+    )
     table = torch.zeros(4, len(COLUMNS), dtype=torch.float64)
     table[:, COLUMNS.index("rewards")] = torch.tensor([1.0, 1.0, 0.0, 1.0])
     table[0, COLUMNS.index("rewards")] += 2**-52 * rank

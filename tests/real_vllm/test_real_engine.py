@@ -57,7 +57,7 @@ class Job:
         self.sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=TIMEOUT)
         self.engine = VLLMEngine(
             Trainer(tensors=self.tensors, score=lambda ids: [scores(self.checkpoint, row) for row in ids]),
-            ParallelGroups(tp=world, pp=world, cp=world, ep=world, dp=world, dp_cp=world),
+            ParallelGroups(tp=world, pp=world, cp=world, ep=world, edp=world, dp=world, dp_cp=world),
             Leader(loop=self.loop, http=http, pool=self.pool, sender=self.sender),
             canary_sequences=canary_sequences(VOCAB_SIZE, 128),
             dtype=torch.float32,

@@ -79,7 +79,8 @@ def running(
         engine = VLLMEngine(
             Trainer(tensors=weights.tensors, score=weights.score),
             ParallelGroups(
-                tp=world, pp=world, cp=world, dp=world, dp_cp=world, ep=world, control=control or Control()
+                **dict.fromkeys(("tp", "pp", "cp", "dp", "dp_cp", "ep", "edp"), world),
+                control=control or Control(),
             ),
             leader,
             canary_sequences=CANARY,

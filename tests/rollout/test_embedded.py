@@ -61,6 +61,9 @@ class Markov:
         assert self.rows is not None and len(values) == 2 and values.shape[1] >= len(self.rows)
         return values
 
+    def finish(self) -> None:
+        assert self.rows is None
+
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Of the token after ``ids``."""
         before = ids[-2] if len(ids) > 1 else 0

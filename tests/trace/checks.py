@@ -34,6 +34,7 @@ class Sync:
 _STEP = "once an optimizer step, and the next begins with it"
 _PASS = "once a rollout"
 _SHAPES = "Megatron's own, of messages of any length between stages"
+_EXPERTS = "Megatron's own: tokens for each expert; a norm of experts and one of the rest"
 ALLOWED = [
     Sync("update", "parallel/head.py", "backward", "nonzero", "clipped rows are not computed", micro_batch=1),
     Sync("update", "mcore/policy.py", "grad_norm", "item", _STEP, step=1),
@@ -65,6 +66,24 @@ ALLOWED = [
             ("_communicate_shapes", "synchronize"),
             ("_communicate_shapes", "tolist"),
             ("_communicate", "synchronize"),
+        )
+    ),
+    # Of two layers, and once an optimizer step.
+    *(
+        Sync(phase, f"megatron/core/transformer/moe/{file}.py", function, kind, _EXPERTS, micro_batch=most)
+        for phase in ("old pass", "update")
+        for file, function, kind, most in (
+            ("moe_utils", "maybe_move_tensor_to_cpu", "copy to the host", 10),
+            ("moe_utils", "permute", "masked_select", 4),
+            ("token_dispatcher", "_maybe_dtoh_and_synchronize", "synchronize", 2),
+        )
+    ),
+    *(
+        Sync("update", f"megatron/core/{file}.py", function, "item", _EXPERTS, step=3)
+        for file, function in (
+            ("optimizer/optimizer", "get_grad_norm"),
+            ("optimizer/clip_grads", "get_grad_norm_fp32"),
+            ("distributed/finalize_model_grads", "finalize_model_grads"),
         )
     ),
 ]
@@ -172,7 +191,9 @@ def _messages(seen: dict[str, Any], asked: Request, config: Config) -> Iterator[
         ("_all_gather_fp8", "tp"): (2 * in_fp8, 6 * in_fp8, 0, hidden),
         ("_all_gather_mxfp8", "tp"): (2 * in_fp8, 6 * in_fp8, 0, hidden),
         ("reduce_scatter_along_first_dim", "tp"): (2 * layers, 4 * layers, 0, 2 * hidden),
-        ("start_grad_sync", "dp_cp"): (0, 0, 3 + layers * 2, math.inf),
+        **dict.fromkeys(
+            (("start_grad_sync", name) for name in ("dp_cp", "edp")), (0, 0, 3 + layers * 2, math.inf)
+        ),
         ("finalize_model_grads", "dp_cp"): (0, 0, 1, 4),
         ("finalize_model_grads", "pp"): (0, 0, 1, 4),
     }

@@ -34,9 +34,10 @@ def request(
     layers: int | None = 2,
     fault: str | None = None,
     loss: str | None = None,
+    model: str = "qwen3-8b",
     **keys: Any,
 ) -> Request:
-    """The step of Qwen3-8B, cut to some layers; ``keys`` has ``section__key=value``, ``loss`` a loss with its
+    """The step of a model, cut to some layers; ``keys`` has ``section__key=value``, ``loss`` a loss with its
     own limits."""
     changes = SMALL | {name.replace("__", "."): value for name, value in keys.items()}
     overrides = [word for key, value in changes.items() for word in (f"--{key}", _text(value))]
@@ -44,7 +45,7 @@ def request(
     tree = config.model_dump(mode="json")
     return Request(
         config=tree if loss is None else tree | {"loss": {"name": loss}},
-        model="qwen3-8b",
+        model=model,
         layers=layers,
         world=world,
         rank=rank,

@@ -17,6 +17,7 @@ VIRTUAL = STAGES | {"parallel__virtual_pipeline": 2, "layers": 4}
 # Logits of 1.7 GiB, more than the head keeps of them.
 ALONE = {"parallel__tensor": 1, "parallel__sequence": False, "world": 2}
 LONG = {"rollout__max_response_tokens": 6144, "batch__max_tokens": 7168}
+EXPERTS = {"model": "qwen3-30b-a3b", "parallel__tensor": 4, "parallel__expert": 8, "world": 16, "rank": 9}
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "TP": ((), {}),
     "TP without SP": ((), {"parallel__sequence": False}),
@@ -27,6 +28,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "PP, last": ((), STAGES | {"rank": 7}),
     "VPP, first": ((), VIRTUAL | {"rank": 3}),
     "VPP, last": ((), VIRTUAL | {"rank": 7}),
+    "EP": ((), EXPERTS),
     "recompute": ((), {"model__recompute": "full"}),
     "reference": ((), {"loss__kl_coef": 0.01}),
     "entropy": ((), {"loss__entropy_coef": 0.01}),
@@ -45,7 +47,7 @@ def test_a_step_does_what_the_tables_say(name: str) -> None:
 
 
 @pytest.mark.skipif(not os.environ.get(OLDER), reason=f"{OLDER} names no folder: `make test-fake-gpu`")
-@pytest.mark.parametrize("name", ["TP", "CP, DP", "PP, last", "VPP, first", "FP8 by block, colocated"])
+@pytest.mark.parametrize("name", ["TP", "CP, DP", "EP", "PP, last", "VPP, first", "FP8 by block, colocated"])
 def test_the_same_with_the_older_megatron(name: str) -> None:
     files, keys = LAYOUTS[name]
     asked = request(*files, **keys)

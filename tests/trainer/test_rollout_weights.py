@@ -31,7 +31,7 @@ from megatron_fspo.trainer.correction import Rule, correct, effective_share, lit
 from megatron_fspo.trainer.mismatch import measure
 from mismatch_cases import ALONE, LENGTHS, PACKS, packed, responses
 
-GROUPS = ParallelGroups(tp=ALONE, pp=ALONE, cp=ALONE, ep=ALONE, dp=ALONE, dp_cp=ALONE)
+GROUPS = ParallelGroups(tp=ALONE, pp=ALONE, cp=ALONE, ep=ALONE, edp=ALONE, dp=ALONE, dp_cp=ALONE)
 # Σ Δ of the responses of 1, 9, 30, 0 and 4 tokens.
 SUMS = [0.1, -0.4, 1.2, 0.0, -1.0]
 DELTAS = [

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings import rope_utils
-from patching import ALONE, CP, DP, PP, SP, TP, Patch, fault, wrap
+from megatron.core.transformer.moe import router
+from patching import ALONE, CP, DP, EP, MOE, PP, SP, TP, Patch, fault, wrap
 from torch import Tensor
 
 from megatron_fspo.mcore import layers, policy, policy_loss
@@ -143,6 +144,28 @@ def gradients_not_reduced(real: Any, *args: Any, **kwargs: Any) -> None:
 @fault(SP, "norms", layers.RMSNorm, "__init__")
 def norms_not_summed(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Gradients of norms are not summed over the ranks of sequence parallel"""
+    real(self, *args, **kwargs)
+    self.weight.sequence_parallel = False
+
+
+@fault(MOE, "expert-gradient", DistributedDataParallel, "__init__")
+def experts_as_others(real: Any, self: Any, config: Any, settings: Any, module: Any, **kwargs: Any) -> None:
+    """Gradients of experts are summed over the ranks that hold copies of other parameters"""
+    for parameter in module.parameters():
+        parameter.allreduce = True
+    real(self, config, settings, module, **kwargs)
+
+
+@fault(EP, "expert-gradient", DistributedDataParallel, "finish_grad_sync")
+def experts_not_reduced(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Gradients of experts are not summed over the ranks that hold the same"""
+    self.expert_parallel_bucket_groups = []
+    real(self, *args, **kwargs)
+
+
+@fault(EP, "backward", router.TopKRouter, "__init__", figures="mlp.gate")
+def router_not_summed(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Gradients of routers are not summed over the ranks of sequence parallel"""
     real(self, *args, **kwargs)
     self.weight.sequence_parallel = False
 

@@ -19,8 +19,8 @@ from patching import Fault, Patch
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.verify.cases import SMALL, TEMPERATURE, cases, random_weights, with_layers
-from megatron_fspo.verify.layouts import Layout, parse_layout
+from megatron_fspo.verify.cases import TEMPERATURE, cases, random_weights
+from megatron_fspo.verify.layouts import Layout, model_of, parse_layout
 from megatron_fspo.verify.production import build
 from megatron_fspo.verify.reference import Reference
 from megatron_fspo.verify.run import check_cases, references
@@ -59,7 +59,7 @@ class FaultyLayout:
 def on_layout(name: str, faults: dict[str, Fault]) -> dict[str, dict[str, object]]:
     """Each fault in both precisions, then each of their cases without it."""
     layout = parse_layout(name, world_size=dist.get_world_size())
-    arch = with_layers(SMALL, layout.parallel)
+    arch = model_of(layout, None)
     models = {replace(arch, tied=fault.tied) for fault in faults.values()}
     asked = [CASES[loss] for loss in {fault.loss: None for fault in faults.values()}]
     wanted = references(models, [], asked, TEMPERATURE)

@@ -16,6 +16,7 @@ Patch = AbstractContextManager[Any]
 
 # The layouts, and a group of this rank only.
 CP, DP, TP, PP, SP = "cp2.dp2", "dp4", "tp2.pp2", "pp2.cp2", "tp2.sp.cp2"
+MOE, EP = "moe.tp2.sp.dp2", "tp2.sp.ep2.dp2"
 ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 

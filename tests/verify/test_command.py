@@ -36,21 +36,34 @@ def table_lines(output: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_another_family_has_one_gradient_too(tmp_path: Path) -> None:
-    """Biases of q, k and v; no norm of q and k."""
+@pytest.mark.parametrize(
+    ("more", "layout"),
+    [
+        ({"model_type": "qwen2"}, "tp2.sp"),  # biases of q, k and v; no norm of q and k
+        (
+            {
+                "model_type": "qwen3_moe", "head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3,
+                "moe_intermediate_size": 40, "norm_topk_prob": False,
+            },
+            "tp2.sp.ep2",
+        ),
+    ],
+    ids=["qwen2", "qwen3_moe"],
+)  # fmt: skip
+def test_another_family_has_one_gradient_too(tmp_path: Path, more: dict[str, Any], layout: str) -> None:
     config = {
-        "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 48, "intermediate_size": 112,
+        "hidden_act": "silu", "hidden_size": 48, "intermediate_size": 112,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 37,
         "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 500_000.0,
-        "tie_word_embeddings": False, "dtype": "float32",
+        "tie_word_embeddings": False, "dtype": "float32", **more,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     text = (REPO / RUN).read_text(encoding="utf-8")
     text = re.sub(r"(?m)^checkpoint = .*$", f'checkpoint = "{tmp_path}"', text, count=1)
     (tmp_path / "run.toml").write_text(text, encoding="utf-8")
-    printed = verify("--config", str(tmp_path / "run.toml"), "--layouts", "tp2.sp", "--dtype", "float64")
+    printed = verify("--config", str(tmp_path / "run.toml"), "--layouts", layout, "--dtype", "float64")
     (row,) = table_lines(printed)
-    assert row[:2] == ["tp2.sp", "float64"] and row[-2:] == [str(len(LOSSES) + 2), "pass"]
+    assert row[:2] == [layout, "float64"] and row[-2:] == [str(len(LOSSES) + 2), "pass"]
     assert float(row[2]) < 1e-12
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.sizes import check_parallel
-from megatron_fspo.verify.cases import SMALL, with_layers
-from megatron_fspo.verify.layouts import Layout, all_layouts, parse_layout
+from megatron_fspo.verify.cases import MIXTURE, SMALL, with_layers
+from megatron_fspo.verify.layouts import Layout, all_layouts, model_of, parse_layout
 
 
 @st.composite
@@ -22,15 +22,19 @@ def layouts(draw: st.DrawFn) -> Layout:
     """Any that can be asked for."""
     tensor, pipeline = draw(st.integers(1, 12)), draw(st.integers(1, 12))
     flags = {key: draw(st.booleans()) for key in ("distributed_optimizer", "overlap_grad_reduce")}
+    context, data = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    expert = draw(st.sampled_from([1, tensor, context * data]))
     parallel = Parallel(
         tensor=tensor,
         sequence=tensor > 1 and draw(st.booleans()),
         pipeline=pipeline,
         virtual_pipeline=draw(st.integers(1, 4)) if pipeline > 1 else 1,
-        context=draw(st.integers(1, 12)),
+        context=context,
+        expert=expert,
         **flags,
     )
-    return Layout(parallel=parallel, data=draw(st.integers(1, 12)), recompute=draw(st.booleans()))
+    moe = expert > 1 or draw(st.booleans())
+    return Layout(parallel=parallel, data=data, recompute=draw(st.booleans()), moe=moe)
 
 
 def ranks(layout: Layout) -> int:
@@ -80,6 +84,7 @@ def test_a_word_that_is_none_is_named(word: str) -> None:
         ("dp2", 1, "for 2 ranks, not 1"),
         ("sp", 2, "sp needs tp of at least 2"),
         ("vpp2.cp2", 2, "vpp needs pp of at least 2"),
+        ("pp2.ep4", 4, "ep4 does not divide the 2 ranks of a pipeline stage"),
     ],
 )
 def test_sizes_that_do_not_fit(text: str, world_size: int, message: str) -> None:
@@ -97,6 +102,22 @@ def test_all_layouts_fit_and_differ(world_size: int) -> None:
     for layout in found:
         assert ranks(layout) == world_size
         check_parallel(with_layers(SMALL, layout.parallel), layout.parallel)
+
+
+@pytest.mark.parametrize(("world_size", "fewest"), [(2, 5), (4, 20), (8, 30)])
+def test_layouts_of_experts(world_size: int, fewest: int) -> None:
+    small = all_layouts(None, world_size=world_size)
+    experts = [layout for layout in small if layout.moe]
+    assert len(experts) >= fewest and len({layout.name for layout in small}) == len(small)
+    assert [layout for layout in small if not layout.moe] == all_layouts(SMALL, world_size=world_size)
+    for layout in experts:
+        assert model_of(layout, None).experts is not None
+    # A run's own experts are in all of its layouts, and sequence parallel beside tensor parallel.
+    own = all_layouts(MIXTURE, world_size=world_size)
+    assert {layout.name for layout in experts if layout.parallel.expert > 1} <= {one.name for one in own}
+    assert all(layout.parallel.sequence for layout in own if layout.parallel.tensor > 1)
+    with pytest.raises(InputError, match=r"^layout moe\.dp2: the model has no experts$"):
+        model_of(parse_layout("moe", world_size=2), SMALL)
 
 
 def test_all_layouts_of_8_ranks() -> None:

@@ -296,7 +296,7 @@ def _notes(config: Config, shape: Shape, given: Given) -> list[str]:
     if config.vllm.colocated:
         notes.append("what moves between GPU and host from turn to turn is not in the time of a step")
     if shape.arch.experts is not None:
-        notes.append("`train` refuses mixtures of experts so far; this is what one would take")
+        notes.append("tokens are taken to be spread evenly over experts")
     if shape.device == "cuda":
         notes.append("activations are those of traces without a GPU (--trace), not measured on one")
     return notes

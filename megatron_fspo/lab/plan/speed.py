@@ -167,12 +167,13 @@ def sending(shape: Shape, machine: Machine, transfer: str | None) -> Phase:
     if transfer is None:
         return Phase(name="sync", parts={"nothing to send": 0.0})
     size = model_values(shape.arch) * shape.width
-    tensor = shape.parallel.tensor
+    # Experts come from expert-parallel ranks, and hardly anything else is in such a model.
+    ranks = shape.parallel.tensor if shape.arch.experts is None else shape.parallel.expert
     speed = machine.network * machine.network_share if transfer == "nccl" else machine.host
     return Phase(
         name="sync",
         parts={
-            "gathering": size * (1 - 1 / tensor) / machine.between(tensor)
+            "gathering": size * (1 - 1 / ranks) / machine.between(ranks)
             + size * (1 - 1 / shape.parallel.pipeline) / machine.between(shape.world),
             f"to the servers ({transfer})": size / speed,
         },

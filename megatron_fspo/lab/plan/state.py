@@ -130,13 +130,14 @@ def kv_bytes(shape: Shape, *, rows: int, tokens: int) -> int:
 
 def sending_bytes(shape: Shape) -> int:
     """The most that the first rank holds of a weight update: a bucket, and the parameter that comes next, in
-    parts from the tensor-parallel ranks and whole."""
+    parts from the tensor-parallel ranks, or an expert of another rank, and whole."""
     arch, width = shape.arch, shape.width
     most = held = 0
     for row, _, _ in whole_model(arch):
         sizes = [math.prod(tensor.shape(arch)) * width for tensor in row.hf]
         # One rank's part is the parameter itself; q, k and v are put together anew all the same.
-        copies = 2 if shape.parallel.tensor > 1 else int(row.layout == "qkv")
+        ranks = shape.parallel.expert if row.of_expert else shape.parallel.tensor
+        copies = 2 if ranks > 1 else int(row.layout == "qkv")
         for size in sizes:
             most = max(most, held + copies * sum(sizes))
             held = size if held and held + size > BUCKET else held + size

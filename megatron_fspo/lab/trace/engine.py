@@ -73,6 +73,7 @@ def _missing(name: str) -> Callable[..., Any]:
 def _kernels(watch: Watch) -> dict[str, Callable[..., Any]]:
     kernels: dict[str, Callable[..., Any]] = {
         "generic_gemm": _gemm(watch),
+        "te_general_grouped_gemm": _grouped_gemm(watch),
         "fused_attn_fwd": _attention(watch),
         "fused_attn_bwd": _attention_backward(watch),
         "quantize": _quantize,
@@ -202,6 +203,20 @@ def _gemm(watch: Watch) -> Callable[..., Any]:
         return [out, bias_gradient, None, extra_output]
 
     return generic_gemm
+
+
+def _grouped_gemm(watch: Watch) -> Callable[..., Any]:
+    def te_general_grouped_gemm(
+        a: Sequence[Tensor], transpose_a: bool, b: Sequence[Tensor], transpose_b: bool, *args: Any
+    ) -> Any:
+        """A product for each expert, into tensors that are there."""
+        for first, second in zip(a, b, strict=True):
+            rows_a, rows_b = first.size()[:-1].numel(), second.size()[:-1].numel()
+            inner, columns = (first.size()[-1], rows_a) if transpose_a else (rows_a, first.size()[-1])
+            watch.count_product(second.size()[-1] if transpose_b else rows_b, inner, columns)
+        return args[3]  # the biases, or their gradients
+
+    return te_general_grouped_gemm
 
 
 def _attention(watch: Watch) -> Callable[..., Any]:

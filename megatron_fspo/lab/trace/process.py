@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
 from megatron_fspo.lab.trace import engine
@@ -61,6 +62,26 @@ def _prepare(watch: Watch) -> None:
 
     # Random states stay on the host; a model in training has no dropout.
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    _spread_tokens(watch)
+
+
+def _spread_tokens(watch: Watch) -> None:
+    """Have routers spread tokens evenly over experts: what they would like is in no small tensor."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    routing = TopKRouter.routing
+
+    def evenly(router: Any, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            values = watch.memory.values(logits)
+            if values is None:
+                raise NotImplementedError(f"routers of {len(logits)} tokens: too many to follow")
+            k, experts = router.topk, values.shape[-1]
+            liked = torch.arange(values.numel() // experts * k).view(-1, k) % experts
+            values.copy_(torch.zeros(len(liked), experts).scatter_(1, liked, 1.0).view_as(values))
+        return routing(router, logits, *args, **kwargs)
+
+    TopKRouter.routing = evenly
 
 
 def _count_head() -> None:

@@ -22,7 +22,7 @@ from megatron_fspo.lab.trace.watch import Watch
 from megatron_fspo.mcore import startup
 from megatron_fspo.mcore.backend import Backend
 from megatron_fspo.mcore.hf_weights import hf_tensors
-from megatron_fspo.mcore.model import layer_offset
+from megatron_fspo.mcore.model import expert_offset, layer_offset
 from megatron_fspo.mcore.offload import Offload
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
@@ -105,7 +105,7 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
                 memory.hold(weights=False, rest=False)
                 facts |= {"left": watch.trace.live}
                 memory.hold(weights=True, rest=True)
-    names = ("tp", "cp", "dp", "dp_cp", "pp")
+    names = ("tp", "cp", "dp", "dp_cp", "pp", "ep", "edp")
     return facts | {"groups": {name: dist.get_process_group_ranks(getattr(groups, name)) for name in names}}
 
 
@@ -181,6 +181,7 @@ def _load(model: Model) -> None:
             tp_size=model.groups.tp.size(),
             padded_vocab=model.padded_vocab,
             layer_offset=layer_offset(model.config, chunk),
+            expert_offset=expert_offset(model.arch, model.groups.ep),
         )
     model.weights_loaded()
 
@@ -211,8 +212,6 @@ class _Zeros:
 
 def _export(policy: Policy) -> None:
     """What the sender of weights does, up to the sending."""
-    if policy.groups.dp_cp.rank() != 0:
-        return
     named = [chunk.named_parameters() for chunk in policy.chunks]
     for bucket in in_buckets(hf_tensors(policy, named)):
         for _, tensor in bucket:
