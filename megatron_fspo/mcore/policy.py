@@ -147,8 +147,8 @@ class Policy(Model):
             bf16=dtype == torch.bfloat16,
             use_distributed_optimizer=parallel.distributed_optimizer,
         )
-        # Its shards are views of parameters. With a graph they would keep the model for good: no collector sees
-        # through a graph, which leads to the parameters' hooks and to all that they know.
+        # Its shards are views of parameters. With a graph they would keep the model for good: no collector
+        # sees through a graph, which leads to the parameters' hooks and to all that they know.
         with torch.no_grad():
             self.optimizer: MegatronOptimizer = get_megatron_optimizer(
                 settings, self._ddp, use_gloo_process_groups=False
