@@ -36,6 +36,7 @@ _READS = {  # the host waits for what these return, or for its size
     ),
     *(aten.nonzero.default, aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default),
 }
+_UNSET = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 _INDEXED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 """Matrix products → their factors."""
@@ -169,7 +170,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with _disable_current_modes():
             known = tree_map(self._on_host, (args, kwargs))
             result: Any = None
-            if not any(value is _UNKNOWN for value in tree_leaves(known)):
+            if func.overloadpacket in _UNSET:
+                pass  # ones, not what the host's memory had there before
+            elif not any(value is _UNKNOWN for value in tree_leaves(known)):
                 known[1].pop("pin_memory", None)
                 # Not for these values, or not on a host: they are ones.
                 with suppress(RuntimeError, NotImplementedError, IndexError):
