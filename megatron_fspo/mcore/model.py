@@ -179,11 +179,12 @@ def wrap_for_training(
     """
     # Buffers and optimizer of such parameters are over the ranks that hold the same experts. Megatron 0.16
     # marks them with expert parallel only: without, tensor-parallel ranks, each with other tokens, would keep
-    # their own part of an expert's gradient.
+    # their own part of an expert's gradient. And of Transformer Engine's experts only those of the first
+    # tensor-parallel rank would be in the gradient's norm: the second mark says that no other rank has them.
     for module in modules:
         for name, parameter in module.named_parameters():
             if is_expert(name):
-                vars(parameter)["allreduce"] = False
+                vars(parameter).update(allreduce=False, tensor_model_parallel=True)
     # Transformer Engine's layers add weight gradients straight into ``main_grad``. Megatron's own flag for it
     # would ask for apex, as the embedding and the head are its own layers.
     for layer in (layer for module in modules for layer in module.modules()):
