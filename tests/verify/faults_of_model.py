@@ -25,7 +25,7 @@ finalize = importlib.import_module("megatron.core.distributed.finalize_model_gra
 optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
 
 HEAD = (policy_loss, "linear_log_probs")
-COMBINE = (head, "_combine")
+COMBINE = (head, "_merge")
 HIDDEN_GRADIENT = (head, "_hidden_gradient")
 
 # The head.
@@ -52,8 +52,10 @@ def statistics_not_combined(real: Any, table: Tensor) -> Tensor:
 @fault(SP, "denominator", *COMBINE, figures="actor/entropy", loss="fspo-entropy-kl")
 def entropy_not_combined(real: Any, table: Tensor) -> Tensor:
     """The entropy is that of tensor rank 0"""
-    top, total, _, log_prob = real(table)
-    return torch.stack([top, total, real(table[:1])[2], log_prob])
+    top, total, _, target = real(table)
+    _, total_here, spread_here, _ = real(table[:1])
+    entropy = total_here.log() - spread_here / total_here
+    return torch.stack([top, total, total * (total.log() - entropy), target])
 
 
 @fault(TP, "head-gradient", *HIDDEN_GRADIENT)

@@ -89,19 +89,19 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
     watch.totals = dict.fromkeys(("actor/ppo_kl", "fspo/kl_k3"), (0.0, 1.0))
     with watch:
         run = _training(config, arch, backend, groups, layout, watch)
-        with watch.phase("old pass"):
+        with watch.during("old pass"):
             step = with_packs(run, rollout, {})
-        with watch.phase("update"):
+        with watch.during("update"):
             optimize(run, step)
         facts: dict[str, Any] = {"micro_batches": len(step.packs)}
         del step
         run.policy.zero_gradients()
-        with watch.phase("weights"):
+        with watch.during("weights"):
             _export(run.policy)
         facts |= {"state": watch.trace.live}
         if config.vllm.colocated:
             memory = Offload(run.policy, *([run.reference] if run.reference else []))
-            with watch.phase("lend"):
+            with watch.during("lend"):
                 memory.hold(weights=False, rest=False)
                 facts |= {"left": watch.trace.live}
                 memory.hold(weights=True, rest=True)
@@ -142,7 +142,7 @@ def _training(
         **made,
     )
     reference = Model(arch, backend, groups, **made) if config.loss.kl_coef else None
-    with watch.phase("load"):
+    with watch.during("load"):
         for model in filter(None, (policy, reference)):
             _load(model)
     return Training(

@@ -78,7 +78,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unfinished.clear()
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def during(self, name: str) -> Iterator[None]:
         """What is seen counts for this phase; its peak begins with what is held."""
         before, self.trace.phase = self.trace.phase, name
         self.trace.peaks[name] = max(self.trace.peaks.get(name, 0), self.trace.live)
