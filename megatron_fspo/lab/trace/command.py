@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.plan.plan import GIB, Given, make_plan
 from megatron_fspo.lab.plan.presets import find_model
+from megatron_fspo.lab.trace import engine
 from megatron_fspo.lab.trace.request import Request
 
 _LINES = 12
@@ -42,11 +43,14 @@ def traces(
     with tempfile.TemporaryDirectory() as folder, _process(Path(folder), blackwell, paths) as process:
         assert process.stdin is not None and process.stdout is not None
         for request in requests:
-            process.stdin.write(json.dumps(asdict(request)) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
+            line = ""
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(asdict(request)) + "\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
             if not line:
-                raise InputError(f"the traced process ended: {(Path(folder) / 'stderr').read_text()[-2000:]}")
+                said = (Path(folder) / "stderr").read_text(encoding="utf-8", errors="replace").strip()
+                raise InputError(f"--trace: its process ended: {said.splitlines()[-1] if said else 'killed'}")
             yield json.loads(line)
 
 
@@ -91,7 +95,9 @@ def _compile(library: Path) -> None:
         raise InputError("--trace needs CUDA's driver_types.h, which comes with triton: pip install triton")
     source = Path(__file__).with_name("cuda.c")
     flags = ["-w", "-O1", "-fPIC", "-shared", f"-I{header}", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([compiler, *flags, "-o", str(library), str(source)], check=True)
+    done = subprocess.run([compiler, *flags, "-o", str(library), str(source)], capture_output=True, text=True)
+    if done.returncode:
+        raise InputError(f"--trace: {compiler} does not compile {source}: {done.stderr.splitlines()[0]}")
 
 
 def trace(config: Config, given: Given, *, model: str | None, rank: int, use_json: bool) -> str:
@@ -109,6 +115,15 @@ def trace(config: Config, given: Given, *, model: str | None, rank: int, use_jso
     """
     if not 0 <= rank < given.world:
         raise InputError(f"--trace {rank}: there are ranks 0 to {given.world - 1}")
+    if config.model.backend == "cpu":
+        raise InputError("--trace is of GPUs, and model.backend = cpu: try --model.backend cuda")
+    if config.model.layers != "local" and not engine.is_there():
+        raise InputError(
+            "--trace needs the Python of Transformer Engine (pip install --no-deps transformer_engine), or "
+            "--model.layers local"
+        )
+    if config.model.layers != "local" and config.model.dtype != "bfloat16":
+        raise InputError(f"--trace: layers of Transformer Engine are bfloat16, not {config.model.dtype}")
     name = model or str(config.model.checkpoint)
     stage = rank * config.parallel.pipeline // given.world
     planned = make_plan(config, find_model(name), given).stages[stage]
@@ -121,6 +136,7 @@ def trace(config: Config, given: Given, *, model: str | None, rank: int, use_jso
 
 
 def as_text(seen: dict[str, Any], rank: int, world: int) -> str:
+    """Tables of a trace."""
     count = seen["micro_batches"]
     lines = [
         f"rank {rank} of {world} without a GPU: no kernel ran; shapes, memory, messages and syncs are those "

@@ -146,9 +146,9 @@ status cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) {
 status cudaFreeHost(void *pointer) { return forget(pointer); }
 status cudaHostRegister(void *pointer, size_t bytes, unsigned flags) { return remember(pointer, bytes); }
 status cudaHostUnregister(void *pointer) { return forget(pointer); }
-status cudaPointerGetAttributes(struct cudaPointerAttributes *found, const void *pointer) {
-  memset(found, 0, sizeof *found);
-  found->type = slot_of(pointer) >= 0 ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+status cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer) {
+  memset(attributes, 0, sizeof *attributes);
+  attributes->type = slot_of(pointer) >= 0 ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
   return SUCCESS;
 }
 status cudaMemcpy(void *to, const void *from, size_t bytes, int kind) {

@@ -4,11 +4,11 @@ right shapes. ``tex.json`` has the names and enums of the extension of version 2
 from __future__ import annotations
 
 import enum
-import importlib.util
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,7 +60,7 @@ def install(watch: Watch) -> None:
 
 def is_there() -> bool:
     """True if Transformer Engine's Python is installed."""
-    return importlib.util.find_spec("transformer_engine") is not None
+    return PathFinder.find_spec("transformer_engine") is not None
 
 
 def _missing(name: str) -> Callable[..., Any]:
@@ -173,24 +173,9 @@ def _norm(x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype
 
 
 def _gemm(watch: Watch) -> Callable[..., Any]:
-    def generic_gemm(
-        a: Any,
-        transpose_a: bool,
-        b: Any,
-        transpose_b: bool,
-        out: Tensor | None,
-        quantizer: Any,
-        out_dtype: Any,
-        bias: Tensor | None,
-        bias_dtype: Any,
-        gelu: bool,
-        gelu_in: Tensor | None,
-        grad: bool,
-        *_: Any,
-        extra_output: Tensor | None = None,
-        **__: Any,
-    ) -> list[Tensor | None]:
+    def generic_gemm(*args: Any, extra_output: Tensor | None = None, **more: Any) -> list[Any]:
         """op(b) op(a), as cuBLAS names it."""
+        a, transpose_a, b, transpose_b, out, _, out_dtype, bias, _, _, _, grad, *_ = args
         first, second = a.size(), b.size()
         rows_a, rows_b = first[:-1].numel(), second[:-1].numel()
         inner, columns = (first[-1], rows_a) if transpose_a else (rows_a, first[-1])

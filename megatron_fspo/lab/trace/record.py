@@ -81,8 +81,6 @@ class Trace:
     peak: int = 0
     at_peak: dict[tuple[str, Site], int] = field(default_factory=dict)
     """Phase and line that made it → bytes held at the peak."""
-    pinned: int = 0
-    """Bytes of host memory pinned now."""
 
 
 def here() -> Site:

@@ -64,9 +64,9 @@ def take_step(request: Request, watch: Watch) -> dict[str, Any]:
 def _shortened(config: Config) -> Config:
     """The configuration of a step with few micro-batches, which nothing ends."""
     tree = config.model_dump()
-    tree["batch"] |= {"mini_batches": min(2, config.batch.mini_batches), "epochs": 1}
+    tree["batch"] |= {"mini_batches": 2, "epochs": 1}
     tree["optimizer"] |= {"max_kl": 1e30, "skip_norm_ratio": None}
-    tree["rollout"] |= {"mismatch_limit": 1e30}
+    tree["rollout"] |= {"mismatch_limit": 1e30, "prompts": 2}
     return Config.model_validate(tree)
 
 

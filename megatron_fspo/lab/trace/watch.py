@@ -28,13 +28,8 @@ from megatron_fspo.lab.trace.record import Collective, Site, Sync, Trace, here
 
 aten = torch.ops.aten
 _READS = {  # the host waits for what these return, or for its size
-    *(
-        aten._local_scalar_dense.default,
-        aten.equal.default,
-        aten.is_nonzero.default,
-        aten.masked_select.default,
-    ),
-    *(aten.nonzero.default, aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default),
+    *(aten.is_nonzero.default, aten.masked_select.default, aten.nonzero.default),
+    *(aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default),
 }
 _UNSET = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 _INDEXED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
@@ -137,7 +132,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._check_finished(tensors)
             with _disable_current_modes():
                 return func(*args, **kwargs)
-        if on_device and (answer := self._to_host(func, args, kwargs, on_device)) is not None:
+        if on_device and (answer := self._to_host(func, args, kwargs)) is not None:
             return answer[0]
         host = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
         if host and func in (aten.copy_.default, aten._to_copy.default):
@@ -197,7 +192,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Between host and device
 
-    def _to_host(self, func: Any, args: Any, kwargs: Any, on_device: list[FakeTensor]) -> tuple[Any] | None:
+    def _to_host(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
         """The answer to an operation that brings values to the host; None for any other."""
         if func is aten._local_scalar_dense.default:
             self.sync("item")
