@@ -57,7 +57,10 @@ ALLOWED = [
     Sync("old pass", "parallel/groups.py", "exchange", "pageable copy", "tokens by NCCL", step=4),
     Sync("old pass", "parallel/groups.py", "exchange", "tolist", "tokens by NCCL", step=4),
     Sync("old pass", "parallel/groups.py", "exchange", "copy to the host", "tokens by NCCL", step=2),
-    Sync("old pass", "transformer_engine/pytorch/utils.py", "_empty_tensor", "pageable copy", "once", step=1),
+    *(
+        Sync(phase, "transformer_engine/pytorch/utils.py", "_empty_tensor", "pageable copy", "once", step=1)
+        for phase in ("old pass", "update")
+    ),
     *(
         Sync(phase, "p2p_communication.py", function, kind, _SHAPES, micro_batch=12)
         for phase in ("old pass", "update")
