@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import Tensor
+
 Decode = Callable[[Sequence[int]], str]
 """Token ids → their text, special tokens included."""
 
@@ -91,6 +93,9 @@ class Completion:
     """Version of the weights that sampled it; the oldest, if they changed under way."""
     version_spans: tuple[VersionSpan, ...] = ()
     """Which version sampled which tokens, without gaps; empty where all are ``weight_version``'s."""
+    routes: Tensor | None = None
+    """uint8 [P + L - 1, layers, k]: the experts that each token of prompt and response was sent to, but for
+    the last one, which the sampler did not read; None where it did not tell."""
 
     def __post_init__(self) -> None:
         # 8 bytes per token; tuples of Python's numbers take ten times that.

@@ -96,6 +96,32 @@ class Parallel(Section):
         return self.tensor * self.pipeline * self.context
 
 
+class MoE(Section):
+    """Routers of a mixture of experts."""
+
+    replay: Literal["off", "old_pass", "rollout"] = Field(
+        "off",
+        description="experts of a token in the update; off: as its router chooses; old_pass: those of the "
+        "old pass; rollout: those of the sampler, in the old pass too (vllm only)",
+    )
+    aux_loss_coef: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="factor of the load-balance loss of each sequence, averaged over sequences"
+    )
+    z_loss_coef: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="factor of the mean square of the router's log-sum-exp, averaged over sequences"
+    )
+
+    @property
+    def in_use(self) -> bool:
+        """True if a key asks for something that only a mixture of experts has."""
+        return self != MoE()
+
+    @property
+    def has_losses(self) -> bool:
+        """True if every sequence has a gradient, whatever its advantage."""
+        return self.aux_loss_coef > 0 or self.z_loss_coef > 0
+
+
 class Rollout(Section):
     """Sampling during training."""
 

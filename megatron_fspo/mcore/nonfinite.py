@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss
-from megatron_fspo.packing.batch import MicroBatch, Packs
+from megatron_fspo.packing.batch import NO_ROUTE, MicroBatch, Packs
 from megatron_fspo.packing.pack import Pack, PackLayout, collate_packs
 from megatron_fspo.parallel.groups import ParallelGroups, agreed, gather_lists, share
 
@@ -114,11 +114,13 @@ def without(packs: Packs, numbers: Collection[int], tokens: Sequence[int], layou
 
 
 def _carried(column: Tensor, before: MicroBatch, after: MicroBatch, gone: Collection[int]) -> Tensor:
-    """A column [t] of a pack at the response tokens that stay, which keep their order; 0 elsewhere."""
-    stays = torch.tensor([n not in gone for n in before.sample_index.tolist()])
-    rows = before.rows[stays[before.segment[before.rows]]]
-    carried = column.new_zeros(after.mask.shape)
-    carried[after.rows.to(column.device)] = column[rows.to(column.device)]
+    """A column [t, …] of a pack at the tokens of the sequences that stay, which keep their order."""
+    stays = torch.tensor([*(n not in gone for n in before.sample_index.tolist()), False])
+    rows = stays[before.segment].nonzero()[:, 0]
+    carried = column.new_full((len(after.mask), *column.shape[1:]), NO_ROUTE if column.ndim > 1 else 0)
+    carried[(after.segment < len(after.lengths)).nonzero()[:, 0].to(column.device)] = column[
+        rows.to(column.device)
+    ]
     return carried
 
 

@@ -21,6 +21,9 @@ from torch.nn.functional import pad
 
 Row = Tensor | Sequence[int] | Sequence[float]
 
+NO_ROUTE = 255
+"""In place of an expert's number where a token has no route: its router chooses."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
@@ -45,6 +48,9 @@ class Sequences:
     """[m] L ≥ 0, tokens of the response."""
     advantages: Tensor
     """[m] fp32."""
+    routes: Tensor | None = None
+    """[Σ (P + L - 1) + 1, layers, k] uint8: the sampler's experts of all tokens but each sequence's last;
+    :data:`NO_ROUTE` where it did not tell, and in the last row."""
 
     @cached_property
     def places(self) -> Tensor:
@@ -52,6 +58,16 @@ class Sequences:
         whole = self.prompt_lengths + self.lengths
         begins = (whole.cumsum(0) - whole, self.lengths.cumsum(0) - self.lengths)
         return torch.stack([self.prompt_lengths, self.lengths, *begins], dim=1)
+
+    def routes_at(self, chosen: Tensor, segment: Tensor, positions: Tensor) -> Tensor | None:
+        """[t, layers, k] routes of the tokens at ``positions`` [t] of the sequences ``chosen`` [n], each of
+        them in ``segment`` [t]: n for tokens of none."""
+        if self.routes is None:
+            return None
+        rows = self.prompt_lengths + self.lengths - 1
+        known, begins = (pad(x[chosen], (0, 1)) for x in (rows, rows.cumsum(0) - rows))
+        index = torch.where(positions < known[segment], begins[segment] + positions, len(self.routes) - 1)
+        return self.routes.index_select(0, index)
 
     @classmethod
     def of(
@@ -62,6 +78,7 @@ class Sequences:
         advantages: Sequence[float] | Tensor,
         log_probs: Sequence[Row] | None = None,
         index: Sequence[int] | None = None,
+        routes: Tensor | None = None,
     ) -> Sequences:
         """Make them from one row of ids per prompt and per response.
 
@@ -71,6 +88,7 @@ class Sequences:
             advantages: A [N].
             log_probs: one row per response; none for responses that no sampler wrote.
             index: numbers of the sequences in the step; by default they are all of it.
+            routes: [Σ (P + L - 1), layers, k] uint8 of all of them, one after the other.
 
         Raises:
             ValueError: an empty prompt, or rows that do not fit each other.
@@ -86,6 +104,10 @@ class Sequences:
         sampled = torch.zeros(int(lengths.sum())) if log_probs is None else _flat(log_probs, torch.float32)
         if log_probs is not None and [len(row) for row in log_probs] != lengths.tolist():
             raise ValueError("a response and its log-probs differ in length")
+        if routes is not None:
+            if len(routes) != (prompt_lengths + lengths - 1).sum():
+                raise ValueError(f"routes of {len(routes)} tokens, but other sequences")
+            routes = torch.cat([routes, routes.new_full((1, *routes.shape[1:]), NO_ROUTE)])
         pairs = [row for pair in zip(prompts, responses, strict=True) for row in pair]
         return cls(
             index=torch.arange(len(prompts)) if index is None else torch.tensor(index, dtype=torch.long),
@@ -94,6 +116,7 @@ class Sequences:
             prompt_lengths=prompt_lengths,
             lengths=lengths,
             advantages=torch.as_tensor(advantages, dtype=torch.float32),
+            routes=routes,
         )
 
 
@@ -155,6 +178,11 @@ class MicroBatch:
     """[t] log-probs of the labels under the reference policy, for a KL penalty."""
     rollout_weights: Tensor | None = None
     """[t] finite factors on each token's policy gradient, from a rollout correction; None: all 1."""
+    routes: Tensor | None = None
+    """[t, layers, k] uint8: experts of this rank's layers that a pass before has sent each token to, or the
+    sampler; :data:`NO_ROUTE` where there is none."""
+    router: Any = None
+    """The :class:`~megatron_fspo.mcore.router.RouterPass` of a pass in which routers do more than route."""
     totals: StepTotals
     """Totals of its optimizer step."""
     source: MicroBatch | None = None
@@ -248,7 +276,7 @@ class Packs(Sequence[MicroBatch]):
     Args:
         sequences: that the micro-batches are made of.
         batches: in the order of their turns; those of several optimizer steps may follow each other.
-        columns: per-token fields of :class:`MicroBatch` to add, one tensor [t] for each micro-batch.
+        columns: fields of :class:`MicroBatch` to add, one tensor [t, …] for each micro-batch.
     """
 
     def __init__(
@@ -256,7 +284,7 @@ class Packs(Sequence[MicroBatch]):
         sequences: Sequences,
         batches: Sequence[MicroBatch],
         device: torch.device | str,
-        columns: Mapping[str, Sequence[Tensor]] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         self.sequences, self.on_host, self._device = sequences, list(batches), device
         self.columns = {name: list(tensors) for name, tensors in (columns or {}).items()}
@@ -285,6 +313,6 @@ class Packs(Sequence[MicroBatch]):
         """The totals of the optimizer step of the first of them."""
         return self.on_host[0].totals
 
-    def with_columns(self, **columns: Sequence[Tensor]) -> Packs:
-        """Return them with more per-token fields, one tensor [t] for each micro-batch."""
+    def with_columns(self, **columns: Sequence[Any]) -> Packs:
+        """Return them with more fields, one entry for each micro-batch, such as a tensor [t]."""
         return Packs(self.sequences, self.on_host, self._device, {**self.columns, **columns})

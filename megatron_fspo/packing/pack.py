@@ -122,8 +122,10 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
     sizes = edges[:, None].clamp(held[..., :1], held[..., 1:]).diff(dim=-1)
     borders = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
     flat = _rows(sequences, chosen, held.tolist())
+    per_token = _per_token(flat, sizes, held[..., 0], nobody=len(rows))
     return MicroBatch(
-        **_per_token(flat, sizes, held[..., 0], nobody=len(rows)),
+        **per_token,
+        routes=sequences.routes_at(chosen, per_token["segment"], per_token["position_ids"][0]),
         borders=borders.to(torch.int32),
         longest=int(padded.max()),
         lengths=lengths,
