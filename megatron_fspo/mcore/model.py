@@ -24,6 +24,7 @@ from torch.nn import Module
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.mcore.backend import Backend
+from megatron_fspo.mcore.router import install_routers
 from megatron_fspo.mcore.sizes import padded_vocab_size
 from megatron_fspo.weights import Architecture, has_parameter
 
@@ -149,6 +150,7 @@ def build_chunks(arch: Architecture, config: TransformerConfig, backend: Backend
             vp_stage=vp_stage,
         )
         chunks.append(model.to(backend.device))  # norms and routers are made on the CPU
+    install_routers(chunks)
     return chunks
 
 

@@ -22,10 +22,11 @@ from megatron_fspo import config as options
 from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.model import build_chunks, transformer_config, wrap_for_training
+from megatron_fspo.mcore.model import build_chunks, layer_offset, transformer_config, wrap_for_training
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
+from megatron_fspo.mcore.router import RouterPass, RouterPasses
 from megatron_fspo.mcore.sizes import padded_vocab_size
-from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.groups import ParallelGroups, Totals, any_rank, means, share, sum_metrics
 from megatron_fspo.weights import Architecture
 
@@ -83,6 +84,29 @@ class Model:
 
     def weights_loaded(self) -> None:
         """Note that the parameters were changed from outside."""
+
+    @property
+    def layers(self) -> list[int]:
+        """Numbers, from 0, of this rank's layers in the whole model."""
+        return [
+            layer_offset(self.config, chunk) + i
+            for chunk in self.chunks
+            for i in range(len(chunk.decoder.layers))
+        ]
+
+    def with_routers(self, packs: Packs, **options: Any) -> tuple[Packs, RouterPasses | None]:
+        """Return the packs of a pass in which routers follow the ``options`` of :class:`RouterPass`, and what
+        they will report; a dense model has none."""
+        if self.arch.experts is None:
+            return packs, None
+        passes = RouterPasses(
+            (RouterPass(**options) for _ in range(len(packs))),
+            self.groups,
+            sequence=self.parallel.sequence,
+            layers=self.layers,
+            count=self.arch.num_layers,
+        )
+        return packs.with_columns(router=passes), passes
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch], scoring: Scoring) -> list[Tensor]:

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.nn import Module
 
 from megatron_fspo.mcore.normalise import megatron_loss
+from megatron_fspo.mcore.router import RoutedPack
 from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, PolicyObjective, k3_kl
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
@@ -32,7 +32,7 @@ from megatron_fspo.parallel.head import HeadKind, linear_log_probs
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 
 LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
-Observer = Callable[[MicroBatch, LossTerms], None]
+Observer = Callable[[MicroBatch, LossTerms, Tensor], None]
 
 
 def forward(batch: MicroBatch, model: Module) -> Tensor:
@@ -43,12 +43,13 @@ def forward(batch: MicroBatch, model: Module) -> Tensor:
         stage; what the next stage takes, before it.
     """
     gpt = _gpt(model)
-    packed = PackedSeqParams(
+    packed = RoutedPack(
         qkv_format="thd",
         cu_seqlens_q=batch.borders,
         cu_seqlens_kv=batch.borders,
         max_seqlen_q=batch.longest,
         max_seqlen_kv=batch.longest,
+        batch=batch,
     )
     with _output_layer_passes_on(gpt):
         hidden: Tensor = model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
@@ -122,7 +123,8 @@ class PolicyLoss:
     kl_coef: float = 0.0
     """Above 0 every micro-batch must have ``reference_log_probs``."""
     observer: Observer | None = None
-    """Called with every micro-batch and what the loss says of it, on the last pipeline stage."""
+    """Called with every micro-batch, what the loss says of it, and the log-ratios [t], on the last pipeline
+    stage."""
 
     def forward_step(
         self, data_iterator: Iterator[MicroBatch], model: Module
@@ -165,7 +167,7 @@ class PolicyLoss:
             )
         )
         if self.observer is not None:
-            self.observer(batch, terms)
+            self.observer(batch, terms, log_ratio)
         per_token = batch.totals.num_sequences / max(batch.totals.num_tokens, 1)
         kl_gap = self._kl_gap(batch, log_probs.detach())
         weight = terms.weight

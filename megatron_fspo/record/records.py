@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.objective import effective_sample_size, length_reweighting_error
 from megatron_fspo.objective.calibration import fit_exponent, sigma_hat
 from megatron_fspo.objective.policy_objective import LossTerms
 from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.parallel.segments import sequence_sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,10 @@ class SequenceRecord:
     nonfinite: bool = False
     ratio: float | None = None
     """Importance weight in its gradient, 0 where a clip acts; None where tokens have their own."""
+    flipped: int = 0
+    """Tokens that a router would have sent to other experts than the old pass did."""
+    flipped_log_ratio_sum: float = 0.0
+    """Their part of S."""
 
     @property
     def counts(self) -> bool:
@@ -50,42 +56,64 @@ class SequenceRecord:
         return self.clipped_low + self.clipped_high + self.dual_clipped
 
 
+_COLUMNS = (
+    *("log_ratio_sum", "clipped_low", "clipped_high", "dual_clipped", "out_of_band", "nonfinite", "ratio"),
+    *("flipped", "flipped_log_ratio_sum"),
+)
+
+
 class Recorder:
     """Observes a policy loss. What it sees stays on the device until the schedule is over."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[MicroBatch, Tensor]] = []
+        self._log_ratios: list[tuple[MicroBatch, Tensor]] = []
 
-    def __call__(self, batch: MicroBatch, terms: LossTerms) -> None:
+    def __call__(self, batch: MicroBatch, terms: LossTerms, log_ratio: Tensor) -> None:
         clips = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
         columns = (terms.log_ratio_sum, *clips, terms.out_of_band, terms.nonfinite, terms.ratio)
         self._seen.append((batch.source or batch, torch.stack([column.double() for column in columns])))
+        if batch.router is not None:
+            self._log_ratios.append((batch, log_ratio))
 
-    def records(self, rank: int) -> list[SequenceRecord]:
-        """The records of all micro-batches, in one copy; ``rank`` is the data-parallel rank."""
+    def records(
+        self, rank: int, flipped: Sequence[Tensor] = (), group: dist.ProcessGroup | None = None
+    ) -> list[SequenceRecord]:
+        """The records of all micro-batches, in one copy.
+
+        Args:
+            rank: the data-parallel rank.
+            flipped: [t] bool of each micro-batch that routers had a part in: see
+                :func:`~megatron_fspo.mcore.router.flipped_tokens`.
+            group: context parallel, with ``flipped``. Collective over it.
+        """
         if not self._seen:
             return []
         names = ("sample_index", "lengths", "advantages")
         known = [torch.cat([getattr(batch, name) for batch, _ in self._seen]).tolist() for name in names]
-        decided = torch.cat([columns for _, columns in self._seen], dim=1).tolist()
+        decided = torch.cat([columns for _, columns in self._seen], dim=1)
+        of_flips = [decided.new_zeros(2, decided.shape[1])]
+        if flipped:
+            assert group is not None
+            seen = zip(self._log_ratios, flipped, strict=True)
+            of_flips = [_flips(batch, log_ratio, tokens, group) for (batch, log_ratio), tokens in seen]
+        columns = torch.cat([decided, torch.cat(of_flips, dim=1)])
+        values = dict(zip(_COLUMNS, columns.tolist(), strict=True))
+        values["out_of_band"] = [outside > 0 for outside in values["out_of_band"]]
+        values["nonfinite"] = [broken > 0 for broken in values["nonfinite"]]
+        values["ratio"] = [None if math.isnan(ratio) else ratio for ratio in values["ratio"]]
+        values["flipped"] = [int(count) for count in values["flipped"]]
+        fields = dict(zip(("sample", "length", "advantage"), known, strict=True)) | values
         return [
-            SequenceRecord(
-                sample=sample,
-                rank=rank,
-                length=length,
-                log_ratio_sum=log_ratio_sum,
-                advantage=advantage,
-                clipped_low=low,
-                clipped_high=high,
-                dual_clipped=dual,
-                out_of_band=outside > 0,
-                nonfinite=broken > 0,
-                ratio=None if math.isnan(ratio) else ratio,
-            )
-            for sample, length, advantage, log_ratio_sum, low, high, dual, outside, broken, ratio in zip(
-                *known, *decided, strict=True
-            )
+            SequenceRecord(rank=rank, **dict(zip(fields, row, strict=True)))
+            for row in zip(*fields.values(), strict=True)
         ]
+
+
+def _flips(batch: MicroBatch, log_ratio: Tensor, flipped: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[2, n] response tokens with a flip, and the sum of their log-ratios."""
+    values = torch.stack([flipped.double(), torch.where(flipped, log_ratio.double(), 0.0)])
+    return sequence_sums(values, batch.mask, batch.segment, batch.lengths.numel(), group=group)
 
 
 def as_tensors(records: Sequence[SequenceRecord]) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import newest_checkpoint
 from megatron_fspo.mcore.nonfinite import suspects_of
+from megatron_fspo.mcore.policy_loss import Scoring
+from megatron_fspo.mcore.router import RouterPasses
+from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.groups import agreed, means
 from megatron_fspo.rewards import tally
 from megatron_fspo.trainer.build import Training
@@ -261,11 +265,10 @@ def score_old(run: Training, step: Step) -> None:
     Gives the packs old log-probs and rollout weights, and the step the metrics of mismatch and correction.
     """
     with run.log.phase("old_log_prob", len(step.packs), "pack", run.timings) as progress:
-        step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
+        step.packs = old_pass(run, step)
         suspects = suspects_of(step.packs, step.packs.columns["old_log_probs"], run.groups)
         if drop_culprits(run, step, step.packs, suspects):
-            # Old and new pass see the same packs.
-            step.packs = step.packs.with_columns(old_log_probs=run.policy.score(step.packs, run.scoring))
+            step.packs = old_pass(run, step)  # old and new pass see the same packs
         progress(len(step.packs))
     alarm = make_alarm(run, step.rollout)
     mismatch = measure(step.packs, len(step.rollout), group=run.groups.dp_cp, also=alarm.add)
@@ -282,6 +285,22 @@ def score_old(run: Training, step: Step) -> None:
         run.log.remind("correction", run.step + 1, text)
 
 
+def old_pass(run: Training, step: Step) -> Packs:
+    """The packs with log-probs and, of a mixture of experts, routes of a pass over them. Collective."""
+    scores, passes = score(run, step.packs, run.scoring)
+    packs = step.packs.with_columns(old_log_probs=scores)
+    if passes is None:
+        return packs
+    step.old_report = passes.report()
+    return packs.with_columns(routes=passes.routes())
+
+
+def score(run: Training, packs: Packs, scoring: Scoring) -> tuple[list[Tensor], RouterPasses | None]:
+    """Log-probs by the policy, with the sampler's routes where the run replays them. Collective."""
+    packs, passes = run.policy.with_routers(packs, replay=run.inputs.config.moe.replay == "rollout")
+    return run.policy.score(packs, scoring), passes
+
+
 def make_alarm(run: Training, responses: Rollout) -> MismatchAlarm:
     """Return the alarm for these responses, with the limit of the run's precision."""
     rollout, parallel = run.inputs.config.rollout, run.inputs.config.parallel
@@ -292,9 +311,9 @@ def make_alarm(run: Training, responses: Rollout) -> MismatchAlarm:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         limit=rollout.mismatch_limit or usual,
-        rescore=lambda batches, temperature: run.policy.score(
-            batches, replace(run.scoring, temperature=temperature)
-        ),
+        rescore=lambda packs, temperature: score(run, packs, replace(run.scoring, temperature=temperature))[
+            0
+        ],
         # The interleaved schedule takes micro-batches by the number of stages.
         probe=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
         groups=run.groups,

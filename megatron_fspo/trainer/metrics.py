@@ -16,11 +16,13 @@ from contextlib import contextmanager
 from statistics import median_low
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_fspo.job.rank_status import named_ranks
 from megatron_fspo.mcore.backend import peak_tflops
+from megatron_fspo.mcore.router import REPORT
 from megatron_fspo.parallel.groups import Totals, any_rank, gather_lists, means, pool
 from megatron_fspo.record.log import PHASES
 from megatron_fspo.record.records import as_tensors, clip_metrics, sigma_of
@@ -56,6 +58,8 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     }
     if config.optimizer.skip_norm_ratio is not None:
         metrics["actor/skipped_updates"] = float(sum(update.skipped for update in updates))
+    if step.reports:
+        metrics |= router_metrics(step)
     if config.fp8.recipe != "none":
         metrics["fspo/fp8_modules"] = float(run.fp8_modules)
     band = run.loss.metrics()
@@ -81,6 +85,38 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
         metrics["fspo/on_policy_abs_s_max"] = largest
         metrics |= {f"{name}/on_policy": first[name] for name in OFF_POLICY}
     return metrics | clips | band
+
+
+def router_metrics(step: Step) -> dict[str, float]:
+    """Metrics of a mixture of experts in the optimizer steps of a step, over all tokens that are in packs.
+
+    Returns:
+        ``router/load_max``: tokens of the busiest expert of a layer over the layer's mean, the largest of all
+        layers, and ``/mean`` of them; ``router/idle``: share of experts without a token; ``router/entropy``
+        of the scores, nats per token and layer; ``router/aux_loss`` and ``router/z_loss`` without their
+        factors, per sequence and layer; ``actor/route_flips``: share of (token, layer) for which a router
+        would choose other experts than the old pass, and ``rollout/route_flips``: the old pass than the
+        sampler. NaN where nothing was compared.
+    """
+    report = torch.stack([*step.reports.values()]).sum(0)
+    load, (tokens, entropy, aux_loss, z_loss, flips, compared) = (
+        report[:, : -len(REPORT)],
+        report[:, -len(REPORT) :].sum(0),
+    )
+    over = load.amax(1) / load.mean(1)
+    sequences = sum(step.packs_of(turn % len(step.sizes)).totals.num_sequences for turn in step.reports)
+    pairs = {
+        "router/load_max": (over.max(), 1),
+        "router/load_max/mean": (over.mean(), 1),
+        "router/idle": ((load == 0).sum(), load.numel()),
+        "router/entropy": (entropy, tokens),
+        "router/aux_loss": (aux_loss, sequences * len(load)),
+        "router/z_loss": (z_loss, sequences * len(load)),
+        "actor/route_flips": (flips, compared),
+    }
+    if step.old_report is not None:
+        pairs["rollout/route_flips"] = tuple(step.old_report[:, -2:].sum(0))
+    return means({name: (float(total), float(count)) for name, (total, count) in pairs.items()})
 
 
 def pooled_metrics(updates: Sequence[Totals], *, on_policy: int) -> dict[str, float]:

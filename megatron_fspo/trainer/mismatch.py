@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fspo.objective.calibration import sigma_hat
-from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.packing.batch import MicroBatch, Packs
 from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, means, of_first_rank, sum_metrics
 from megatron_fspo.parallel.segments import ExactSums
 
@@ -191,7 +191,7 @@ class MismatchAlarm:
     top_p: float
     limit: float
     """Largest mean |Δ|, nats."""
-    rescore: Callable[[Sequence[MicroBatch], float], list[Tensor]]
+    rescore: Callable[[Packs, float], list[Tensor]]
     """Log-probs [t] of micro-batches at another temperature; collective."""
     probe: int
     """Micro-batches of this rank to score again, the first ones."""
@@ -210,7 +210,7 @@ class MismatchAlarm:
             torch.stack([size.sum(), *(x.sum().double() for x in (beyond, used)), size.amax()])
         )
 
-    def check(self, batches: Sequence[MicroBatch]) -> tuple[dict[str, float], str | None]:
+    def check(self, batches: Packs) -> tuple[dict[str, float], str | None]:
         """Judge one rollout. Collective; scores a few micro-batches again if something is wrong.
 
         Args:
@@ -233,7 +233,7 @@ class MismatchAlarm:
         )
         return {"rollout/mismatch_alarm": 1.0}, text
 
-    def _cause(self, batches: Sequence[MicroBatch], gap: Gap) -> str:
+    def _cause(self, batches: Packs, gap: Gap) -> str:
         """Return the likeliest cause of the gap, with its evidence. Collective."""
         other = self._other_temperature(batches)
         if other is not None:
@@ -259,7 +259,7 @@ class MismatchAlarm:
             "(see rollout/canary_abs_diff_max)"
         )
 
-    def _other_temperature(self, batches: Sequence[MicroBatch]) -> float | None:
+    def _other_temperature(self, batches: Packs) -> float | None:
         """Return the temperature at which the difference vanishes, 1 before any other; None: there is none.
         Collective.
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NoReturn
 
+from torch import Tensor
+
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.job.folder import checkpoints
 from megatron_fspo.losses import LossState
@@ -59,6 +61,10 @@ class Step:
     off_policy: list[SequenceRecord] = field(default_factory=list)
     nonfinite: int = 0
     """Sequences that optimizer steps had to do without, each counted in every one."""
+    old_report: Tensor | None = None
+    """Of the routers in the old pass; None without a pass or without experts."""
+    reports: dict[int, Tensor] = field(default_factory=dict)
+    """Of the routers in each optimizer step; empty without experts."""
     dropped: list[SequenceRecord] = field(default_factory=list)
     """Records of responses that had to leave the packs, as they made a pass not finite."""
 
@@ -145,11 +151,22 @@ def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
 
 def _gradient(run: Training, step: Step, loss: PolicyLoss) -> tuple[Totals, list[SequenceRecord]]:
     """Backward on the next mini-batch: sums of its metrics, and the records of its sequences on all ranks."""
-    recorder = Recorder()
-    totals = run.policy.backward(step.packs_of(step.turn), replace(loss, observer=recorder))
+    recorder, moe = Recorder(), run.inputs.config.moe
+    packs, passes = run.policy.with_routers(
+        step.packs_of(step.turn),
+        replay=moe.replay != "off",
+        aux_loss_coef=moe.aux_loss_coef,
+        z_loss_coef=moe.z_loss_coef,
+    )
+    totals = run.policy.backward(packs, replace(loss, observer=recorder))
+    flipped = []
+    if passes is not None:
+        step.reports[len(step.updates)] = passes.report()
+        flipped = passes.flipped()
     # Every context-parallel rank saw the whole of its sequences; of a pipeline, only the last stage did. What
     # follows on the records stops the run, so all have those of one rank.
-    records = share(recorder.records(run.groups.dp.rank()), group=run.groups.pp, source=-1)
+    records = recorder.records(run.groups.dp.rank(), flipped, run.groups.cp)
+    records = share(records, group=run.groups.pp, source=-1)
     for group in (run.groups.tp, run.groups.cp):
         records = share(records, group=group)
     return totals, gather_lists(records, group=run.groups.dp)

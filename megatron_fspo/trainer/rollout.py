@@ -244,8 +244,8 @@ def make_mini_batches(
     T need no collective and do not depend on how the batch is split. Then each token goes from the rank
     that holds it to the one that trains on it.
 
-    A response with A = 0 has no policy gradient. Unless a bonus on the entropy or a penalty on the KL wants
-    it, it counts in N and T and is in no pack.
+    A response with A = 0 has no policy gradient. Unless a bonus on the entropy, a penalty on the KL or a loss
+    of the routers wants it, it counts in N and T and is in no pack.
     """
     idle = left_out(config, rollout)
     prompt_lengths, lengths = rollout.prompt_lengths.tolist(), rollout.lengths.tolist()
@@ -291,6 +291,6 @@ def make_mini_batches(
 
 def left_out(config: Config, rollout: Rollout, dropped: Sequence[int] = ()) -> Tensor:
     """bool [responses]: which are in no pack; ``dropped`` are numbers of those that had to leave theirs."""
-    only_policy_gradient = not config.loss.entropy_coef and not config.loss.kl_coef
+    only_policy_gradient = not (config.loss.entropy_coef or config.loss.kl_coef or config.moe.has_losses)
     idle = rollout.advantages == 0 if only_policy_gradient else rollout.lengths < 0
     return idle.index_fill(0, torch.tensor(dropped, dtype=torch.long), True)

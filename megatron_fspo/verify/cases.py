@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_fspo.config import Config, Parallel
 from megatron_fspo.losses import FSPOLoss, PolicyLossConfig, loss_sections
+from megatron_fspo.packing.batch import NO_ROUTE
 from megatron_fspo.packing.pack import PackLayout, Plan
 from megatron_fspo.packing.plan import attention_costs, plan_micro_batches
 from megatron_fspo.types import Completion, Prompt, Sample
@@ -59,6 +60,15 @@ class Case:
     split: str
     clipped: bool = False
     """Old log-probs such that a clip acts on every sequence: the policy gradient is exactly 0."""
+    replay: bool = False
+    """The experts are those of :func:`make_routes`, in both passes."""
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+
+    @property
+    def title(self) -> str:
+        """What has a reference of its own."""
+        return f"{self.name}, replay" if self.replay else self.name
 
     def drifts(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Return per sample [L] float64: new minus old log-prob of each token."""
@@ -72,21 +82,27 @@ LOSSES: dict[str, PolicyLossConfig] = {
 SPLITS = ("1 micro-batch", "2 micro-batches", "8 micro-batches", "1 sequence each", "uneven")
 
 
-def cases(config: Config | None, shift: int) -> list[Case]:
+def cases(config: Config | None, shift: int, *, experts: bool = False) -> list[Case]:
     """Every loss, each on one split; ``shift`` turns the splits, so that layouts cover all pairs together.
 
     Args:
         config: of a run whose own loss is to be among them.
         shift: by how many positions splits are turned.
+        experts: the model has some: every other case replays routes, the others in the next layout; and one
+            has the losses of the routers.
     """
     losses = LOSSES if config is None else {"yours": config.loss, **LOSSES}
-    all_clipped = FSPOLoss(c_low=0.05, c_high=0.05)
+    all_clipped = Case(name="all-clipped", loss=FSPOLoss(c_low=0.05, c_high=0.05), split="", clipped=True)
+    balanced = Case(name="router-losses", loss=FSPOLoss(), split="", aux_loss_coef=0.3, z_loss_coef=0.1)
+    every = [Case(name=name, loss=loss, split="") for name, loss in losses.items()]
+    every += [all_clipped, balanced] if experts else [all_clipped]
     return [
-        *(
-            Case(name=name, loss=loss, split=SPLITS[(number + shift) % len(SPLITS)])
-            for number, (name, loss) in enumerate(losses.items())
-        ),
-        Case(name="all-clipped", loss=all_clipped, split=SPLITS[shift % len(SPLITS)], clipped=True),
+        replace(
+            case,
+            split=SPLITS[(number + shift) % len(SPLITS)],
+            replay=experts and (number // len(SPLITS) + shift) % 2 == 1,
+        )
+        for number, case in enumerate(every)
     ]
 
 
@@ -129,6 +145,20 @@ def random_weights(arch: Architecture) -> dict[str, Tensor]:
 def make_samples(arch: Architecture) -> list[Sample]:
     """The batch."""
     return random_samples(_SHAPES, vocab_size=arch.vocab_size, seed=2)
+
+
+def make_routes(arch: Architecture, samples: Sequence[Sample]) -> list[Tensor]:
+    """Per sample [P + L - 1, layers, k] uint8 experts that no router would choose, as a sampler might tell;
+    every fifth sample has none."""
+    assert arch.experts is not None
+    generator = torch.Generator().manual_seed(5)
+    routes = []
+    for number, sample in enumerate(samples):
+        tokens = len(sample.prompt.token_ids) + len(sample.completion.token_ids) - 1
+        order = torch.rand(tokens, arch.num_layers, arch.experts.count, generator=generator).argsort(-1)
+        chosen = order[..., : arch.experts.per_token].to(torch.uint8)
+        routes.append(torch.full_like(chosen, NO_ROUTE) if number % 5 == 4 else chosen)
+    return routes
 
 
 def random_samples(shapes: Sequence[tuple[int, int]], *, vocab_size: int, seed: int) -> list[Sample]:

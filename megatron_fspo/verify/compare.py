@@ -143,6 +143,7 @@ CAUSES = {
     "tokens": "prompt tokens or padding count, or tokens are lost",
     "head": "labels, temperature, vocabulary (padding, tensor-parallel ranks), attention to later tokens",
     "attention": "RoPE positions, borders of packed sequences, chunks or weights of other ranks",
+    "replay": "experts are not the given ones, those of another micro-batch, or weighed by other scores",
     "mask": "a value outside the mask got in: torch.where removes it, multiplying by 0 does not",
     "sum-factor": "S is reduced too often over context-parallel ranks",
     "sum-mean": "S is divided by the length of the response",
@@ -155,6 +156,7 @@ CAUSES = {
     "tied-embedding": "its two gradients, as embedding and as head, are not added up",
     "norms": "gradients of norms are not summed over tensor-parallel ranks",
     "head-gradient": "the head's gradient of hidden states is not summed over tensor-parallel ranks",
+    "router": "denominator of the routers' losses, or a weight without a gradient",
     "expert-gradient": "gradients of experts are not summed over the ranks that hold the same experts",
     "key-value-gradient": "gradients of keys and values are not summed over context-parallel ranks",
     "backward": "the loss is right, and the way back through the model is not",
@@ -173,15 +175,18 @@ _LAYER_BACKWARD = (
 )
 
 
-def diagnose(outcome: Outcome, want: Reference, errors: Errors, limit: float, layout: Layout) -> list[str]:
+def diagnose(
+    outcome: Outcome, want: Reference, errors: Errors, limit: float, layout: Layout, *, replay: bool = False
+) -> list[str]:
     """Lines ``cause: explanation (figures)``, the likeliest of ``CAUSES`` first; later ones often follow from
-    it. Empty where everything is within the limits."""
-    causes = _causes(outcome, want, errors, limit, layout)
+    it. Empty where everything is within the limits. With ``replay``, what is wrong is more often that than
+    what every case would have."""
+    causes = _causes(outcome, want, errors, limit, layout, replay)
     return [f"{cause}: {CAUSES[cause]} ({figures})" for cause, figures in causes]
 
 
 def _causes(
-    outcome: Outcome, want: Reference, errors: Errors, limit: float, layout: Layout
+    outcome: Outcome, want: Reference, errors: Errors, limit: float, layout: Layout, replay: bool
 ) -> Iterator[tuple[str, str]]:
     tokens = sum(len(row) for row in want.log_probs)
     if (outcome.seen != 1).any():
@@ -193,9 +198,16 @@ def _causes(
         right = (outcome.log_probs - wanted).abs().amax(1) <= limit  # NaN is not
         # A first token sees none but itself: attention cannot make its hidden state wrong.
         some = any(flag for flag, row in zip(right.tolist(), want.log_probs, strict=True) if len(row))
-        yield "attention" if some else "head", f"log-probs are off by {errors.log_prob:.1e}"
+        yield (
+            "replay" if replay else "attention" if some else "head",
+            f"log-probs are off by {errors.log_prob:.1e}",
+        )
     if errors.log_ratio_sum > limit:
-        yield _sum_cause(outcome.log_ratio_sums, want, limit), f"S is off by {errors.log_ratio_sum:.1e}"
+        cause = _sum_cause(outcome.log_ratio_sums, want, limit)
+        yield (
+            "replay" if replay and cause == "sum-tokens" else cause,
+            f"S is off by {errors.log_ratio_sum:.1e}",
+        )
     decided = ((outcome.clipped - want.clipped).abs() > 1e-6) | (outcome.out_of_band != want.out_of_band)
     if decided.any():
         yield "clip", f"sequences {_indices(decided)}"
@@ -258,6 +270,8 @@ def _model_cause(wrong: Sequence[str], errors: Errors, layout: Layout) -> tuple[
         cause = "head-gradient"
     elif all(".experts." in name for name in wrong):
         cause = "expert-gradient"
+    elif first.endswith("mlp.gate.weight"):
+        cause = "router"
     elif layout.parallel.context > 1 and first.endswith(("k_norm.weight", "q_proj.weight")):
         cause = "key-value-gradient"
     return cause, f"the first on the way back: {first}; "

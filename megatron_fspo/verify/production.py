@@ -25,7 +25,7 @@ from megatron_fspo.parallel.groups import ParallelGroups, means, of_first_rank, 
 from megatron_fspo.parallel.head import linear_log_probs
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.types import Sample
-from megatron_fspo.verify.cases import Case, reference_drifts, split
+from megatron_fspo.verify.cases import Case, make_routes, reference_drifts, split
 from megatron_fspo.verify.layouts import Layout
 from megatron_fspo.weights import Architecture, Row, resolve, shard_shape, shard_slices, to_megatron_shard
 
@@ -102,8 +102,10 @@ class Scored:
     scoring: Scoring
 
 
-def score(policy: Policy, split_name: str, samples: Sequence[Sample], temperature: float) -> Scored:
-    """The pass that gives old log-probs. Collective."""
+def score(
+    policy: Policy, split_name: str, samples: Sequence[Sample], temperature: float, *, replay: bool = False
+) -> Scored:
+    """The pass that gives old log-probs and routes. Collective."""
     scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=temperature)
     layout = pack_layout(
         policy.groups,
@@ -115,11 +117,16 @@ def score(policy: Policy, split_name: str, samples: Sequence[Sample], temperatur
         prompts=[sample.prompt.token_ids for sample in samples],
         responses=[sample.completion.token_ids for sample in samples],
         advantages=[sample.advantage for sample in samples],
+        routes=torch.cat(make_routes(policy.arch, samples))[:, policy.layers] if replay else None,
     )
     whole = (sequences.prompt_lengths + sequences.lengths).tolist()
     lengths = [padded_length(length, layout.context_size) for length in whole]
     batches = pack(sequences, layout, plan=split(split_name, lengths, policy.arch, layout))
-    return Scored(micro_batches=batches, log_probs=policy.score(batches, scoring), scoring=scoring)
+    routed, passes = policy.with_routers(batches, replay=replay)
+    log_probs = policy.score(routed, scoring)
+    if passes is not None:
+        batches = batches.with_columns(routes=passes.routes())
+    return Scored(micro_batches=batches, log_probs=log_probs, scoring=scoring)
 
 
 def run(policy: Policy, case: Case, scored: Scored, samples: Sequence[Sample]) -> Outcome:
@@ -128,9 +135,12 @@ def run(policy: Policy, case: Case, scored: Scored, samples: Sequence[Sample]) -
         old_log_probs=below(scored, case.drifts(samples), samples),
         reference_log_probs=below(scored, reference_drifts(samples), samples),
     )
+    batches, _ = policy.with_routers(
+        batches, replay=case.replay, aux_loss_coef=case.aux_loss_coef, z_loss_coef=case.z_loss_coef
+    )
     rows = torch.zeros(4, len(samples), dtype=torch.float64, device=policy.backend.device)
 
-    def observe(batch: MicroBatch, terms: LossTerms) -> None:
+    def observe(batch: MicroBatch, terms: LossTerms, log_ratio: Tensor) -> None:
         clipped = terms.clipped_low + terms.clipped_high + terms.dual_clipped
         columns = [terms.log_ratio_sum, clipped, terms.out_of_band, torch.ones_like(clipped)]
         rows[:, batch.sample_index] += torch.stack([column.double() for column in columns])

@@ -15,9 +15,11 @@ code with its gradient weights. Nothing else is imported from the code that is c
     J    = (1/N) Σ_i J_i                                 FSPO, RLOO, GSPO, LUSPO, GMPO
          = (1/N) Σ_i (1/L_i) Σ_t J_it                    GRPO, SAPO, OPSM
          = (1/T) Σ_i Σ_t J_it                            CTPO, VESPO, DAPO, CISPO, DPPO-TV
-    loss = −(J + entropy_coef·H − kl_coef·KL)
+    loss = −(J + entropy_coef·H − kl_coef·KL) + aux_loss_coef·B + z_loss_coef·Z
     H    = (1/T) Σ_i Σ_t entropy of π at y_it
     KL   = (1/T) Σ_i Σ_t ½ (log π(y_it) − log π_ref(y_it))²
+    B    = (1/N) Σ_i Σ_layers E·Σ_e f_e·P_e              f_e share of expert e in the choices of a sequence's
+    Z    = (1/N) Σ_i Σ_layers mean_t (logsumexp z_t)²    tokens, P_e mean of its softmax, z a router's logits
 
 N counts the samples with a response and T their response tokens L_i. Units: nats.
 Shapes: n samples, t tokens of one of them, h query heads, g KV heads, d head size, V vocabulary.
@@ -27,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +53,8 @@ class Scores:
     """Per sample [L] log π(y_t), nats; L = 0 is allowed."""
     entropies: tuple[Tensor, ...]
     """Per sample [L]."""
+    router_losses: tuple[Tensor, ...]
+    """Per sample [2]: its parts of B and Z, summed over layers; 0 for a dense model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +84,43 @@ class Reference:
     """2-norm over all of ``gradients``; a tied embedding is one tensor."""
 
 
+@dataclass(kw_only=True)
+class Routers:
+    """Those of all layers, at work on one sequence."""
+
+    given: Tensor | None = None
+    """[t - 1, layers, k] experts; a number that no expert has: the router's choice, as for the last token."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Per layer [2]: parts of B and Z."""
+
+    def choose(self, logits: Tensor, k: int) -> Tensor:
+        """[t, k] experts of the next layer, from its router's logits [t, E]."""
+        chosen = logits.topk(k, dim=-1).indices
+        tokens, experts = logits.shape
+        if self.given is not None:
+            given = self.given[:, len(self.losses)].long()
+            chosen = torch.cat([torch.where(given < experts, given, chosen[:-1]), chosen[-1:]])
+        share = F.one_hot(chosen, experts).double().sum((0, 1)) / (k * tokens)
+        balance = experts * (share * logits.softmax(-1).mean(0)).sum()
+        self.losses.append(torch.stack([balance, logits.logsumexp(-1).square().mean()]))
+        return chosen
+
+
 def forward(
-    weights: Mapping[str, Tensor], arch: Architecture, samples: Sequence[Sample], temperature: float
+    weights: Mapping[str, Tensor],
+    arch: Architecture,
+    samples: Sequence[Sample],
+    temperature: float,
+    routes: Sequence[Tensor] | None = None,
 ) -> Scores:
     """Score every sample under the temperature that it was sampled at.
+
+    Args:
+        weights: see :func:`log_probs_and_entropy`.
+        arch: of the model.
+        samples: n.
+        temperature: divides the logits.
+        routes: per sample [P + L - 1, layers, k] experts of its tokens; as many as there are none: no expert.
 
     Raises:
         ValueError: a weight that is not float64.
@@ -91,15 +128,18 @@ def forward(
     for name, weight in weights.items():
         if weight.dtype != torch.float64:
             raise ValueError(f"{name} is {weight.dtype}; the reference is computed in float64")
-    pairs = [
-        log_probs_and_entropy(weights, arch, s.prompt.token_ids, s.completion.token_ids, temperature)
-        for s in samples
-    ]
+    rows, losses = [], []
+    for number, sample in enumerate(samples):
+        routers = Routers(given=None if routes is None else routes[number])
+        ids = (sample.prompt.token_ids, sample.completion.token_ids)
+        rows.append(log_probs_and_entropy(weights, arch, *ids, temperature, routers))
+        losses.append(torch.stack(routers.losses).sum(0) if routers.losses else torch.zeros(2).double())
     return Scores(
         weights=weights,
         advantages=tuple(sample.advantage for sample in samples),
-        log_probs=tuple(log_probs for log_probs, _ in pairs),
-        entropies=tuple(entropy for _, entropy in pairs),
+        log_probs=tuple(log_probs for log_probs, _ in rows),
+        entropies=tuple(entropy for _, entropy in rows),
+        router_losses=tuple(losses),
     )
 
 
@@ -110,6 +150,8 @@ def reference(
     *,
     ref_drifts: Sequence[Tensor] | None = None,
     kl_coef: float = 0.0,
+    aux_loss_coef: float = 0.0,
+    z_loss_coef: float = 0.0,
 ) -> Reference:
     """One loss and its gradient.
 
@@ -121,6 +163,8 @@ def reference(
             700: e^S overflows there.
         ref_drifts: the same for log π − log π_ref.
         kl_coef: factor of KL in the loss; needs ``ref_drifts``.
+        aux_loss_coef: factor of B.
+        z_loss_coef: factor of Z.
 
     Raises:
         ValueError: drifts that do not fit the samples, no sample with a response, or ``kl_coef`` without
@@ -149,7 +193,10 @@ def reference(
     kl = ZERO
     if ref_drifts is not None:
         kl = token_mean([row.square() / 2 for row in _log_ratios(scores.log_probs, ref_drifts)])
+    present_losses = [pair for pair, row in zip(scores.router_losses, log_ratios, strict=True) if len(row)]
+    balance, z_loss = torch.stack(present_losses).sum(0) / num_sequences
     total = -(objective + loss.entropy_coef * entropy - kl_coef * kl)
+    total = total + aux_loss_coef * balance + z_loss_coef * z_loss
 
     learned = {name: weight for name, weight in scores.weights.items() if weight.requires_grad}
     # The graph stays for the next loss.
@@ -183,6 +230,7 @@ def log_probs_and_entropy(
     prompt_ids: Sequence[int],
     response_ids: Sequence[int],
     temperature: float,
+    routers: Routers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of one response, and the entropies beside them.
 
@@ -192,11 +240,12 @@ def log_probs_and_entropy(
         prompt_ids: at least one token.
         response_ids: L tokens; L may be 0.
         temperature: above 0; divides the logits.
+        routers: what they are given, and what is learned of them.
 
     Returns:
         log π(y_t) [L] and the entropy [L] of the distribution that y_t was drawn from, with their graph.
     """
-    hidden = _hidden_states(weights, arch, [*prompt_ids, *response_ids])
+    hidden = _hidden_states(weights, arch, [*prompt_ids, *response_ids], routers or Routers())
     # Position p predicts the token at p + 1: the last token of the prompt predicts the first of the response.
     first = len(prompt_ids) - 1
     hidden = hidden[first : first + len(response_ids)]
@@ -223,7 +272,9 @@ def rotary_table(arch: Architecture, count: int) -> tuple[Tensor, Tensor]:
     return angles.cos().double(), angles.sin().double()
 
 
-def _hidden_states(weights: Mapping[str, Tensor], arch: Architecture, ids: Sequence[int]) -> Tensor:
+def _hidden_states(
+    weights: Mapping[str, Tensor], arch: Architecture, ids: Sequence[int], routers: Routers
+) -> Tensor:
     """[t, hidden] after the last norm."""
     x = weights["model.embed_tokens.weight"][torch.tensor(ids)]
     table = rotary_table(arch, len(ids))
@@ -232,7 +283,8 @@ def _hidden_states(weights: Mapping[str, Tensor], arch: Architecture, ids: Seque
         own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         x = x + _attention(own, arch, _rms_norm(x, own["input_layernorm.weight"], arch), table)
         y = _rms_norm(x, own["post_attention_layernorm.weight"], arch)
-        x = x + (_swiglu(own, "mlp", y) if arch.experts is None else _mixture(own, arch.experts, y))
+        mlp = _swiglu(own, "mlp", y) if arch.experts is None else _mixture(own, arch.experts, y, routers)
+        x = x + mlp
     return _rms_norm(x, weights["model.norm.weight"], arch)
 
 
@@ -268,16 +320,16 @@ def _swiglu(weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-def _mixture(weights: Mapping[str, Tensor], experts: Experts, x: Tensor) -> Tensor:
+def _mixture(weights: Mapping[str, Tensor], experts: Experts, x: Tensor, routers: Routers) -> Tensor:
     """Σ_e p_e·swiglu_e(x) over the k experts that a token's router likes best, [t, hidden] → [t, hidden].
 
     p is the softmax over all experts, of which a model may make the k sum to 1. It is in fp32 in transformers
     and Megatron: its rounding is part of the model.
     """
     logits = x @ weights["mlp.gate.weight"].T
-    likes, chosen = logits.topk(experts.per_token, dim=-1)  # [t, k]
+    chosen = routers.choose(logits, experts.per_token)  # [t, k]
     if experts.normalize_top_k:  # the softmax over these only
-        p = likes.softmax(-1, dtype=torch.float32).to(x)
+        p = logits.gather(-1, chosen).softmax(-1, dtype=torch.float32).to(x)
     else:
         p = logits.softmax(-1, dtype=torch.float32).to(x).gather(-1, chosen)
     out = torch.zeros_like(x)

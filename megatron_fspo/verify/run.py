@@ -22,6 +22,7 @@ from megatron_fspo.verify.cases import (
     Case,
     cases,
     kinds,
+    make_routes,
     make_samples,
     random_weights,
     reference_drifts,
@@ -82,13 +83,13 @@ def verify(
     for layout in planned.layouts:
         model = model_of(layout, planned.arch)
         variants.append(kinds(model) if planned.arch is None else [model])
-    wanted = references({model for some in variants for model in some}, dtypes, cases(config, 0), temperature)
+    wanted = references({model for some in variants for model in some}, dtypes, config, temperature)
     stop()
     gc.freeze()  # what lives on is not looked through again whenever a layout's groups are collected
     everything: list[Result] = []
     for number, layout in enumerate(planned.layouts):
         results: list[Result] = []
-        asked = cases(config, number)
+        asked = cases(config, number, experts=layout.moe)
         groups = start(backend, parallel=layout.parallel, seed=1)
         for turn, dtype in enumerate(possible := possible_dtypes(layout, dtypes)):
             model = variants[number][(number + turn) % len(variants[number])]
@@ -132,12 +133,13 @@ def check_cases(
     arch, dtype = policy.arch, policy.config.params_dtype
     samples = make_samples(arch)
     scored = {
-        name: score(policy, name, samples, temperature) for name in {case.split: None for case in asked}
+        (name, replay): score(policy, name, samples, temperature, replay=replay)
+        for name, replay in {(case.split, case.replay): None for case in asked}
     }
     results = []
     for case in asked:
-        outcome = run(policy, case, scored[case.split], samples)
-        want = wanted[case.name]
+        outcome = run(policy, case, scored[case.split, case.replay], samples)
+        want = wanted[case.title]
         errors = compare(policy, outcome, want)
         results.append(
             Result(
@@ -148,30 +150,36 @@ def check_cases(
                 errors=errors,
                 grad_norm=want.grad_norm,
                 collectives=outcome.collectives,
-                problems=diagnose(outcome, want, errors, LIMITS[dtype], layout),
+                problems=diagnose(outcome, want, errors, LIMITS[dtype], layout, replay=case.replay),
             )
         )
     return results
 
 
 def references(
-    models: Iterable[Architecture], dtypes: Sequence[torch.dtype], asked: Sequence[Case], temperature: float
+    models: Iterable[Architecture], dtypes: Sequence[torch.dtype], config: Config | None, temperature: float
 ) -> dict[Architecture, dict[str, Reference]]:
-    """Model → case → reference, computed once, on rank 0."""
+    """Model → title of a case → reference, computed once, on rank 0."""
     by_model: dict[Architecture, dict[str, Reference]] = {}
     for model in models if dist.get_rank() == 0 else ():
         weights = {n: tensor.double().requires_grad_() for n, tensor in _weights(model, dtypes).items()}
-        samples = make_samples(model)
-        scores = forward(weights, model, samples, temperature)
+        samples, has_experts = make_samples(model), model.experts is not None
+        scores = {False: forward(weights, model, samples, temperature)}
+        if has_experts:
+            scores[True] = forward(weights, model, samples, temperature, make_routes(model, samples))
         by_model[model] = {
-            case.name: reference(
-                scores,
+            case.title: reference(
+                scores[case.replay],
                 case.loss,
                 case.drifts(samples),
                 ref_drifts=reference_drifts(samples) if case.loss.kl_coef else None,
                 kl_coef=case.loss.kl_coef,
+                aux_loss_coef=case.aux_loss_coef,
+                z_loss_coef=case.z_loss_coef,
             )
-            for case in asked
+            # Two layouts have every case with and without replay.
+            for shift in range(1 + has_experts)
+            for case in cases(config, shift, experts=has_experts)
         }
     everyone = dist.group.WORLD
     assert everyone is not None
