@@ -14,6 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 
 from megatron_fspo.config import Config
@@ -24,6 +25,7 @@ from megatron_fspo.record.trackers import Tracker, start_trackers
 
 METRICS = "metrics.jsonl"
 SEQUENCES = "sequences.jsonl"
+ROUTERS = "routers.jsonl"
 SAMPLES = "samples.jsonl"
 JOBS = "jobs.jsonl"
 WARNINGS = "warnings.jsonl"
@@ -76,7 +78,7 @@ class RunLog:
         """The activity of this rank; each has its own."""
         if not writer:
             return
-        more = [name for name in (JOBS, WARNINGS) if (self._folder / name).exists()]
+        more = [name for name in (JOBS, WARNINGS, ROUTERS) if (self._folder / name).exists()]
         names = (METRICS, SEQUENCES, SAMPLES, *more)
         sizes = dict.fromkeys(names, 0)
         if resume_step is not None:  # the rows after this step are the last ones
@@ -134,8 +136,14 @@ class RunLog:
             "clipped": [r.clipped > 0 for r in kept],
             "out_of_band": [r.out_of_band for r in kept],
             "ratio": [r.ratio for r in kept],
+            "flipped": [r.flipped for r in kept],
+            "flipped_log_ratio_sum": [r.flipped_log_ratio_sum for r in kept],
         }
         self._append(SEQUENCES, row)
+
+    def routers(self, step: int, load: Tensor) -> None:
+        """Keep the tokens of each expert [layers, E] in the optimizer steps of a step."""
+        self._append(ROUTERS, {"step": step, "load": load.long().tolist()})
 
     def responses(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep responses of an evaluation."""

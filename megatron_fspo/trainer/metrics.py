@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_fspo.job.rank_status import named_ranks
@@ -59,7 +60,9 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     if config.optimizer.skip_norm_ratio is not None:
         metrics["actor/skipped_updates"] = float(sum(update.skipped for update in updates))
     if step.reports:
-        metrics |= router_metrics(step)
+        report = torch.stack([*step.reports.values()]).sum(0)
+        run.log.routers(run.step + 1, report[:, : -len(REPORT)])
+        metrics |= router_metrics(step, report)
     if config.fp8.recipe != "none":
         metrics["fspo/fp8_modules"] = float(run.fp8_modules)
     band = run.loss.metrics()
@@ -87,8 +90,9 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     return metrics | clips | band
 
 
-def router_metrics(step: Step) -> dict[str, float]:
-    """Metrics of a mixture of experts in the optimizer steps of a step, over all tokens that are in packs.
+def router_metrics(step: Step, report: Tensor) -> dict[str, float]:
+    """Metrics of a mixture of experts, over all tokens in the packs of a step. The ``report`` [layers, E + 6]
+    is the sum of those of its optimizer steps.
 
     Returns:
         ``router/load_max``: tokens of the busiest expert of a layer over the layer's mean, the largest of all
@@ -98,11 +102,8 @@ def router_metrics(step: Step) -> dict[str, float]:
         would choose other experts than the old pass, and ``rollout/route_flips``: the old pass than the
         sampler. NaN where nothing was compared.
     """
-    report = torch.stack([*step.reports.values()]).sum(0)
-    load, (tokens, entropy, aux_loss, z_loss, flips, compared) = (
-        report[:, : -len(REPORT)],
-        report[:, -len(REPORT) :].sum(0),
-    )
+    load = report[:, : -len(REPORT)]
+    tokens, entropy, aux_loss, z_loss, flips, compared = report[:, -len(REPORT) :].sum(0)
     over = load.amax(1) / load.mean(1)
     sequences = sum(step.packs_of(turn % len(step.sizes)).totals.num_sequences for turn in step.reports)
     pairs = {

@@ -66,6 +66,11 @@ class Case:
     z_loss_coef: float = 0.0
 
     @property
+    def of_experts(self) -> bool:
+        """True if a dense model has no such case."""
+        return self.replay or self.aux_loss_coef > 0 or self.z_loss_coef > 0
+
+    @property
     def title(self) -> str:
         """What has a reference of its own."""
         return f"{self.name}, replay" if self.replay else self.name

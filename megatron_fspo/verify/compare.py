@@ -156,7 +156,8 @@ CAUSES = {
     "tied-embedding": "its two gradients, as embedding and as head, are not added up",
     "norms": "gradients of norms are not summed over tensor-parallel ranks",
     "head-gradient": "the head's gradient of hidden states is not summed over tensor-parallel ranks",
-    "router": "denominator of the routers' losses, or a weight without a gradient",
+    "router": "gradients of routers are not summed over tensor-parallel ranks, or the denominator of their "
+    "losses is another",
     "expert-gradient": "gradients of experts are not summed over the ranks that hold the same experts",
     "key-value-gradient": "gradients of keys and values are not summed over context-parallel ranks",
     "backward": "the loss is right, and the way back through the model is not",

@@ -53,8 +53,8 @@ class Scores:
     """Per sample [L] log π(y_t), nats; L = 0 is allowed."""
     entropies: tuple[Tensor, ...]
     """Per sample [L]."""
-    router_losses: tuple[Tensor, ...]
-    """Per sample [2]: its parts of B and Z, summed over layers; 0 for a dense model."""
+    router_losses: tuple[Tensor, ...] = ()
+    """Per sample [2]: its parts of B and Z, summed over layers; none for a dense model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,8 @@ def forward(
         routers = Routers(given=None if routes is None else routes[number])
         ids = (sample.prompt.token_ids, sample.completion.token_ids)
         rows.append(log_probs_and_entropy(weights, arch, *ids, temperature, routers))
-        losses.append(torch.stack(routers.losses).sum(0) if routers.losses else torch.zeros(2).double())
+        if routers.losses:
+            losses.append(torch.stack(routers.losses).sum(0))
     return Scores(
         weights=weights,
         advantages=tuple(sample.advantage for sample in samples),
@@ -193,10 +194,10 @@ def reference(
     kl = ZERO
     if ref_drifts is not None:
         kl = token_mean([row.square() / 2 for row in _log_ratios(scores.log_probs, ref_drifts)])
-    present_losses = [pair for pair, row in zip(scores.router_losses, log_ratios, strict=True) if len(row)]
-    balance, z_loss = torch.stack(present_losses).sum(0) / num_sequences
     total = -(objective + loss.entropy_coef * entropy - kl_coef * kl)
-    total = total + aux_loss_coef * balance + z_loss_coef * z_loss
+    for (balance, z_loss), row in zip(scores.router_losses, log_ratios, strict=False):
+        if len(row):
+            total = total + (aux_loss_coef * balance + z_loss_coef * z_loss) / num_sequences
 
     learned = {name: weight for name, weight in scores.weights.items() if weight.requires_grad}
     # The graph stays for the next loss.

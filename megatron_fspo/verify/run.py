@@ -83,10 +83,12 @@ def verify(
     for layout in planned.layouts:
         model = model_of(layout, planned.arch)
         variants.append(kinds(model) if planned.arch is None else [model])
-    wanted = references({model for some in variants for model in some}, dtypes, config, temperature)
+    # Two layouts have every case with and without replay.
+    everything = [case for shift in range(2) for case in cases(config, shift, experts=True)]
+    wanted = references({model for some in variants for model in some}, dtypes, everything, temperature)
     stop()
     gc.freeze()  # what lives on is not looked through again whenever a layout's groups are collected
-    everything: list[Result] = []
+    done: list[Result] = []
     for number, layout in enumerate(planned.layouts):
         results: list[Result] = []
         asked = cases(config, number, experts=layout.moe)
@@ -99,11 +101,11 @@ def verify(
                 some = [case for case in some if case.loss.DECIDES_BY_RATIOS]
             results += check_cases(policy, layout, some, wanted[model], temperature)
         report(layout, results)
-        everything += results
+        done += results
         # Megatron leaves its groups behind, and each keeps threads busy: every layout starts anew.
         del groups, policy
         stop()
-    return everything
+    return done
 
 
 def _weights(arch: Architecture, dtypes: Sequence[torch.dtype]) -> dict[str, Tensor]:
@@ -157,15 +159,16 @@ def check_cases(
 
 
 def references(
-    models: Iterable[Architecture], dtypes: Sequence[torch.dtype], config: Config | None, temperature: float
+    models: Iterable[Architecture], dtypes: Sequence[torch.dtype], asked: Sequence[Case], temperature: float
 ) -> dict[Architecture, dict[str, Reference]]:
-    """Model → title of a case → reference, computed once, on rank 0."""
+    """Model → title of a case → reference, computed once, on rank 0. A dense model has none of the cases that
+    are of experts."""
     by_model: dict[Architecture, dict[str, Reference]] = {}
     for model in models if dist.get_rank() == 0 else ():
         weights = {n: tensor.double().requires_grad_() for n, tensor in _weights(model, dtypes).items()}
-        samples, has_experts = make_samples(model), model.experts is not None
+        samples, dense = make_samples(model), model.experts is None
         scores = {False: forward(weights, model, samples, temperature)}
-        if has_experts:
+        if not dense:
             scores[True] = forward(weights, model, samples, temperature, make_routes(model, samples))
         by_model[model] = {
             case.title: reference(
@@ -177,9 +180,8 @@ def references(
                 aux_loss_coef=case.aux_loss_coef,
                 z_loss_coef=case.z_loss_coef,
             )
-            # Two layouts have every case with and without replay.
-            for shift in range(1 + has_experts)
-            for case in cases(config, shift, experts=has_experts)
+            for case in asked
+            if not (dense and case.of_experts)
         }
     everyone = dist.group.WORLD
     assert everyone is not None

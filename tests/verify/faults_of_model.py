@@ -17,8 +17,10 @@ from patching import ALONE, CP, DP, EP, MOE, PP, SP, TP, Patch, fault, wrap
 from torch import Tensor
 
 from megatron_fspo.mcore import layers, policy, policy_loss
+from megatron_fspo.mcore import router as policy_router
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.parallel import head
+from megatron_fspo.verify.cases import MIXTURE
 
 # Their packages have functions of the same names.
 finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
@@ -165,7 +167,7 @@ def experts_not_reduced(real: Any, self: Any, *args: Any, **kwargs: Any) -> None
     real(self, *args, **kwargs)
 
 
-@fault(EP, "backward", router.TopKRouter, "__init__", figures="mlp.gate")
+@fault(EP, "router", router.TopKRouter, "__init__", figures="mlp.gate")
 def router_not_summed(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Gradients of routers are not summed over the ranks of sequence parallel"""
     real(self, *args, **kwargs)
@@ -196,3 +198,41 @@ def tied_stages_not_summed(real: Any, *args: Any, **kwargs: Any) -> None:
 def tied_copy_in_norm(real: Any, parameter: Any) -> bool:
     """The gradient norm counts the embedding's copy on the last stage"""
     return True
+
+
+@fault(MOE, "replay", torch.Tensor, "gather", replay=True)
+def scores_of_chosen_only(real: Any, values: Tensor, dim: int, index: Tensor) -> Tensor:
+    """A given expert that is not among the router's own best weighs 0 and has no gradient"""
+    if values.shape[-1] != MIXTURE.num_experts:
+        return real(values, dim, index)
+    best = values.topk(index.shape[1], dim=dim).indices
+    return real(torch.full_like(values, -1e4).scatter(dim, best, real(values, dim, best)), dim, index)
+
+
+@fault(EP, "replay", policy.Policy, "with_routers", replay=True)
+def stale_routes(real: Any, self: Any, packs: Any, **options: Any) -> Any:
+    """The update replays the routes of the micro-batch before"""
+    if "routes" in packs.columns:
+        first, *others = packs.columns["routes"]
+        moved = [first] + [
+            torch.cat([before[: len(own)], own[len(before) :]])
+            for before, own in zip([first, *others[:-1]], others, strict=True)
+        ]
+        packs = packs.with_columns(routes=moved)
+    return real(self, packs, **options)
+
+
+@fault(EP, "router", policy_router, "megatron_loss", loss="router-losses")
+def losses_per_packed_token(real: Any, objective: Tensor, totals: Any) -> Tensor:
+    """The routers' losses are multiplied by all tokens, and divided by those of the responses"""
+    return real(objective, replace(totals, packed_tokens=totals.packed_tokens + 64))
+
+
+@fault("moe.cp2.dp2", "router", policy_router.PolicyRouter, "_losses", loss="router-losses")
+def loads_not_summed(real: Any, self: Any, *args: Any) -> Any:
+    """The load of experts is that of a rank's own tokens of a sequence"""
+    self.tp_cp_group, group = ALONE, self.tp_cp_group
+    try:
+        return real(self, *args)
+    finally:
+        self.tp_cp_group = group

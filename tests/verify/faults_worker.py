@@ -27,7 +27,7 @@ from megatron_fspo.verify.run import check_cases, references
 from megatron_fspo.weights import Architecture
 
 BACKEND = choose_backend("cpu")
-CASES = {case.name: case for case in cases(None, 0)}
+CASES = {case.name: case for case in cases(None, 0, experts=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class FaultyLayout:
     def step(self, fault: Fault, dtype: torch.dtype, patch: Patch) -> dict[str, object]:
         """One training step with the patch, and what is said of it."""
         model = replace(self.arch, tied=fault.tied)
-        case = replace(CASES[fault.loss], split=fault.split)
+        case = replace(CASES[fault.loss], split=fault.split, replay=fault.replay)
         with patch:
             policy = build(self.layout, model, random_weights(model), BACKEND, self.groups, dtype)
             (result,) = check_cases(policy, self.layout, [case], self.wanted[model], TEMPERATURE)
@@ -61,7 +61,7 @@ def on_layout(name: str, faults: dict[str, Fault]) -> dict[str, dict[str, object
     layout = parse_layout(name, world_size=dist.get_world_size())
     arch = model_of(layout, None)
     models = {replace(arch, tied=fault.tied) for fault in faults.values()}
-    asked = [CASES[loss] for loss in {fault.loss: None for fault in faults.values()}]
+    asked = [replace(CASES[f.loss], replay=f.replay) for f in faults.values()]
     wanted = references(models, [], asked, TEMPERATURE)
     stop()
     groups = start(BACKEND, parallel=layout.parallel, seed=1)
@@ -70,8 +70,8 @@ def on_layout(name: str, faults: dict[str, Fault]) -> dict[str, dict[str, object
     for dtype in (torch.float64, torch.float32):
         for key, fault in faults.items():
             results[f"{key} {dtype}"] = faulty.step(fault, dtype, fault.patch())
-        for fault in {(f.loss, f.split, f.tied): f for f in faults.values()}.values():
-            case = f"{name} {fault.loss} {fault.split} {fault.tied} {dtype}"
+        for fault in {(f.loss, f.split, f.replay, f.tied): f for f in faults.values()}.values():
+            case = f"{name} {fault.loss} {fault.split} {fault.replay} {fault.tied} {dtype}"
             results[f"without: {case}"] = faulty.step(fault, dtype, nullcontext())
     stop()
     return results

@@ -33,6 +33,7 @@ class Fault:
     """Part of the figures that follow it."""
     loss: str = "fspo"
     split: str = "2 micro-batches"
+    replay: bool = False
     tied: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32)
     """Where it can be seen; in the other precision all is well."""

@@ -67,9 +67,9 @@ def _prepare(watch: Watch) -> None:
 
 def _spread_tokens(watch: Watch) -> None:
     """Have routers spread tokens evenly over experts: what they would like is in no small tensor."""
-    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron_fspo.mcore.router import PolicyRouter
 
-    routing = TopKRouter.routing
+    routing = PolicyRouter.routing
 
     def evenly(router: Any, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -81,7 +81,7 @@ def _spread_tokens(watch: Watch) -> None:
             values.copy_(torch.zeros(len(liked), experts).scatter_(1, liked, 1.0).view_as(values))
         return routing(router, logits, *args, **kwargs)
 
-    TopKRouter.routing = evenly
+    PolicyRouter.routing = evenly  # type: ignore[method-assign]
 
 
 def _count_head() -> None:
