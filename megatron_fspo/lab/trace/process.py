@@ -81,7 +81,7 @@ def _spread_tokens(watch: Watch) -> None:
             values.copy_(torch.zeros(len(liked), experts).scatter_(1, liked, 1.0).view_as(values))
         return routing(router, logits, *args, **kwargs)
 
-    PolicyRouter.routing = evenly  # type: ignore[method-assign]
+    PolicyRouter.routing = evenly  # type: ignore[method-assign, assignment]
 
 
 def _count_head() -> None:
