@@ -226,12 +226,13 @@ class RouterPasses(list[RouterPass]):
         return [row.bool() for row in torch.split(flat, [len(row) for row in tokens])]
 
     def report(self) -> Tensor:
-        """[layers of the model, E + 6] float64 on the CPU: the reports of all micro-batches of all ranks."""
-        mine = torch.stack([torch.stack(_by_place(one.reports)) for one in self]).sum(0)
-        table = mine.new_zeros(self._count, mine.shape[1])
-        table[self._layers] = mine
+        """[layers of the model, E + 6] float64: the reports of all micro-batches of all ranks."""
+        here = torch.stack([torch.stack(_by_place(one.reports)) for one in self]).sum(0)
+        mine = dict(zip(self._layers, here, strict=True))
+        nothing = torch.zeros_like(mine[self._layers[0]])
+        table = torch.stack([mine.get(layer, nothing) for layer in range(self._count)])
         dist.all_reduce(table)  # ranks of a stage have other tokens, stages other layers
-        return table.cpu()
+        return table
 
     def _whole(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Tensors [r, …] of the micro-batches as [t, …]."""

@@ -60,7 +60,7 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     if config.optimizer.skip_norm_ratio is not None:
         metrics["actor/skipped_updates"] = float(sum(update.skipped for update in updates))
     if step.reports:
-        report = torch.stack([*step.reports.values()]).sum(0)
+        report = torch.stack([*step.reports.values()]).sum(0).cpu()
         run.log.routers(run.step + 1, report[:, : -len(REPORT)])
         metrics |= router_metrics(step, report)
     if config.fp8.recipe != "none":
@@ -116,7 +116,7 @@ def router_metrics(step: Step, report: Tensor) -> dict[str, float]:
         "actor/route_flips": (flips, compared),
     }
     if step.old_report is not None:
-        pairs["rollout/route_flips"] = tuple(step.old_report[:, -2:].sum(0))
+        pairs["rollout/route_flips"] = tuple(step.old_report[:, -2:].sum(0).tolist())
     return means({name: (float(total), float(count)) for name, (total, count) in pairs.items()})
 
 

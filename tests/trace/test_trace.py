@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "PP, last": ((), STAGES | {"rank": 7}),
     "VPP, first": ((), VIRTUAL | {"rank": 3}),
     "VPP, last": ((), VIRTUAL | {"rank": 7}),
-    "EP": ((), EXPERTS),
+    "EP": ((), EXPERTS | {"moe__replay": "old_pass", "moe__aux_loss_coef": 0.01}),
     "recompute": ((), {"model__recompute": "full"}),
     "reference": ((), {"loss__kl_coef": 0.01}),
     "entropy": ((), {"loss__entropy_coef": 0.01}),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from megatron_fspo.record.records import Recorder, SequenceRecord, as_tensors, c
 from mismatch_cases import record, sample
 from packs import collate
 
+ALONE: Any = SimpleNamespace(size=lambda: 1)
 # Two lengths, so two bins: 4 records of L = 4, 6 of L = 100.
 SHORT = [
     record(4, 0.2, 1.0, clipped_high=1.0, out_of_band=True),
@@ -110,13 +113,37 @@ def test_records_carry_what_the_loss_said() -> None:
     )
     recorder = Recorder()
     assert recorder.records(rank=3) == []
-    recorder(batch, terms)
+    recorder(batch, terms, torch.zeros(9))
     one, two = recorder.records(rank=3)
     assert one == record(3, 1.5, 0.5, rank=3, clipped_high=1.0, out_of_band=True, ratio=0.0)
     clips = {"clipped_low": 0.25, "clipped_high": 0.5, "dual_clipped": 0.125}
     assert two == record(4, -math.inf, 0.25, sample=2, rank=3, nonfinite=True, ratio=2.5, **clips)
     s, lengths = as_tensors([one, two])
     assert s.tolist() == [1.5, -math.inf] and s.dtype == torch.float64 and lengths.tolist() == [3, 4]
+
+
+def test_records_say_how_much_of_s_is_at_flipped_tokens() -> None:
+    samples = [sample(i, [-1.0] * length) for i, length in enumerate((3, 2))]
+    batch = replace(collate(samples, [0, 1], num_sequences=2, num_tokens=5), router=object())
+    flat = torch.zeros(2)
+    terms = LossTerms(
+        log_ratio_sum=torch.tensor([0.75, 1.0]),
+        weight=torch.zeros_like(batch.labels),
+        ratio=flat,
+        objective=flat.sum(),
+        **dict.fromkeys(("clipped_low", "clipped_high", "dual_clipped"), flat),
+        **dict.fromkeys(("out_of_band", "nonfinite"), flat > 0),
+    )
+    recorder = Recorder()
+    log_ratio = torch.full(batch.labels.shape, math.nan)
+    log_ratio[batch.mask] = torch.tensor([0.5, 0.25, 0.0, -1.0, 2.0])
+    flipped = torch.ones_like(batch.mask)
+    flipped[batch.mask] = torch.tensor([True, False, True, False, True])
+    recorder(batch, terms, log_ratio)
+    one, two = recorder.records(rank=0, flipped=[flipped], group=ALONE)
+    assert (one.flipped, one.flipped_log_ratio_sum) == (2, 0.5)
+    assert (two.flipped, two.flipped_log_ratio_sum) == (1, 2.0)
+    assert [r.flipped for r in recorder.records(rank=0)] == [0, 0]
 
 
 def test_the_effective_sample_size_is_that_of_the_importance_weights() -> None:
