@@ -5,10 +5,12 @@ What routers are to do with a micro-batch, and what they report, is a :class:`Ro
 micro-batch carries to them. So nothing is global, no list of routes has to be kept in step with the schedule,
 and another model that scores the same micro-batch knows nothing of it.
 
-Replay follows R2 and R3 of arXiv 2510.11370: experts are given, their weights are those of the present
-logits, with gradients to all that were chosen. The losses are taken sequence by sequence, as in
-arXiv 2412.19437: a sequence is the same in every pack. Shapes: t tokens of a micro-batch on this rank, of
-which a router sees r (t / tp under sequence parallel); k of E experts for each.
+Replay is that of arXiv 2507.18071 (experts of the old pass) and 2510.11370 (of the sampler): experts are
+given, their weights are those of the present logits, with gradients to all that were chosen. The losses are
+taken sequence by sequence, as in arXiv 2412.19437: a sequence is the same in every pack.
+
+Shapes: t tokens of a micro-batch on this rank, of which a router sees r (t / tp under sequence parallel); k
+of E experts for each.
 """
 
 from __future__ import annotations
