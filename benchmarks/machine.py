@@ -57,11 +57,17 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextmanager
 def vllm_server(
-    model: str, port: int, log: Path, *, in_child: Callable[[], None] | None = None, **variables: str
+    model: str,
+    port: int,
+    log: Path,
+    *flags: str,
+    in_child: Callable[[], None] | None = None,
+    **variables: str,
 ) -> Iterator[str]:
     """A real server in float32 while the block lasts; gives its address.
 
     Args:
+        flags: further ones of `serve`.
         in_child: called in the new process before it starts.
         variables: of its environment.
 
@@ -70,7 +76,7 @@ def vllm_server(
     """
     words = [sys.executable, "-m", "megatron_fspo", "serve", "--model", model, "--port", str(port)]
     server = subprocess.Popen(
-        [*words, "--dtype", "float32", "--log", str(log)],
+        [*words, "--dtype", "float32", "--log", str(log), *flags],
         cwd=ROOT,
         env=environment(**variables),
         stdout=subprocess.PIPE,

@@ -1,6 +1,6 @@
-"""Make a mixture of experts of this folder's checkpoint, without training: by sparse upcycling.
+"""Make a mixture of experts of this folder's checkpoint, or another, without training: by sparse upcycling.
 
-    python examples/make_sum/make_experts.py runs/make-sum-moe/checkpoint
+    python examples/make_sum/make_experts.py runs/make-sum-moe/checkpoint [DENSE]
 
 Every expert begins as the MLP of the warm start and some noise; the weights of a token's experts sum to 1.
 """
@@ -19,16 +19,16 @@ DENSE = Path(__file__).parent / "checkpoint"
 EXPERTS, PER_TOKEN, NOISE = 4, 2, 0.3
 
 
-def main(out: Path) -> None:
-    config = json.loads((DENSE / "config.json").read_text(encoding="utf-8"))
+def main(out: Path, dense: Path = DENSE) -> None:
+    config = json.loads((dense / "config.json").read_text(encoding="utf-8"))
     config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
     config |= {"num_experts": EXPERTS, "num_experts_per_tok": PER_TOKEN, "decoder_sparse_step": 1}
     config |= {"moe_intermediate_size": config["intermediate_size"], "mlp_only_layers": []}
-    shutil.copytree(DENSE, out, dirs_exist_ok=True)
+    shutil.copytree(dense, out, dirs_exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     generator, weights = torch.Generator().manual_seed(0), {}
-    for name, weight in load_file(DENSE / "model.safetensors").items():
+    for name, weight in load_file(dense / "model.safetensors").items():
         layer, mlp, part = name.partition(".mlp.")
         if not mlp:
             weights[name] = weight
@@ -42,4 +42,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))
