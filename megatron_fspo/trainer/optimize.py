@@ -27,6 +27,7 @@ from megatron_fspo.losses import LossState
 from megatron_fspo.mcore.nonfinite import culprits, packs_to_blame, without
 from megatron_fspo.mcore.policy import Update
 from megatron_fspo.mcore.policy_loss import PolicyLoss
+from megatron_fspo.mcore.router import RouterPasses
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.groups import ParallelGroups, Totals, agreed, any_rank, gather_lists, means, share
 from megatron_fspo.record.records import Recorder, SequenceRecord, as_tensors, sigma_of
@@ -151,13 +152,8 @@ def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
 
 def _gradient(run: Training, step: Step, loss: PolicyLoss) -> tuple[Totals, list[SequenceRecord]]:
     """Backward on the next mini-batch: sums of its metrics, and the records of its sequences on all ranks."""
-    recorder, moe = Recorder(), run.inputs.config.moe
-    packs, passes = run.policy.with_routers(
-        step.packs_of(step.turn),
-        replay=moe.replay != "off",
-        aux_loss_coef=moe.aux_loss_coef,
-        z_loss_coef=moe.z_loss_coef,
-    )
+    recorder = Recorder()
+    packs, passes = _routed(run, step.packs_of(step.turn))
     totals = run.policy.backward(packs, replace(loss, observer=recorder))
     flipped = []
     if passes is not None:
@@ -172,6 +168,17 @@ def _gradient(run: Training, step: Step, loss: PolicyLoss) -> tuple[Totals, list
     return totals, gather_lists(records, group=run.groups.dp)
 
 
+def _routed(run: Training, packs: Packs) -> tuple[Packs, RouterPasses | None]:
+    """The packs as the update takes them: with what the routers of a mixture of experts are to do."""
+    moe = run.inputs.config.moe
+    return run.policy.with_routers(
+        packs,
+        replay=moe.replay != "off",
+        aux_loss_coef=moe.aux_loss_coef,
+        z_loss_coef=moe.z_loss_coef,
+    )
+
+
 def _drop_from_update(run: Training, step: Step, loss: PolicyLoss, records: Sequence[SequenceRecord]) -> None:
     """Take the responses out of the packs that made the gradient of the next optimizer step not finite, and
     forget the gradient; ``records`` are those of this optimizer step, of all ranks. Collective.
@@ -184,7 +191,7 @@ def _drop_from_update(run: Training, step: Step, loss: PolicyLoss, records: Sequ
     suspects = [r.sample for r in records if r.rank == rank and not math.isfinite(r.log_ratio_sum)]
     if drop_culprits(run, step, packs, suspects):
         return
-    blamed = packs_to_blame(run.policy, packs, loss, layout=run.layout)
+    blamed = packs_to_blame(run.policy, _routed(run, packs)[0], loss, layout=run.layout)
     where = []
     for turns, numbers in blamed:
         names = "; ".join(step.rollout.name(number) for number in numbers[:_NAMED])
