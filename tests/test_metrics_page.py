@@ -13,7 +13,7 @@ from collections import Counter
 from functools import cache
 
 from launch import REPO
-from megatron_fspo.trainer.noise import AtLength, Calibration, Check, Interval, NoiseRecord
+from megatron_fspo.trainer.noise import AtLength, Calibration, Check, FlipNoise, Interval, NoiseRecord
 from metrics_page import PAGE, ROW, names_of_page, patterns, unknown
 
 GROUPS = ("actor", "critic", "fspo", "perf", "prompt_length", "response_length", "rollout", "timing_s")
@@ -98,7 +98,7 @@ def test_the_page_has_no_metric_that_nobody_emits() -> None:
 
 def of_calibrate() -> set[str]:
     """Figures with an interval in ``calibration.json``."""
-    models = (Calibration, NoiseRecord, AtLength, Check)
+    models = (Calibration, NoiseRecord, FlipNoise, AtLength, Check)
     return {
         name
         for model in models
@@ -108,7 +108,7 @@ def of_calibrate() -> set[str]:
 
 
 def test_figures_of_calibrate_are_in_the_page() -> None:
-    assert len(of_calibrate()) == 10 and unknown(sorted(of_calibrate())) == []
+    assert len(of_calibrate()) == 11 and unknown(sorted(of_calibrate())) == []
 
 
 def test_rows_are_whole_and_there_once() -> None:

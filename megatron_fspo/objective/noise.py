@@ -106,6 +106,20 @@ def noise_of(log_ratio_sums: Tensor, lengths: Tensor) -> Noise:
     return Noise(drift=drift, lengths=lengths[order], residuals=residuals[order])
 
 
+def variance_share(part: Tensor, log_ratio_sums: Tensor, lengths: Tensor) -> float:
+    """The share of the variance of S/√L that goes with a part of S: Cov(part/√L, S/√L) / Var(S/√L).
+
+    Takes both [N] in nats and L [N]. S and the part are not centred on their means, which grow with L, but
+    each on its drift·L. Below 0 or above 1 where part and rest go against each other; NaN where nothing
+    spreads.
+    """
+    lengths = lengths.double()
+    both = torch.stack([part, log_ratio_sums])
+    of_part, whole = (both - both.sum(1, keepdim=True) / lengths.sum() * lengths) / lengths.sqrt()
+    share: float = ((of_part * whole).sum() / whole.square().sum()).item()
+    return share
+
+
 def two_sigma(log_ratio_sums: Tensor, lengths: Tensor) -> float:
     """c = 2 sigma-hat, as a run calibrates itself; NaN where no response can say."""
     sums, kept = usable(log_ratio_sums, lengths)

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError
@@ -45,6 +51,16 @@ class Check(_Record):
     measured: Interval
 
 
+class FlipNoise(_Record):
+    """The flipped routes of a comparison: tokens that a router sends to other experts in one pass than in the
+    other."""
+
+    tokens: float
+    """Share of the response tokens."""
+    sigma_without: Interval
+    """sigma with their part left out of every sum."""
+
+
 class NoiseRecord(_Record):
     """One comparison of two passes."""
 
@@ -67,6 +83,12 @@ class NoiseRecord(_Record):
     """See :class:`~megatron_fspo.objective.noise.Noise`."""
     by_length: tuple[AtLength, ...]
     checks: tuple[Check, ...]
+    flips: FlipNoise | None = None
+    """Not in the file where no route flipped."""
+
+    @model_serializer(mode="wrap")
+    def _written(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in usual(self).items() if key != "flips" or value}
 
     def noise(self) -> Noise:
         """The noise as it is predicted with."""
@@ -101,6 +123,11 @@ class Calibration(_Record):
     """c = 2 sigma-hat of the first off-policy optimizer steps."""
     first_updates_exponent: Interval | None = None
     """The exponent of S there: of noise and of what training moves together."""
+
+    @property
+    def flipped(self) -> bool:
+        """True if a route flipped in some comparison."""
+        return any(one.flips for one in self.comparisons)
 
     def of_run(self, config: Config) -> NoiseRecord:
         """The comparison that is the noise in this run's S.

@@ -31,7 +31,8 @@ def measured(seed: int = 0, sequences: int = 160, **changes: Any) -> Measured:
     def difference(kind: Kind, precision: str = "bfloat16") -> PassDifference:
         z = torch.randn(sequences, generator=generator, dtype=torch.float64)
         sums = SIGMA.get(kind, 0) * lengths.sqrt() * z + DRIFT.get(kind, 0) * lengths
-        return PassDifference(kind=kind, precision=precision, emulated=precision == "blockwise", sums=sums)
+        emulated, flips = precision == "blockwise", torch.zeros(2, sequences)
+        return PassDifference(kind=kind, precision=precision, emulated=emulated, sums=sums, flips=flips)
 
     updates = torch.randn(sequences, generator=generator, dtype=torch.float64) * 0.05 * lengths.sqrt()
     kinds: list[Kind] = ["repeat", "packs", "sampler", "updates"]

@@ -13,6 +13,10 @@ import pytest
 from launch import REPO, environment, forked, why
 from runs import CONFIG, SMALL, rows, run
 
+sys.path.insert(0, str(CONFIG.parent))
+
+import make_experts
+
 pytestmark = pytest.mark.slow
 
 ALONE = ["--parallel.tensor", "1", "--parallel.sequence", "false"]
@@ -77,6 +81,19 @@ def test_another_layout_finds_the_same(found: Any, folder: Path) -> None:
     for key in (("precision", "bfloat16"), ("precision", "mxfp8")):
         assert one[key]["sigma"][0] == pytest.approx(other[key]["sigma"][0], rel=0.5), key
         assert one[key]["lengths"] == other[key]["lengths"] == list(range(1, 41))
+
+
+def test_routes_of_a_mixture_flip_between_precisions(folder: Path) -> None:
+    make_experts.main(folder / "experts")
+    words = ["--config", str(CONFIG.parent / "moe.toml"), "--model.checkpoint", str(folder / "experts")]
+    one = by_kind(calibrate(folder, "--run.name", "experts", *words, *SIZES, nproc=2))
+    assert {kind for kind, _ in one} == {"repeat", "packs", "sampler", "precision", "updates"}
+    flips = {kind: record.get("flips") for (kind, _), record in one.items()}
+    assert flips["repeat"] is flips["packs"] is flips["sampler"] is None
+    # Before the updates or after them.
+    assert 0 < flips["precision"]["tokens"] < flips["updates"]["tokens"] < 0.2
+    for kind in ("precision", "updates"):
+        assert 0 < flips[kind]["sigma_without"][0] < one[kind, "bfloat16"]["sigma"][0], kind
 
 
 def test_a_run_that_knows_its_noise(found: Any, folder: Path, tmp_path: Path) -> None:

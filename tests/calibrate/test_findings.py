@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,31 @@ def test_figures_are_those_of_what_was_put_in(many: Calibration) -> None:
     assert found.first_updates_exponent[0] == pytest.approx(0.5, abs=0.12)
     lengths = [at.length for at in by_kind["updates", "bfloat16"].by_length]
     assert lengths == [16, 32, 64, 100]  # the last is the run's longest
+
+
+def test_sigma_without_the_flipped_tokens(tmp_path: Path) -> None:
+    """A tenth of the tokens, each with a jump that is as large as the noise of 50 others."""
+    given, random = measured(sequences=1600), torch.Generator().manual_seed(2)
+    updates, jump = given.differences[3], SIGMA["updates"] * 50**0.5
+    flipped = (given.lengths * 0.1).round().double()
+    part = jump * flipped.sqrt() * torch.randn(1600, generator=random, dtype=torch.float64)
+    with_flips = replace(updates, sums=updates.sums + part, flips=torch.stack([flipped, part]))
+    calm, one = calibration_of(
+        replace(given, differences=[updates, with_flips]), config(), device="cpu"
+    ).comparisons
+    assert calm.flips is None and one.flips is not None
+    assert one.flips.tokens == pytest.approx((flipped.sum() / given.lengths.sum()).item())
+    assert one.flips.sigma_without == pytest.approx(calm.sigma)
+    assert one.sigma[0] == pytest.approx((1 + 0.1 * 50) ** 0.5 * SIGMA["updates"], rel=0.1)
+    found = calibration().model_copy(update={"comparisons": (calm, one)})
+    assert Calibration.model_validate_json(found.model_dump_json()) == found
+    assert ["flips" in json.loads(record.model_dump_json()) for record in (calm, one)] == [False, True]
+    write_page(found, tmp_path / "flips.html")
+    write_page(calibration(), tmp_path / "calm.html")
+    share = f"{one.flips.tokens:.1%}"
+    assert share in render(found) and share in (tmp_path / "flips.html").read_text(encoding="utf-8")
+    calm_page = (tmp_path / "calm.html").read_text(encoding="utf-8")
+    assert "lipped" not in render(calibration()) and "lipped" not in calm_page
 
 
 def test_the_noise_of_one_half_of_the_prompts_predicts_the_other(many: Calibration) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.report import drawing, pictures
@@ -241,6 +242,21 @@ def test_the_exponent_has_an_interval_or_a_reason(tmp_path: Path) -> None:
     assert low < found.value < high and low < 0.5 < high, "S is a random walk there"
     alike = records_from([5] * 8, [False] * 8, [False] * 8, [1.0] * 8, sums=[0.1] * 8)
     assert exponent_of(alike) == "1 independent groups of sequences; an interval needs 3"
+
+
+def test_routers_have_pictures(tmp_path: Path) -> None:
+    names = ("router/load_max", "router/load_max/mean", "router/entropy", "actor/route_flips")
+    routers = dict.fromkeys(names, 1.25) | {"rollout/route_flips": math.nan}
+    run = write_run(make_config(tmp_path), steps=6, extra=routers)
+    lines = [{"step": 5, "load": [[1, 1]]}, {"step": 6, "load": [[2, 6, 4, 0], [9, 9, 9, 9], [0, 0, 0, 0]]}]
+    (run / "routers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = read_page(write_report(run))
+    own = {"Load of the experts", "Busiest expert", "Entropy of the routers", "Flipped routes"}
+    assert page.pictures == EVERY | own and page.loads_nothing
+    figure = Figure()
+    pictures.expert_load.__wrapped__(figure, np.array(lines[1]["load"]))  # type: ignore[attr-defined]
+    cells = figure.axes[0].collections[0].get_array()
+    assert cells is not None and cells.tolist() == [[2 / 3, 2, 4 / 3, 0], [1] * 4, [0] * 4]
 
 
 def test_settings_are_drawn_in_steps() -> None:

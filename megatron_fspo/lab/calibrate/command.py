@@ -20,7 +20,15 @@ from megatron_fspo.objective import ClipBand, FSPOBand
 from megatron_fspo.objective.calibration import fit_exponent
 from megatron_fspo.objective.fairness import length_bins
 from megatron_fspo.objective.noise import noise_of, two_sigma
-from megatron_fspo.trainer.noise import AtLength, Calibration, Check, NoiseRecord, interval, lengths_up_to
+from megatron_fspo.trainer.noise import (
+    AtLength,
+    Calibration,
+    Check,
+    FlipNoise,
+    NoiseRecord,
+    interval,
+    lengths_up_to,
+)
 from megatron_fspo.trainer.prepare import Inputs, prepare
 
 FILE = "calibration.json"
@@ -121,7 +129,12 @@ def _record(difference: PassDifference, measured: Measured, band: ClipBand, long
             f"{difference.kind} ({difference.precision}): no response has log-probs that are finite"
         )
     sums, lengths, groups = difference.sums[keep], measured.lengths[keep], measured.groups[keep]
-    at = lengths_up_to(longest)
+    at, (flipped, part) = lengths_up_to(longest), difference.flips[:, keep]
+    flips = None
+    if flipped.any():
+        (without,) = resample_groups(lambda s, n: [noise_of(s, n).sigma], sums - part, lengths, groups)
+        share = (flipped.sum() / lengths.sum()).item()
+        flips = FlipNoise(tokens=share, sigma_without=interval(without))
 
     def statistics(some: Tensor, of: Tensor) -> Sequence[float]:
         noise = noise_of(some, of)
@@ -153,6 +166,7 @@ def _record(difference: PassDifference, measured: Measured, band: ClipBand, long
         residuals=tuple(whole.residuals.tolist()),
         by_length=tuple(AtLength(length=n, clip_rate=rate) for n, rate in zip(at, rates, strict=True)),
         checks=tuple(checks(sums, lengths, groups, band)),
+        flips=flips,
     )
 
 

@@ -9,7 +9,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from megatron_fspo.evaluation.tables import by_column, columns, interval, number
+from megatron_fspo.evaluation.tables import by_column, columns, interval, number, percent
 from megatron_fspo.lab.report.drawing import (
     BLUE,
     EDGE,
@@ -64,9 +64,14 @@ def _lines(calibration: Calibration) -> Iterator[str]:
         "smallest c": [both(one.smallest_c) for one in comparisons],
         "c, centred": [both(one.smallest_c_centred) for one in comparisons],
     }
+    if calibration.flipped:
+        table["flipped"] = [percent(one.flips.tokens) if one.flips else "-" for one in comparisons]
+        table["sigma without"] = [both(one.flips.sigma_without) if one.flips else "-" for one in comparisons]
     yield from columns(*by_column(table))
     yield ""
     longest = calibration.max_response_tokens
+    if calibration.flipped:
+        yield "flipped: tokens whose router takes other experts; not compared with other packs"
     yield f"smallest c: noise alone leaves 1% outside at {longest} tokens; centred: on drift"
     if calibration.first_updates is not None:
         yield f"c = 2 sigma-hat of the first off-policy updates: {both(calibration.first_updates)}"
@@ -131,6 +136,7 @@ def write_page(calibration: Calibration, path: Path) -> None:
         kinds=KINDS,
         name=name,
         number=number,
+        percent=percent,
         ends=ends,
         svgs={key: Markup(svg) for key, svg in svgs.items()},
     )

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,20 @@ class PassDifference:
     emulated: bool
     sums: Tensor
     """[n] over the responses, nats; on every rank."""
+    flips: Tensor
+    """[2, n] response tokens that a router sends to other experts in one pass than in the other, and their
+    part of ``sums``. Zeros with other packs, where routes are not compared."""
+
+
+class _Pass(NamedTuple):
+    """Of the T tokens of this rank's packs."""
+
+    log_probs: Tensor
+    """[T] float64."""
+    routes: list[Tensor] | None
+    """[t, layers, k] of each micro-batch; None of a dense model."""
+    flipped: Tensor
+    """[T] bool: other experts than the routes that the packs had."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,31 +126,33 @@ class _Passes:
     def measured(self, *, sampled: bool) -> Measured:
         run, rollout = self._run, self._rollout
         own, first = own_precision(run.inputs.config), self._scored(run.policy)
-        differences: list[tuple[Kind, str, Tensor]] = [
-            ("repeat", own, self._scored(run.policy) - first),
-            ("packs", own, self._scored(run.policy, self._packed(self._other_size())) - first),
+        again = self._scored(run.policy, beside=first)
+        others = self._packed(self._other_size())
+        (there,) = self._sums(self._scored(run.policy, others).log_probs[None], others)
+        (here,) = self._sums(first.log_probs[None], self._packs)
+        none = torch.zeros(2, len(rollout))
+        differences = [
+            self._difference("repeat", own, again.log_probs - first.log_probs, again.flipped),
+            PassDifference(kind="packs", precision=own, emulated=False, sums=there - here, flips=none),
         ]
         if sampled:
-            differences.append(("sampler", own, first - self._sums(self._packs, "sampled_log_probs")))
+            sampler = torch.cat([batch.sampled_log_probs for batch in self._packs])
+            differences.append(self._difference("sampler", own, first.log_probs - sampler, first.flipped))
         before = self._in_all_precisions()
-        differences += [("precision", name, coarse - fine) for name, (coarse, fine) in before.items()]
+        differences += [self._difference("precision", name, *compared) for name, compared in before.items()]
         moved, first_updates = self._updates() if sampled else (False, None)
         if moved:
-            after = self._in_all_precisions()
-            for name, (coarse, fine) in before.items():
-                differences.append(("updates", name, (after[name][0] - coarse) - (after[name][1] - fine)))
+            for name, (delta, flipped) in self._in_all_precisions().items():
+                then, had = before[name]
+                differences.append(self._difference("updates", name, delta - then, flipped | had))
         if dist.get_rank() == 0:
             shutil.rmtree(self._weights, ignore_errors=True)
         numbers: dict[tuple[int, ...], int] = {}
         groups = [numbers.setdefault(tuple(prompt.token_ids), len(numbers)) for prompt in rollout.prompts]
-        emulated = {fp8.recipe for fp8 in self._emulated}
         return Measured(
             lengths=rollout.lengths,
             groups=torch.tensor(groups).repeat_interleave(rollout.samples),
-            differences=[
-                PassDifference(kind=kind, precision=precision, emulated=precision in emulated, sums=sums)
-                for kind, precision, sums in differences
-            ],
+            differences=differences,
             first_updates=first_updates,
         )
 
@@ -154,36 +170,56 @@ class _Passes:
         usual = self._run.inputs.config.batch.max_tokens
         return max(tokens) if sum(sorted(tokens)[:2]) <= usual else 2 * usual
 
-    def _scored(self, model: Model, packs: Packs | None = None) -> Tensor:
-        """[n] log-probs of the responses under a model."""
+    def _scored(self, model: Model, packs: Packs | None = None, *, beside: _Pass | None = None) -> _Pass:
+        """A pass in which routers choose for themselves; flips are from the routes of ``beside``, of the same
+        packs, or from the sampler's."""
         packs = self._packs if packs is None else packs
-        scored = packs.with_columns(old_log_probs=model.score(packs, self._run.scoring))
-        return self._sums(scored, "old_log_probs")
+        if beside is not None and beside.routes is not None:
+            packs = packs.with_columns(routes=beside.routes)
+        packs, passes = model.with_routers(packs)
+        log_probs = torch.cat(model.score(packs, self._run.scoring)).double()
+        if passes is None:
+            return _Pass(log_probs, None, torch.zeros_like(log_probs, dtype=torch.bool))
+        return _Pass(log_probs, passes.routes(), torch.cat(passes.flipped()))
 
-    def _sums(self, packs: Packs, column: str) -> Tensor:
-        def values(batch: MicroBatch) -> Tensor:
-            return torch.where(batch.mask, getattr(batch, column).double(), 0.0)[None]
+    def _difference(self, kind: Kind, precision: str, delta: Tensor, flipped: Tensor) -> PassDifference:
+        """Of the differences [T] of tokens, of which some have flipped [T]."""
+        values = torch.stack([delta, flipped.double(), torch.where(flipped, delta, 0.0)])
+        sums = self._sums(values, self._packs)
+        emulated = precision in {fp8.recipe for fp8 in self._emulated}
+        return PassDifference(kind=kind, precision=precision, emulated=emulated, sums=sums[0], flips=sums[1:])
+
+    def _sums(self, values: Tensor, packs: Packs) -> Tensor:
+        """[k, n] over the response tokens of each response, of [k, T]."""
+        parts = iter(torch.split(values, [batch.mask.numel() for batch in packs.on_host], dim=1))
+
+        def masked(batch: MicroBatch) -> Tensor:
+            return torch.where(batch.mask, next(parts), 0.0)
 
         group = self._run.groups.dp_cp
-        return per_sample(packs, values, 1, len(self._rollout), group=group)[0].cpu()
+        return per_sample(packs, masked, len(values), len(self._rollout), group=group).cpu()
 
     def _in_all_precisions(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """Coarser precision → log-probs [n] in it, and in the finer one it is compared with."""
+        """Coarser precision → log-probs [T] in it less those in the finer one it is compared with, and which
+        tokens have flipped."""
         run = self._run
         config, own = run.inputs.config, self._scored(run.policy)
         export_hf(run.policy, self._weights, source=config.model.checkpoint)
-        scored: dict[str, tuple[Tensor, Tensor]] = {}
+        compared: dict[str, tuple[Tensor, Tensor]] = {}
         precision = own_precision(config)
-        if precision == "bfloat16":
-            scored[precision] = own, self._scored(self._copy(torch.float32, "local"))
-        elif precision != "float32":
-            finer = self._copy(torch.bfloat16, run.inputs.backend.layers)
-            scored[precision] = own, self._scored(finer)
+        if precision != "float32":
+            if precision == "bfloat16":
+                finer = self._copy(torch.float32, "local")
+            else:
+                finer = self._copy(torch.bfloat16, run.inputs.backend.layers)
+            fine = self._scored(finer, beside=own)
+            compared[precision] = own.log_probs - fine.log_probs, fine.flipped
         for fp8 in self._emulated:
             coarser = self._copy(run.inputs.dtype, "local")
             emulate_fp8(coarser, fp8)
-            scored[fp8.recipe] = self._scored(coarser), own
-        return scored
+            coarse = self._scored(coarser, beside=own)
+            compared[fp8.recipe] = coarse.log_probs - own.log_probs, coarse.flipped
+        return compared
 
     def _copy(self, dtype: torch.dtype, layers: Literal["local", "transformer_engine"]) -> Model:
         """The policy's weights in a model of another precision."""

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.evaluation.intervals import Estimate, jackknife_interval
+from megatron_fspo.objective.calibration import Exponent, measure_exponent
 
 _BLOCKS = 20
 _LEAST = 100
@@ -140,6 +141,14 @@ def blocks_of(clusters: Tensor) -> Tensor:
     """[N] the block of each row, for intervals: all rows of a cluster in one."""
     positions: Tensor = torch.unique(clusters, return_inverse=True)[1]
     return positions % _BLOCKS
+
+
+def growth(log_ratio_sums: Tensor, lengths: Tensor, clusters: Tensor) -> Exponent | str:
+    """a in spread(S) ∝ L^a of S [N] and L [N], by clusters [N]; or why it cannot be measured."""
+    try:
+        return measure_exponent(log_ratio_sums, lengths, blocks_of(clusters))
+    except ValueError as error:
+        return str(error)
 
 
 def take_apart(log_ratios: Tensor, lengths: Tensor, clusters: Tensor) -> Parts | None:

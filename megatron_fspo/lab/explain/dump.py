@@ -49,6 +49,11 @@ class Dump:
     """[T] log π_new − log π_old of the tokens, response by response, float64; None where rows have S only."""
     sampler_gap: Tensor | None
     """[T] log π_old − log π_sampler; None where rows do not have the sampler's log-probs."""
+    flipped: Tensor
+    """[N] response tokens that a router would have sent to other experts than the old pass did; 0 where rows
+    do not say."""
+    flipped_log_ratio_sum: Tensor
+    """[N] float64, their part of S."""
     clusters: Tensor
     """[N] int64; rows of different clusters are independent."""
     clustered_by: Literal["prompt", "response", "row"]
@@ -76,11 +81,17 @@ class _Response:
     log_ratio_sum: float
     advantage: float
     reward: float
+    flipped: int = 0
+    flipped_log_ratio_sum: float = 0.0
     prompt: Hashable = None
     response: Hashable = None
     """Identity: the field, or a hash of the old log-probs, which are the same in all its updates."""
     log_ratio: Values | None = None
     sampler_gap: Values | None = None
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.log_ratio_sum + self.flipped_log_ratio_sum + self.advantage)
 
 
 def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> Dump:
@@ -99,9 +110,9 @@ def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> 
     if not responses:
         raise InputError(f"{path}: holds no responses{'' if step is None else f' of step {step}'}")
     full = [one for one in responses if one.length > 0]
-    kept = [one for one in full if math.isfinite(one.log_ratio_sum + one.advantage)]
+    kept = [one for one in full if one.finite]
     if (nonfinite := len(full) - len(kept)) > _MAX_NONFINITE * len(full):
-        first = next(one.row for one in full if not math.isfinite(one.log_ratio_sum + one.advantage))
+        first = next(one.row for one in full if not one.finite)
         raise InputError(
             f"{location(path, first)}: S or the advantage is not finite, as in {nonfinite} of {len(full)} "
             f"responses: more than {_MAX_NONFINITE:.0%} are no run to learn from"
@@ -142,6 +153,8 @@ def _as_tensors(path: Path, kept: list[_Response], *, empty: int, nonfinite: int
         rewards=None if rewards.isnan().all() else rewards,
         log_ratio=tokens("log_ratio"),
         sampler_gap=tokens("sampler_gap"),
+        flipped=torch.tensor([one.flipped for one in kept]),
+        flipped_log_ratio_sum=numbers_of("flipped_log_ratio_sum"),
         clusters=torch.tensor(clusters),
         clustered_by=clustered_by,
         empty=empty,
@@ -175,7 +188,7 @@ def _responses(path: Path, given: Mapping[str, str], step: int | None) -> Iterat
 
 def _of_step(number: int, fields: Mapping[str, Any]) -> Iterator[_Response]:
     """The responses of a row that holds an optimizer step."""
-    names = ("length", "log_ratio_sum", "advantage", "prompt")
+    names = ("length", "log_ratio_sum", "advantage", "flipped", "flipped_log_ratio_sum", "prompt")
     columns = {field: fields[field] for field in names if field in fields}
     for field, column in columns.items():
         if not isinstance(column, list) or len(column) != len(columns["length"]):
@@ -204,6 +217,11 @@ def _response(number: int, fields: Mapping[str, Any]) -> _Response:
     )
     if "log_probs" in fields and "old_log_probs" in fields:
         _add_tokens(response, fields, mask)
+    if "flipped" in fields:
+        response.flipped = fields["flipped"]
+        if type(response.flipped) is not int or not 0 <= response.flipped <= response.length:
+            raise InputError(f"flipped = {_short(response.flipped)}: must be some of the response's tokens")
+        response.flipped_log_ratio_sum = _number("flipped_log_ratio_sum", fields["flipped_log_ratio_sum"])
     return response
 
 

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.lab.explain.chance import NUM_BINS, Source, lre_of, noise_alone
-from megatron_fspo.lab.explain.decomposition import Parts, blocks_of, take_apart
+from megatron_fspo.lab.explain.decomposition import Parts, growth, take_apart
 from megatron_fspo.lab.explain.dump import Dump
+from megatron_fspo.lab.explain.flips import Flips, flips_of
 from megatron_fspo.lab.explain.losses import Decisions, factor_for, judge, reach
 from megatron_fspo.losses import PolicyLossConfig
 from megatron_fspo.objective import LengthReweightingError
-from megatron_fspo.objective.calibration import Exponent, measure_exponent, sigma_hat
+from megatron_fspo.objective.calibration import Exponent, sigma_hat
 from megatron_fspo.objective.fairness import length_bins
 
 _EXAMPLES = 3
@@ -119,6 +120,8 @@ class Explanation:
     """a in spread(S) ∝ L^a, 0.5 for a random walk; or why it cannot be measured."""
     parts: Parts | None
     """S taken apart; None without tokens."""
+    flips: Flips | None
+    """The part of flipped routes; None without any."""
     noise_source: Source
     given: tuple[OfLoss, ...]
     """With the limits that were asked for."""
@@ -158,19 +161,14 @@ def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float |
             factor = min(factor_for(far, wanted), loss.widest())
             same = loss.scaled(factor)
             matched.append(_of_loss(same, dump, judge(same, dump), by_noise > factor, bins))
-    try:
-        exponent: Exponent | str = measure_exponent(
-            dump.log_ratio_sum, dump.lengths, blocks_of(dump.clusters)
-        )
-    except ValueError as error:
-        exponent = str(error)
     tokens = dump.log_ratio
     return Explanation(
         dump=dump,
         bins=tuple(_describe(dump, bins)),
         sigma=sigma_hat(dump.log_ratio_sum, dump.lengths),
-        exponent=exponent,
+        exponent=growth(dump.log_ratio_sum, dump.lengths, dump.clusters),
         parts=None if tokens is None else take_apart(tokens, dump.lengths, dump.clusters),
+        flips=flips_of(dump, losses, bins) if dump.flipped.any() else None,
         noise_source=source,
         given=given,
         decisions=decisions,

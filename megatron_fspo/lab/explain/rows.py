@@ -30,6 +30,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "sampled_log_probs": ("sampled_log_probs", "sampling_per_token_logps", "rollout_log_probs"),
     "mask": ("mask", "completion_mask", "response_mask"),
     "advantage": ("advantage", "A", "advantages"),
+    "flipped": ("flipped",),
+    "flipped_log_ratio_sum": ("flipped_log_ratio_sum",),
     "reward": ("reward", "score"),
     "step": ("step",),
     "prompt": ("prompt", "uid"),
@@ -89,6 +91,8 @@ def _check_enough(names: Mapping[str, str]) -> None:
         raise InputError(f"{names[other]!r} without {known(lacking[0])}: a log-ratio needs both policies")
     if lacking and "length" not in names:
         raise InputError(f"no field {known('length')}: every band depends on the number of response tokens")
+    if len(flips := {"flipped", "flipped_log_ratio_sum"} & names.keys()) == 1:
+        raise InputError(f"{names[flips.pop()]!r} alone: flips need flipped and flipped_log_ratio_sum")
     if lacking and "sampled_log_probs" in names:
         raise InputError(f"{names['sampled_log_probs']!r} without 'log_probs' and 'old_log_probs'")
 

@@ -11,7 +11,9 @@ from megatron_fspo.evaluation.intervals import Estimate
 from megatron_fspo.evaluation.tables import by_column, columns, number, percent, plain, with_interval
 from megatron_fspo.lab.explain.decomposition import Parts
 from megatron_fspo.lab.explain.explanation import Explanation, OfLoss
+from megatron_fspo.lab.explain.flips import Flips
 from megatron_fspo.lab.explain.losses import FATES
+from megatron_fspo.objective.calibration import Exponent
 
 Table = tuple[list[str], list[tuple[str, ...]]]
 """Head and rows."""
@@ -45,6 +47,7 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
         "independent": dump.clustered_by,
         "clusters": dump.clusters_count,
         "parts": explanation.parts,
+        "flips": explanation.flips,
         "noise": explanation.noise_source,
         "bins": explanation.bins,
         "given": explanation.given,
@@ -91,11 +94,17 @@ def bins_table(explanation: Explanation, losses: Sequence[OfLoss]) -> Table:
     """The figures of each loss by length."""
     bins = explanation.bins
     spans = ["–".join(map(str, dict.fromkeys((one.low, one.high)))) for one in bins]
+    flips: dict[str, list[str]] = {}
+    if explanation.flips is not None:
+        by_length = explanation.flips.by_length
+        flips["flipped"] = [percent(one.tokens) for one in by_length]
+        flips["of variance"] = [percent(one.variance.value) for one in by_length]
     return by_column(
         {"tokens": spans, "responses": [percent(one.share) for one in bins]}
         | {f"outside {loss.name}": [percent(x.out_of_band) for x in loss.by_length] for loss in losses}
         | {f"ESS {loss.name}": [number(x.ess) for x in loss.by_length] for loss in losses}
         | {f"mass {loss.name}": [percent(x.mass) for x in loss.by_length] for loss in losses}
+        | flips
     )
 
 
@@ -152,6 +161,8 @@ def sentences(explanation: Explanation) -> Iterator[str]:
     yield _dump(explanation)
     if explanation.parts is not None:
         yield _parts(explanation.parts)
+    if explanation.flips is not None:
+        yield _flips(explanation.flips)
     given = explanation.given
     outside = ", ".join(f"{one.name} {one.out_of_band:.1%} ({limits_of(one.limits)})" for one in given)
     by_noise = ", ".join(f"{one.name} {one.noise:.1%}" for one in given)
@@ -178,8 +189,7 @@ def _dump(explanation: Explanation) -> str:
     if isinstance(grown, str):
         text += f"; how |S| grows with L is not measured: {grown}"
     else:
-        low, high = grown.interval
-        text += f"; |S| grows as L^{grown.value:.2f} [{low:.2f}, {high:.2f}], where a random walk has 0.5"
+        text += f"; |S| {_law(grown)}, where a random walk has 0.5"
     text += f". Intervals take {INDEPENDENT[dump.clustered_by].format(dump.clusters_count)}"
     if dump.log_ratio is None:
         text += ". Without token log-probs CTPO, which decides for every prefix, is left out"
@@ -197,6 +207,22 @@ def _parts(parts: Parts) -> str:
         f"and, in all tokens of a response alike, {figure(parts.signal)} nats per token"
         f"{equal if parts.signal.low > 0 else ', which is not told from 0'}. At the median of "
         f"{parts.median:,} tokens it grows as L^{figure(parts.exponent, '.2f')}."
+    )
+
+
+def _law(exponent: Exponent) -> str:
+    return f"grows as L^{with_interval(exponent.value, *exponent.interval)}"
+
+
+def _flips(flips: Flips) -> str:
+    share, grown = flips.all.variance, flips.exponent_without
+    law = "" if isinstance(grown, str) else f"|S| {_law(grown)}, and "
+    rates = flips.all.clipped.items()
+    clipped = ", ".join(f"{name} {without:.1%} in place of {rate:.1%}" for name, (rate, without) in rates)
+    return (
+        f"Routers would send {flips.all.tokens:.1%} of the tokens to other experts than the old pass took; "
+        f"{with_interval(share.value, share.low, share.high, '.1%')} of the variance of S/√L, about its "
+        f"drift, goes with them. Without them {law}the losses clip: {clipped}."
     )
 
 

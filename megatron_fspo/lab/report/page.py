@@ -19,6 +19,7 @@ from megatron_fspo.lab.report.figures import TAIL, WINDOW, RunData, band_at_end,
 from megatron_fspo.lab.report.history import History, Records, clip_rates, overall_rates, read_records
 from megatron_fspo.lab.report.samples import before_after
 from megatron_fspo.objective import ClipBand
+from megatron_fspo.record.log import ROUTERS, rows_from_end
 
 _NEWEST = 100
 """Rows of metrics in which the band that trackers draw is looked for."""
@@ -40,6 +41,11 @@ _CURVES = (
     ("grad_norm", "actor/grad_norm", "mean", BLUE, "-"),
     ("exponent", "fspo/exponent_fit", "fitted", BLUE, "-"),
     ("exponent", "fspo/exponent", "of the band", ORANGE, "-"),
+    ("router_load", "router/load_max", "worst layer", ORANGE, "-"),
+    ("router_load", "router/load_max/mean", "mean of layers", BLUE, "-"),
+    ("router_entropy", "router/entropy", "", GREEN, "-"),
+    ("route_flips", "actor/route_flips", "update", BLUE, "-"),
+    ("route_flips", "rollout/route_flips", "old pass", ORANGE, "-"),
 )
 """Picture, metric, label, colour and style of each line."""
 _SETTINGS = {"fspo/c_low", "fspo/c_high", "fspo/exponent"}
@@ -48,6 +54,9 @@ _SMALL = {
     "kl": "nats per token",
     "entropy": "nats per token",
     "grad_norm": "L2 norm",
+    "router_load": "times the even load",
+    "router_entropy": "nats per token and layer",
+    "route_flips": "share of (token, layer)",
 }
 """Small picture → unit."""
 
@@ -60,7 +69,10 @@ def write_report(folder: Path) -> Path:
     """
     data = RunData(folder)
     tail, last, band = data.records.tail(TAIL, WINDOW), data.records.tail(0.0, 1), data.band()
-    svgs = _learning(data.history) | _metrics(data) | (_by_length(tail, last, band) if len(last) else {})
+    svgs = _learning(data.history) | _metrics(data)
+    if load := next(rows_from_end(folder / ROUTERS), None):
+        svgs["expert_load"] = pictures.expert_load(np.array(load["load"]))
+    svgs |= _by_length(tail, last, band) if len(last) else {}
     text = template(Path(__file__).with_name("page.html")).render(
         data=data,
         config=data.config,

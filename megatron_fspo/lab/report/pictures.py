@@ -5,6 +5,7 @@ With several runs each has one colour, the same in every picture.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -192,6 +193,22 @@ def exponent(figure: Figure, lines: Sequence[Line], measured: Exponent | None) -
     over_steps(axes, lines, "a")
     # A step of few lengths fits anything.
     axes.set_ylim(-0.25, 1.5)
+
+
+@picture(3.0, 2.1)
+def expert_load(figure: Figure, load: Array) -> None:
+    """Tokens of each expert [layers, experts] over the even load of its layer."""
+    axes = figure.subplots()
+    even = load / np.maximum(load.mean(1, keepdims=True), 1e-9)
+    # Pixels: a large model has thousands of experts.
+    cells = axes.pcolormesh(even, cmap="cividis", vmin=0.0, rasterized=True)
+    figure.colorbar(cells, label="times the even load")
+    for axis, count in ((axes.xaxis, load.shape[1]), (axes.yaxis, load.shape[0])):
+        numbers = np.arange(0, count, math.ceil(count / 8))
+        axis.set_ticks(numbers + 0.5, [str(number) for number in numbers])
+    axes.grid(visible=False)
+    axes.set_xlabel("expert")
+    axes.set_ylabel("layer")
 
 
 @dataclass(frozen=True, kw_only=True)
