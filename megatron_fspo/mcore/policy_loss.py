@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.nn import Module
 
 from megatron_fspo.mcore.normalise import megatron_loss
-from megatron_fspo.mcore.router import RoutedPack
 from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, PolicyObjective, k3_kl
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
@@ -35,6 +35,13 @@ LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 Observer = Callable[[MicroBatch, LossTerms, Tensor], None]
 
 
+@dataclass
+class Pack(PackedSeqParams):  # type: ignore[misc]
+    """Megatron's description of a pack, with the micro-batch, for routers of experts."""
+
+    batch: MicroBatch | None = None
+
+
 def forward(batch: MicroBatch, model: Module) -> Tensor:
     """Hidden states of a packed micro-batch.
 
@@ -43,7 +50,7 @@ def forward(batch: MicroBatch, model: Module) -> Tensor:
         stage; what the next stage takes, before it.
     """
     gpt = _gpt(model)
-    packed = RoutedPack(
+    packed = Pack(
         qkv_format="thd",
         cu_seqlens_q=batch.borders,
         cu_seqlens_kv=batch.borders,

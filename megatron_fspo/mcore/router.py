@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -53,13 +52,6 @@ class RouterPass:
     """Place → [r] bool: the router's own choice is another set than ``MicroBatch.routes``."""
     reports: dict[int, Tensor] = field(default_factory=dict)
     """Place → [E + 6] float64: tokens of each expert, and :data:`REPORT`."""
-
-
-@dataclass
-class RoutedPack(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's description of a pack, with the micro-batch for the routers."""
-
-    batch: MicroBatch | None = None
 
 
 class PolicyRouter(TopKRouter):  # type: ignore[misc]
@@ -180,8 +172,7 @@ def install_routers(chunks: Sequence[Module]) -> None:
 
 def _begin(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
     # A layer that is computed again gets the same pack, whatever micro-batch the schedule is at.
-    pack = kwargs.get("packed_seq_params")
-    batch = pack.batch if isinstance(pack, RoutedPack) else None
+    batch = getattr(kwargs.get("packed_seq_params"), "batch", None)
     layer.mlp.router.batch = batch if batch is not None and batch.router is not None else None
 
 

@@ -84,7 +84,7 @@ class Recorder:
         Args:
             rank: the data-parallel rank.
             flipped: [t] bool of each micro-batch that routers had a part in: see
-                :func:`~megatron_fspo.mcore.router.flipped_tokens`.
+                :meth:`~megatron_fspo.mcore.router.RouterPasses.flipped`.
             group: context parallel, with ``flipped``. Collective over it.
         """
         if not self._seen:
