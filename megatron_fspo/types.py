@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor
-
 Decode = Callable[[Sequence[int]], str]
 """Token ids → their text, special tokens included."""
 
@@ -38,6 +36,17 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routing:
+    """The size of a token's routes in a mixture of experts."""
+
+    layers: int
+    experts: int
+    """Of a layer."""
+    per_token: int
+    """k experts of a layer for each token."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to sample. The same meaning as the fields of that name in vLLM."""
 
@@ -57,6 +66,8 @@ class SamplingParams:
     """The text in which ``stop`` is looked for; needed with it."""
     seed: int = 0
     """With (prompt index, sample number) it names the random stream of one completion."""
+    routing: Routing | None = None
+    """Completions come with their routes."""
 
     def __post_init__(self) -> None:
         if self.stop and self.decode is None:
@@ -93,9 +104,11 @@ class Completion:
     """Version of the weights that sampled it; the oldest, if they changed under way."""
     version_spans: tuple[VersionSpan, ...] = ()
     """Which version sampled which tokens, without gaps; empty where all are ``weight_version``'s."""
-    routes: Tensor | None = None
-    """uint8 [P + L - 1, layers, k]: the experts that each token of prompt and response was sent to, but for
-    the last one, which the sampler did not read; None where it did not tell."""
+    routes: Any = None
+    """Tensor of uint8 [P + L - 1, layers, k]: the experts that each token of prompt and response was sent to,
+    but for the last one, which the sampler did not read; None where it did not tell."""
+    route_problem: str = ""
+    """Why there are none, though they were asked for."""
 
     def __post_init__(self) -> None:
         # 8 bytes per token; tuples of Python's numbers take ten times that.

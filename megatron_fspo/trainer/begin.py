@@ -25,6 +25,7 @@ from megatron_fspo.trainer.rollout import (
     Rollout,
     join,
     make_mini_batches,
+    routing_of,
     sampling_metrics,
     select,
     staleness_metrics,
@@ -225,7 +226,10 @@ def with_packs(run: Training, responses: Rollout, metrics: dict[str, float]) -> 
     """
     config = run.inputs.config
     metrics |= staleness_metrics(responses, run.step, limit=config.rollout.max_staleness)
-    packs, sizes = make_mini_batches(config, responses, run.groups, run.layout)
+    routing = routing_of(config, run.inputs.arch)
+    packs, sizes = make_mini_batches(
+        config, responses, run.groups, run.layout, routing=routing, layers=run.policy.layers
+    )
     step = Step(
         rollout=replace(responses, held={}, grades={}),  # the tokens are in packs, the grades counted
         packs=packs,

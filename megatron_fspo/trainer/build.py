@@ -131,7 +131,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     """
     config = inputs.config
     groups = start(inputs.backend, parallel=config.parallel, seed=config.run.seed)
-    servers = open_servers(inputs, groups)
+    servers = open_servers(inputs, groups, routes=config.moe.replay == "rollout")
     policy = Policy(
         inputs.arch,
         inputs.backend,
@@ -262,9 +262,9 @@ def load_model(inputs: Inputs, groups: ParallelGroups) -> Model:
     return model
 
 
-def open_servers(inputs: Inputs, groups: ParallelGroups) -> Leader | None:
+def open_servers(inputs: Inputs, groups: ParallelGroups, *, routes: bool = False) -> Leader | None:
     """On the first rank, what talks to the servers. To be called before a model is built: servers on the
-    trainer's GPUs give up their memory. Collective.
+    trainer's GPUs give up their memory. With ``routes`` all have to return them. Collective.
 
     Raises:
         TrainingError: one did not.
@@ -275,7 +275,7 @@ def open_servers(inputs: Inputs, groups: ParallelGroups) -> Leader | None:
         return None
     if dist.get_rank() == 0:
         leader = connect(config.vllm, inputs.arch.vocab_size)
-        leader.loop.run(settle(leader, colocated=config.vllm.colocated))
+        leader.loop.run(settle(leader, colocated=config.vllm.colocated, routes=routes))
     groups.control.meet("the servers to give up their memory")
     return leader
 

@@ -39,6 +39,8 @@ SLOW_RATIO = 1.3
 """Times the median: slow."""
 SLOW_STEPS = 3
 """In a row until a rank is named."""
+ROUTE_FALLBACK = 0.05
+"""Share of responses without routes from which on a line says so."""
 PROFILE_WISH = "profile"
 """The file that asks for a profile; the first rank removes it."""
 
@@ -87,7 +89,7 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
         largest = max((abs(r.log_ratio_sum) for r in step.first if r.counts), default=math.nan)
         metrics["fspo/on_policy_abs_s_max"] = largest
         metrics |= {f"{name}/on_policy": first[name] for name in OFF_POLICY}
-    return metrics | clips | band
+    return metrics | clips | band | route_metrics(run, step)
 
 
 def router_metrics(step: Step, report: Tensor) -> dict[str, float]:
@@ -214,6 +216,19 @@ def slow_rank_metrics(run: Training, step: Step) -> dict[str, float]:
         run.log.remind(f"slow ranks on {host}", run.step + 1, line)
     slowest = max(range(len(over)), key=over.__getitem__)
     return {"perf/slowest_rank": float(slowest), "perf/slowest_rank_over_median": over[slowest]}
+
+
+def route_metrics(run: Training, step: Step) -> dict[str, float]:
+    """The share of responses that are trained without the sampler's routes, where these are replayed."""
+    routed = step.rollout.routed
+    if not routed.any():
+        return {}
+    share = (routed < 0).double().mean().item()
+    if share > ROUTE_FALLBACK:
+        why = step.rollout.route_problem or "those that the first rank held have theirs"
+        text = f"{share:.1%} of the responses are trained without the sampler's routes, by the trainer's own"
+        run.log.remind("rollout/route_fallback", run.step + 1, f"{text}: {why}")
+    return {"rollout/route_fallback": share}
 
 
 def ratios(paces: Sequence[Pace]) -> list[float]:

@@ -28,6 +28,7 @@ from megatron_fspo.mcore.backend import Backend, check_dtype, check_head, choose
 from megatron_fspo.mcore.fp8 import check_fp8
 from megatron_fspo.mcore.sizes import check_parallel, check_world
 from megatron_fspo.objective.noise import Noise
+from megatron_fspo.packing.batch import NO_ROUTE
 from megatron_fspo.record.trackers import check_trackers
 from megatron_fspo.rewards import check_reward
 from megatron_fspo.rollout.client.connect import absent_servers, check_options
@@ -154,6 +155,10 @@ def _disagreements(config: Config, world_size: int, arch: Architecture | None) -
             f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}, but the model's "
             f"max_position_embeddings is {arch.max_position_embeddings}"
         )
+    if arch is not None and arch.experts is None and config.moe.in_use:
+        yield "the keys of [moe] are for a mixture of experts, which the model is not"
+    if arch is not None and config.moe.replay != "off" and arch.num_experts > NO_ROUTE:
+        yield f"moe.replay takes at most {NO_ROUTE} experts in a layer, the model has {arch.num_experts}"
     if config.data.validation is None and config.evaluation.every:
         yield "evaluation.every > 0 needs data.validation (or set evaluation.every = 0)"
 
@@ -206,7 +211,8 @@ def check_run(config: Config, *, world_size: int, resume: Resume, here: bool) ->
     attempt(lambda: checkpoints_to_resume(config, resume))
     attempt(lambda: check_writable(config.run_folder, probe=True))
     asked = config.rollout.engine == "vllm"
-    absent = attempt(lambda: asyncio.run(absent_servers(config.vllm)) if asked else []) or []
+    routes = config.moe.replay == "rollout"
+    absent = attempt(lambda: asyncio.run(absent_servers(config.vllm, routes=routes)) if asked else []) or []
     attempt.wrong(*(absent if here else ()))
     attempt.end()
     notes = ["no GPU here: model.layers, model.head and fp8 were not tried"] if elsewhere else []

@@ -3,7 +3,8 @@ tokens come into the packs of the ranks that train on them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -14,12 +15,12 @@ from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.packing.batch import Packs, Sequences, as_row
+from megatron_fspo.packing.batch import NO_ROUTE, Packs, Sequences, as_row
 from megatron_fspo.packing.pack import Pack, PackLayout, Plan, collate_packs, plan_step
 from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.parallel.groups import ParallelGroups, exchange, of_first_rank, pack_layout
 from megatron_fspo.rewards import Grade
-from megatron_fspo.types import Completion, Prompt, VersionSpan
+from megatron_fspo.types import Completion, Prompt, Routing, VersionSpan
 from megatron_fspo.weights import Architecture
 
 T = TypeVar("T")
@@ -54,10 +55,14 @@ class Rollout:
     """int64, where in the response their tokens begin."""
     owner: Tensor
     """int64, the data-parallel rank that holds its tokens."""
+    routed: Tensor
+    """int64: 1 with the sampler's routes, -1 without, 0 where none were asked for."""
     held: Mapping[int, Completion]
     """Responses that this rank holds, by number: on the first rank of each model copy; others hold none."""
     grades: Mapping[int, Grade]
     """Grades that this rank gave, by number; not always of what it holds."""
+    route_problem: str = ""
+    """Why the first response without routes that this rank held has none."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -87,7 +92,7 @@ class Rollout:
 
 COLUMNS = (
     *("lengths", "truncated", "oldest_version", "version_tokens"),
-    *("spans", "last_version", "last_start", "owner"),
+    *("spans", "last_version", "last_start", "owner", "routed"),
     *("rewards", "scores"),
 )
 """Fields of the table that ranks make together: those that :func:`describe` gives, in its order, then
@@ -112,6 +117,7 @@ def describe(completion: Completion, owner: int) -> tuple[float, ...]:
         spans[-1].version,  # versions only grow
         spans[-1].start,
         owner,
+        -1 if completion.route_problem else int(completion.routes is not None),
     )
 
 
@@ -129,7 +135,13 @@ def rollout_of(
     }
     unknown = torch.full((len(table),), float("nan"), dtype=torch.float64)
     return Rollout(
-        prompts=prompts, samples=samples, held=held, grades=grades or {}, advantages=unknown, **columns
+        prompts=prompts,
+        samples=samples,
+        held=held,
+        grades=grades or {},
+        advantages=unknown,
+        route_problem=next((one.route_problem for one in held.values() if one.route_problem), ""),
+        **columns,
     )
 
 
@@ -235,10 +247,25 @@ def layout_of(config: Config, arch: Architecture, groups: ParallelGroups, device
     )
 
 
+def routing_of(config: Config, arch: Architecture) -> Routing | None:
+    """What is asked of a sampler whose routes are replayed; None for any other."""
+    if config.moe.replay != "rollout":
+        return None
+    assert arch.experts is not None  # prepare() refuses others
+    return Routing(layers=arch.num_layers, experts=arch.num_experts, per_token=arch.experts.per_token)
+
+
 def make_mini_batches(
-    config: Config, rollout: Rollout, groups: ParallelGroups, layout: PackLayout
+    config: Config,
+    rollout: Rollout,
+    groups: ParallelGroups,
+    layout: PackLayout,
+    *,
+    routing: Routing | None = None,
+    layers: Sequence[int] = (),
 ) -> tuple[Packs, list[int]]:
-    """This rank's micro-batches of all mini-batches, and how many each has. Collective.
+    """This rank's micro-batches of all mini-batches, and how many each has; with ``routing`` they have the
+    sampler's routes through ``layers``, those of the model that this rank has routers of. Collective.
 
     A mini-batch is a run of whole prompts. Every rank knows all lengths and computes the same plan, so N and
     T need no collective and do not depend on how the batch is split. Then each token goes from the rank
@@ -263,30 +290,64 @@ def make_mini_batches(
         plans.append(plan)
         sizes.append(len(mine))
     size, rank = groups.dp.size(), groups.dp.rank()
-    owner, held = rollout.owner.tolist(), rollout.held
+    owner = rollout.owner.tolist()
     wanted = [sorted(n for plan in plans for pack in plan[to] for n in pack) for to in range(size)]
     # In the order in which they come: owner after owner.
     numbers = sorted(wanted[rank], key=lambda number: (owner[number], number))
     lengths_here = rollout.lengths[numbers].tolist()
-    columns = []
-    for name, dtype in (("token_ids", torch.int32), ("log_probs", torch.float32)):
-        # The first ranks of the model copies exchange them; each hands its own on to those that share its
-        # model.
-        if groups.first_of_copy:
-            outgoing = [[as_row(getattr(held[n], name), dtype) for n in to if n in held] for to in wanted]
-            flat, _ = exchange(outgoing, dtype, group=groups.dp)
-        else:
-            flat = torch.zeros(sum(lengths_here), dtype=dtype)
-        flat = of_first_rank(flat.to(layout.device), groups.pp, groups.cp, groups.tp).cpu()
-        columns.append(torch.split(flat, lengths_here))
+    bring = partial(_bring, rollout, wanted, groups, layout.device)
+    token_ids, log_probs = (
+        torch.split(bring(name, dtype, sum(lengths_here)), lengths_here)
+        for name, dtype in (("token_ids", torch.int32), ("log_probs", torch.float32))
+    )
+    routes = None if routing is None else _routes(rollout, numbers, bring, routing, layers)
     sequences = Sequences.of(
         prompts=[rollout.prompts[number // rollout.samples].token_ids for number in numbers],
-        responses=columns[0],
-        log_probs=columns[1],
+        responses=token_ids,
+        log_probs=log_probs,
         advantages=rollout.advantages[numbers],
         index=numbers,
+        routes=routes,
     )
     return collate_packs(sequences, packs, layout), sizes
+
+
+def _bring(
+    rollout: Rollout,
+    wanted: Sequence[Sequence[int]],
+    groups: ParallelGroups,
+    device: torch.device | str,
+    name: str,
+    dtype: torch.dtype,
+    size: int,
+) -> Tensor:
+    """[size]: a field of the responses that this rank's model copy wants, of those that have it, owner after
+    owner. Collective."""
+    # The first ranks of the model copies exchange them; each hands its own on to those that share its model.
+    if groups.first_of_copy:
+        rows = [[getattr(rollout.held[n], name) for n in to if n in rollout.held] for to in wanted]
+        outgoing = [[as_row(row, dtype).flatten() for row in some if row is not None] for some in rows]
+        flat, _ = exchange(outgoing, dtype, group=groups.dp)
+    else:
+        flat = torch.zeros(size, dtype=dtype)
+    return of_first_rank(flat.to(device), groups.pp, groups.cp, groups.tp).cpu()
+
+
+def _routes(
+    rollout: Rollout,
+    numbers: Sequence[int],
+    bring: Callable[[str, torch.dtype, int], Tensor],
+    routing: Routing,
+    layers: Sequence[int],
+) -> Tensor:
+    """uint8 [Σ (P + L - 1), layers, k] of these responses; those without have no route. Collective."""
+    tokens = (rollout.prompt_lengths + rollout.lengths - 1)[numbers]
+    known = (rollout.routed[numbers] > 0).repeat_interleave(tokens)
+    shape = (int(known.sum()), routing.layers, routing.per_token)
+    sent = bring("routes", torch.uint8, math.prod(shape)).view(shape)
+    routes = sent.new_full((len(known), len(layers), routing.per_token), NO_ROUTE)
+    routes[known] = sent[:, list(layers)]
+    return routes
 
 
 def left_out(config: Config, rollout: Rollout, dropped: Sequence[int] = ()) -> Tensor:

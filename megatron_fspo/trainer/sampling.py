@@ -37,7 +37,15 @@ from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.rewards import Failure, Grade, Grader, PendingGrade
 from megatron_fspo.rollout.engine import Pending, Progress, RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
-from megatron_fspo.trainer.rollout import COLUMNS, GRADES, Rollout, describe, rollout_of, with_advantages
+from megatron_fspo.trainer.rollout import (
+    COLUMNS,
+    GRADES,
+    Rollout,
+    describe,
+    rollout_of,
+    routing_of,
+    with_advantages,
+)
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 FAILED_REWARD = "reward_error.json"
@@ -168,7 +176,8 @@ class RolloutQueue:
         # A prompt that comes again in a later step, or in a later round, gets other responses.
         seed = config.run.seed * 1_000_000_007 + step + (number << 64)
         params = sampling_params(self._inputs, config.rollout, config.rollout.samples, seed)
-        return self._of_engine(prompts, params)
+        routing = routing_of(config, self._inputs.arch)
+        return self._of_engine(prompts, replace(params, routing=routing))
 
 
 def collect_and_grade(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,17 +166,30 @@ def check_hand_out() -> None:
                     finish_reason="length" if number % 2 else "stop",
                     weight_version=number,
                     version_spans=tuple(spans if to % 2 else spans[:0]),
+                    routes=torch.arange(first, first + 6 * (length + 2)).to(torch.uint8).view(-1, 3, 2)[1:]
+                    if number % 2
+                    else None,
+                    route_problem="" if number % 2 else f"none of {first}",
                 )
             )
         return found
 
+    def same(got: list[Completion], want: list[Completion]) -> None:
+        assert [replace(c, routes=None) for c in got] == [replace(c, routes=None) for c in want]
+        for one, other in zip(got, want, strict=True):
+            if other.routes is None:
+                assert one.routes is None
+            else:
+                assert one.routes is not None and one.routes.dtype == torch.uint8
+                assert torch.equal(one.routes, other.routes)
+
     for source in range(world):
         parts = [completions(source, to) if rank == source else [] for to in range(world)]
         got = hand_out(parts, group=dist.group.WORLD)
-        assert got == completions(source, rank)
+        same(got, completions(source, rank))
         assert all(c.token_ids.typecode == "i" and c.log_probs.typecode == "f" for c in got)
     got = hand_out([completions(rank, to) for to in range(world)], group=dist.group.WORLD)
-    assert got == [c for source in range(world) for c in completions(source, rank)]
+    same(got, [c for source in range(world) for c in completions(source, rank)])
 
 
 def check_first_rank_decides_on_advantages() -> None:

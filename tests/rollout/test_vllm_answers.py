@@ -30,7 +30,7 @@ STOPPING = replace(PARAMS, stop_token_ids=(8, 9))
 
 
 def read(answer: object, params: Any = PARAMS) -> Completion:
-    return read_completion(json.dumps(answer).encode(), params)
+    return read_completion(json.dumps(answer).encode(), params, 2)
 
 
 def answer(**choice: Any) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def test_no_truncation_is_an_answer() -> None:
     text = json.dumps(GOOD).encode()
     assert parse(b"") is None
     for length in range(1, len(text)):
-        for reads in (parse, partial(read_completion, params=PARAMS)):
+        for reads in (parse, partial(read_completion, params=PARAMS, prompt_length=2)):
             with pytest.raises(BadAnswer, match="is not JSON"):
                 reads(text[:length])
 
@@ -203,7 +203,7 @@ def test_no_truncation_is_an_answer() -> None:
 @given(st.binary(max_size=30))
 def test_no_bytes_break_the_parser(body: bytes) -> None:
     with pytest.raises(BadAnswer):
-        read_completion(body, PARAMS)
+        read_completion(body, PARAMS, 2)
     with suppress(BadAnswer):
         parse(body)
 
@@ -213,7 +213,7 @@ def test_hostile_json() -> None:
         with pytest.raises(BadAnswer, match=r"is not JSON|out of range"):
             parse(body)
         with pytest.raises(BadAnswer):
-            read_completion(body, PARAMS)
+            read_completion(body, PARAMS, 2)
 
 
 def test_an_error_of_any_depth() -> None:
@@ -221,7 +221,7 @@ def test_an_error_of_any_depth() -> None:
     for depth in range(2000):
         body = b'{"error": ' + b"[" * depth + b"0" + b"]" * depth + b"}"
         with pytest.raises(BadAnswer, match=r"is an error|is not JSON"):
-            read_completion(body, PARAMS)
+            read_completion(body, PARAMS, 2)
 
 
 def prompt_log_probs(*entries: object) -> list[float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +22,13 @@ from by_layout import write_by_layout
 from megatron_fspo.config import Batch
 from megatron_fspo.config.correction import LengthFairGate, SequenceTIS, TokenTIS
 from megatron_fspo.config.fp8 import BF16
+from megatron_fspo.config.sections import MoE
 from megatron_fspo.losses import DAPOLoss, FSPOLoss, PolicyLossConfig
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.startup import start
-from megatron_fspo.packing.batch import Packs
+from megatron_fspo.packing.batch import NO_ROUTE, Packs
 from megatron_fspo.packing.pack import PackLayout
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.record.records import Recorder, clip_metrics
@@ -34,7 +36,7 @@ from megatron_fspo.trainer import rollout as rollout_module
 from megatron_fspo.trainer.correction import Rule, correct
 from megatron_fspo.trainer.mismatch import measure
 from megatron_fspo.trainer.rollout import Rollout, describe, rollout_of, with_advantages
-from megatron_fspo.types import Completion, Prompt
+from megatron_fspo.types import Completion, Prompt, Routing
 from megatron_fspo.verify import production
 from megatron_fspo.verify.cases import SMALL, random_weights
 from megatron_fspo.verify.layouts import parse_layout
@@ -94,7 +96,7 @@ def nobody_left_out() -> Iterator[None]:
 def settings(policy: Policy, loss: PolicyLossConfig) -> Any:
     """The sections of a run's configuration that packs depend on."""
     batch = Batch(mini_batches=MINI_BATCHES, max_tokens=48)
-    return SimpleNamespace(parallel=policy.parallel, batch=batch, loss=loss, fp8=BF16)
+    return SimpleNamespace(parallel=policy.parallel, batch=batch, loss=loss, moe=MoE(), fp8=BF16)
 
 
 def layout_for(policy: Policy, config: Any) -> PackLayout:
@@ -197,13 +199,57 @@ def _compared(got: dict[str, Any], want: dict[str, Any]) -> dict[str, Any]:
     return pair | {"gap": max(largest)}
 
 
+def routes_of_packs(policy: Policy) -> list[int]:
+    """How many tokens in packs have the sampler's routes, how many have none, and how many have others than
+    they should, on all ranks. Every fourth response came without, and no sampler reads its last token."""
+    groups, layers = policy.groups, policy.layers
+    rollout, completions = rollout_and_completions(policy)
+    routing = Routing(layers=SMALL.num_layers, experts=200, per_token=2)
+    sent, generator = {}, torch.Generator().manual_seed(3)
+    for number, completion in enumerate(completions):
+        rows = len(rollout.prompts[number // SAMPLES].token_ids) + len(completion.token_ids) - 1
+        sent[number] = torch.randint(
+            0, 200, (rows, SMALL.num_layers, 2), dtype=torch.uint8, generator=generator
+        )
+    told = {number for number in sent if number % 4}
+    held = {
+        number: replace(completion, routes=sent[number] if number in told else None)
+        for number, completion in rollout.held.items()
+    }
+    routed = torch.tensor([1 if number in told else -1 for number in sent])
+    config = settings(policy, FSPO)
+    with nobody_left_out():
+        packs, _ = rollout_module.make_mini_batches(
+            config,
+            replace(rollout, held=held, routed=routed),
+            groups,
+            layout_for(policy, config),
+            routing=routing,
+            layers=layers,
+        )
+    counts = torch.zeros(3, dtype=torch.long)
+    for batch in packs:
+        assert batch.routes is not None and batch.routes.dtype == torch.uint8
+        index = [*batch.sample_index.tolist(), -1]
+        for token, (segment, place) in enumerate(
+            zip(batch.segment.tolist(), batch.position_ids[0].tolist(), strict=True)
+        ):
+            number = index[segment]
+            known = number in told and place < len(sent[number])
+            want = sent[number][place, layers] if known else torch.full((len(layers), 2), NO_ROUTE)
+            right = torch.equal(batch.routes[token].long(), want.long())
+            counts[0 if right and known else 1 if right else 2] += 1
+    dist.all_reduce(counts)
+    return counts.tolist()
+
+
 def found_in(layout_name: str) -> dict[str, Any]:
     """See :func:`compared`."""
     backend = choose_backend("cpu")
     layout = parse_layout(layout_name, world_size=2)
     groups = start(backend, parallel=layout.parallel, seed=1)
     policy = production.build(layout, SMALL, random_weights(SMALL), backend, groups, torch.float32)
-    return compared(policy)
+    return compared(policy) | {"routes": routes_of_packs(policy)}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ import torch
 
 from launch import found_by
 from left_out_worker import LAYOUTS, LOSSES, PROMPTS, SAMPLES, SPREAD
-from megatron_fspo.trainer.rollout import COLUMNS, rollout_of, sampling_metrics, with_advantages
-from megatron_fspo.types import Prompt
+from megatron_fspo.trainer.metrics import route_metrics
+from megatron_fspo.trainer.rollout import COLUMNS, describe, rollout_of, sampling_metrics, with_advantages
+from megatron_fspo.types import Completion, Prompt
+from metrics_page import unknown
 
 ALL = list(range(PROMPTS * SAMPLES))
 THIRD = PROMPTS // 3 * SAMPLES
@@ -82,6 +85,15 @@ def test_every_layout_learns_and_reports_the_same(found: dict[str, Any], layout:
         )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_routes_come_to_the_ranks_that_replay_them(found: dict[str, Any], layout: str) -> None:
+    """Each stage has those of its own layers; tokens without any are those of padding, the last of each
+    response, and of responses that came without."""
+    right, none, wrong = found[layout]["routes"]
+    shared = 2 if layout in ("pp2", "tp2.sp") else 1  # ranks that see the same token
+    assert wrong == 0 and right == shared * found["dp2"]["routes"][0] > 100 * shared and none > 20
+
+
 @pytest.mark.parametrize("loss", [name for name in LOSSES if " with " in name])
 def test_every_correction_acts(found: dict[str, Any], loss: str) -> None:
     got, plain = found["dp2"][loss][0], found["dp2"][loss.partition(" with ")[0]][0]
@@ -101,3 +113,24 @@ def test_statistics_of_sampling_are_over_all_responses() -> None:
     assert metrics["prompt_length/mean"] == 1.5 and metrics["critic/advantages/mean"] == 0
     # Of groups: a response at the mean of its group is in one that teaches.
     assert metrics["critic/no_spread"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("routed", "share", "lines"), [([0] * 4, None, 0), ([1] * 4, 0.0, 0), ([1, -1, 1, 1], 0.25, 1)]
+)
+def test_responses_without_routes_are_counted(routed: list[int], share: float | None, lines: int) -> None:
+    """And named, with the first reason; nothing is said where no routes are replayed."""
+    table = torch.zeros(4, len(COLUMNS), dtype=torch.float64)
+    table[:, COLUMNS.index("routed")] = torch.tensor(routed, dtype=torch.float64)
+    without = Completion(
+        token_ids=[1], log_probs=[0.0], finish_reason="stop", weight_version=0, route_problem="none came"
+    )
+    rollout = rollout_of([Prompt(index=0, token_ids=(1,), text="", answer="")], 4, table, {1: without})
+    said: list[str] = []
+    log = SimpleNamespace(remind=lambda topic, step, text: said.append(text))
+    run: Any = SimpleNamespace(step=3, log=log)
+    metrics = route_metrics(run, SimpleNamespace(rollout=rollout))  # type: ignore[arg-type]
+    assert metrics == ({} if share is None else {"rollout/route_fallback": share})
+    assert len(said) == lines and all("25.0%" in text and "none came" in text for text in said)
+    assert describe(without, 0)[COLUMNS.index("routed")] == -1
+    assert unknown(metrics) == []

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from megatron_fspo.errors import TrainingError
+from megatron_fspo.rollout.client.routes import read_routes
 from megatron_fspo.rollout.common import MODEL
 from megatron_fspo.rollout.sampling import kept
 from megatron_fspo.types import Completion, SamplingParams, VersionSpan
@@ -60,6 +61,7 @@ class _Choice(Struct):
     finish_reason: Literal["stop", "length"]
     logprobs: _LogProbs
     weight_versions: list[_Span]
+    routed_experts: str | None = None
 
 
 class _Answer(Struct):
@@ -91,13 +93,15 @@ def parse(body: bytes) -> object:
     return _decode(_ANYTHING, body) if body else None
 
 
-def read_completion(body: bytes, params: SamplingParams) -> Completion:
+def read_completion(body: bytes, params: SamplingParams, prompt_length: int) -> Completion:
     """The one completion of an answer of ``/inference/v1/generate``.
 
     Args:
         body: JSON of the answer.
         params: what was asked for; ``n`` is not looked at, a request asks for one. With stop strings a server
-            may go on where it should stop: what it sampled after them is cut off.
+            may go on where it should stop: what it sampled after them is cut off. Routes that are not
+            believed become None.
+        prompt_length: tokens of the prompt.
 
     Raises:
         StoppedElsewhere: see there.
@@ -115,7 +119,15 @@ def read_completion(body: bytes, params: SamplingParams) -> Completion:
     if params.temperature == 0:
         # A greedy choice is certain. vLLM reports the log-prob at temperature 1.
         log_probs = [0.0] * len(token_ids)
+    routes, problem = None, ""
+    if params.routing is not None:
+        tokens, sent = prompt_length + len(token_ids), choice.routed_experts
+        try:
+            routes = read_routes(sent, params.routing, tokens=tokens, versions=len(spans))
+        except ValueError as error:
+            problem = str(error)
     if end is not None:
+        routes = None if routes is None else routes[: prompt_length + end - 1]
         spans = tuple(replace(span, end=min(span.end, end)) for span in spans if span.start < end)
     return Completion(
         token_ids=token_ids[:end],
@@ -123,6 +135,8 @@ def read_completion(body: bytes, params: SamplingParams) -> Completion:
         finish_reason=choice.finish_reason if end is None else "stop",
         weight_version=min(span.version for span in spans),
         version_spans=spans,
+        routes=routes,
+        route_problem=problem,
     )
 
 

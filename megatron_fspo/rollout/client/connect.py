@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import httpx
 
@@ -19,6 +20,7 @@ from megatron_fspo.rollout.client.weights import BroadcastSender, DiskSender, Se
 from megatron_fspo.rollout.common import announced, api_key, is_loopback
 from megatron_fspo.rollout.links import listen
 
+_INFO = "server_info?config_format=json"
 LARGEST_TEMPERATURE = 2.0  # vLLM refuses more
 
 
@@ -52,17 +54,33 @@ def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: boo
         raise InputErrors(problems)
 
 
-async def absent_servers(options: VLLM) -> list[str]:
-    """A line for each server that does not answer within seconds."""
+async def absent_servers(options: VLLM, *, routes: bool) -> list[str]:
+    """A line for each server that does not answer within seconds; or returns no ``routes``, if it has to."""
     urls = options.urls if options.discovery is None else announced(options.discovery)
     async with http_client() as http:
         servers = _servers(urls, http)
         answered = await asyncio.gather(*(server.healthy() for server in servers))
-    return [
+        there = [server for server, well in zip(servers, answered, strict=True) if well]
+        lacking = await _without_routes(there) if routes else []
+    return lacking + [
         f"vllm.urls: no server answers at {server.url}; `megatron-fspo serve` starts one"
-        for server, there in zip(servers, answered, strict=True)
-        if not there
+        for server in servers
+        if server not in there
     ]
+
+
+async def _without_routes(servers: Sequence[Server]) -> list[str]:
+    """A line for each server that does not return the routes of a mixture of experts."""
+    answers: list[Any] = await asyncio.gather(*(server.get(_INFO) for server in servers))
+    lines = []
+    for server, answer in zip(servers, answers, strict=True):
+        try:
+            returns = answer["vllm_config"]["aux_output_config"]["enable_return_routed_experts"]
+        except (KeyError, TypeError):
+            returns = False
+        if returns is not True:
+            lines.append(f"moe.replay = rollout: {server.url} returns no routes; `serve --routes` does")
+    return lines
 
 
 def connect(options: VLLM, vocab_size: int) -> Leader:
@@ -83,15 +101,17 @@ def connect(options: VLLM, vocab_size: int) -> Leader:
     return Leader(loop=Loop("rollout"), http=http, pool=pool, sender=_sender(options))
 
 
-async def settle(leader: Leader, *, colocated: bool) -> None:
+async def settle(leader: Leader, *, colocated: bool, routes: bool = False) -> None:
     """Prepare the servers that are there for a trainer that takes memory: where GPUs are shared they give up
     theirs; else those that a job before this one left asleep are woken.
 
     Raises:
         TrainingError: one did not sleep.
-        InputError: one cannot.
+        InputError: one cannot; or returns no ``routes``, where these are wanted.
     """
     servers = await leader.pool.reachable()
+    if routes and (lines := await _without_routes(servers)):
+        raise InputErrors(lines)
     await sleep(servers) if colocated else await wake(servers)
 
 

@@ -14,8 +14,19 @@ from torch import Tensor
 from megatron_fspo.parallel.groups import exchange
 from megatron_fspo.types import Completion, VersionSpan
 
+_Triple = tuple[int, int, int]
 _ROWS = msgspec.msgpack.Decoder(
-    list[tuple[bytes, bytes, Literal["stop", "length"], int, list[tuple[int, int, int]]]]
+    list[
+        tuple[
+            bytes,
+            bytes,
+            Literal["stop", "length"],
+            int,
+            list[_Triple],
+            tuple[_Triple, bytearray] | None,
+            str,
+        ]
+    ]
 )
 
 
@@ -44,7 +55,10 @@ def _encode(completions: Sequence[Completion]) -> Tensor:
     rows: list[tuple[Any, ...]] = []
     for c in completions:
         spans = [(span.version, span.start, span.end) for span in c.version_spans]
-        rows.append((c.token_ids, c.log_probs, c.finish_reason, c.weight_version, spans))
+        routes = None if c.routes is None else (c.routes.shape, c.routes.numpy().reshape(-1).data)
+        rows.append(
+            (c.token_ids, c.log_probs, c.finish_reason, c.weight_version, spans, routes, c.route_problem)
+        )
     buffer = bytearray()
     msgspec.msgpack.Encoder(enc_hook=array.tobytes).encode_into(rows, buffer)
     return torch.frombuffer(buffer, dtype=torch.uint8)
@@ -58,8 +72,10 @@ def _decode(encoded: Tensor) -> list[Completion]:
             finish_reason=finish_reason,
             weight_version=version,
             version_spans=tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in spans),
+            routes=routes and torch.frombuffer(routes[1], dtype=torch.uint8).view(routes[0]),
+            route_problem=problem,
         )
-        for token_ids, log_probs, finish_reason, version, spans in (
+        for token_ids, log_probs, finish_reason, version, spans, routes, problem in (
             _ROWS.decode(encoded.numpy().data) if len(encoded) else []
         )
     ]

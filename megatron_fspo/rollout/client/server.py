@@ -135,11 +135,11 @@ class Server:
         answer = await self._generate(token_ids, params, {"seed": seed}, timeout, attempts)
         with self._reading():
             with suppress(StoppedElsewhere):
-                return read_completion(answer, params)
+                return read_completion(answer, params, len(token_ids))
             # Its text is not ours, such as by a space that SentencePiece takes off the front of a text.
             asked = replace(params, stop=())
             answer = await self._generate(token_ids, asked, {"seed": seed}, timeout, attempts)
-            return read_completion(answer, params)
+            return read_completion(answer, params, len(token_ids))
 
     async def score(self, token_ids: Sequence[int], *, timeout: float = REQUEST_SECONDS) -> list[float]:
         """Log-probs of all tokens but the first, given those before, at temperature 1, in nats.

@@ -22,6 +22,8 @@ BACKENDS = {"gloo": "gloo", "disk": "disk", "nccl": "torch_nccl"}
 """Our word for a way of weights → the name under which the plugin registers it in vLLM."""
 EXTENSION = "megatron_fspo.rollout.server.inside.checksums.WorkerExtension"
 """Lets the trainer ask for checksums of the weights."""
+ROUTES_WORKER = "megatron_fspo.rollout.server.inside.cpu_routes.RoutesWorker"
+"""Returns routes on a CPU."""
 GUARD = "megatron_fspo.rollout.server.inside.require_key.RequireKey"
 """Asks for the key on every route of the server but health."""
 
@@ -63,6 +65,8 @@ class ServerOptions:
     """The only ones that it sees; of several each has a shard of the model (tensor parallel)."""
     colocated: bool = False
     """Give up the GPUs' memory when the trainer on them asks (``vllm.colocated``)."""
+    routes: bool = False
+    """Return the experts of every token (``moe.replay = rollout``)."""
     announce: Path | None = None
     """Folder in which the trainer finds the server (:func:`megatron_fspo.rollout.common.announce`)."""
     anyone_may_run_code: bool = False
@@ -159,6 +163,8 @@ def check(options: ServerOptions, vllm: Installation) -> None:
     head_dim = config.get("head_dim")
     if not head_dim and "hidden_size" in config and config.get("num_attention_heads"):
         head_dim = config["hidden_size"] // config["num_attention_heads"]
+    if options.routes and not config.get("num_experts"):
+        raise InputError(f"--routes: {options.model}/config.json names no experts (num_experts)")
     if vllm.on_cpu and head_dim and head_dim not in CPU_HEAD_DIMS:
         sizes = ", ".join(map(str, CPU_HEAD_DIMS))
         raise InputError(f"{options.model}/config.json: head_dim {head_dim}: vLLM on a CPU can do {sizes}")
@@ -199,6 +205,9 @@ def command(options: ServerOptions, vllm: Installation) -> list[str]:
         words += ["--enforce-eager", "--no-enable-chunked-prefill"]
     elif options.colocated:  # on a CPU the routes are there without it, and move nothing
         words += ["--enable-sleep-mode"]
+    if options.routes:
+        words += ["--enable-return-routed-experts"]
+        words += ["--worker-cls", ROUTES_WORKER, "--no-async-scheduling"] if vllm.on_cpu else []
     if len(options.gpus) > 1:
         words += ["--tensor-parallel-size", str(len(options.gpus))]
     words += options.extra

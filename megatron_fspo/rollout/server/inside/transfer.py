@@ -18,8 +18,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 
 from megatron_fspo.rollout.links import Receiver, join_gloo, join_nccl
 
@@ -84,6 +86,22 @@ def repack(model: torch.nn.Module) -> int:
             module.quant_method.process_weights_after_loading(module)
             count += 1
     return count
+
+
+_setup_kernel = UnquantizedFusedMoEMethod._setup_kernel
+
+
+def setup_and_pack(method: Any, layer: Any, **weights: Tensor) -> None:
+    """Pack experts for the CPU after a reload as after the start, where vLLM does so itself: the kernel would
+    take the rows of the new weights for packed ones, and answer as if nothing were wrong."""
+    reload = method.moe_kernel is not None
+    _setup_kernel(method, layer=layer, **weights)
+    if reload:
+        method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+if current_platform.is_cpu():
+    UnquantizedFusedMoEMethod._setup_kernel = setup_and_pack
 
 
 @dataclass

@@ -1,0 +1,182 @@
+"""Routes in an answer: those that can be its tokens' are read, and all others are counted as missing."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_server import PARAMS, FakeServer, good_answer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch import REPO
+from megatron_fspo.config import VLLM
+from megatron_fspo.config.loading import load_config
+from megatron_fspo.config.sections import MoE
+from megatron_fspo.errors import InputErrors
+from megatron_fspo.rollout.client.answers import read_completion
+from megatron_fspo.rollout.client.connect import absent_servers, connect, settle
+from megatron_fspo.rollout.client.routes import read_routes
+from megatron_fspo.trainer.prepare import _disagreements
+from megatron_fspo.types import Completion, Routing
+from megatron_fspo.weights import Experts, read_architecture
+
+ROUTING = Routing(layers=3, experts=9, per_token=2)
+PROMPT = 4
+TOKENS = PROMPT + 3
+INFO = "/server_info?config_format=json"
+
+
+def encoded(routes: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, routes)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def some(tokens: int = TOKENS, routing: Routing = ROUTING, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Routes that could be."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens - 1, routing.layers, routing.experts, generator=generator)
+    return scores.topk(routing.per_token, sorted=False).indices.to(torch.uint8).numpy()
+
+
+def completion(sent: str | None, **changes: Any) -> Completion:
+    """Of an answer with these routes; a prompt of 4 tokens and a response of 3."""
+    answer = good_answer(3 + 50 * 5 + 50 * 50 * 8)
+    answer["choices"][0] |= {"routed_experts": sent} | changes.pop("choice", {})
+    params = replace(PARAMS, routing=ROUTING, **changes)
+    return read_completion(json.dumps(answer).encode(), params, PROMPT)
+
+
+@given(st.integers(2, 40), st.integers(1, 5), st.integers(1, 5), st.integers(0, 250), st.integers(0, 99))
+def test_routes_come_back(tokens: int, layers: int, per_token: int, more: int, seed: int) -> None:
+    routing = Routing(layers=layers, experts=per_token + more, per_token=per_token)
+    want = some(tokens, routing, seed)
+    got = read_routes(encoded(want), routing, tokens=tokens, versions=1)
+    assert got.dtype == torch.uint8 and torch.equal(got, torch.from_numpy(want))
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_no_bytes_break_the_reader(junk: bytes, as_array: bool) -> None:
+    sent = base64.b64encode((b"\x93NUMPY\x01\x00" if as_array else b"") + junk).decode()
+    with pytest.raises(ValueError):
+        read_routes(sent, ROUTING, tokens=TOKENS, versions=1)
+
+
+@given(st.data())
+def test_one_wrong_expert_is_enough(data: st.DataObject) -> None:
+    routes = some()
+    place = tuple(data.draw(st.integers(0, size - 1)) for size in routes.shape)
+    other = int(routes[(*place[:2], 1 - place[2])])
+    routes[place] = data.draw(st.one_of(st.just(other), st.integers(ROUTING.experts, 255)))
+    with pytest.raises(ValueError, match=r"twice|where there are 9"):
+        read_routes(encoded(routes), ROUTING, tokens=TOKENS, versions=1)
+
+
+GOOD = some()
+HOSTILE = (
+    b"\x93NUMPY\x01\x00v\x00"
+    + b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999,)}".ljust(118)
+)
+WRONG: dict[str, str | None] = {
+    "none": None,
+    "no base64": "%%",
+    "a token too few": encoded(GOOD[1:]),
+    "a token too many": encoded(np.concatenate([GOOD, GOOD[-1:]])),
+    "a layer too few": encoded(GOOD[:, 1:]),
+    "an expert too few": encoded(GOOD[..., :1]),
+    "flat": encoded(GOOD.reshape(-1)),
+    "another order": encoded(np.asfortranarray(GOOD)),
+    "uint16": encoded(GOOD.astype(np.uint16)),
+    "int8": encoded(GOOD.astype(np.int8)),
+    "objects": encoded(np.array([{}], dtype=object)),
+    "rows of zeros": encoded(np.concatenate([GOOD[:2] * 0, GOOD[2:]])),
+    "rows that nobody filled": encoded(np.concatenate([GOOD[:-1], GOOD[-1:] * 0 + 255])),
+    "cut off": encoded(GOOD)[:-4],
+    "more than it says": base64.b64encode(HOSTILE).decode(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_believed_is_left_out_and_says_why(name: str) -> None:
+    """The response itself stays."""
+    got = completion(WRONG[name])
+    assert got.routes is None and 0 < len(got.route_problem) < 300 and "\n" not in got.route_problem
+    assert tuple(got.token_ids) == (3, 5, 8)
+
+
+def test_a_weight_update_under_way() -> None:
+    spans = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 3}]
+    got = completion(encoded(GOOD), choice={"weight_versions": spans})
+    assert got.routes is None and "update" in got.route_problem
+    whole = [{"version": "2", "start": 0, "end": 3}]
+    assert completion(encoded(GOOD), choice={"weight_versions": whole}).route_problem == ""
+
+
+def test_routes_end_with_the_response() -> None:
+    """A stop string cuts both; of the token that is last then the sampler's route is not needed."""
+    whole = completion(encoded(GOOD))
+    assert whole.routes is not None and torch.equal(whole.routes, torch.from_numpy(GOOD))
+    cut = completion(encoded(GOOD), stop=("5",), decode=lambda ids: "".join(map(str, ids)))
+    assert tuple(cut.token_ids) == (3, 5)
+    assert cut.routes is not None and torch.equal(cut.routes, torch.from_numpy(GOOD[:-1]))
+
+
+def test_they_are_not_read_where_nobody_replays_them() -> None:
+    answer = good_answer(8)
+    answer["choices"][0]["routed_experts"] = "%%"
+    got = read_completion(json.dumps(answer).encode(), PARAMS, PROMPT)
+    assert got.routes is None and got.route_problem == ""
+
+
+@pytest.mark.parametrize(
+    ("experts", "replay", "fine"), [(255, "rollout", True), (256, "rollout", False), (256, "off", True)]
+)
+def test_more_experts_than_a_byte_has_names_for(experts: int, replay: str, fine: bool) -> None:
+    """255 stands for no route."""
+    config = load_config(REPO / "examples/make_sum/run.toml")
+    config = config.model_copy(update={"moe": MoE(replay=replay)})
+    arch = read_architecture(REPO / "examples/make_sum/checkpoint")
+    mixture = replace(arch, experts=Experts(count=experts, per_token=2, ffn_size=8, normalize_top_k=True))
+    errors = [line for line in _disagreements(config, 2, mixture) if "experts" in line]
+    assert (errors == []) == fine
+
+
+@pytest.mark.parametrize(
+    ("told", "refused"),
+    [
+        ({"vllm_config": {"aux_output_config": {"enable_return_routed_experts": True}}}, False),
+        ({"vllm_config": {"aux_output_config": {"enable_return_routed_experts": False}}}, True),
+        ({"vllm_config": "text"}, True),
+        ([], True),
+    ],
+)
+def test_a_server_without_routes_is_refused_at_the_start(told: object, refused: bool) -> None:
+    async def main() -> None:
+        async with FakeServer() as fake:
+            fake.answers[INFO] = told
+            options = VLLM(urls=(fake.url,))
+            leader = connect(options, 50)
+            settled = asyncio.to_thread(leader.loop.run, settle(leader, colocated=False, routes=True))
+            try:
+                if refused:
+                    with pytest.raises(InputErrors, match="returns no routes") as error:
+                        await settled
+                    assert fake.url in str(error.value) and "\n" not in str(error.value)
+                else:
+                    await settled
+                assert len(await absent_servers(options, routes=True)) == refused
+                assert await absent_servers(options, routes=False) == []
+                await asyncio.to_thread(leader.loop.run, settle(leader, colocated=False))
+            finally:
+                await asyncio.to_thread(leader.loop.run, leader.http.aclose())
+                leader.loop.close()
+
+    asyncio.run(main())
