@@ -4,7 +4,7 @@
 
 Every run is `megatron-fspo train` over two CPU processes in float32, from the same warm start: the mixture
 has four experts in each layer, two for a token, made of the dense MLP and some noise. Responses come from the
-training model (embedded) or from one real vLLM server, whose kernels are others than the trainer's. Figures
+training model (embedded) or from one real vLLM server in bfloat16, which is what a sampler differs by. Figures
 are means over the steps of a run, and medians over seeds.
 """
 
@@ -36,6 +36,8 @@ ACCURACY = "val/validation/mean@16"
 SHARED = "--evaluation.samples 16 --rollout.prompts 32 --rollout.samples 16 --parallel.tensor 1"
 SHARED += " --parallel.sequence false --loss.calibrate 0 --loss.c-low 0.1 --loss.c-high 0.1"
 SHARED += " --optimizer.warmup-steps 4 --checkpoint.every 0 --log.sequences 0"
+SERVER = "--routes --dtype bfloat16".split()
+OF_SERVER = "--rollout.engine vllm --vllm.canary-tolerance 1 --rollout.mismatch-limit 0.1"
 KINDS = {
     "dense, embedded": "dense",
     "experts, embedded, off": "experts --moe.replay off",
@@ -113,7 +115,7 @@ def main() -> None:
         runpy.run_path(str(ROOT / "examples/make_sum/make_experts.py"))["main"](experts, ROOT / WARM_START)
         checkpoints = {"dense": ROOT / WARM_START, "experts": experts}
         one_core = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        with vllm_server(str(experts), options.port, folder / "vllm.log", "--routes", **one_core) as url:
+        with vllm_server(str(experts), options.port, folder / "vllm.log", *SERVER, **one_core) as url:
             for seed in range(1, options.seeds + 1):
                 for kind, text in KINDS.items():
                     model, *words = text.split()
@@ -122,7 +124,7 @@ def main() -> None:
                     if model == "experts":
                         words += ["--parallel.expert", "2"]
                     if "vLLM" in kind:
-                        words += ["--rollout.engine", "vllm", "--vllm.urls", json.dumps([url])]
+                        words += [*OF_SERVER.split(), "--vllm.urls", json.dumps([url])]
                     run = train(folder, f"{kind}-{seed}".replace(", ", "-"), [*SHARED.split(), *words])
                     runs[kind].append(run)
                     print(kind, seed, json.dumps(run), flush=True)
