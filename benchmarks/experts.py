@@ -4,8 +4,8 @@
 
 Every run is `megatron-fspo train` over two CPU processes in float32, from the same warm start: the mixture
 has four experts in each layer, two for a token, made of the dense MLP and some noise. Responses come from the
-training model (embedded) or from one real vLLM server in bfloat16, which is what a sampler differs by. Figures
-are means over the steps of a run, and medians over seeds.
+training model (embedded) or from one real vLLM server in bfloat16, which is what a sampler differs by.
+Figures are means over the steps of a run, and medians over seeds.
 """
 
 from __future__ import annotations

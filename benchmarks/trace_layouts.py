@@ -2,8 +2,8 @@
 
     .venv312-te/bin/python benchmarks/trace_layouts.py     # as make test-fake-gpu installs it
 
-Qwen3-8B, 1.7B and 32B with all their layers, a rank of each pipeline stage that differs; half a minute each.
-docs/plan.md has the table, docs/without_a_gpu.md what it proves.
+Qwen3-8B, 1.7B, 32B and 30B-A3B with all layers, a rank of each pipeline stage that differs; half a minute
+each, minutes with experts. docs/plan.md has the table, docs/without_a_gpu.md what it proves.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 from machine import ROOT, machine, options_of
 from megatron_fspo.config.loading import load_config
-from megatron_fspo.lab.plan.plan import Given, make_plan
+from megatron_fspo.lab.plan.plan import ROUTES, Given, make_plan
 from megatron_fspo.lab.plan.presets import find_model
 from megatron_fspo.lab.trace.command import traces
 from megatron_fspo.lab.trace.request import Request
 
 RESULTS = ROOT / "benchmarks/results/trace_layouts.json"
+MIXTURE = "../qwen3_30b_a3b"
 # Name → files, model, ranks that train, the rank, further keys.
 CASES: Mapping[str, tuple[str, str, int, int, dict[str, str]]] = {
     "8B, one node that also samples": ("run", "qwen3-8b", 8, 0, {}),
@@ -38,6 +39,8 @@ CASES: Mapping[str, tuple[str, str, int, int, dict[str, str]]] = {
     "8B, two_nodes, local layers": ("run two_nodes", "qwen3-8b", 8, 0, {"model.layers": "local"}),
     "1.7B": ("run ../qwen3_1_7b/run", "qwen3-1.7b", 4, 0, {}),
     "32B, TP8, DP8": ("run two_nodes", "qwen3-32b", 64, 0, {"parallel.tensor": "8"}),
+    "30B-A3B, two_nodes": (f"run {MIXTURE}/run {MIXTURE}/two_nodes", "qwen3-30b-a3b", 8, 0, {}),
+    "30B-A3B, four_nodes": (f"run {MIXTURE}/run {MIXTURE}/four_nodes", "qwen3-30b-a3b", 16, 0, {}),
 }
 
 
@@ -63,7 +66,9 @@ def row(seen: Mapping[str, Any], config: Any, request: Request) -> dict[str, flo
     """The figures of a table's row: bytes, and counts of a micro-batch."""
     stage = request.rank * config.parallel.pipeline // request.world
     plan = make_plan(config, find_model(request.model), Given(world=request.world)).stages[stage]
-    state, update = sum(plan.always.values()), sum(plan.phases["update"].values())
+    # A trace has four micro-batches in a step, and so hardly any routes.
+    update = sum(size for name, size in plan.phases["update"].items() if name != ROUTES)
+    state = sum(plan.always.values())
     in_update = [one for one in seen["syncs"] if one["phase"] == "update"]
     return {
         "peak": seen["peaks"]["update"],

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.plan.activations import layer_tensors
 from megatron_fspo.lab.plan.command import layout_of, plan
-from megatron_fspo.lab.plan.plan import GIB, Given, RunPlan, make_plan
+from megatron_fspo.lab.plan.plan import GIB, ROUTES, Given, RunPlan, make_plan
 from megatron_fspo.lab.plan.presets import PRESETS
 from megatron_fspo.lab.plan.shape import PlannedPack
 from megatron_fspo.lab.plan.state import server_gpus
@@ -56,6 +56,8 @@ names, or one with `vllm.discovery`.
 | parameters, gradients, optimizer | shapes from [the weights' table](../megatron_fspo/weights/table.py), cut by the layout, laid out as Megatron's buffers with their padding; fp32 gradients and moments, fp32 masters in bf16 | equal to what real ranks hold |
 | checkpoint | the same tensors once, the vocabulary padded | equal to a saved one |
 | activations | tensor by tensor, below; times the micro-batches that a stage has under way | within 10% on a CPU, local layers; on GPUs by [traces](#beside-the-step-without-a-gpu) |
+| experts | as many tokens as if routers spread them evenly: k copies of each are kept at their expert, three more are on their way at a time; a note says what twice the share costs a rank | by traces |
+| experts of each token | a byte for each of k experts in each layer of the stage, for all tokens of a step: the old pass leaves them to the updates | no |
 | on top | the largest of: a layer's backward, the head's forward and backward, the embedding's backward (a tied table has two gradients and their sum) | within 10%, local layers |
 | KV cache of the embedded engine | `rollout.max_batch` rows, all as long as the longest | equal |
 | weights on their way to servers | a bucket of 256 MiB, and the next parameter in parts and whole | within 10% |
@@ -70,8 +72,7 @@ collective allocates for itself is in the reserve.
 ## Activations of a layer
 
 KiB per token of one layer of Qwen3-8B in bf16 on one rank with a GPU: what modules of Megatron and Transformer Engine keep in a
-[trace](without_a_gpu.md), not on a GPU. On a CPU, where norms are no single kernels, local layers keep twice as much. A mixture of
-experts is from reading.
+[trace](without_a_gpu.md), not on a GPU. On a CPU, where norms are no single kernels, local layers keep twice as much.
 
 | | local | Transformer Engine |
 |---|---|---|
@@ -114,7 +115,8 @@ rewards, evaluation and checkpoints are not in it. Use them to compare layouts, 
 
 `python docs/make_plan.py`: the configurations [run.toml](../examples/qwen3_8b/run.toml) and
 [four_nodes.toml](../examples/qwen3_8b/four_nodes.toml) with 1,024 prompts a step. Half of the GPUs train, the others
-sample; 80 GiB, 6 of them in reserve.
+sample; 80 GiB, 6 of them in reserve. Of the mixture's worst rank the experts of each token are {routes} GiB, from the smallest
+job to the largest. Twice its share of tokens costs it {uneven} GiB.
 
 | model | GPUs | layout of those that train | worst rank, GiB | fits 74 | checkpoint, GiB | rollout, s (estimate) | old pass | update | sync |
 |---|---|---|---|---|---|---|---|---|---|
@@ -133,6 +135,7 @@ def render() -> str:
         measured="\n".join(_measured(row) for row in rows),
         traced="\n".join(_traced()),
         large="\n".join(_large()),
+        **_mixture(),
     )
 
 
@@ -171,6 +174,14 @@ def _large() -> Iterator[str]:
     for model, layout in LARGE.items():
         for gpus in GPUS:
             yield _row(model, gpus, _plan_of(model, layout, gpus))
+
+
+def _mixture() -> dict[str, str]:
+    model = "qwen3-235b-a22b"
+    worst = [_plan_of(model, LARGE[model], gpus).worst for gpus in GPUS]
+    routes = [stage.phases["update"][ROUTES] / GIB for stage in worst]
+    uneven = {f"{stage.uneven / GIB:.1f}" for stage in worst}
+    return {"routes": ", ".join(f"{size:.1f}" for size in routes), "uneven": " to ".join(sorted(uneven))}
 
 
 def _plan_of(model: str, layout: str, gpus: int) -> RunPlan:

@@ -2,8 +2,9 @@
 
     python tools/convert_hf_to_megatron.py Qwen3-8B Qwen3-8B-megatron
 
-Llama 3, Qwen2, Qwen3 and Qwen3-MoE; bf16, fp16, fp32, or blockwise FP8 (which becomes bf16). The folder gets
-config, tokenizer and manifest.json, and torch_dist/ with the weights. Memory does not grow with the model.
+Llama 3, Qwen2, Qwen3, Qwen3-MoE and Mixtral; bf16, fp16, fp32, or blockwise FP8 (which becomes bf16). The
+folder gets config, tokenizer and manifest.json, and torch_dist/ with the weights. Memory does not grow with
+the model.
 Exit status 0 done, 2 wrong input, told in one line; then nothing is left behind.
 """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.verify.layouts import Layout
 from megatron_fspo.verify.production import Outcome, shard_of
-from megatron_fspo.verify.reference import Reference
+from megatron_fspo.verify.reference import Reference, plain_name
 
 # fp32 rounds at 6e-8, and a gradient is a sum of thousands of terms; what a wrong factor or a lost token does
 # is larger by orders of magnitude, and float64 shows everything else.
@@ -271,7 +271,7 @@ def _model_cause(wrong: Sequence[str], errors: Errors, layout: Layout) -> tuple[
         cause = "head-gradient"
     elif all(".experts." in name for name in wrong):
         cause = "expert-gradient"
-    elif first.endswith("mlp.gate.weight"):
+    elif plain_name(first).endswith("mlp.gate.weight"):
         cause = "router"
     elif layout.parallel.context > 1 and first.endswith(("k_norm.weight", "q_proj.weight")):
         cause = "key-value-gradient"
@@ -281,6 +281,7 @@ def _model_cause(wrong: Sequence[str], errors: Errors, layout: Layout) -> tuple[
 def _backward_order(name: str) -> tuple[int, int, int]:
     """Sorts parameters as backward comes to them."""
     if name.startswith("model.layers."):
+        name = plain_name(name)
         layer, module = name.removeprefix("model.layers.").rpartition(".")[0].split(".", 1)
         return 2, -int(layer), _LAYER_BACKWARD.index(re.sub(r"[.]\d+[.]", ".", module))
     return {"lm_head.weight": 0, "model.norm.weight": 1, "model.embed_tokens.weight": 3}.get(name, 0), 0, 0

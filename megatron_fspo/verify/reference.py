@@ -256,6 +256,14 @@ def log_probs_and_entropy(
     return chosen, -(log_p.exp() * log_p).sum(-1)
 
 
+_MIXTRAL = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def plain_name(name: str) -> str:
+    """Name of a weight as the other families have it."""
+    return ".".join(_MIXTRAL.get(word, word) for word in name.split("."))
+
+
 def rotary_table(arch: Architecture, count: int) -> tuple[Tensor, Tensor]:
     """cos and sin [t, 1, d] of p·θ^(−2i/d), for positions p and the pairs i < d/2, twice side by side.
 
@@ -281,7 +289,7 @@ def _hidden_states(
     table = rotary_table(arch, len(ids))
     for layer in range(arch.num_layers):
         prefix = f"model.layers.{layer}."
-        own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+        own = {plain_name(name)[len(prefix) :]: w for name, w in weights.items() if name.startswith(prefix)}
         x = x + _attention(own, arch, _rms_norm(x, own["input_layernorm.weight"], arch), table)
         y = _rms_norm(x, own["post_attention_layernorm.weight"], arch)
         mlp = _swiglu(own, "mlp", y) if arch.experts is None else _mixture(own, arch.experts, y, routers)

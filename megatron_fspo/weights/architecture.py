@@ -17,7 +17,7 @@ import torch
 
 from megatron_fspo.errors import InputError
 
-SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe")
+SUPPORTED = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 # The only values Megatron's scaled RoPE knows beside the factor; those of Llama 3.1, 3.2 and 3.3.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 BACKWARD = 2
@@ -118,7 +118,7 @@ def read_architecture(checkpoint_dir: str | Path) -> Architecture:
         rms_norm_eps=float(config.required("rms_norm_eps", float, int)),
         rope_theta=_rope_theta(config),
         rope_factor=_rope_factor(config),
-        experts=_experts(config) if model_type == "qwen3_moe" else None,
+        experts=_experts(config) if model_type in ("qwen3_moe", "mixtral") else None,
         max_position_embeddings=config.size("max_position_embeddings"),
         dtype=_dtype(config),
         fp8_block=_fp8_block(config),
@@ -250,12 +250,15 @@ def _head_dim(config: _Config) -> int:
 def _experts(config: _Config) -> Experts:
     if config.optional("decoder_sparse_step") not in (None, 1) or config.optional("mlp_only_layers"):
         raise config.error("mlp_only_layers", "or decoder_sparse_step: only experts in every layer supported")
+    mixtral = config.values["model_type"] == "mixtral"
+    if mixtral and config.optional("sliding_window") is not None:  # Qwen3's has a switch
+        raise config.error("sliding_window", "is set; only full attention is supported")
     experts = Experts(
         # transformers 5 writes num_local_experts, as Mixtral; the hub's files have num_experts.
         count=config.size("num_experts" if "num_experts" in config.values else "num_local_experts"),
         per_token=config.size("num_experts_per_tok"),
-        ffn_size=config.size("moe_intermediate_size"),
-        normalize_top_k=config.required("norm_topk_prob", bool),
+        ffn_size=config.size("intermediate_size" if mixtral else "moe_intermediate_size"),
+        normalize_top_k=mixtral or config.required("norm_topk_prob", bool),
     )
     if experts.per_token > experts.count:
         raise config.error("num_experts_per_tok", f"is {experts.per_token}, of {experts.count} num_experts")

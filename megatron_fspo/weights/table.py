@@ -136,21 +136,28 @@ _MLP = (
          _hf(f"{_H}mlp.up_proj.weight", "ffn_size", "hidden_size")),
     _row("row", f"{_M}mlp.linear_fc2.weight", _hf(f"{_H}mlp.down_proj.weight", "hidden_size", "ffn_size")),
 )
-# Experts one by one (local specification), or as one grouped product (Transformer Engine).
-_MOE = (
-    _row("replicated", f"{_M}pre_mlp_layernorm.weight",
-         _hf(f"{_H}post_attention_layernorm.weight", "hidden_size")),
-    _row("replicated", f"{_M}mlp.router.weight", _hf(f"{_H}mlp.gate.weight", "num_experts", "hidden_size")),
-    _row("gate_up", f"{_M}mlp.experts.local_experts.{{expert}}.linear_fc1.weight"
-         f" | {_M}mlp.experts.linear_fc1.weight{{expert}}",
-         _hf(f"{_H}mlp.experts.{{expert}}.gate_proj.weight", "expert_ffn_size", "hidden_size"),
-         _hf(f"{_H}mlp.experts.{{expert}}.up_proj.weight", "expert_ffn_size", "hidden_size"),
-         key="decoder.layers.mlp.experts.experts.linear_fc1.weight"),
-    _row("row", f"{_M}mlp.experts.local_experts.{{expert}}.linear_fc2.weight"
-         f" | {_M}mlp.experts.linear_fc2.weight{{expert}}",
-         _hf(f"{_H}mlp.experts.{{expert}}.down_proj.weight", "hidden_size", "expert_ffn_size"),
-         key="decoder.layers.mlp.experts.experts.linear_fc2.weight"),
-)
+
+
+def _moe(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """Experts one by one (local specification), or as one grouped product (Transformer Engine)."""
+    one = f"{_H}{block}.experts.{{expert}}"
+    return (
+        _row("replicated", f"{_M}pre_mlp_layernorm.weight",
+             _hf(f"{_H}post_attention_layernorm.weight", "hidden_size")),
+        _row("replicated", f"{_M}mlp.router.weight",
+             _hf(f"{_H}{block}.gate.weight", "num_experts", "hidden_size")),
+        _row("gate_up", f"{_M}mlp.experts.local_experts.{{expert}}.linear_fc1.weight"
+             f" | {_M}mlp.experts.linear_fc1.weight{{expert}}",
+             _hf(f"{one}.{gate}.weight", "expert_ffn_size", "hidden_size"),
+             _hf(f"{one}.{up}.weight", "expert_ffn_size", "hidden_size"),
+             key="decoder.layers.mlp.experts.experts.linear_fc1.weight"),
+        _row("row", f"{_M}mlp.experts.local_experts.{{expert}}.linear_fc2.weight"
+             f" | {_M}mlp.experts.linear_fc2.weight{{expert}}",
+             _hf(f"{one}.{down}.weight", "hidden_size", "expert_ffn_size"),
+             key="decoder.layers.mlp.experts.experts.linear_fc2.weight"),
+    )
+
+
 _UNTIED_OUTPUT = _row("vocab", "output_layer.weight", _HEAD)
 # Megatron keeps a copy of a tied embedding on the last of several pipeline stages.
 _TIED_OUTPUT = _row("vocab", "output_layer.weight", _EMBED, key="embedding.word_embeddings.weight", copy=True)
@@ -161,7 +168,8 @@ TABLES: Mapping[str, tuple[Row, ...]] = MappingProxyType(
         "llama": (*_COMMON, *_OUT, *_MLP),
         "qwen2": (*_COMMON, *_QKV_BIAS, *_OUT, *_MLP),
         "qwen3": (*_COMMON, *_QK_NORM, *_OUT, *_MLP),
-        "qwen3_moe": (*_COMMON, *_QK_NORM, *_OUT, *_MOE),
+        "qwen3_moe": (*_COMMON, *_QK_NORM, *_OUT, *_moe("mlp", "gate_proj", "up_proj", "down_proj")),
+        "mixtral": (*_COMMON, *_OUT, *_moe("block_sparse_moe", "w1", "w3", "w2")),
     }
 )
 

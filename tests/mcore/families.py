@@ -13,7 +13,7 @@ from megatron_fspo.config import Parallel
 
 VOCAB = 1237  # a prime: every tensor-parallel size pads
 DENSE = ("llama", "qwen2", "qwen3")
-EXPERTS = ("moe_normalised", "moe_raw")
+EXPERTS = ("moe_normalised", "moe_raw", "mixtral")
 FAMILIES = (*DENSE, *EXPERTS)
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -42,6 +42,7 @@ _OWN: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "qwen2": ("qwen2", False, {}),
     "qwen3": ("qwen3", True, {"head_dim": 20}),
     "moe_normalised": ("qwen3_moe", False, {**_MOE, "norm_topk_prob": True}),
+    "mixtral": ("mixtral", False, {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}),
     "moe_raw": ("qwen3_moe", True, {**_MOE, "norm_topk_prob": False}),
 }
 

@@ -120,6 +120,43 @@ def test_shipped_configurations_of_8b_fit_80_gb(file: str, capsys: pytest.Captur
     assert all(stage["total"] < 74 * GIB for stage in found["stages"])
 
 
+def words_of_mixture(file: str, nproc: int) -> list[str]:
+    files = ["qwen3_8b/run.toml", "qwen3_30b_a3b/run.toml", f"qwen3_30b_a3b/{file}.toml"]
+    words = [word for name in files for word in ("--config", str(EXAMPLES / name))]
+    return [*words, "--model", "qwen3-30b-a3b", "--nproc", str(nproc)]
+
+
+@pytest.mark.parametrize(("file", "nproc"), [("one_node", 8), ("two_nodes", 8), ("four_nodes", 16)])
+def test_shipped_configurations_of_a_mixture_fit_80_gb(
+    file: str, nproc: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = words_of_mixture(file, nproc)
+    status, found = run_json(capsys, *words, "--servers", str(nproc // 2))
+    assert status == 0 and found["server"]["gpus"] == 2
+    # Half as many do not: where all of a node train, servers have to take turns with them.
+    assert file == "four_nodes" or run(capsys, *words, "--nproc", "4", "--parallel.expert", "4")[0] == 1
+    (stage,) = found["stages"]
+    # uint8 of 48 layers and 8 experts: 1,024 responses of the longest, over the data-parallel ranks. And
+    # those of an optimizer step's routers, which have a quarter of the tokens, and whether they differ.
+    tokens = 1024 // found["data"] * 10240
+    kept = tokens * 48 * 8 + tokens // 4 // 4 * 48 * 9
+    assert stage["phases"]["update"]["experts of each token, from the old pass"] == kept
+
+
+def test_routes_are_kept_only_where_somebody_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*words_of_mixture("four_nodes", 16), "--moe.replay", "off"]
+    key = "experts of each token, from the old pass"
+    for old, kept in (("recompute", True), ("sampled", False)):
+        _, found = run_json(capsys, *words, "--rollout.old_log_probs", old)
+        assert (key in found["stages"][0]["phases"]["update"]) == kept
+
+
+def test_an_uneven_share_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    for file, nproc, more in (("four_nodes", 16, "8.0"), ("two_nodes", 8, "0.0")):
+        _, found = run_json(capsys, *words_of_mixture(file, nproc))
+        assert any(f"twice their share needs {more} GiB more" in note for note in found["notes"])
+
+
 @pytest.mark.parametrize(
     ("words", "servers", "seconds", "noted"),
     [

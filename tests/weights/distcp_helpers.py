@@ -140,6 +140,8 @@ def model_chunks(
     ``how`` says where the layers are: ``stacked`` along a dimension, ``numbered`` in the keys, or all in one
     chunk that ``spans`` them.
     """
+    mixtral = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    hf = {".".join(mixtral.get(word, word) for word in name.split(".")): x for name, x in hf.items()}
     chunks: dict[str, Chunks] = {
         "embedding.word_embeddings.weight": vocabulary(hf["model.embed_tokens.weight"], tp),
         "decoder.final_layernorm.weight": by_rows([hf["model.norm.weight"]]),

@@ -213,6 +213,13 @@ def test_experts_are_counted(sound: Path, tmp_path: Path, damage: Damage) -> Non
     refused(lambda: to_megatron(folder, tmp_path / "out"), tmp_path, str(folder), EXPERT)
 
 
+def test_mixtral_without_full_attention_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path / "mixtral", "mixtral")
+    assert read_architecture(tmp_path / "mixtral").experts is not None
+    edit_config(tmp_path / "mixtral", sliding_window=4096)
+    refused(lambda: read_architecture(tmp_path / "mixtral"), tmp_path, "sliding_window")
+
+
 def test_sharded_files_load_like_one(folder: Path) -> None:
     single = load(folder)
     shard(folder)

@@ -51,6 +51,7 @@ _OWN: dict[str, dict] = {
         "hidden_size": 20, "head_dim": 6, "num_experts": EXPERTS, "num_experts_per_tok": 2,
         "moe_intermediate_size": 10, "norm_topk_prob": True,
     },
+    "mixtral": {"hidden_size": 32, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
 }  # fmt: skip
 
 

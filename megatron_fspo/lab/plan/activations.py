@@ -3,8 +3,9 @@
 Two columns. ``local`` is what our layers on Megatron's local specification save: on a CPU measured, by
 ``benchmarks/plan_memory.py`` and ``tests/plan``; on a GPU, where norms are single kernels, compared with
 traces (``benchmarks/trace_layouts.py``). So is ``transformer_engine``: fused norm and product, fused RoPE and
-SwiGLU, attention, which saves q, k, v, its output and a log-sum-exp per row. Experts are in neither. The
-log-prob head has the chunks of :mod:`megatron_fspo.parallel.head`, or its kernels, which no GPU has run.
+SwiGLU, attention, which saves q, k, v, its output and a log-sum-exp per row. Experts are those of Megatron's
+all-to-all dispatcher; their tokens are taken to be spread evenly over all ranks that share them. The log-prob
+head has the chunks of :mod:`megatron_fspo.parallel.head`, or its kernels, which no GPU has run.
 
 Packs differ; a plan takes a full one. Under full recompute a layer keeps its input alone, and one layer at a
 time is whole.
@@ -111,17 +112,21 @@ def _mlp(shape: Shape, pack: PlannedPack) -> Iterator[KeptTensor]:
     if arch.experts is None:
         values = pack.tokens / shape.parallel.context * arch.ffn_size / shape.parallel.tensor
     else:
-        # Tokens are spread over all ranks of a stage; here as evenly over the experts.
-        routed = between(shape, pack) * arch.experts.per_token
-        values = routed * arch.experts.ffn_size
+        values = _routed(shape, pack) * arch.experts.ffn_size
         scores = 2 * between(shape, pack) * arch.experts.count * _FP32
         yield KeptTensor("router's logits and probabilities", scores, scores)
-        tokens = routed * arch.hidden_size * width
+        tokens = _routed(shape, pack) * arch.hidden_size * width
         yield KeptTensor("tokens at their experts", tokens, tokens)
     yield KeptTensor("gate and up", 2 * values * width, 2 * values * width)
     yield KeptTensor("silu(gate)", values * width, 0)
     yield KeptTensor("up, as the product takes it", values * width, 0)
     yield KeptTensor("silu(gate) · up, into a product", values * width, values * _product_width(shape))
+
+
+def _routed(shape: Shape, pack: PlannedPack) -> float:
+    """Tokens that experts of a rank get, each as often as it is sent to one."""
+    assert shape.arch.experts is not None
+    return between(shape, pack) * shape.arch.experts.per_token
 
 
 def layer_input(shape: Shape, pack: PlannedPack) -> float:
@@ -131,16 +136,18 @@ def layer_input(shape: Shape, pack: PlannedPack) -> float:
 
 def layer_backward(shape: Shape, pack: PlannedPack) -> float:
     """The most that the backward of a layer adds to what the layer saved: gradients of activations and,
-    locally, of one matrix."""
+    locally, of one matrix. With experts its forward adds more."""
     arch, tp = shape.arch, shape.parallel.tensor
     t = pack.tokens / shape.parallel.context
     hidden = between(shape, pack) * arch.hidden_size
     if arch.experts is None:
         values, matrix = t * arch.ffn_size / tp, arch.hidden_size * arch.ffn_size / tp
+        most = 2 * values  # of the activation
     else:
-        values = between(shape, pack) * arch.experts.per_token * arch.experts.ffn_size
+        values = _routed(shape, pack) * arch.experts.ffn_size
         matrix = arch.hidden_size * arch.experts.ffn_size
-    most = 2 * values  # of the activation
+        # What was sent to the experts, what comes back of them, and the same sorted by sender.
+        most = 3 * _routed(shape, pack) * arch.hidden_size
     if shape.layers == "local":
         most = max(most, values + matrix, t * arch.hidden_size + 2 * matrix - 3 * values)  # down, and up
     return (hidden + (t * arch.hidden_size if shape.parallel.sequence else 0) + most) * shape.width

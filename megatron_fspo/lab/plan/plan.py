@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -25,6 +25,7 @@ from megatron_fspo.packing.batch import padded_length
 from megatron_fspo.weights import Architecture
 
 GIB = 2**30
+ROUTES = "experts of each token, from the old pass"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,8 @@ class Stage:
     """Held from start to end."""
     phases: dict[str, dict[str, float]]
     """Phase of a step → bytes that it has beside; only one phase at a time is there."""
+    uneven: float = 0.0
+    """Bytes of an update beside those where its experts get twice their share of tokens."""
 
     @property
     def total(self) -> float:
@@ -161,7 +164,7 @@ def make_plan(config: Config, arch: Architecture, given: Given) -> RunPlan:
             updating(shape, work, given.machine),
             sending(shape, given.machine, config.vllm.transfer if vllm else None),
         ],
-        notes=_notes(config, shape, given),
+        notes=_notes(config, shape, given, stages),
         turns=turns,
     )
 
@@ -238,12 +241,25 @@ def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
     kept = activations(shape, number, work.pack, worst)
     top = max(kept.moments, key=lambda name: kept.moments[name])
     plural = "" if kept.micro_batches == 1 else "es"
-    phases = {
+    phases: dict[str, dict[str, float]] = {
         "update": {
             f"activations of {kept.micro_batches:g} micro-batch{plural}": kept.held,
             f"on top: {top}": kept.moments[top],
         }
     }
+    uneven = 0.0
+    if (experts := shape.arch.experts) is not None:
+        twice = replace(shape.arch, experts=replace(experts, per_token=2 * experts.per_token))
+        busy = activations(replace(shape, arch=twice), number, work.pack, worst)
+        uneven = busy.held + max(busy.moments.values()) - kept.held - kept.moments[top]
+    if experts is not None and (work.scored_before > bool(config.loss.kl_coef) or config.moe.replay != "off"):
+        # uint8, of each layer of the stage, from the old pass to the end of the step. An optimizer step has
+        # those of its own routers beside, and whether they differ.
+        tokens = mine * work.pack.lengths[0] / shape.parallel.context
+        seen = tokens / (shape.parallel.tensor if shape.parallel.sequence else 1)
+        layers = shape.arch.num_layers // shape.parallel.pipeline
+        kept_routes = work.mini_batches * tokens * experts.per_token + seen * (experts.per_token + 1)
+        phases["update"][ROUTES] = layers * kept_routes
     if config.rollout.engine == "embedded":
         rows = min(config.rollout.max_batch, -(-work.responses // shape.data))
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
@@ -252,7 +268,7 @@ def _stage(config: Config, shape: Shape, work: Work, number: int) -> Stage:
         phases["rollout"] = {f"KV cache of {rows} rows": cache, "on top: decoding": decoding}
     elif number == 0:
         phases["sync"] = {"weights on their way to the servers": sending_bytes(shape)}
-    return Stage(number=number, always=always, phases=phases)
+    return Stage(number=number, always=always, phases=phases, uneven=uneven)
 
 
 def _decoding(config: Config, shape: Shape, rows: int, longest: int) -> float:
@@ -286,7 +302,7 @@ def _server(config: Config, shape: Shape, given: Given) -> ServerMemory:
     )
 
 
-def _notes(config: Config, shape: Shape, given: Given) -> list[str]:
+def _notes(config: Config, shape: Shape, given: Given, stages: list[Stage]) -> list[str]:
     notes = []
     if config.rollout.engine == "vllm" and given.servers is None:
         counted = f"as many vLLM servers as vllm.urls names: {len(config.vllm.urls)}"
@@ -296,7 +312,11 @@ def _notes(config: Config, shape: Shape, given: Given) -> list[str]:
     if config.vllm.colocated:
         notes.append("what moves between GPU and host from turn to turn is not in the time of a step")
     if shape.arch.experts is not None:
-        notes.append("tokens are taken to be spread evenly over experts")
+        more = max(stage.uneven for stage in stages) / GIB
+        notes.append(
+            "tokens are taken to be spread evenly over experts; a rank whose experts get twice their share "
+            f"needs {more:.1f} GiB more"
+        )
     if shape.device == "cuda":
         notes.append("activations are those of traces without a GPU (--trace), not measured on one")
     return notes

@@ -66,20 +66,21 @@ def _prepare(watch: Watch) -> None:
 
 
 def _spread_tokens(watch: Watch) -> None:
-    """Have routers spread tokens evenly over experts: what they would like is in no small tensor."""
+    """Have routers spread tokens evenly over experts: what they would choose is in no small tensor."""
     from megatron_fspo.mcore.router import PolicyRouter
 
     routing = PolicyRouter.routing
 
-    def evenly(router: Any, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def evenly(router: Any, *args: Any, **kwargs: Any) -> Any:
+        probabilities, chosen = routing(router, *args, **kwargs)
         with _disable_current_modes():
-            values = watch.memory.values(logits)
+            values = watch.memory.values(chosen)
             if values is None:
-                raise NotImplementedError(f"routers of {len(logits)} tokens: too many to follow")
-            k, experts = router.topk, values.shape[-1]
-            liked = torch.arange(values.numel() // experts * k).view(-1, k) % experts
-            values.copy_(torch.zeros(len(liked), experts).scatter_(1, liked, 1.0).view_as(values))
-        return routing(router, logits, *args, **kwargs)
+                raise NotImplementedError(f"routers of {len(chosen)} tokens: too many to follow")
+            tokens, experts = values.shape
+            places = torch.arange(tokens * router.topk).view(tokens, -1) % experts
+            values.copy_(torch.zeros_like(values).scatter_(1, places, True))
+        return probabilities, chosen
 
     PolicyRouter.routing = evenly  # type: ignore[method-assign, assignment]
 
