@@ -116,11 +116,6 @@ class MoE(Section):
         """True if a key asks for something that only a mixture of experts has."""
         return self != MoE()
 
-    @property
-    def has_losses(self) -> bool:
-        """True if every sequence has a gradient, whatever its advantage."""
-        return self.aux_loss_coef > 0 or self.z_loss_coef > 0
-
 
 class Rollout(Section):
     """Sampling during training."""

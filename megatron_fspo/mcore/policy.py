@@ -58,6 +58,7 @@ class Model:
         chunks: the bare ``GPTModel`` of each virtual pipeline stage.
         modules: the chunks, wrapped for Megatron's schedule; the parameters are the same.
         config: Megatron's.
+        layers: numbers, from 0, of this rank's layers in the whole model.
         padded_vocab: rows of the embedding over all tensor-parallel ranks.
     """
 
@@ -79,20 +80,16 @@ class Model:
         )
         self.padded_vocab = padded_vocab_size(arch.vocab_size, parallel.tensor)
         self.chunks = build_chunks(arch, self.config, backend)
+        self.layers = [
+            layer_offset(self.config, chunk) + i
+            for chunk in self.chunks
+            for i in range(len(chunk.decoder.layers))
+        ]
         bf16 = self.config.bf16  # within; where a chunk begins and ends it is fp32
         self.modules = [Float16Module(self.config, chunk) if bf16 else chunk for chunk in self.chunks]
 
     def weights_loaded(self) -> None:
         """Note that the parameters were changed from outside."""
-
-    @property
-    def layers(self) -> list[int]:
-        """Numbers, from 0, of this rank's layers in the whole model."""
-        return [
-            layer_offset(self.config, chunk) + i
-            for chunk in self.chunks
-            for i in range(len(chunk.decoder.layers))
-        ]
 
     def with_routers(self, packs: Packs, **options: Any) -> tuple[Packs, RouterPasses | None]:
         """Return the packs of a pass in which routers follow the ``options`` of :class:`RouterPass`, and what

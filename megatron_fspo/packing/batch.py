@@ -59,11 +59,10 @@ class Sequences:
         begins = (whole.cumsum(0) - whole, self.lengths.cumsum(0) - self.lengths)
         return torch.stack([self.prompt_lengths, self.lengths, *begins], dim=1)
 
-    def routes_at(self, chosen: Tensor, segment: Tensor, positions: Tensor) -> Tensor | None:
+    def routes_at(self, chosen: Tensor, segment: Tensor, positions: Tensor) -> Tensor:
         """[t, layers, k] routes of the tokens at ``positions`` [t] of the sequences ``chosen`` [n], each of
         them in ``segment`` [t]: n for tokens of none."""
-        if self.routes is None:
-            return None
+        assert self.routes is not None
         rows = self.prompt_lengths + self.lengths - 1
         known, begins = (pad(x[chosen], (0, 1)) for x in (rows, rows.cumsum(0) - rows))
         index = torch.where(positions < known[segment], begins[segment] + positions, len(self.routes) - 1)

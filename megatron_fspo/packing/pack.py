@@ -125,7 +125,9 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
     per_token = _per_token(flat, sizes, held[..., 0], nobody=len(rows))
     return MicroBatch(
         **per_token,
-        routes=sequences.routes_at(chosen, per_token["segment"], per_token["position_ids"][0]),
+        routes=None
+        if sequences.routes is None
+        else sequences.routes_at(chosen, per_token["segment"], per_token["position_ids"][0]),
         borders=borders.to(torch.int32),
         longest=int(padded.max()),
         lengths=lengths,

@@ -64,7 +64,7 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     if step.reports:
         report = torch.stack([*step.reports.values()]).sum(0).cpu()
         run.log.routers(run.step + 1, report[:, : -len(REPORT)])
-        metrics |= router_metrics(step, report)
+        metrics |= router_metrics(run, step, report)
     if config.fp8.recipe != "none":
         metrics["fspo/fp8_modules"] = float(run.fp8_modules)
     band = run.loss.metrics()
@@ -89,10 +89,10 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
         largest = max((abs(r.log_ratio_sum) for r in step.first if r.counts), default=math.nan)
         metrics["fspo/on_policy_abs_s_max"] = largest
         metrics |= {f"{name}/on_policy": first[name] for name in OFF_POLICY}
-    return metrics | clips | band | route_metrics(run, step)
+    return metrics | clips | band
 
 
-def router_metrics(step: Step, report: Tensor) -> dict[str, float]:
+def router_metrics(run: Training, step: Step, report: Tensor) -> dict[str, float]:
     """Metrics of a mixture of experts, over all tokens in the packs of a step. The ``report`` [layers, E + 6]
     is the sum of those of its optimizer steps.
 
@@ -102,7 +102,8 @@ def router_metrics(step: Step, report: Tensor) -> dict[str, float]:
         of the scores, nats per token and layer; ``router/aux_loss`` and ``router/z_loss`` without their
         factors, per sequence and layer; ``actor/route_flips``: share of (token, layer) for which a router
         would choose other experts than the old pass, and ``rollout/route_flips``: the old pass than the
-        sampler. NaN where nothing was compared.
+        sampler. NaN where nothing was compared. Where the sampler's routes are replayed,
+        ``rollout/route_fallback``: share of responses without, of which the run says so if they are many.
     """
     load = report[:, : -len(REPORT)]
     tokens, entropy, aux_loss, z_loss, flips, compared = report[:, -len(REPORT) :].sum(0)
@@ -119,6 +120,14 @@ def router_metrics(step: Step, report: Tensor) -> dict[str, float]:
     }
     if step.old_report is not None:
         pairs["rollout/route_flips"] = tuple(step.old_report[:, -2:].sum(0).tolist())
+    routed = step.rollout.routed
+    if routed.any():
+        without = int((routed < 0).sum())
+        pairs["rollout/route_fallback"] = (without, len(routed))
+        if without > ROUTE_FALLBACK * len(routed):
+            why = step.rollout.route_problem or "those that the first rank held have theirs"
+            text = f"{without} of {len(routed)} responses have no routes of the sampler: {why}"
+            run.log.remind("rollout/route_fallback", run.step + 1, text)
     return means({name: (float(total), float(count)) for name, (total, count) in pairs.items()})
 
 
@@ -216,19 +225,6 @@ def slow_rank_metrics(run: Training, step: Step) -> dict[str, float]:
         run.log.remind(f"slow ranks on {host}", run.step + 1, line)
     slowest = max(range(len(over)), key=over.__getitem__)
     return {"perf/slowest_rank": float(slowest), "perf/slowest_rank_over_median": over[slowest]}
-
-
-def route_metrics(run: Training, step: Step) -> dict[str, float]:
-    """The share of responses that are trained without the sampler's routes, where these are replayed."""
-    routed = step.rollout.routed
-    if not routed.any():
-        return {}
-    share = (routed < 0).double().mean().item()
-    if share > ROUTE_FALLBACK:
-        why = step.rollout.route_problem or "those that the first rank held have theirs"
-        text = f"{share:.1%} of the responses are trained without the sampler's routes, by the trainer's own"
-        run.log.remind("rollout/route_fallback", run.step + 1, f"{text}: {why}")
-    return {"rollout/route_fallback": share}
 
 
 def ratios(paces: Sequence[Pace]) -> list[float]:

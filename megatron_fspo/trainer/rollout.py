@@ -352,6 +352,7 @@ def _routes(
 
 def left_out(config: Config, rollout: Rollout, dropped: Sequence[int] = ()) -> Tensor:
     """bool [responses]: which are in no pack; ``dropped`` are numbers of those that had to leave theirs."""
-    only_policy_gradient = not (config.loss.entropy_coef or config.loss.kl_coef or config.moe.has_losses)
-    idle = rollout.advantages == 0 if only_policy_gradient else rollout.lengths < 0
+    loss, moe = config.loss, config.moe
+    others = loss.entropy_coef or loss.kl_coef or moe.aux_loss_coef or moe.z_loss_coef
+    idle = rollout.lengths < 0 if others else rollout.advantages == 0
     return idle.index_fill(0, torch.tensor(dropped, dtype=torch.long), True)

@@ -15,7 +15,7 @@ import torch
 
 from launch import found_by
 from left_out_worker import LAYOUTS, LOSSES, PROMPTS, SAMPLES, SPREAD
-from megatron_fspo.trainer.metrics import route_metrics
+from megatron_fspo.trainer.metrics import router_metrics
 from megatron_fspo.trainer.rollout import COLUMNS, describe, rollout_of, sampling_metrics, with_advantages
 from megatron_fspo.types import Completion, Prompt
 from metrics_page import unknown
@@ -26,6 +26,21 @@ THIRD = PROMPTS // 3 * SAMPLES
 WITH_GRADIENT = [n for n in ALL if SPREAD[n // SAMPLES] and n % SAMPLES != 1]
 POLICY_ONLY = [name for name in LOSSES if "," not in name]
 OTHERS = [name for name in LOSSES if "," in name]
+
+# Two layers of 4 experts: tokens of each; then tokens, Σ entropy, Σ losses, flips, compared.
+REPORT = torch.tensor(
+    [[1, 2, 3, 2, 4, 2.0, 8, 16, 1, 5], [0, 0, 4, 4, 4, 4.0, 16, 32, 3, 5]], dtype=torch.float64
+)
+BY_HAND = {
+    "router/load_max": 2.0,
+    "router/load_max/mean": 1.75,
+    "router/idle": 0.25,
+    "router/entropy": 0.75,
+    "router/aux_loss": 3.0,
+    "router/z_loss": 6.0,
+    "actor/route_flips": 0.4,
+    "rollout/route_flips": 0.4,
+}
 
 pytestmark = pytest.mark.slow
 
@@ -129,8 +144,11 @@ def test_responses_without_routes_are_counted(routed: list[int], share: float | 
     said: list[str] = []
     log = SimpleNamespace(remind=lambda topic, step, text: said.append(text))
     run: Any = SimpleNamespace(step=3, log=log)
-    metrics = route_metrics(run, SimpleNamespace(rollout=rollout))  # type: ignore[arg-type]
-    assert metrics == ({} if share is None else {"rollout/route_fallback": share})
-    assert len(said) == lines and all("25.0%" in text and "none came" in text for text in said)
+    step = SimpleNamespace(rollout=rollout, reports={0: REPORT}, sizes=[1], old_report=REPORT)
+    step.packs_of = lambda turn: SimpleNamespace(totals=SimpleNamespace(num_sequences=4))
+    metrics = router_metrics(run, step, REPORT)  # type: ignore[arg-type]
+    assert metrics.pop("rollout/route_fallback", None) == share
+    assert metrics == pytest.approx(BY_HAND)
+    assert len(said) == lines and all("1 of 4" in text and "none came" in text for text in said)
     assert describe(without, 0)[COLUMNS.index("routed")] == -1
     assert unknown(metrics) == []
