@@ -1,6 +1,6 @@
 """A mixture of experts learns make-sum: replay off, of the old pass, of the sampler; and the dense model.
 
-    VLLM_BIN=.venv-vllm/bin/vllm python benchmarks/experts.py [--seeds 3] [--steps 12]
+    VLLM_BIN=.venv-vllm/bin/vllm python benchmarks/experts.py [--seeds 1 2 3] [--steps 12]
 
 Every run is `megatron-fspo train` over two CPU processes in float32, from the same warm start: the mixture
 has four experts in each layer, two for a token, made of the dense MLP and some noise. Responses come from the
@@ -65,7 +65,7 @@ def train(folder: Path, name: str, words: list[str]) -> dict[str, float]:
     with log.open("w") as file:
         done = subprocess.run(command, cwd=ROOT, env=environment(), stdout=file, stderr=file)
     if done.returncode:
-        sys.exit(f"{name}: exit status {done.returncode}\n{log.read_text()[-2000:]}")
+        sys.exit(f"{name}: exit status {done.returncode}\n{log.read_text()[-8000:]}")
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     accuracy = [row[ACCURACY] for row in rows if row.get(ACCURACY) is not None]
     result = {"before": accuracy[0], "after": accuracy[-1]}
@@ -101,7 +101,7 @@ def table(runs: dict[str, list[dict[str, float]]]) -> str:
 
 def main() -> None:
     parser = options_of(__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=12, help="of each run (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8193, help="of the server (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/experts.json")
@@ -116,7 +116,7 @@ def main() -> None:
         checkpoints = {"dense": ROOT / WARM_START, "experts": experts}
         one_core = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         with vllm_server(str(experts), options.port, folder / "vllm.log", *SERVER, **one_core) as url:
-            for seed in range(1, options.seeds + 1):
+            for seed in options.seeds:
                 for kind, text in KINDS.items():
                     model, *words = text.split()
                     words += ["--model.checkpoint", str(checkpoints[model]), "--run.seed", str(seed)]

@@ -157,8 +157,8 @@ def _disagreements(config: Config, world_size: int, arch: Architecture | None) -
         )
     if arch is not None and arch.experts is None and config.moe.in_use:
         yield "the keys of [moe] are for a mixture of experts, which the model is not"
-    if arch is not None and config.moe.replay != "off" and arch.num_experts > NO_ROUTE:
-        yield f"moe.replay takes at most {NO_ROUTE} experts in a layer, the model has {arch.num_experts}"
+    if arch is not None and arch.num_experts > NO_ROUTE:
+        yield f"a layer of the model has {arch.num_experts} experts, {NO_ROUTE} is the most: routes are bytes"
     if config.data.validation is None and config.evaluation.every:
         yield "evaluation.every > 0 needs data.validation (or set evaluation.every = 0)"
 
