@@ -80,7 +80,7 @@ def old_pass(policy: Policy, batches: Packs) -> Packs:
 def update(policy: Policy, batches: Packs) -> tuple[float, float]:
     """One optimizer step: the largest |S| of this rank's sequences, and the norm of the gradient."""
     sums = [0.0]
-    loss = loss_of(policy, lambda batch, terms: sums.extend(terms.log_ratio_sum.abs().tolist()), 1.0)
+    loss = loss_of(policy, lambda batch, terms, _: sums.extend(terms.log_ratio_sum.abs().tolist()), 1.0)
     found = policy.update(batches, loss)
     return max(sums), found.grad_norm
 

@@ -43,7 +43,7 @@ def step(policy: Policy, max_tokens: int) -> dict[str, torch.Tensor]:
     sums: list[tuple[int, float, bool]] = []
     loss = loss_of(
         policy,
-        lambda batch, terms: sums.extend(
+        lambda batch, terms, _: sums.extend(
             zip(
                 batch.sample_index.tolist(),
                 terms.log_ratio_sum.tolist(),

@@ -71,7 +71,7 @@ def other_packs(policy: Policy) -> dict[str, float]:
 def loss_of(policy: Policy, sums: list[float]) -> tuple[Packs, PolicyLoss]:
     """With old log-probs of the present weights; ``sums`` gets |S|."""
     batches = passes.micro_batches(policy, samples(), 512)
-    loss = passes.loss_of(policy, lambda batch, terms: sums.extend(terms.log_ratio_sum.abs().tolist()))
+    loss = passes.loss_of(policy, lambda batch, terms, _: sums.extend(terms.log_ratio_sum.abs().tolist()))
     return batches.with_columns(old_log_probs=policy.score(batches, loss.scoring)), loss
 
 
