@@ -37,7 +37,7 @@ SHARED = "--evaluation.samples 16 --rollout.prompts 32 --rollout.samples 16 --pa
 SHARED += " --parallel.sequence false --loss.calibrate 0 --loss.c-low 0.1 --loss.c-high 0.1"
 SHARED += " --optimizer.warmup-steps 4 --checkpoint.every 0 --log.sequences 0"
 SERVER = "--routes --dtype bfloat16".split()
-OF_SERVER = "--rollout.engine vllm --vllm.canary-tolerance 1 --rollout.mismatch-limit 0.1"
+OF_SERVER = "--rollout.engine vllm --vllm.canary-tolerance 4 --rollout.mismatch-limit 0.1"
 KINDS = {
     "dense, embedded": "dense",
     "experts, embedded, off": "experts --moe.replay off",
