@@ -17,7 +17,7 @@ from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.plan.plan import ROUTES, Given, make_plan
 from megatron_fspo.lab.plan.presets import find_model
 from megatron_fspo.lab.trace.command import traces
-from megatron_fspo.lab.trace.request import Request
+from megatron_fspo.lab.trace.record import Request
 
 RESULTS = ROOT / "benchmarks/results/trace_layouts.json"
 MIXTURE = "../qwen3_30b_a3b"

@@ -69,13 +69,8 @@ def limits_of(limits: Mapping[str, float], trainer: str, c_dual: float | None = 
 
 
 def log_ratio_sums(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """S [n] of log-probs [n, T], in float32 or above: the difference first, the sum later.
-
-    Args:
-        log_probs: with their graph.
-        old_log_probs: anything outside the mask.
-        mask: bool, response tokens of the policy.
-    """
+    """S [n] of log-probs [n, T] with their graph, in float32 or above: the difference first, the sum later,
+    over the response tokens of the policy (bool); outside of them old log-probs may be anything."""
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
     difference = log_probs.to(dtype) - old_log_probs.detach().to(dtype)
     return torch.where(mask, difference, 0.0).sum(dim=-1)

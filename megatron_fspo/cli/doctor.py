@@ -68,13 +68,9 @@ def examine(config: Config | None = None) -> dict[str, Any]:
 
     They are ``python``, ``packages``, ``gpus``, ``use``, ``missing``, ``required`` (of the packages that any
     run takes, those that are not installed) and ``transformer engine``, which is empty where it does not
-    import or torch sees no GPU. Without torch or megatron-core nothing can be used, and no GPU be seen.
-
-    Args:
-        config: of a run, for the attention that its shapes get; else Qwen3-8B's.
-
-    Raises:
-        InputError: the run's model cannot be read.
+    import or torch sees no GPU: with the attention that the shapes of the run get, else Qwen3-8B's. Without
+    torch or megatron-core nothing can be used, and no GPU be seen. Raises ``InputError`` if the run's model
+    cannot be read.
     """
     required = absent()
     findings: dict[str, Any] = {
@@ -140,7 +136,7 @@ def _engine(config: Config | None) -> dict[str, str]:
 
     facts = {
         "version": engine.engine_version(),
-        "torch extension": engine.extension_version() or "built by hand",
+        "torch extension": _version("transformer-engine-torch") or "built by hand",
         "cuDNN": engine.cudnn_version(),
     }
     for recipe, problem in engine.fp8_problems().items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from megatron_fspo.cli import command
@@ -203,11 +204,12 @@ def add_explain(commands: command.Commands) -> None:
 
 def run_explain(args: argparse.Namespace, limits: list[str]) -> int:
     """Print what each loss makes of the responses."""
-    from megatron_fspo.lab.explain.command import explain, text, write
+    from megatron_fspo.lab.explain.command import explain, write
+    from megatron_fspo.lab.explain.text import as_json, render
 
     findings = explain(args.file, limits, args.fields, step=args.step, rate=args.rate)
     written = write(findings, args.out) if args.out is not None else ""
-    print(text(findings, use_json=args.json))
+    print(json.dumps(as_json(findings)) if args.json else render(findings))
     if written and not args.json:
         print(written)
     return 0

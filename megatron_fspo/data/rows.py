@@ -71,14 +71,10 @@ class Row:
 
 def read_rows(path: Path, needed: Sequence[str] = ()) -> Iterator[Row]:
     """Yield the rows of a file whose suffix says the format: ``.parquet``, or else JSON lines, without blank
-    lines.
-
-    Args:
-        path: the file; messages name it.
-        needed: keys of a row; a column of parquet that cannot be read is left out, if it is none of these.
+    lines. A column of parquet that cannot be read is left out, if it is none of the ``needed`` keys.
 
     Raises:
-        InputError: the file cannot be read, or not read on.
+        InputError: the file cannot be read, or not read on; names it.
     """
     try:
         with path.open("rb") as file:
@@ -96,11 +92,12 @@ def read_rows(path: Path, needed: Sequence[str] = ()) -> Iterator[Row]:
 
 def _parse(raw: bytes) -> Any:
     return json.loads(
-        raw.decode("utf-8"), parse_int=Number, parse_float=Number, object_pairs_hook=_without_twins
+        raw.decode("utf-8"), parse_int=Number, parse_float=Number, object_pairs_hook=without_twins
     )
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values; ``ValueError`` if a key is there twice."""
     tree = dict(pairs)
     if len(tree) < len(pairs):
         keys = [key for key, _ in pairs]

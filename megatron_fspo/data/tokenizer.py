@@ -48,14 +48,10 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, checkpoint_dir: str | Path, further: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the ids that end a response, each once: the tokenizer's eos, then ``generation_config.json``'s.
+    """Return the ids that end a response, each once: the tokenizer's eos, those of ``generation_config.json``
+    if the folder has one, and ``further`` ones that the user adds.
 
     Chat models list more than one there (Qwen3: ``<|im_end|>`` and ``<|endoftext|>``).
-
-    Args:
-        tokenizer: its vocabulary, added tokens included, is what ids are checked against.
-        checkpoint_dir: a folder that may have a ``generation_config.json``.
-        further: ids that the user adds.
 
     Raises:
         InputError: there is none at all, the file holds something else than token ids, or ``further`` has

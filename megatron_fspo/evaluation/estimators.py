@@ -29,17 +29,12 @@ def pass_at(k: int, n: int, right: int) -> float:
 
 
 def majority_at(k: int, answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    """Expected score of the answer that most of k responses give.
+    """Expected score of the answer that most of k responses give; k of the n are drawn without replacement.
 
-    Every response with an answer votes for it, and the answer with the most votes is elected; answers with
-    equally many share the election evenly. An answer's score is the mean over all its responses (they can
-    differ where the reward looks at more than the answer). A response without an answer does not vote, and
-    where nobody votes the result is wrong: it scores 0.
-
-    Args:
-        k: how many of the n responses vote, drawn without replacement; from 1 to n.
-        answers: of the n responses, extracted and normalised; None where there is none.
-        scores: of the n responses.
+    Every response with an answer, extracted and normalised, votes for it, and the answer with the most votes
+    is elected; answers with equally many share the election evenly. An answer's score is the mean over all
+    its responses (they can differ where the reward looks at more than the answer). A response without an
+    answer, None, does not vote, and where nobody votes the result is wrong: it scores 0.
     """
     n = len(answers)
     by_answer: dict[Hashable, list[float]] = {}

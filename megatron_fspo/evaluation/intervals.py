@@ -109,15 +109,10 @@ def resample_groups(
 def interval_of_means(
     sets: Mapping[str, Array], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> list[Estimate]:
-    """Mean over the sets of the mean over their problems, with a 95 % interval.
+    """Mean over the sets of the mean over their problems, with a 95 % interval: one estimate per quantity.
 
-    Args:
-        sets: by name, [problems, quantities]; the same quantities everywhere. All are resampled together.
-        seed: names, with the name of a set, its random stream.
-        resamples: how often problems are drawn anew.
-
-    Returns:
-        one estimate per quantity.
+    ``sets`` are by name, [problems, quantities], with the same quantities everywhere; all are resampled
+    together. The random stream has the name of the set and ``seed``.
 
     Raises:
         ValueError: no set, or one without problems.

@@ -51,11 +51,8 @@ class Comparison:
 
 
 def per_problem(records: Iterable[Record]) -> dict[str, Quantities]:
-    """Figures of each problem, by set, in the order in which the sets come.
-
-    Args:
-        records: at least one; problems of a set have the same number of completions.
-    """
+    """Figures of each problem, by set, in the order in which the sets come, of at least one record; problems
+    of a set have the same number of completions."""
     sets: dict[str, dict[int, list[Record]]] = {}
     for record in sorted(records, key=lambda record: record.sample):
         sets.setdefault(record.dataset, {}).setdefault(record.index, []).append(record)

@@ -13,13 +13,8 @@ def end_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent ends, also by ``kill -9``. Linux only.
 
     The parent is, strictly, the thread that started this process. Processes that this one starts do not
-    inherit it.
-
-    Args:
-        parent: its process id, where the caller knows it; one that is gone already ends this process at once.
-
-    Raises:
-        OSError: the kernel refuses.
+    inherit it. Where the caller knows the parent's id, one that is gone already ends this process at once.
+    Raises ``OSError`` if the kernel refuses.
     """
     parent = os.getppid() if parent is None else parent
     libc = ctypes.CDLL(None, use_errno=True)

@@ -63,13 +63,8 @@ class Loss(Section):
         raise NotImplementedError
 
     def start(self, noise: Noise | None = None, *, longest: int, updates: int = 1) -> LossState:
-        """The loss at the start of a run.
-
-        Args:
-            noise: in S, where it was measured.
-            longest: response of the run, in tokens.
-            updates: off-policy optimizer steps of one rollout.
-        """
+        """The loss at the start of a run: ``noise`` in S, where it was measured; the longest response, in
+        tokens; and off-policy optimizer steps of one rollout."""
         return LossState(self)
 
     def band(self) -> ClipBand | None:
@@ -93,12 +88,8 @@ class Loss(Section):
         return math.inf
 
     def check(self, *, off_policy_updates: int, sampled: bool) -> None:
-        """Raise ``ValueError`` where the loss does not go with the rest of the configuration.
-
-        Args:
-            off_policy_updates: optimizer steps per rollout before which S need not be 0.
-            sampled: whether S starts from the sampler's log-probs.
-        """
+        """Raise ``ValueError`` where the loss does not go with the rest of the configuration: optimizer steps
+        per rollout before which S need not be 0, and whether S starts from the sampler's log-probs."""
 
     def notes(self, *, steps: int, updates: int, off_policy_updates: int, warmup_updates: int) -> list[str]:
         """Return notes for the user, before a run.
@@ -116,24 +107,16 @@ class Loss(Section):
         return None
 
     def check_noise(self, noise: Noise, lengths: Sequence[int], origin: str) -> None:
-        """Raise ``InputError`` where the band lies inside the noise.
-
-        Args:
-            noise: in S, as it was measured.
-            lengths: of responses to look at, in tokens.
-            origin: of the noise, in words.
-        """
+        """Raise ``InputError`` where the band lies inside the noise in S, as measured, at one of these
+        response lengths, in tokens; ``origin`` is that of the noise, in words."""
 
     def unmeasured(self) -> Self:
         """The loss for a run that is to measure the noise."""
         return self
 
     def reported(self, last: Callable[[str], float]) -> Self | None:
-        """The loss with its band where a run has moved it; None where the run says nothing of it.
-
-        Args:
-            last: the run's last value of one of ``LossState.metrics``, NaN without any.
-        """
+        """The loss with its band where a run has moved it; None where the run says nothing of it. ``last``
+        gives the run's last value of one of ``LossState.metrics``, NaN without any."""
         return self
 
 
@@ -144,11 +127,8 @@ class LossState:
         self._loss = loss
 
     def objective(self, *, on_policy: bool = False) -> PolicyObjective:
-        """The gradient weights for the next optimizer step.
-
-        Args:
-            on_policy: no other update of this rollout has moved the policy before: S is 0 and has no drift.
-        """
+        """The gradient weights for the next optimizer step. ``on_policy``: no other update of this rollout
+        has moved the policy before; S is 0 and has no drift."""
         return self._loss.objective()
 
     def observe(
@@ -174,21 +154,13 @@ class LossState:
         return {}
 
     def noise_metrics(self, lengths: Tensor, out_of_band: float) -> dict[str, float]:
-        """Return the share of a step's off-policy sequences that noise alone is expected to put outside.
-
-        Args:
-            lengths: L [N] of these sequences.
-            out_of_band: the share of them that is outside.
-        """
+        """Return the share of a step's off-policy sequences, of lengths L [N], that noise alone is expected
+        to put outside, given the share of them that is."""
         return {}
 
     def doubts(self, metrics: Mapping[str, float], *, warm: bool) -> dict[str, str]:
-        """Topic → problem with the width of the band, after one more step.
-
-        Args:
-            metrics: of the step, those of this loss among them.
-            warm: as :meth:`observe` has it; the small S of a warm-up say nothing.
-        """
+        """Topic → problem with the width of the band, after one more step with these metrics, the loss's own
+        among them. ``warm`` as :meth:`observe` has it; the small S of a warm-up say nothing."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

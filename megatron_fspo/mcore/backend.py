@@ -238,10 +238,6 @@ def _type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
     return name.replace("torch.", "torch.cuda.", 1) if isinstance(name, str) else name
 
 
-def _itself(self: Tensor, *_: Any, **__: Any) -> Tensor:
-    return self
-
-
 _tensor_to, _tensor_type = torch.Tensor.to, torch.Tensor.type
 
 
@@ -298,7 +294,7 @@ def cuda_means_cpu() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _to  # type: ignore[assignment, method-assign]
     torch.Tensor.type = _type  # type: ignore[assignment, method-assign]
-    torch.Tensor.cuda = torch.Tensor.pin_memory = _itself  # type: ignore[assignment, method-assign]
+    torch.Tensor.cuda = torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]

@@ -110,11 +110,8 @@ class Saving:
             self._error = f"rank {dist.get_rank()}: {error}"
 
     def written(self, *, wait: bool) -> bool:
-        """Return True once every rank has written its files, or failed to. Collective.
-
-        Args:
-            wait: until it is so.
-        """
+        """Return True once every rank has written its files, or failed to; with ``wait`` not before.
+        Collective."""
         while any_rank(self._thread.is_alive(), device=self._device):
             if not wait:
                 return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -46,14 +45,6 @@ def engine_version() -> str:
     return str(transformer_engine.__version__)
 
 
-def extension_version() -> str | None:
-    """Version of the compiled torch extension; None if it was not installed by a package manager."""
-    try:
-        return importlib.metadata.version("transformer-engine-torch")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def cudnn_version() -> str:
     """Version of the cuDNN that Transformer Engine loaded."""
     from transformer_engine.pytorch.utils import get_cudnn_version
@@ -76,16 +67,9 @@ def fp8_problems() -> dict[str, str | None]:
 def attention_backend(
     *, num_heads: int, num_kv_heads: int, head_dim: int, max_tokens: int, context: int = 1
 ) -> str:
-    """The attention that Transformer Engine takes for packed bf16 sequences: ``flash``, ``fused``,
-    ``unfused`` (memory grows with the square of the length) or ``none``.
-
-    Args:
-        num_heads: query heads of one rank.
-        num_kv_heads: key and value heads of one rank.
-        head_dim: size of a head.
-        max_tokens: of the longest sequence.
-        context: context parallel size.
-    """
+    """The attention that Transformer Engine takes for packed bf16 sequences of at most ``max_tokens``, with
+    the heads of one rank and this context parallel size: ``flash``, ``fused``, ``unfused`` (memory grows with
+    the square of the length) or ``none``."""
     from transformer_engine.pytorch.attention.dot_product_attention.utils import (
         AttentionParams,
         get_attention_backend,

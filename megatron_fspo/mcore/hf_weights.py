@@ -14,6 +14,7 @@ from megatron_fspo.mcore.model import expert_offset, is_expert, layer_offset
 from megatron_fspo.mcore.policy import Model
 from megatron_fspo.parallel.groups import gather_lists, share
 from megatron_fspo.weights import (
+    Reader,
     check_coverage,
     iterate_hf_tensors,
     load_into,
@@ -30,24 +31,28 @@ def load_hf(model: Model, checkpoint: Path) -> None:
     Raises:
         InputError: the checkpoint is not of the model's architecture, or is damaged.
     """
-    arch, groups = model.arch, model.groups
+    loaded, groups = fill(model, open_checkpoint(checkpoint, model.arch)), model.groups
+    groups.control.meet(f"{checkpoint} to be read")
+    stage = gather_lists(loaded, group=groups.ep)
+    check_coverage(gather_lists(stage, group=groups.pp), model.arch)
+    model.weights_loaded()
+
+
+def fill(model: Model, reader: Reader) -> list[str]:
+    """Copy this rank's part of a checkpoint into the model; returns the names of the tensors used."""
     loaded: list[str] = []
-    reader = open_checkpoint(checkpoint, arch)
     for chunk in model.chunks:
         loaded += load_into(
             chunk.named_parameters(),
             reader,
-            arch,
-            tp_rank=groups.tp.rank(),
-            tp_size=groups.tp.size(),
+            model.arch,
+            tp_rank=model.groups.tp.rank(),
+            tp_size=model.groups.tp.size(),
             padded_vocab=model.padded_vocab,
             layer_offset=layer_offset(model.config, chunk),
-            expert_offset=expert_offset(arch, groups.ep),
+            expert_offset=expert_offset(model.arch, model.groups.ep),
         )
-    groups.control.meet(f"{checkpoint} to be read")
-    stage = gather_lists(loaded, group=groups.ep)
-    check_coverage(gather_lists(stage, group=groups.pp), arch)
-    model.weights_loaded()
+    return loaded
 
 
 def export_hf(model: Model, out: Path, *, source: Path) -> None:
@@ -69,15 +74,11 @@ def export_hf(model: Model, out: Path, *, source: Path) -> None:
 
 
 def hf_tensors(model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors under their Hugging Face names, on the first rank of the job.
+    """The model's tensors under their Hugging Face names, on the first rank of the job; per chunk, the
+    (Megatron name, tensor) pairs of ``named`` are exported: parameters, or their gradients.
 
-    Collective: every rank runs it to its end; the others get nothing.
-
-    The tensors are on the model's device, so that an NCCL sender need not bring them back there.
-
-    Args:
-        model: this rank's part of it.
-        named: per chunk, the (Megatron name, tensor) pairs to export: parameters, or their gradients.
+    Collective: every rank runs it to its end; the others get nothing. The tensors are on the model's device,
+    so that an NCCL sender need not bring them back there.
     """
     groups = model.groups
     # One copy of the model is enough. Megatron's order: a pipeline stage is a run of ranks; the first of it

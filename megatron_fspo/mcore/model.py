@@ -172,13 +172,8 @@ def is_expert(name: str) -> bool:
 def wrap_for_training(
     modules: Sequence[Module], config: TransformerConfig, parallel: Parallel
 ) -> list[DistributedDataParallel]:
-    """Add gradient buffers and the data-parallel reduction; gradients are fp32 (float64 for float64).
-
-    Args:
-        modules: this rank's chunks, as Megatron's schedule runs them.
-        config: Megatron's, of the model.
-        parallel: overlap and distributed optimizer.
-    """
+    """Add gradient buffers and the data-parallel reduction to this rank's chunks, in the order of Megatron's
+    schedule; gradients are fp32 (float64 for float64)."""
     # Buffers and optimizer of such parameters are over the ranks that hold the same experts. Megatron 0.16
     # marks them with expert parallel only: without, tensor-parallel ranks, each with other tokens, would keep
     # their own part of an expert's gradient. And of Transformer Engine's experts only those of the first

@@ -23,13 +23,8 @@ from megatron_fspo.parallel.groups import ParallelGroups, agreed, gather_lists, 
 
 
 def suspects_of(packs: Packs, scores: Sequence[Tensor], groups: ParallelGroups) -> list[int]:
-    """Numbers of the responses of this data-parallel rank with a log-prob that is not finite. Collective.
-
-    Args:
-        packs: of this rank.
-        scores: log-probs [t] of each pack's labels.
-        groups: of the job's layout.
-    """
+    """Numbers of the responses of this data-parallel rank with a log-prob that is not finite, by the scores
+    [t] of the labels of each of its packs. Collective."""
     suspects: list[int] = []
     finite = torch.stack([score.isfinite().all() for score in scores]).tolist()  # one copy for all packs
     for batch, score, fine in zip(packs.on_host, scores, finite, strict=True):
@@ -87,14 +82,9 @@ def culprits(
 
 
 def without(packs: Packs, numbers: Collection[int], tokens: Sequence[int], layout: PackLayout) -> Packs:
-    """The same packs with their columns, less some responses. N and T of the step stay as they are.
-
-    Args:
-        packs: of this rank.
-        numbers: of the responses, those of all ranks.
-        tokens: of each pack, how many response tokens leave its optimizer step, over all ranks.
-        layout: that the packs have.
-    """
+    """The packs of this rank with their columns, less some responses, whose numbers are those of all ranks. N
+    and T of the step stay as they are; ``tokens`` of each pack are how many response tokens leave its
+    optimizer step, over all ranks."""
     kept = [
         Pack(
             numbers=tuple(n for n in batch.sample_index.tolist() if n not in numbers),

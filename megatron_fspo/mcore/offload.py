@@ -82,11 +82,8 @@ class Lendable:
 
 
 class Offload:
-    """The memory of a model, or of a policy with its optimizer, on its device.
-
-    Args:
-        others: models that only training needs, such as the reference of a KL penalty.
-    """
+    """The memory of a model, or of a policy with its optimizer, on its device, and of others that only
+    training needs, such as the reference of a KL penalty."""
 
     def __init__(self, model: Model, *others: Model) -> None:
         def weights() -> Iterator[Tensor]:

@@ -229,11 +229,8 @@ class Policy(Model):
         return math.nan if any_rank(not math.isfinite(norm), device=self.backend.device) else norm
 
     def step(self, totals: Totals, grad_norm: float) -> Update:
-        """Move the weights by what :meth:`backward` left.
-
-        Args:
-            totals: that it returned.
-            grad_norm: of :meth:`grad_norm`.
+        """Move the weights by what :meth:`backward` left and the totals that it returned, with the norm of
+        :meth:`grad_norm`.
 
         Raises:
             TrainingError: the norm is not finite. On every rank alike; the weights are those of before.

@@ -88,17 +88,9 @@ def score_sequences(
     device: torch.device,
     align: int = 1,
 ) -> list[Tensor] | None:
-    """The same under a running model: ``score_batches`` gives the log-probs of this rank's micro-batches.
-
-    Args:
-        score_batches: gives log-probs [t] of each of this rank's micro-batches.
-        sequences: token ids; the same on every rank.
-        arch: of the model.
-        groups: of the job's layout.
-        parallel: that layout.
-        device: of the micro-batches.
-        align: what the rows of the model's products must be a multiple of.
-    """
+    """The same under a running model, in the layout of ``parallel`` and ``groups``: ``score_batches`` gives
+    the log-probs [t] of each of this rank's micro-batches, which are on ``device``; rows of the model's
+    products must be a multiple of ``align``."""
     packed = _as_sequences(sequences, arch)
     layout = pack_layout(
         groups, device, sequence=parallel.sequence, interleaved=parallel.interleaved, align=align

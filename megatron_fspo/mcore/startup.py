@@ -61,12 +61,8 @@ def job() -> Iterator[None]:
 def join(backend: Backend, *, parallel: Parallel | None = None) -> Control:
     """Join the job that torchrun started; a lone process is a job of one. Does nothing while joined.
 
-    Args:
-        backend: device and communication.
-        parallel: how long is waited.
-
     Raises:
-        TrainingError: some ranks do not come, or failed before they did.
+        TrainingError: some ranks do not come in the time of ``parallel``, or failed before they did.
     """
     global _control
     backend.install()
@@ -142,15 +138,11 @@ def _of_environment(seconds: float) -> tuple[Store, int, int]:
 
 
 def start(backend: Backend, *, parallel: Parallel, seed: int) -> ParallelGroups:
-    """Join the job and build its groups.
+    """Join the job and build its groups; every rank of a model initialises weights from the same stream.
 
     Megatron's rank order, innermost first: tensor, context, data, pipeline. An expert-parallel group is a run
-    of neighbours within a pipeline stage.
-
-    Args:
-        backend: device and communication.
-        parallel: fits the world size (:func:`~megatron_fspo.mcore.sizes.check_world`).
-        seed: for weight initialisation; every rank of a model gets the same stream.
+    of neighbours within a pipeline stage. The layout fits the world size
+    (:func:`~megatron_fspo.mcore.sizes.check_world`).
     """
     control = join(backend, parallel=parallel)
     parallel_state.initialize_model_parallel(

@@ -70,14 +70,8 @@ class Noise:
         return torch.tensor(rates, dtype=torch.float64)[positions]
 
     def smallest_c(self, share: float, length: int, *, centred: bool = False) -> float:
-        """The smallest c of a band ±c·√L that leaves at most this share of responses of so many tokens
-        outside, by noise alone.
-
-        Args:
-            share: of the responses, in [0, 1).
-            length: L, tokens.
-            centred: whether the band's centre has this drift.
-        """
+        """The smallest c of a band ±c·√L, or with ``centred`` about this drift, that leaves at most this
+        share, in [0, 1), of responses of ``length`` tokens outside, by noise alone."""
         shift = 0.0 if centred else self.drift * math.sqrt(length)
         sizes = self._near(length).add(shift).abs()
         return sizes.quantile(1.0 - share, interpolation="higher").item()

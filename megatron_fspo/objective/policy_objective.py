@@ -178,11 +178,8 @@ def min_form(
 
 
 def k3_kl(log_ratio_tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum, count) over masked tokens of k3 = r − 1 − log r, r = π_new/π_old: KL(old‖new) is sum/count.
-
-    Args:
-        log_ratio_tokens: log r [T] in nats, of tokens sampled from the old policy.
-        mask: bool [T]; False tokens may hold anything.
+    """(sum, count) over masked tokens of k3 = r − 1 − log r, r = π_new/π_old: KL(old‖new) is sum/count. Takes
+    log r [T] in nats, of tokens sampled from the old policy, and what outside the mask may be anything.
 
     Returns two float64 scalars, to be added up over ranks before one is divided by the other. Tokens with a
     non-finite k3 are in neither.

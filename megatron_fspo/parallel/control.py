@@ -76,25 +76,12 @@ class Control:
         self._stop_here = False
 
     def tell(self, word: str) -> None:
-        """Say, on the first rank, what to do together next; returns when all others have heard it, so that a
-        collective may follow.
-
-        Args:
-            word: a few words; what is long goes through a collective afterwards.
-
-        Raises:
-            TrainingError: as :meth:`meet`.
-        """
+        """Say a few words, on the first rank: what to do together next. Returns when all others have heard
+        it, so that a collective may follow. Raises ``TrainingError`` as :meth:`meet`."""
 
     def hear(self, what: str) -> str:
-        """Return, on the other ranks, the next word of the first one.
-
-        Args:
-            what: is waited for, for messages.
-
-        Raises:
-            TrainingError: as :meth:`meet`.
-        """
+        """Return, on the other ranks, the next word of the first one; messages say ``what`` is waited for.
+        Raises ``TrainingError`` as :meth:`meet`."""
         raise RuntimeError("hear() in a job of one process: nobody tells")
 
     def meet(self, what: str, ranks: Sequence[int] | None = None, *, seconds: float | None = None) -> bool:
@@ -116,13 +103,9 @@ class Control:
 
     @contextmanager
     def waiting(self, what: str, *, seconds: float | None = None, stops: bool = False) -> Iterator[Wait]:
-        """A wait of another kind, for a server perhaps: poll, and call :meth:`Wait.check` meanwhile.
-
-        Args:
-            what: is waited for, for messages.
-            seconds: how long at most; default ``parallel.wait_seconds``.
-            stops: whether a request to stop ends it, as StopRequested.
-        """
+        """A wait of another kind, for a server perhaps: poll, and call :meth:`Wait.check` meanwhile. It may
+        last ``seconds``, by default ``parallel.wait_seconds``; with ``stops`` a request to stop ends it, as
+        StopRequested. Messages say ``what`` is waited for."""
         before, self.waits = self.waits, what
         try:
             yield Wait(self, what, seconds, stops)

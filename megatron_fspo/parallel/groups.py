@@ -148,15 +148,9 @@ Totals = dict[str, tuple[float, float]]
 
 
 def sum_metrics(parts: Iterable[Mapping[str, Tensor]], *, group: dist.ProcessGroup) -> Totals:
-    """Sum the pairs of several micro-batches, over the group in one all-reduce.
-
-    Args:
-        parts: name → [sum, denominator]; every part, on every rank, has the same names.
-        group: data × context parallel.
-
-    Raises:
-        KeyError: the names differ.
-    """
+    """Sum the pairs [sum, denominator] of several micro-batches, by name, over the group, data × context
+    parallel, in one all-reduce. Raises ``KeyError`` where the names of two parts differ; they must not
+    between ranks."""
     pairs: dict[str, Tensor] = {}
     for part in parts:
         if pairs and part.keys() != pairs.keys():

@@ -32,11 +32,7 @@ _MINUS = 1 << 31
 
 
 class ExactSums:
-    """k · n sums under construction; memory [5, k, n] int64, whatever the number of terms.
-
-    Args:
-        rows, columns: k and n.
-    """
+    """k · n sums (rows, columns) under construction; memory [5, k, n] int64, whatever the number of terms."""
 
     def __init__(self, rows: int, columns: int, *, device: torch.device) -> None:
         self._digits = torch.zeros(len(_UNITS) + 1, rows, columns, dtype=torch.int64, device=device)

@@ -243,13 +243,8 @@ def _operands(states: Tensor, weight: Tensor, config: Config) -> tuple[Any, Any]
 
 
 def constants(config: Config, hidden: int, *, widen: bool = False) -> dict[str, Any]:
-    """What the kernels are compiled for.
-
-    Args:
-        config: the tiles.
-        hidden: H.
-        widen: bf16 to fp32 before it is multiplied: interpreted, ``tl.dot`` would take its bits for integers.
-    """
+    """What the kernels are compiled for: the tiles, and H. ``widen`` bf16 to fp32 before it is multiplied:
+    interpreted, ``tl.dot`` would take its bits for integers."""
     return {
         "hidden_size": hidden,
         "block_m": config.rows,

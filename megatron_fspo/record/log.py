@@ -37,14 +37,7 @@ PHASES = {
     "update_weights": "weights to the sampler",
 }
 """The phases of a step: names in the metrics → words, in their order."""
-_DOING = {
-    "gen": "sampling",
-    "old_log_prob": "old pass",
-    "ref": "reference pass",
-    "update_actor": "update",
-    "update_weights": "sync",
-    "save_checkpoint": "saving",
-}
+_DOING = PHASES | {"gen": "sampling", "update_weights": "sync", "save_checkpoint": "saving"}
 """Names of phases → what a rank does then, for ``status``; others are their own."""
 REMIND = 20
 """Steps between two lines about a state that lasts."""

@@ -79,14 +79,10 @@ class Recorder:
     def records(
         self, rank: int, flipped: Sequence[Tensor] = (), group: dist.ProcessGroup | None = None
     ) -> list[SequenceRecord]:
-        """The records of all micro-batches, in one copy.
-
-        Args:
-            rank: the data-parallel rank.
-            flipped: [t] bool of each micro-batch that routers had a part in: see
-                :meth:`~megatron_fspo.mcore.router.RouterPasses.flipped`.
-            group: context parallel, with ``flipped``. Collective over it.
-        """
+        """The records of all micro-batches, in one copy, with the data-parallel rank. ``flipped`` [t] bool is
+        of each micro-batch that routers had a part in, see
+        :meth:`~megatron_fspo.mcore.router.RouterPasses.flipped`; collective over ``group``, context parallel,
+        with it."""
         if not self._seen:
             return []
         names = ("sample_index", "lengths", "advantages")

@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 class Function(Verifier):
     """A reward that is a function. What it raises is the error of the future.
 
-    Args:
-        extract: where the answer stands that majority votes count, a value of ``reward.extract``.
-        threads: for a plain function; None for one that is over at once, which is called in place.
-        loop: for an ``async`` one.
+    ``extract`` says where the answer stands that majority votes count, a value of ``reward.extract``; a plain
+    function runs in ``threads``, or in place if that is None, an ``async`` one on ``loop``.
     """
 
     def __init__(self, reward: AnyReward, *, extract: str, threads: Threads | None, loop: Loop) -> None:

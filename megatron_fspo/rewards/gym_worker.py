@@ -42,15 +42,9 @@ class BadRowError(Exception):
 
 
 def score(row: str, answer: str) -> tuple[float, bool]:
-    """Return the scorer's number, and whether the scorer took the answer at all.
-
-    Args:
-        row: JSON of ``task``, ``config``, ``metadata`` and ``answer``, as ``gym_rows`` writes them.
-        answer: extracted from the response.
-
-    Raises:
-        BadRowError: the row is no good.
-    """
+    """Return the scorer's number, and whether the scorer took the answer, extracted from the response, at
+    all. ``row`` is JSON of ``task``, ``config``, ``metadata`` and ``answer``, as ``gym_rows`` writes them;
+    one that is no good raises ``BadRowError``."""
     fields = json.loads(row)
     try:
         scorer = _scorer(fields["task"], _text(fields["config"]))

@@ -84,12 +84,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 class Receiver:
-    """One worker in the group whose rank 0 is the trainer.
-
-    Args:
-        join: makes the group.
-        device: where tensors arrive.
-    """
+    """One worker in the group that ``join`` makes, whose rank 0 is the trainer. Tensors go to ``device``."""
 
     def __init__(self, join: Join, device: torch.device) -> None:
         self._join = join

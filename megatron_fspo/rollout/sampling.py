@@ -74,12 +74,8 @@ _REST = 3  # of a character that is cut in two: bytes, and so tokens and U+FFFD,
 
 
 def completes_stop(token_ids: Sequence[int], params: SamplingParams) -> bool:
-    """True if the last token of a response completes a stop string, where no token before it did.
-
-    Args:
-        token_ids: the response so far; at least one.
-        params: have the strings, none of them empty or with U+FFFD in it.
-    """
+    """True if the last token of a response completes a stop string, where no token before it did. There is at
+    least one token; no string of ``params`` is empty or has U+FFFD in it."""
     if not params.stop:
         return False
     assert params.decode is not None

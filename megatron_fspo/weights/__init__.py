@@ -28,7 +28,6 @@ from megatron_fspo.weights.manifest import (
 from megatron_fspo.weights.megatron_reader import MegatronReader
 from megatron_fspo.weights.megatron_writer import write_megatron_checkpoint
 from megatron_fspo.weights.reader import Reader, row_blocks, size_in_bytes, stream
-from megatron_fspo.weights.safe_pickle import check_pickles
 from megatron_fspo.weights.table import (
     Row,
     expected_hf_shapes,
@@ -42,7 +41,7 @@ from megatron_fspo.weights.table import (
 
 __all__ = [
     "Architecture", "Difference", "Experts", "HFReader", "Manifest", "MegatronReader", "Reader", "Row",
-    "TensorRecord", "check_checkpoint", "check_coverage", "check_pickles", "check_tensor_parallel",
+    "TensorRecord", "check_checkpoint", "check_coverage", "check_tensor_parallel",
     "compare", "compare_with_manifest", "expected_hf_shapes", "from_megatron_shards", "has_parameter",
     "is_megatron", "iterate_hf_tensors", "load_into", "open_checkpoint", "read_architecture",
     "read_manifest", "resolve", "row_blocks", "shard_shape", "shard_slices", "size_in_bytes", "stream",

@@ -155,11 +155,6 @@ def forward_flops(arch: Architecture, prompt_lengths: Sequence[int], lengths: Se
 
     The second term is causal attention: q·k and weights·v over T² / 2 pairs each. The head is computed for
     response tokens only. Norms, softmax and RoPE are left out, as is usual.
-
-    Args:
-        arch: of the model.
-        prompt_lengths: tokens of each prompt.
-        lengths: tokens of each response.
     """
     flops = 0
     for prompt, length in zip(prompt_lengths, lengths, strict=True):

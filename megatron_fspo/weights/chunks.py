@@ -43,14 +43,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: Sequence[int], first: int, end: int, *, limit: int) -> Iterator[Box]:
-    """Cut the values ``first`` to ``end`` of a row-major tensor into boxes that lie one after the other.
-
-    Args:
-        shape: the tensor's.
-        first: flat position of the first value.
-        end: flat position after the last.
-        limit: no box has more values.
-    """
+    """Cut the values from flat position ``first`` to before ``end`` of a row-major tensor of this shape into
+    boxes that lie one after the other, none with more than ``limit`` values."""
     if len(shape) == 1:
         for at in range(first, end, limit):
             yield (at,), (min(limit, end - at),)
@@ -119,13 +113,9 @@ class ChunkReader:
     def read_into(
         self, key: str, wanted: Sequence[tuple[Box, Tensor]], among: Iterable[Box] | None = None
     ) -> None:
-        """Fill tensors with the values of their boxes, cast to their dtypes; what lies beyond the stored
-        tensor is 0.
-
-        Args:
-            key: of the stored tensor.
-            wanted: boxes of that tensor, each with what to fill.
-            among: the chunks that have some of it, if that is known; else all are looked at.
+        """Fill tensors with the values of their boxes of a stored tensor, cast to their dtypes; what lies
+        beyond it is 0. ``among`` are the chunks that have some of it, if that is known; else all are looked
+        at.
 
         Raises:
             InputError: a value is missing, stored twice, or not what the index says.

@@ -132,12 +132,7 @@ def sync(*paths: Path) -> None:
 
 
 def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
-    """Write the list.
-
-    Args:
-        folder: that gets it.
-        sums: path of a file from the folder → its SHA-256.
-    """
+    """Write the list of SHA-256 by path of a file from the folder."""
     text = "".join(f"{sha256}  {name}\n" for name, sha256 in sorted(sums.items()))
     (folder / SUMS).write_text(f"{text}# {_sha256(text)}\n", encoding="utf-8")
 

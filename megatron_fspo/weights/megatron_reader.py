@@ -39,14 +39,11 @@ class _Source:
 
 
 class MegatronReader:
-    """The tensors of a distributed checkpoint under their Hugging Face names; a :class:`Reader`.
+    """The tensors of a distributed checkpoint under their Hugging Face names; a :class:`Reader`. The folder
+    has ``.metadata`` itself, or in ``torch_dist``.
 
     A tensor is read as the dtype the manifest records, the one it had before conversion; without a manifest
     as it was saved.
-
-    Args:
-        checkpoint_dir: the folder with ``.metadata``, or one that has it in ``torch_dist``.
-        arch: the model's.
 
     Raises:
         InputError: names the tensor or file that is missing, foreign, of another shape, damaged, or not to be

@@ -31,15 +31,10 @@ def write_megatron_checkpoint(
     progress: Callable[[int], object] = lambda _: None,
 ) -> Manifest:
     """Convert the checkpoint of ``reader`` to ``out_dir``: config and tokenizer, manifest, ``torch_dist/``.
+    ``progress`` is called with the number of bytes done since the last call.
 
     Values keep their dtype; where Megatron fuses tensors, or stacks layers, of several dtypes, the widest
     holds all exactly, and the manifest remembers what each was.
-
-    Args:
-        out_dir: the new folder.
-        reader: of the source.
-        arch: of the model.
-        progress: called with the number of bytes done since the last call.
 
     Raises:
         InputError: names the tensor and file that is missing, foreign, of another shape, or not finite.

@@ -1,8 +1,7 @@
 """Pickles of the ``torch_dist`` format, read through allow-lists: a checkpoint cannot run code.
 
-``.metadata`` is a plain pickle; ``common.pt`` and every entry of the ``.distcp`` files are ``torch.save``d.
-torch and Megatron unpickle the first, and entries that are not tensors, without a check: so whoever hands a
-folder to them calls :func:`check_pickles` before.
+``.metadata`` is a plain pickle; every entry of the ``.distcp`` files is ``torch.save``d. ``common.pt``, which
+torch and Megatron would unpickle without a check, is never read.
 """
 
 from __future__ import annotations
@@ -107,21 +106,6 @@ def load_entry(folder: Path, info: Any) -> Any:
             return torch.load(entry, map_location="cpu", weights_only=True)
         except Exception as error:
             raise _distrust(path, error) from error
-
-
-def check_pickles(folder: Path) -> None:
-    """Raise ``InputError`` unless all that torch and Megatron would unpickle in ``folder`` is harmless."""
-    metadata = read_metadata(folder)
-    check_files(folder, metadata)
-    common = folder / COMMON
-    if common.is_file():
-        try:
-            torch.load(common, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise _distrust(common, error) from error
-    for index, info in metadata.storage_data.items():
-        if not isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata):
-            load_entry(folder, info)
 
 
 def check_files(folder: Path, metadata: Metadata) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_fspo.config import Config
 from megatron_fspo.lab.plan.plan import GIB, Given, make_plan
 from megatron_fspo.lab.plan.presets import find_model
-from megatron_fspo.lab.trace.request import Request
+from megatron_fspo.lab.trace.record import Request
 from megatron_fspo.parallel.head import KEEP_BYTES
 
 UPDATES = 2

@@ -12,7 +12,7 @@ from typing import Any
 from launch import REPO
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.lab.trace.command import traces
-from megatron_fspo.lab.trace.request import Request
+from megatron_fspo.lab.trace.record import Request
 
 EXAMPLES = REPO / "examples"
 OLDER = "MEGATRON_CORE_016"

@@ -17,7 +17,7 @@ from megatron_fspo.weights import (
     read_architecture,
     write_megatron_checkpoint,
 )
-from megatron_fspo.weights.safe_pickle import check_pickles, read_metadata
+from megatron_fspo.weights.safe_pickle import read_metadata
 
 DTYPES = {
     "float32": lambda name: torch.float32,
@@ -48,7 +48,6 @@ def test_a_checkpoint_comes_back_bit_by_bit(
     assert (len(list(source.glob("*.safetensors"))) > 1) is (shard_size != "5GB")
 
     to_megatron(source, megatron)
-    check_pickles(megatron / "torch_dist")
     assert ("output_layer.weight" in read_metadata(megatron / "torch_dist").state_dict_metadata) is not tied
     to_hf(megatron, back, max_shard_bytes=40_000 if number % 5 else 2**30)
     assert_bits(tensors_of(back), original)

@@ -20,15 +20,9 @@ from megatron_fspo.mcore.policy import Model
 
 @torch.no_grad()
 def emulate_fp8(model: Model, fp8: FP8) -> int:
-    """Have a model for scoring, its weights loaded, compute as with ``fp8``; its weights are lost.
-
-    Args:
-        model: of local layers; those of Transformer Engine take what is not yet normed.
-        fp8: the recipe, and which layers stay in bf16.
-
-    Returns:
-        the matrices of this rank that do.
-    """
+    """Have a model for scoring, of local layers (those of Transformer Engine take what is not yet normed),
+    its weights loaded, compute as with ``fp8``; its weights are lost. Returns the matrices of this rank that
+    do."""
     assert model.backend.layers == "local"
 
     def quantize_input(_: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

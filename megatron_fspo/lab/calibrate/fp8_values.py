@@ -21,13 +21,6 @@ from torch import Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def block_shape(recipe: str, *, weight: bool) -> tuple[int, int] | None:
-    """Rows and columns that share a scale; None for the whole tensor."""
-    if recipe == "tensorwise":
-        return None
-    return {"blockwise": (128 if weight else 1, 128), "mxfp8": (1, 32)}[recipe]
-
-
 def quantize(
     values: Tensor, recipe: str, *, weight: bool = False, dtype: torch.dtype = E4M3
 ) -> tuple[Tensor, Tensor]:
@@ -39,7 +32,9 @@ def quantize(
         weight: whether it is the factor that is a weight.
         dtype: E4M3 or E5M2.
     """
-    wide, block = values.float(), block_shape(recipe, weight=weight)
+    # Rows and columns that share a scale; None for the whole tensor.
+    block = {"tensorwise": None, "blockwise": (128 if weight else 1, 128), "mxfp8": (1, 32)}[recipe]
+    wide = values.float()
     largest = torch.finfo(dtype).max
     amax = wide.abs().amax() if block is None else _by_block(wide, block).abs().amax((1, 3))
     scale = _scale(amax, largest, recipe, most=torch.finfo(values.dtype).max)

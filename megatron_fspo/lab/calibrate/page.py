@@ -10,22 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from megatron_fspo.evaluation.tables import by_column, columns, interval, number, percent
-from megatron_fspo.lab.report.drawing import (
-    BLUE,
-    EDGE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    legend,
-    length_axis,
-    picture,
-    share_axis,
-)
+from megatron_fspo.lab.report.drawing import COLOURS, EDGE, GREY, legend, length_axis, picture, share_axis
 from megatron_fspo.lab.report.page import template
 from megatron_fspo.trainer.noise import Calibration, Interval, NoiseRecord, lengths_up_to
 
-_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
+_COLOURS = (*COLOURS[:4], GREY)
 KINDS = {
     "repeat": "the same pass again",
     "packs": "with other packs",

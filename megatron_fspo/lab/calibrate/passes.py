@@ -99,13 +99,8 @@ def quiet(config: Config, *, given: bool) -> Config:
 
 
 def measure(inputs: Inputs, emulated: Sequence[FP8], given: Sequence[Row]) -> Measured:
-    """Run the passes. Collective.
-
-    Args:
-        inputs: of a run that is :func:`quiet`.
-        emulated: FP8 recipes to imitate.
-        given: responses to score; none: those that the run samples first.
-    """
+    """Run the passes of a run that is :func:`quiet`, with FP8 recipes to imitate, over ``given`` responses,
+    or those that the run samples first. Collective."""
     run = build(inputs)
     try:
         rollout = as_rollout(list(given), run.groups) if given else roll_out(run)[0]

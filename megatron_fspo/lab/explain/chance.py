@@ -32,13 +32,8 @@ _MOST_TIMES = 20
 
 
 def lre_of(accepted: Tensor, lengths: Tensor, clusters: Tensor) -> LengthReweightingError:
-    """LRE of ``accepted`` [N] bool over ``lengths`` [N], with null floor and 95% intervals.
-
-    Args:
-        accepted: [N] bool: inside the band.
-        lengths: L [N], tokens.
-        clusters: [N] int64, from 0: rows of different clusters are independent.
-    """
+    """LRE of ``accepted`` [N] bool, inside the band, over lengths L [N], with null floor and 95% intervals.
+    Rows of different clusters [N] int64, from 0, are independent."""
     error = length_reweighting_error(accepted, lengths, NUM_BINS, permutations=0, bootstrap=0)
     total = int((lengths > 0).sum())
     counts = np.array([round(bin.share * total) for bin in error.bins])

@@ -11,23 +11,17 @@ from megatron_fspo.lab.explain.dump import read_dump
 from megatron_fspo.lab.explain.explanation import Explanation, explanation_of
 from megatron_fspo.lab.explain.losses import known_for, with_limits
 from megatron_fspo.lab.explain.rows import given_names
-from megatron_fspo.lab.explain.text import as_json, fates, render
+from megatron_fspo.lab.explain.text import as_json, fates
 
 
 def explain(
     path: Path, limits: Sequence[str], fields: Sequence[str], *, step: int | None, rate: float | None
 ) -> Explanation:
-    """Compare the losses on the dump.
+    """Compare the losses on the dump: a file, or the folder of a run.
 
-    Args:
-        path: of the dump: a file, or the folder of a run.
-        limits: words of the command line, ``--fspo.c-high 0.04``.
-        fields: ``FIELD=NAME``.
-        step: the optimizer step to read; None for all.
-        rate: share out of band at which losses are compared; None: that of the first loss.
-
-    Raises:
-        InputError: the first thing that is wrong.
+    ``limits`` and ``fields`` are words of the command line, ``--fspo.c-high 0.04`` and ``FIELD=NAME``;
+    ``step`` is the optimizer step to read, None for all; ``rate`` the share out of band at which losses are
+    compared, by default that of the first. Raises ``InputError`` for the first thing that is wrong.
     """
     losses, names = with_limits(limits), given_names(fields)
     if rate is not None and not 0 < rate < 1:
@@ -50,8 +44,3 @@ def write(explanation: Explanation, folder: Path) -> str:
         file.writelines(fates(explanation))
     write_page(explanation, page)
     return f"\n  page      {page}\n  figures   {figures}\n  each one  {each}"
-
-
-def text(explanation: Explanation, *, use_json: bool) -> str:
-    """The text for the console."""
-    return json.dumps(as_json(explanation)) if use_json else render(explanation)

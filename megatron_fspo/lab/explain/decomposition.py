@@ -55,12 +55,8 @@ class Halves:
 
 
 def halves_of(log_ratios: Tensor, lengths: Tensor) -> Halves:
-    """The halves of responses from their tokens; responses of one token are left out.
-
-    Args:
-        log_ratios: [T], response by response, nats.
-        lengths: [N] L of all responses, which add up to T.
-    """
+    """The halves of responses from the log-ratios [T] of their tokens, response by response, in nats, and all
+    lengths L [N]; responses of one token are left out."""
     ends = lengths.cumsum(0)
     middles = ends - lengths + lengths // 2
     sums = torch.cat([log_ratios.new_zeros(1, dtype=torch.float64), log_ratios.double().cumsum(0)])
@@ -152,13 +148,8 @@ def growth(log_ratio_sums: Tensor, lengths: Tensor, clusters: Tensor) -> Exponen
 
 
 def take_apart(log_ratios: Tensor, lengths: Tensor, clusters: Tensor) -> Parts | None:
-    """The parts of S; None where too few responses or clusters differ.
-
-    Args:
-        log_ratios: [T] of the tokens, response by response, nats.
-        lengths: [N] L.
-        clusters: [N] int64; rows of different clusters are independent.
-    """
+    """The parts of S, from the log-ratios [T] of tokens, response by response, in nats, and lengths L [N];
+    None where too few responses or clusters differ. Rows of different clusters [N] int64 are independent."""
     halves = halves_of(log_ratios, lengths)
     blocks = blocks_of(clusters[lengths > 1])
     if len(blocks) < _LEAST or (last := int(blocks.max())) < _LEAST_BLOCKS - 1:

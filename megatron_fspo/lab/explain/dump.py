@@ -95,12 +95,8 @@ class _Response:
 
 
 def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> Dump:
-    """The responses of a file, or of a folder of one of our runs.
-
-    Args:
-        path: of the file or folder.
-        given: names of fields in the file, where they are none of ``rows.NAMES``.
-        step: the optimizer step to read; None for all.
+    """The responses of a file, or of a folder of one of our runs: those of an optimizer ``step``, or all.
+    ``given`` are names of fields in the file, where they are none of ``rows.NAMES``.
 
     Raises:
         InputError: the first thing that is wrong; names file, row and field.

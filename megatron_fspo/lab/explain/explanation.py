@@ -135,13 +135,8 @@ class Explanation:
 
 
 def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float | None = None) -> Explanation:
-    """Compare the losses on a dump.
-
-    Args:
-        dump: its responses.
-        losses: each with its limits.
-        rate: out-of-band share at which losses are compared; by default that of the first with its limits.
-    """
+    """Compare the losses, each with its limits, on a dump; ``rate`` is the out-of-band share at which they
+    are compared, by default that of the first with its limits."""
     bins = length_bins(dump.lengths, NUM_BINS)
     noise, source = noise_alone(dump)
     reaches, noisy = ([reach(loss, some) for loss in losses] for some in (dump, noise))
@@ -164,7 +159,15 @@ def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float |
     tokens = dump.log_ratio
     return Explanation(
         dump=dump,
-        bins=tuple(_describe(dump, bins)),
+        bins=tuple(
+            Bin(
+                low=int(some.min()),
+                high=int(some.max()),
+                share=len(some) / len(dump),
+                tokens=some.sum().item() / dump.lengths.sum().item(),
+            )
+            for some in (dump.lengths[bins == number] for number in range(int(bins.max()) + 1))
+        ),
         sigma=sigma_hat(dump.log_ratio_sum, dump.lengths),
         exponent=growth(dump.log_ratio_sum, dump.lengths, dump.clusters),
         parts=None if tokens is None else take_apart(tokens, dump.lengths, dump.clusters),
@@ -247,13 +250,6 @@ def _disagreements(
             mean_reward=math.nan if dump.rewards is None else _mean(dump.rewards[rows]),
             examples=tuple(dump.rows[heaviest].tolist()),
         )
-
-
-def _describe(dump: Dump, bins: Tensor) -> Iterator[Bin]:
-    for number in range(int(bins.max()) + 1):
-        some = dump.lengths[bins == number]
-        share, tokens = len(some) / len(dump), some.sum().item() / dump.lengths.sum().item()
-        yield Bin(low=int(some.min()), high=int(some.max()), share=share, tokens=tokens)
 
 
 def _quartiles(lengths: Tensor) -> tuple[int, int, int]:

@@ -136,12 +136,8 @@ def reach_of_sums(band: ClipBand, sums: Tensor, lengths: Tensor) -> Tensor:
 
 
 def factor_for(far: Tensor, rate: float) -> float:
-    """The factor on a band's limits that puts this share of the responses outside, as near as N allows.
-
-    Args:
-        far: [N], see :func:`reach`.
-        rate: in [0, 1].
-    """
+    """The factor on a band's limits that puts this share of the responses, in [0, 1], outside, as near as N
+    allows; ``far`` [N] is their :func:`reach`."""
     # Responses with the same reach leave the band together.
     edges, counts = torch.unique(far, return_counts=True)
     outside = len(far) - counts.cumsum(0)  # with a factor just above each

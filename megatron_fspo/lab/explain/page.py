@@ -11,19 +11,8 @@ from matplotlib.figure import Figure
 from megatron_fspo import __version__
 from megatron_fspo.lab.explain.explanation import Bin, Explanation, OfLoss
 from megatron_fspo.lab.explain.text import bins_table, fates_table, limits_table, losses_table, sentences
-from megatron_fspo.lab.report.drawing import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PURPLE,
-    legend,
-    length_axis,
-    picture,
-    share_axis,
-)
+from megatron_fspo.lab.report.drawing import COLOURS, legend, length_axis, picture, share_axis
 from megatron_fspo.lab.report.page import template
-
-_COLOURS = (BLUE, ORANGE, GREEN, PURPLE)
 
 
 def write_page(explanation: Explanation, path: Path) -> None:
@@ -56,7 +45,7 @@ def _by_length(figure: Figure, bins: Sequence[Bin], losses: Sequence[OfLoss], na
     """One of the ``LengthFigures``, by its name."""
     axes = figure.subplots()
     at = [(one.low * one.high) ** 0.5 for one in bins]
-    for one, colour in zip(losses, _COLOURS, strict=False):
+    for one, colour in zip(losses, COLOURS, strict=False):
         values = [getattr(x, name) for x in one.by_length]
         axes.plot(at, values, color=colour, marker="o", ms=3.5, lw=1.4, label=one.name)
     length_axis(axes)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fspo.data.parquet import read_parquet
+from megatron_fspo.data.rows import without_twins
 from megatron_fspo.errors import InputError
 
 try:
@@ -138,7 +139,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
             if isinstance(row, dict) and line.count(b":") == len(row):
                 return row
     try:
-        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_twins)
+        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=without_twins)
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: not text in UTF-8 at byte {error.start + 1}") from error
     except json.JSONDecodeError as error:
@@ -147,13 +148,4 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         raise InputError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise InputError(f"{where}: not an object in JSON")
-    return row
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in row:
-            raise ValueError(f"the key {key[:40]!r} is there twice")
-        row[key] = value
     return row

@@ -182,14 +182,8 @@ def in_flight(shape: Shape, stage: int, micro_batches: int) -> int:
 
 
 def activations(shape: Shape, stage: int, pack: PlannedPack, micro_batches: int) -> Activations:
-    """The activations of an optimizer step on one rank of a stage.
-
-    Args:
-        shape: the model and its layout.
-        stage: pipeline stage, from 0.
-        pack: every micro-batch is like this one.
-        micro_batches: their number on this rank in the optimizer step.
-    """
+    """The activations of an optimizer step of so many micro-batches, each like ``pack``, on one rank of a
+    pipeline stage, from 0."""
     virtual = shape.parallel.virtual_pipeline
     chunks = [kept(shape, stage, chunk, pack) for chunk in range(virtual)]
     flying = in_flight(shape, stage, micro_batches)

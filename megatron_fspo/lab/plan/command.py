@@ -71,13 +71,8 @@ def _tried(config: Config, given: Given) -> Iterator[tuple[str, dict[str, Any], 
 
 
 def plan(config: Config, given: Given, *, model: str | None, use_json: bool) -> tuple[str, bool]:
-    """The text to print, and whether the run fits.
-
-    Args:
-        config: of the run.
-        given: what the command line says of hardware and responses.
-        model: a preset or a folder; None: the run's checkpoint.
-        use_json: JSON in place of tables.
+    """The text to print, and whether the run fits. ``model`` is a preset or a folder, by default the run's
+    checkpoint.
 
     Raises:
         InputError: no such model, or the model cannot be spread like this.
@@ -85,8 +80,12 @@ def plan(config: Config, given: Given, *, model: str | None, use_json: bool) -> 
     arch = find_model(model or str(config.model.checkpoint))
     made = make_plan(config, arch, given)
     changes = _single_changes(config, arch, given) if made.problems else {}
-    text = json.dumps(_as_json(made, changes)) if use_json else _as_text(made, changes)
-    return text, not made.problems
+    if use_json:
+        return json.dumps(_as_json(made, changes)), not made.problems
+    files = f"a checkpoint: {_gib(made.checkpoint)} GiB; the Hugging Face export: {_gib(made.export)} GiB"
+    servers = [_server(made)] if made.server is not None else []
+    blocks = [_head(made), _memory(made), *servers, files, _times(made), _assumptions(made)]
+    return "\n\n".join([*blocks, _limits(made, changes)]), not made.problems
 
 
 def assumed(words: Sequence[str]) -> Machine:
@@ -109,13 +108,6 @@ def assumed(words: Sequence[str]) -> Machine:
         if not 0 < values[name] < float("inf"):
             raise InputError(f"--assume {word}: must be NAME=NUMBER, a positive number")
     return Machine(**values)
-
-
-def _as_text(plan: RunPlan, changes: Changes) -> str:
-    files = f"a checkpoint: {_gib(plan.checkpoint)} GiB; the Hugging Face export: {_gib(plan.export)} GiB"
-    servers = [_server(plan)] if plan.server is not None else []
-    blocks = [_head(plan), _memory(plan), *servers, files, _times(plan), _assumptions(plan)]
-    return "\n\n".join([*blocks, _limits(plan, changes)])
 
 
 def _as_json(plan: RunPlan, changes: Changes) -> dict[str, Any]:

@@ -37,14 +37,8 @@ class State:
 
 
 def state(shape: Shape, stage: int, rank: int = 0) -> State:
-    """The state of a rank of the stage.
-
-    Args:
-        shape: the model and its layout.
-        stage: pipeline stage, from 0.
-        rank: among the ranks that share the optimizer's state out; the first holds as much as any but for
-            padding.
-    """
+    """The state of a rank of a pipeline stage, from 0. ``rank`` is its number among those that share the
+    optimizer's state out; the first holds as much as any but for padding."""
     size = held = 0
     for number, chunk in enumerate(stage_parameters(shape, stage)):
         bucket = None

@@ -38,12 +38,8 @@ class ComparedRun:
 
 
 def write_comparison(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Draw one page for several runs, and return its path.
-
-    Args:
-        folders: of the runs, at least two.
-        out: a folder for ``index.html``, or a file that ends in ``.html``; the default is a folder beside the
-            first run, with its name and ``.compare``.
+    """Draw one page for at least two runs, and return its path. ``out`` is a folder for ``index.html``, or a
+    file that ends in ``.html``; by default a folder beside the first run, with its name and ``.compare``.
 
     Raises:
         InputError: fewer than two runs; one is given twice; or a folder holds no run, or one without a step.
@@ -76,11 +72,8 @@ def names(paths: Sequence[Path]) -> list[str]:
 
 
 def differences(configs: Sequence[Any]) -> list[tuple[str, list[str]]]:
-    """(key, value in each run) of the settings that are not equal in all; those of the folder apart.
-
-    Args:
-        configs: of type ``Config``. A key that a run does not have is a dash.
-    """
+    """(key, value in each run) of the settings that are not equal in all, those of the folder apart; a key
+    that a run does not have is a dash."""
     flat = [
         {
             f"{section}.{key}": ABSENT if value is None else in_words(value)

@@ -25,6 +25,8 @@ from megatron_fspo.lab.report.history import Array, Series
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7c8493"
 YELLOW, SKY = "#c98a00", "#56b4e9"
 """Okabe and Ito's yellow is a little darker here: theirs is lost on white."""
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY)
+"""Of lines side by side, the first ones first."""
 TEXT, AXIS, GRID, EDGE = "#374151", "#9ca3af", "#e5e7eb", "#111827"
 """Colours on a light page."""
 _VARIABLES = {TEXT: "--figure-text", AXIS: "--figure-axis", GRID: "--figure-grid", EDGE: "--figure-edge"}

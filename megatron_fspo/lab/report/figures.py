@@ -127,16 +127,12 @@ def phases(history: History) -> list[TimeShare]:
 
 
 def machines(jobs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The machines that computed and their versions, in words; empty for a run without jobs.
-
-    Args:
-        jobs: rows of ``jobs.jsonl``. A job that went on with the same as the one before is left out.
-    """
-    return {"Hardware": _changes(jobs, _hardware), "Versions": _changes(jobs, _versions)} if jobs else {}
-
-
-def _versions(job: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in job["versions"].items())
+    """The machines that computed and their versions, in words, by the rows of ``jobs.jsonl``; empty without
+    any. A job that went on with the same as the one before is left out."""
+    if not jobs:
+        return {}
+    versions = _changes(jobs, lambda job: ", ".join(f"{name} {n}" for name, n in job["versions"].items()))
+    return {"Hardware": _changes(jobs, _hardware), "Versions": versions}
 
 
 def _hardware(job: Mapping[str, Any]) -> str:

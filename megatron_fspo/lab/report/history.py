@@ -55,14 +55,7 @@ class Series:
 
 
 class History:
-    """The metrics of a run.
-
-    Args:
-        newest: read so many rows only, the last ones.
-
-    Raises:
-        InputError: the folder holds no metrics.
-    """
+    """The metrics of a run, or its ``newest`` rows of them; ``InputError`` if the folder holds none."""
 
     def __init__(self, folder: Path, *, newest: int | None = None) -> None:
         path = folder / METRICS

@@ -19,13 +19,10 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from megatron_fspo.evaluation.intervals import wilson_interval
 from megatron_fspo.lab.report.drawing import (
     BLUE,
+    COLOURS,
     EDGE,
     GREEN,
-    GREY,
     ORANGE,
-    PURPLE,
-    SKY,
-    YELLOW,
     Line,
     legend,
     length_axis,
@@ -38,7 +35,6 @@ from megatron_fspo.lab.report.history import Array, BinRates, Records, Series
 from megatron_fspo.objective import ClipBand, LengthReweightingError
 from megatron_fspo.objective.calibration import Exponent
 
-_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, GREY)
 _STYLES = ("-", "--", ":", "-.")
 _MARKERS = "osD^vPX"
 
@@ -223,18 +219,14 @@ class LengthCurve:
 
 def style_of(position: int) -> tuple[str, str, str]:
     """Colour, style of line and marker of the run at this position."""
-    style = _STYLES[position // len(_COLOURS) % len(_STYLES)]
-    return _COLOURS[position % len(_COLOURS)], style, _MARKERS[position % len(_MARKERS)]
+    style = _STYLES[position // len(COLOURS) % len(_STYLES)]
+    return COLOURS[position % len(COLOURS)], style, _MARKERS[position % len(_MARKERS)]
 
 
 @picture(4.6, 2.9)
 def evaluations(figure: Figure, runs: Sequence[tuple[int, str, Sequence[Series]]]) -> None:
-    """Accuracy over the steps, with intervals where there are any.
-
-    Args:
-        figure: empty.
-        runs: position among those that are compared, label, and accuracy with the ends of its interval.
-    """
+    """Accuracy over the steps, with intervals where there are any. Of each run: its position among those that
+    are compared, its label, and accuracy with the ends of its interval."""
     axes = figure.subplots()
     span = max(series[0].steps.max() - series[0].steps.min() for _, _, series in runs) or 1
     for position, label, (accuracy, low, high) in runs:

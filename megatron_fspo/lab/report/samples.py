@@ -60,12 +60,8 @@ def first_and_last_samples(folder: Path, history: History) -> list[dict[str, Any
 
 
 def accuracy_change(history: History, samples: Sequence[Mapping[str, Any]]) -> AccuracyChange | None:
-    """The change of accuracy over a run; None with fewer than two evaluations.
-
-    Args:
-        history: the rows of the run.
-        samples: from :func:`first_and_last_samples`.
-    """
+    """The change of accuracy over a run, by its rows and :func:`first_and_last_samples`; None with fewer than
+    two evaluations."""
     name = history.evaluation()
     if name is None or len(scores := history.series(name)) < 2:
         return None
@@ -91,13 +87,11 @@ def _mean_rewards(rows: Sequence[Mapping[str, Any]], step: int) -> dict[tuple[st
 
 
 def before_after(rows: Sequence[Mapping[str, Any]]) -> list[Pair]:
-    """The responses of the first and the last evaluation to the same prompts; none where there are no two.
+    """The responses of the first and the last evaluation in these rows of ``samples.jsonl`` to the same
+    prompts; none where there are no two.
 
     There is one for each prompt before a prompt comes again: those whose reward changed before others, and in
     the order of the evaluation. Nothing is drawn by chance.
-
-    Args:
-        rows: lines of ``samples.jsonl``, with ``step``, ``prompt``, ``response`` and ``reward``.
     """
     steps = sorted({row["step"] for row in rows})
     if len(steps) < 2:

@@ -122,12 +122,8 @@ def planned(sweep: Sweep) -> Iterator[Planned]:
 
 
 def config_of(sweep: Sweep, run: Planned, loss: Mapping[str, Any] | None = None) -> tuple[Config, list[Path]]:
-    """The configuration of a run, and the files it is read from; its own is written into the sweep's folder.
-
-    Args:
-        sweep: the file that was read.
-        run: one of its runs.
-        loss: the loss section in place of the planned one.
+    """The configuration of a run, with ``loss`` in place of the planned section, and the files it is read
+    from; its own is written into the sweep's folder.
 
     Raises:
         InputError: a key is wrong; the line names the file.

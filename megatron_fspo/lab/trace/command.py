@@ -22,7 +22,7 @@ from megatron_fspo.errors import InputError
 from megatron_fspo.lab.plan.plan import GIB, Given, make_plan
 from megatron_fspo.lab.plan.presets import find_model
 from megatron_fspo.lab.trace import engine
-from megatron_fspo.lab.trace.request import Request
+from megatron_fspo.lab.trace.record import Request, Site
 
 _LINES = 12
 
@@ -30,12 +30,8 @@ _LINES = 12
 def traces(
     requests: Iterable[Request], *, blackwell: bool = False, paths: Sequence[Path] = ()
 ) -> Iterator[dict[str, Any]]:
-    """One trace for each request, in one process.
-
-    Args:
-        requests: asked for one by one.
-        blackwell: the GPUs are of that generation, which MXFP8 needs; otherwise Hopper.
-        paths: where modules are looked for first.
+    """One trace for each request, asked for one by one, in one process. GPUs are of the generation Blackwell,
+    which MXFP8 needs, or Hopper; ``paths`` are where modules are looked for first.
 
     Raises:
         InputError: there is no compiler, or torch is not a build for CUDA.
@@ -101,14 +97,8 @@ def _compile(library: Path) -> None:
 
 
 def trace(config: Config, given: Given, *, model: str | None, rank: int, use_json: bool) -> str:
-    """The text to print.
-
-    Args:
-        config: of the run.
-        given: of the plan that the trace is compared with.
-        model: a preset or a folder; None: the run's checkpoint.
-        rank: the one that is traced.
-        use_json: JSON in place of tables.
+    """The text to print of the trace of a rank, beside the plan of ``given``. ``model`` is a preset or a
+    folder, by default the run's checkpoint.
 
     Raises:
         InputError: it cannot be traced here.
@@ -157,7 +147,7 @@ def as_text(seen: dict[str, Any], rank: int, world: int) -> str:
         lines.append(f"{row}{sent[phase] / GIB:>11.3f}")
     lines += ["", "held at the peak, GiB, by the line that made it"]
     for one in seen["at_peak"][:_LINES]:
-        lines.append(f"{one['value'] / GIB:>8.3f}  {one['phase']}: {site(one)}")
+        lines.append(f"{one['value'] / GIB:>8.3f}  {one['phase']}: {Site(**one['site'])}")
     lines += ["", "sent in old pass and updates, GiB, by group"]
     groups: Counter[str] = Counter()
     for one in seen["collectives"]:
@@ -167,14 +157,8 @@ def as_text(seen: dict[str, Any], rank: int, world: int) -> str:
     lines += ["", "host syncs in old pass and updates"]
     for one in sorted(seen["syncs"], key=lambda one: -one["count"]):
         if one["phase"] in ("old pass", "update"):
-            lines.append(f"{one['count']:>8}  {one['phase']}: {one['kind']} at {site(one)}")
+            lines.append(f"{one['count']:>8}  {one['phase']}: {one['kind']} at {Site(**one['site'])}")
     return "\n".join(lines)
-
-
-def site(one: dict[str, Any]) -> str:
-    """A line of the program."""
-    where = one["site"]
-    return f"{where['file']}:{where['line']} {where['function']}"
 
 
 def _group(ranks: list[int], groups: dict[str, list[int]]) -> str:

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
 from megatron_fspo.lab.trace import engine
-from megatron_fspo.lab.trace.record import Site, Trace
-from megatron_fspo.lab.trace.request import Request
+from megatron_fspo.lab.trace.record import Request, Site, Trace
 from megatron_fspo.lab.trace.watch import Watch
 
 

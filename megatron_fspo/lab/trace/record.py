@@ -1,4 +1,4 @@
-"""What is recorded of a program on a GPU, by the line of the program."""
+"""What is asked of the traced process, and what is recorded of a program on a GPU, by the line of it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,27 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 _HERE = Path(__file__).parent
 _PACKAGE = str(_HERE.parents[2]) + "/"
 _OTHERS = ("/megatron/core/", "/transformer_engine/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The step of one rank."""
+
+    config: dict[str, Any]
+    """Of the run, as JSON types."""
+    model: str
+    """A preset or a folder."""
+    layers: int | None = None
+    """Layers of the model in place of its own."""
+    world: int
+    rank: int
+    fault: str | None = None
+    """``module:function`` to call before the step: for tests."""
 
 
 @dataclass(frozen=True, order=True)

@@ -17,12 +17,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fspo.config import Config
 from megatron_fspo.lab.plan.presets import find_model
-from megatron_fspo.lab.trace.request import Request
+from megatron_fspo.lab.trace.record import Request
 from megatron_fspo.lab.trace.watch import Watch
 from megatron_fspo.mcore import startup
 from megatron_fspo.mcore.backend import Backend
-from megatron_fspo.mcore.hf_weights import hf_tensors
-from megatron_fspo.mcore.model import expert_offset, layer_offset
+from megatron_fspo.mcore.hf_weights import fill, hf_tensors
 from megatron_fspo.mcore.offload import Offload
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
@@ -38,7 +37,7 @@ from megatron_fspo.trainer.optimize import optimize
 from megatron_fspo.trainer.prepare import DTYPES, Inputs
 from megatron_fspo.trainer.rollout import Rollout, describe, layout_of, rollout_of
 from megatron_fspo.types import Completion, Prompt
-from megatron_fspo.weights import Architecture, load_into
+from megatron_fspo.weights import Architecture
 from megatron_fspo.weights.table import expected_hf_shapes
 
 MICRO_BATCHES = 2
@@ -96,8 +95,12 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
         facts: dict[str, Any] = {"micro_batches": len(step.packs)}
         del step
         run.policy.zero_gradients()
-        with watch.during("weights"):
-            _export(run.policy)
+        with watch.during("weights"):  # what their sender does, up to the sending
+            named = [chunk.named_parameters() for chunk in run.policy.chunks]
+            for bucket in in_buckets(hf_tensors(run.policy, named)):
+                for _, tensor in bucket:
+                    tensor.contiguous()
+                del bucket, tensor
         facts |= {"state": watch.trace.live}
         if config.vllm.colocated:
             memory = Offload(run.policy, *([run.reference] if run.reference else []))
@@ -144,7 +147,8 @@ def _training(
     reference = Model(arch, backend, groups, **made) if config.loss.kl_coef else None
     with watch.during("load"):
         for model in filter(None, (policy, reference)):
-            _load(model)
+            fill(model, _Zeros(arch))
+            model.weights_loaded()
     return Training(
         inputs=inputs,
         groups=groups,
@@ -170,22 +174,6 @@ def _training(
     )
 
 
-def _load(model: Model) -> None:
-    """Fill a model from a checkpoint of zeros."""
-    for chunk in model.chunks:
-        load_into(
-            chunk.named_parameters(),
-            _Zeros(model.arch),
-            model.arch,
-            tp_rank=model.groups.tp.rank(),
-            tp_size=model.groups.tp.size(),
-            padded_vocab=model.padded_vocab,
-            layer_offset=layer_offset(model.config, chunk),
-            expert_offset=expert_offset(model.arch, model.groups.ep),
-        )
-    model.weights_loaded()
-
-
 @dataclass
 class _Zeros:
     """A checkpoint that takes no memory."""
@@ -208,15 +196,6 @@ class _Zeros:
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         whole = torch.zeros((), dtype=torch.bfloat16).expand(self.shape(name))
         return whole if slices is None else whole[slices]
-
-
-def _export(policy: Policy) -> None:
-    """What the sender of weights does, up to the sending."""
-    named = [chunk.named_parameters() for chunk in policy.chunks]
-    for bucket in in_buckets(hf_tensors(policy, named)):
-        for _, tensor in bucket:
-            tensor.contiguous()
-        del bucket, tensor
 
 
 def _rollout(config: Config, layout: PackLayout, groups: ParallelGroups) -> tuple[Rollout, int]:

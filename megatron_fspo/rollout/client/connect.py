@@ -25,16 +25,8 @@ LARGEST_TEMPERATURE = 2.0  # vLLM refuses more
 
 
 def check_options(options: VLLM, temperatures: Mapping[str, float], *, cuda: bool) -> None:
-    """Refuse what cannot work, before any server is asked.
-
-    Args:
-        options: the section ``vllm``.
-        temperatures: that will be sampled at, by key of the configuration.
-        cuda: the trainer's tensors are on a GPU.
-
-    Raises:
-        InputErrors
-    """
+    """Refuse what cannot work, before any server is asked, as ``InputErrors``. ``temperatures`` that will be
+    sampled at are by key of the configuration; ``cuda``: the trainer's tensors are on a GPU."""
     problems = []
     urls = [server.url for server in _servers(options.urls, http_client())]
     twice = next((url for i, url in enumerate(urls) if url in urls[:i]), None)

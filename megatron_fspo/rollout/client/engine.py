@@ -215,15 +215,9 @@ class VLLMEngine:
             self._control.tell("done")
 
     def _enter(self, turn: Turn, servers: Sequence[Server] = ()) -> None:
-        """Begin a turn, on the first rank, while the others follow. Memory is given before any is taken.
-
-        Args:
-            turn: the one that begins.
-            servers: that have their weights in the turn ``update``.
-
-        Raises:
-            ServerLost: one of them does not wake.
-        """
+        """Begin a turn, on the first rank, while the others follow; ``servers`` have their weights in the
+        turn ``update``. Memory is given before any is taken. Raises ``ServerLost`` if one of them does not
+        wake."""
         if self.memory is None or (self._turn is turn and turn is not Turn.UPDATE):
             return
         assert self.leader is not None

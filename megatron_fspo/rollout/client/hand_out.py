@@ -31,15 +31,8 @@ _ROWS = msgspec.msgpack.Decoder(
 
 
 def hand_out(shares: Sequence[Sequence[Completion]], *, group: dist.ProcessGroup) -> list[Completion]:
-    """Give every rank of the group its completions. Collective.
-
-    Args:
-        shares: what goes to each rank; empty lists on a rank that has none. What stays is not copied.
-        group: data parallel.
-
-    Returns:
-        this rank's, in their order.
-    """
+    """Give every data-parallel rank its share of what some of them hold: ``shares`` are for each rank, empty
+    lists where there are none. What stays is not copied. Returns this rank's, in their order. Collective."""
     here = group.rank()
     sent = [[_encode(share)] if share and rank != here else [] for rank, share in enumerate(shares)]
     received, counts = exchange(sent, torch.uint8, group=group)

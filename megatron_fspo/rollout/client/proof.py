@@ -157,10 +157,6 @@ async def ask_scores(servers: Sequence[Server], sequences: Sequence[Sequence[int
 
 
 def tolerance(rounding: float, dtype: torch.dtype) -> float:
-    """Largest |Δ log-prob| of a token that passes for equal weights, in nats.
-
-    Args:
-        rounding: the largest between trainer and servers on weights known to be equal; 0 if none are.
-        dtype: of the trainer's weights.
-    """
+    """Largest |Δ log-prob| of a token that passes for equal weights of the trainer's dtype, in nats;
+    ``rounding`` is the largest on weights known to be equal, 0 if none are."""
     return min(_CAP[dtype], max(_FLOOR[dtype], _FACTOR * rounding))

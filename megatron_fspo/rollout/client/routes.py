@@ -12,13 +12,9 @@ from megatron_fspo.types import Routing
 
 
 def read_routes(sent: str | None, routing: Routing, *, tokens: int, versions: int) -> Tensor:
-    """Experts of all tokens of a prompt and its response but the last, uint8 [tokens - 1, layers, k].
-
-    Args:
-        sent: base64 of a ``.npy``; None: the server sent none.
-        routing: of the model.
-        tokens: of prompt and response.
-        versions: of the weights that wrote the response.
+    """Experts of all tokens of a prompt and its response but the last, uint8 [tokens - 1, layers, k], from
+    the base64 of a ``.npy``, None if the server sent none. So many versions of the weights wrote the
+    response.
 
     Raises:
         ValueError: why they are not believed.

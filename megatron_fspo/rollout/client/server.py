@@ -119,18 +119,12 @@ class Server:
         timeout: float,
         attempts: int = 3,
     ) -> Completion:
-        """Return one completion of a prompt (``params.n`` is not looked at); raises like :meth:`post`.
+        """Return one completion of a prompt (``params.n`` is not looked at); raises like :meth:`post`, as
+        ``timeout`` and ``attempts`` have it there. ``seed``, in [0, 2³¹), names the random stream, instead of
+        ``params.seed``.
 
-        A token id outside the vocabulary kills a vLLM server: the caller has checked them.
-
-        A server with a tokenizer stops at ``params.stop`` by itself, which saves what others go on to sample.
-
-        Args:
-            token_ids: of the prompt.
-            params: how to sample.
-            seed: in [0, 2³¹); names the random stream, instead of ``params.seed``.
-            timeout: seconds for one attempt.
-            attempts: how often at most, see :meth:`post`.
+        A token id outside the vocabulary kills a vLLM server: the caller has checked them. A server with a
+        tokenizer stops at ``params.stop`` by itself, which saves what others go on to sample.
         """
         answer = await self._generate(token_ids, params, {"seed": seed}, timeout, attempts)
         with self._reading():

@@ -217,11 +217,7 @@ def command(options: ServerOptions, vllm: Installation) -> list[str]:
 
 def environment(*, on_cpu: bool, gpus: Sequence[str] = ()) -> dict[str, str]:
     """vLLM's environment: ours, VLLM_API_KEY included, without those of torchrun, our Python and allocator.
-
-    Args:
-        on_cpu: the server runs on a CPU.
-        gpus: the only ones that it is to see; default all.
-    """
+    The server sees ``gpus`` only, by default all."""
     kept = {name: value for name, value in os.environ.items() if not _NOT_FOR_VLLM.fullmatch(name)}
     defaults = {"VLLM_NO_USAGE_STATS": "1"} | ({"VLLM_CPU_KVCACHE_SPACE": "1"} if on_cpu else {})  # GiB
     if gpus:

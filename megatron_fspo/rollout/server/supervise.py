@@ -61,14 +61,11 @@ def assign_gpus(options: ServerOptions, gpus: Sequence[str], per_server: int) ->
 
 
 def supervise_all(servers: Sequence[ServerOptions], *, keep_alive: bool) -> int:
-    """Serve until SIGTERM, Ctrl-C, or the parent's end; a server that crashed starts again.
+    """Serve until SIGTERM, Ctrl-C, or the parent's end, unless ``keep_alive``; a server that crashed starts
+    again.
 
     After a restart it serves the checkpoint's weights, under the version ``default``: who sent it newer ones
     has to send them again. One of several that is given up leaves the others alone.
-
-    Args:
-        servers: one or more.
-        keep_alive: stay when the parent ends.
 
     Returns:
         0 after SIGTERM or the parent's end; 1 when all of several have ended by themselves. Ctrl-C goes on as
