@@ -191,9 +191,8 @@ def cache_bytes(policy: Policy, rows: int, tokens: int) -> int:
     decoder = Decoder(policy.chunks, policy.groups, vocab_size=policy.arch.vocab_size)
     with decoder.session(rows=rows, max_tokens=tokens):
         decoder.feed([[1, 2]] * rows)
-        assert decoder._context is not None
-        caches = decoder._context.key_value_memory_dict.values()
-        return sum(part.nbytes for cache in caches for part in cache)
+        layers = [layer for chunk in policy.chunks for layer in chunk.decoder.layers]
+        return sum(layer.self_attention.core_attention.cache.nbytes for layer in layers)
 
 
 def sent_bytes(policy: Policy) -> int:

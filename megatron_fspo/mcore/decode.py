@@ -7,6 +7,10 @@ is fed its next prompt token in place of a sampled one. No padding, no attention
 All ranks of one model copy step together: tensor ranks each with their heads, pipeline stages one after the
 other, context-parallel ranks each the whole row. Under expert parallel data-parallel ranks do, too: a row may
 need the experts of any. Made for small models, tests and the demo.
+
+Megatron's contexts for inference are left aside: the one that runs on any device keeps keys that are not
+rotated, and rotates all of them for every token. Here layers run as in training, and their core attention is
+replaced by one that remembers.
 """
 
 from __future__ import annotations
@@ -17,16 +21,68 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_fspo.mcore.layers import SDPACoreAttention
 from megatron_fspo.parallel.groups import ParallelGroups, any_rank, of_first_rank
 
 # Where Megatron keeps the flag that splits activations over tensor ranks.
 _SEQUENCE_PARALLEL_FLAGS = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+
+
+class _CachedAttention(Module):
+    """Core attention of a session, whatever the layers: each token to itself and to all fed before it."""
+
+    cache: Tensor
+    """[2, b, g, max_tokens, d]: keys, rotated, and values."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__()
+        self._max_tokens, self._length = max_tokens, 0
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Attend: query [s, b, h, d], key and value [s, b, g, d] -> [s, b, h * d]."""
+        tokens, rows, groups, size = key.shape
+        start, self._length = self._length, self._length + tokens
+        if start == 0:
+            self.cache = key.new_empty(2, rows, groups, self._max_tokens, size)
+        self.cache[..., start : self._length, :] = torch.stack([key, value]).permute(0, 2, 3, 1, 4)
+        keys, values = self.cache[..., : self._length, :]
+        if start == 0:
+            q = query.permute(1, 2, 0, 3)
+            out = scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+            return out.permute(2, 0, 1, 3).flatten(2)
+        assert tokens == 1
+        # Heads that share a key are queries of one head, so that no key is repeated for them.
+        out = scaled_dot_product_attention(query.reshape(rows, groups, -1, size), keys, values)
+        return out.reshape(1, rows, -1)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Make these rows of the cache all that it has; only those that get another place are copied."""
+        before, moved = self.cache, [place for place, row in enumerate(rows) if row != place]
+        if len(rows) > before.shape[1]:
+            self.cache, moved = before.new_empty(2, len(rows), *before.shape[2:]), list(range(len(rows)))
+        if moved:
+            filled = before[:, [rows[place] for place in moved], :, : self._length]
+            self.cache[:, moved, :, : self._length] = filled
+        self.cache = self.cache[:, : len(rows)]
+
+
+class _Rotary(Module):
+    """Angles of the tokens that are fed; whole rows, also on a context-parallel rank."""
+
+    def __init__(self, angles: Module, max_tokens: int) -> None:
+        super().__init__()
+        self._angles: Tensor = angles(max_tokens, packed_seq=True)
+        self.positions = slice(0)
+
+    def get_rotary_seq_len(self, *_: Any) -> int:
+        return 0  # forward() knows
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return self._angles[self.positions]
 
 
 class Decoder:
@@ -45,8 +101,7 @@ class Decoder:
         self._sharers = (groups.tp, groups.cp, groups.pp)
         self._shares_experts = groups.ep.size() > 1
         self._vocab_size = vocab_size
-        self._settings = list(_settings(self._chunks))
-        self._context: StaticInferenceContext | None = None
+        self._length = 0
 
     @contextmanager
     def session(self, *, rows: int, max_tokens: int) -> Iterator[None]:
@@ -58,16 +113,22 @@ class Decoder:
         training = self._chunks[0].training
         for chunk in self._chunks:
             chunk.eval()
-        for owner, name, _, within in self._settings:
-            setattr(owner, name, within)
-        self._context = StaticInferenceContext(max_batch_size=rows, max_sequence_length=max_tokens)
+        settings = list(_settings(self._chunks, max_tokens))
+        outside = [getattr(owner, name) for owner, name, _ in settings]
+        for setting in settings:
+            setattr(*setting)
+        # The next token is that after the last one.
+        heads = [chunk.output_layer for chunk in self._chunks if chunk.post_process]
+        hooks = [head.register_forward_pre_hook(lambda _, args: (args[0][-1:], *args[1:])) for head in heads]
+        self._length = 0
         try:
             with torch.no_grad():
                 yield
         finally:
-            self._context = None
-            for owner, name, outside, _ in self._settings:
-                setattr(owner, name, outside)
+            for hook in hooks:
+                hook.remove()
+            for (owner, name, _), value in zip(settings, outside, strict=True):
+                setattr(owner, name, value)
             for chunk in self._chunks:
                 chunk.train(training)
 
@@ -96,12 +157,12 @@ class Decoder:
         return any_rank(mine, device=next(self._chunks[0].parameters()).device)
 
     def _step(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        context = self._context
-        assert context is not None, "feed() outside session()"
         parameter = next(self._chunks[0].parameters())
         ids = torch.tensor(tokens, device=parameter.device)
-        start = context.sequence_len_offset
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
+        start, self._length = self._length, self._length + ids.shape[1]
+        positions = torch.arange(start, self._length, device=ids.device).expand_as(ids)
+        for chunk in self._chunks:
+            chunk.rotary_pos_emb.positions = slice(start, self._length)
 
         stages, mine = self._pipeline.size(), self._pipeline.rank()
         ranks = dist.get_process_group_ranks(self._pipeline)
@@ -118,7 +179,7 @@ class Decoder:
             if stage > 0:
                 dist.recv(hidden, src=ranks[(stage - 1) % stages], group=self._pipeline)
                 chunk.set_input_tensor(hidden)
-            out = chunk(ids, positions, None, inference_context=context, runtime_gather_output=True)
+            out = chunk(ids, positions, None, runtime_gather_output=True)
             if stage == last:
                 logits = out[:, -1, : self._vocab_size].float()
             else:
@@ -126,43 +187,31 @@ class Decoder:
         if stages > 1:
             logits = logits.contiguous()
             dist.broadcast(logits, src=ranks[-1], group=self._pipeline)
-        context.sequence_len_offset += ids.shape[1]
-        context.enable_decode_mode()
         return logits
 
     def keep(self, rows: Sequence[int]) -> None:
         """Make these the rows of the cache, in the given order; a row that comes twice is copied."""
-        context = self._context
-        assert context is not None, "keep() outside session()"
-        index = torch.tensor(rows, device=next(self._chunks[0].parameters()).device)
-        for layer, cache in context.key_value_memory_dict.items():
-            context.key_value_memory_dict[layer] = tuple(part.index_select(1, index) for part in cache)
-        context.max_batch_size = len(rows)
+        for chunk in self._chunks:
+            for layer in chunk.decoder.layers:
+                layer.self_attention.core_attention.keep(rows)
 
     def settle(self, values: Tensor) -> Tensor:
         """One rank's values on all ranks of the model copy: of whatever decides which tokens come next."""
         return of_first_rank(values, *self._sharers)
 
 
-def _settings(chunks: Sequence[GPTModel]) -> Iterator[tuple[Any, str, Any, Any]]:
-    """(object, attribute, value outside a session, value within) of what a session turns off."""
+def _settings(chunks: Sequence[GPTModel], max_tokens: int) -> Iterator[tuple[Any, str, Any]]:
+    """(object, attribute, value) of what a session replaces."""
     modules: list[Module] = [module for chunk in chunks for module in chunk.modules()]
     if chunks[0].config.fp8:
         # A few tokens are no multiple of what FP8 takes, and its copies of the weights are those of the last
         # pass of the schedule.
-        yield chunks[0].config, "fp8", chunks[0].config.fp8, None
+        yield chunks[0].config, "fp8", None
     for owner in (*modules, chunks[0].config):
         for flag in _SEQUENCE_PARALLEL_FLAGS:
             if vars(owner).get(flag) is True:
-                yield owner, flag, True, False
+                yield owner, flag, False
     for chunk in chunks:
         for layer in chunk.decoder.layers:
-            # Transformer Engine's makes a plan on the GPU for every length, one per token, and splits
-            # rows over context-parallel ranks.
-            whole = layer.self_attention
-            if not isinstance(whole.core_attention, SDPACoreAttention):
-                settings = whole.config, whole.layer_number, whole.attn_mask_type, "self"
-                ours = SDPACoreAttention(*settings, pg_collection=whole.pg_collection)  # has no weights
-                yield whole, "core_attention", whole.core_attention, ours
-        # Without a group it gives every position, not those of this context-parallel rank.
-        yield chunk.rotary_pos_emb, "cp_group", chunk.rotary_pos_emb.cp_group, None
+            yield layer.self_attention, "core_attention", _CachedAttention(max_tokens)
+        yield chunk, "rotary_pos_emb", _Rotary(chunk.rotary_pos_emb, max_tokens)

@@ -43,7 +43,7 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
     scores. Under context parallel the keys and values of all ranks are gathered (one all-gather forward, one
     reduce-scatter backward) and each rank attends with its own queries: meant for CPU runs and as a
     reference; on GPUs Transformer Engine's ring attention does not hold all keys.
-    Not supported: attention dropout, sliding windows, context parallel without packing.
+    Not supported: attention dropout, sliding windows, inputs that are not packed.
     """
 
     def __init__(
@@ -74,30 +74,24 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         """Attend.
 
         Args:
-            query: [s, b, h, d], or [t, h, d] when packed.
-            key: [s, b, g, d], or [t, g, d] when packed.
+            query: [t, h, d].
+            key: [t, g, d].
             value: like ``key``.
-            attention_mask: must be None: the mask is causal, or none for one token against a cache.
+            attention_mask: must be None: the mask is causal.
             attn_mask_type: not looked at.
             attention_bias: must be None.
             packed_seq_params: borders of the packed sequences, over all context-parallel ranks.
 
         Returns:
-            [s, b, h * d], or [t, h * d] when packed.
+            [t, h * d].
         """
-        assert attention_mask is None and attention_bias is None
-        if packed_seq_params is not None:
-            borders = packed_seq_params.cu_seqlens_q.tolist()
-            if self._cp.size() > 1:
-                return self._attend_zigzag(query, key, value, borders)
-            lengths = [end - first for first, end in pairwise(borders)]
-            parts = [self._attend_one(q, k, v, causal=True) for q, k, v in _split(lengths, query, key, value)]
-            return torch.cat(parts).flatten(1)
-        # A cached decode asks with one token for all keys so far; a prefill has as many queries as keys.
-        causal = query.shape[0] > 1
-        assert not causal or query.shape[0] == key.shape[0]
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        return self._attend(q, k, v, causal=causal).permute(2, 0, 1, 3).flatten(2)
+        assert attention_mask is None and attention_bias is None and packed_seq_params is not None
+        borders = packed_seq_params.cu_seqlens_q.tolist()
+        if self._cp.size() > 1:
+            return self._attend_zigzag(query, key, value, borders)
+        lengths = [end - first for first, end in pairwise(borders)]
+        parts = [self._attend_one(q, k, v, causal=True) for q, k, v in _split(lengths, query, key, value)]
+        return torch.cat(parts).flatten(1)
 
     def _attend_zigzag(self, query: Tensor, key: Tensor, value: Tensor, borders: list[int]) -> Tensor:
         """This rank's queries against the keys of all ranks, sequence by sequence. [t, h * d]"""

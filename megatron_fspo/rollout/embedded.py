@@ -128,6 +128,9 @@ class EmbeddedEngine:
                 lanes, origins = [rows for rows, _ in pairs], [origin for _, origin in pairs]
                 next_tokens = self._extend(lanes, logits[origins], position, params)
                 live = [i for i, lane in enumerate(lanes) if lane[0].finish_reason is None]
+                # The last lanes take the places of those that ended: few rows of the cache are copied.
+                late = [i for i in live if i >= len(live)]
+                live = [i if lanes[i][0].finish_reason is None else late.pop() for i in range(len(live))]
                 finished([lane[0] for lane in lanes if lane[0].finish_reason is not None])
                 if not live:
                     return

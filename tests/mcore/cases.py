@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,8 @@ PROMPTS = (1, 3, 2, 5, 4, 2, 6, 1, 3, 2, 4, 1)
 RESPONSES = (1, 40, 7, 1, 25, 2, 33, 12, 3, 60, 5, 18)
 SHAPES = list(zip(PROMPTS, RESPONSES, strict=True))
 
+PROMPTS_TO_DECODE = [tuple(range(1, 2 + 2 * i)) for i in range(4)]
+
 
 def samples() -> list[Sample]:
     """The same on every rank. Token 0, which also pads, is sampled too."""
@@ -71,6 +74,8 @@ def drift(index: int) -> Tensor:
 class Reference:
     log_probs: list[Tensor]
     """Per sample [L], float64."""
+    greedy: Tensor
+    """Per prompt to decode, the 20 likeliest tokens one after the other."""
     gradients: dict[str, Tensor]
     """Hugging Face name → gradient of the loss, float64."""
     objective: float
@@ -106,5 +111,18 @@ def reference(checkpoint: Path) -> Reference:
     objective = total / len(rows)
     (-objective).backward()
     return Reference(
-        log_probs=scores, gradients=gradients_of(model), objective=objective.item(), clipped=clipped
+        log_probs=scores,
+        greedy=torch.stack([_greedy(model, prompt) for prompt in PROMPTS_TO_DECODE]),
+        gradients=gradients_of(model),
+        objective=objective.item(),
+        clipped=clipped,
     )
+
+
+@torch.no_grad()
+def _greedy(model: Any, prompt: tuple[int, ...]) -> Tensor:
+    """20 tokens, without a cache."""
+    ids = torch.tensor(prompt)
+    for _ in range(20):
+        ids = torch.cat([ids, model(ids[None]).logits[0, -1:].argmax(-1)])
+    return ids[len(prompt) :]

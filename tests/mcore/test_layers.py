@@ -38,8 +38,7 @@ def test_gradients_of_a_pack_are_written_once() -> None:
     assert written < 20 * sum(tensor.nbytes for tensor in inputs)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_torch_is_asked_in_four_dimensions(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+def test_torch_is_asked_in_four_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     """With three it takes the kernel that holds all scores."""
     attention = local_attention()
     asked, ask = [], F.scaled_dot_product_attention
@@ -49,16 +48,14 @@ def test_torch_is_asked_in_four_dimensions(monkeypatch: pytest.MonkeyPatch, pack
         return ask(query, key, value, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
-    shape = (7,) if packed else (7, 1)
-    query, key, value = torch.randn(*shape, 4, 8), torch.randn(*shape, 2, 8), torch.randn(*shape, 2, 8)
+    query, key, value = torch.randn(7, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
     borders = torch.tensor([0, 3, 7], dtype=torch.int32)
     parameters = PackedSeqParams(cu_seqlens_q=borders, cu_seqlens_kv=borders, qkv_format="thd")
-    out = attention(query, key, value, None, packed_seq_params=parameters if packed else None)
-    assert asked == [{4}] * (2 if packed else 1) and out.shape == (*shape, 32)
+    out = attention(query, key, value, None, packed_seq_params=parameters)
+    assert asked == [{4}] * 2 and out.shape == (7, 32)
     # The last token of a sequence attends to all of it.
-    first = 3 if packed else 0
-    keys, values = (x[first:].view(-1, 2, 8).repeat_interleave(2, 1) for x in (key, value))
-    scores = torch.einsum("hd,nhd->hn", query[-1].view(4, 8), keys) / 8**0.5
+    keys, values = (x[3:].repeat_interleave(2, 1) for x in (key, value))
+    scores = torch.einsum("hd,nhd->hn", query[-1], keys) / 8**0.5
     want = torch.einsum("hn,nhd->hd", scores.softmax(-1), values)
     assert torch.allclose(out[-1].view(4, 8), want, atol=1e-6)
 

@@ -59,12 +59,16 @@ def test_step_equals_the_float64_oracle(
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_the_sampler_agrees_with_the_trainer(results: Path, layout: str, kind: str) -> None:
-    """Sampled log-probs are those of the training pass, and the same responses come from every layout."""
+def test_the_sampler_agrees_with_the_trainer(
+    results: Path, references: dict[str, Reference], layout: str, kind: str
+) -> None:
+    """Sampled log-probs are those of the training pass, the same responses come from every layout, and the
+    likeliest tokens are those of transformers."""
     got = load_file(results / f"{layout}-{kind}-512.safetensors")
     assert got["decode_error"] < 2e-5
     one = load_file(results / f"tp1-{kind}-512.safetensors")
     assert got["decoded"].tolist() == one["decoded"].tolist()
+    assert got["greedy"].tolist() == references[kind].greedy.tolist()
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)

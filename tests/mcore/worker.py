@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from cases import KINDS, LAYOUTS, TEMPERATURE, drift, fits, samples
+from cases import KINDS, LAYOUTS, PROMPTS_TO_DECODE, TEMPERATURE, drift, fits, samples
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.hf_weights import export_hf, hf_tensors, load_hf
 from megatron_fspo.mcore.policy import Policy
@@ -74,13 +74,15 @@ def decode(policy: Policy) -> dict[str, torch.Tensor]:
     """Completions of prompts of different lengths, in one batch and in many, scored by the training pass;
     each data-parallel rank has its own."""
     data = policy.groups.dp
-    prompts = [Prompt(index=i, token_ids=tuple(range(1, 2 + 2 * i)), text="", answer="") for i in range(4)]
+    prompts = [Prompt(index=i, token_ids=ids, text="", answer="") for i, ids in enumerate(PROMPTS_TO_DECODE)]
     params = SamplingParams(n=3, max_tokens=20, temperature=TEMPERATURE, stop_token_ids=(5, 6), seed=7)
     decoder = Decoder(policy.chunks, policy.groups, vocab_size=policy.arch.vocab_size)
     mine = range(data.rank(), len(prompts), data.size())
     wide = EmbeddedEngine(decoder, max_batch=12).submit(prompts, params, mine)()
     narrow = EmbeddedEngine(decoder, max_batch=5).submit(prompts, params, mine)()
     assert [[c.token_ids for c in row] for row in wide] == [[c.token_ids for c in row] for row in narrow]
+    likeliest = replace(params, n=1, temperature=0, stop_token_ids=())
+    greedy = EmbeddedEngine(decoder, max_batch=12).submit(prompts, likeliest, mine)()
     assert all(chunk.training for chunk in policy.chunks)
     worst = 0.0
     base = samples()[0]
@@ -100,10 +102,13 @@ def decode(policy: Policy) -> dict[str, torch.Tensor]:
             scores = policy.score([batch] * chunks, scoring_of(policy))
             gap = (scores[0] - batch.sampled_log_probs)[batch.mask]
             worst = max([worst, *gap.abs().tolist()])
-    rows = sorted(gather_lists([*zip(mine, wide, [worst] * len(mine), strict=True)], group=data))
-    tokens = [t for _, row, _ in rows for completion in row for t in completion.token_ids]
-    worst = max(each for _, _, each in rows)
-    return {"decode_error": torch.tensor(worst), "decoded": torch.tensor(tokens)}
+    rows = sorted(gather_lists([*zip(mine, wide, greedy, [worst] * len(mine), strict=True)], group=data))
+    tokens = [t for _, row, _, _ in rows for completion in row for t in completion.token_ids]
+    return {
+        "decode_error": torch.tensor(max(each for *_, each in rows)),
+        "decoded": torch.tensor(tokens),
+        "greedy": torch.tensor([row[0].token_ids for _, _, row, _ in rows]),
+    }
 
 
 def main() -> None:
