@@ -116,15 +116,7 @@ class Config(Section):
                 f"{key} needs rollout.top_p = 1, not {self.rollout.top_p}: the log-probs of a cut vocabulary "
                 "are renormalised, a bias that grows with length"
             )
-        if self.moe.replay == "rollout" and self.rollout.engine != "vllm":
-            raise ValueError(
-                f"moe.replay = rollout needs rollout.engine = vllm: {self.rollout.engine} samples with the "
-                "trainer's own routers; use old_pass"
-            )
-        if self.moe.replay == "old_pass" and sampled:
-            raise ValueError(
-                "moe.replay = old_pass needs rollout.old_log_probs = recompute: there is no pass"
-            )
+        self.moe.check(engine=self.rollout.engine, sampled=sampled)
         self.loss.check(off_policy_updates=self.off_policy_updates, sampled=sampled)
         self.fp8.check(dtype=self.model.dtype, layers=self.model.layers, backend=self.model.backend)
         return self

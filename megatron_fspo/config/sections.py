@@ -116,6 +116,23 @@ class MoE(Section):
         """True if a key asks for something that only a mixture of experts has."""
         return self != MoE()
 
+    def check(self, *, engine: str, sampled: bool) -> None:
+        """Raise ``ValueError`` where a rollout cannot give what is replayed.
+
+        Args:
+            engine: that samples.
+            sampled: S starts from the sampler's log-probs, without an old pass.
+        """
+        if self.replay == "rollout" and engine != "vllm":
+            raise ValueError(
+                f"moe.replay = rollout needs rollout.engine = vllm: {engine} samples with the trainer's own "
+                "routers; use old_pass"
+            )
+        if self.replay == "old_pass" and sampled:
+            raise ValueError(
+                "moe.replay = old_pass needs rollout.old_log_probs = recompute: there is no pass"
+            )
+
 
 class Rollout(Section):
     """Sampling during training."""

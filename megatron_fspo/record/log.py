@@ -120,7 +120,7 @@ class RunLog:
         if not counted or not limit:
             return
         kept = counted[:: math.ceil(len(counted) / limit)]
-        row = {
+        row: dict[str, Any] = {
             "step": step,
             "prompt": [r.sample // self._config.rollout.samples for r in kept],
             "length": [r.length for r in kept],
@@ -129,9 +129,10 @@ class RunLog:
             "clipped": [r.clipped > 0 for r in kept],
             "out_of_band": [r.out_of_band for r in kept],
             "ratio": [r.ratio for r in kept],
-            "flipped": [r.flipped for r in kept],
-            "flipped_log_ratio_sum": [r.flipped_log_ratio_sum for r in kept],
         }
+        if any(r.flipped for r in kept):
+            row["flipped"] = [r.flipped for r in kept]
+            row["flipped_log_ratio_sum"] = [r.flipped_log_ratio_sum for r in kept]
         self._append(SEQUENCES, row)
 
     def routers(self, step: int, load: Tensor) -> None:

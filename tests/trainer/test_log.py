@@ -149,6 +149,13 @@ def test_the_columns_of_sequences(tmp_path: Path) -> None:
     ]
 
 
+def test_tokens_that_flipped_have_columns(tmp_path: Path) -> None:
+    log = start(tmp_path)
+    log.sequences(1, [record(0), record(1, flipped=2, flipped_log_ratio_sum=0.25)])
+    (row,) = strict_rows(tmp_path / "one/sequences.jsonl")
+    assert row["flipped"] == [0, 2] and row["flipped_log_ratio_sum"] == [0.0, 0.25]
+
+
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = logged(tmp_path)
     filled(config, 1)

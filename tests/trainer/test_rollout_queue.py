@@ -53,10 +53,11 @@ def make(
     rollout = dict(temperature=1.0, top_p=1.0, max_response_tokens=4, max_staleness=staleness, stop=())
     rollout |= dict(prompts=size, samples=2)
     config = SimpleNamespace(rollout=SimpleNamespace(**rollout), run=SimpleNamespace(seed=7, steps=steps))
+    config.moe = SimpleNamespace(replay="off")
     train = [
         Prompt(index=i, token_ids=(i,), text="", answer="") for i in range(sum(count for _, count, _ in sets))
     ]
-    inputs: Any = SimpleNamespace(config=config, train=train, stop_token_ids=(9,), decode=None)
+    inputs: Any = SimpleNamespace(config=config, arch=None, train=train, stop_token_ids=(9,), decode=None)
     prompts = PromptCursor(sets, seed=7, size=size)
     if state is not None:
         prompts.load_state_dict(json.loads(json.dumps(state)))
