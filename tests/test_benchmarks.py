@@ -23,6 +23,7 @@ from benchmarks import (
     long_responses,
     rewards,
     rollout_client,
+    share_prompts,
     triton_head,
 )
 from launch import REPO, environment
@@ -66,6 +67,7 @@ def read(name: str) -> Any:
         "decoding": (decoding.table,),
         "logprob_head": (lambda report: logprob_head.table(report["results"]),),
         "rewards": (rewards.table,),
+        "share_prompts": (share_prompts.table,),
         "triton_head": (triton_head.builds_table, triton_head.estimates_table),
         "rollout_client": (rollout_client.table, rollout_client.one_reader),
     }.items(),

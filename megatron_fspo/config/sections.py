@@ -238,6 +238,11 @@ class Batch(Section):
         "tokens",
         description="what micro-batches share out evenly: tokens, or compute with attention's square",
     )
+    share_prompts: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="compute a prompt once for its responses in a micro-batch, with the same gradients; "
+        "auto: on with local layers, without context parallel and losses of the routers",
+    )
 
 
 class Optimizer(Section):

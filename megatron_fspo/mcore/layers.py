@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_fspo.mcore.shared_attention import shared_attention
 from megatron_fspo.packing.batch import gathered_positions, local_positions
 
 
@@ -80,7 +81,8 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
             attention_mask: must be None: the mask is causal.
             attn_mask_type: not looked at.
             attention_bias: must be None.
-            packed_seq_params: borders of the packed sequences, over all context-parallel ranks.
+            packed_seq_params: borders of the packed sequences, over all context-parallel ranks; and maybe the
+                micro-batch, of which some may share a prefix.
 
         Returns:
             [t, h * d].
@@ -89,6 +91,10 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         borders = packed_seq_params.cu_seqlens_q.tolist()
         if self._cp.size() > 1:
             return self._attend_zigzag(query, key, value, borders)
+        batch = getattr(packed_seq_params, "batch", None)
+        if batch is not None and batch.prefixes:
+            some = (query, key, value, borders, batch.prefixes)
+            return shared_attention(*some, scale=self.softmax_scale).flatten(1)
         lengths = [end - first for first, end in pairwise(borders)]
         parts = [self._attend_one(q, k, v, causal=True) for q, k, v in _split(lengths, query, key, value)]
         return torch.cat(parts).flatten(1)

@@ -104,13 +104,15 @@ def without(packs: Packs, numbers: Collection[int], tokens: Sequence[int], layou
 
 
 def _carried(column: Tensor, before: MicroBatch, after: MicroBatch, gone: Collection[int]) -> Tensor:
-    """A column [t, …] of a pack at the tokens of the sequences that stay, which keep their order."""
+    """A column [t, …] of a pack at the tokens of the sequences that stay, which keep their order. A prefix
+    that only one of its sequences is left of lies before it, as its own tokens do."""
     stays = torch.tensor([*(n not in gone for n in before.sample_index.tolist()), False])
-    rows = stays[before.segment].nonzero()[:, 0]
+    kept = stays[before.segment]
+    for prefix in before.prefixes:
+        kept[prefix.start : prefix.end] = stays[list(prefix.sequences)].any()
+    rows = kept.nonzero()[:, 0]
     carried = column.new_full((len(after.mask), *column.shape[1:]), NO_ROUTE if column.ndim > 1 else 0)
-    carried[(after.segment < len(after.lengths)).nonzero()[:, 0].to(column.device)] = column[
-        rows.to(column.device)
-    ]
+    carried[after.uses.nonzero()[:, 0].to(column.device)] = column[rows.to(column.device)]
     return carried
 
 

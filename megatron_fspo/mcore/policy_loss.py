@@ -12,7 +12,7 @@ context-parallel rank (one broadcast) → -Σ weight_t · logp_t.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ Observer = Callable[[MicroBatch, LossTerms, Tensor], None]
 
 @dataclass
 class Pack(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's description of a pack, with the micro-batch, for routers of experts."""
+    """Megatron's description of a pack, with the micro-batch, for attention and routers of experts."""
 
     batch: MicroBatch | None = None
 
@@ -58,7 +58,14 @@ def forward(batch: MicroBatch, model: Module) -> Tensor:
         max_seqlen_kv=batch.longest,
         batch=batch,
     )
-    with _output_layer_passes_on(gpt):
+    with ExitStack() as stack:
+        stack.enter_context(_output_layer_passes_on(gpt))
+        if batch.prefixes:
+            # Megatron takes as many angles as there are rows in the pack for those of the rows; of others it
+            # counts from the first at every border.
+            stack.enter_context(
+                gpt.rotary_pos_emb.register_forward_hook(lambda *call: call[-1][batch.position_ids[0]])
+            )
         hidden: Tensor = model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
     return hidden
 

@@ -80,11 +80,12 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
         batch = self.batch
         if batch is not None:
             chosen = self._compared(batch, chosen)
+        wide = torch.promote_types(logits.dtype, torch.float32)
         if self.config.moe_router_pre_softmax:
             # In fp32 as in transformers, whose order of best experts is that of the logits.
-            weights = logits.softmax(-1, dtype=torch.float32).type_as(logits).gather(1, chosen)
+            weights = logits.softmax(-1, dtype=wide).type_as(logits).gather(1, chosen)
         else:
-            weights = logits.gather(1, chosen).softmax(-1, dtype=torch.float32).type_as(logits)
+            weights = logits.gather(1, chosen).softmax(-1, dtype=wide).type_as(logits)
         weights = torch.zeros_like(logits).scatter(1, chosen, weights)
         routed = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
         if batch is not None:
@@ -107,12 +108,12 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
 
     def _reported(self, batch: MicroBatch, logits: Tensor, weights: Tensor, routed: Tensor) -> Tensor:
         """Make the report, and give the losses' gradient to ``weights`` [r, E], the result."""
-        work, n = batch.router, batch.lengths.numel()
+        work = batch.router
         segment, mask = self._here(batch.segment), self._here(batch.mask)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = wide.softmax(-1)
         entropy = -(scores.detach() * wide.detach().log_softmax(-1)).sum(1)
-        real = segment < n
+        uses = self._here(batch.uses)
         routes = batch.routes
         compared = mask if routes is None else mask & (self._here(routes)[:, self.place, 0] != NO_ROUTE)
         aux_loss = z_loss = wide.new_zeros(())
@@ -121,10 +122,10 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
             loss = work.aux_loss_coef * aux_loss + work.z_loss_coef * z_loss
             weights = MoEAuxLossAutoScaler.apply(weights, megatron_loss(-loss, batch.totals))
         sums = (
-            *(real, entropy * real, aux_loss.detach(), z_loss.detach()),
+            *(uses, entropy * uses, aux_loss.detach(), z_loss.detach()),
             *(work.flipped[self.place] & mask, compared & (routes is not None)),
         )
-        load = (routed & real[:, None]).sum(0)
+        load = (routed * uses[:, None]).sum(0)
         work.reports[self.place] = torch.cat([load, torch.stack([x.sum().double() for x in sums])])
         return weights
 

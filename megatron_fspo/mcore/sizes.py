@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_fspo.config import Parallel
+from megatron_fspo.config import Config, Parallel
 from megatron_fspo.errors import InputError, InputErrors
 from megatron_fspo.weights import Architecture, check_tensor_parallel
 
@@ -41,6 +41,26 @@ def check_parallel(arch: Architecture, parallel: Parallel) -> None:
         problems.append("num_experts_per_tok = 1 with norm_topk_prob = true: Megatron has no such router")
     if problems:
         raise InputErrors(problems)
+
+
+def shares_prompts(config: Config, layers: str) -> bool:
+    """Resolve ``batch.share_prompts`` for ``layers``, local or transformer_engine.
+
+    Raises:
+        InputError: it is on where it cannot be.
+    """
+    if config.batch.share_prompts == "off":
+        return False
+    problem = None
+    if layers == "transformer_engine":
+        problem = "the attention of model.layers = transformer_engine cannot do it"
+    elif config.parallel.context > 1:
+        problem = f"parallel.context = {config.parallel.context} cuts every sequence"
+    elif config.moe.aux_loss_coef or config.moe.z_loss_coef:
+        problem = "the losses of [moe] are of whole sequences"
+    if problem is not None and config.batch.share_prompts == "on":
+        raise InputError(f"batch.share_prompts = on, but {problem}: set batch.share_prompts = auto")
+    return problem is None
 
 
 def check_world(parallel: Parallel, world_size: int) -> None:

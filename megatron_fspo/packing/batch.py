@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -58,6 +58,15 @@ class Sequences:
         whole = self.prompt_lengths + self.lengths
         begins = (whole.cumsum(0) - whole, self.lengths.cumsum(0) - self.lengths)
         return torch.stack([self.prompt_lengths, self.lengths, *begins], dim=1)
+
+    @cached_property
+    def prompts(self) -> Tensor:
+        """[m] sequences with the same number have the same prompt."""
+        starts = self.places[:, 2].tolist()
+        rows = zip(starts, self.prompt_lengths.tolist(), strict=True)
+        numbers: dict[bytes, int] = {}
+        texts = (self.tokens[start : start + length].numpy().tobytes() for start, length in rows)
+        return torch.tensor([numbers.setdefault(text, len(numbers)) for text in texts], dtype=torch.long)
 
     def routes_at(self, chosen: Tensor, segment: Tensor, positions: Tensor) -> Tensor:
         """[t, layers, k] routes of the tokens at ``positions`` [t] of the sequences ``chosen`` [n], each of
@@ -135,6 +144,18 @@ def _flat(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
     return torch.cat([torch.zeros(0, dtype=dtype), *(as_row(row, dtype) for row in rows)])
 
 
+class Prefix(NamedTuple):
+    """A prompt without its last token, once in a pack for several sequences, which follow it there: each from
+    the prompt's last token on."""
+
+    start: int
+    """Its first row."""
+    end: int
+    """Of its rows: where those of the first sequence begin."""
+    sequences: range
+    """Which share it, at least two."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """n sequences packed into one row, of which this rank holds t tokens: all, or 1 / cp of them.
@@ -142,7 +163,8 @@ class MicroBatch:
     Position i of a sequence predicts its token i + 1, so ``labels`` is ``tokens`` shifted left within each
     sequence (before the row is split), and the mask is true where the label is a token of a response. Under
     context parallel every sequence is padded at its end to a multiple of 2·cp. A tail that pads the row is
-    one more sequence for the attention, outside every mask.
+    one more sequence for the attention, outside every mask. So is a prefix that sequences share; to them all
+    of it is visible.
     """
 
     tokens: Tensor
@@ -158,11 +180,12 @@ class MicroBatch:
     label_range: tuple[int, int]
     """Smallest and largest label inside the mask; (0, 0) without any."""
     segment: Tensor
-    """[t] sequence of each token, in [0, n); n in padding."""
+    """[t] sequence of each token, in [0, n); n in padding and in shared prefixes."""
     borders: Tensor
-    """[n + 1] or, with a tail, [n + 2] int32: cumulative padded lengths from 0, over all context ranks."""
+    """[n + 1], and one more for each prefix and for a tail, int32: cumulative padded lengths from 0, over all
+    context ranks."""
     longest: int
-    """Longest padded sequence (or tail), in tokens, over all context ranks."""
+    """Longest padded sequence, its prefix included, or tail, in tokens, over all context ranks."""
     lengths: Tensor
     """[n] response lengths, over all context ranks."""
     advantages: Tensor
@@ -184,12 +207,23 @@ class MicroBatch:
     """The :class:`~megatron_fspo.mcore.router.RouterPass` of a pass in which routers do more than route."""
     totals: StepTotals
     """Totals of its optimizer step."""
+    prefixes: tuple[Prefix, ...] = ()
+    """In their order; none under context parallel."""
     source: MicroBatch | None = None
     """What it was copied from, on the CPU, for whoever wants numbers: a GPU would have to be waited for."""
 
     @property
+    def uses(self) -> Tensor:
+        """[t] int64: how many sequences a token is part of; 0 in padding."""
+        uses = (self.segment < self.lengths.numel()).long()
+        for prefix in self.prefixes:
+            uses[prefix.start : prefix.end] = len(prefix.sequences)
+        return uses
+
+    @property
     def late(self) -> Tensor:
-        """[t] bool: in the second half of its padded sequence; False in a tail."""
+        """[t] bool: in the second half of its padded sequence; False in a tail. Anything without context
+        parallel."""
         padded = self.borders.diff()[: self.lengths.numel()]
         return 2 * self.position_ids[0] >= pad(padded, (0, 1), value=2**31 - 1)[self.segment]
 

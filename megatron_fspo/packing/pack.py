@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatron_fspo.packing.batch import (
     MicroBatch,
     Packs,
+    Prefix,
     Sequences,
     StepTotals,
     chunks_per_sequence,
@@ -42,7 +44,13 @@ class PackLayout:
     """Micro-batches per rank are a multiple of this: pipeline size under the interleaved schedule."""
     costs: Callable[[Sequence[int]], Sequence[int]] | None = None
     """Maps padded lengths to what packs share out evenly; None: the tokens."""
+    share_prompts: bool = False
+    """Sequences with the same prompt that follow each other in a pack share it, but for its last token."""
     device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.share_prompts and self.context_size > 1:
+            raise ValueError("context parallel cuts every sequence: no prompt can be shared")
 
 
 Plan = list[list[list[int]]]
@@ -65,6 +73,7 @@ def plan_step(
     *,
     first: int = 0,
     left_out: Sequence[bool] | None = None,
+    prompts: Sequence[int] | None = None,
 ) -> tuple[Plan, StepTotals]:
     """Plan one optimizer step. From integers alone, so every rank plans the same.
 
@@ -74,17 +83,21 @@ def plan_step(
         layout: sizes of micro-batches and parallel groups.
         first: number of the first; the others follow.
         left_out: sequences that count in N and T and are in no pack, as their gradient is 0.
+        prompts: the same number for sequences with the same prompt; None: all have others.
 
     Raises:
         ValueError: a sequence does not fit a micro-batch.
     """
     packed = [i for i in range(len(lengths)) if left_out is None or not left_out[i]]
     tokens = [padded_length(prompt_lengths[i] + lengths[i], layout.context_size) for i in packed]
+    if prompts is None or not layout.share_prompts:
+        prompts = range(len(lengths))
+    units = _units(tokens, [prompt_lengths[i] - 1 for i in packed], [prompts[i] for i in packed], layout)
     plan = plan_micro_batches(
-        tokens,
+        [unit.tokens for unit in units],
         ranks=layout.data_size,
         max_tokens=layout.max_tokens or max(sum(tokens), 1),
-        costs=None if layout.costs is None else layout.costs(tokens),
+        costs=[unit.cost for unit in units],
         count_multiple_of=layout.count_multiple_of,
     )
     totals = StepTotals(
@@ -92,7 +105,57 @@ def plan_step(
         num_tokens=sum(lengths),
         packed_tokens=sum(lengths[i] for i in packed),
     )
-    return [[[first + packed[i] for i in numbers] for numbers in rank] for rank in plan], totals
+    numbers = [
+        [sorted(first + packed[i] for unit in bin for i in units[unit].members) for bin in rank]
+        for rank in plan
+    ]
+    return numbers, totals
+
+
+class _Unit(NamedTuple):
+    """Sequences that come into one micro-batch together, as they share a prompt."""
+
+    members: list[int]
+    tokens: int
+    cost: int
+
+
+def _units(
+    tokens: Sequence[int], prefixes: Sequence[int], prompts: Sequence[int], layout: PackLayout
+) -> list[_Unit]:
+    """Join sequences of one prompt, as long as they fit a micro-batch and several units make a rank's load.
+
+    Args:
+        tokens: of each sequence alone.
+        prefixes: of these what it could share.
+        prompts: the same number for sequences that may be joined, which follow each other.
+        layout: what a unit must fit, and what it costs.
+    """
+    # Causal attention too costs a shared part once: (p + l)² = p² + 2pl + l².
+    costs, saved = (x if layout.costs is None else layout.costs(x) for x in (tokens, prefixes))
+    again = [i for i in range(1, len(tokens)) if prompts[i] == prompts[i - 1]]
+    most = sum(costs) - sum(saved[i] for i in again)
+    if layout.data_size > 1:
+        most //= 2 * layout.data_size
+    units: list[_Unit] = []
+    for i in range(len(tokens)):
+        unit = _Unit([i], tokens[i], costs[i])
+        if i and prompts[i] == prompts[i - 1]:
+            last = units[-1]
+            both = _Unit(
+                [*last.members, i], last.tokens + tokens[i] - prefixes[i], last.cost + costs[i] - saved[i]
+            )
+            if both.tokens <= (layout.max_tokens or both.tokens) and both.cost <= most:
+                unit = both
+                units.pop()
+        units.append(unit)
+    return units
+
+
+def plan_of(sequences: Sequences, layout: PackLayout) -> tuple[Plan, StepTotals]:
+    """Plan one optimizer step of which all is at hand; raises what :func:`plan_step` does."""
+    lengths = sequences.prompt_lengths.tolist(), sequences.lengths.tolist()
+    return plan_step(*lengths, layout, prompts=sequences.prompts.tolist())
 
 
 def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layout: PackLayout) -> MicroBatch:
@@ -107,34 +170,65 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
     """
     chosen = torch.tensor(rows, dtype=torch.long)
     prompts, lengths, *_ = sequences.places.index_select(0, chosen).unbind(1)
-    whole = prompts + lengths
+    blocks, prefixes = _blocks(sequences, chosen, share=layout.share_prompts)
+    number, first, end = torch.tensor(blocks, dtype=torch.long).view(-1, 3).unbind(1)
     chunks = chunks_per_sequence(layout.context_size)
-    padding = -whole % chunks
-    filled = int((whole + padding).sum())
+    size = end - first + -(end - first) % chunks
+    filled = int(size.sum())
     # A tail must split into chunks as well; the rank's share of the whole row is what multiple_of is about.
     step = math.lcm(chunks, layout.context_size * layout.multiple_of)
     tail = -filled % step if filled else step
-    padded = torch.cat([whole + padding, padding.new_tensor([tail] if tail else [])])
+    padded = torch.cat([size, size.new_tensor([tail] if tail else [])])
+    first = _filled(first, len(padded))
     # What positions of a sequence are: before the mask, in it, the last token, padding. A tail is padding.
-    ends = torch.stack([prompts - 1, whole - 1, whole], dim=1)
-    edges = torch.stack([torch.zeros_like(padded), *_filled(ends, len(padded)).unbind(1), padded], dim=1)
-    held = local_runs(padded, layout.context_rank, layout.context_size)
+    whole = prompts + lengths
+    ends = torch.stack([prompts - 1, whole - 1, whole], dim=1)[number]
+    edges = torch.stack(
+        [torch.zeros_like(padded), *_filled(ends, len(padded)).unbind(1), first + padded], dim=1
+    )
+    held = local_runs(padded, layout.context_rank, layout.context_size) + first[:, None, None]
     sizes = edges[:, None].clamp(held[..., :1], held[..., 1:]).diff(dim=-1)
     borders = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
-    flat = _rows(sequences, chosen, held.tolist())
-    per_token = _per_token(flat, sizes, held[..., 0], nobody=len(rows))
+    flat = _rows(sequences, chosen[number], held.tolist())
+    owner = torch.cat([number, number.new_full((len(padded) - len(number),), len(rows))])
+    per_token = _per_token(flat, sizes, held[..., 0], owner, nobody=len(rows))
+    routes = None
+    if sequences.routes is not None:
+        routes = sequences.routes_at(chosen, per_token["segment"], per_token["position_ids"][0])
+    for prefix in prefixes:
+        per_token["segment"][prefix.start : prefix.end] = len(rows)
     return MicroBatch(
         **per_token,
-        routes=None
-        if sequences.routes is None
-        else sequences.routes_at(chosen, per_token["segment"], per_token["position_ids"][0]),
+        routes=routes,
+        prefixes=prefixes,
         borders=borders.to(torch.int32),
-        longest=int(padded.max()),
+        longest=int((first + padded).max()),
         lengths=lengths,
         advantages=sequences.advantages[chosen],
         sample_index=sequences.index[chosen],
         totals=totals,
     )
+
+
+def _blocks(
+    sequences: Sequences, chosen: Tensor, *, share: bool
+) -> tuple[list[tuple[int, int, int]], tuple[Prefix, ...]]:
+    """(number among the ``chosen``, first position, end) of what lies end to end in a pack; and what of it is
+    shared, which is there as the first sequence's."""
+    prompts = sequences.prompts[chosen].tolist() if share else range(len(chosen))
+    lengths = sequences.places.index_select(0, chosen)[:, :2].tolist()
+    blocks: list[tuple[int, int, int]] = []
+    prefixes = []
+    row = 0
+    for _, group in groupby(range(len(chosen)), key=prompts.__getitem__):
+        members = [*group]
+        first = lengths[members[0]][0] - 1 if len(members) > 1 else 0
+        if first:
+            blocks.append((members[0], 0, first))
+            prefixes.append(Prefix(row, row + first, range(members[0], members[-1] + 1)))
+        blocks += [(i, first, sum(lengths[i])) for i in members]
+        row += first + sum(sum(lengths[i]) - first for i in members)
+    return blocks, tuple(prefixes)
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
@@ -170,18 +264,20 @@ def _cut(flat: Tensor, start: int, span: tuple[int, int], run: Sequence[int], ze
     return [*pieces, zeros[: end - stop]] if end > stop else pieces
 
 
-def _per_token(columns: Sequence[Tensor], sizes: Tensor, firsts: Tensor, *, nobody: int) -> dict[str, Any]:
+def _per_token(
+    columns: Sequence[Tensor], sizes: Tensor, firsts: Tensor, number: Tensor, *, nobody: int
+) -> dict[str, Any]:
     """The fields of a :class:`MicroBatch` that have t entries.
 
     Args:
         columns: tokens, labels and sampled log-probs [t].
-        sizes: [n, runs, 4] positions in each run of each sequence, and of the tail, by what they are.
+        sizes: [n, runs, 4] positions in each run of each block, and of the tail, by what they are.
         firsts: [n, runs] first positions of the runs.
+        number: [n] sequence of each block.
         nobody: the segment of padding.
     """
     tokens, labels, sampled = columns
     kind = torch.repeat_interleave(sizes.flatten().int(), output_size=len(tokens))
-    number = torch.arange(len(sizes))
     segment = torch.stack([number, number, number, torch.full_like(number, nobody)], dim=1)
     mask = torch.tensor([False, True, False, False])
     ends = sizes.sum(-1).flatten().cumsum(0).view(firsts.shape)
@@ -232,6 +328,6 @@ def pack(sequences: Sequences, layout: PackLayout, *, plan: Plan | None = None) 
     Raises:
         ValueError: a sequence does not fit a micro-batch.
     """
-    planned, totals = plan_step(sequences.prompt_lengths.tolist(), sequences.lengths.tolist(), layout)
+    planned, totals = plan_of(sequences, layout)
     mine = (planned if plan is None else plan)[layout.data_rank]
     return collate_packs(sequences, [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine], layout)

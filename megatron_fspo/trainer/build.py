@@ -176,7 +176,7 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
             temperature=config.rollout.temperature,
             head=inputs.backend.head,
         ),
-        layout=layout_of(config, inputs.arch, groups, inputs.backend.device),
+        layout=layout_of(config, inputs.arch, groups, inputs.backend),
         loss=loss,
         norms=deque(spikes["norms"], maxlen=config.optimizer.skip_window),
         skips_in_a_row=spikes["in_a_row"],

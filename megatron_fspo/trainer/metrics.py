@@ -169,8 +169,12 @@ def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]
     if peak is None:
         return metrics
     packed = ~left_out(config, rollout, [record.sample for record in step.dropped])
+    prompts = torch.arange(len(rollout))[packed] // rollout.samples
     flops = forward_flops(
-        run.inputs.arch, rollout.prompt_lengths[packed].tolist(), rollout.lengths[packed].tolist()
+        run.inputs.arch,
+        rollout.prompt_lengths[packed].tolist(),
+        rollout.lengths[packed].tolist(),
+        prompts.tolist() if run.layout.share_prompts else None,
     )
     flops *= (1 + BACKWARD) * config.batch.epochs
     return metrics | {"perf/mfu": flops / run.timings["timing_s/update_actor"] / (ranks * peak * 1e12)}

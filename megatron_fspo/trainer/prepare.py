@@ -26,7 +26,7 @@ from megatron_fspo.job.consistency import versions
 from megatron_fspo.job.folder import Resume, check_writable, checkpoints_to_resume
 from megatron_fspo.mcore.backend import Backend, check_dtype, check_head, choose_backend
 from megatron_fspo.mcore.fp8 import check_fp8
-from megatron_fspo.mcore.sizes import check_parallel, check_world
+from megatron_fspo.mcore.sizes import check_parallel, check_world, shares_prompts
 from megatron_fspo.objective.noise import Noise
 from megatron_fspo.packing.batch import NO_ROUTE
 from megatron_fspo.record.trackers import check_trackers
@@ -96,6 +96,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         if not elsewhere:
             head = attempt(partial(check_head, backend, DTYPES[config.model.dtype]))
             backend = replace(backend, head="torch") if head else backend
+        attempt(lambda: shares_prompts(config, backend.layers))
         attempt(lambda: check_dtype(backend, DTYPES[config.model.dtype]))
         if config.rollout.engine == "vllm":
             keys = ("rollout", "evaluation")

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from megatron_fspo.config import Config
 from megatron_fspo.errors import TrainingError
+from megatron_fspo.mcore.backend import Backend
+from megatron_fspo.mcore.sizes import shares_prompts
 from megatron_fspo.packing.batch import NO_ROUTE, Packs, Sequences, as_row
 from megatron_fspo.packing.pack import Pack, PackLayout, Plan, collate_packs, plan_step
 from megatron_fspo.packing.plan import attention_costs
@@ -231,19 +233,20 @@ def staleness_metrics(rollout: Rollout, step: int, *, limit: int) -> dict[str, f
     }
 
 
-def layout_of(config: Config, arch: Architecture, groups: ParallelGroups, device: torch.device) -> PackLayout:
+def layout_of(config: Config, arch: Architecture, groups: ParallelGroups, backend: Backend) -> PackLayout:
     """The layout that all packs of a run have."""
     costs = partial(attention_costs, linear_size=arch.layer_size, attention_size=arch.q_size)
     return replace(
         pack_layout(
             groups,
-            device,
+            backend.device,
             sequence=config.parallel.sequence,
             interleaved=config.parallel.interleaved,
             align=config.fp8.align,
         ),
         max_tokens=config.batch.max_tokens,
         costs=costs if config.batch.balance == "attention" else None,
+        share_prompts=shares_prompts(config, backend.layers),
     )
 
 
@@ -276,6 +279,7 @@ def make_mini_batches(
     """
     idle = left_out(config, rollout)
     prompt_lengths, lengths = rollout.prompt_lengths.tolist(), rollout.lengths.tolist()
+    prompts = [number // rollout.samples for number in range(len(rollout))]
     per_batch = len(rollout) // config.batch.mini_batches
     plans: list[Plan] = []
     packs: list[Pack] = []
@@ -283,7 +287,12 @@ def make_mini_batches(
     for first in range(0, len(rollout), per_batch):
         some = slice(first, first + per_batch)
         plan, totals = plan_step(
-            prompt_lengths[some], lengths[some], layout, first=first, left_out=idle[some].tolist()
+            prompt_lengths[some],
+            lengths[some],
+            layout,
+            first=first,
+            left_out=idle[some].tolist(),
+            prompts=prompts[some],
         )
         mine = plan[groups.dp.rank()]
         packs += [Pack(numbers=tuple(numbers), totals=totals) for numbers in mine]

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_fspo.config import Config, Parallel
 from megatron_fspo.losses import FSPOLoss, PolicyLossConfig, loss_sections
-from megatron_fspo.packing.batch import NO_ROUTE
-from megatron_fspo.packing.pack import PackLayout, Plan
-from megatron_fspo.packing.plan import attention_costs, plan_micro_batches
+from megatron_fspo.packing.batch import NO_ROUTE, Sequences
+from megatron_fspo.packing.pack import PackLayout, Plan, plan_of
+from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.types import Completion, Prompt, Sample
 from megatron_fspo.weights import Architecture, Experts, expected_hf_shapes
 
@@ -42,13 +43,15 @@ MIXTURE = replace(
 )
 TEMPERATURE = 0.8
 
-# (prompt, response) tokens. One response is longer than all others together; several have a single token, two
-# none; hardly a length divides by 2·cp. Together they have 256 tokens: Megatron divides gradients by their
-# number in fp32, which is exact for a power of two, so that float64 shows every other difference.
-_SHAPES = [
-    *((1, 1), (3, 24), (2, 7), (7, 0), (5, 1), (4, 14), (2, 2), (6, 17), (1, 9), (5, 155)),
-    *((3, 3), (4, 5), (9, 0), (1, 6), (2, 11), (3, 1)),
+# Tokens of a prompt, and of its responses. One response is longer than all others together; several have a
+# single token, two none; hardly a length divides by 2·cp; a prompt of one token has nothing to share. They
+# have 256 tokens: Megatron divides gradients by their number in fp32, which is exact for a power of two, so
+# that float64 shows every other difference.
+_GROUPS = [
+    *((1, (1,)), (3, (24, 7, 0, 1)), (6, (14, 2, 17)), (1, (9,)), (5, (155, 3, 5)), (9, (0,))),
+    *((1, (6, 11)), (4, (1,))),
 ]
+_SHAPES = [(prompt, response) for prompt, responses in _GROUPS for response in responses]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,8 @@ class Case:
     """Old log-probs such that a clip acts on every sequence: the policy gradient is exactly 0."""
     replay: bool = False
     """The experts are those of :func:`make_routes`, in both passes."""
+    share: bool = False
+    """Responses share their prompt, where the layout can."""
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
 
@@ -95,6 +100,8 @@ def cases(config: Config | None, shift: int, *, experts: bool = False) -> list[C
         shift: by how many positions splits are turned.
         experts: the model has some: every other case replays routes, the others in the next layout; and one
             has the losses of the routers.
+
+    Every other split shares prompts, the others in the next layout.
     """
     losses = LOSSES if config is None else {"yours": config.loss, **LOSSES}
     all_clipped = Case(name="all-clipped", loss=FSPOLoss(c_low=0.05, c_high=0.05), split="", clipped=True)
@@ -106,6 +113,7 @@ def cases(config: Config | None, shift: int, *, experts: bool = False) -> list[C
             case,
             split=SPLITS[(number + shift) % len(SPLITS)],
             replay=experts and (number // len(SPLITS) + shift) % 2 == 1,
+            share=(number + shift) % len(SPLITS) % 2 == shift % 2 and not case.aux_loss_coef,
         )
         for number, case in enumerate(every)
     ]
@@ -148,21 +156,31 @@ def random_weights(arch: Architecture) -> dict[str, Tensor]:
 
 
 def make_samples(arch: Architecture) -> list[Sample]:
-    """The batch."""
-    return random_samples(_SHAPES, vocab_size=arch.vocab_size, seed=2)
+    """The batch, group by group."""
+    samples = random_samples(_SHAPES, vocab_size=arch.vocab_size, seed=2)
+    firsts = (number for number, (_, responses) in enumerate(_GROUPS) for _ in responses)
+    heads: dict[int, Prompt] = {}
+    return [
+        replace(sample, prompt=heads.setdefault(first, sample.prompt))
+        for first, sample in zip(firsts, samples, strict=True)
+    ]
 
 
 def make_routes(arch: Architecture, samples: Sequence[Sample]) -> list[Tensor]:
     """Per sample [P + L - 1, layers, k] uint8 experts that no router would choose, as a sampler might tell;
-    every fifth sample has none."""
+    every fifth sample has none. Those of a prompt but its last token are the same for its responses."""
     assert arch.experts is not None
     generator = torch.Generator().manual_seed(5)
-    routes = []
+    routes: list[Tensor] = []
     for number, sample in enumerate(samples):
         tokens = len(sample.prompt.token_ids) + len(sample.completion.token_ids) - 1
         order = torch.rand(tokens, arch.num_layers, arch.experts.count, generator=generator).argsort(-1)
         chosen = order[..., : arch.experts.per_token].to(torch.uint8)
-        routes.append(torch.full_like(chosen, NO_ROUTE) if number % 5 == 4 else chosen)
+        chosen = torch.full_like(chosen, NO_ROUTE) if number % 5 == 4 else chosen
+        if number and sample.prompt == samples[number - 1].prompt:
+            shared = len(sample.prompt.token_ids) - 1
+            chosen[:shared] = routes[-1][:shared]
+        routes.append(chosen)
     return routes
 
 
@@ -209,9 +227,10 @@ def reference_drifts(samples: Sequence[Sample]) -> list[Tensor]:
     return drifts(samples, seed=4)
 
 
-def split(name: str, lengths: Sequence[int], arch: Architecture, layout: PackLayout) -> Plan:
-    """Rank → micro-batch → indices of sequences, by one of ``SPLITS``; ``lengths`` are padded."""
+def split(name: str, sequences: Sequences, arch: Architecture, layout: PackLayout) -> Plan:
+    """Rank → micro-batch → indices of sequences, by one of ``SPLITS``."""
     ranks, multiple_of = layout.data_size, layout.count_multiple_of
+    lengths = (sequences.prompt_lengths + sequences.lengths).tolist()
     if name == "uneven":
         # The first rank has nearly everything: the longest sequence alone, prompts without response alone, an
         # empty pack, the rest. The others have one short sequence each.
@@ -225,14 +244,10 @@ def split(name: str, lengths: Sequence[int], arch: Architecture, layout: PackLay
         plan = [[[i] for i in range(rank, len(lengths), ranks)] for rank in range(ranks)]
     else:
         count = int(name.split()[0])
-        costs = attention_costs(lengths, linear_size=arch.layer_size, attention_size=arch.q_size)
-        return plan_micro_batches(
-            lengths,
-            ranks=ranks,
-            max_tokens=sum(lengths),
-            costs=costs if count == 8 else None,
-            count_multiple_of=count + -count % multiple_of,
-        )
+        costs = partial(attention_costs, linear_size=arch.layer_size, attention_size=arch.q_size)
+        count += -count % multiple_of
+        wanted = replace(layout, costs=costs if name.startswith("8") else None, count_multiple_of=count)
+        return plan_of(sequences, wanted)[0]
     count = max(map(len, plan))
     count += -count % multiple_of
     return [packs + [[] for _ in range(count - len(packs))] for packs in plan]

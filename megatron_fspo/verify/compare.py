@@ -142,7 +142,7 @@ CAUSES = {
     "sequences": "seen by no or several data-parallel ranks: lost, or counted twice",
     "tokens": "prompt tokens or padding count, or tokens are lost",
     "head": "labels, temperature, vocabulary (padding, tensor-parallel ranks), attention to later tokens",
-    "attention": "RoPE positions, borders of packed sequences, chunks or weights of other ranks",
+    "attention": "RoPE positions, borders of sequences, shared prompts, chunks or weights of other ranks",
     "replay": "experts are not the given ones, those of another micro-batch, or weighed by other scores",
     "mask": "a value outside the mask got in: torch.where removes it, multiplying by 0 does not",
     "sum-factor": "S is reduced too often over context-parallel ranks",

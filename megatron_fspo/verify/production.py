@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from megatron_fspo.mcore.model import expert_offset, layer_offset
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.objective.policy_objective import LossTerms
-from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, padded_length
+from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences
 from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import ParallelGroups, means, of_first_rank, pack_layout, share
 from megatron_fspo.parallel.head import linear_log_probs
@@ -103,7 +103,13 @@ class Scored:
 
 
 def score(
-    policy: Policy, split_name: str, samples: Sequence[Sample], temperature: float, *, replay: bool = False
+    policy: Policy,
+    split_name: str,
+    samples: Sequence[Sample],
+    temperature: float,
+    *,
+    replay: bool = False,
+    share: bool = False,
 ) -> Scored:
     """The pass that gives old log-probs and routes. Collective."""
     scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=temperature)
@@ -113,15 +119,15 @@ def score(
         sequence=policy.parallel.sequence,
         interleaved=policy.parallel.interleaved,
     )
+    if share and policy.backend.layers == "local" and layout.context_size == 1:
+        layout = replace(layout, share_prompts=True)
     sequences = Sequences.of(
         prompts=[sample.prompt.token_ids for sample in samples],
         responses=[sample.completion.token_ids for sample in samples],
         advantages=[sample.advantage for sample in samples],
         routes=torch.cat(make_routes(policy.arch, samples))[:, policy.layers] if replay else None,
     )
-    whole = (sequences.prompt_lengths + sequences.lengths).tolist()
-    lengths = [padded_length(length, layout.context_size) for length in whole]
-    batches = pack(sequences, layout, plan=split(split_name, lengths, policy.arch, layout))
+    batches = pack(sequences, layout, plan=split(split_name, sequences, policy.arch, layout))
     routed, passes = policy.with_routers(batches, replay=replay)
     log_probs = policy.score(routed, scoring)
     if passes is not None:

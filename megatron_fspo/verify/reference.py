@@ -332,15 +332,14 @@ def _swiglu(weights: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
 def _mixture(weights: Mapping[str, Tensor], experts: Experts, x: Tensor, routers: Routers) -> Tensor:
     """Σ_e p_e·swiglu_e(x) over the k experts that a token's router likes best, [t, hidden] → [t, hidden].
 
-    p is the softmax over all experts, of which a model may make the k sum to 1. It is in fp32 in transformers
-    and Megatron: its rounding is part of the model.
+    p is the softmax over all experts, of which a model may make the k sum to 1.
     """
     logits = x @ weights["mlp.gate.weight"].T
     chosen = routers.choose(logits, experts.per_token)  # [t, k]
     if experts.normalize_top_k:  # the softmax over these only
-        p = logits.gather(-1, chosen).softmax(-1, dtype=torch.float32).to(x)
+        p = logits.gather(-1, chosen).softmax(-1)
     else:
-        p = logits.softmax(-1, dtype=torch.float32).to(x).gather(-1, chosen)
+        p = logits.softmax(-1).gather(-1, chosen)
     out = torch.zeros_like(x)
     for expert in range(experts.count):
         token, place = (chosen == expert).nonzero(as_tuple=True)

@@ -135,12 +135,12 @@ def check_cases(
     arch, dtype = policy.arch, policy.config.params_dtype
     samples = make_samples(arch)
     scored = {
-        (name, replay): score(policy, name, samples, temperature, replay=replay)
-        for name, replay in {(case.split, case.replay): None for case in asked}
+        key: score(policy, key[0], samples, temperature, replay=key[1], share=key[2])
+        for key in {(case.split, case.replay, case.share): None for case in asked}
     }
     results = []
     for case in asked:
-        outcome = run(policy, case, scored[case.split, case.replay], samples)
+        outcome = run(policy, case, scored[case.split, case.replay, case.share], samples)
         want = wanted[case.title]
         errors = compare(policy, outcome, want)
         results.append(

@@ -93,14 +93,14 @@ def nobody_left_out() -> Iterator[None]:
         yield
 
 
-def settings(policy: Policy, loss: PolicyLossConfig) -> Any:
+def settings(policy: Policy, loss: PolicyLossConfig, share: Any = "auto") -> Any:
     """The sections of a run's configuration that packs depend on."""
-    batch = Batch(mini_batches=MINI_BATCHES, max_tokens=48)
+    batch = Batch(mini_batches=MINI_BATCHES, max_tokens=48, share_prompts=share)
     return SimpleNamespace(parallel=policy.parallel, batch=batch, loss=loss, moe=MoE(), fp8=BF16)
 
 
 def layout_for(policy: Policy, config: Any) -> PackLayout:
-    return rollout_module.layout_of(config, policy.arch, policy.groups, policy.backend.device)
+    return rollout_module.layout_of(config, policy.arch, policy.groups, policy.backend)
 
 
 def moved(packs: Packs, scores: list[Tensor], seed: float) -> list[Tensor]:
@@ -201,7 +201,8 @@ def _compared(got: dict[str, Any], want: dict[str, Any]) -> dict[str, Any]:
 
 def routes_of_packs(policy: Policy) -> list[int]:
     """How many tokens in packs have the sampler's routes, how many have none, and how many have others than
-    they should, on all ranks. Every fourth response came without, and no sampler reads its last token."""
+    they should, with prompts shared or not, on all ranks. Every fourth response came without, and no sampler
+    reads its last token."""
     groups, layers = policy.groups, policy.layers
     rollout, completions = rollout_and_completions(policy)
     routing = Routing(layers=SMALL.num_layers, experts=200, per_token=2)
@@ -217,28 +218,33 @@ def routes_of_packs(policy: Policy) -> list[int]:
         for number, completion in rollout.held.items()
     }
     routed = torch.tensor([1 if number in told else -1 for number in sent])
-    config = settings(policy, FSPO)
-    with nobody_left_out():
-        packs, _ = rollout_module.make_mini_batches(
-            config,
-            replace(rollout, held=held, routed=routed),
-            groups,
-            layout_for(policy, config),
-            routing=routing,
-            layers=layers,
-        )
     counts = torch.zeros(3, dtype=torch.long)
-    for batch in packs:
-        assert batch.routes is not None and batch.routes.dtype == torch.uint8
-        index = [*batch.sample_index.tolist(), -1]
-        for token, (segment, place) in enumerate(
-            zip(batch.segment.tolist(), batch.position_ids[0].tolist(), strict=True)
-        ):
-            number = index[segment]
-            known = number in told and place < len(sent[number])
-            want = sent[number][place, layers] if known else torch.full((len(layers), 2), NO_ROUTE)
-            right = torch.equal(batch.routes[token].long(), want.long())
-            counts[0 if right and known else 1 if right else 2] += 1
+    for key in ("off", "auto"):
+        config = settings(policy, FSPO, key)
+        with nobody_left_out():
+            packs, _ = rollout_module.make_mini_batches(
+                config,
+                replace(rollout, held=held, routed=routed),
+                groups,
+                layout_for(policy, config),
+                routing=routing,
+                layers=layers,
+            )
+        for batch in packs:
+            assert batch.routes is not None and batch.routes.dtype == torch.uint8
+            index = [*batch.sample_index.tolist(), -1]
+            owners = batch.segment.clone()
+            for prefix in batch.prefixes:
+                owners[prefix.start : prefix.end] = prefix.sequences[0]
+            for token, (owner, place) in enumerate(
+                zip(owners.tolist(), batch.position_ids[0].tolist(), strict=True)
+            ):
+                number = index[owner]
+                known = number in told and place < len(sent[number])
+                want = sent[number][place, layers] if known else torch.full((len(layers), 2), NO_ROUTE)
+                right = torch.equal(batch.routes[token].long(), want.long())
+                if key == "off" or not right:
+                    counts[0 if right and known else 1 if right else 2] += 1
     dist.all_reduce(counts)
     return counts.tolist()
 

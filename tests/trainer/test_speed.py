@@ -32,6 +32,9 @@ def test_flops_by_hand() -> None:
     want = 3 * (2 * 7 * matrices + 2 * attention) + 2 * 100 * 8 * 4
     assert forward_flops(ARCH, [3], [4]) == want
     assert forward_flops(ARCH, [3, 3], [4, 4]) == 2 * want and forward_flops(ARCH, [], []) == 0
+    # Two tokens of the prompt are computed once for both, and are seen by both.
+    shared = 3 * (2 * 2 * matrices + 2 * 4 * 2 * 2 * 5)
+    assert forward_flops(ARCH, [3, 3, 3], [4, 4, 4], [0, 0, 1]) == 3 * want - shared
 
 
 def test_what_a_gpu_can_do_is_known_by_its_name() -> None:

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from megatron.core.transformer.moe import router
 from patching import ALONE, CP, DP, EP, MOE, PP, SP, TP, Patch, fault, wrap
 from torch import Tensor
 
-from megatron_fspo.mcore import layers, policy, policy_loss
+from megatron_fspo.mcore import layers, policy, policy_loss, shared_attention
 from megatron_fspo.mcore import router as policy_router
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.parallel import head
@@ -108,7 +109,7 @@ def rope_from_zero(real: Any, rank: int, size: int, x: Tensor, freqs: Tensor, *o
     return freqs[: len(x)]
 
 
-@fault(DP, "attention", policy_loss, "PackedSeqParams", split="1 micro-batch")
+@fault(DP, "attention", policy_loss, "Pack", split="1 micro-batch")
 def packed_as_one(real: Any, **kwargs: Any) -> Any:
     """Packed sequences see one another"""
     borders = kwargs["cu_seqlens_q"][[0, -1]]
@@ -129,6 +130,48 @@ def weights_of_a_rank(real: Any, self: Any) -> None:
         with torch.no_grad():
             self.chunks[-1].decoder.final_layernorm.weight.mul_(1.01)
     real(self)
+
+
+# Shared prompts.
+
+
+@fault(TP, "attention", shared_attention, "parts_of", share=True)
+def prefix_not_seen(real: Any, *args: Any) -> Any:
+    """Responses do not see the prompt that they share, but for its last token"""
+    return [part for part in real(*args) if part.causal]
+
+
+@fault(TP, "attention", policy_loss, "forward", share=True)
+def rope_off_by_one(real: Any, batch: Any, model: Any) -> Tensor:
+    """RoPE counts a response's tokens from one position before its own, behind a shared prompt"""
+    moved = batch.position_ids.clone()
+    for prefix in batch.prefixes:
+        moved[:, (batch.segment >= prefix.sequences.start) & (batch.segment < prefix.sequences.stop)] -= 1
+    return real(replace(batch, position_ids=moved), model)
+
+
+@fault(TP, "backward", shared_attention._Merged, "backward", figures="self_attn", share=True)
+def sum_of_a_part(real: Any, ctx: Any, *grads: Tensor) -> Any:
+    """Backward has the log-sum-exp of a response's own keys, without those of the shared prompt"""
+    *tensors, out, _ = ctx.saved_tensors
+    saved: list[Tensor] = []
+    own = [part for part in ctx.parts if part.causal]
+    merging = SimpleNamespace(save_for_backward=lambda *kept: saved.extend(kept))
+    shared_attention._Merged.forward(merging, *tensors, own, ctx.scale)
+    alone = SimpleNamespace(saved_tensors=(*tensors, out, saved[-1]), parts=ctx.parts, scale=ctx.scale)
+    return real(alone, *grads)
+
+
+@fault(TP, "backward", shared_attention._Merged, "backward", figures="self_attn", share=True)
+def prefix_once_per_response(real: Any, ctx: Any, *grads: Tensor) -> Any:
+    """Gradients of the keys and values of a shared prompt count once for each response"""
+    query, *pair, scale, parts = real(ctx, *grads)
+    for rows, keys, causal in ctx.parts:
+        if not causal:
+            count = sum(p.causal and rows.start <= p.queries.start < rows.stop for p in ctx.parts)
+            for slope in pair:
+                slope[keys] *= count
+    return query, *pair, scale, parts
 
 
 # Gradients.

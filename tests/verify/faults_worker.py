@@ -43,7 +43,7 @@ class FaultyLayout:
     def step(self, fault: Fault, dtype: torch.dtype, patch: Patch) -> dict[str, object]:
         """One training step with the patch, and what is said of it."""
         model = replace(self.arch, tied=fault.tied)
-        case = replace(CASES[fault.loss], split=fault.split, replay=fault.replay)
+        case = replace(CASES[fault.loss], split=fault.split, replay=fault.replay, share=fault.share)
         with patch:
             policy = build(self.layout, model, random_weights(model), BACKEND, self.groups, dtype)
             (result,) = check_cases(policy, self.layout, [case], self.wanted[model], TEMPERATURE)
@@ -70,8 +70,8 @@ def on_layout(name: str, faults: dict[str, Fault]) -> dict[str, dict[str, object
     for dtype in (torch.float64, torch.float32):
         for key, fault in faults.items():
             results[f"{key} {dtype}"] = faulty.step(fault, dtype, fault.patch())
-        for fault in {(f.loss, f.split, f.replay, f.tied): f for f in faults.values()}.values():
-            case = f"{name} {fault.loss} {fault.split} {fault.replay} {fault.tied} {dtype}"
+        for fault in {(f.loss, f.split, f.replay, f.share, f.tied): f for f in faults.values()}.values():
+            case = f"{name} {fault.loss} {fault.split} {fault.replay} {fault.share} {fault.tied} {dtype}"
             results[f"without: {case}"] = faulty.step(fault, dtype, nullcontext())
     stop()
     return results

@@ -34,6 +34,7 @@ class Fault:
     loss: str = "fspo"
     split: str = "2 micro-batches"
     replay: bool = False
+    share: bool = False
     tied: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32)
     """Where it can be seen; in the other precision all is well."""

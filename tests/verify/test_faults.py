@@ -30,7 +30,7 @@ def test_the_first_problem_names_the_fault_and_without_it_there_is_none(
         assert problems == []
     else:
         assert problems[0].startswith(f"{fault.cause}: ") and fault.figures in problems[0]
-    case = f"{fault.layout} {fault.loss} {fault.split} {fault.replay} {fault.tied}"
+    case = f"{fault.layout} {fault.loss} {fault.split} {fault.replay} {fault.share} {fault.tied}"
     sound = outcomes[f"without: {case} {dtype}"]
     assert sound["problems"] == []
     assert sound["error"] <= (1e-10 if dtype == torch.float64 else 1e-5)

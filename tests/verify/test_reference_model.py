@@ -57,7 +57,7 @@ def checkpoints(
 
 @pytest.mark.parametrize(
     ("kind", "norm_in_float64"),
-    # The softmax of the router is in fp32, too, and in transformers the division by its sum.
+    # In transformers the softmax of the router is in fp32, too, and the division by its sum.
     [*product(["tied", "untied", "llama", "qwen2"], [True, False]), ("moe", False), ("moe_raw", False)],
 )
 def test_the_model_is_that_of_transformers(

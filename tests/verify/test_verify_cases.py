@@ -34,7 +34,7 @@ from megatron_fspo.verify.layouts import all_layouts
 from megatron_fspo.verify.reference import Reference, Scores, reference
 from megatron_fspo.verify.run import _share, possible_dtypes
 from megatron_fspo.weights import Architecture, expected_hf_shapes
-from packs import sample_length
+from packs import sequences_of
 
 SAMPLES = make_samples(SMALL)
 RESPONSES = [len(sample.completion.token_ids) for sample in SAMPLES]
@@ -180,19 +180,23 @@ def test_all_layouts_together_cover_the_pairs(ranks: int, precisions: tuple[str,
 # Splits.
 
 
-def places(name: str, ranks: int, multiple_of: int, context: int = 1) -> list[list[list[int]]]:
-    lengths = [sample_length(sample, context=context) for sample in SAMPLES]
-    return split(name, lengths, SMALL, PackLayout(data_size=ranks, count_multiple_of=multiple_of))
+def places(
+    name: str, ranks: int, multiple_of: int, context: int = 1, share: bool = False
+) -> list[list[list[int]]]:
+    layout = PackLayout(
+        data_size=ranks, count_multiple_of=multiple_of, context_size=context, share_prompts=share
+    )
+    return split(name, sequences_of(SAMPLES), SMALL, layout)
 
 
 @given(
     name=st.sampled_from(SPLITS),
     ranks=st.integers(1, 8),
     multiple_of=st.integers(1, 5),
-    context=st.integers(1, 4),
+    context=st.integers(0, 4),
 )
 def test_splits_place_every_sequence_once(name: str, ranks: int, multiple_of: int, context: int) -> None:
-    plan = places(name, ranks, multiple_of, context)
+    plan = places(name, ranks, multiple_of, max(context, 1), share=not context)
     assert len(plan) == ranks
     (count,) = {len(packs) for packs in plan}
     assert count > 0 and count % multiple_of == 0
@@ -220,10 +224,10 @@ def test_uneven_is(ranks: int) -> None:
 def test_the_8_micro_batches_balance_the_square_of_the_length() -> None:
     """Costs as a run with ``batch.balance = attention`` has them; the others balance tokens."""
     wide = [replace(sample, prompt=replace(sample.prompt, token_ids=(1,) * 30)) for sample in SAMPLES]
-    lengths = [sample_length(sample) for sample in wide]
+    sequences = sequences_of(wide)
     for count in (2, 8):  # with little but attention to compute, and with much else
         narrow_plan, wide_plan = (
-            split(f"{count} micro-batches", lengths, replace(SMALL, hidden_size=size), PackLayout())
+            split(f"{count} micro-batches", sequences, replace(SMALL, hidden_size=size), PackLayout())
             for size in (1, 10_000)
         )
         assert (narrow_plan == wide_plan) == (count == 2)

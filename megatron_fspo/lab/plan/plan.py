@@ -20,7 +20,7 @@ from megatron_fspo.lab.plan.state import (
     server_gpus,
     state,
 )
-from megatron_fspo.mcore.sizes import check_parallel, check_world
+from megatron_fspo.mcore.sizes import check_parallel, check_world, shares_prompts
 from megatron_fspo.packing.batch import padded_length
 from megatron_fspo.weights import Architecture
 
@@ -199,8 +199,10 @@ def _work(config: Config, shape: Shape, given: Given, servers: ServerMemory | No
     count, rest = divmod(batch.max_tokens, longest)
     rest -= rest % padded_length(1, context)
     lengths = (longest,) * min(count, mine) + ((rest,) if rest and mine > count else ())
-    scored = int(sum(lengths) / context * response / (prompt + response))
-    mean = mine * (mean_prompt + mean_response)
+    groups = -(-mine // rollout.samples)
+    share = shares_prompts(config, shape.layers)
+    scored = int(sum(lengths) / context * response / (prompt / (rollout.samples if share else 1) + response))
+    mean = mine * (mean_prompt + mean_response) - (mine - groups if share else 0) * (mean_prompt - 1)
     # Before a single optimizer step old and new log-probs are the same, of the model's own samples.
     same = rollout.engine == "embedded" and batch.mini_batches * batch.epochs == 1
     if servers is None:
@@ -213,6 +215,7 @@ def _work(config: Config, shape: Shape, given: Given, servers: ServerMemory | No
     return Work(
         responses=responses,
         prompts=rollout.prompts,
+        shared=responses - rollout.prompts if share else 0,
         prompt_tokens=mean_prompt,
         response_tokens=mean_response,
         longest_response=response,

@@ -50,6 +50,8 @@ class Work:
 
     responses: int
     prompts: int
+    shared: int
+    """How often a prompt but its last token is in a pack already: computed once for several responses."""
     prompt_tokens: float
     """Mean of a prompt, as is assumed."""
     response_tokens: float
@@ -90,10 +92,13 @@ class Phase:
 def forward_flops(shape: Shape, work: Work) -> tuple[float, float]:
     """FLOPs of one forward over a step: of the layers, causal attention in them, and of the head."""
     arch = shape.arch
-    length = work.prompt_tokens + work.response_tokens
-    layers = 2.0 * arch.num_layers * arch.layer_size * work.tokens
-    # q·k and weights·v, 2 · L² / 2 products of a head's size each.
-    layers += 2.0 * arch.num_layers * arch.q_size * length**2 * work.responses
+    layers = 0.0
+    for length, count in (
+        (work.prompt_tokens + work.response_tokens, work.responses),
+        (work.prompt_tokens - 1, -work.shared),
+    ):
+        # Attention is q·k and weights·v, 2 · L² / 2 products of a head's size each.
+        layers += 2.0 * arch.num_layers * (arch.layer_size * length + arch.q_size * length**2) * count
     head = 2.0 * arch.vocab_size * arch.hidden_size * work.responses * work.response_tokens
     return layers, head
 

@@ -80,7 +80,8 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
         head=config.model.head,
     )
     groups = startup.start(backend, parallel=config.parallel, seed=config.run.seed)
-    layout = layout_of(config, arch, groups, backend.device)
+    # Nothing is shared: each pack is of the longest sequences.
+    layout = replace(layout_of(config, arch, groups, backend), share_prompts=False)
     rollout, tokens = _rollout(config, layout, groups)
     # What other ranks tell: the shape of what a stage hands on, and the metrics of the last stage.
     slices = config.parallel.tensor if config.parallel.sequence else 1

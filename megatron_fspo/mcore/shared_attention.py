@@ -1,0 +1,132 @@
+"""Attention in a pack whose sequences share prompts: the keys of a shared prefix are visible to all of them.
+
+On a CPU it is made of flash kernels: each block attends to itself, the sequences of a prefix together to the
+prefix, and the log-sum-exps of the two say how to merge them. The backward of a kernel is given the merged
+output and log-sum-exp, from which it finds the true weights of its part, as in ring attention
+(arXiv 2310.01889). Elsewhere it is made of masks: exact, and slow.
+
+Shapes: t tokens, h heads, g KV heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_fspo.packing.batch import Prefix
+
+
+class Part(NamedTuple):
+    """Rows that attend to rows."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+    """Both are the same; else each query sees every key."""
+
+
+def parts_of(borders: Sequence[int], prefixes: Sequence[Prefix]) -> list[Part]:
+    """Every block on itself, then the sequences of each prefix on the prefix."""
+    parts = [Part(slice(*block), slice(*block), True) for block in pairwise(borders)]
+    for prefix in prefixes:
+        last = borders[borders.index(prefix.end) + len(prefix.sequences)]
+        parts.append(Part(slice(prefix.end, last), slice(prefix.start, prefix.end), False))
+    return parts
+
+
+def shared_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    borders: Sequence[int],
+    prefixes: Sequence[Prefix],
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Attend.
+
+    Args:
+        query: [t, h, d].
+        key: [t, g, d].
+        value: like ``key``.
+        borders: of the blocks, 0 and t included.
+        prefixes: blocks whose keys those after them see.
+        scale: of the products; default 1 / √d.
+
+    Returns:
+        [t, h, d].
+    """
+    parts = parts_of(borders, prefixes)
+    if query.device.type == "cpu":
+        merged: Tensor = _Merged.apply(query, key, value, parts, scale)  # type: ignore[no-untyped-call]
+        return merged
+    return masked(query, key, value, parts, scale)
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float | None) -> Tensor:
+    """Attend by masks, block by block."""
+    rows = []
+    for block, *_ in (part for part in parts if part.causal):
+        seen = [p.keys for p in parts if p.queries.start <= block.start < p.queries.stop]
+        keys, values = (torch.cat([x[s] for s in reversed(seen)]) for x in (key, value))
+        count = block.stop - block.start
+        mask = torch.ones(count, len(keys), dtype=torch.bool, device=query.device).tril(len(keys) - count)
+        q, k, v = map(_batch, (query[block], keys, values))
+        row = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        rows.append(row[0].transpose(0, 1))
+    return torch.cat(rows)
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float | None
+    ) -> Tensor:
+        out = torch.empty_like(query)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        logs = query.new_empty(query.shape[1], len(query), dtype=wide)
+        for rows, keys, causal in parts:
+            one, log = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _batch(query[rows]), _batch(key[keys]), _batch(value[keys]), 0.0, causal, scale=scale
+            )
+            one, log = one[0].transpose(0, 1), log[0]
+            if not causal:
+                before = logs[:, rows]
+                total = torch.logaddexp(before, log)
+                one = out[rows] * _weights(before - total) + one * _weights(log - total)
+                log = total
+            out[rows], logs[:, rows] = one, log
+        ctx.save_for_backward(query, key, value, out, logs)
+        ctx.parts, ctx.scale = parts, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logs = ctx.saved_tensors
+        slopes = [torch.empty_like(x) for x in (query, key, value)]
+        for rows, keys, causal in ctx.parts:
+            added = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _batch(grads[0][rows]),
+                *(_batch(query[rows]), _batch(key[keys]), _batch(value[keys])),
+                *(_batch(out[rows]), logs[None, :, rows], 0.0, causal),
+                scale=ctx.scale,
+            )
+            for slope, at, more in zip(slopes, (rows, keys, keys), added, strict=True):
+                more = more[0].transpose(0, 1)
+                slope[at] = more if causal else slope[at] + more
+        return *slopes, None, None
+
+
+def _batch(rows: Tensor) -> Tensor:
+    """[n, h, d] as a batch of one, [1, h, n, d]."""
+    return rows.transpose(0, 1)[None]
+
+
+def _weights(logs: Tensor) -> Tensor:
+    """[h, n] as factors of [n, h, d]."""
+    return logs.exp().T[..., None]

@@ -1,0 +1,49 @@
+"""A pass with shared prompts is the same pass; and where it cannot be, the configuration is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import run_worker
+from megatron_fspo.config import Config
+from megatron_fspo.errors import InputError
+from megatron_fspo.mcore.sizes import shares_prompts
+
+
+@pytest.mark.slow
+def test_routers_and_sums_do_not_know_of_it(tmp_path: Path) -> None:
+    run_worker(Path(__file__).with_name("share_worker.py"), str(tmp_path / "out.json"), nproc=1)
+    off, on = (json.loads((tmp_path / "out.json").read_text())[key] for key in ("False", "True"))
+    assert off["tokens"] - on["tokens"] == 3 * 2 + 2 * 5 + 2 * 4  # of verify's groups
+    for mine, wanted in zip(on["report"], off["report"], strict=True):
+        assert mine == pytest.approx(wanted, rel=1e-12)
+    assert on["sums"] == off["sums"] == [0.0] * 16, "the policy that sampled is the one that learns"
+    assert on["norm"] == pytest.approx(off["norm"], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("words", "layers", "named"),
+    [
+        ({}, "local", ""),
+        ({}, "transformer_engine", "model.layers"),
+        ({"parallel": {"context": 2}}, "local", "parallel.context"),
+        ({"moe": {"z_loss_coef": 0.1}}, "local", "moe"),
+    ],
+)
+def test_on_is_refused_where_auto_is_off(words: dict[str, Any], layers: str, named: str) -> None:
+    def resolved(key: str) -> bool:
+        run = {"run": {"steps": 1}, "model": {"checkpoint": "c"}, "data": {"train": "t"}}
+        run |= {"reward": {"name": "exact_match"}, "rollout": {"prompts": 4, "max_response_tokens": 8}}
+        config = Config.model_validate(run | words | {"batch": {"share_prompts": key}})
+        return shares_prompts(config, layers)
+
+    assert not resolved("off") and resolved("auto") == (not named)
+    if named:
+        with pytest.raises(InputError, match=named):
+            resolved("on")
+    else:
+        assert resolved("on")

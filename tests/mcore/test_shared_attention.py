@@ -1,0 +1,94 @@
+"""Attention with shared prefixes against each sequence attending alone, in float64: values and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_fspo.mcore.shared_attention import masked, parts_of, shared_attention
+from megatron_fspo.packing.batch import Prefix
+
+KV_HEADS, SIZE = 2, 8
+
+# A prefix (0: none) and its sequences.
+Units = list[tuple[int, list[int]]]
+
+
+def geometry(units: Units) -> tuple[list[int], list[Prefix], list[list[int]]]:
+    """Borders, prefixes, and the rows that each sequence consists of; a prefix alone is one as well."""
+    borders, prefixes, sequences, number = [0], [], [], 0
+    for prefix, lengths in units:
+        shared = list(range(borders[-1], borders[-1] + prefix))
+        if prefix:
+            prefixes.append(Prefix(shared[0], shared[-1] + 1, range(number, number + len(lengths))))
+            sequences.append(shared)
+            borders.append(borders[-1] + prefix)
+        for length in lengths:
+            sequences.append([*shared, *range(borders[-1], borders[-1] + length)])
+            borders.append(borders[-1] + length)
+        number += len(lengths)
+    return borders, prefixes, sequences
+
+
+def alone(query: Tensor, key: Tensor, value: Tensor, sequences: list[list[int]]) -> Tensor:
+    """Each sequence by the formula; rows of a prefix come out the same in all."""
+    out = torch.zeros_like(query)
+    for rows in sequences:
+        n = len(rows)
+        k, v = (x[rows].repeat_interleave(query.shape[1] // KV_HEADS, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[rows], k) / SIZE**0.5
+        weights = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf).softmax(-1)
+        out = out.index_copy(0, torch.tensor(rows), torch.einsum("hqk,khd->qhd", weights, v))
+    return out
+
+
+def largest_gaps(units: Units, heads: int, attend: Any) -> list[float]:
+    """Of the output and of the gradients of queries, keys and values."""
+    borders, prefixes, sequences = geometry(units)
+    generator = torch.Generator().manual_seed(len(borders))
+    query, key, value, slope = (
+        torch.randn(borders[-1], count, SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
+        for count in (heads, KV_HEADS, KV_HEADS, heads)
+    )
+    outs = [attend(query, key, value, borders, prefixes), alone(query, key, value, sequences)]
+    got, want = ([o, *torch.autograd.grad(o, (query, key, value), slope.detach())] for o in outs)
+    return [(a - b).abs().max().item() for a, b in zip(got, want, strict=True)]
+
+
+def by_masks(query: Tensor, key: Tensor, value: Tensor, borders: list[int], prefixes: list[Prefix]) -> Tensor:
+    return masked(query, key, value, parts_of(borders, prefixes), None)
+
+
+@pytest.mark.parametrize("attend", [shared_attention, by_masks])
+@settings(deadline=None, max_examples=40)
+@given(
+    units=st.lists(
+        st.one_of(
+            st.tuples(st.integers(1, 70), st.lists(st.integers(1, 40), min_size=2, max_size=4)),
+            st.tuples(st.just(0), st.lists(st.integers(1, 40), min_size=1, max_size=2)),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    heads=st.sampled_from([2, 6]),
+)
+def test_values_and_gradients(attend: Any, units: Units, heads: int) -> None:
+    assert max(largest_gaps(units, heads, attend)) < 1e-12
+
+
+def test_a_given_scale_and_narrow_numbers() -> None:
+    borders, prefixes, _ = geometry([(5, [3, 4]), (0, [2])])
+    wide = [torch.randn(14, count, SIZE, dtype=torch.float64) for count in (4, 2, 2)]
+    want = by_masks(wide[0] * 0.3 * SIZE**0.5, wide[1], wide[2], borders, prefixes)
+    got = shared_attention(*wide, borders, prefixes, scale=0.3)
+    assert torch.allclose(got, want, rtol=0, atol=1e-12)
+    query, key, value = (x.bfloat16().requires_grad_() for x in wide)
+    narrow = shared_attention(query, key, value, borders, prefixes, scale=0.3)
+    narrow.sum().backward()
+    assert narrow.dtype == query.grad.dtype == key.grad.dtype == torch.bfloat16
+    assert torch.allclose(narrow.double(), want, rtol=0, atol=0.05)
