@@ -101,7 +101,8 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
         "batch.max_tokens model.layers loss.name parallel.sequence parallel.context fp8.recipe loss.drift "
         "parallel.virtual_pipeline parallel.collective_seconds loss.c_dual loss.exponent optimizer.lr "
         "optimizer.lr_min optimizer.lr_decay_steps reward.also reward.url reward.overlong_tokens log.profile "
-        "correction.name rollout.top_p rollout.old_log_probs rollout.max_staleness vllm.transfer".split()
+        "correction.name rollout.top_p rollout.old_log_probs rollout.max_staleness vllm.transfer "
+        "moe.replay".split()
     )
     tree: dict[str, Any] = {section: dict(keys) for section, keys in REQUIRED.items()}
     tree["loss"], tree["correction"] = {"name": loss}, {"name": correction}

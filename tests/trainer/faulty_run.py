@@ -134,7 +134,7 @@ def dynamic(out: str, die_in_step: str) -> Iterator[None]:
     ends after the first round of responses."""
     make, further = begin.make_mini_batches, RolloutQueue.further
 
-    def written(config: Any, rollout: Any, *args: Any) -> Any:
+    def written(config: Any, rollout: Any, *args: Any, **options: Any) -> Any:
         row = {
             "prompts": [prompt.index for prompt in rollout.prompts],
             "lengths": rollout.lengths.tolist(),
@@ -145,7 +145,7 @@ def dynamic(out: str, die_in_step: str) -> Iterator[None]:
         if os.environ["RANK"] == "0":
             with Path(out).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        return make(config, rollout, *args)
+        return make(config, rollout, *args, **options)
 
     def asked(self: RolloutQueue, step: int, *args: Any) -> Any:
         if step + 1 == int(die_in_step):
