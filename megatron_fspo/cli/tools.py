@@ -26,8 +26,9 @@ A few layouts:            megatron-fspo verify --nproc 8 --layouts tp2.pp2.cp2 t
 Your run's layout:        torchrun --nproc-per-node 8 -m megatron_fspo verify --config run.toml
 The same without GPUs:    megatron-fspo verify --nproc 8 --config run.toml --model.backend cpu
 
-A layout is words joined by dots: tpN, sp, ppN, vppN (virtual stages), cpN, dpN, do (distributed optimizer),
-overlap, recompute. Exit status 1 if a case fails; the worst parameter is named.
+A layout is words joined by dots: tpN, sp, ppN, vppN (virtual stages), cpN, epN, moe (experts, as with epN),
+dpN, do (distributed optimizer), overlap, recompute. Exit status 1 if a case fails; the worst parameter is
+named.
 """
 
 _DATA_HELP = """\
