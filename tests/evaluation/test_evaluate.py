@@ -104,7 +104,7 @@ def test_killed_and_resumed_it_is_the_same(whole: Path, tmp_path: Path) -> None:
         if not (out / "results.json").exists() and before.count(b"\n") < 144:
             break
     complete = (whole / "samples.jsonl").read_bytes()
-    assert 32 <= before.count(b"\n") < 144 and complete.startswith(before)
+    assert 0 < before.count(b"\n") < 144 and complete.startswith(before)
     (out / "samples.jsonl").write_bytes(complete[: len(before) + 250])
     table = run(out)
     assert contents(out) == contents(whole)

@@ -137,7 +137,7 @@ def test_they_are_not_read_where_nobody_replays_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("experts", "replay", "fine"), [(255, "rollout", True), (256, "rollout", False), (256, "off", True)]
+    ("experts", "replay", "fine"), [(255, "rollout", True), (256, "rollout", False), (256, "off", False)]
 )
 def test_more_experts_than_a_byte_has_names_for(experts: int, replay: str, fine: bool) -> None:
     """255 stands for no route."""
