@@ -50,7 +50,7 @@ def seconds_a_token(layers: int, rows: int = ROWS, lengths: tuple[int, ...] = LE
     model = Model(arch, backend, groups, parallel=parallel, dtype=torch.float32)
     for parameter in model.chunks[0].parameters():
         torch.nn.init.normal_(parameter, 0, 0.02)
-    decoder, found = Decoder(model.chunks, groups, vocab_size=arch.vocab_size), {}
+    decoder, result = Decoder(model.chunks, groups, vocab_size=arch.vocab_size), {}
     for length in lengths:
         with decoder.session(rows=1, max_tokens=length + TOKENS):
             decoder.feed([[5] * length])
@@ -60,9 +60,9 @@ def seconds_a_token(layers: int, rows: int = ROWS, lengths: tuple[int, ...] = LE
                 began = time.perf_counter()
                 decoder.feed([[7]] * rows)
                 taken.append(time.perf_counter() - began)
-            found[length] = min(taken)
+            result[length] = min(taken)
     stop()
-    return found
+    return result
 
 
 def seconds_a_step(tree: Path, folder: Path, steps: int = 4) -> dict[str, float]:
@@ -105,12 +105,12 @@ def least(known: dict[str, float], new: dict[str, float]) -> None:
         known[key] = round(min(seconds, known.get(key, seconds)), 4)
 
 
-def table(found: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """As docs/performance.md has it: milliseconds a token, and seconds a step of the demo."""
     rows = [
         [f"{layers} layers, {name}", *(f"{1000 * by_length[str(length)]:,.0f}" for length in LENGTHS)]
         for layers in map(str, LAYERS)
-        for name, by_length in ((name, each[layers]) for name, each in found["seconds_a_token"].items())
+        for name, by_length in ((name, each[layers]) for name, each in result["seconds_a_token"].items())
     ]
     return markdown(["ms a token of 64 rows, at length", *map(str, LENGTHS)], rows)
 
@@ -126,11 +126,11 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         archive = subprocess.check_output(["git", "archive", BEFORE, "megatron_fspo"], cwd=ROOT)
         tarfile.open(fileobj=BytesIO(archive)).extractall(folder, filter="data")
-        found = compare(Path(folder), args.rounds)
+        result = compare(Path(folder), args.rounds)
     head = {"command": "python benchmarks/decoding.py", "machine": machine(), "before": BEFORE}
-    text = json.dumps(head | {"rounds": args.rounds} | found, indent=1)
+    text = json.dumps(head | {"rounds": args.rounds} | result, indent=1)
     RESULTS.write_text(f"{text}\n", encoding="utf-8")
-    print(table(found))
+    print(table(result))
 
 
 if __name__ == "__main__":

@@ -132,20 +132,6 @@ def test_a_gpu_build_gets_no_cpu_flags(model: Path, monkeypatch: pytest.MonkeyPa
     assert "VLLM_CPU_KVCACHE_SPACE" not in flags.environment(on_cpu=False)
 
 
-def test_routes_come_by_a_flag_of_vllm(model: Path) -> None:
-    """On a CPU with a worker of ours, whose passes are not asynchronous."""
-    flag, ours = "--enable-return-routed-experts", ["--worker-cls", "--no-async-scheduling"]
-    write_config(model, head_dim=32)
-    with pytest.raises(InputError, match=r"--routes: .*config\.json"):
-        flags.check(ServerOptions(model, routes=True), GPU)
-    write_config(model, head_dim=32, num_experts=4)
-    for vllm in (CPU, GPU):
-        assert flag not in flags.command(ServerOptions(model), vllm)
-        flags.check(ServerOptions(model, routes=True), vllm)
-        words = flags.command(ServerOptions(model, routes=True), vllm)
-        assert flag in words and all((word in words) == vllm.on_cpu for word in ours)
-
-
 def test_head_dim_on_a_cpu(model: Path) -> None:
     sizes = {"hidden_size": 96, "num_attention_heads": 4}
     for config in ({"head_dim": 128}, sizes | {"hidden_size": 256}, {}):

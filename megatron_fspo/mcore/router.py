@@ -79,7 +79,7 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
         chosen = logits.detach().topk(self.topk, dim=1).indices
         batch = self.batch
         if batch is not None:
-            chosen = self._compared(batch, chosen)
+            chosen, compared = self._compared(batch, chosen)
         wide = torch.promote_types(logits.dtype, torch.float32)
         if self.config.moe_router_pre_softmax:
             # In fp32 as in transformers, whose order of best experts is that of the logits.
@@ -89,24 +89,31 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
         weights = torch.zeros_like(logits).scatter(1, chosen, weights)
         routed = torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
         if batch is not None:
-            weights = self._reported(batch, logits, weights, routed)
+            weights = self._reported(batch, logits, weights, routed, compared)
         return weights, routed
 
-    def _compared(self, batch: MicroBatch, own: Tensor) -> Tensor:
-        """Compare the router's own choice [r, k] with the routes of the micro-batch; returns what to take."""
+    def _compared(self, batch: MicroBatch, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Compare the router's own choice [r, k] with the routes of the micro-batch.
+
+        Returns:
+            the experts to take [r, k]; and which tokens [r] have a route.
+        """
         chosen, work = own, batch.router
-        flipped = torch.zeros_like(own[:, 0], dtype=torch.bool)
+        known = torch.zeros_like(own[:, 0], dtype=torch.bool)
+        flipped = known
         if batch.routes is not None:
             given = self._here(batch.routes)[:, self.place].long()
-            known = given[:, :1] != NO_ROUTE
-            flipped = known[:, 0] & (given.sort(1).values != own.sort(1).values).any(1)
+            known = given[:, 0] != NO_ROUTE
+            flipped = known & (given.sort(1).values != own.sort(1).values).any(1)
             if work.replay:
-                chosen = torch.where(known, given, own)
+                chosen = torch.where(known[:, None], given, own)
         work.flipped[self.place] = flipped
         work.chosen[self.place] = chosen.to(torch.uint8)
-        return chosen
+        return chosen, known
 
-    def _reported(self, batch: MicroBatch, logits: Tensor, weights: Tensor, routed: Tensor) -> Tensor:
+    def _reported(
+        self, batch: MicroBatch, logits: Tensor, weights: Tensor, routed: Tensor, compared: Tensor
+    ) -> Tensor:
         """Make the report, and give the losses' gradient to ``weights`` [r, E], the result."""
         work = batch.router
         segment, mask = self._here(batch.segment), self._here(batch.mask)
@@ -114,8 +121,6 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
         scores = wide.softmax(-1)
         entropy = -(scores.detach() * wide.detach().log_softmax(-1)).sum(1)
         uses = self._here(batch.uses)
-        routes = batch.routes
-        compared = mask if routes is None else mask & (self._here(routes)[:, self.place, 0] != NO_ROUTE)
         aux_loss = z_loss = wide.new_zeros(())
         if torch.is_grad_enabled() and (work.aux_loss_coef or work.z_loss_coef):
             aux_loss, z_loss = self._losses(batch, segment, wide, scores, routed)
@@ -123,7 +128,7 @@ class PolicyRouter(TopKRouter):  # type: ignore[misc]
             weights = MoEAuxLossAutoScaler.apply(weights, megatron_loss(-loss, batch.totals))
         sums = (
             *(uses, entropy * uses, aux_loss.detach(), z_loss.detach()),
-            *(work.flipped[self.place] & mask, compared & (routes is not None)),
+            *(work.flipped[self.place] & mask, compared & mask),
         )
         load = (routed * uses[:, None]).sum(0)
         work.reports[self.place] = torch.cat([load, torch.stack([x.sum().double() for x in sums])])

@@ -86,13 +86,13 @@ def sampled(url: str, params: SamplingParams) -> list[Completion]:
 def routes_of(checkpoint: Path, completions: list[Completion]) -> list[Tensor]:
     """By transformers: [P + L - 1, layers, k], experts in ascending order."""
     model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    found = []
+    routes = []
     for number, completion in enumerate(completions):
         ids = [*PROMPTS[number // SAMPLES].token_ids, *completion.token_ids]
         logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
         chosen = torch.stack([one.topk(ROUTING.per_token).indices for one in logits], 1)
-        found.append(chosen[:-1].sort(-1).values)
-    return found
+        routes.append(chosen[:-1].sort(-1).values)
+    return routes
 
 
 def agreement(completions: list[Completion], want: list[Tensor], faulty=lambda routes: routes) -> float:

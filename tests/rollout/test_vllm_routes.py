@@ -7,6 +7,7 @@ import base64
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,11 @@ from launch import REPO
 from megatron_fspo.config import VLLM
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.config.sections import MoE
-from megatron_fspo.errors import InputErrors
+from megatron_fspo.errors import InputError, InputErrors
 from megatron_fspo.rollout.client.answers import read_completion
 from megatron_fspo.rollout.client.connect import absent_servers, connect, settle
 from megatron_fspo.rollout.client.routes import read_routes
+from megatron_fspo.rollout.server import flags
 from megatron_fspo.trainer.prepare import _disagreements
 from megatron_fspo.types import Completion, Routing
 from megatron_fspo.weights import Experts, read_architecture
@@ -180,3 +182,20 @@ def test_a_server_without_routes_is_refused_at_the_start(told: object, refused: 
                 leader.loop.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("version", ["0.32.0+cpu", "0.32.0"])
+def test_routes_come_by_a_flag_of_vllm(tmp_path: Path, version: str) -> None:
+    """On a CPU with a worker of ours, whose passes are not asynchronous."""
+    vllm = flags.Installation(Path("vllm"), version)
+    asked = flags.ServerOptions(tmp_path, routes=True)
+    sizes: dict[str, int] = {"head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    with pytest.raises(InputError, match=r"--routes: .*config\.json"):
+        flags.check(asked, vllm)
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_experts": 4}))
+    flags.check(asked, vllm)
+    flag, ours = "--enable-return-routed-experts", ("--worker-cls", "--no-async-scheduling")
+    assert flag not in flags.command(flags.ServerOptions(tmp_path), vllm)
+    words = flags.command(asked, vllm)
+    assert flag in words and all((word in words) == vllm.on_cpu for word in ours)
