@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_fspo.mcore.shared_attention import shared_attention
+from megatron_fspo.mcore.packed_attention import packed_attention
 from megatron_fspo.packing.batch import gathered_positions, local_positions
 
 
@@ -92,12 +92,8 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         if self._cp.size() > 1:
             return self._attend_zigzag(query, key, value, borders)
         batch = getattr(packed_seq_params, "batch", None)
-        if batch is not None and batch.prefixes:
-            some = (query, key, value, borders, batch.prefixes)
-            return shared_attention(*some, scale=self.softmax_scale).flatten(1)
-        lengths = [end - first for first, end in pairwise(borders)]
-        parts = [self._attend_one(q, k, v, causal=True) for q, k, v in _split(lengths, query, key, value)]
-        return torch.cat(parts).flatten(1)
+        prefixes = () if batch is None else batch.prefixes
+        return packed_attention(query, key, value, borders, prefixes, scale=self.softmax_scale).flatten(1)
 
     def _attend_zigzag(self, query: Tensor, key: Tensor, value: Tensor, borders: list[int]) -> Tensor:
         """This rank's queries against the keys of all ranks, sequence by sequence. [t, h * d]"""
@@ -112,20 +108,13 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         rows = zip(_split(shares, query, mine), _split(lengths, key, value), pairwise(borders), strict=True)
         for (q, places), (k, v), (first, end) in rows:
             seen = places[:, None] >= torch.arange(first, end, device=query.device)
-            parts.append(self._attend_one(q, k, v, mask=seen))
+            # As a batch of one: with three dimensions torch takes its slowest kernel.
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            part = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen, scale=self.softmax_scale, enable_gqa=True
+            )
+            parts.append(part[0].transpose(0, 1))
         return torch.cat(parts).flatten(1)
-
-    def _attend_one(self, query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
-        """One sequence [n, h, d], as a batch of one: with three dimensions torch takes its slowest kernel."""
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-        return self._attend(q, k, v, **mask).squeeze(0).transpose(0, 1)
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool = False, mask: Tensor | None = None
-    ) -> Tensor:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=self.softmax_scale, enable_gqa=True
-        )
 
 
 def _split(lengths: list[int], *tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from launch import REPO
 from megatron_fspo.config.loading import load_config
@@ -36,28 +35,6 @@ def test_gradients_of_a_pack_are_written_once() -> None:
         out.sum().backward()
     written = sum(event.cpu_memory_usage for event in profile.function_events if event.cpu_memory_usage > 0)
     assert written < 20 * sum(tensor.nbytes for tensor in inputs)
-
-
-def test_torch_is_asked_in_four_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With three it takes the kernel that holds all scores."""
-    attention = local_attention()
-    asked, ask = [], F.scaled_dot_product_attention
-
-    def recorded(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        asked.append({query.ndim, key.ndim, value.ndim})
-        return ask(query, key, value, **options)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
-    query, key, value = torch.randn(7, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
-    borders = torch.tensor([0, 3, 7], dtype=torch.int32)
-    parameters = PackedSeqParams(cu_seqlens_q=borders, cu_seqlens_kv=borders, qkv_format="thd")
-    out = attention(query, key, value, None, packed_seq_params=parameters)
-    assert asked == [{4}] * 2 and out.shape == (7, 32)
-    # The last token of a sequence attends to all of it.
-    keys, values = (x[3:].repeat_interleave(2, 1) for x in (key, value))
-    scores = torch.einsum("hd,nhd->hn", query[-1], keys) / 8**0.5
-    want = torch.einsum("hn,nhd->hd", scores.softmax(-1), values)
-    assert torch.allclose(out[-1].view(4, 8), want, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe import router
 from patching import ALONE, CP, DP, EP, MOE, PP, SP, TP, Patch, fault, wrap
 from torch import Tensor
 
-from megatron_fspo.mcore import layers, policy, policy_loss, shared_attention
+from megatron_fspo.mcore import layers, packed_attention, policy, policy_loss
 from megatron_fspo.mcore import router as policy_router
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.parallel import head
@@ -117,10 +117,10 @@ def packed_as_one(real: Any, **kwargs: Any) -> Any:
     return real(**kwargs | both | dict.fromkeys(["max_seqlen_q", "max_seqlen_kv"], int(borders[-1])))
 
 
-@fault(TP, "head", layers.SDPACoreAttention, "_attend")
-def future_visible(real: Any, *args: Any, causal: bool = False, mask: Any = None) -> Tensor:
+@fault(TP, "head", packed_attention, "parts_of")
+def future_visible(real: Any, *args: Any) -> Any:
     """Attention is not causal"""
-    return real(*args)
+    return [part._replace(causal=False) for part in real(*args)]
 
 
 @fault(DP, "attention", policy.Policy, "weights_loaded")
@@ -135,7 +135,7 @@ def weights_of_a_rank(real: Any, self: Any) -> None:
 # Shared prompts.
 
 
-@fault(TP, "attention", shared_attention, "parts_of", share=True)
+@fault(TP, "attention", packed_attention, "parts_of", share=True)
 def prefix_not_seen(real: Any, *args: Any) -> Any:
     """Responses do not see the prompt that they share, but for its last token"""
     return [part for part in real(*args) if part.causal]
@@ -150,19 +150,19 @@ def rope_off_by_one(real: Any, batch: Any, model: Any) -> Tensor:
     return real(replace(batch, position_ids=moved), model)
 
 
-@fault(TP, "backward", shared_attention._Merged, "backward", figures="self_attn", share=True)
+@fault(TP, "backward", packed_attention._Merged, "backward", figures="self_attn", share=True)
 def sum_of_a_part(real: Any, ctx: Any, *grads: Tensor) -> Any:
     """Backward has the log-sum-exp of a response's own keys, without those of the shared prompt"""
     *tensors, out, _ = ctx.saved_tensors
     saved: list[Tensor] = []
     own = [part for part in ctx.parts if part.causal]
     merging = SimpleNamespace(save_for_backward=lambda *kept: saved.extend(kept))
-    shared_attention._Merged.forward(merging, *tensors, own, ctx.scale)
+    packed_attention._Merged.forward(merging, *tensors, own, ctx.scale)
     alone = SimpleNamespace(saved_tensors=(*tensors, out, saved[-1]), parts=ctx.parts, scale=ctx.scale)
     return real(alone, *grads)
 
 
-@fault(TP, "backward", shared_attention._Merged, "backward", figures="self_attn", share=True)
+@fault(TP, "backward", packed_attention._Merged, "backward", figures="self_attn", share=True)
 def prefix_once_per_response(real: Any, ctx: Any, *grads: Tensor) -> Any:
     """Gradients of the keys and values of a shared prompt count once for each response"""
     query, *pair, scale, parts = real(ctx, *grads)

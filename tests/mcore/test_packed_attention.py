@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fspo.mcore.shared_attention import masked, parts_of, shared_attention
+from megatron_fspo.mcore.packed_attention import masked, packed_attention, parts_of
 from megatron_fspo.packing.batch import Prefix
 
 KV_HEADS, SIZE = 2, 8
@@ -64,7 +64,7 @@ def by_masks(query: Tensor, key: Tensor, value: Tensor, borders: list[int], pref
     return masked(query, key, value, parts_of(borders, prefixes), None)
 
 
-@pytest.mark.parametrize("attend", [shared_attention, by_masks])
+@pytest.mark.parametrize("attend", [packed_attention, by_masks])
 @settings(deadline=None, max_examples=40)
 @given(
     units=st.lists(
@@ -85,10 +85,10 @@ def test_a_given_scale_and_narrow_numbers() -> None:
     borders, prefixes, _ = geometry([(5, [3, 4]), (0, [2])])
     wide = [torch.randn(14, count, SIZE, dtype=torch.float64) for count in (4, 2, 2)]
     want = by_masks(wide[0] * 0.3 * SIZE**0.5, wide[1], wide[2], borders, prefixes)
-    got = shared_attention(*wide, borders, prefixes, scale=0.3)
+    got = packed_attention(*wide, borders, prefixes, scale=0.3)
     assert torch.allclose(got, want, rtol=0, atol=1e-12)
     query, key, value = (x.bfloat16().requires_grad_() for x in wide)
-    narrow = shared_attention(query, key, value, borders, prefixes, scale=0.3)
+    narrow = packed_attention(query, key, value, borders, prefixes, scale=0.3)
     narrow.sum().backward()
     assert narrow.dtype == query.grad.dtype == key.grad.dtype == torch.bfloat16
     assert torch.allclose(narrow.double(), want, rtol=0, atol=0.05)

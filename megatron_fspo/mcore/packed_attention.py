@@ -1,4 +1,4 @@
-"""Attention in a pack whose sequences share prompts: the keys of a shared prefix are visible to all of them.
+"""Attention in a pack: causal in each sequence; the keys of a prefix that sequences share are visible to all.
 
 On a CPU it is made of flash kernels: each block attends to itself, the sequences of a prefix together to the
 prefix, and the log-sum-exps of the two say how to merge them. The backward of a kernel is given the merged
@@ -39,7 +39,7 @@ def parts_of(borders: Sequence[int], prefixes: Sequence[Prefix]) -> list[Part]:
     return parts
 
 
-def shared_attention(
+def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -76,8 +76,9 @@ def masked(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], sca
         keys, values = (torch.cat([x[s] for s in reversed(seen)]) for x in (key, value))
         count = block.stop - block.start
         mask = torch.ones(count, len(keys), dtype=torch.bool, device=query.device).tril(len(keys) - count)
+        how = {"is_causal": True} if count == len(keys) else {"attn_mask": mask}
         q, k, v = map(_batch, (query[block], keys, values))
-        row = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        row = F.scaled_dot_product_attention(q, k, v, **how, scale=scale, enable_gqa=True)
         rows.append(row[0].transpose(0, 1))
     return torch.cat(rows)
 
