@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 
 from megatron_fspo.errors import InputError
+from megatron_fspo.mcore.cpu_products import install_products, onednn_is_faster
 from megatron_fspo.mcore.engine import engine_problem
 from megatron_fspo.mcore.layers import local_block_spec
 from megatron_fspo.parallel.head import HeadKind, tried, triton_problem
@@ -285,6 +286,8 @@ def install_cpu() -> None:
     clip_grads.l2_norm_impl = megatron_utils.local_multi_tensor_l2_norm
     clip_grads.multi_tensor_scale_tensor_impl = None  # of 0.19
     vars(moe_utils)["te_general_gemm"] = None  # the router's
+    if onednn_is_faster():
+        install_products()
 
 
 def cuda_means_cpu() -> None:
