@@ -119,11 +119,15 @@ class Backend:
     def layer_spec(self, config: TransformerConfig, vp_stage: int | None = None) -> Any:
         """The layers, as Megatron wants them; ``vp_stage`` is the virtual pipeline stage they are for."""
         if self.layers == "transformer_engine":
-            return get_gpt_layer_with_transformer_engine_spec(
+            from megatron_fspo.mcore.te_attention import SharingAttention
+
+            layer = get_gpt_layer_with_transformer_engine_spec(
                 num_experts=config.num_moe_experts,
                 moe_grouped_gemm=config.moe_grouped_gemm,
                 qk_layernorm=config.qk_layernorm,
             )
+            layer.submodules.self_attention.submodules.core_attention = SharingAttention
+            return layer
         return local_block_spec(config, vp_stage)
 
 

@@ -88,10 +88,10 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
             [t, h * d].
         """
         assert attention_mask is None and attention_bias is None and packed_seq_params is not None
-        borders = packed_seq_params.cu_seqlens_q.tolist()
+        batch = getattr(packed_seq_params, "batch", None)
+        borders = (packed_seq_params.cu_seqlens_q if batch is None else batch.on_host.borders).tolist()
         if self._cp.size() > 1:
             return self._attend_zigzag(query, key, value, borders)
-        batch = getattr(packed_seq_params, "batch", None)
         prefixes = () if batch is None else batch.prefixes
         return packed_attention(query, key, value, borders, prefixes, scale=self.softmax_scale).flatten(1)
 

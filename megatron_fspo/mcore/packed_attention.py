@@ -1,9 +1,10 @@
 """Attention in a pack: causal in each sequence; the keys of a prefix that sequences share are visible to all.
 
-On a CPU it is made of flash kernels: each block attends to itself, the sequences of a prefix together to the
-prefix, and the log-sum-exps of the two say how to merge them. The backward of a kernel is given the merged
-output and log-sum-exp, from which it finds the true weights of its part, as in ring attention
-(arXiv 2310.01889). Elsewhere it is made of masks: exact, and slow.
+It is made of flash kernels: each block attends to itself, the sequences of a prefix together to the prefix,
+and the log-sum-exps of the two say how to merge them. The backward of a kernel is given the merged output and
+log-sum-exp, from which it finds the true weights of its part, as in ring attention (arXiv 2310.01889). On a
+GPU, in 16 bits, two calls of torch's FlashAttention-2 do all blocks and all prefixes of a pack. Elsewhere it
+is made of masks: exact, and slow.
 
 Shapes: t tokens, h heads, g KV heads, d head size.
 """
@@ -11,6 +12,7 @@ Shapes: t tokens, h heads, g KV heads, d head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -61,10 +63,15 @@ def packed_attention(
     Returns:
         [t, h, d].
     """
+    out: Tensor
+    if query.device.type != "cpu" and query.element_size() == 2:
+        calls = calls_of(tuple(borders), tuple(prefixes), query.device)
+        out = VarlenAttention.apply(query, key, value, calls, scale)  # type: ignore[no-untyped-call]
+        return out
     parts = parts_of(borders, prefixes)
     if query.device.type == "cpu":
-        merged: Tensor = _Merged.apply(query, key, value, parts, scale)  # type: ignore[no-untyped-call]
-        return merged
+        out = _Merged.apply(query, key, value, parts, scale)  # type: ignore[no-untyped-call]
+        return out
     return masked(query, key, value, parts, scale)
 
 
@@ -131,3 +138,73 @@ def _batch(rows: Tensor) -> Tensor:
 def _weights(logs: Tensor) -> Tensor:
     """[h, n] as factors of [n, h, d]."""
     return logs.exp().T[..., None]
+
+
+class Call(NamedTuple):
+    """Parts that one kernel for sequences of different lengths does."""
+
+    queries: Tensor
+    """[n] rows."""
+    keys: Tensor
+    sizes: tuple[Tensor, Tensor, int, int]
+    """Borders of the parts in ``queries`` and in ``keys``, int32, and the longest of each."""
+    causal: bool
+
+
+@lru_cache(maxsize=4)
+def calls_of(borders: tuple[int, ...], prefixes: tuple[Prefix, ...], device: torch.device) -> list[Call]:
+    """All blocks on themselves, then all sequences of prefixes; the same for all layers of a micro-batch."""
+    calls = []
+    parts = parts_of(borders, prefixes)
+    for causal in (True, False) if prefixes else (True,):
+        sides = list(zip(*(part[:2] for part in parts if part.causal is causal), strict=True))
+        lengths = [torch.tensor([rows.stop - rows.start for rows in side]) for side in sides]
+        tensors = [torch.cat([torch.arange(rows.start, rows.stop) for rows in side]) for side in sides]
+        tensors += [F.pad(some.cumsum(0), (1, 0)).int() for some in lengths]
+        if device.type == "cuda":
+            tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+        queries, keys, *ends = tensors
+        sizes = (ends[0], ends[1], int(lengths[0].max()), int(lengths[1].max()))
+        calls.append(Call(queries, keys, sizes, causal))
+    return calls
+
+
+class VarlenAttention(torch.autograd.Function):
+    """:class:`_Merged` by kernels that take many sequences in one call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Sequence[Call], scale: float | None
+    ) -> Tensor:
+        own, *others = calls
+        out: Tensor
+        out, logs, *seeds = _varlen(query, key, value, *own.sizes, 0.0, True, False, scale=scale)[:4]
+        for rows, keys, sizes, _ in others:
+            one, log, *_ = _varlen(
+                query[rows], key[keys], value[keys], *sizes, 0.0, False, False, scale=scale
+            )
+            before = logs[:, rows]
+            total = torch.logaddexp(before, log)
+            merged = out[rows] * _weights(before - total) + one * _weights(log - total)
+            out[rows], logs[:, rows] = merged.to(out.dtype), total
+        ctx.save_for_backward(query, key, value, out, logs, *seeds)
+        ctx.calls, ctx.scale = calls, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logs, *seeds = ctx.saved_tensors
+        own, *others = ctx.calls
+        slope = grads[0].contiguous()
+        how = {"scale": ctx.scale}
+        slopes = _varlen_backward(slope, query, key, value, out, logs, *own.sizes, 0.0, True, *seeds, **how)
+        for rows, keys, sizes, _ in others:
+            tensors = (slope[rows], query[rows], key[keys], value[keys], out[rows], logs[:, rows])
+            added = _varlen_backward(*tensors, *sizes, 0.0, False, *seeds, **how)
+            for whole, at, more in zip(slopes, (rows, keys, keys), added, strict=True):
+                whole.index_add_(0, at, more)
+        return *slopes, None, None
+
+
+_varlen: Any = torch.ops.aten._flash_attention_forward
+_varlen_backward: Any = torch.ops.aten._flash_attention_backward

@@ -50,10 +50,12 @@ def forward(batch: MicroBatch, model: Module) -> Tensor:
         stage; what the next stage takes, before it.
     """
     gpt = _gpt(model)
+    # RoPE begins anew at every border. With shared prompts there is one sequence, and an angle for each row.
+    borders = batch.borders[:: len(batch.borders) - 1].contiguous() if batch.prefixes else batch.borders
     packed = Pack(
         qkv_format="thd",
-        cu_seqlens_q=batch.borders,
-        cu_seqlens_kv=batch.borders,
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
         max_seqlen_q=batch.longest,
         max_seqlen_kv=batch.longest,
         batch=batch,
@@ -61,11 +63,8 @@ def forward(batch: MicroBatch, model: Module) -> Tensor:
     with ExitStack() as stack:
         stack.enter_context(_output_layer_passes_on(gpt))
         if batch.prefixes:
-            # Megatron takes as many angles as there are rows in the pack for those of the rows; of others it
-            # counts from the first at every border.
-            stack.enter_context(
-                gpt.rotary_pos_emb.register_forward_hook(lambda *call: call[-1][batch.position_ids[0]])
-            )
+            angles = gpt.rotary_pos_emb
+            stack.enter_context(angles.register_forward_hook(lambda *call: call[-1][batch.position_ids[0]]))
         hidden: Tensor = model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
     return hidden
 

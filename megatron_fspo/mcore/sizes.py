@@ -49,16 +49,15 @@ def shares_prompts(config: Config, layers: str) -> bool:
     Raises:
         InputError: it is on where it cannot be.
     """
-    if config.batch.share_prompts == "off":
+    wanted = config.batch.share_prompts
+    if wanted == "off" or (wanted == "auto" and layers == "transformer_engine"):
         return False
     problem = None
-    if layers == "transformer_engine":
-        problem = "the attention of model.layers = transformer_engine cannot do it"
-    elif config.parallel.context > 1:
+    if config.parallel.context > 1:
         problem = f"parallel.context = {config.parallel.context} cuts every sequence"
     elif config.moe.aux_loss_coef or config.moe.z_loss_coef:
         problem = "the losses of [moe] are of whole sequences"
-    if problem is not None and config.batch.share_prompts == "on":
+    if problem is not None and wanted == "on":
         raise InputError(f"batch.share_prompts = on, but {problem}: set batch.share_prompts = auto")
     return problem is None
 

@@ -213,6 +213,11 @@ class MicroBatch:
     """What it was copied from, on the CPU, for whoever wants numbers: a GPU would have to be waited for."""
 
     @property
+    def on_host(self) -> MicroBatch:
+        """What it was copied from, or itself."""
+        return self.source or self
+
+    @property
     def uses(self) -> Tensor:
         """[t] int64: how many sequences a token is part of; 0 in padding."""
         uses = (self.segment < self.lengths.numel()).long()

@@ -72,7 +72,7 @@ class Recorder:
     def __call__(self, batch: MicroBatch, terms: LossTerms, log_ratio: Tensor) -> None:
         clips = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
         columns = (terms.log_ratio_sum, *clips, terms.out_of_band, terms.nonfinite, terms.ratio)
-        self._seen.append((batch.source or batch, torch.stack([column.double() for column in columns])))
+        self._seen.append((batch.on_host, torch.stack([column.double() for column in columns])))
         if batch.router is not None:
             self._log_ratios.append((batch, log_ratio))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fspo.mcore.packed_attention import masked, packed_attention, parts_of
+from megatron_fspo.mcore import packed_attention as attention
+from megatron_fspo.mcore.packed_attention import (
+    VarlenAttention,
+    calls_of,
+    masked,
+    packed_attention,
+    parts_of,
+)
 from megatron_fspo.packing.batch import Prefix
 
 KV_HEADS, SIZE = 2, 8
@@ -64,7 +73,72 @@ def by_masks(query: Tensor, key: Tensor, value: Tensor, borders: list[int], pref
     return masked(query, key, value, parts_of(borders, prefixes), None)
 
 
-@pytest.mark.parametrize("attend", [packed_attention, by_masks])
+def of_sequences(query: Tensor, key: Tensor, value: Tensor, sizes: Any, causal: bool, scale: float) -> Any:
+    """Output and log-sum-exps [h, n] of a kernel for sequences of different lengths, by the formula."""
+    outs, logs = [], []
+    for (q0, q1), (k0, k1) in zip(*(pairwise(ends.tolist()) for ends in sizes[:2]), strict=True):
+        k, v = (x[k0:k1].repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[q0:q1], k) * scale
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        logs.append(scores.logsumexp(-1))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    return torch.cat(outs), torch.cat(logs, 1)
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor, *rest: Any, scale: float) -> Any:
+    *sizes, dropout, causal, debug = rest
+    assert dropout == 0 and not debug and sizes[2:] == [int(ends.diff().max()) for ends in sizes[:2]]
+    return *of_sequences(query, key, value, sizes, causal, scale), torch.zeros(2), torch.zeros(()), None
+
+
+def varlen_backward(
+    slope: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logs: Tensor,
+    *rest: Any,
+    scale: float,
+) -> Any:
+    """As FlashAttention does it: from the output and the log-sum-exps that it is given."""
+    *sizes, _, causal, _, _ = rest
+    slopes = [torch.zeros_like(x) for x in (query, key, value)]
+    share = query.shape[1] // key.shape[1]
+    for (q0, q1), (k0, k1) in zip(*(pairwise(ends.tolist()) for ends in sizes[:2]), strict=True):
+        k, v = (x[k0:k1].repeat_interleave(share, dim=1) for x in (key, value))
+        weights = (torch.einsum("qhd,khd->hqk", query[q0:q1], k) * scale - logs[:, q0:q1, None]).exp()
+        if causal:
+            weights = weights.tril()
+        steep = torch.einsum("qhd,khd->hqk", slope[q0:q1], v)
+        steep = weights * (steep - (slope * out)[q0:q1].sum(-1).T[..., None]) * scale
+        slopes[0][q0:q1] = torch.einsum("hqk,khd->qhd", steep, k)
+        for into, one in ((slopes[1], (steep, query)), (slopes[2], (weights, slope))):
+            whole = torch.einsum("hqk,qhd->khd", one[0], one[1][q0:q1])
+            into[k0:k1] = whole.unflatten(1, (-1, share)).sum(2)
+    return slopes
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels() -> Iterator[None]:
+    """In place of those of a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_varlen", varlen)
+        patch.setattr(attention, "_varlen_backward", varlen_backward)
+        yield
+
+
+def by_varlen(
+    query: Tensor, key: Tensor, value: Tensor, borders: list[int], prefixes: list[Prefix]
+) -> Tensor:
+    """As on a GPU."""
+    calls = calls_of(tuple(borders), tuple(prefixes), query.device)
+    out: Tensor = VarlenAttention.apply(query, key, value, calls, SIZE**-0.5)  # type: ignore[no-untyped-call]
+    return out
+
+
+@pytest.mark.parametrize("attend", [packed_attention, by_masks, by_varlen])
 @settings(deadline=None, max_examples=40)
 @given(
     units=st.lists(

@@ -29,6 +29,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "VPP, first": ((), VIRTUAL | {"rank": 3}),
     "VPP, last": ((), VIRTUAL | {"rank": 7}),
     "EP": ((), EXPERTS | {"moe__replay": "old_pass", "moe__aux_loss_coef": 0.01}),
+    "shared prompts": ((), {"batch__share_prompts": "on", "batch__max_tokens": 8192}),
     "recompute": ((), {"model__recompute": "full"}),
     "reference": ((), {"loss__kl_coef": 0.01}),
     "entropy": ((), {"loss__entropy_coef": 0.01}),

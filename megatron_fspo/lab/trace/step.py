@@ -80,8 +80,7 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
         head=config.model.head,
     )
     groups = startup.start(backend, parallel=config.parallel, seed=config.run.seed)
-    # Nothing is shared: each pack is of the longest sequences.
-    layout = replace(layout_of(config, arch, groups, backend), share_prompts=False)
+    layout = layout_of(config, arch, groups, backend)
     rollout, tokens = _rollout(config, layout, groups)
     # What other ranks tell: the shape of what a stage hands on, and the metrics of the last stage.
     slices = config.parallel.tensor if config.parallel.sequence else 1
@@ -202,18 +201,26 @@ class _Zeros:
 def _rollout(config: Config, layout: PackLayout, groups: ParallelGroups) -> tuple[Rollout, int]:
     """Responses for full packs, each on the rank that trains on it; and a rank's tokens of a pack."""
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    context = layout.context_size
-    count, rest = divmod(layout.max_tokens or 0, padded_length(prompt + response, context))
-    lengths = [(prompt, response)] * count
-    if (short := max(1, rest * prompt // (prompt + response))) < rest - padded_length(1, context):
+    context, room = layout.context_size, layout.max_tokens or 0
+    count, rest = divmod(room, padded_length(prompt + response, context))
+    # With shared prompts a pack is one group of them.
+    samples = max(1, (room - prompt + 1) // (response + 1)) if layout.share_prompts else 1
+    lengths = [(prompt, response)] * (samples if layout.share_prompts else count)
+    if not layout.share_prompts and (
+        short := max(1, rest * prompt // (prompt + response))
+    ) < rest - padded_length(1, context):
         lengths.append((short, rest - rest % padded_length(1, context) - short))
-    in_pack = sum(padded_length(sum(pair), context) for pair in lengths) // context
+    in_pack = sum(padded_length(sum(pair), context) for pair in lengths) // context - (samples - 1) * (
+        prompt - 1
+    )
     lengths *= MICRO_BATCHES * layout.data_size * layout.count_multiple_of
-    plan, _ = plan_step([p for p, _ in lengths], [r for _, r in lengths], layout)
+    groups_of = [number // samples for number in range(len(lengths))]
+    plan, _ = plan_step([p for p, _ in lengths], [r for _, r in lengths], layout, prompts=groups_of)
     owner = {number: rank for rank, packs in enumerate(plan) for pack in packs for number in pack}
     prompts, rows, held = [], [], {}
     for number, (p, r) in enumerate(lengths * config.batch.mini_batches):
-        prompts.append(Prompt(index=number, text="", token_ids=(1,) * p, answer=""))
+        if number % samples == 0:
+            prompts.append(Prompt(index=number, text="", token_ids=(1,) * p, answer=""))
         completion = Completion(
             token_ids=[2] * r, log_probs=[0.0] * r, finish_reason="length", weight_version=0
         )
@@ -224,4 +231,4 @@ def _rollout(config: Config, layout: PackLayout, groups: ParallelGroups) -> tupl
     table = torch.tensor(rows, dtype=torch.float64)
     advantages = torch.ones(len(rows), dtype=torch.float64)
     tokens = in_pack + -in_pack % layout.multiple_of
-    return replace(rollout_of(prompts, 1, table, held), advantages=advantages), tokens
+    return replace(rollout_of(prompts, samples, table, held), advantages=advantages), tokens

@@ -1,0 +1,24 @@
+"""Transformer Engine's attention, but for packs in which sequences share a prompt: it has no such mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from torch import Tensor
+
+from megatron_fspo.mcore.packed_attention import packed_attention
+
+
+class SharingAttention(TEDotProductAttention):  # type: ignore[misc, unused-ignore]
+    """Arguments as Megatron's, [t, h, d] and [t, g, d] -> [t, h * d]."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        batch = getattr(kwargs.get("packed_seq_params"), "batch", None)
+        if batch is None or not batch.prefixes:
+            out: Tensor = super().forward(query, key, value, *args, **kwargs)
+            return out
+        borders = batch.on_host.borders.tolist()
+        return packed_attention(query, key, value, borders, batch.prefixes, scale=self.softmax_scale).flatten(
+            1
+        )
