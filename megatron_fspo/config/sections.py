@@ -241,7 +241,8 @@ class Batch(Section):
     share_prompts: Literal["auto", "on", "off"] = Field(
         "auto",
         description="compute a prompt once for its responses in a micro-batch, with the same gradients; "
-        "auto: on with local layers, without context parallel and losses of the routers",
+        "auto: on with local layers; on: with Transformer Engine's, too, where its attention gives way to "
+        "FlashAttention-2; neither with context parallel or losses of the routers",
     )
 
 

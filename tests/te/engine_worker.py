@@ -21,6 +21,8 @@ from megatron_fspo import config as options
 from megatron_fspo.mcore.checkpoint import load_checkpoint, save_checkpoint
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.mcore.policy_loss import Scoring
+from packs import packs_of, sample
 from worker import step
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -74,6 +76,20 @@ def check_decode(checkpoint: Path) -> float:
     return (found[0] - found[1]).abs().max().item()
 
 
+def check_sharing(checkpoint: Path) -> float:
+    """How far log-probs with a shared prompt are from those without, nats."""
+    policy = build(checkpoint, "transformer_engine", SPLIT, FP32)
+    samples = [sample([1, 2, 3, 4, 5], [6 + i] * (4 + i)) for i in range(3)] + [sample([7, 8], [9, 10, 11])]
+    scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=1.0)
+    found = []
+    for share in (False, True):
+        packs = packs_of(samples, [range(4)], share_prompts=share, multiple_of=2)
+        (batch,), (scores,) = packs.on_host, policy.score(packs, scoring)
+        assert bool(batch.prefixes) == share
+        found.append(torch.cat([scores[batch.mask & (batch.segment == number)] for number in range(4)]))
+    return (found[0] - found[1]).abs().max().item()
+
+
 def check_checkpoints(checkpoint: Path, out: Path) -> dict[str, bool]:
     """Saved with one kind of layers, loaded with the other: the same state, and the same next step."""
     found = {}
@@ -102,6 +118,7 @@ def main() -> None:
     found = {
         "modules": check_modules(checkpoint),
         "decode": check_decode(checkpoint),
+        "sharing": check_sharing(checkpoint),
         "checkpoints": check_checkpoints(checkpoint, out.parent),
     }
     if dist.get_rank() == 0:

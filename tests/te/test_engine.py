@@ -38,6 +38,10 @@ def test_decoding_under_context_parallel_takes_no_attention_that_splits_rows(fou
     assert found["decode"] < 1e-5
 
 
+def test_a_prompt_is_shared(found: Any) -> None:
+    assert found["sharing"] < 1e-5
+
+
 def test_checkpoints_go_from_either_kind_of_layers_to_the_other(found: Any) -> None:
     assert len(found["checkpoints"]) == 10
     assert [name for name, same in found["checkpoints"].items() if not same] == []
