@@ -3,15 +3,15 @@
 It is made of flash kernels: each block attends to itself, the sequences of a prefix together to the prefix,
 and the log-sum-exps of the two say how to merge them. The backward of a kernel is given the merged output and
 log-sum-exp, from which it finds the true weights of its part, as in ring attention (arXiv 2310.01889). On a
-GPU, in 16 bits, two calls of torch's FlashAttention-2 do all blocks and all prefixes of a pack. Elsewhere it
-is made of masks: exact, and slow.
+CPU there is a call of a kernel for each of these parts; on a GPU, in 16 bits, torch's FlashAttention-2 does
+all blocks in one and all prefixes in another. Elsewhere it is made of masks: exact, and slow.
 
 Shapes: t tokens, h heads, g KV heads, d head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,6 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fspo.packing.batch import Prefix
+
+_flash: Any = torch.ops.aten._flash_attention_forward
+_flash_backward: Any = torch.ops.aten._flash_attention_backward
+_flash_on_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_on_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Part(NamedTuple):
@@ -32,6 +37,19 @@ class Part(NamedTuple):
     """Both are the same; else each query sees every key."""
 
 
+class Call(NamedTuple):
+    """Parts of a kind, as kernels for sequences of different lengths take them."""
+
+    queries: Tensor | slice
+    """[n] rows."""
+    keys: Tensor | slice
+    sizes: tuple[Tensor, Tensor, int, int]
+    """Borders of the parts in ``queries`` and in ``keys``, int32, and the longest of each."""
+    causal: bool
+    together: bool
+    """One kernel does all parts."""
+
+
 def parts_of(borders: Sequence[int], prefixes: Sequence[Prefix]) -> list[Part]:
     """Every block on itself, then the sequences of each prefix on the prefix."""
     parts = [Part(slice(*block), slice(*block), True) for block in pairwise(borders)]
@@ -39,6 +57,27 @@ def parts_of(borders: Sequence[int], prefixes: Sequence[Prefix]) -> list[Part]:
         last = borders[borders.index(prefix.end) + len(prefix.sequences)]
         parts.append(Part(slice(prefix.end, last), slice(prefix.start, prefix.end), False))
     return parts
+
+
+@lru_cache(maxsize=4)
+def calls_of(borders: tuple[int, ...], prefixes: tuple[Prefix, ...], device: torch.device) -> list[Call]:
+    """All blocks on themselves, then the sequences of prefixes; the same for all layers of a micro-batch."""
+    parts, together = parts_of(borders, prefixes), device.type != "cpu"
+    blocks, others = parts[: len(borders) - 1], parts[len(borders) - 1 :]
+    calls = []
+    for some in filter(None, [blocks, *([others] if together else [[part] for part in others])]):
+        sides = [[part.queries for part in some], [part.keys for part in some]]
+        lengths = [torch.tensor([rows.stop - rows.start for rows in side]) for side in sides]
+        tensors = [F.pad(count.cumsum(0), (1, 0)).int() for count in lengths]
+        rows: list[Any] = [side[0] for side in sides]
+        if together:
+            tensors += [torch.cat([torch.arange(rows.start, rows.stop) for rows in side]) for side in sides]
+            if device.type == "cuda":
+                tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+            rows = tensors[2:]
+        sizes = (tensors[0], tensors[1], int(lengths[0].max()), int(lengths[1].max()))
+        calls.append(Call(rows[0], rows[1], sizes, some[0].causal, together))
+    return calls
 
 
 def packed_attention(
@@ -63,16 +102,11 @@ def packed_attention(
     Returns:
         [t, h, d].
     """
-    out: Tensor
-    if query.device.type != "cpu" and query.element_size() == 2:
-        calls = calls_of(tuple(borders), tuple(prefixes), query.device)
-        out = VarlenAttention.apply(query, key, value, calls, scale)  # type: ignore[no-untyped-call]
-        return out
-    parts = parts_of(borders, prefixes)
-    if query.device.type == "cpu":
-        out = _Merged.apply(query, key, value, parts, scale)  # type: ignore[no-untyped-call]
-        return out
-    return masked(query, key, value, parts, scale)
+    if query.device.type != "cpu" and query.element_size() > 2:
+        return masked(query, key, value, parts_of(borders, prefixes), scale)
+    calls = calls_of(tuple(borders), tuple(prefixes), query.device)
+    out: Tensor = Merged.apply(query, key, value, calls, scale)  # type: ignore[no-untyped-call]
+    return out
 
 
 def masked(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float | None) -> Tensor:
@@ -84,105 +118,24 @@ def masked(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], sca
         count = block.stop - block.start
         mask = torch.ones(count, len(keys), dtype=torch.bool, device=query.device).tril(len(keys) - count)
         how = {"is_causal": True} if count == len(keys) else {"attn_mask": mask}
-        q, k, v = map(_batch, (query[block], keys, values))
+        q, k, v = (_batch(x) for x in (query[block], keys, values))
         row = F.scaled_dot_product_attention(q, k, v, **how, scale=scale, enable_gqa=True)
         rows.append(row[0].transpose(0, 1))
     return torch.cat(rows)
 
 
-class _Merged(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float | None
-    ) -> Tensor:
-        out = torch.empty_like(query)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        logs = query.new_empty(query.shape[1], len(query), dtype=wide)
-        for rows, keys, causal in parts:
-            one, log = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _batch(query[rows]), _batch(key[keys]), _batch(value[keys]), 0.0, causal, scale=scale
-            )
-            one, log = one[0].transpose(0, 1), log[0]
-            if not causal:
-                before = logs[:, rows]
-                total = torch.logaddexp(before, log)
-                one = out[rows] * _weights(before - total) + one * _weights(log - total)
-                log = total
-            out[rows], logs[:, rows] = one, log
-        ctx.save_for_backward(query, key, value, out, logs)
-        ctx.parts, ctx.scale = parts, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logs = ctx.saved_tensors
-        slopes = [torch.empty_like(x) for x in (query, key, value)]
-        for rows, keys, causal in ctx.parts:
-            added = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _batch(grads[0][rows]),
-                *(_batch(query[rows]), _batch(key[keys]), _batch(value[keys])),
-                *(_batch(out[rows]), logs[None, :, rows], 0.0, causal),
-                scale=ctx.scale,
-            )
-            for slope, at, more in zip(slopes, (rows, keys, keys), added, strict=True):
-                more = more[0].transpose(0, 1)
-                slope[at] = more if causal else slope[at] + more
-        return *slopes, None, None
-
-
-def _batch(rows: Tensor) -> Tensor:
-    """[n, h, d] as a batch of one, [1, h, n, d]."""
-    return rows.transpose(0, 1)[None]
-
-
-def _weights(logs: Tensor) -> Tensor:
-    """[h, n] as factors of [n, h, d]."""
-    return logs.exp().T[..., None]
-
-
-class Call(NamedTuple):
-    """Parts that one kernel for sequences of different lengths does."""
-
-    queries: Tensor
-    """[n] rows."""
-    keys: Tensor
-    sizes: tuple[Tensor, Tensor, int, int]
-    """Borders of the parts in ``queries`` and in ``keys``, int32, and the longest of each."""
-    causal: bool
-
-
-@lru_cache(maxsize=4)
-def calls_of(borders: tuple[int, ...], prefixes: tuple[Prefix, ...], device: torch.device) -> list[Call]:
-    """All blocks on themselves, then all sequences of prefixes; the same for all layers of a micro-batch."""
-    calls = []
-    parts = parts_of(borders, prefixes)
-    for causal in (True, False) if prefixes else (True,):
-        sides = list(zip(*(part[:2] for part in parts if part.causal is causal), strict=True))
-        lengths = [torch.tensor([rows.stop - rows.start for rows in side]) for side in sides]
-        tensors = [torch.cat([torch.arange(rows.start, rows.stop) for rows in side]) for side in sides]
-        tensors += [F.pad(some.cumsum(0), (1, 0)).int() for some in lengths]
-        if device.type == "cuda":
-            tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
-        queries, keys, *ends = tensors
-        sizes = (ends[0], ends[1], int(lengths[0].max()), int(lengths[1].max()))
-        calls.append(Call(queries, keys, sizes, causal))
-    return calls
-
-
-class VarlenAttention(torch.autograd.Function):
-    """:class:`_Merged` by kernels that take many sequences in one call."""
+class Merged(torch.autograd.Function):
+    """The flash kernels of some calls, of which the first has all rows."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Sequence[Call], scale: float | None
     ) -> Tensor:
         own, *others = calls
-        out: Tensor
-        out, logs, *seeds = _varlen(query, key, value, *own.sizes, 0.0, True, False, scale=scale)[:4]
-        for rows, keys, sizes, _ in others:
-            one, log, *_ = _varlen(
-                query[rows], key[keys], value[keys], *sizes, 0.0, False, False, scale=scale
-            )
+        out, logs, *seeds = _attend(query, key, value, own, scale)
+        for call in others:
+            rows, keys, *_ = call
+            one, log, *_ = _attend(query[rows], key[keys], value[keys], call, scale)
             before = logs[:, rows]
             total = torch.logaddexp(before, log)
             merged = out[rows] * _weights(before - total) + one * _weights(log - total)
@@ -194,17 +147,68 @@ class VarlenAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logs, *seeds = ctx.saved_tensors
-        own, *others = ctx.calls
         slope = grads[0].contiguous()
-        how = {"scale": ctx.scale}
-        slopes = _varlen_backward(slope, query, key, value, out, logs, *own.sizes, 0.0, True, *seeds, **how)
-        for rows, keys, sizes, _ in others:
+        own, *others = ctx.calls
+        slopes = _gradients(slope, query, key, value, out, logs, own, seeds, ctx.scale)
+        for call in others:
+            rows, keys, *_ = call
             tensors = (slope[rows], query[rows], key[keys], value[keys], out[rows], logs[:, rows])
-            added = _varlen_backward(*tensors, *sizes, 0.0, False, *seeds, **how)
+            added = _gradients(*tensors, call, seeds, ctx.scale)
             for whole, at, more in zip(slopes, (rows, keys, keys), added, strict=True):
-                whole.index_add_(0, at, more)
+                whole[at] += more
         return *slopes, None, None
 
 
-_varlen: Any = torch.ops.aten._flash_attention_forward
-_varlen_backward: Any = torch.ops.aten._flash_attention_backward
+def _attend(query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None) -> list[Tensor]:
+    """Output [n, h, d] and log-sum-exps [h, n], and what else backward wants."""
+    if call.together:
+        return list(_flash(query, key, value, *call.sizes, 0.0, call.causal, False, scale=scale)[:4])
+    outs, logs = [], []
+    for rows, keys in _sequences(call):
+        batches = (_batch(query[rows]), _batch(key[keys]), _batch(value[keys]))
+        out, log = _flash_on_cpu(*batches, 0.0, call.causal, scale=scale)
+        outs.append(out[0].transpose(0, 1))
+        logs.append(log[0])
+    return [torch.cat(outs), torch.cat(logs, dim=1)]
+
+
+def _gradients(
+    slope: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logs: Tensor,
+    call: Call,
+    seeds: Sequence[Tensor],
+    scale: float | None,
+) -> list[Tensor]:
+    """Of query, key and value."""
+    if call.together:
+        kept = (query, key, value, out, logs)
+        return list(_flash_backward(slope, *kept, *call.sizes, 0.0, call.causal, *seeds, scale=scale))
+    slopes = [torch.empty_like(x) for x in (query, key, value)]
+    for rows, keys in _sequences(call):
+        batches = (_batch(query[rows]), _batch(key[keys]), _batch(value[keys]), _batch(out[rows]))
+        some = _flash_on_cpu_backward(
+            _batch(slope[rows]), *batches, logs[None, :, rows], 0.0, call.causal, scale=scale
+        )
+        for whole, at, one in zip(slopes, (rows, keys, keys), some, strict=True):
+            whole[at] = one[0].transpose(0, 1)
+    return slopes
+
+
+def _sequences(call: Call) -> Iterator[tuple[slice, slice]]:
+    """Of each part, its rows among the queries of the call, and among its keys."""
+    queries, keys = (pairwise(ends.tolist()) for ends in call.sizes[:2])
+    return ((slice(*rows), slice(*others)) for rows, others in zip(queries, keys, strict=True))
+
+
+def _batch(rows: Tensor) -> Tensor:
+    """[n, h, d] as a batch of one, [1, h, n, d]."""
+    return rows.transpose(0, 1)[None]
+
+
+def _weights(logs: Tensor) -> Tensor:
+    """[h, n] as factors of [n, h, d]."""
+    return logs.exp().T[..., None]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_fspo.mcore import packed_attention as attention
 from megatron_fspo.mcore.packed_attention import (
-    VarlenAttention,
+    Merged,
     calls_of,
     masked,
     packed_attention,
@@ -124,8 +124,8 @@ def varlen_backward(
 def kernels() -> Iterator[None]:
     """In place of those of a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_varlen", varlen)
-        patch.setattr(attention, "_varlen_backward", varlen_backward)
+        patch.setattr(attention, "_flash", varlen)
+        patch.setattr(attention, "_flash_backward", varlen_backward)
         yield
 
 
@@ -133,8 +133,8 @@ def by_varlen(
     query: Tensor, key: Tensor, value: Tensor, borders: list[int], prefixes: list[Prefix]
 ) -> Tensor:
     """As on a GPU."""
-    calls = calls_of(tuple(borders), tuple(prefixes), query.device)
-    out: Tensor = VarlenAttention.apply(query, key, value, calls, SIZE**-0.5)  # type: ignore[no-untyped-call]
+    calls = calls_of(tuple(borders), tuple(prefixes), torch.device("meta"))
+    out: Tensor = Merged.apply(query, key, value, calls, SIZE**-0.5)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -26,24 +26,20 @@ def test_routers_and_sums_do_not_know_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "layers", "named"),
-    [
-        ({}, "local", ""),
-        ({}, "transformer_engine", "model.layers"),
-        ({"parallel": {"context": 2}}, "local", "parallel.context"),
-        ({"moe": {"z_loss_coef": 0.1}}, "local", "moe"),
-    ],
+    ("words", "named"),
+    [({}, ""), ({"parallel": {"context": 2}}, "parallel.context"), ({"moe": {"z_loss_coef": 0.1}}, "moe")],
 )
-def test_on_is_refused_where_auto_is_off(words: dict[str, Any], layers: str, named: str) -> None:
-    def resolved(key: str) -> bool:
+def test_on_is_refused_where_it_cannot_be(words: dict[str, Any], named: str) -> None:
+    def resolved(key: str, layers: str = "local") -> bool:
         run = {"run": {"steps": 1}, "model": {"checkpoint": "c"}, "data": {"train": "t"}}
         run |= {"reward": {"name": "exact_match"}, "rollout": {"prompts": 4, "max_response_tokens": 8}}
         config = Config.model_validate(run | words | {"batch": {"share_prompts": key}})
         return shares_prompts(config, layers)
 
     assert not resolved("off") and resolved("auto") == (not named)
+    assert not resolved("auto", "transformer_engine")
     if named:
         with pytest.raises(InputError, match=named):
             resolved("on")
     else:
-        assert resolved("on")
+        assert resolved("on") and resolved("on", "transformer_engine")

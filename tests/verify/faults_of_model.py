@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -117,10 +116,10 @@ def packed_as_one(real: Any, **kwargs: Any) -> Any:
     return real(**kwargs | both | dict.fromkeys(["max_seqlen_q", "max_seqlen_kv"], int(borders[-1])))
 
 
-@fault(TP, "head", packed_attention, "parts_of")
+@fault(TP, "head", packed_attention, "calls_of")
 def future_visible(real: Any, *args: Any) -> Any:
     """Attention is not causal"""
-    return [part._replace(causal=False) for part in real(*args)]
+    return [call._replace(causal=False) for call in real(*args)]
 
 
 @fault(DP, "attention", policy.Policy, "weights_loaded")
@@ -135,10 +134,10 @@ def weights_of_a_rank(real: Any, self: Any) -> None:
 # Shared prompts.
 
 
-@fault(TP, "attention", packed_attention, "parts_of", share=True)
+@fault(TP, "attention", packed_attention, "calls_of", share=True)
 def prefix_not_seen(real: Any, *args: Any) -> Any:
     """Responses do not see the prompt that they share, but for its last token"""
-    return [part for part in real(*args) if part.causal]
+    return real(*args)[:1]
 
 
 @fault(TP, "attention", policy_loss, "forward", share=True)
@@ -150,28 +149,23 @@ def rope_off_by_one(real: Any, batch: Any, model: Any) -> Tensor:
     return real(replace(batch, position_ids=moved), model)
 
 
-@fault(TP, "backward", packed_attention._Merged, "backward", figures="self_attn", share=True)
-def sum_of_a_part(real: Any, ctx: Any, *grads: Tensor) -> Any:
+@fault(TP, "backward", packed_attention, "_gradients", figures="self_attn", share=True)
+def sum_of_a_part(real: Any, slope: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
     """Backward has the log-sum-exp of a response's own keys, without those of the shared prompt"""
-    *tensors, out, _ = ctx.saved_tensors
-    saved: list[Tensor] = []
-    own = [part for part in ctx.parts if part.causal]
-    merging = SimpleNamespace(save_for_backward=lambda *kept: saved.extend(kept))
-    packed_attention._Merged.forward(merging, *tensors, own, ctx.scale)
-    alone = SimpleNamespace(saved_tensors=(*tensors, out, saved[-1]), parts=ctx.parts, scale=ctx.scale)
-    return real(alone, *grads)
+    out, logs, call, _, scale = rest
+    if call.causal:
+        logs = packed_attention._attend(query, key, value, call, scale)[1]
+    return real(slope, query, key, value, out, logs, *rest[2:])
 
 
-@fault(TP, "backward", packed_attention._Merged, "backward", figures="self_attn", share=True)
-def prefix_once_per_response(real: Any, ctx: Any, *grads: Tensor) -> Any:
+@fault(TP, "backward", packed_attention, "_gradients", figures="self_attn", share=True)
+def prefix_once_per_response(real: Any, *args: Any) -> Any:
     """Gradients of the keys and values of a shared prompt count once for each response"""
-    query, *pair, scale, parts = real(ctx, *grads)
-    for rows, keys, causal in ctx.parts:
-        if not causal:
-            count = sum(p.causal and rows.start <= p.queries.start < rows.stop for p in ctx.parts)
-            for slope in pair:
-                slope[keys] *= count
-    return query, *pair, scale, parts
+    query, *pair = real(*args)
+    call = args[6]
+    if not call.causal:
+        pair = [3 * slope for slope in pair]
+    return query, *pair
 
 
 # Gradients.
