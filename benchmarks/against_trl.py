@@ -1,19 +1,19 @@
-"""Response tokens per second of whole steps, beside TRL's GRPOTrainer: same model, prompts, sizes and cores.
+"""Response tokens per second of ours beside TRL, verl and plain torch: same model, prompts, sizes and cores.
 
-    make .venv-trl/.ready
+    make .venv-trl/.ready .venv-verl/.ready
     python benchmarks/against_trl.py examples/smollm2/run.toml examples/make_sum/run.toml
 
-The two take turns, in float32: prompts × samples responses of at most so many tokens, then the optimizer
-steps of all epochs. Both are data parallel, as TRL knows nothing else; TRL also runs as one process with
-all threads, and the faster of the two is what counts. Only ratios mean anything. The learning rate is next
-to nothing, so that the lengths stay what the model gives: tokens per second depend on them.
+Whole steps, from prompts to the last optimizer step, of ours and of TRL's GRPOTrainer; and the update: the
+pass before it and the optimizer steps of all epochs, also of verl's FSDP engine and of plain torch. TRL's
+responses are its own, the others' as long as ours that have a gradient: without a spread of rewards in their
+group they need none, and ours leaves them out. All take turns, in float32, data parallel, with ratios of
+sequences; where one process with all threads can do the work as well, the faster counts. Only ratios mean anything. The learning rate is next to nothing, so lengths do not drift.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -23,104 +23,129 @@ from statistics import median
 from typing import Any
 
 from machine import ROOT, cpu, environment, markdown, options_of
-from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.data.prompts import load_sets
 from megatron_fspo.data.tokenizer import load_tokenizer
 
-WORKER = Path(__file__).with_name("trl_run.py")
+HERE = Path(__file__).parent
 LEARNING_RATE = 1e-12
+OURS = "--parallel.tensor 1 --parallel.sequence false --evaluation.every 0 --checkpoint.every 0 --run.seed 1"
+OURS += f" --optimizer.lr {LEARNING_RATE} --log.sequences 1000000 --run.name run"
 SKIPPED = 1
 """Steps at the beginning that are not counted: caches fill, memory is touched for the first time."""
 
 
 def main() -> None:
-    """Run both on each configuration, and print the ratios; results of other configurations stay."""
+    """Run all on each configuration, and print the ratios; results of other configurations stay."""
     parser = options_of(__doc__)
     parser.add_argument("configs", type=Path, nargs="+")
-    parser.add_argument("--trl", type=Path, default=ROOT / ".venv-trl/bin/python")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each, in turns")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each, in turns")
     parser.add_argument("--steps", type=int, default=4, help="of a run; the first is not counted")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/against_trl.json")
     args = parser.parse_args()
+    others = {
+        "TRL": ("trl", ".venv-trl", args.nproc),
+        "TRL, one process": ("trl", ".venv-trl", 1),
+        "verl": ("verl", ".venv-verl", args.nproc),
+        "plain torch": ("plain", ".venv", args.nproc),
+        "plain torch, one process": ("plain", ".venv", 1),
+    }
     results = json.loads(args.out.read_text()) if args.out.exists() else {}
     for path in args.configs:
-        rates: dict[str, list[float]] = {"ours": [], "trl": [], "trl, one process": []}
-        for turn in range(args.rounds):
-            rates["ours"] += ours(path, args, seed=turn + 1)
-            rates["trl"] += theirs(path, args, processes=args.nproc, seed=turn + 1)
-            rates["trl, one process"] += theirs(path, args, processes=1, seed=turn + 1)
-        results[str(path)] = {
-            "machine": cpu(),
-            "nproc": args.nproc,
-            "tokens_per_second": rates,
-        }
-        args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(table(results))
+        job = job_of(path, args)
+        rounds: dict[str, list[Any]] = {name: [] for name in ("ours", *others)}
+        for _ in range(args.rounds):
+            rounds["ours"].append(ours(path, args, job))
+            for name, (worker, venv, processes) in others.items():
+                mine = job | {"threads": args.nproc // processes}
+                rounds[name].append(theirs(mine, worker, ROOT / venv / "bin/python", processes))
+        results[str(path)] = {"machine": cpu(), "nproc": args.nproc, "rounds": rounds}
+        args.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
+    print(table(results, "step", "TRL"), table(results, "update", "plain"), sep="\n\n")
 
 
-def table(results: Mapping[str, Any]) -> str:
-    """Response tokens per second as multiples of TRL's better count."""
-    rows = []
+def table(results: Mapping[str, Any], phase: str, base: str) -> str:
+    """Tokens per second of "step" or "update", median and range of the rounds, as multiples of the better
+    median of those whose name begins with ``base``."""
+
+    def counted(one: Mapping[str, Any]) -> str:
+        return "trained" if phase == "update" and "trained" in one else "tokens"
+
+    rows, names = [], []
     for path, found in results.items():
-        rates = {name: median(steps) for name, steps in found["tokens_per_second"].items()}
-        best = max(rates["trl"], rates["trl, one process"])
-        rows.append([f"`{path}`", *(f"{rates[n] / best:.2f}" for n in ("ours", "trl", "trl, one process"))])
-    return markdown(["configuration", "ours", "TRL, a process a core", "TRL, one process"], rows)
+        rates = {
+            name: [sum(one[counted(one)][SKIPPED:]) / sum(one[phase][SKIPPED:]) for one in rounds]
+            for name, rounds in found["rounds"].items()
+            if phase in rounds[0]
+        }
+        names, best = list(rates), max(median(r) for name, r in rates.items() if name.startswith(base))
+        cells = [[value / best for value in (median(r), min(r), max(r))] for r in rates.values()]
+        rows.append([f"`{path}`", *(f"{at:.2f} ({low:.2f}–{high:.2f})" for at, low, high in cells)])
+    return markdown(["configuration", *names], rows)
 
 
-def ours(path: Path, args: argparse.Namespace, seed: int) -> list[float]:
-    """Response tokens per second of each counted step."""
+def trained(path: Path, args: argparse.Namespace, old: str) -> list[list[Any]]:
+    """Metrics and records of sequences of a run of ours, by step."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "megatron_fspo", "train", "--config", str(path)]
-        command += ["--nproc", str(args.nproc), "--run.folder", folder, "--run.name", "run"]
-        command += f"--run.seed {seed} --run.steps {args.steps} --optimizer.lr {LEARNING_RATE}".split()
-        command += "--evaluation.every 0 --checkpoint.every 0".split()
-        _run([*command, *"--parallel.tensor 1 --parallel.sequence false".split()])
-        lines = (Path(folder) / "run/metrics.jsonl").read_text().splitlines()
-        config = load_config(path, [])
-        responses = config.rollout.prompts * config.rollout.samples
-        rows = [row for row in map(json.loads, lines) if "timing_s/step" in row]
-        return [row["response_length/mean"] * responses / row["timing_s/step"] for row in rows[SKIPPED:]]
+        command = [sys.executable, "-m", "megatron_fspo", "train", "--config", str(path), *OURS.split()]
+        command += ["--nproc", str(args.nproc), "--run.folder", folder, "--run.steps", str(args.steps)]
+        _run([*command, "--rollout.old_log_probs", old])
+        files = [Path(folder) / "run" / name for name in ("metrics.jsonl", "sequences.jsonl")]
+        return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
-def theirs(path: Path, args: argparse.Namespace, processes: int, seed: int) -> list[float]:
-    """The same of GRPOTrainer."""
+def job_of(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What workers are told: sizes of the configuration, its prompts, and how long responses are."""
     config = load_config(path, [])
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "job.json"
-        file.write_text(json.dumps(job(config, args, processes, seed)))
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        _run([str(args.trl), *launch, str(WORKER), str(file)])
-        parts = [json.loads(part.read_text()) for part in sorted(Path(folder).glob("job.*.json"))]
-        tokens = [sum(step) for step in zip(*(part["tokens"] for part in parts), strict=True)]
-        rates = [n / s for n, s in zip(tokens, parts[0]["seconds"], strict=False)]
-        return rates[SKIPPED:]
-
-
-def job(config: Config, args: argparse.Namespace, processes: int, seed: int) -> Mapping[str, Any]:
-    """What the worker is told: sizes of the configuration, and its prompts."""
-    tokenizer = load_tokenizer(config.model.checkpoint)
-    prompts = [prompt for one in load_sets(config.data, "train", tokenizer) for prompt in one.prompts]
+    turns, epochs = config.batch.mini_batches, config.batch.epochs
+    # From the sampler's log-probs no optimizer step is on-policy, so the records are of all.
+    rows, records = trained(path, args, "sampled")
+    sets = load_sets(config.data, "train", load_tokenizer(config.model.checkpoint))
+    trained_on = [one["length"][: len(one["length"]) // epochs] for one in records]
     return {
         "model": str(config.model.checkpoint),
-        "rows": [{"prompt": prompt.text, "answer": prompt.answer} for prompt in prompts],
-        "prompts": config.rollout.prompts,
+        "texts": [prompt.text for one in sets for prompt in one.prompts],
+        "prompt_tokens": [round(row["prompt_length/mean"]) for row in rows],
+        "lengths": [[some[turn::turns] for turn in range(turns)] for some in trained_on],
+        "responses": [row["response_length/mean"] for row in rows],
+        "batch": config.rollout.prompts * config.rollout.samples // turns,
         "samples": config.rollout.samples,
         "max_response_tokens": config.rollout.max_response_tokens,
-        "mini_batches": config.batch.mini_batches,
-        "epochs": config.batch.epochs,
+        "max_tokens": config.batch.max_tokens,
+        "epochs": epochs,
         "lr": LEARNING_RATE,
-        "steps": args.steps,
-        "threads": args.nproc // processes,
-        "seed": seed,
     }
 
 
+def ours(path: Path, args: argparse.Namespace, job: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Response tokens, of all and of those with a gradient, and seconds of each step."""
+    rows, _ = trained(path, args, "recompute")
+    if [row["response_length/mean"] for row in rows] != job["responses"]:
+        raise SystemExit(f"{path}: other responses than in the record")
+    return {
+        "tokens": [mean * job["batch"] * len(job["lengths"][0]) for mean in job["responses"]],
+        "trained": [sum(map(sum, step)) for step in job["lengths"]],
+        "step": [row["timing_s/step"] for row in rows],
+        "update": [row["timing_s/old_log_prob"] + row["timing_s/update_actor"] for row in rows],
+    }
+
+
+def theirs(job: Mapping[str, Any], worker: str, python: Path, processes: int) -> dict[str, list[float]]:
+    """The same of a worker."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps(job))
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        _run([str(python), *launch, str(HERE / f"{worker}_run.py"), str(file)])
+        parts = [json.loads(part.read_text()) for part in sorted(Path(folder).glob("job.*.json"))]
+    tokens = zip(*(part["tokens"] for part in parts), strict=True)
+    return parts[0] | {"tokens": [sum(step) for step in tokens]}
+
+
 def _run(command: list[str]) -> None:
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    env = environment(OMP_NUM_THREADS=threads, HF_HUB_OFFLINE="1")
+    env = environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    env["PYTHONPATH"] += f":{HERE}"  # for rewards of the benchmarks
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")

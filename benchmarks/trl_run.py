@@ -1,38 +1,21 @@
 """The side of :mod:`against_trl` that TRL's GRPOTrainer runs, in TRL's own environment.
 
-Reads a job as JSON from the file that is its argument, and writes the seconds and response tokens of every
-generation batch beside it.
+Reads a job as JSON from the file that is its argument, and writes response tokens and seconds of every step
+beside it: of the whole step, and of all that follows sampling.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-
-class Clock(TrainerCallback):
-    """Seconds of a generation batch and its updates."""
-
-    def __init__(self, updates: int) -> None:
-        self.updates = updates
-        self.seconds: list[float] = []
-        self._since = 0.0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.updates == 0:
-            self._since = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.updates == 0:
-            self.seconds.append(time.perf_counter() - self._since)
+from plain_run import job_file
 
 
 def train(path: Path) -> None:
@@ -42,24 +25,29 @@ def train(path: Path) -> None:
 
     job = json.loads(path.read_text())
     torch.set_num_threads(job["threads"])
-    world = int(os.environ.get("WORLD_SIZE", "1"))
     tokens: list[int] = []
+    starts: list[float] = []
+    sampled: list[float] = []
 
-    def reward(completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list:
+    class Trainer(GRPOTrainer):
+        def _generate(self, *args: Any, **keys: Any) -> Any:
+            starts.append(time.perf_counter())
+            found = super()._generate(*args, **keys)
+            sampled.append(time.perf_counter())
+            return found
+
+    def variety(completion_ids: list[list[int]], **_: Any) -> list[float]:
         tokens.append(sum(map(len, completion_ids)))
-        texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
-        numbers = [re.findall(r"-?\d+", text) for text in texts]
-        return [float(bool(n) and n[-1] == right) for n, right in zip(numbers, answer, strict=True)]
+        return [float(len(set(ids))) for ids in completion_ids]
 
-    responses, mini_batches = job["prompts"] * job["samples"], job["mini_batches"]
-    updates = mini_batches * job["epochs"]
+    steps, mini_batches = len(job["lengths"]), len(job["lengths"][0])
     config = GRPOConfig(
         output_dir=str(path.parent / "trl"),
         use_cpu=True,
         bf16=False,
         learning_rate=job["lr"],
-        max_steps=job["steps"] * updates,
-        per_device_train_batch_size=responses // mini_batches // world,
+        max_steps=steps * mini_batches * job["epochs"],
+        per_device_train_batch_size=job["batch"] // int(os.environ["WORLD_SIZE"]),
         gradient_accumulation_steps=1,
         steps_per_generation=mini_batches,
         num_iterations=job["epochs"],
@@ -73,26 +61,22 @@ def train(path: Path) -> None:
         report_to=[],
         logging_strategy="no",
         save_strategy="no",
-        seed=job["seed"],
     )
-    clock = Clock(updates)
-    trainer = GRPOTrainer(
+    Trainer(
         model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(job["model"]),
-        reward_funcs=reward,
+        reward_funcs=variety,
         args=config,
-        train_dataset=Dataset.from_list(job["rows"]),
-        callbacks=[clock],
-    )
-    trainer.train()
-    rank = int(os.environ.get("RANK", "0"))
-    found = {"seconds": clock.seconds, "tokens": tokens}
-    path.with_suffix(f".{rank}.json").write_text(json.dumps(found))
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in job["texts"]]),
+    ).train()
+    ends = [*starts[1:], time.perf_counter()]
+    found = {
+        "tokens": tokens,
+        "step": [end - start for start, end in zip(starts, ends, strict=True)],
+        "update": [end - start for start, end in zip(sampled, ends, strict=True)],
+    }
+    path.with_suffix(f".{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("job", type=Path, help="written by against_trl.py")
-    train(parser.parse_args().job)
+    train(job_file(__doc__))

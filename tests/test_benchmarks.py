@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks import (
     against_trl,
@@ -21,6 +23,7 @@ from benchmarks import (
     evidence,
     logprob_head,
     long_responses,
+    plain_run,
     rewards,
     rollout_client,
     share_prompts,
@@ -61,7 +64,10 @@ def read(name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "shown"),
     {
-        "against_trl": (against_trl.table,),
+        "against_trl": (
+            lambda results: against_trl.table(results, "step", "TRL"),
+            lambda results: against_trl.table(results, "update", "plain"),
+        ),
         "async_rollouts": (async_rollouts.table,),
         "convert": (convert.table,),
         "decoding": (decoding.table,),
@@ -146,3 +152,25 @@ def started(script: str, *words: str) -> str:
     done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_a_pack_of_plain_torch_is_its_responses_one_by_one() -> None:
+    folder = REPO / "examples/make_sum/checkpoint"
+    model, plain = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation=attention)
+        for attention in ("alone", "eager")
+    )
+    # Inside, transformers computes norms in float32 all the same.
+    responses = [(torch.arange(3), torch.arange(length) % 14) for length in (5, 1, 17)]
+    (pack,) = plain_run.packs_of(responses, max_tokens=32)
+    log_probs = pack.log_probs(model)
+    pack.loss(log_probs, log_probs.detach()).backward()
+    expected = []
+    for prompt, response in sorted(responses, key=plain_run.size_of):
+        logits = plain(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        expected.append(logits.log_softmax(-1).gather(1, response[:, None])[:, 0])
+    sum(-one.mean() for one in expected).backward()
+    torch.testing.assert_close(log_probs, torch.cat(expected), rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    assert len(plain_run.packs_of(responses, max_tokens=31)) == 2
