@@ -5,9 +5,10 @@
 
 Whole steps, from prompts to the last optimizer step, of ours and of TRL's GRPOTrainer; and the update: the
 pass before it and the optimizer steps of all epochs, also of verl's FSDP engine and of plain torch. TRL's
-responses are its own, the others' as long as ours that have a gradient: without a spread of rewards in their
-group they need none, and ours leaves them out. All take turns, in float32, data parallel, with ratios of
-sequences; where one process with all threads can do the work as well, the faster counts. Only ratios mean anything. The learning rate is next to nothing, so lengths do not drift.
+responses are its own, the others' as long as those of ours that have a gradient: without a spread of rewards
+in their group they have none, and ours leaves them out. All take turns, in float32, data parallel, with
+ratios of sequences; where one process with all threads can do the work as well, the faster counts. Only
+ratios mean anything. The learning rate is next to nothing, so lengths do not drift.
 """
 
 from __future__ import annotations

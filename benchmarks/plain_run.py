@@ -2,7 +2,7 @@
 
 Packs without padding, attention sequence by sequence (on a CPU torch has no kernel for jagged tensors, and
 padding takes longer), logits of response tokens only, nothing computed twice, gradients reduced as one
-tensor, fused AdamW; no metrics, and prompts are not shared.
+tensor, fused AdamW, products by oneDNN where that is faster; no metrics, and prompts are not shared.
 
 Reads a job as JSON from the file that is its argument, and writes response tokens and seconds of every step
 beside it: of the pass before the first update and all updates, on random tokens in the job's lengths.
@@ -22,6 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from megatron_fspo.mcore.cpu_products import install_products, onednn_is_faster
 
 Response = tuple[Tensor, Tensor]
 """Tokens of a prompt and of its response; their advantage is 1."""
@@ -82,6 +84,8 @@ def packs_of(responses: Sequence[Response], max_tokens: int) -> list[Pack]:
 
 def plain(job: Mapping[str, Any]) -> Step:
     """Of a model in float32, whose gradients are views of one tensor."""
+    if onednn_is_faster():
+        install_products()
     options = {"dtype": torch.float32, "attn_implementation": "alone"}
     model: Any = AutoModelForCausalLM.from_pretrained(job["model"], **options)
     parameters = list(model.parameters())
