@@ -4,7 +4,7 @@ Qwen3-30B-A3B at full width on four processes (TP4, EP4), with random weights.
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 benchmarks/export_memory.py
 
 The ranks hold 6 GB, and the export is as large. A shard is what a rank has of all experts: beside its weights
-no rank may hold more than two of them and a bucket. --narrow has a small model, for the test.
+no rank may hold more than two of them and two buckets. --narrow has a small model, for the test.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NARROW = replace(
     num_heads=4,
     head_dim=32,
     vocab_size=512,
-    experts=Experts(count=32, per_token=8, ffn_size=320, normalize_top_k=True),
+    experts=Experts(count=64, per_token=8, ffn_size=320, normalize_top_k=True),
 )
 
 
@@ -64,7 +64,7 @@ def main() -> None:
         for one in in_buckets(hf_tensors(model, [parameters.items()]), bucket):
             for _, tensor in one:
                 tensor.contiguous()
-            del one, tensor
+            del tensor  # the bucket is on its way while the next is gathered
 
     with tempfile.TemporaryDirectory() as mine:
         folder = Path(gather_lists([mine], group=dist.group.WORLD)[0])

@@ -60,7 +60,7 @@ names, or one with `vllm.discovery`.
 | experts of each token | a byte for each of k experts in each layer of the stage, for all tokens of a step: the old pass leaves them to the updates | no |
 | on top | the largest of: a layer's backward, the head's forward and backward, the embedding's backward (a tied table has two gradients and their sum) | within 10%, local layers |
 | KV cache of the embedded engine | `rollout.max_batch` rows, all as long as the longest | equal |
-| weights on their way to servers | a bucket of 256 MiB, and the next parameter in parts and whole | within 10% |
+| weights on their way to servers | two buckets of 256 MiB, and the next parameter in parts and whole | within 10% |
 | FP8 copies of weights | one byte a value, by row and by column | by traces |
 | vLLM's servers | from reading | no |
 | `--reserve`: CUDA, NCCL, workspaces, fragments | a guess | no |

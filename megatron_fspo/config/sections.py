@@ -201,6 +201,11 @@ class VLLM(Section):
     folder: Path | None = Field(
         None, description="for disk: a folder that trainer and servers see under the same name"
     )
+    delta: bool = Field(
+        False,
+        description="for gloo and nccl: send what changed since the last update; takes a copy of the weights "
+        "in the memory of the first rank's machine, and one per worker of a server",
+    )
     in_flight: PositiveInt = Field(256, description="responses asked of one server at a time")
     colocated: bool = Field(
         False,
@@ -218,7 +223,9 @@ class VLLM(Section):
     )
 
     @model_validator(mode="after")
-    def _shares_gpus(self) -> VLLM:
+    def _transfer_can(self) -> VLLM:
+        if self.delta and self.transfer == "disk":
+            raise ValueError("delta = true needs transfer gloo or nccl: a file cannot tell who has read it")
         if self.colocated and self.transfer == "nccl":
             raise ValueError("colocated = true needs transfer gloo or disk: NCCL takes a GPU for one process")
         return self

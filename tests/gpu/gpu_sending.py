@@ -32,7 +32,8 @@ def digest(tensor: Tensor) -> int:
 
 
 def send() -> dict[str, Any]:
-    """All weights of a model on the first GPU, twice; names that arrived on the second with other bytes."""
+    """All weights of a model on the first GPU, and what changed; names that arrived on the second with other
+    bytes."""
     model = build(SIZES.sent, best_layers())
     program = [sys.executable, str(Path(__file__).with_name("gpu_receiver.py")), KIND]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1"
@@ -78,17 +79,21 @@ def _end(receiver: subprocess.Popen[str]) -> None:
 
 
 def _update(model: Any, url: str) -> float:
-    """Seconds of the second update, whose group is that of the first."""
-    sender = BroadcastSender(KIND, address="127.0.0.1", timeout_seconds=120)
+    """Seconds of the second whole update, whose group is that of the first; others send what changed."""
+    seconds = []
     with Loop("rollout") as loop:
         http = http_client()
         servers = [Server(url, http)]
-        for version in (1, 2):
-            tensors = hf_tensors(model, [chunk.named_parameters() for chunk in model.chunks])
-            begin = time.perf_counter()
-            problem = client_weights.send_weights(servers, sender, loop, tensors, version)
-            seconds = time.perf_counter() - begin
-            assert problem is None, problem
-        sender.close()
+        for delta in (False, True):
+            sender = BroadcastSender(KIND, address="127.0.0.1", timeout_seconds=120, delta=delta)
+            for _ in range(2):
+                with torch.no_grad():
+                    next(model.chunks[0].parameters())[:2] += int(delta)
+                tensors = hf_tensors(model, [chunk.named_parameters() for chunk in model.chunks])
+                begin = time.perf_counter()
+                problem = client_weights.send_weights(servers, sender, loop, tensors, len(seconds))
+                seconds.append(time.perf_counter() - begin)
+                assert problem is None, problem
+            sender.close()
         loop.run(http.aclose())
-    return seconds
+    return seconds[1]

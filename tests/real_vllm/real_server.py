@@ -101,7 +101,7 @@ class Routes:
             async with http_client() as http:
                 mine: dict[str, Checksum] = {}
                 list(with_checksums(weights(checkpoint).items(), mine))
-                return await prove(Server(self.url, http, api_key=api_key()), mine)
+                return await prove(Server(self.url, http, api_key=api_key()), mine, {})
 
         return asyncio.run(main())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fake_vllm import until
@@ -41,7 +43,7 @@ Rows = list[tuple[Prompt, list[Completion]]]
 class Job:
     """The production engine on one rank, whose weights are a checkpoint's."""
 
-    def __init__(self, servers: Sequence[Served], checkpoint: Path) -> None:
+    def __init__(self, servers: Sequence[Served], checkpoint: Path, *, delta: bool = False) -> None:
         self.checkpoint = checkpoint
         self.on_tensor: Callable[[], None] = lambda: None
         http = http_client()
@@ -54,7 +56,7 @@ class Job:
         )
         world = dist.group.WORLD
         assert world is not None
-        self.sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=TIMEOUT)
+        self.sender = BroadcastSender("gloo", address="127.0.0.1", timeout_seconds=TIMEOUT, delta=delta)
         self.engine = VLLMEngine(
             Trainer(tensors=self.tensors, score=lambda ids: [scores(self.checkpoint, row) for row in ids]),
             ParallelGroups(tp=world, pp=world, cp=world, ep=world, edp=world, dp=world, dp_cp=world),
@@ -169,6 +171,29 @@ def test_responses_go_on_after_updates_and_a_sleep(pair: list[Served], checkpoin
                 error = told - scores(of_version[span.version], ids)[-len(told) :]
                 assert error[span.start : span.end].abs().max() < TOLERANCE
     assert job.sender._group is group, "one for all updates"
+    job.engine.close()
+
+
+@pytest.mark.usefixtures("rank")
+def test_updates_of_what_changed(pair: list[Served], checkpoints: list[Path], tmp_path: Path) -> None:
+    old, new = checkpoints[0], tmp_path / "new"
+    moved = weights(old)
+    for name in ("model.norm.weight", "model.layers.0.self_attn.k_proj.weight", "model.embed_tokens.weight"):
+        moved[name].view(-1)[::7] *= 3.0
+    shutil.copytree(old, new)
+    save_file(moved, new / "model.safetensors", {"format": "pt"})
+    whole, job = sum(tensor.nbytes for tensor in moved.values()), Job(pair, old, delta=True)
+    sent = []
+    for version, job.checkpoint in enumerate([old, new, new, old], start=1):
+        job.engine.update_weights(version)
+        metrics = job.engine.metrics()
+        assert metrics["rollout/weights_proven"] == 1 and metrics["rollout/servers"] == 2
+        sent.append(metrics["rollout/sent_bytes"])
+        other = old if job.checkpoint == new else new
+        for server in pair:
+            assert server.routes.distance(job.checkpoint) < TOLERANCE < FAR < server.routes.distance(other)
+    assert sent[0] == whole and sent[2] == 0
+    assert 0 < sent[1] < whole / 10 and 0 < sent[3] < whole / 10
     job.engine.close()
 
 

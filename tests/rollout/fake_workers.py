@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -12,9 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
+from fake_server import good_answer
 from torch import Tensor
 
+from megatron_fspo.rollout.checksum import checksum
+from megatron_fspo.rollout.delta import Held
 from megatron_fspo.rollout.links import Join, Receiver, join_gloo
+
+Sent = Iterable[tuple[str, Tensor]]
 
 CPU = torch.device("cpu")
 
@@ -27,14 +32,22 @@ class Workers:
     """
 
     def __init__(
-        self, count: int, join: Join = join_gloo, device: torch.device = CPU, fault: str | None = None
+        self,
+        count: int,
+        join: Join = join_gloo,
+        device: torch.device = CPU,
+        fault: str | None = None,
+        served: torch.dtype | None = None,
     ) -> None:
         self.asked: list[tuple[str, Any]] = []
         self.finished: dict[str, list[dict[str, Tensor]]] = {}
         """Version → what each worker has."""
         self._fault = fault
+        self.served = served
+        self.decode: Callable[[Held, Sent], Sent] = Held.decode
         self._new_receivers = lambda: [Receiver(join, device) for _ in range(count)]
         self._receivers = self._new_receivers()
+        self._held: list[Held | None] = []
         self._loaded: list[dict[str, Tensor]] = []
         self._active, self._dead = False, False
         self._updates = self._buckets = 0
@@ -74,6 +87,12 @@ class Workers:
             if route == "/update_weights":
                 self._check(active=True)
                 self._update(body["update_info"])
+            if route == "/collective_rpc":
+                sums = [{name: checksum(tensor) for name, tensor in one.items()} for one in self._loaded]
+                return {"results": [{n: one.to_words() for n, one in worker.items()} for worker in sums]}
+            if route == "/inference/v1/generate":
+                rows = [{str(token): {"logprob": -1.0}} for token in body["token_ids"][1:]]
+                return good_answer(0) | {"prompt_logprobs": [None, *rows]}
             if route == "/finish_weight_update":
                 self._check(active=True)
                 self._active = False
@@ -93,6 +112,7 @@ class Workers:
         rank_offset: int,
         timeout_seconds: float,
         joined: bool = False,
+        delta: bool = False,
     ) -> None:
         how = {"size": world_size, "timeout": timedelta(seconds=timeout_seconds), "joined": joined}
         self._everywhere(
@@ -100,6 +120,8 @@ class Workers:
                 master_address, master_port, rank=rank_offset + number, **how
             )
         )
+        if not joined:
+            self._held = [Held() if delta else None for _ in self._receivers]
 
     def _update(self, info: dict[str, Any]) -> None:
         self._buckets += 1
@@ -108,10 +130,11 @@ class Workers:
         def load(number: int) -> None:
             loaded = self._loaded[number]
             sent = self._receivers[number].tensors(info["names"], info["dtype_names"], info["shapes"])
-            for name, tensor in sent:
+            held = self._held[number]
+            for name, tensor in sent if held is None else self.decode(held, sent):
                 if name in loaded:
                     raise RuntimeError(f"{name} came twice")
-                loaded[name] = tensor
+                loaded[name] = tensor.to(self.served or tensor.dtype, copy=True)
                 self._do(fault, number)
 
         try:

@@ -215,7 +215,7 @@ def test_serve_starts_vllm_with_the_extension_that_the_trainer_asks() -> None:
 def proof(answer: object) -> Proof:
     """Of one tensor of ones, from a server that answers, or fails, so."""
     server = Mock(url="http://server", post=AsyncMock(side_effect=[answer]), without_key=str)
-    return asyncio.run(prove(server, sums({"a": torch.ones(3)})))
+    return asyncio.run(prove(server, sums({"a": torch.ones(3)}), {}))
 
 
 def test_what_the_server_answers() -> None:

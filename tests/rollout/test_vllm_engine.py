@@ -34,6 +34,7 @@ def test_every_server_is_updated_and_proven(tmp_path: Path) -> None:
             "rollout/canary_abs_diff_max": 0.0,
             "rollout/weights_proven": 1.0,
             "rollout/canary_tolerance": 1e-4,
+            "rollout/sent_bytes": 8.0,
             "rollout/servers": 2.0,
         }
         assert not list(tmp_path.iterdir())

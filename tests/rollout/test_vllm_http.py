@@ -152,7 +152,7 @@ async def test_what_a_server_calls_its_tensors_is_shown_without_the_key(
     server: Server, fake: FakeServer
 ) -> None:
     fake.weights = {f"weight.{KEY}": torch.ones(2)}
-    _, said = await proof.prove(server, {})
+    _, said = await proof.prove(server, {}, {})
     assert "on one side only: 1, such as weight.***" in said
 
 

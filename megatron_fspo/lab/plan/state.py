@@ -123,18 +123,20 @@ def kv_bytes(shape: Shape, *, rows: int, tokens: int) -> int:
 
 
 def sending_bytes(shape: Shape) -> int:
-    """The most that the first rank holds of a weight update: a bucket, and the parameter that comes next, in
-    parts from the tensor-parallel ranks, or an expert of another rank, and whole."""
+    """The most that the first rank holds of a weight update: a bucket on its way, the next, and the parameter
+    after it, in parts from the tensor-parallel ranks, or an expert of another rank, and whole."""
     arch, width = shape.arch, shape.width
-    most = held = 0
+    most = before = held = 0
     for row, _, _ in whole_model(arch):
         sizes = [math.prod(tensor.shape(arch)) * width for tensor in row.hf]
         # One rank's part is the parameter itself; q, k and v are put together anew all the same.
         ranks = shape.parallel.expert if row.of_expert else shape.parallel.tensor
         copies = 2 if ranks > 1 else int(row.layout == "qkv")
         for size in sizes:
-            most = max(most, held + copies * sum(sizes))
-            held = size if held and held + size > BUCKET else held + size
+            most = max(most, before + held + copies * sum(sizes))
+            if held and held + size > BUCKET:
+                before, held = held, 0
+            held += size
     return most
 
 

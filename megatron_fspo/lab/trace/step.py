@@ -30,7 +30,7 @@ from megatron_fspo.packing.pack import PackLayout, plan_step
 from megatron_fspo.parallel.control import Control, Patience
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.log import RunLog
-from megatron_fspo.rollout.client.weights import in_buckets
+from megatron_fspo.rollout.client.weights import Bucket, in_buckets
 from megatron_fspo.trainer.begin import with_packs
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.optimize import optimize
@@ -97,10 +97,12 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
         run.policy.zero_gradients()
         with watch.during("weights"):  # what their sender does, up to the sending
             named = [chunk.named_parameters() for chunk in run.policy.chunks]
-            for bucket in in_buckets(hf_tensors(run.policy, named)):
+            bucket: Bucket = ()
+            for bucket in in_buckets(hf_tensors(run.policy, named)):  # the one before is on its way meanwhile
                 for _, tensor in bucket:
                     tensor.contiguous()
-                del bucket, tensor
+                del tensor
+            del bucket
         facts |= {"state": watch.trace.live}
         if config.vllm.colocated:
             memory = Offload(run.policy, *([run.reference] if run.reference else []))

@@ -132,7 +132,7 @@ def _sender(options: VLLM) -> Sender:
         far = _far(options.urls)
         if far is not None and is_loopback(ip):
             raise InputError(f"{key} is {ip} here, which {far} does not reach: name what it sees")
-    return BroadcastSender(options.transfer, address=options.address)
+    return BroadcastSender(options.transfer, address=options.address, delta=options.delta)
 
 
 def _far(urls: Sequence[str]) -> str | None:

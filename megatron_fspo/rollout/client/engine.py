@@ -286,7 +286,7 @@ class VLLMEngine:
             WrongWeights: a server took other weights.
         """
         assert self.leader is not None
-        loop = self.leader.loop
+        loop, sender = self.leader.loop, self.leader.sender
         try:
             self._enter(Turn.UPDATE, servers)
         except ServerLost as error:
@@ -296,11 +296,12 @@ class VLLMEngine:
         assert want is not None
         mine: dict[str, Checksum] = {}
         tensors = proof.with_checksums(self._gather(), mine)
-        problem = weights.send_weights(servers, self.leader.sender, loop, tensors, self._version)
+        problem = weights.send_weights(servers, sender, loop, tensors, self._version)
         if problem is not None:
             return problem
+        dtypes: dict[str, set[str]] = {}
         try:  # before they serve again
-            proofs = loop.run(proof.prove_all(servers, mine))
+            proofs = loop.run(proof.prove_all(servers, mine, dtypes))
         except Exception as error:
             return error
         for server, (same, text) in zip(servers, proofs, strict=True):
@@ -313,6 +314,8 @@ class VLLMEngine:
         except Exception as error:
             return error
         self._proven = all(same for same, _ in proofs)
+        if self._proven and isinstance(sender, weights.BroadcastSender):
+            sender.changes.narrow(dtypes)
         gaps = [(got - torch.cat(want)).abs() for got in scores]
         self._canary_error = max(gap.max().item() for gap in gaps)
         if self.tolerance is None:
@@ -351,6 +354,7 @@ class VLLMEngine:
             "rollout/canary_abs_diff_max": self._canary_error,
             "rollout/weights_proven": float(self._proven),
             "rollout/canary_tolerance": math.nan if self.tolerance is None else self.tolerance,
+            "rollout/sent_bytes": float(self.leader.sender.sent_bytes),
             "rollout/servers": float(len(self.leader.pool.live())),
         }
 

@@ -63,13 +63,16 @@ def with_checksums(
         yield name, tensor
 
 
-async def prove_all(servers: Sequence[Server], mine: Mapping[str, Checksum]) -> list[Proof]:
+async def prove_all(
+    servers: Sequence[Server], mine: Mapping[str, Checksum], dtypes: dict[str, set[str]]
+) -> list[Proof]:
     """:func:`prove` for each, at once."""
-    return await asyncio.gather(*(prove(server, mine) for server in servers))
+    return await asyncio.gather(*(prove(server, mine, dtypes) for server in servers))
 
 
-async def prove(server: Server, mine: Mapping[str, Checksum]) -> Proof:
-    """Compare the server's tensors, all its workers together, with the trainer's.
+async def prove(server: Server, mine: Mapping[str, Checksum], dtypes: dict[str, set[str]]) -> Proof:
+    """Compare the server's tensors, all its workers together, with the trainer's; adds to ``dtypes`` those
+    that it has each in, by name.
 
     Raises:
         ServerLost: it did not answer.
@@ -89,6 +92,8 @@ async def prove(server: Server, mine: Mapping[str, Checksum]) -> Proof:
         return None, f"No checksums of its tensors: {error}"
     except (KeyError, TypeError, ValueError, AttributeError):
         return None, f"{server.url}/collective_rpc: the answer has no checksums in it"
+    for name, one in theirs.items():
+        dtypes.setdefault(name.removesuffix(PACKED), set()).add(one.dtype)
     same, text = compare(mine, theirs)
     return same, server.without_key(text)
 

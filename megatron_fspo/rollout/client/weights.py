@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import traceback
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -26,6 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 from megatron_fspo.job.remote import Loop
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.common import is_loopback
+from megatron_fspo.rollout.delta import Changes
 from megatron_fspo.rollout.links import address_towards, join_gloo, join_nccl, listen
 
 CONTROL_SECONDS = 150.0
@@ -47,18 +50,26 @@ def send_weights(
 
     ``tensors`` is a collective of the trainer's ranks, so it is read to its end whatever happens here.
     """
-    problem = _attempt(loop, _begin(servers, sender)) if servers else None
-    for bucket in in_buckets(tensors):
-        if servers and problem is None:
-            problem = _attempt(loop, sender.send(servers, bucket))
-    return problem or _attempt(loop, _finish(servers, version))
-
-
-def _attempt(loop: Loop, work: Any) -> Exception | None:
+    problem = _attempt(loop.run, _begin(servers, sender)) if servers else None
+    sending = Future[None]()
+    sending.set_result(None)
     try:
-        loop.run(work)
+        for bucket in in_buckets(tensors):  # gathered while the one before is sent
+            problem = problem or _attempt(sending.result)
+            if servers and problem is None:
+                sending = loop.submit(sender.send(servers, bucket))
+        problem = problem or _attempt(sending.result)
+    finally:
+        sending.cancel()
+    return problem or _attempt(loop.run, _finish(servers, version))
+
+
+def _attempt(work: Callable[..., object], *arguments: object) -> Exception | None:
+    try:
+        work(*arguments)
     except Exception as error:
-        return error
+        traceback.clear_frames(error.__traceback__)  # which have a bucket
+        return error.with_traceback(None)
     return None
 
 
@@ -102,20 +113,18 @@ def in_buckets(
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Tensors in runs of at most ``bucket_bytes``, or one tensor.
 
-    A bucket is emptied when the next is asked for, so no more than one is held, and the tensor after it.
+    Here no more than one is held, and the tensor after it.
     """
     bucket: list[tuple[str, Tensor]] = []
     held = 0
     for name, tensor in tensors:
         if bucket and held + tensor.nbytes > bucket_bytes:
             yield bucket
-            bucket.clear()  # the consumer's list
             bucket, held = [], 0
         bucket.append((name, tensor))
         held += tensor.nbytes
     if bucket:
         yield bucket
-        bucket.clear()
 
 
 class BroadcastSender:
@@ -129,19 +138,26 @@ class BroadcastSender:
         address: name or IP of this machine, as the servers see it. The group listens there, and nowhere else.
             None: the address from which this machine reaches the first server that is elsewhere.
         timeout_seconds: for joining the group and for each broadcast.
+        delta: send what changed since the last update of the same group.
     """
 
-    def __init__(self, kind: str, *, address: str | None, timeout_seconds: float = 120.0) -> None:
+    def __init__(
+        self, kind: str, *, address: str | None, timeout_seconds: float = 120.0, delta: bool = False
+    ) -> None:
         self._join, self._device = LINKS[kind]
         self._address = address
         self._timeout = timedelta(seconds=timeout_seconds)
         self._answer_seconds = timeout_seconds + 10
+        self._delta = delta
+        self.changes = Changes()  # of the group's workers
+        self.sent_bytes = 0  # in the last update
         self._group: Any = None
         self._members: dict[Server, dict[str, object]] = {}  # of the group, and what each was asked to join
         atexit.register(self.close)  # a gloo group that is left then aborts the process now and then
 
     async def connect(self, servers: Sequence[Server]) -> None:
         """Prepare an update of these servers."""
+        self.sent_bytes = 0
         if list(self._members) == list(servers) and await self._complete():
             return
         await asyncio.to_thread(self.close)
@@ -159,7 +175,7 @@ class BroadcastSender:
         )
         size = 1 + sum(sizes)
         group = {"master_address": address, "master_port": port, "world_size": size}
-        group |= {"timeout_seconds": self._timeout.total_seconds()}
+        group |= {"timeout_seconds": self._timeout.total_seconds(), "delta": self._delta}
         offsets = accumulate(sizes[:-1], initial=1)
         members = {
             server: group | {"rank_offset": offset} for server, offset in zip(servers, offsets, strict=True)
@@ -187,14 +203,17 @@ class BroadcastSender:
         Raises:
             ServerLost: one is lost, or late; the group is left.
         """
-        info = {
-            "names": [name for name, _ in bucket],
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            "shapes": [list(tensor.shape) for _, tensor in bucket],
-        }
-        sending = asyncio.to_thread(_broadcast, self._group, self._device, bucket, self._timeout)
-        loading = _all(servers, "/update_weights", {"update_info": info}, timeout=self._answer_seconds)
         try:
+            if self._delta:
+                bucket = await asyncio.to_thread(list, self.changes.encode(bucket))
+            self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
+            info = {
+                "names": [name for name, _ in bucket],
+                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                "shapes": [list(tensor.shape) for _, tensor in bucket],
+            }
+            sending = asyncio.to_thread(_broadcast, self._group, self._device, bucket, self._timeout)
+            loading = _all(servers, "/update_weights", {"update_info": info}, timeout=self._answer_seconds)
             await asyncio.gather(sending, loading)
         except BaseException:
             # Until then NCCL's kernel waits for who is lost, and what the GPU is asked to do next, for that.
@@ -203,7 +222,7 @@ class BroadcastSender:
 
     def close(self) -> None:
         """Leave the group; a broadcast that is under way ends."""
-        group, self._group, self._members = self._group, None, {}
+        group, self._group, self._members, self.changes = self._group, None, {}, Changes()
         if group is not None:
             group.abort()
 
@@ -243,13 +262,16 @@ class DiskSender:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.sent_bytes = 0
 
     async def connect(self, servers: Sequence[Server]) -> None:
+        self.sent_bytes = 0
         self._folder.mkdir(parents=True, exist_ok=True)
         await _all(servers, "/init_weight_transfer_engine", {"init_info": {}}, timeout=60)
 
     async def send(self, servers: Sequence[Server], bucket: Bucket) -> None:
         path = self._folder.resolve() / f"weights-{uuid.uuid4().hex}.safetensors"
+        self.sent_bytes += sum(tensor.nbytes for _, tensor in bucket)
         try:
             # Complete under its name or not there at all.
             partial = path.with_suffix(".partial")

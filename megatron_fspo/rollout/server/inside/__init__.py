@@ -1,6 +1,7 @@
 """The code that runs inside vLLM: new weights while it serves, checksums of what it has, routes, a guard.
 
-Of this package it imports ``errors`` and ``rollout``'s ``common``, ``links`` and ``checksum``: torch only.
+Of this package it imports ``errors`` and, of ``rollout``, ``common``, ``links``, ``checksum`` and ``delta``:
+torch only.
 
 vLLM finds :func:`register` through the entry point ``vllm.general_plugins`` of this package, which its
 environment has without dependencies (``pip install --no-deps``). ``--weight-transfer-config

@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from megatron_fspo.rollout.delta import Held
 from megatron_fspo.rollout.links import Receiver, join_gloo, join_nccl
 
 
@@ -116,6 +117,8 @@ class BroadcastInit(WeightTransferInitInfo):
     timeout_seconds: float = 300.0
     joined: bool = False
     """The worker is in that group already, or else that is an error."""
+    delta: bool = False
+    """The trainer sends what changed since its last update in the group."""
 
 
 @dataclass
@@ -136,6 +139,7 @@ class GlooTransfer(_CheckpointTransfer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._receiver = self.receiver()
+        self._held: Held | None = None
 
     def receiver(self) -> Receiver:
         """Make what takes the tensors: all that the kinds of broadcast differ in."""
@@ -151,10 +155,12 @@ class GlooTransfer(_CheckpointTransfer):
             timeout=timedelta(seconds=init_info.timeout_seconds),
             joined=init_info.joined,
         )
+        if not init_info.joined:
+            self._held = Held() if init_info.delta else None
 
     def tensors(self, update_info: BroadcastUpdate) -> Iterator[tuple[str, Tensor]]:
         sent = self._receiver.tensors(update_info.names, update_info.dtype_names, update_info.shapes)
-        for name, tensor in sent:
+        for name, tensor in sent if self._held is None else self._held.decode(sent):
             yield name, tensor.to(self.device)
 
     def shutdown(self) -> None:
