@@ -7,8 +7,7 @@ Whole steps, from prompts to the last optimizer step, of ours and of TRL's GRPOT
 pass before it and the optimizer steps of all epochs, also of verl's FSDP engine and of plain torch. TRL's
 responses are its own, the others' as long as those of ours that have a gradient: without a spread of rewards
 in their group they have none, and ours leaves them out. All take turns, in float32, data parallel, with
-ratios of sequences; where one process with all threads can do the work as well, the faster counts. Only
-ratios mean anything. The learning rate is next to nothing, so lengths do not drift.
+ratios of sequences. Only ratios mean anything. The learning rate is next to nothing, so lengths do not drift.
 """
 
 from __future__ import annotations
@@ -42,48 +41,44 @@ def main() -> None:
     parser.add_argument("configs", type=Path, nargs="+")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, in turns")
     parser.add_argument("--steps", type=int, default=4, help="of a run; the first is not counted")
-    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--nproc", type=int, default=2, help="processes of ours, a thread each")
+    parser.add_argument("--processes", type=int, default=2, help="of the others, which share as many threads")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/against_trl.json")
     args = parser.parse_args()
-    others = {
-        "TRL": ("trl", ".venv-trl", args.nproc),
-        "TRL, one process": ("trl", ".venv-trl", 1),
-        "verl": ("verl", ".venv-verl", args.nproc),
-        "plain torch": ("plain", ".venv", args.nproc),
-        "plain torch, one process": ("plain", ".venv", 1),
-    }
+    others = {"TRL": ("trl", ".venv-trl"), "verl": ("verl", ".venv-verl"), "plain torch": ("plain", ".venv")}
     results = json.loads(args.out.read_text()) if args.out.exists() else {}
     for path in args.configs:
-        job = job_of(path, args)
+        job = job_of(path, args) | {"threads": args.nproc // args.processes}
         rounds: dict[str, list[Any]] = {name: [] for name in ("ours", *others)}
         for _ in range(args.rounds):
             rounds["ours"].append(ours(path, args, job))
-            for name, (worker, venv, processes) in others.items():
-                mine = job | {"threads": args.nproc // processes}
-                rounds[name].append(theirs(mine, worker, ROOT / venv / "bin/python", processes))
+            for name, (worker, venv) in others.items():
+                rounds[name].append(theirs(job, worker, ROOT / venv / "bin/python", args.processes))
         results[str(path)] = {"machine": cpu(), "nproc": args.nproc, "rounds": rounds}
         args.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
-    print(table(results, "step", "TRL"), table(results, "update", "plain"), sep="\n\n")
+    print(table(results, "step", "TRL"), table(results, "update", "plain torch"), sep="\n\n")
 
 
 def table(results: Mapping[str, Any], phase: str, base: str) -> str:
-    """Tokens per second of "step" or "update", median and range of the rounds, as multiples of the better
-    median of those whose name begins with ``base``."""
-
-    def counted(one: Mapping[str, Any]) -> str:
-        return "trained" if phase == "update" and "trained" in one else "tokens"
+    """Tokens per second of "step" or "update", median and range of the rounds, as multiples of ``base``."""
 
     rows, names = [], []
     for path, found in results.items():
         rates = {
-            name: [sum(one[counted(one)][SKIPPED:]) / sum(one[phase][SKIPPED:]) for one in rounds]
+            name: [rate(one, phase) for one in rounds]
             for name, rounds in found["rounds"].items()
             if phase in rounds[0]
         }
-        names, best = list(rates), max(median(r) for name, r in rates.items() if name.startswith(base))
-        cells = [[value / best for value in (median(r), min(r), max(r))] for r in rates.values()]
+        names, unit = list(rates), median(rates[base])
+        cells = [[value / unit for value in (median(r), min(r), max(r))] for r in rates.values()]
         rows.append([f"`{path}`", *(f"{at:.2f} ({low:.2f}–{high:.2f})" for at, low, high in cells)])
     return markdown(["configuration", *names], rows)
+
+
+def rate(one: Mapping[str, Any], phase: str) -> float:
+    """Tokens per second of the phase in a run; of an update, those that it was of."""
+    tokens = one["trained"] if phase == "update" and "trained" in one else one["tokens"]
+    return float(sum(tokens[SKIPPED:]) / sum(one[phase][SKIPPED:]))
 
 
 def trained(path: Path, args: argparse.Namespace, old: str) -> list[list[Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import torch
 
@@ -43,11 +44,16 @@ def main() -> None:
     rows = [(*name, was, now) for name, was, now in zip(names, before, rates(), strict=True)]
     found = {"machine": cpu(), "torch": torch.__version__, "taken": onednn_is_faster(), "rows": rows}
     (ROOT / "benchmarks/results/cpu_products.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(table(found))
+
+
+def table(found: dict[str, Any]) -> str:
+    """GFLOP/s of both."""
     cells = [
         [name, f"{out} × {inside}", f"{tokens:,}", f"{was:.0f}", f"{now:.0f}", f"{now / was:.1f}"]
-        for name, out, inside, tokens, was, now in rows
+        for name, out, inside, tokens, was, now in found["rows"]
     ]
-    print(markdown(["model", "weight", "tokens", "MKL", "oneDNN", "times as fast"], cells))
+    return markdown(["model", "weight", "tokens", "MKL", "oneDNN", "times as fast"], cells)
 
 
 if __name__ == "__main__":

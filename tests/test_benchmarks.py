@@ -19,6 +19,7 @@ from benchmarks import (
     against_trl,
     async_rollouts,
     convert,
+    cpu_products,
     decoding,
     delta_sync,
     evidence,
@@ -67,7 +68,7 @@ def read(name: str) -> Any:
     {
         "against_trl": (
             lambda results: against_trl.table(results, "step", "TRL"),
-            lambda results: against_trl.table(results, "update", "plain"),
+            lambda results: against_trl.table(results, "update", "plain torch"),
         ),
         "async_rollouts": (async_rollouts.table,),
         "convert": (convert.table,),
@@ -76,6 +77,7 @@ def read(name: str) -> Any:
         "logprob_head": (lambda report: logprob_head.table(report["results"]),),
         "rewards": (rewards.table,),
         "share_prompts": (share_prompts.table,),
+        "cpu_products": (cpu_products.table,),
         "triton_head": (triton_head.builds_table, triton_head.estimates_table),
         "rollout_client": (rollout_client.table, rollout_client.one_reader),
     }.items(),

@@ -256,7 +256,7 @@ class MismatchAlarm:
             return f"a vocabulary cut by top-p or top-k, and log-probs renormalised over the rest; {why}"
         return (
             "other weights than claimed, or other kernels: no temperature explains it, nor a cut vocabulary "
-            "(see rollout/canary_abs_diff_max)"
+            "(see rollout/canary_abs_diff)"
         )
 
     def _other_temperature(self, batches: Packs) -> float | None:

@@ -44,7 +44,7 @@ def steps(folder: Path, count: int) -> list[dict[str, Any]]:
     """The rows of the steps, each with proven weights of its own."""
     logged = [row for row in rows(folder, "run") if row["step"] > 0]
     assert [row["training/weight_version"] for row in logged] == list(range(1, count + 1))
-    assert all(0 < row["rollout/canary_abs_diff_max"] <= TOLERANCE for row in logged)
+    assert all(0 < row["rollout/canary_abs_diff"] <= TOLERANCE for row in logged)
     assert all(row["rollout/weights_proven"] == 1 and row["actor/grad_norm"] > 0 for row in logged)
     assert unknown({name for row in logged for name in row}) == []
     return logged

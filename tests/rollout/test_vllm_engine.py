@@ -31,7 +31,7 @@ def test_every_server_is_updated_and_proven(tmp_path: Path) -> None:
             assert fake.updates == [*UPDATE]
         assert weights.gathered == 1
         assert engine.metrics() == {
-            "rollout/canary_abs_diff_max": 0.0,
+            "rollout/canary_abs_diff": 0.0,
             "rollout/weights_proven": 1.0,
             "rollout/canary_tolerance": 1e-4,
             "rollout/sent_bytes": 8.0,
@@ -116,7 +116,7 @@ def test_the_tolerance_is_of_the_model(tmp_path: Path, rounding: float, toleranc
         fakes[1].score = -1 - rounding
         engine.update_weights(0)
         metrics = engine.metrics()
-        assert metrics["rollout/canary_abs_diff_max"] == pytest.approx(rounding, rel=1e-2)
+        assert metrics["rollout/canary_abs_diff"] == pytest.approx(rounding, rel=1e-2)
         assert metrics["rollout/canary_tolerance"] == pytest.approx(tolerance, rel=1e-2)
         fakes[0].score = -1 - 0.9 * tolerance
         engine.update_weights(1)

@@ -73,7 +73,7 @@ class VLLMEngine:
     dtype: torch.dtype = torch.float32
     """Of the trainer's weights."""
     tolerance: float | None = None
-    """Largest |Δ log-prob| allowed there, in nats; None: taken from the model, at the first update."""
+    """Largest mean |Δ log-prob| allowed there, in nats; None: taken from the model, at the first update."""
     memory: Memory | None = None
     """Of this rank, where trainer and servers share GPUs; the servers are asleep then."""
 
@@ -317,14 +317,14 @@ class VLLMEngine:
         if self._proven and isinstance(sender, weights.BroadcastSender):
             sender.changes.narrow(dtypes)
         gaps = [(got - torch.cat(want)).abs() for got in scores]
-        self._canary_error = max(gap.max().item() for gap in gaps)
+        self._canary_error = max(gap.mean().item() for gap in gaps)
         if self.tolerance is None:
             self.tolerance = proof.tolerance(self._canary_error if self._proven else 0.0, self.dtype)
         for server, gap, (_, text) in zip(servers, gaps, proofs, strict=True):
-            if not gap.max().item() <= self.tolerance:
+            if not gap.mean().item() <= self.tolerance:
                 how = (
-                    f"log-probs of {gap.numel()} canary tokens differ by up to {gap.max():.3g} nats, on "
-                    f"average by {gap.mean():.3g}; {self.tolerance:.3g} is allowed\n{text}"
+                    f"log-probs of {gap.numel()} canary tokens differ by {gap.mean():.3g} nats on average, "
+                    f"by up to {gap.max():.3g}; {self.tolerance:.3g} is allowed\n{text}"
                 )
                 raise proof.WrongWeights(server.url, self._version, how)
         return None
@@ -351,7 +351,7 @@ class VLLMEngine:
         turns = {} if self.memory is None else {"rollout/turns_seconds": self._turn_seconds}
         self._turn_seconds = 0.0
         return turns | {
-            "rollout/canary_abs_diff_max": self._canary_error,
+            "rollout/canary_abs_diff": self._canary_error,
             "rollout/weights_proven": float(self._proven),
             "rollout/canary_tolerance": math.nan if self.tolerance is None else self.tolerance,
             "rollout/sent_bytes": float(self.leader.sender.sent_bytes),
