@@ -26,8 +26,8 @@ _COUNT, _LENGTH = 4, 24  # of the canary's sequences
 _FACTOR = 8.0
 """Factor by which equal weights may score further apart later than they did at first."""
 _FLOOR = {torch.float32: 1e-4, torch.bfloat16: 0.25}
-"""Tolerance that every model gets, in nats. bf16 rounds every activation, differently on each side: by a mean of
-0.12 nats, and by up to 1.3 at a single token, in sound runs of SmolLM2-135M."""
+"""Tolerance that every model gets, in nats. bf16 rounds every activation, differently on each side: in sound
+runs of SmolLM2-135M by a mean of 0.12 nats, and by up to 1.1 at a single token."""
 _CAP = {torch.float32: 1e-2, torch.bfloat16: 0.5}
 """Tolerance that no model gets: two layers that changed places move a canary by more."""
 _ANSWER_SECONDS = 600.0
