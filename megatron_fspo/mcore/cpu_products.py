@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _FEWEST_PRODUCTS = 2**24
 """Of numbers, from which on oneDNN is asked: its first call of a shape takes a millisecond."""
 _PIECE_BYTES = 16 * 2**20
 """Of a result that is added to another tensor: it is held beside that."""
+_LARGEST, _SMALLEST, _STEP = 1024, 64, 16
+"""Blocks of tokens: powers of two between the first two, and multiples of the last. oneDNN holds a megabyte
+or two for every shape that it has met, and packs differ in length."""
 _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
 
@@ -86,8 +90,36 @@ def _is_large(left: Tensor, right: Tensor) -> bool:
     return left.dtype is torch.float32 and left.numel() * right.shape[1] >= _FEWEST_PRODUCTS
 
 
-_linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
-
-
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    return _linear(left, right.t(), None, "none", [], "")
+    """left @ right in blocks of tokens: these are the rows or, in the gradient of a weight, where left is
+    transposed, what the sums are over."""
+    if left.stride(0) == 1:
+        sizes = _blocks(left.shape[1])
+        pieces = zip(torch.split(left, sizes, 1), torch.split(right, sizes), strict=True)
+        return functools.reduce(Tensor.add_, (_block(x, y) for x, y in pieces))
+    parts = [_block(x, right) for x in torch.split(left, _blocks(len(left)))]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _blocks(count: int) -> list[int]:
+    """Powers of two, from large to small, and what is left."""
+    sizes, size = list[int](), _LARGEST
+    while size >= _SMALLEST:
+        sizes += [size] * (count // size)
+        count, size = count % size, size // 2
+    return [*sizes, count] if count else sizes
+
+
+def _block(left: Tensor, right: Tensor) -> Tensor:
+    """The product of a block, with zeros up to the next multiple."""
+    rows, inner = left.shape
+    if left.stride(0) == 1:
+        if missing := -inner % _STEP:
+            left, right = F.pad(left, (0, missing)), F.pad(right, (0, 0, 0, missing))
+    elif missing := -rows % _STEP:
+        left = F.pad(left, (0, 0, 0, missing))
+    out: Tensor = _linear(left, right.t(), None, "none", [], "")
+    return out[:rows]
+
+
+_linear: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default

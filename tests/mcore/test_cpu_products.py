@@ -35,7 +35,20 @@ def test_a_layer_and_its_gradients(asked: list[tuple[int, ...]]) -> None:
     assert x.grad is not None and w.grad is not None
     wants = (wide[0] @ wide[1].T, wide[2] @ wide[1], wide[2].T @ wide[0])
     assert max(gap(*pair) for pair in zip((out, x.grad, w.grad), wants, strict=True)) < 1e-6
-    assert [sorted(shape) for shape in asked] == [[160, 300, 700]] * 3
+    # 700 tokens are 512, 128 and 60, which become 64.
+    blocks = [[(n, 160, 300) for n in (512, 128, 64)], [(n, 300, 160) for n in (512, 128, 64)]]
+    assert asked[:6] in (blocks[0] + blocks[1], blocks[0] + [(300, n, 160) for n in (512, 128, 64)])
+    assert len(asked) == 9
+
+
+def test_few_shapes_are_asked_for(asked: list[tuple[int, ...]]) -> None:
+    """oneDNN holds memory for each."""
+    w = torch.randn(300, 160)
+    for tokens in range(700, 1500, 7):
+        x, slope = torch.randn(tokens, 160), torch.randn(tokens, 300)
+        for left, right in ((x, w.T), (slope, w), (slope.T, x)):
+            assert gap(left @ right, left.double() @ right.double()) < 1e-6
+    assert len(set(asked)) <= 3 * 8
 
 
 @pytest.mark.parametrize("shape", [(6000, 40, 900), (900, 40, 6000)], ids=["rows", "columns"])
@@ -48,7 +61,7 @@ def test_a_product_into_a_tensor_is_made_in_pieces(
     want = beta * out.double() + 0.3 * (left.double() @ right.double())
     same = torch.addmm(out, left, right, beta=beta, alpha=0.3, out=out)
     assert same is out and gap(out, want) < 1e-6
-    assert len(asked) == 2 and all(shape[0] * shape[2] * 4 <= cpu_products._PIECE_BYTES for shape in asked)
+    assert len(asked) > 2 and all(shape[0] * shape[2] * 4 <= cpu_products._PIECE_BYTES for shape in asked)
 
 
 def test_others_stay_torchs(asked: list[tuple[int, ...]]) -> None:
