@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +43,8 @@ class Call(NamedTuple):
     queries: Tensor | slice
     """[n] rows."""
     keys: Tensor | slice
-    sizes: tuple[Tensor, Tensor, int, int]
-    """Borders of the parts in ``queries`` and in ``keys``, int32, and the longest of each."""
+    sizes: tuple[Any, Any, int, int]
+    """Borders of the parts in ``queries`` and in ``keys``, int32 for one kernel, and the longest of each."""
     causal: bool
     together: bool
     """One kernel does all parts."""
@@ -67,15 +67,16 @@ def calls_of(borders: tuple[int, ...], prefixes: tuple[Prefix, ...], device: tor
     calls = []
     for some in filter(None, [blocks, *([others] if together else [[part] for part in others])]):
         sides = [[part.queries for part in some], [part.keys for part in some]]
-        lengths = [torch.tensor([rows.stop - rows.start for rows in side]) for side in sides]
-        tensors = [F.pad(count.cumsum(0), (1, 0)).int() for count in lengths]
+        lengths = [[rows.stop - rows.start for rows in side] for side in sides]
+        ends: list[Any] = [[0, *accumulate(side)] for side in lengths]
         rows: list[Any] = [side[0] for side in sides]
         if together:
+            tensors = [torch.tensor(side, dtype=torch.int32) for side in ends]
             tensors += [torch.cat([torch.arange(rows.start, rows.stop) for rows in side]) for side in sides]
             if device.type == "cuda":
                 tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
-            rows = tensors[2:]
-        sizes = (tensors[0], tensors[1], int(lengths[0].max()), int(lengths[1].max()))
+            ends, rows = tensors[:2], tensors[2:]
+        sizes = (ends[0], ends[1], max(lengths[0]), max(lengths[1]))
         calls.append(Call(rows[0], rows[1], sizes, some[0].causal, together))
     return calls
 
@@ -200,7 +201,7 @@ def _gradients(
 
 def _sequences(call: Call) -> Iterator[tuple[slice, slice]]:
     """Of each part, its rows among the queries of the call, and among its keys."""
-    queries, keys = (pairwise(ends.tolist()) for ends in call.sizes[:2])
+    queries, keys = map(pairwise, call.sizes[:2])
     return ((slice(*rows), slice(*others)) for rows, others in zip(queries, keys, strict=True))
 
 

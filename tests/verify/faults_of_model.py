@@ -113,6 +113,7 @@ def packed_as_one(real: Any, **kwargs: Any) -> Any:
     """Packed sequences see one another"""
     borders = kwargs["cu_seqlens_q"][[0, -1]]
     both = {"cu_seqlens_q": borders, "cu_seqlens_kv": borders}
+    both["batch"] = replace(kwargs["batch"], borders=borders)
     return real(**kwargs | both | dict.fromkeys(["max_seqlen_q", "max_seqlen_kv"], int(borders[-1])))
 
 
