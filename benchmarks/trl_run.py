@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plain_run import job_file
@@ -76,6 +77,8 @@ def train(path: Path) -> None:
         "update": [end - start for start, end in zip(sampled, ends, strict=True)],
     }
     path.with_suffix(f".{os.environ['RANK']}.json").write_text(json.dumps(found))
+    dist.barrier()  # whoever leaves first aborts the other now and then
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
