@@ -41,19 +41,18 @@ def main() -> None:
     parser.add_argument("configs", type=Path, nargs="+")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, in turns")
     parser.add_argument("--steps", type=int, default=4, help="of a run; the first is not counted")
-    parser.add_argument("--nproc", type=int, default=2, help="processes of ours, a thread each")
-    parser.add_argument("--processes", type=int, default=2, help="of the others, which share as many threads")
+    parser.add_argument("--nproc", type=int, default=2, help="processes of each, a thread each")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/against_trl.json")
     args = parser.parse_args()
     others = {"TRL": ("trl", ".venv-trl"), "verl": ("verl", ".venv-verl"), "plain torch": ("plain", ".venv")}
     results = json.loads(args.out.read_text()) if args.out.exists() else {}
     for path in args.configs:
-        job = job_of(path, args) | {"threads": args.nproc // args.processes}
+        job = job_of(path, args)
         rounds: dict[str, list[Any]] = {name: [] for name in ("ours", *others)}
         for _ in range(args.rounds):
             rounds["ours"].append(ours(path, args, job))
             for name, (worker, venv) in others.items():
-                rounds[name].append(theirs(job, worker, ROOT / venv / "bin/python", args.processes))
+                rounds[name].append(theirs(job, worker, ROOT / venv / "bin/python", args.nproc))
         results[str(path)] = {"machine": cpu(), "nproc": args.nproc, "rounds": rounds}
         args.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
     print(table(results, "step", "TRL"), table(results, "update", "plain torch"), sep="\n\n")
@@ -61,7 +60,6 @@ def main() -> None:
 
 def table(results: Mapping[str, Any], phase: str, base: str) -> str:
     """Tokens per second of "step" or "update", median and range of the rounds, as multiples of ``base``."""
-
     rows, names = [], []
     for path, found in results.items():
         rates = {

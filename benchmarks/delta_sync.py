@@ -32,13 +32,12 @@ UPDATES = 4  # optimizer steps of a step
 TRAINING = (
     "--model.dtype bfloat16 --rollout.engine vllm --vllm.delta true --optimizer.warmup-steps 0 "
     "--rollout.prompts 4 --rollout.samples 4 --rollout.max-response-tokens 32 --loss.calibrate 0 "
-    "--checkpoint.every 0 --reward.max-steps-without-spread 0 --parallel.silence-seconds 600 "
-    "--vllm.canary-tolerance 5"
+    "--checkpoint.every 0 --reward.max-steps-without-spread 0 --parallel.silence-seconds 600"
 ).split()
 
 
-def train(folder: Path, url: str, rate: str, steps: int) -> list[int]:
-    """Bytes of the update after each step."""
+def train(folder: Path, url: str, rate: str, steps: int) -> list[dict[str, float]]:
+    """Bytes of the update after each step, and how far its canary is off."""
     words = [sys.executable, "-m", "megatron_fspo", "train", "--config", "examples/smollm2/run.toml"]
     words += ["--nproc", "1", "--run.folder", str(folder), "--run.name", rate, "--run.steps", str(steps)]
     words += ["--vllm.urls", f"['{url}']", "--optimizer.lr", rate, *TRAINING]
@@ -47,7 +46,7 @@ def train(folder: Path, url: str, rate: str, steps: int) -> list[int]:
     rows = [row for row in rows if row["step"] > 0]
     if len(rows) != steps or any(row["rollout/weights_proven"] != 1 for row in rows):
         sys.exit("not every update was proven")
-    return [int(row["rollout/sent_bytes"]) for row in rows]
+    return [{name: row[f"rollout/{name}"] for name in ("sent_bytes", "canary_abs_diff")} for row in rows]
 
 
 def most(weights: Sequence[Tensor], rate: float) -> float:
@@ -61,7 +60,8 @@ def table(report: Mapping[str, Any]) -> str:
     """Markdown: MB, and shares of the whole."""
     whole, empty = report["bytes"], report["bytes_of_counts"]
     rows = []
-    for rate, sent in report["runs"].items():
+    for rate, steps in report["runs"].items():
+        sent, canary = ([step[name] for step in steps] for name in ("sent_bytes", "canary_abs_diff"))
         moved = [2 * (one - empty) / 4 / whole for one in sent]
         rows.append(
             [
@@ -70,9 +70,11 @@ def table(report: Mapping[str, Any]) -> str:
                 f"{fmean(sent) / whole:.1%}",
                 f"{fmean(moved):.2%}",
                 f"{report['most'][rate]:.1%}",
+                f"{min(canary):.2f}–{max(canary):.2f}",
             ]
         )
     head = ["lr", "after step 1, MB", "mean", "after the last", "of all bytes", "elements moved", "at most"]
+    head += ["canary, nats"]
     return markdown(head, rows)
 
 
@@ -93,7 +95,7 @@ def main() -> None:
         with vllm_server(CHECKPOINT, options.port, folder / "vllm.log", *flags) as url:
             for rate in RATES:
                 runs[rate] = train(folder, url, rate, options.steps)
-                print(rate, *(f"{one / 1e6:.1f}" for one in runs[rate]), "MB", flush=True)
+                print(rate, *(f"{step['sent_bytes'] / 1e6:.1f}" for step in runs[rate]), "MB", flush=True)
     report = {
         "command": shlex.join(["python", "benchmarks/delta_sync.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),

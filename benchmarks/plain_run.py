@@ -122,7 +122,6 @@ def job_file(doc: str | None) -> Path:
 def measure(begin: Callable[[Mapping[str, Any]], Step], path: Path) -> None:
     """Write tokens and seconds of what ``begin`` of the job returns, on this rank's share of responses."""
     job = json.loads(path.read_text())
-    torch.set_num_threads(job["threads"])
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     vocab_size, step = AutoConfig.from_pretrained(job["model"]).vocab_size, begin(job)

@@ -25,7 +25,6 @@ def train(path: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     job = json.loads(path.read_text())
-    torch.set_num_threads(job["threads"])
     tokens: list[int] = []
     starts: list[float] = []
     sampled: list[float] = []

@@ -174,9 +174,6 @@ class Policy(Model):
             self.optimizer: MegatronOptimizer = get_megatron_optimizer(
                 settings, self._ddp, use_gloo_process_groups=False
             )
-        if backend.device.type == "cpu":  # one pass over the numbers in place of ten
-            for group in self.optimizer.param_groups:
-                group["fused"] = True
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.restore_schedule(0)
         self.busy_seconds = 0.0

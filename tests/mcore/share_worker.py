@@ -36,6 +36,13 @@ sequences = Sequences.of(
 )
 scoring = Scoring(groups=groups, vocab_size=MIXTURE.vocab_size, temperature=1.0)
 out = {}
+seen: list[tuple[list[int], int]] = []  # borders that RoPE begins at, and angles
+policy.chunks[0].decoder.layers[0].self_attention.register_forward_pre_hook(
+    lambda _, args, kwargs: seen.append(
+        (kwargs["packed_seq_params"].cu_seqlens_q.tolist(), len(kwargs["rotary_pos_emb"]))
+    ),
+    with_kwargs=True,
+)
 for share in (False, True):
     packs = pack(sequences, PackLayout(share_prompts=share))
     routed, passes = policy.with_routers(packs)
@@ -54,6 +61,6 @@ for share in (False, True):
     packs, _ = policy.with_routers(packs, replay=True)
     policy.backward(packs, loss)
     norm = torch.cat([p.main_grad.flatten() for p in policy.chunks[0].parameters()]).norm().item()
-    out[str(share)] = {"tokens": packs.tokens, "report": report, "sums": sums, "norm": norm}
+    out[str(share)] = {"tokens": packs.tokens, "report": report, "sums": sums, "norm": norm, "rope": seen[-1]}
 Path(sys.argv[1]).write_text(json.dumps(out), encoding="utf-8")
 stop()

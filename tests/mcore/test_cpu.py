@@ -36,6 +36,7 @@ assert torch.ones(1).type(torch.int32).dtype == torch.ones(1).type("torch.IntTen
 with torch.device("meta"):
     assert torch.empty(3).is_meta and torch.nn.Linear(2, 2).weight.is_meta
     assert not torch.zeros(3, device="cuda").is_meta
+assert torch.optim.AdamW([torch.nn.Parameter(on_cpu[0])]).defaults["fused"]
 assert torch.ones(1, device="meta").is_meta and torch.ones(1).to("meta").is_meta
 print("held")
 """

@@ -23,6 +23,8 @@ def test_routers_and_sums_do_not_know_of_it(tmp_path: Path) -> None:
         assert mine == pytest.approx(wanted, rel=1e-12)
     assert on["sums"] == off["sums"] == [0.0] * 16, "the policy that sampled is the one that learns"
     assert on["norm"] == pytest.approx(off["norm"], rel=1e-12)
+    # One sequence with an angle for each row: a fused RoPE counts from every border.
+    assert on["rope"] == [[0, on["tokens"]], on["tokens"]] and len(off["rope"][0]) > 16
 
 
 @pytest.mark.parametrize(

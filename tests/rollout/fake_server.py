@@ -109,6 +109,7 @@ class FakeServer:
         self.keeps: set[str] = set()  # tensors that it does not take
         self.key = ""  # that it asks for, on every route but health
         self.score = -1.0  # log-prob of every prompt token
+        self.last = 0.0  # added to that of the last one
         self.serving = asyncio.Event()  # not while paused
         self.serving.set()
         self.updating = False
@@ -274,6 +275,7 @@ class FakeServer:
     async def _score(self, writer: asyncio.StreamWriter, ids: list[int]) -> bool:
         answer = good_answer(0, self.version)
         entries = [{str(token): {"logprob": self.score}} for token in ids[1:]]
+        entries[-1][str(ids[-1])]["logprob"] += self.last
         return await self._send(
             writer, 200, json.dumps(answer | {"prompt_logprobs": [None, *entries]}).encode()
         )

@@ -204,20 +204,20 @@ def _rollout(config: Config, layout: PackLayout, groups: ParallelGroups) -> tupl
     """Responses for full packs, each on the rank that trains on it; and a rank's tokens of a pack."""
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     context, room = layout.context_size, layout.max_tokens or 0
-    count, rest = divmod(room, padded_length(prompt + response, context))
-    # With shared prompts a pack is one group of them.
-    samples = max(1, (room - prompt + 1) // (response + 1)) if layout.share_prompts else 1
-    lengths = [(prompt, response)] * (samples if layout.share_prompts else count)
-    if not layout.share_prompts and (
-        short := max(1, rest * prompt // (prompt + response))
-    ) < rest - padded_length(1, context):
-        lengths.append((short, rest - rest % padded_length(1, context) - short))
-    in_pack = sum(padded_length(sum(pair), context) for pair in lengths) // context - (samples - 1) * (
-        prompt - 1
-    )
+    samples = 1
+    if layout.share_prompts:  # a pack is one prompt with its responses
+        samples = max(1, (room - prompt + 1) // (response + 1))
+        lengths = [(prompt, response)] * samples
+    else:
+        count, rest = divmod(room, padded_length(prompt + response, context))
+        lengths = [(prompt, response)] * count
+        if (short := max(1, rest * prompt // (prompt + response))) < rest - padded_length(1, context):
+            lengths.append((short, rest - rest % padded_length(1, context) - short))
+    in_pack = sum(padded_length(sum(pair), context) for pair in lengths) // context
+    in_pack -= (samples - 1) * (prompt - 1)
     lengths *= MICRO_BATCHES * layout.data_size * layout.count_multiple_of
-    groups_of = [number // samples for number in range(len(lengths))]
-    plan, _ = plan_step([p for p, _ in lengths], [r for _, r in lengths], layout, prompts=groups_of)
+    same = [number // samples for number in range(len(lengths))]
+    plan, _ = plan_step([p for p, _ in lengths], [r for _, r in lengths], layout, prompts=same)
     owner = {number: rank for rank, packs in enumerate(plan) for pack in packs for number in pack}
     prompts, rows, held = [], [], {}
     for number, (p, r) in enumerate(lengths * config.batch.mini_batches):
