@@ -1,6 +1,6 @@
 """Response tokens per second of ours beside TRL, verl and plain torch: same model, prompts, sizes and cores.
 
-    make .venv-trl/.ready .venv-verl/.ready
+    make .venv-trl/.ready .venv-verl/.ready runs/smollm2/checkpoint/config.json
     python benchmarks/against_trl.py examples/smollm2/run.toml examples/make_sum/run.toml
 
 Whole steps, from prompts to the last optimizer step, of ours and of TRL's GRPOTrainer; and the update: the

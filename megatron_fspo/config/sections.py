@@ -218,8 +218,8 @@ class VLLM(Section):
     canary_tolerance: PositiveFloat | None = Field(
         None,
         description="after an update, largest mean difference in log-prob between trainer and server on "
-        "fixed sequences, in nats; default: 8 times that of the first update, 1e-4 to 1e-2 in float32 and "
-        "0.25 to 0.5 in bfloat16",
+        "fixed sequences, in nats; default: 8 times that of the first update, 1e-4 to 1e-2, in float32, and "
+        "2.5 times, 0.25 to 0.5, in bfloat16",
     )
 
     @model_validator(mode="after")
