@@ -32,7 +32,9 @@ from megatron_fspo.lab.sweep.processes import make
 from megatron_fspo.lab.sweep.summary import as_json, compared, mean_over_seeds, summarize
 from megatron_fspo.objective.fairness import length_bins
 
-PARTS = ("make_sum", "variations", "smollm2")
+PARTS = ("make_sum", "variations", "smollm2", "ledger")
+PROGRAMS = {"random": ("benchmarks/ledger/random_clip.py", "sqrt")}
+"""Arm → words after ``python``, of one that is no run of ``megatron-fspo train``."""
 LOOKS = {
     "measured": ("FSPO, exponent measured", "#cc79a7", "D"),
     "fspo": ("FSPO, ½", "#0072b2", "o"),
@@ -52,7 +54,7 @@ def shortened(sweep: Sweep, folder: Path) -> Sweep:
 
 def measure(sweep: Sweep) -> dict[str, Any]:
     """Make the runs; their summary, and rates over lengths that all runs have in common."""
-    make(sweep, lambda line: print(line, flush=True))
+    make(sweep, lambda line: print(line, flush=True), PROGRAMS)
     found = summarize(sweep)
     runs = list(planned(sweep))
     found["lengths"], rates = rates_by_length([compared(sweep, run) for run in runs])

@@ -46,13 +46,8 @@ from megatron_fspo.types import Completion, Prompt
 from noise_check import difference_interval, rates_as_of
 
 CONFIG = ROOT / "benchmarks/long_responses.toml"
-TOPICS = ("the sea", "a railway", "bread", "the moon", "a garden", "an old library", "winter", "a clock")
-FORMS = (
-    "Say something about {} in one or two sentences.",
-    "Describe {} in three paragraphs.",
-    "Write an essay about {}, with many sections.",
-    "Write a very long and detailed story about {}, chapter by chapter.",
-)
+FORMS = 4
+"""Of questions, from one for a sentence to one for a long story; for each topic one after the other."""
 DIFFERENCES = {"noise": "bfloat16 less float32", "one": "one update", "three": "three updates"}
 PORT = 8191
 OUTSIDE = 0.2
@@ -227,7 +222,7 @@ def evenness(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Any]
         return {loss: of(far[kept], lengths[kept]).mean for loss, far in found.items()}
 
     def of(far: Tensor, these: Tensor) -> LengthReweightingError:
-        return length_reweighting_error(far <= 1, these, BINS, permutations=0, bootstrap=0)
+        return length_reweighting_error(far <= 1, these, BINS, draws=0)
 
     whole = means(torch.ones_like(prompts, dtype=torch.bool))
     left = [means(prompts != number) for number in prompts.unique().tolist()]
@@ -236,7 +231,7 @@ def evenness(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Any]
             "outside": (far > 1).double().mean().item(),
             "lre_mean": with_interval(whole[loss], [one[loss] for one in left]),
             "lre_max": of(far, lengths).max,
-            "lre_null": length_reweighting_error(far <= 1, lengths, BINS, bootstrap=0).null_mean,
+            "lre_null": length_reweighting_error(far <= 1, lengths, BINS).null_mean,
             "above_measured": with_interval(
                 whole[loss] - whole["measured"], [one[loss] - one["measured"] for one in left]
             ),
@@ -262,7 +257,7 @@ def reaches(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Tenso
 
 def half_of(prompts: Tensor) -> Tensor:
     """[N] bool, half of the prompts: neighbours ask for the same forms of different topics."""
-    return prompts // len(FORMS) % 2 == 0
+    return prompts // FORMS % 2 == 0
 
 
 def predictions(halves: Halves, prompts: Tensor, band: FSPOBand) -> list[dict[str, Any]]:
@@ -346,13 +341,6 @@ def autocorrelation(tokens: Tensor, lengths: Tensor) -> Mapping[str, float]:
     return found
 
 
-def write_prompts(path: Path) -> None:
-    """Every form of question for every topic."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{"prompt": form.format(topic), "answer": topic} for topic in TOPICS for form in FORMS]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def report(recorded: Recorded) -> dict[str, Any]:
     """All figures."""
     lengths = recorded.lengths
@@ -386,7 +374,6 @@ def main() -> None:
         return
     path = ROOT / "runs/evidence/long_responses/tokens.npz"
     if not path.exists():
-        write_prompts(ROOT / "runs/evidence/long_prompts.jsonl")
         record_with_server().save(path)
     out = ROOT / "benchmarks/results/long_responses.json"
     out.write_text(as_json(report(load(path))), encoding="utf-8")

@@ -17,6 +17,7 @@ from megatron_fspo.losses.ctpo import CTPOLoss
 from megatron_fspo.losses.dppo import DPPOTVLoss
 from megatron_fspo.losses.fspo import FSPOLoss
 from megatron_fspo.losses.gmpo import GMPOLoss
+from megatron_fspo.losses.prefix import CPPOLoss, PNPOLoss
 from megatron_fspo.losses.ratio import GSPOLoss, LUSPOLoss, RLOOLoss
 from megatron_fspo.losses.sapo import SAPOLoss
 from megatron_fspo.losses.token import DAPOLoss, GRPOLoss, OPSMLoss
@@ -38,6 +39,8 @@ AnyLoss = (
     | SAPOLoss
     | OPSMLoss
     | DPPOTVLoss
+    | CPPOLoss
+    | PNPOLoss
 )
 PolicyLossConfig = Annotated[AnyLoss, Field(discriminator="name")]
 """The ``loss`` section of the configuration: one of them, by ``name``."""

@@ -20,8 +20,8 @@ from megatron_fspo.objective.policy_objective import LossInputs, LossTerms
 
 class Loss(Section):
     """The base of all policy losses. One needs its weights (``__call__``, or an ``objective`` of a form that
-    others have too) and its ``definition``; to be compared, also ``band`` or ``prefix_band``, ``LIMITS`` and
-    ``scaled``. The rest is for limits that move during a run."""
+    others have too) and its ``definition``; to be compared, also ``band``, ``prefix_band`` or
+    ``token_reach``, ``LIMITS`` and ``scaled``. The rest is for limits that move during a run."""
 
     VERIFIED: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Name → keys of what ``verify`` checks: limits that some of its small batch lies outside of."""
@@ -33,7 +33,7 @@ class Loss(Section):
     COMPARED: ClassVar[bool] = True
     """False for a loss with limits that ``explain`` leaves out, as its decisions are those of another."""
     LIMITS: ClassVar[tuple[str, ...]] = ()
-    """The keys of ``band`` or ``prefix_band`` that ``scaled`` changes, lower limit first."""
+    """The keys that ``scaled`` changes, lower limit first."""
     RUN_KEYS: ClassVar[frozenset[str]] = frozenset()
     """Keys of a loss with limits that say nothing of what is clipped in a given batch."""
 
@@ -75,6 +75,11 @@ class Loss(Section):
         """The limits on the sum S_t of the log-ratios up to token t, for a loss that decides by those."""
         return None
 
+    def token_reach(self, inputs: LossInputs) -> Tensor:
+        """[t] the factor by which ``LIMITS`` have to be scaled for a token to lie on their edge; of a loss
+        with ``LIMITS`` and no band."""
+        raise NotImplementedError
+
     def limits(self) -> dict[str, float]:
         """The values of ``LIMITS``."""
         return {key: getattr(self, key) for key in self.LIMITS}
@@ -82,6 +87,10 @@ class Loss(Section):
     def scaled(self, factor: float) -> Self:
         """The loss with a fixed band so many times as wide, in nats; its two limits keep their ratio."""
         raise NotImplementedError
+
+    def fitted(self, log_ratio_sums: Tensor, lengths: Tensor) -> Self:
+        """The loss with what is left to be measured of the form of its limits, from S [N] and L [N]."""
+        return self
 
     def widest(self) -> float:
         """The largest factor for ``scaled``."""

@@ -18,7 +18,12 @@ from megatron_fspo.losses.common import Definition, Loss, LossState, pessimistic
 from megatron_fspo.losses.section import Share
 from megatron_fspo.objective import ConstantDualClip, DualClip, FSPOBand, LengthFairDualClip, SequenceLevel
 from megatron_fspo.objective.band import DEFAULT_C
-from megatron_fspo.objective.calibration import BandCalibrator, drift_from_kl, drift_from_sigma
+from megatron_fspo.objective.calibration import (
+    BandCalibrator,
+    drift_from_kl,
+    drift_from_sigma,
+    fit_crossover,
+)
 from megatron_fspo.objective.noise import Noise
 
 WATCHED = 5
@@ -34,13 +39,15 @@ Width = Annotated[float, Field(gt=0, le=3)]
 class FSPOLoss(Loss):
     """FSPO (2509.09177): clip the summed log-ratio S to a band that grows as L^exponent.
 
-    J_i = min(e^S A, e^clip(S) A), with clip to [-c_low L^a + d L, c_high L^a + d L]; mean over sequences.
+    J_i = min(e^S A, e^clip(S) A), with clip to [-c_low w + d L, c_high w + d L], where w = L^exponent, or as
+    `shape` has it; mean over sequences.
     """
 
     VERIFIED: ClassVar = {
         "fspo": {"c_low": 0.05, "c_high": 0.05},
         "fspo-drift": dict(c_low=0.04, c_high=0.06, drift="given", drift_value=-0.002, dual_clip="off"),
         "fspo-dual": {"c_low": 0.05, "c_high": 0.02, "c_dual": 0.02},
+        "fspo-noise-signal": {"c_low": 0.04, "c_high": 0.03, "shape": "noise_signal", "crossover": 12.0},
         "fspo-temper": {"c_low": 0.05, "c_high": 0.04, "c_dual": 0.05, "temper": 0.4},
         "fspo-entropy-kl": dict(
             c_low=0.05, c_high=0.05, dual_clip="constant", dual_clip_ratio=1.2, entropy_coef=0.3, kl_coef=0.2
@@ -57,6 +64,16 @@ class FSPOLoss(Loss):
     exponent: Annotated[float, Field(ge=0, le=1)] | Literal["measured"] = Field(
         0.5,
         description="0.5 in the paper; measured: by `calibrate`, together with the width, within 0.5 and 1",
+    )
+    shape: Literal["power", "noise_signal"] = Field(
+        "power",
+        description="how the band grows: L^exponent, or sqrt(L + L^2 / crossover), which is exact where S is "
+        "noise and a shift common to all tokens of a response",
+    )
+    crossover: Annotated[float, Field(gt=0)] | Literal["measured"] = Field(
+        "measured",
+        description="for shape = noise_signal: the length, in tokens, at which both parts of S are equal; "
+        "measured: by `calibrate`",
     )
     temper: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0,
@@ -103,9 +120,15 @@ class FSPOLoss(Loss):
                 f"loss.c_dual = {self.c_dual:g} is less than loss.c_high = {self.c_high:g}: the dual clip "
                 "would lie inside the band"
             )
-        if self.exponent == "measured" and self.calibrate < 3:
+        fitted = self.shape == "noise_signal"
+        if fitted and self.exponent != 0.5:
+            raise ValueError(f"loss.shape = noise_signal has no loss.exponent, and it is {self.exponent}")
+        if not fitted and self.crossover != "measured":
+            raise ValueError(f"loss.crossover = {self.crossover:g} needs loss.shape = noise_signal")
+        measured = "crossover" if fitted and self.crossover == "measured" else "exponent"
+        if getattr(self, measured) == "measured" and self.calibrate < 3:
             raise ValueError(
-                f"loss.exponent = measured needs loss.calibrate of 3 or more, not {self.calibrate}"
+                f"loss.{measured} = measured needs loss.calibrate of 3 or more, not {self.calibrate}"
             )
         return self
 
@@ -113,14 +136,26 @@ class FSPOLoss(Loss):
     def _power(self) -> float:
         return 0.5 if self.exponent == "measured" else self.exponent
 
+    @property
+    def _crossover(self) -> float | None:
+        return None if self.shape == "power" or self.crossover == "measured" else self.crossover
+
     def moved(
-        self, *, c_low: float, c_high: float, drift: float | None = None, exponent: float | None = None
+        self,
+        *,
+        c_low: float,
+        c_high: float,
+        drift: float | None = None,
+        exponent: float | None = None,
+        crossover: float | None = None,
     ) -> FSPOLoss:
         """The loss with its band where a run has moved it; ``c_dual`` moves as ``c_high`` does."""
         c_dual = None if self.c_dual is None else self.c_dual * c_high / self.c_high
         changes: dict[str, Any] = {"c_low": c_low, "c_high": c_high, "c_dual": c_dual}
         if exponent is not None:
             changes["exponent"] = exponent
+        if crossover is not None:
+            changes["crossover"] = crossover
         if drift is not None:
             changes |= {"drift": "given", "drift_value": drift}
         return self.model_copy(update=changes)
@@ -130,10 +165,16 @@ class FSPOLoss(Loss):
         return self.moved(c_low=self.c_low, c_high=self.c_high, drift=drift)
 
     def band(self) -> FSPOBand:
-        """The band as it stands: without the drift of an estimate, and with the exponent ½ where that is
-        still to be measured (see :meth:`moved`)."""
+        """The band as it stands: without the drift of an estimate, and growing as √L where the exponent or L*
+        is still to be measured (see :meth:`moved`)."""
         drift = self.drift_value if self.drift == "given" else 0.0
-        return FSPOBand(c_low=self.c_low, c_high=self.c_high, drift=drift, exponent=self._power)
+        return FSPOBand(
+            c_low=self.c_low,
+            c_high=self.c_high,
+            drift=drift,
+            exponent=self._power,
+            crossover=self._crossover,
+        )
 
     def objective(self) -> SequenceLevel:
         return SequenceLevel(band=self.band(), dual_clip=self._dual_clip(), temper=self.temper)
@@ -142,6 +183,8 @@ class FSPOLoss(Loss):
         length = len(log_ratio)
         s = log_ratio.sum()[None]
         width = length**self._power
+        if self._crossover is not None:
+            width = (length + length**2 / self._crossover) ** 0.5
         centre = self.drift_value * length if self.drift == "given" else 0.0
         inside = s.clamp(centre - self.c_low * width, centre + self.c_high * width)
         limit = None
@@ -158,13 +201,20 @@ class FSPOLoss(Loss):
         band = self.band()
         if self.dual_clip == "length_fair":
             c = self.c_dual or 2 * self.c_high
-            return LengthFairDualClip(c=c, exponent=band.exponent, drift=band.drift)
+            return LengthFairDualClip(c=c, exponent=band.exponent, drift=band.drift, crossover=band.crossover)
         return ConstantDualClip(ratio=self.dual_clip_ratio) if self.dual_clip == "constant" else None
 
     def scaled(self, factor: float) -> FSPOLoss:
         """The loss with a band so many times as wide, which no calibration moves."""
         wider = self.moved(c_low=factor * self.c_low, c_high=factor * self.c_high)
         return wider.model_copy(update={"calibrate": 0})
+
+    def fitted(self, log_ratio_sums: Tensor, lengths: Tensor) -> FSPOLoss:
+        if self.shape == "power" or self.crossover != "measured":
+            return self
+        found = fit_crossover(log_ratio_sums, lengths)
+        changes = {"shape": "power"} if found is None else {"crossover": found}
+        return self.model_copy(update=changes)
 
     def start(self, noise: Noise | None = None, *, longest: int, updates: int = 1) -> FSPOState:
         return FSPOState(self, noise, longest=longest, updates=updates)
@@ -235,9 +285,11 @@ class FSPOLoss(Loss):
         c_low, c_high, drift = map(last, ("fspo/c_low", "fspo/c_high", "fspo/drift"))
         if math.isnan(c_low + c_high + drift):
             return None
-        exponent = last("fspo/exponent")  # the run in docs/gallery did not log it
-        measured = None if math.isnan(exponent) else exponent
-        return self.moved(c_low=c_low, c_high=c_high, drift=drift, exponent=measured)
+        # Not logged: the exponent by the run in docs/gallery, L* where there is none.
+        exponent, crossover = (
+            None if math.isnan(value := last(f"fspo/{name}")) else value for name in ("exponent", "crossover")
+        )
+        return self.moved(c_low=c_low, c_high=c_high, drift=drift, exponent=exponent, crossover=crossover)
 
 
 class FSPOState(LossState):
@@ -260,19 +312,27 @@ class FSPOState(LossState):
         self._drift = 0.0
         if loss.calibrate:
             window = math.ceil(loss.calibrate / updates) * updates
-            self._calibrator = BandCalibrator(mini_batches=window, exponent=loss.exponent)
+            crossover = None if loss.shape == "power" else loss.crossover
+            self._calibrator = BandCalibrator(
+                mini_batches=window, exponent=loss.exponent, crossover=crossover
+            )
 
     def _section(self, *, on_policy: bool = False) -> FSPOLoss:
         loss = self._loss
         # c stands for both sides of a band that may have two widths.
         if self._calibrator is not None and (c := self._calibrator.c) is not None:
             scale = 2 * c / (loss.c_low + loss.c_high)
-            exponent = self._calibrator.exponent
-            loss = loss.moved(c_low=scale * loss.c_low, c_high=scale * loss.c_high, exponent=exponent)
+            loss = loss.moved(
+                c_low=scale * loss.c_low,
+                c_high=scale * loss.c_high,
+                exponent=self._calibrator.exponent,
+                crossover=self._calibrator.crossover,
+            )
         if not self._estimates_drift:
             return loss
         # A little less than the half width: rounding must not put S = 0 outside.
-        limit = 0.999 * min(loss.c_low, loss.c_high) * self._longest ** (loss.band().exponent - 1)
+        low, high = loss.centred(0.0).band().bounds(torch.tensor([float(self._longest)]))
+        limit = 0.999 * min(-low.item(), high.item()) / self._longest
         return loss.centred(0.0 if on_policy else max(self._drift, -limit))
 
     def objective(self, *, on_policy: bool = False) -> SequenceLevel:
@@ -298,24 +358,21 @@ class FSPOState(LossState):
             return f"{text}, until two windows of {calibrator.mini_batches} mini-batches agree on sigma-hat"
         if calibrator.measured is not None:
             low, high = calibrator.measured.interval
+            crossover = "none" if calibrator.crossover is None else f"{calibrator.crossover:.0f} tokens"
+            shape = f"exponent = {calibrator.exponent:.3f}" if loss.shape == "power" else f"L* = {crossover}"
             text += (
-                f", exponent = {calibrator.exponent:.3f} (measured {calibrator.measured.value:.3f}, 95% "
-                f"interval {low:.3f} to {high:.3f})"
+                f", {shape} (S grows as L^{calibrator.measured.value:.3f}, 95% interval {low:.3f} to "
+                f"{high:.3f})"
             )
         elif calibrator.refusal is not None:
-            text += (
-                f"; the exponent stays {calibrator.exponent:g}, it cannot be measured: {calibrator.refusal}"
-            )
+            text += f"; its shape stays as given, it cannot be measured: {calibrator.refusal}"
         return text
 
     def metrics(self) -> dict[str, float]:
         band = self._section().band()
-        return {
-            "fspo/c_low": band.c_low,
-            "fspo/c_high": band.c_high,
-            "fspo/drift": band.drift,
-            "fspo/exponent": band.exponent,
-        }
+        names = ("c_low", "c_high", "drift", "exponent", "crossover")
+        values = {f"fspo/{name}": getattr(band, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
     def noise_metrics(self, lengths: Tensor, out_of_band: float) -> dict[str, float]:
         """``fspo/noise_clip_rate``, the share that noise alone is expected to put outside the band, and

@@ -17,6 +17,12 @@ _MOST_NATS = 36.0
 """A limit of 1 − eps_low is 0 in float64 beyond 37 nats."""
 
 
+def scaled_limits(eps_low: float, eps_high: float, factor: float) -> dict[str, float]:
+    """The keys of limits on a ratio that are so many times as wide in nats."""
+    low, high = factor * math.log1p(-eps_low), factor * math.log1p(eps_high)
+    return {"eps_low": -math.expm1(low), "eps_high": math.expm1(high)}
+
+
 class RatioLoss(Loss):
     """Limits on an importance ratio of the whole response."""
 
@@ -45,8 +51,7 @@ class RatioLoss(Loss):
         return Definition(objective=objective, clipped=clipped, out_of_band=bool(ratio != held))
 
     def scaled(self, factor: float) -> Self:
-        low, high = factor * math.log1p(-self.eps_low), factor * math.log1p(self.eps_high)
-        return self.model_copy(update={"eps_low": -math.expm1(low), "eps_high": math.expm1(high)})
+        return self.model_copy(update=scaled_limits(self.eps_low, self.eps_high, factor))
 
     def widest(self) -> float:
         return _MOST_NATS / max(-math.log1p(-self.eps_low), math.log1p(self.eps_high))

@@ -40,17 +40,19 @@ class DualClip(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FSPOBand:
-    """−c_low·L^a + drift·L <= S <= c_high·L^a + drift·L, with ratio exp(S).
+    """−c_low·w(L) + drift·L <= S <= c_high·w(L) + drift·L, with ratio exp(S); w is :func:`width`.
 
-    S is asymptotically normal with a variance in proportion to L, so with a = 1/2 the share of sequences
-    outside is the same at every length.
+    S is asymptotically normal with a variance in proportion to L, so with w = √L the share of sequences
+    outside is the same at every length. What an update gives to all tokens of a response adds up faster:
+    with a variance of n²·L + s²·L² it is the same with w = √(L + L²/L*), L* = n²/s².
 
     Example::
 
         FSPOBand(c_low=0.03, c_high=0.03)
 
     Source: the √L band and a KL-corrected drift term are in the abstracts of arXiv 2509.09177 [seen]; the two
-    sides, c near 0.03 and drift ≈ 0 are second-hand; the form of the drift and the free exponent are ours.
+    sides, c near 0.03 and drift ≈ 0 are second-hand; the form of the drift, the free
+    exponent and L* are ours.
     Raises ``ValueError`` naming the field that is not legal.
     """
 
@@ -61,16 +63,18 @@ class FSPOBand:
     """Centre of the band in nats per token: 0, or −KL(old‖new) from ``calibration.drift_from_*``."""
     exponent: float = 0.5
     """a, from 0 (a constant band) to 1 (a band on the mean log-ratio)."""
+    crossover: float | None = None
+    """L* in tokens; None for no such part of S."""
 
     def __post_init__(self) -> None:
         require_positive("FSPOBand.c_low", self.c_low)
         require_positive("FSPOBand.c_high", self.c_high)
-        _require_shape("FSPOBand", self.drift, self.exponent)
+        _require_shape("FSPOBand", self.drift, self.exponent, self.crossover)
 
     def bounds(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         length = _floating(lengths)
-        centre, width = self.drift * length, length**self.exponent
-        return centre - self.c_low * width, centre + self.c_high * width
+        centre, unit = self.drift * length, width(length, self.exponent, self.crossover)
+        return centre - self.c_low * unit, centre + self.c_high * unit
 
     def log_ratio_scale(self, lengths: Tensor) -> Tensor:
         return torch.ones_like(_floating(lengths))
@@ -127,23 +131,24 @@ class GSPOBand(_RatioBand):
 
 @dataclass(frozen=True, kw_only=True)
 class LengthFairDualClip:
-    """S <= c·L^a + drift·L for A < 0: acts on the same share of sequences at every length.
+    """S <= c·w(L) + drift·L for A < 0: acts on the same share of sequences at every length.
 
-    Give it the band's exponent and drift, and about twice the band's c. Source: ours.
+    Give it the band's exponent, L* and drift, and about twice the band's c. Source: ours.
     Raises ``ValueError`` naming the field that is not legal.
     """
 
     c: float
     exponent: float = 0.5
     drift: float = 0.0
+    crossover: float | None = None
 
     def __post_init__(self) -> None:
         require_positive("LengthFairDualClip.c", self.c)
-        _require_shape("LengthFairDualClip", self.drift, self.exponent)
+        _require_shape("LengthFairDualClip", self.drift, self.exponent, self.crossover)
 
     def log_bound(self, lengths: Tensor, scale: Tensor) -> Tensor:
         length = _floating(lengths)
-        return self.c * length**self.exponent + self.drift * length
+        return self.c * width(length, self.exponent, self.crossover) + self.drift * length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +170,12 @@ class ConstantDualClip:
         return math.log(self.ratio) / scale
 
 
+def width(lengths: Tensor, exponent: float = 0.5, crossover: float | None = None) -> Tensor:
+    """w(L) [N] of floating L [N]: L^a, or with L* L^a·√(1 + L/L*), which is √(L + L²/L*) for a = ½."""
+    unit = lengths**exponent
+    return unit if crossover is None else unit * (1 + lengths / crossover).sqrt()
+
+
 def _floating(lengths: Tensor) -> Tensor:
     return lengths if lengths.is_floating_point() else lengths.float()
 
@@ -175,8 +186,10 @@ def require_positive(field: str, value: float) -> None:
         raise ValueError(f"{field} must be finite and above 0, got {value}")
 
 
-def _require_shape(owner: str, drift: float, exponent: float) -> None:
+def _require_shape(owner: str, drift: float, exponent: float, crossover: float | None) -> None:
     if not math.isfinite(drift):
         raise ValueError(f"{owner}.drift must be finite, got {drift}")
     if not 0.0 <= exponent <= 1.0:
         raise ValueError(f"{owner}.exponent must be from 0 to 1, got {exponent}")
+    if crossover is not None:
+        require_positive(f"{owner}.crossover", crossover)

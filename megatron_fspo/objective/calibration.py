@@ -5,7 +5,8 @@ along a response and grows faster, up to L. A band on L^½ then clips long respo
 measure a and use it instead. The spread is taken from quantiles of |S| by length bin, not from variances: S
 has heavy tails, and a few sequences would decide. It is the quantile at 0.7: the median says little of where
 the band's edge lies, and the tail beyond 0.85 is too thin to measure in a few mini-batches. A law that is one
-power for every quantile gives the same a for each.
+power for every quantile gives the same a for each. Where both noise and a shift common to all tokens are in
+S, no power fits, and the length L* at which they are equal may be measured in its place.
 
 Two ways that look natural and do harm:
 
@@ -28,6 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_fspo.objective.band import width
 from megatron_fspo.objective.fairness import length_bins
 
 QUANTILE = 0.7
@@ -66,6 +68,25 @@ def fit_exponent(log_ratio_sums: Tensor, lengths: Tensor, num_bins: int = 8) -> 
     sums, kept = usable(log_ratio_sums, lengths)
     points = _points(sums, kept, length_bins(kept, num_bins))
     return _slope(points) if len(points) > 1 else math.nan
+
+
+def fit_crossover(log_ratio_sums: Tensor, lengths: Tensor, num_bins: int = 8) -> float | None:
+    """L*, tokens, of spread(S) ∝ √(L + L²/L*), from 1 to 100 times the longest L; None where √L fits best.
+
+    Takes S [N] in nats and L [N]. Of fifty L*, it is the one with which the spread of S over that width
+    differs least between bins of length, in log. The end of the range stands for no L* at all.
+    """
+    sums, kept = usable(log_ratio_sums, lengths)
+    bins = length_bins(kept, num_bins)
+    if len(_points(sums, kept, bins)) < 2:
+        return None
+    tried = torch.logspace(0, math.log10(100 * kept.max().item()), 50, dtype=torch.float64).tolist()
+    rest = []
+    for crossover in tried:
+        spreads = [spread for _, spread in _points(sums / width(kept, 0.5, crossover), kept, bins)]
+        rest.append(torch.tensor(spreads).var(correction=0).item())
+    best = min(range(len(tried)), key=rest.__getitem__)
+    return None if best == len(tried) - 1 else tried[best]
 
 
 def measure_exponent(log_ratio_sums: Tensor, lengths: Tensor, blocks: Tensor, num_bins: int = 8) -> Exponent:
@@ -148,23 +169,26 @@ STEADY = 1.5
 _NORMAL_MAD = 0.6744897501960817
 
 
-def sigma_hat(log_ratio_sums: Tensor, lengths: Tensor, exponent: float = 0.5) -> float:
-    """Robust noise of S per token^a: σ̂ = median_i(|S_i|/L_i^a) / 0.6745.
+def sigma_hat(
+    log_ratio_sums: Tensor, lengths: Tensor, exponent: float = 0.5, crossover: float | None = None
+) -> float:
+    """Robust noise of S per unit of the band's width: σ̂ = median_i(|S_i|/w(L_i)) / 0.6745.
 
-    For S ~ Normal(0, σ²L) and a = 1/2 this estimates σ. It is a median because S/√L has very heavy tails
+    For S ~ Normal(0, σ²L) and w = √L this estimates σ. It is a median because S/√L has very heavy tails
     (kurtosis 147 in a run of ours, where the rms was 3–4 times as large): a few sequences would set the rms.
 
     Args:
         log_ratio_sums: S [N] in nats. Non-finite ones are left out.
         lengths: L [N], response tokens. Sequences with L = 0 are left out.
-        exponent: a, the band's.
+        exponent: a of :func:`~megatron_fspo.objective.band.width`, the band's.
+        crossover: L* of it.
 
     Raises ``ValueError`` if no sequence is left.
     """
     sums, kept = usable(log_ratio_sums, lengths)
     if len(sums) == 0:
         raise ValueError(f"no finite S with L > 0 among {len(log_ratio_sums)} sequences")
-    return _median(sums.abs() / kept**exponent) / _NORMAL_MAD
+    return _median(sums.abs() / width(kept, exponent, crossover)) / _NORMAL_MAD
 
 
 def drift_from_kl(kl_per_token: float, cap: float) -> float:
@@ -194,7 +218,8 @@ class BandCalibrator:
             band = FSPOBand(c_low=calibrator.c, c_high=calibrator.c, exponent=calibrator.exponent)
 
     With ``exponent="measured"`` a is measured too, in the steady windows and within [½, 1], and c is that of
-    S/L^a. Where a cannot be measured, a = ½ and ``refusal`` says why.
+    S/L^a. With ``crossover="measured"`` it is L* that is measured there, and c is that of S/√(L + L²/L*).
+    Where that cannot be done, the width stays √L and ``refusal`` says why.
 
     Every rank must observe the same sequences, or each has a band of its own.
 
@@ -203,7 +228,11 @@ class BandCalibrator:
     """
 
     def __init__(
-        self, mini_batches: int = 4, multiple: float = 2.0, exponent: float | Literal["measured"] = 0.5
+        self,
+        mini_batches: int = 4,
+        multiple: float = 2.0,
+        exponent: float | Literal["measured"] = 0.5,
+        crossover: float | Literal["measured"] | None = None,
     ) -> None:
         if mini_batches < 1:
             raise ValueError(f"mini_batches must be at least 1, got {mini_batches}")
@@ -215,6 +244,7 @@ class BandCalibrator:
             "mini_batches": mini_batches,
             "multiple": multiple,
             "exponent": exponent,
+            "crossover": crossover,
         }
         self.mini_batches = mini_batches
         self.c: float | None = None
@@ -223,10 +253,12 @@ class BandCalibrator:
         """Two windows agreed: the measurement is over."""
         self.exponent = 0.5 if exponent == "measured" else exponent
         """a of the band; where it is to be measured, ½ until ``steady``."""
+        self.crossover = None if crossover == "measured" else crossover
+        """L* of the band; where it is to be measured, None until ``steady``."""
         self.measured: Exponent | None = None
-        """The measurement that ``exponent`` was taken from, if there was one."""
+        """The exponent of S, if one was measured."""
         self.refusal: str | None = None
-        """The reason why a could not be measured."""
+        """The reason why a or L* could not be measured."""
         # |S| and L of the last full window and of the one under way; emptied once σ̂ is steady.
         self._seen: list[tuple[list[float], list[float]]] = []
 
@@ -253,26 +285,29 @@ class BandCalibrator:
         if len(self._seen) == 2 * size:
             before = self._width(self._seen[:size])
             if before / STEADY <= now <= before * STEADY:
-                if self._settings["exponent"] == "measured":
-                    self._measure_exponent()
+                if "measured" in (self._settings["exponent"], self._settings["crossover"]):
+                    self._measure_shape()
                 self.c, self.steady, self._seen = self._width(self._seen), True, []
                 return
             self._seen = self._seen[size:]
         self.c = now if self.c is None else min(self.c, now)
 
     def _width(self, batches: Sequence[tuple[list[float], list[float]]]) -> float:
-        return float(self._settings["multiple"]) * sigma_hat(*_pooled(batches), self.exponent)
+        return float(self._settings["multiple"]) * sigma_hat(*_pooled(batches), self.exponent, self.crossover)
 
-    def _measure_exponent(self) -> None:
+    def _measure_shape(self) -> None:
         sizes = torch.tensor([len(batch) for batch, _ in self._seen])
+        pooled = _pooled(self._seen)
         try:
-            self.measured = measure_exponent(
-                *_pooled(self._seen), torch.arange(len(sizes)).repeat_interleave(sizes)
-            )
-            # Within what noise and a shift common to all tokens can give.
-            self.exponent = min(max(self.measured.value, 0.5), 1.0)
+            self.measured = measure_exponent(*pooled, torch.arange(len(sizes)).repeat_interleave(sizes))
         except ValueError as error:
             self.refusal = str(error)
+            return
+        if self._settings["crossover"] == "measured":
+            self.crossover = fit_crossover(*pooled)
+        else:
+            # Within what noise and a shift common to all tokens can give.
+            self.exponent = min(max(self.measured.value, 0.5), 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """All state and the settings it was measured with, in plain JSON types."""
@@ -281,6 +316,7 @@ class BandCalibrator:
             "c": self.c,
             "steady": self.steady,
             "exponent": self.exponent,
+            "crossover": self.crossover,
             "measured": None if self.measured is None else asdict(self.measured),
             "refusal": self.refusal,
             "seen": [[list(column) for column in batch] for batch in self._seen],
@@ -293,7 +329,8 @@ class BandCalibrator:
                 f"this calibrator has {self._settings}, its saved state was measured with {state['settings']}"
             )
         self.c, self.steady = state["c"], state["steady"]
-        self.exponent, self.refusal = state["exponent"], state["refusal"]
+        self.exponent, self.crossover = state["exponent"], state["crossover"]
+        self.refusal = state["refusal"]
         measured = state["measured"]
         self.measured = (
             None if measured is None else Exponent(**measured | {"interval": tuple(measured["interval"])})

@@ -11,6 +11,9 @@ Pass only sequences that count: ``(lengths > 0) & ~surrogate.nonfinite``.
 LRE tends to 0 as the clip rate does, so compare methods at a matched clip rate only. It is a sum of absolute
 values and so above 0 by chance alone: ``null_mean`` and ``null_max`` say how far.
 
+Acceptance also depends on the sign of A and on the optimizer step, and these go with length: give them as
+``strata`` for LRE within them, or in the place of lengths for the same error between them.
+
 Shapes: N sequences, B length bins. Units: LRE is a ratio, without unit.
 """
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,11 +48,11 @@ class LengthReweightingError:
     max: float = math.nan
     """max_b |a_b/ā − 1|"""
     null_mean: float = math.nan
-    """``mean`` by chance alone: its average over permutations of the accept flags."""
+    """``mean`` by chance alone: its average over errors of chance."""
     null_max: float = math.nan
     """``max`` by chance alone."""
     mean_interval: tuple[float, float] = (math.nan, math.nan)
-    """2.5 and 97.5 percentile of ``mean`` over bootstrap resamples."""
+    """95%; without the bias of ``mean``, so that it may lie below it."""
     max_interval: tuple[float, float] = (math.nan, math.nan)
     accepted_rate: float = math.nan
     """ā: accepted share of all sequences."""
@@ -60,82 +64,90 @@ def length_reweighting_error(
     accepted: Tensor,
     lengths: Tensor,
     num_bins: int = 8,
-    permutations: int = 200,
-    bootstrap: int = 200,
+    *,
+    clusters: Tensor | None = None,
+    strata: Tensor | None = None,
+    draws: int = 1000,
     seed: int = 0,
 ) -> LengthReweightingError:
     """How far acceptance depends on length: LRE_mean = Σ_b p_b·|a_b/ā − 1|, LRE_max = max_b |a_b/ā − 1|.
+
+    Chance moves the deviations d_b = a_b/ā − 1 by errors whose covariance comes from what each cluster adds
+    to them. Errors drawn from that normal law alone give the null floor. The interval holds every LRE of
+    which the measured one is not in the outer 2.5% on either side: of deviations in proportion to those
+    measured, with such errors.
 
     Args:
         accepted: bool [N], the accept flags (not the clip flags).
         lengths: L [N], response tokens. Sequences with L = 0 are left out.
         num_bins: bins at most; edges are length quantiles and equal lengths always share a bin, so that the
             figure does not depend on the order of the batch.
-        permutations: for the null floor; 0 leaves it nan.
-        bootstrap: resamples of sequences, bins held fixed, for the intervals; 0 leaves them nan. Responses to
-            one prompt are taken as independent. The upward bias by chance is in the interval too: an interval
-            that lies above zero but at the null floor shows nothing.
+        clusters: int64 [N]; sequences of different clusters are independent: the prompt of each, say. Without
+            them all sequences are.
+        strata: int64 [N]; LRE is then computed within each, against its own ā, and averaged by their numbers
+            of sequences. A stratum of which nothing is accepted is left out.
+        draws: of the errors of chance; 0 leaves floor and intervals nan.
         seed: of a generator of its own; the global random state is not touched.
 
     Without sequences, or with none accepted (ā = 0), the figures are nan; with one distinct length they are
     0.
 
     Raises:
-        ValueError: ``accepted`` is not bool, shapes differ or are not [N], num_bins < 1, a negative count.
+        ValueError: ``accepted`` is not bool, shapes differ or are not [N], num_bins < 1, draws < 0.
 
     Source: the name and the aim are the paper's, second-hand; its formula and binning are unknown and these
-    are ours.
+    are ours, as the interval is (`benchmarks/interval_coverage.py` measures what it covers).
     """
     if accepted.dtype != torch.bool or accepted.dim() != 1 or accepted.shape != lengths.shape:
         raise ValueError(
             f"accepted must be bool [N] and lengths [N], got {accepted.dtype} {[*accepted.shape]} "
             f"and {[*lengths.shape]}"
         )
-    if num_bins < 1 or permutations < 0 or bootstrap < 0:
-        raise ValueError(
-            "num_bins must be at least 1, permutations and bootstrap at least 0, "
-            f"got {num_bins}, {permutations} and {bootstrap}"
-        )
-    flags, lengths = accepted.detach().cpu(), lengths.detach().cpu().long()
-    flags, lengths = flags[lengths > 0], lengths[lengths > 0]
+    if num_bins < 1 or draws < 0:
+        raise ValueError(f"num_bins must be at least 1 and draws at least 0, got {num_bins} and {draws}")
+    lengths = lengths.detach().cpu().long()
+    full = lengths > 0
+    flags, lengths = accepted.detach().cpu()[full].double(), lengths[full]
     if len(flags) == 0:
         return LengthReweightingError()
-    # A fixed order, so that the same sequences in another order also meet the same random draws.
-    order = (2 * lengths + flags).argsort()
-    flags, lengths = flags[order].double(), lengths[order]
-    bins, total = length_bins(lengths, num_bins), len(lengths)
-    size, generator = int(bins.max()) + 1, torch.Generator().manual_seed(seed)
-    tally = _tally(bins, flags, size)
-    null = tally.new_empty(permutations, 2, size)
-    resampled = tally.new_empty(bootstrap, 2, size)
-    # One draw of N at a time: all at once would take gigabytes for a large N and is no faster.
-    for row in null:
-        row.copy_(_tally(bins, flags[torch.randperm(total, generator=generator)], size))
-    for row in resampled:
-        draw = torch.randint(total, (total,), generator=generator)
-        row.copy_(_tally(bins[draw], flags[draw], size))
-    counts, passed = tally
-    members = [lengths[bins == number] for number in range(len(counts))]
-    mean, maximum = _errors(tally)
-    null_mean, null_max = _errors(null)
-    resampled_mean, resampled_max = _errors(resampled)
+    bins = length_bins(lengths, num_bins)
+    size = int(bins.max()) + 1
+    stratum = torch.zeros_like(bins) if strata is None else _numbered(strata.detach().cpu()[full])
+    # Cells of a stratum and a bin; an empty one has no rate and no weight.
+    cells = stratum * size + bins
+    shape = (int(stratum.max()) + 1, size)
+    counts = cells.bincount(minlength=shape[0] * size).double()
+    passed = cells.bincount(weights=flags, minlength=len(counts))
+    members, kept = counts.view(shape).sum(1), passed.view(shape).sum(1)
+    overall = (kept / members).repeat_interleave(size)
+    used = (overall > 0) & (counts > 0)
+    rates = passed / counts.clamp(min=1)
+    deviations = torch.where(used, rates / overall - 1.0, 0.0)
+    weights = torch.where(used, counts, 0.0)
+    weights /= weights.sum()  # nan where nothing is accepted
+    measured = _measures(deviations[None], weights, shape)
+    figures: dict[str, Any] = {}
+    if draws:
+        mine = None if clusters is None else _numbered(clusters.detach().cpu()[full])
+        spread = _spread(flags, cells, mine, rates, overall, counts, members)
+        spread = torch.where(used[:, None], spread, 0.0)
+        generator = torch.Generator().manual_seed(seed)
+        errors = torch.randn(draws, spread.shape[1], generator=generator, dtype=torch.float64) @ spread.T
+        floors = _measures(errors, weights, shape)
+        for name, which in (("mean", 0), ("max", 1)):
+            interval = _interval(deviations, errors, weights, shape, which)
+            figures |= {f"null_{name}": floors[which].mean().item(), f"{name}_interval": interval}
+    in_bins = zip(*(values.view(shape).sum(0).tolist() for values in (counts, passed)), strict=True)
+    ends = [(int(own.min()), int(own.max())) for own in (lengths[bins == number] for number in range(size))]
     return LengthReweightingError(
-        mean=mean.item(),
-        max=maximum.item(),
-        null_mean=null_mean.mean().item(),
-        null_max=null_max.mean().item(),
-        mean_interval=_interval(resampled_mean),
-        max_interval=_interval(resampled_max),
+        mean=measured[0].item(),
+        max=measured[1].item(),
         accepted_rate=flags.mean().item(),
         bins=tuple(
-            LengthBin(
-                low=int(member.min()),
-                high=int(member.max()),
-                share=len(member) / len(lengths),
-                accepted_rate=rate,
-            )
-            for member, rate in zip(members, (passed / counts).tolist(), strict=True)
+            LengthBin(low=low, high=high, share=count / len(flags), accepted_rate=good / count)
+            for (low, high), (count, good) in zip(ends, in_bins, strict=True)
         ),
+        **figures,
     )
 
 
@@ -160,23 +172,74 @@ def length_bins(lengths: Tensor, num_bins: int) -> Tensor:
     return bins
 
 
-def _tally(bins: Tensor, flags: Tensor, size: int) -> Tensor:
-    """Sequences and accepted sequences per bin, float64 [2, B]."""
-    return torch.stack([bins.bincount(minlength=size).double(), bins.bincount(weights=flags, minlength=size)])
+def _numbered(names: Tensor) -> Tensor:
+    """[N] int64 from 0 without gaps, in place of any names of groups."""
+    numbers: Tensor = torch.unique(names, return_inverse=True)[1]
+    return numbers
 
 
-def _errors(tally: Tensor) -> tuple[Tensor, Tensor]:
-    """LRE mean and max [...] of the counts [..., 2, B] of ``_tally``; nan where nothing is accepted (0/0)."""
-    counts, passed = tally.unbind(-2)
-    share = counts / counts.sum(-1, keepdim=True)
-    overall = passed.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True)
-    # A bin that a resample missed has no rate and no share.
-    error = torch.where(counts > 0, (passed / counts / overall - 1.0).abs(), 0.0)
-    return (share * error).sum(-1), error.amax(-1)
+def _spread(
+    flags: Tensor,
+    cells: Tensor,
+    clusters: Tensor | None,
+    rates: Tensor,
+    overall: Tensor,
+    counts: Tensor,
+    members: Tensor,
+) -> Tensor:
+    """A root [C, C] of the covariance of the deviations of C cells: from what clusters add to their rates and
+    to those of their strata, to first order."""
+    size, width = len(counts), len(counts) // len(members)
+    times = torch.ones(1)
+    if clusters is None or int(clusters.max()) + 1 == len(clusters):
+        # Independent rows of one cell and flag add the same: so many at once.
+        clusters = _numbered(2 * cells + flags.long())
+        times = clusters.bincount()
+    number, rows = int(clusters.max()) + 1, clusters * size + cells
+
+    def summed(values: Tensor) -> Tensor:
+        return rows.bincount(weights=values, minlength=number * size).view(number, size)
+
+    # Clusters behind a rate: residuals of few are too small. Those of one are 0: about the rate of all.
+    behind = counts.square() / (summed(torch.ones_like(flags)).square() / times[:, None]).sum(0).clamp(min=1)
+    off = summed(flags - overall[cells])
+    about = summed(flags - rates[cells]) * (behind / (behind - 1).clamp(min=0.5)).sqrt()
+    total = off.view(number, len(members), width).sum(2) / members
+    scale = torch.where(overall > 0, overall, 1.0)
+    added = torch.where(behind < 1.5, off, about) / counts.clamp(min=1) / scale
+    added -= rates / scale.square() * total.repeat_interleave(width, dim=1)
+    covariance = added.T @ (added / times[:, None])
+    values, vectors = torch.linalg.eigh(covariance)
+    root: Tensor = vectors * values.clamp(min=0).sqrt() @ vectors.T  # symmetric, so rounding moves it little
+    return root
 
 
-def _interval(values: Tensor) -> tuple[float, float]:
-    if values.isnan().all():  # also when there are none
-        return math.nan, math.nan
-    low, high = values.nanquantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
-    return low, high
+def _measures(deviations: Tensor, weights: Tensor, shape: tuple[int, int]) -> Tensor:
+    """LRE mean and max [2, draws] of deviations [draws, C]; the max is averaged over strata."""
+    sizes = deviations.abs()
+    by_stratum = weights.view(shape).sum(1)
+    largest = sizes.view(-1, *shape).amax(2) @ by_stratum
+    return torch.stack([sizes @ weights, largest])
+
+
+def _interval(
+    deviations: Tensor, errors: Tensor, weights: Tensor, shape: tuple[int, int], which: int
+) -> tuple[float, float]:
+    """95% interval of LRE mean (which = 0) or max (1) from deviations [C] and errors of chance [draws, C]."""
+
+    def moved(shrunk: float) -> Tensor:
+        return _measures(shrunk * deviations + errors, weights, shape)[which]
+
+    measured = _measures(deviations[None], weights, shape)[which].item()
+    if not measured > 0:
+        return measured, measured
+    ends = []
+    for tail in (0.975, 0.025):
+        low, high = 0.0, 1.0
+        while moved(high).quantile(tail) < measured and high < 1e3:
+            high *= 2
+        for _ in range(14):
+            middle = (low + high) / 2
+            low, high = (middle, high) if moved(middle).quantile(tail) < measured else (low, middle)
+        ends.append(low * measured)
+    return ends[0], ends[1]

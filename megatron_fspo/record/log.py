@@ -123,6 +123,7 @@ class RunLog:
         row: dict[str, Any] = {
             "step": step,
             "prompt": [r.sample // self._config.rollout.samples for r in kept],
+            "update": [r.update for r in kept],
             "length": [r.length for r in kept],
             "log_ratio_sum": [r.log_ratio_sum for r in kept],
             "advantage": [r.advantage for r in kept],

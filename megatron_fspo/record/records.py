@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ class SequenceRecord:
     """Index into the rollout's samples."""
     rank: int
     """Data-parallel rank that held it."""
+    update: int = 0
+    """The optimizer step on its rollout, from 1; 0 for one that was dropped before."""
     length: int
     log_ratio_sum: float
     """S, in nats."""
@@ -65,7 +68,8 @@ _COLUMNS = (
 class Recorder:
     """Observes a policy loss. What it sees stays on the device until the schedule is over."""
 
-    def __init__(self) -> None:
+    def __init__(self, update: int) -> None:
+        self._update = update
         self._seen: list[tuple[MicroBatch, Tensor]] = []
         self._log_ratios: list[tuple[MicroBatch, Tensor]] = []
 
@@ -101,7 +105,7 @@ class Recorder:
         values["flipped"] = [int(count) for count in values["flipped"]]
         fields = dict(zip(("sample", "length", "advantage"), known, strict=True)) | values
         return [
-            SequenceRecord(rank=rank, **dict(zip(fields, row, strict=True)))
+            SequenceRecord(rank=rank, update=self._update, **dict(zip(fields, row, strict=True)))
             for row in zip(*fields.values(), strict=True)
         ]
 
@@ -120,21 +124,32 @@ def as_tensors(records: Sequence[SequenceRecord]) -> tuple[Tensor, Tensor]:
     )
 
 
-def sigma_of(records: Sequence[SequenceRecord], exponent: float = 0.5) -> float | None:
-    """σ̂ of S / L^exponent; None where no sequence can say."""
+def sigma_of(
+    records: Sequence[SequenceRecord], exponent: float = 0.5, crossover: float | None = None
+) -> float | None:
+    """σ̂ of S over the band's width; None where no sequence can say."""
     if not any(math.isfinite(r.log_ratio_sum) and r.length for r in records):
         return None
-    return sigma_hat(*as_tensors(records), exponent)
+    return sigma_hat(*as_tensors(records), exponent, crossover)
 
 
-def clip_metrics(records: Sequence[SequenceRecord], *, seed: int, exponent: float = 0.5) -> dict[str, float]:
+def clip_metrics(
+    records: Sequence[SequenceRecord],
+    *,
+    samples: int,
+    seed: int,
+    exponent: float = 0.5,
+    crossover: float | None = None,
+) -> dict[str, float]:
     """Clip rates, length fairness and spread over the off-policy records of one step.
 
     Args:
         records: those of the first optimizer step left out where S = 0 by construction (old log-probs from
             the trainer). What was dropped as not finite, and empty responses, count nowhere.
-        seed: for the permutations behind the null floor of LRE.
+        samples: responses to a prompt, which go together.
+        seed: for the errors of chance behind the null floor of LRE.
         exponent: a of the band, and of σ̂.
+        crossover: L* of them.
 
     Returns:
         among them how evenly the sequences with an advantage carry the gradient, by their importance weights:
@@ -149,9 +164,15 @@ def clip_metrics(records: Sequence[SequenceRecord], *, seed: int, exponent: floa
     # Sign-aware: a sequence without an advantage can never be clipped and says nothing.
     decided = [r for r in records if r.advantage != 0]
     clipped = torch.tensor([r.clipped > 0 for r in decided], dtype=torch.bool)
-    lre = length_reweighting_error(~outside, lengths, bootstrap=0, seed=seed)
+    prompts = torch.tensor([r.sample // samples for r in records])
+    lre = length_reweighting_error(~outside, lengths, clusters=prompts, draws=200, seed=seed)
     decided_lengths = torch.tensor([r.length for r in decided])
-    signed = length_reweighting_error(~clipped, decided_lengths, bootstrap=0, seed=seed)
+    asked = torch.tensor([r.sample // samples for r in decided])
+    signed = length_reweighting_error(~clipped, decided_lengths, clusters=asked, draws=200, seed=seed)
+    strata = {
+        "sign": torch.tensor([1 + (r.advantage > 0) for r in decided]),
+        "update": torch.tensor([r.update for r in decided]),
+    }
     count = len(records)
     metrics = {
         "actor/pg_clipfrac": sum(r.clipped_low + r.clipped_high for r in records) / count,
@@ -164,9 +185,14 @@ def clip_metrics(records: Sequence[SequenceRecord], *, seed: int, exponent: floa
         "fspo/lre_null": lre.null_mean,
         "fspo/lre_signed_mean": signed.mean,
         "fspo/lre_signed_max": signed.max,
-        "fspo/sigma_hat": sigma_of(records, exponent) or float("nan"),
+        "fspo/lre_signed_null": signed.null_mean,
+        "fspo/sigma_hat": sigma_of(records, exponent, crossover) or float("nan"),
         "fspo/exponent_fit": fit_exponent(sums, lengths),
     }
+    for name, stratum in strata.items():
+        once = partial(length_reweighting_error, ~clipped, draws=0)
+        metrics[f"fspo/lre_within_{name}"] = once(decided_lengths, strata=stratum).mean
+        metrics[f"fspo/reweighting_{name}"] = once(stratum).mean
     weights = [r.ratio for r in decided]
     if weights and None not in weights:
         ratios = torch.tensor(weights, dtype=torch.float64)

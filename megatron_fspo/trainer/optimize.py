@@ -152,7 +152,7 @@ def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
 
 def _gradient(run: Training, step: Step, loss: PolicyLoss) -> tuple[Totals, list[SequenceRecord]]:
     """Backward on the next mini-batch: sums of its metrics, and the records of its sequences on all ranks."""
-    recorder = Recorder()
+    recorder = Recorder(len(step.updates) + 1)
     packs, passes = _routed(run, step.packs_of(step.turn))
     totals = run.policy.backward(packs, replace(loss, observer=recorder))
     flipped = []

@@ -13,7 +13,7 @@ import torch
 
 from dumps import LIMITS, RECORDED, fair_rows, token_rows, walks, write
 from megatron_fspo.errors import InputError
-from megatron_fspo.lab.explain.chance import lre_of, noise_alone
+from megatron_fspo.lab.explain.chance import noise_alone
 from megatron_fspo.lab.explain.dump import Dump, read_dump
 from megatron_fspo.lab.explain.explanation import explanation_of
 from megatron_fspo.lab.explain.losses import (
@@ -27,7 +27,6 @@ from megatron_fspo.lab.explain.losses import (
 )
 from megatron_fspo.lab.explain.text import sentences
 from megatron_fspo.losses import CTPOLoss, PolicyLossConfig
-from megatron_fspo.objective import length_reweighting_error
 from megatron_fspo.objective.calibration import Exponent, sigma_hat
 
 
@@ -58,8 +57,6 @@ def test_a_recorded_run_has_the_figures_of_its_trainer(name: str) -> None:
         }
         same |= {f"fspo/clip_rate/bin_{n}": x.out_of_band for n, x in enumerate(mine.by_length)}
         assert same == pytest.approx({key: metrics[key] for key in same}, rel=1e-5), name
-        # Another generator and another number of draws.
-        assert mine.lre.null_mean == pytest.approx(metrics["fspo/lre_null"], rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +197,17 @@ def test_responses_that_leave_the_band_together() -> None:
     assert factor_for(far, 0.05) > 3.0
 
 
+def test_reach_is_where_decisions_change(tmp_path: Path) -> None:
+    """Scaled to just below and above its reach, a loss has the response outside, or not."""
+    dump = read_dump(write(tmp_path / "a.jsonl", token_rows(60)), {})
+    for loss in BAND_LOSSES:
+        far = reach(loss, dump)
+        for number in range(0, 60, 7):
+            for factor, outside in ((0.999, True), (1.001, False)):
+                scaled = loss.scaled(factor * far[number].item())
+                assert bool(judge(scaled, dump).outside[number]) is outside, (loss.name, number)
+
+
 def test_losses_are_compared_at_one_rate(dump: Dump) -> None:
     found = explanation_of(dump, BAND_LOSSES[:3], rate=0.1)
     fspo, gspo, rloo = found.matched
@@ -208,16 +216,6 @@ def test_losses_are_compared_at_one_rate(dump: Dump) -> None:
         (target,) = (other for other in found.given if other.name == one.to)
         assert one.out_of_band == pytest.approx(target.out_of_band)
     assert sum(x.mass for x in fspo.by_length) == pytest.approx(1)
-
-
-def test_lre_from_counts_is_that_from_responses(dump: Dump) -> None:
-    accepted = dump.log_ratio_sum.abs() < 0.2
-    fast = lre_of(accepted, dump.lengths, dump.clusters)
-    slow = length_reweighting_error(accepted, dump.lengths)
-    assert (fast.mean, fast.max, fast.bins) == (slow.mean, slow.max, slow.bins)
-    for figure in ("null_mean", "null_max", "mean_interval", "max_interval"):
-        assert getattr(fast, figure) == pytest.approx(getattr(slow, figure), rel=0.1)
-    assert math.isnan(lre_of(torch.zeros_like(accepted), dump.lengths, dump.clusters).mean)
 
 
 def test_noise_from_tokens_and_from_the_sampler(tmp_path: Path) -> None:

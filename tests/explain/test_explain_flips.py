@@ -100,7 +100,11 @@ def test_fields_of_steps_and_of_dumps_with_tokens(tmp_path: Path) -> None:
     rows = [{**row, "flipped": 1, "flipped_log_ratio_sum": 0.01} for row in token_rows(40)]
     found = explained(tmp_path, rows)
     assert found.flips is not None
-    assert [loss.name for loss in found.given if loss.name not in found.flips.all.clipped] == ["ctpo"]
+    assert [loss.name for loss in found.given if loss.name not in found.flips.all.clipped] == [
+        "ctpo",
+        "cppo",
+        "pnpo",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -126,13 +126,50 @@ def test_a_measured_exponent_comes_with_the_width_and_stays() -> None:
     assert resumed.objective() == objective and resumed.calibrated() == loss.calibrated()
 
 
+def test_a_measured_crossover_comes_with_the_width_and_stays() -> None:
+    keys = {"shape": "noise_signal", "calibrate": 3, "drift": "k3", "longest": 400}
+    loss, lengths = state("fspo", **keys), torch.arange(1, 400).repeat(3)
+    for seed in range(6):
+        assert "fspo/crossover" not in loss.metrics()
+        noise = torch.randn(len(lengths), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        s = 0.02 * noise * (lengths + lengths**2 / 50).sqrt()
+        loss.observe(s, lengths, kl_k3=9.0, sigma=0.1, warm=True)
+    objective, crossover = loss.objective(), loss.metrics()["fspo/crossover"]
+    assert isinstance(objective, SequenceLevel) and isinstance(objective.band, FSPOBand)
+    assert isinstance(objective.dual_clip, LengthFairDualClip)
+    assert objective.band.crossover == objective.dual_clip.crossover == crossover
+    assert 20 < crossover < 125 and objective.band.exponent == 0.5
+    # The drift is capped at the half width of the longest response.
+    low, high = objective.band.bounds(torch.tensor([400.0]))
+    assert low < 0 < high < 0.01
+    last = loss.metrics()
+    reported = FSPOLoss(shape="noise_signal", calibrate=3).reported(lambda name: last.get(name, math.nan))
+    assert reported is not None and reported.band() == objective.band
+    resumed = state("fspo", **keys)
+    resumed.load_state_dict(json.loads(json.dumps(loss.state_dict())))
+    assert resumed.objective() == objective
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"shape": "noise_signal"}, r"loss\.crossover = measured needs loss\.calibrate of 3"),
+        ({"shape": "noise_signal", "crossover": 9, "exponent": 0.7}, r"no loss\.exponent"),
+        ({"crossover": 9}, r"needs loss\.shape = noise_signal"),
+    ],
+)
+def test_keys_of_the_shape_go_together(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FSPOLoss(**keys)
+
+
 def test_an_exponent_that_cannot_be_measured_is_said() -> None:
     loss = state("fspo", calibrate=3, exponent="measured")
     assert loss.metrics()["fspo/exponent"] == 0.5
     for _ in range(6):
         observe(loss, sums(1))
     assert loss.metrics()["fspo/exponent"] == 0.5
-    assert "the exponent stays 0.5, it cannot be measured: 24 sequences" in str(loss.calibrated())
+    assert "cannot be measured: 24 sequences" in str(loss.calibrated())
     with pytest.raises(ValueError, match=r"measured needs loss\.calibrate of 3 or more, not 2"):
         state("fspo", calibrate=2, exponent="measured")
 

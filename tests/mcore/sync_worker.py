@@ -151,7 +151,7 @@ def passes(policy: Policy, packs: Packs) -> dict[str, dict[str, int]]:
     for rule in (TokenTIS(), SequenceTIS()):
         corrected, _ = counted(rule.name, correct, rule, packs, mismatch, groups=groups)
     for name, section in LOSSES.items():
-        recorder = Recorder()
+        recorder = Recorder(1)
         loss = PolicyLoss(
             objective=section.objective(),
             scoring=scoring,

@@ -77,7 +77,7 @@ def test_lre_by_hand() -> None:
 
 def test_bins_are_quantiles_and_equal_lengths_share_one() -> None:
     lengths = torch.arange(1, 81)
-    got = length_reweighting_error(lengths > 10, lengths, permutations=0, bootstrap=0)
+    got = length_reweighting_error(lengths > 10, lengths, draws=0)
     assert [(entry.low, entry.high) for entry in got.bins] == [(10 * i + 1, 10 * i + 10) for i in range(8)]
     # One bin of eight accepts nothing: |0/(7/8) − 1| = 1 there, |1/(7/8) − 1| = 1/7 in the others.
     assert [entry.accepted_rate for entry in got.bins] == [0.0] + [1.0] * 7
@@ -91,7 +91,8 @@ def test_bins_are_quantiles_and_equal_lengths_share_one() -> None:
 
 
 def same(a: LengthReweightingError, b: LengthReweightingError) -> bool:
-    return dataclasses.astuple(a) == dataclasses.astuple(b)
+    one, other = (dataclasses.asdict(error) for error in (a, b))
+    return one.pop("bins") == other.pop("bins") and all(other[k] == pytest.approx(v) for k, v in one.items())
 
 
 def test_nothing_depends_on_the_order_and_a_seed_repeats() -> None:
@@ -111,8 +112,7 @@ def test_the_null_is_what_chance_gives() -> None:
     generator = torch.Generator().manual_seed(4)
     lengths = torch.randint(1, 500, (800,), generator=generator)
     figures = [
-        length_reweighting_error(torch.rand(800, generator=generator) < 0.8, lengths, bootstrap=0)
-        for _ in range(60)
+        length_reweighting_error(torch.rand(800, generator=generator) < 0.8, lengths) for _ in range(60)
     ]
     means, maxima, null_means, null_maxima = (
         torch.tensor([getattr(figure, name) for figure in figures])
@@ -125,11 +125,11 @@ def test_the_null_is_what_chance_gives() -> None:
     assert null_means.mean().item() == pytest.approx(expected, rel=0.05)
     # A real effect leaves the floor where it was.
     steep = torch.rand(800, generator=generator) < 1.1 - lengths / 800
-    real = length_reweighting_error(steep, lengths, bootstrap=0)
+    real = length_reweighting_error(steep, lengths)
     assert real.mean > 4 * real.null_mean
 
 
-def test_the_bootstrap_interval_covers_the_true_value() -> None:
+def test_the_interval_covers_the_true_value() -> None:
     """Two lengths accepted at .9 and .5: ā = .7 and both errors are 2/7. Nominal 95%; 80 trials."""
     generator = torch.Generator().manual_seed(5)
     lengths = torch.tensor([10] * 200 + [20] * 200)
@@ -138,7 +138,7 @@ def test_the_bootstrap_interval_covers_the_true_value() -> None:
     widths = []
     for _ in range(80):
         accepted = torch.rand(400, generator=generator) < rates
-        got = length_reweighting_error(accepted, lengths, permutations=0)
+        got = length_reweighting_error(accepted, lengths)
         inside_mean += got.mean_interval[0] <= 2 / 7 <= got.mean_interval[1]
         inside_max += got.max_interval[0] <= 2 / 7 <= got.max_interval[1]
         widths.append(got.mean_interval[1] - got.mean_interval[0])
@@ -146,6 +146,38 @@ def test_the_bootstrap_interval_covers_the_true_value() -> None:
     # Covering by being wide would be no merit. Both errors are (a₁ − a₂)/(a₁ + a₂) here, whose deviation is
     # √(.51²·.09 + .92²·.25)/√200 = .034, so that the interval is 3.92 · .034 = .134 wide.
     assert sum(widths) / 80 == pytest.approx(0.134, rel=0.15)
+
+
+def test_rows_of_one_prompt_count_once_and_strata_are_judged_for_themselves() -> None:
+    generator = torch.Generator().manual_seed(6)
+    lengths = torch.randint(1, 500, (400,), generator=generator)
+    accepted = torch.rand(400, generator=generator) < 1.1 - lengths / 800
+    once = length_reweighting_error(accepted, lengths)
+    four, prompts = (x.repeat(4) for x in (accepted, torch.arange(400)))
+    same_prompts = length_reweighting_error(four, lengths.repeat(4), clusters=prompts)
+    assert (same_prompts.mean, same_prompts.bins) == (pytest.approx(once.mean), once.bins)
+    assert same_prompts.null_mean == pytest.approx(once.null_mean, rel=0.02)
+    assert same_prompts.mean_interval == pytest.approx(once.mean_interval, rel=0.05)
+    independent = length_reweighting_error(four, lengths.repeat(4))
+    assert independent.null_mean == pytest.approx(once.null_mean / 2, rel=0.05)
+
+    # Signs that go with length and are accepted at different rates: uneven over all, even within each.
+    sign = (torch.rand(20_000, generator=generator) < torch.arange(20_000) / 20_000).long()
+    lengths = torch.arange(1, 20_001)
+    accepted = torch.rand(20_000, generator=generator) < 0.9 - 0.4 * sign
+    whole = length_reweighting_error(accepted, lengths)
+    within = length_reweighting_error(accepted, lengths, strata=sign)
+    assert whole.mean > 0.1 and within.mean < 2 * within.null_mean < 0.03
+    assert within.accepted_rate == whole.accepted_rate and within.bins == whole.bins
+    parts = [length_reweighting_error(accepted[sign == s], lengths[sign == s], draws=0) for s in (0, 1)]
+    shares = [(sign == s).double().mean().item() for s in (0, 1)]
+    # Edges of bins are those of all lengths, so only about.
+    assert within.mean == pytest.approx(
+        sum(p.mean * w for p, w in zip(parts, shares, strict=True)), abs=0.005
+    )
+    assert length_reweighting_error(accepted, 1 + sign).mean > 0.2
+    none = length_reweighting_error(accepted & (sign == 0), lengths, strata=sign)
+    assert none.mean == pytest.approx(parts[0].mean, abs=0.005)
 
 
 def test_edges() -> None:
@@ -165,12 +197,12 @@ def test_edges() -> None:
     assert alone.mean == alone.max == alone.null_mean == 0.0 and alone.mean_interval == (0.0, 0.0)
     refused = lre([False] * 4, [1, 2, 3, 4])
     assert refused.accepted_rate == 0.0 and math.isnan(refused.mean) and math.isnan(refused.mean_interval[1])
-    # One of ten is rejected, alone in its bin. A resample that has it k times has max 1 and mean 2k/10, one
-    # without it has 0 and 0; the upper end of k ~ Binomial(10, 1/10) is 3.
+    # One of ten is rejected, alone in its bin: max 1, mean 2/10, and next to nothing is known of either.
     single = lre([False] + [True] * 9, [1] + [2] * 9)
-    assert single.max_interval == (0.0, 1.0) and single.mean_interval == pytest.approx((0.0, 0.6))
+    assert (single.mean, single.max) == pytest.approx((0.2, 1.0))
+    assert single.mean_interval[0] == 0 and 0.4 < single.mean_interval[1] < 1
 
-    skipped = length_reweighting_error(torch.tensor([True]), torch.tensor([1]), permutations=0, bootstrap=0)
+    skipped = length_reweighting_error(torch.tensor([True]), torch.tensor([1]), draws=0)
     assert math.isnan(skipped.null_mean) and math.isnan(skipped.mean_interval[0]) and skipped.mean == 0.0
 
 
@@ -180,8 +212,8 @@ def test_wrong_input_is_refused() -> None:
         (flags.float(), lengths, {}, r"accepted must be bool \[N\].*float32"),
         (flags, lengths[:2], {}, r"\[3\] and \[2\]"),
         (flags[:, None], lengths[:, None], {}, r"\[3, 1\]"),
-        (flags, lengths, {"num_bins": 0}, "got 0, 200 and 200"),
-        (flags, lengths, {"permutations": -1}, "got 8, -1 and 200"),
+        (flags, lengths, {"num_bins": 0}, "got 0 and 1000"),
+        (flags, lengths, {"draws": -1}, "got 8 and -1"),
     ):
         with pytest.raises(ValueError, match=message):
             length_reweighting_error(accepted, of, **more)

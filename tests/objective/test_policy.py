@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_fspo.losses import Definition, Loss, loss_sections
 from megatron_fspo.losses.cispo import CISPOLoss
+from megatron_fspo.losses.prefix import CPPOLoss, PNPOLoss
 from megatron_fspo.objective.policy_objective import LossInputs, LossTerms
 
 LENGTHS = [1, 3, 8, 20, 5, 40, 2, 12]
@@ -263,3 +264,35 @@ def test_a_sequence_on_two_ranks_counts_once(name: str) -> None:
         for field in ("log_ratio_sum", "clipped_low", "clipped_high", "dual_clipped", "out_of_band"):
             got = getattr(terms[number], field)
             assert torch.allclose(got.double(), getattr(want, field).double(), rtol=1e-9, atol=0), field
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_prefix_losses_by_hand(advantage: float) -> None:
+    """Three tokens of probability ½ whose ratios are 1.4, 0.9 and 1.2."""
+    old = torch.full((3,), 0.5, dtype=torch.float64).log()
+    ratio = torch.tensor([1.4, 0.9, 1.2], dtype=torch.float64)
+    batch = replace(
+        inputs([3]),
+        log_ratio=ratio.log(),
+        log_probs=old + ratio.log(),
+        mask=torch.ones(3, dtype=torch.bool),
+        segment=torch.zeros(3, dtype=torch.int64),
+        advantages=torch.tensor([advantage]),
+        num_sequences=1,
+        num_tokens=1,
+    )
+    batch = replace(
+        batch,
+        sequence_sums=sums_of(batch.mask, batch.segment, 1),
+        prefix_sums=prefix_sums_of(batch.mask, batch.segment),
+    )
+    # CPPO: w = 1, .75, .5; moved .2, .0375, .05; room for it .19, .09 and .1275.
+    cppo = CPPOLoss(delta=0.19, budget=0.1, last_weight=0.5)(batch)
+    first, last = (0.0, 1.2) if advantage > 0 else (1.4, 1.2)
+    assert cppo.weight.tolist() == pytest.approx([first * advantage, 0.9 * advantage, last * advantage])
+    strict = CPPOLoss(delta=0.19, budget=0.01, last_weight=0.5)(batch)  # third: .05 > .19 + .0175 - .2375
+    assert strict.weight[2].item() == (0.0 if advantage > 0 else pytest.approx(-1.2))
+    # PNPO: means 1.4, √1.26 = 1.1225, ∛1.512 = 1.1478.
+    pnpo = PNPOLoss(eps_low=0.1, eps_high=0.13)(batch)
+    assert pnpo.weight.tolist() == pytest.approx([0.0, 1.1224972 * advantage, 0.0])
+    assert (pnpo.clipped_low + pnpo.clipped_high).item() == pytest.approx(2 / 3)

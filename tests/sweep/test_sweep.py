@@ -72,6 +72,7 @@ def test_every_seed_has_every_arm_and_the_one_to_match_comes_first(tmp_path: Pat
         ("seeds = [1, 1]\n[arms.a]", "seeds: each once"),
         ("seed = 1\n[arms.a]", "unknown key seed; did you mean seeds"),
         ('match = "b"\n[arms.a]\n[arms.c]', "match = b: arms has a, c"),
+        ('match = "a"\nunmatched = ["b"]\n[arms.a]', "match = b: arms has a"),
         ('[arms."../a"]', r"arms\.\.\./a"),
         ("jobs = 0\n[arms.a]", "jobs = 0: .*greater than 0"),
         ("[arms.a.run]\nseed = 2", r"a: run\.seed is the sweep's to set"),
@@ -86,12 +87,13 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, text: str, words: s
 
 
 def walks(count: int = 4000) -> Records:
-    """S ~ Normal(0, σ²L); a seventh is outside, whatever the band was."""
+    """S ~ Normal(0, σ²L); a seventh was clipped, whatever the band was."""
     random = np.random.default_rng(0)
     lengths = random.integers(4, 101, count)
-    outside = np.arange(count) % 7 == 0
+    clipped = np.arange(count) % 7 == 0
     sums = random.normal(size=count) * 0.02 * np.sqrt(lengths)
-    records = records_from(lengths, outside, np.zeros(count, dtype=bool), np.ones(count), sums)
+    signs = np.where(np.arange(count) % 3 == 0, -1.0, 1.0)
+    records = records_from(lengths, clipped, clipped, signs, sums)
     return replace(records, step=np.arange(count) * 10 // count + 1)
 
 
@@ -105,19 +107,21 @@ def config_with(**loss: Any) -> Config:
     [
         {"name": "fspo", "c_low": 0.03, "c_high": 0.06, "calibrate": 14},
         {"name": "fspo", "exponent": 0.8},
+        {"name": "fspo", "shape": "noise_signal", "calibrate": 3},
         {"name": "rloo"},
         {"name": "gspo", "eps_high": 0.001},
     ],
 )
-def test_as_large_a_share_lies_outside(keys: dict[str, Any]) -> None:
+def test_as_large_a_share_is_really_clipped(keys: dict[str, Any]) -> None:
     records, before = walks(), config_with(**keys)
     found = matched_loss(before, records)
     assert found["name"] == keys["name"] and not found.get("calibrate")
     band = config_with(**found).loss.band()
     assert band is not None
     low, high = band.bounds(torch.from_numpy(records.length).double())
-    outside = (records.log_ratio_sum < low.numpy()) | (records.log_ratio_sum > high.numpy())
-    assert outside.mean() == pytest.approx(records.out_of_band.mean(), abs=3e-4)
+    low, high, s, a = low.numpy(), high.numpy(), records.log_ratio_sum, records.advantage
+    clipped = (s < low) & (a < 0) | (s > high) & (a > 0)
+    assert clipped.mean() == pytest.approx(records.clipped.mean(), abs=3e-4)
     if keys.get("c_high") == 0.06:
         assert found["c_high"] == pytest.approx(2 * found["c_low"])
 
@@ -147,12 +151,14 @@ def write_run(folder: Path, *, outside: Sequence[bool], reward: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     steps = [
         {"step": n, "critic/rewards/mean": reward * n, "response_length/mean": 10.0, "fspo/c_high": 0.03}
+        | {"actor/grad_norm": 1.0, "actor/grad_norm/max": 1.0 + n}
         for n in (1, 2)
     ]
     before, after = ({"step": n, "val/x/mean@2": score} for n, score in ((0, 0.5), (2, 0.75)))
     write(folder / "metrics.jsonl", [before, *steps, after])
     columns: dict[str, list[Any]] = {"length": [5] * 4 + [40] * 4, "out_of_band": [*outside]}
-    columns |= {"log_ratio_sum": [0.1] * 8, "advantage": [1.0] * 8, "clipped": [0.0] * 8, "ratio": [1.1] * 8}
+    columns |= {"log_ratio_sum": [0.1] * 8, "advantage": [1.0] * 8, "clipped": [*outside], "ratio": [1.1] * 8}
+    columns |= {"update": [2] * 8, "prompt": [*range(8)]}
     write(folder / "sequences.jsonl", [{"step": n, **columns} for n in (1, 2)])
     graded = [(0, "a", 1.0), (0, "a", 0.0), (0, "b", 0.0), (0, "b", 1.0)]
     graded += [(2, "a", 1.0), (2, "a", 1.0), (2, "b", 0.0), (2, "b", 1.0)]
@@ -173,6 +179,8 @@ def test_arms_are_compared_seed_by_seed(tmp_path: Path) -> None:
     even, uneven = found["arms"]["even"], found["arms"]["uneven"]
     assert even["out_of_band"]["value"] == 0.5 and uneven["out_of_band"]["value"] == 7 / 16
     assert uneven["lre_mean"]["value"] > even["lre_mean"]["value"]
+    assert uneven["lre_signed"] == uneven["lre_within_sign"] == uneven["lre_mean"]
+    assert even["accuracy/x"]["value"] == 0.75 and even["grad_norm_spike"]["value"] == 3.0
     assert even["reward_last"]["value"] == pytest.approx(0.225)
     # The seeds differ more than the arms do: paired, the difference is exact.
     gained = found["differences"]["uneven"]["reward_last"]
@@ -180,7 +188,7 @@ def test_arms_are_compared_seed_by_seed(tmp_path: Path) -> None:
     assert (gained["above"], gained["seeds"]) == (2, 2)
     assert "even" not in found["differences"]
     text = table(found, "even")
-    assert "| even | 0.500 ± 0.000 |" in text and "uneven less even, LRE mean" in text
+    assert "| even | 0.500 ± 0.000 |" in text and "uneven less even, LRE of what is clipped" in text
 
 
 def test_the_change_of_accuracy_has_its_interval_where_all_responses_are_kept(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def steps(
     """What each mini-batch's optimizer step computes: the gradients (this rank's), and the rest (of all)."""
     found, groups = [], policy.groups
     for packs in packs_of(policy, rollout, loss):
-        recorder = Recorder()
+        recorder = Recorder(1)
         policy_loss = PolicyLoss(
             objective=loss.objective(),
             scoring=scoring(policy),

@@ -36,7 +36,7 @@ def sample(index: int, log_probs: Sequence[float], **changed: Any) -> Sample:
 def record(length: int, s: float, advantage: float, **flags: Any) -> SequenceRecord:
     """Of a response with this S, not clipped unless ``flags`` say so."""
     values: dict[str, Any] = dict.fromkeys(("clipped_low", "clipped_high", "dual_clipped"), 0.0)
-    values |= {"sample": 0, "rank": 0, "out_of_band": False, "nonfinite": False}
+    values |= {"sample": 0, "rank": 0, "update": 1, "out_of_band": False, "nonfinite": False}
     return SequenceRecord(**values | flags, length=length, log_ratio_sum=s, advantage=advantage)
 
 

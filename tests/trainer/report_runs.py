@@ -87,7 +87,7 @@ def write_run(
         if step and off_policy:
             records = make_records(step, count)
             log.sequences(step, records)
-            metrics |= clip_metrics(records, seed=1) | {"fspo/kl_k3": 0.001}
+            metrics |= clip_metrics(records, samples=1, seed=1) | {"fspo/kl_k3": 0.001}
             metrics |= {"fspo/out_of_band": step / 200, "fspo/lre_mean": step / 10, "fspo/lre_null": 0.05}
             if config.loss.name == "fspo":
                 metrics |= {"fspo/c_low": 0.03, "fspo/c_high": 0.04, "fspo/drift": 0.0, "fspo/exponent": 0.5}
@@ -162,6 +162,8 @@ def records_from(lengths: Any, out_of_band: Any, clipped: Any, advantages: Any, 
     """Records of one step, a sequence or an array for each figure."""
     return Records(
         step=np.ones(len(lengths), np.int64),
+        update=np.ones(len(lengths), np.int64),
+        prompt=np.arange(len(lengths)),
         length=np.array(lengths),
         log_ratio_sum=np.zeros(len(lengths)) if sums is None else np.array(sums),
         advantage=np.array(advantages),

@@ -39,7 +39,7 @@ DROPPED = [
 
 
 def test_rates_by_hand() -> None:
-    metrics = clip_metrics([*SHORT, *DROPPED, *LONG], seed=1)
+    metrics = clip_metrics([*SHORT, *DROPPED, *LONG], samples=1, seed=1)
     by_hand = {
         "actor/pg_clipfrac": 2 / 10,
         "fspo/clip_low": 1 / 10,
@@ -52,6 +52,12 @@ def test_rates_by_hand() -> None:
         # Not clipped, of those with an advantage: 1 of 3 short, 4 of 5 long, 5 of 8 in all.
         "fspo/lre_signed_mean": 3 / 8 * abs((1 / 3) / (5 / 8) - 1) + 5 / 8 * abs(0.8 / (5 / 8) - 1),
         "fspo/lre_signed_max": abs((1 / 3) / (5 / 8) - 1),
+        # A > 0: 1 of 2 short and 3 of 3 long, 4 of 5; A < 0: 0 of 1 and 1 of 2, 1 of 3.
+        "fspo/lre_within_sign": (2 * (1 - 0.5 / 0.8) + 3 * (1 / 0.8 - 1) + 1 * 1 + 2 * (0.5 * 3 - 1)) / 8,
+        "fspo/reweighting_sign": 5 / 8 * (0.8 / (5 / 8) - 1) + 3 / 8 * (1 - (1 / 3) / (5 / 8)),
+        # All in one optimizer step.
+        "fspo/lre_within_update": 3 / 8 * abs((1 / 3) / (5 / 8) - 1) + 5 / 8 * abs(0.8 / (5 / 8) - 1),
+        "fspo/reweighting_update": 0.0,
         # |S|/√L: .1 .1 .05 .1 | .1 .1 .1 .1 .1 .05, whose median is .1
         "fspo/sigma_hat": 0.1 / 0.6744897501960817,
         # median |S|: .2 at L = 4, 1 at L = 100
@@ -61,28 +67,34 @@ def test_rates_by_hand() -> None:
         "fspo/clip_rate/bin_1": 1 / 6,
         "fspo/clip_rate/length_1": 100.0,
     }
-    assert metrics.keys() == by_hand.keys() | {"fspo/lre_null"}
+    assert metrics.keys() == by_hand.keys() | {"fspo/lre_null", "fspo/lre_signed_null"}
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand)
 
 
 def test_what_was_dropped_or_is_empty_counts_nowhere() -> None:
-    assert clip_metrics([*SHORT, *DROPPED, *LONG], seed=1) == clip_metrics([*SHORT, *LONG], seed=1)
-    assert clip_metrics(DROPPED, seed=1) == {}
+    assert clip_metrics([*SHORT, *DROPPED, *LONG], samples=1, seed=1) == clip_metrics(
+        [*SHORT, *LONG], samples=1, seed=1
+    )
+    assert clip_metrics(DROPPED, samples=1, seed=1) == {}
     assert [r.counts for r in DROPPED] == [False, False, False] and all(r.counts for r in SHORT)
 
 
-def test_the_null_floor_is_the_chance_level() -> None:
-    """One of two records at each of two lengths outside: over all placements |a_b/ā - 1| is 0 or 1.
-
-    Of the 6 ways to place two flags on 2 + 2 records, 4 put one on each length (error 0), 2 do not (error 1).
-    """
-    records = [record(length, 0.1, 1.0, out_of_band=flag) for length in (3, 9) for flag in (True, False)]
-    null = clip_metrics(records, seed=1)["fspo/lre_null"]
-    assert null == pytest.approx(1 / 3, abs=3 * math.sqrt(2 / 9 / 200))
+def test_the_null_floor_is_the_chance_level_of_prompts() -> None:
+    """Two lengths of 50 prompts, half of them outside: a_1 − a_2 has the deviation √(2 · ¼ / 49)."""
+    cases = [(length, number) for length in (3, 9) for number in range(50)]
+    records = [
+        replace(
+            record(length, 0.1, 1.0, out_of_band=number % 2 == 0), sample=length * 1000 + 2 * number + twin
+        )
+        for length, number in cases
+        for twin in (0, 1)
+    ]
+    null = clip_metrics(records, samples=2, seed=1)["fspo/lre_null"]
+    assert null == pytest.approx(math.sqrt(2 / math.pi) * math.sqrt(0.5 / 49), rel=0.2)
 
 
 def test_nobody_has_an_advantage() -> None:
-    metrics = clip_metrics([record(4, 0.1, 0.0, out_of_band=True), record(9, 0.1, 0.0)], seed=1)
+    metrics = clip_metrics([record(4, 0.1, 0.0, out_of_band=True), record(9, 0.1, 0.0)], samples=1, seed=1)
     assert metrics["fspo/out_of_band"] == 0.5 and metrics["actor/pg_clipfrac"] == 0.0
     assert math.isnan(metrics["fspo/lre_signed_mean"])
 
@@ -111,7 +123,7 @@ def test_records_carry_what_the_loss_said() -> None:
         out_of_band=torch.tensor([True, False]),
         nonfinite=torch.tensor([False, True]),
     )
-    recorder = Recorder()
+    recorder = Recorder(1)
     assert recorder.records(rank=3) == []
     recorder(batch, terms, torch.zeros(9))
     one, two = recorder.records(rank=3)
@@ -134,7 +146,7 @@ def test_records_say_how_much_of_s_is_at_flipped_tokens() -> None:
         **dict.fromkeys(("clipped_low", "clipped_high", "dual_clipped"), flat),
         **dict.fromkeys(("out_of_band", "nonfinite"), flat > 0),
     )
-    recorder = Recorder()
+    recorder = Recorder(1)
     log_ratio = torch.full(batch.labels.shape, math.nan)
     log_ratio[batch.mask] = torch.tensor([0.5, 0.25, 0.0, -1.0, 2.0])
     flipped = torch.ones_like(batch.mask)
@@ -157,7 +169,7 @@ def test_the_effective_sample_size_is_that_of_the_importance_weights() -> None:
     ]
 
     def shares(records: list[SequenceRecord]) -> dict[str, float]:
-        metrics = clip_metrics(records, seed=1)
+        metrics = clip_metrics(records, samples=1, seed=1)
         return {key: metrics[key] for key in ("fspo/ess", "fspo/weight_max_share") if key in metrics}
 
     assert shares(weighed) == pytest.approx({"fspo/ess": 16 / (4 * 6), "fspo/weight_max_share": 0.5})

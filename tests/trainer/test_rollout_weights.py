@@ -210,7 +210,7 @@ class Loss:
         old = torch.where(batch.old_log_probs.isfinite() | ~batch.mask, -1.41, batch.old_log_probs)
         batch = replace(batch, old_log_probs=old, reference_log_probs=scores - 0.3)
         scoring: Any = GivenScores(scores)
-        recorder = Recorder()
+        recorder = Recorder(1)
         loss = PolicyLoss(
             objective=objective,
             scoring=scoring,

@@ -47,8 +47,12 @@ class Dump:
     """[N] float64."""
     log_ratio: Tensor | None
     """[T] log π_new − log π_old of the tokens, response by response, float64; None where rows have S only."""
+    old_log_probs: Tensor | None
+    """[T] log π_old of the tokens."""
     sampler_gap: Tensor | None
     """[T] log π_old − log π_sampler; None where rows do not have the sampler's log-probs."""
+    updates: Tensor
+    """[N] int64, the optimizer step on the rollout; 0 where rows do not say."""
     flipped: Tensor
     """[N] response tokens that a router would have sent to other experts than the old pass did; 0 where rows
     do not say."""
@@ -81,12 +85,14 @@ class _Response:
     log_ratio_sum: float
     advantage: float
     reward: float
+    update: int = 0
     flipped: int = 0
     flipped_log_ratio_sum: float = 0.0
     prompt: Hashable = None
     response: Hashable = None
     """Identity: the field, or a hash of the old log-probs, which are the same in all its updates."""
     log_ratio: Values | None = None
+    old_log_probs: Values | None = None
     sampler_gap: Values | None = None
 
     @property
@@ -148,7 +154,9 @@ def _as_tensors(path: Path, kept: list[_Response], *, empty: int, nonfinite: int
         advantages=numbers_of("advantage"),
         rewards=None if rewards.isnan().all() else rewards,
         log_ratio=tokens("log_ratio"),
+        old_log_probs=tokens("old_log_probs"),
         sampler_gap=tokens("sampler_gap"),
+        updates=torch.tensor([one.update for one in kept]),
         flipped=torch.tensor([one.flipped for one in kept]),
         flipped_log_ratio_sum=numbers_of("flipped_log_ratio_sum"),
         clusters=torch.tensor(clusters),
@@ -184,7 +192,7 @@ def _responses(path: Path, given: Mapping[str, str], step: int | None) -> Iterat
 
 def _of_step(number: int, fields: Mapping[str, Any]) -> Iterator[_Response]:
     """The responses of a row that holds an optimizer step."""
-    names = ("length", "log_ratio_sum", "advantage", "flipped", "flipped_log_ratio_sum", "prompt")
+    names = ("length", "log_ratio_sum", "advantage", "update", "flipped", "flipped_log_ratio_sum", "prompt")
     columns = {field: fields[field] for field in names if field in fields}
     for field, column in columns.items():
         if not isinstance(column, list) or len(column) != len(columns["length"]):
@@ -213,6 +221,10 @@ def _response(number: int, fields: Mapping[str, Any]) -> _Response:
     )
     if "log_probs" in fields and "old_log_probs" in fields:
         _add_tokens(response, fields, mask)
+    if "update" in fields:
+        response.update = fields["update"]
+        if type(response.update) is not int or response.update < 0:
+            raise InputError(f"update = {_short(response.update)}: must be the number of an optimizer step")
     if "flipped" in fields:
         response.flipped = fields["flipped"]
         if type(response.flipped) is not int or not 0 <= response.flipped <= response.length:
@@ -229,7 +241,7 @@ def _add_tokens(response: _Response, fields: Mapping[str, Any], mask: Values | N
     if "length" in fields and response.length != len(new):
         raise InputError(f"length = {response.length}, but log_probs has {len(new)} response tokens")
     with np.errstate(invalid="ignore"):  # -inf less -inf
-        response.log_ratio = new - old
+        response.log_ratio, response.old_log_probs = new - old, old
     # Difference first, sum later.
     total = float(response.log_ratio.sum())
     # The trainer's sum may be one of float32, in another order.

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from megatron_fspo.errors import InputError
-from megatron_fspo.lab.explain.chance import NUM_BINS, Source, lre_of, noise_alone
+from megatron_fspo.lab.explain.chance import Source, noise_alone
 from megatron_fspo.lab.explain.decomposition import Parts, growth, take_apart
 from megatron_fspo.lab.explain.dump import Dump
 from megatron_fspo.lab.explain.flips import Flips, flips_of
 from megatron_fspo.lab.explain.losses import Decisions, factor_for, judge, reach
 from megatron_fspo.losses import PolicyLossConfig
-from megatron_fspo.objective import LengthReweightingError
+from megatron_fspo.objective import LengthReweightingError, length_reweighting_error
 from megatron_fspo.objective.calibration import Exponent, sigma_hat
 from megatron_fspo.objective.fairness import length_bins
 
+NUM_BINS = 8
 _EXAMPLES = 3
 
 
@@ -59,6 +60,10 @@ class OfLoss:
     """LRE of out-of-band acceptance."""
     lre_signed: LengthReweightingError
     """LRE of sign-aware acceptance, among responses with A ≠ 0."""
+    lre_within_sign: LengthReweightingError
+    """The same among those with one sign of A."""
+    lre_within_update: LengthReweightingError | None
+    """The same among those of one optimizer step on the rollout; None where the dump does not name it."""
     ess: float
     by_length: tuple[LengthFigures, ...]
 
@@ -215,8 +220,10 @@ def _of_loss(
         clipped_tokens=((decided.clipped * lengths)[counts].sum() / lengths[counts].sum()).item(),
         dropped=int(decided.dropped.sum()),
         noise=noisy.mean().item(),
-        lre=lre_of(~decided.outside[counts], lengths[counts], dump.clusters[counts]),
-        lre_signed=lre_of(~clipped[judged], lengths[judged], dump.clusters[judged]),
+        lre=_lre(~decided.outside, dump, counts),
+        lre_signed=_lre(~clipped, dump, judged),
+        lre_within_sign=_lre(~clipped, dump, judged, dump.advantages > 0),
+        lre_within_update=_lre(~clipped, dump, judged, dump.updates) if dump.updates.any() else None,
         ess=decided.effective_sample_size(judged),
         by_length=tuple(
             LengthFigures(
@@ -228,6 +235,16 @@ def _of_loss(
             )
             for here in (bins == number for number in range(int(bins.max()) + 1))
         ),
+    )
+
+
+def _lre(accepted: Tensor, dump: Dump, rows: Tensor, strata: Tensor | None = None) -> LengthReweightingError:
+    return length_reweighting_error(
+        accepted[rows],
+        dump.lengths[rows],
+        NUM_BINS,
+        clusters=dump.clusters[rows],
+        strata=None if strata is None else strata[rows],
     )
 
 

@@ -109,22 +109,25 @@ def _checked(loss: PolicyLossConfig, keys: Mapping[str, Any]) -> PolicyLossConfi
 
 
 def known_for(dump: Dump, losses: Sequence[PolicyLossConfig]) -> list[PolicyLossConfig]:
-    """The losses whose decisions follow from the dump: limits on prefixes need tokens."""
-    return [loss for loss in losses if dump.log_ratio is not None or loss.prefix_band() is None]
+    """The losses whose decisions follow from the dump: limits on tokens and prefixes need those."""
+    return [loss for loss in losses if dump.log_ratio is not None or loss.band() is not None]
 
 
 def reach(loss: PolicyLossConfig, dump: Dump) -> Tensor:
     """[N] the factor by which the band has to be scaled for S to lie on its edge; above 1 outside.
 
-    Where a band holds for every prefix, the largest of those of the prefixes.
+    Where limits hold for every prefix or token, the largest of those.
     """
     if (band := loss.band()) is not None:
         return reach_of_sums(band, dump.log_ratio_sum, dump.lengths.double())
-    prefix_band, tokens = loss.prefix_band(), dump.log_ratio
-    assert prefix_band is not None and tokens is not None
-    prefix, position = _prefix_sums(torch.stack([tokens, torch.ones_like(tokens)]), dump.lengths)
-    far, segment = reach_of_sums(prefix_band, prefix, position), torch.arange(len(dump))
-    return far.new_zeros(len(dump)).scatter_reduce_(0, segment.repeat_interleave(dump.lengths), far, "amax")
+    tokens, segment = dump.log_ratio, torch.arange(len(dump)).repeat_interleave(dump.lengths)
+    assert tokens is not None
+    if (prefix_band := loss.prefix_band()) is not None:
+        prefix, position = _prefix_sums(torch.stack([tokens, torch.ones_like(tokens)]), dump.lengths)
+        far = reach_of_sums(prefix_band, prefix, position)
+    else:
+        far = loss.token_reach(_inputs(dump, slice(0, len(dump)), tokens, dump.old_log_probs, segment))
+    return far.new_zeros(len(dump)).scatter_reduce_(0, segment, far, "amax")
 
 
 def reach_of_sums(band: ClipBand, sums: Tensor, lengths: Tensor) -> Tensor:
@@ -149,58 +152,68 @@ def factor_for(far: Tensor, rate: float) -> float:
 
 def judge(loss: PolicyLossConfig, dump: Dump) -> Decisions:
     """The decisions of the loss on the dump."""
-    if loss.prefix_band() is None:
+    if loss.band() is not None:
         # All tokens of a response have one weight: a row stands for them.
-        return _judge(loss, dump, slice(0, len(dump)), dump.log_ratio_sum, torch.arange(len(dump)))
-    assert dump.log_ratio is not None
+        return _judge(loss, dump, slice(0, len(dump)), dump.log_ratio_sum, None, torch.arange(len(dump)))
+    assert dump.log_ratio is not None and dump.old_log_probs is not None
     # Blocks of responses that caches hold: more than twice as fast as all tokens in one tensor.
     ends, blocks, start = dump.lengths.cumsum(0), [], 0
     while start < len(dump):
         before = int(ends[start] - dump.lengths[start])
         stop = max(start + 1, int(torch.searchsorted(ends, before + _BLOCK_TOKENS, right=True)))
         segment = torch.arange(stop - start).repeat_interleave(dump.lengths[start:stop])
-        tokens = dump.log_ratio[before : int(ends[stop - 1])]
-        blocks.append(_judge(loss, dump, slice(start, stop), tokens, segment))
+        tokens, old = (t[before : int(ends[stop - 1])] for t in (dump.log_ratio, dump.old_log_probs))
+        blocks.append(_judge(loss, dump, slice(start, stop), tokens, old, segment))
         start = stop
     columns = {field.name: [getattr(block, field.name) for block in blocks] for field in fields(Decisions)}
     return Decisions(**{name: torch.cat(tensors) for name, tensors in columns.items()})
 
 
-def _judge(
-    loss: PolicyLossConfig, dump: Dump, responses: slice, log_ratio: Tensor, segment: Tensor
-) -> Decisions:
-    """Decisions on some responses: a micro-batch, on one rank, of a step that is the dump.
+def _inputs(
+    dump: Dump, responses: slice, log_ratio: Tensor, old_log_probs: Tensor | None, segment: Tensor
+) -> LossInputs:
+    """Some responses as a micro-batch, on one rank, of a step that is the dump.
 
-    Each has as many of the rows ``log_ratio`` as tokens, or one for all of them.
+    Each has as many of the rows ``log_ratio`` as tokens, or one for all of them, without log-probs.
     """
-    lengths, advantages = dump.lengths[responses], dump.advantages[responses]
-    by_token = loss.prefix_band() is not None
+    lengths = dump.lengths[responses]
 
     def sequence_sums(values: Tensor) -> Tensor:
         return values.new_zeros(len(values), len(lengths)).index_add_(1, segment, values)
 
-    terms = loss.objective()(
-        LossInputs(
-            log_probs=torch.zeros_like(log_ratio),  # no loss here looks at them
-            log_ratio=log_ratio,
-            mask=torch.ones_like(segment, dtype=torch.bool),
-            segment=segment,
-            sequence_sums=sequence_sums,
-            prefix_sums=partial(_prefix_sums, lengths=lengths),
-            lengths=lengths,
-            advantages=advantages,
-            num_sequences=len(dump),
-            num_tokens=int(dump.lengths.sum()),
-        )
+    return LossInputs(
+        log_probs=log_ratio if old_log_probs is None else old_log_probs + log_ratio,
+        log_ratio=log_ratio,
+        mask=torch.ones_like(segment, dtype=torch.bool),
+        segment=segment,
+        sequence_sums=sequence_sums,
+        prefix_sums=partial(_prefix_sums, lengths=lengths),
+        lengths=lengths,
+        advantages=dump.advantages[responses],
+        num_sequences=len(dump),
+        num_tokens=int(dump.lengths.sum()),
     )
-    weight, size = terms.weight.abs(), advantages.abs()[segment]
+
+
+def _judge(
+    loss: PolicyLossConfig,
+    dump: Dump,
+    responses: slice,
+    log_ratio: Tensor,
+    old_log_probs: Tensor | None,
+    segment: Tensor,
+) -> Decisions:
+    inputs = _inputs(dump, responses, log_ratio, old_log_probs, segment)
+    by_token = loss.band() is None
+    terms = loss.objective()(inputs)
+    weight, size = terms.weight.abs(), inputs.advantages.abs()[segment]
     return Decisions(
         outside=terms.out_of_band,
         clipped_low=terms.clipped_low,
         clipped_high=terms.clipped_high,
         dual_clipped=terms.dual_clipped,
         dropped=terms.nonfinite,
-        mass=sequence_sums(weight[None])[0] if by_token else weight * lengths,
+        mass=inputs.sequence_sums(weight[None])[0] if by_token else weight * inputs.lengths,
         weights=torch.where(size > 0, weight / size, 0.0) if by_token else terms.ratio,
         owner=responses.start + segment,
     )

@@ -31,6 +31,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "sampled_log_probs": ("sampled_log_probs", "sampling_per_token_logps", "rollout_log_probs"),
     "mask": ("mask", "completion_mask", "response_mask"),
     "advantage": ("advantage", "A", "advantages"),
+    "update": ("update",),
     "flipped": ("flipped",),
     "flipped_log_ratio_sum": ("flipped_log_ratio_sum",),
     "reward": ("reward", "score"),

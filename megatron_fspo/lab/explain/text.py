@@ -13,6 +13,7 @@ from megatron_fspo.lab.explain.decomposition import Parts
 from megatron_fspo.lab.explain.explanation import Explanation, OfLoss
 from megatron_fspo.lab.explain.flips import Flips
 from megatron_fspo.lab.explain.losses import FATES
+from megatron_fspo.objective import LengthReweightingError
 from megatron_fspo.objective.calibration import Exponent
 
 Table = tuple[list[str], list[tuple[str, ...]]]
@@ -74,6 +75,7 @@ def fates(explanation: Explanation) -> Iterator[str]:
 
 def losses_table(losses: Sequence[OfLoss]) -> Table:
     """The figures of each loss over all responses."""
+    within = [one.lre_within_update for one in losses if one.lre_within_update is not None]
     return by_column(
         {
             "loss": [one.name for one in losses],
@@ -82,12 +84,20 @@ def losses_table(losses: Sequence[OfLoss]) -> Table:
             "by noise": [percent(one.noise) for one in losses],
             "clipped": [percent(one.clipped) for one in losses],
             "of tokens": [percent(one.clipped_tokens) for one in losses],
-            "LRE mean": [with_interval(one.lre.mean, *one.lre.mean_interval, ".3f") for one in losses],
-            "by chance": [number(one.lre.null_mean, ".3f") for one in losses],
-            "LRE max": [number(one.lre.max, ".3f") for one in losses],
+            "LRE clipped": [_lre(one.lre_signed) for one in losses],
+            "by chance": [number(one.lre_signed.null_mean, ".3f") for one in losses],
+            "within a sign": [number(one.lre_within_sign.mean, ".3f") for one in losses],
+        }
+        | ({"within a step": [number(one.mean, ".3f") for one in within]} if within else {})
+        | {
+            "LRE outside": [_lre(one.lre) for one in losses],
             "ESS": [number(one.ess) for one in losses],
         }
     )
+
+
+def _lre(error: LengthReweightingError) -> str:
+    return with_interval(error.mean, *error.mean_interval, ".3f")
 
 
 def bins_table(explanation: Explanation, losses: Sequence[OfLoss]) -> Table:
@@ -192,7 +202,7 @@ def _dump(explanation: Explanation) -> str:
         text += f"; |S| {_law(grown)}, where a random walk has 0.5"
     text += f". Intervals take {INDEPENDENT[dump.clustered_by].format(dump.clusters_count)}"
     if dump.log_ratio is None:
-        text += ". Without token log-probs CTPO, which decides for every prefix, is left out"
+        text += ". Without token log-probs losses that decide by tokens or prefixes are left out"
     left_out = [f"{n:,} {what}" for n, what in ((dump.empty, "empty"), (dump.nonfinite, "not finite")) if n]
     return text + (f". Left out: {', '.join(left_out)}." if left_out else ".")
 
@@ -255,15 +265,15 @@ def _matched(explanation: Explanation) -> Iterator[str]:
             "losses at: give one, such as --rate 0.1."
         )
         return
-    errors = {loss.name: loss.lre for loss in explanation.matched if math.isfinite(loss.lre.mean)}
+    errors = [loss for loss in explanation.matched if math.isfinite(loss.lre_signed.mean)]
     listed = ", ".join(
-        f"{lre.mean:.3f} [{lre.mean_interval[0]:.3f}, {lre.mean_interval[1]:.3f}; by chance "
-        f"{lre.null_mean:.3f}] for {name}"
-        for name, lre in sorted(errors.items(), key=lambda one: one[1].mean)
+        f"{_lre(one.lre_signed)} for {one.name} ({one.clipped:.1%} clipped)"
+        for one in sorted(errors, key=lambda one: one.lre_signed.mean)
     )
     yield (
-        f"With {rate:.1%} outside for each, as near as responses allow, LRE is {listed}; LRE whose interval "
-        "reaches the floor of chance shows no dependence on length."
+        f"With {rate:.1%} outside for each, as near as responses allow, LRE of what is really clipped is "
+        f"{listed}. An interval that begins at 0 shows no dependence on length. The signs of A go with "
+        "length, too: the tables have it within them."
     )
     for loss in explanation.matched:
         if loss.out_of_band > rate + 0.005:

@@ -10,6 +10,7 @@ import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.objective import LengthReweightingError, effective_sample_size, length_reweighting_error
@@ -81,9 +83,13 @@ class History:
         order = numbers.argsort()
         return Series(steps=steps[order].astype(np.int64), values=values[order])
 
+    def names(self) -> list[str]:
+        """The metrics, each once, as they first came."""
+        return [*dict.fromkeys(name for names in self._tables for name in names)]
+
     def evaluation(self) -> str | None:
         """Name of the accuracy on the first set of validation prompts, ``val/<set>/mean@k``."""
-        return next((name for names in self._tables for name in names if is_accuracy(name)), None)
+        return next(filter(is_accuracy, self.names()), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +100,10 @@ class Records:
     """
 
     step: Array
+    update: Array
+    """The optimizer step on its rollout."""
+    prompt: Array
+    """Of the rollout, from 0."""
     length: Array
     log_ratio_sum: Array
     """S, in nats."""
@@ -131,7 +141,14 @@ def read_records(folder: Path) -> Records:
     A file above 32 MiB (500 steps with 1,024 sequences each) is read in part: so many bytes of steps, evenly
     over the run, the last step among them.
     """
-    types = {"step": np.int64, "length": np.int64, "clipped": np.bool_, "out_of_band": np.bool_}
+    types = {
+        "step": np.int64,
+        "update": np.int64,
+        "prompt": np.int64,
+        "length": np.int64,
+        "clipped": np.bool_,
+        "out_of_band": np.bool_,
+    }
     columns: dict[str, list[Array]] = {
         field.name: [np.zeros(0, types.get(field.name, np.float64))] for field in fields(Records)
     }
@@ -212,10 +229,36 @@ def overall_rates(records: Records) -> BinRates:
 def pooled_lre(records: Records) -> LengthReweightingError:
     """LRE of out-of-band acceptance over the records of many steps; NaN where there are none.
 
-    Pooled, the null floor is far below that of one step. Records count as independent here, though the
-    epochs over one rollout judge the same response several times.
+    Pooled, the null floor is far below that of one step. Records of one prompt in one rollout go together.
     """
-    return length_reweighting_error(torch.from_numpy(~records.out_of_band), torch.from_numpy(records.length))
+    accepted, length = torch.from_numpy(~records.out_of_band), torch.from_numpy(records.length)
+    return length_reweighting_error(accepted, length, clusters=_clusters(records))
+
+
+def signed_errors(records: Records) -> dict[str, LengthReweightingError]:
+    """How uneven what a clip really removes is, over the records with A ≠ 0, as :func:`pooled_lre`.
+
+    Returns:
+        ``length``: LRE; ``within_sign`` and ``within_update``: LRE among those with one sign of A, or in one
+        optimizer step of the rollout; ``sign`` and ``update``: the same error between those.
+    """
+    judged = records.select(records.advantage != 0)
+    accepted, length, sign, update = map(
+        torch.from_numpy, (~judged.clipped, judged.length, 1 + (judged.advantage > 0), judged.update)
+    )
+    error = partial(length_reweighting_error, accepted, clusters=_clusters(judged))
+    return {
+        "length": error(length),
+        "within_sign": error(length, strata=sign),
+        "within_update": error(length, strata=update),
+        "sign": error(sign),
+        "update": error(update),
+    }
+
+
+def _clusters(records: Records) -> Tensor:
+    """[N] the prompt of a rollout."""
+    return torch.from_numpy(records.step * (1 + records.prompt.max(initial=0)) + records.prompt)
 
 
 def _mean(values: Array) -> float:

@@ -58,7 +58,9 @@ class Sweep(Section):
     words: tuple[str, ...] = ()
     """Words for the command line of every run, such as ``--run.steps 4``; they win over all other keys."""
     match: Name | None = None
-    """The arm to whose share outside the band the others' limits are scaled, seed by seed."""
+    """The arm to whose share really clipped the others' limits are scaled, seed by seed."""
+    unmatched: tuple[Name, ...] = ()
+    """Other arms whose limits stay as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +90,8 @@ def read_sweep(path: Path) -> Sweep:
         raise InputError(f"{path}: {_complaint(error)}") from None
     if len(set(sweep.seeds)) < len(sweep.seeds):
         raise InputError(f"{path}: seeds: each once")
-    if sweep.match is not None and sweep.match not in sweep.arms:
-        raise InputError(f"{path}: match = {sweep.match}: arms has {', '.join(sweep.arms)}")
+    for name in {sweep.match, *sweep.unmatched} - {None, *sweep.arms}:
+        raise InputError(f"{path}: match = {name}: arms has {', '.join(sweep.arms)}")
     for where, keys in {"keys": sweep.keys, **sweep.arms}.items():
         for key in ("name", "folder", "seed"):
             if key in keys.get("run", {}):

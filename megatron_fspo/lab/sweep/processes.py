@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +22,15 @@ from megatron_fspo.lab.report.history import History, Records, read_records, ste
 from megatron_fspo.lab.sweep.file import Planned, Sweep, config_of, planned
 
 
-def make(sweep: Sweep, say: Callable[[str], None]) -> None:
+def make(
+    sweep: Sweep, say: Callable[[str], None], programs: Mapping[str, Sequence[str]] | None = None
+) -> None:
     """Make what is not there yet of a sweep.
+
+    Args:
+        sweep: of which no run is under way.
+        say: takes a line on each run.
+        programs: arm → words after ``python``, in the place of ``-m megatron_fspo train``.
 
     Raises:
         InputError: a key of some run is wrong, or a run that is there was made with others. No run is begun
@@ -35,7 +42,7 @@ def make(sweep: Sweep, say: Callable[[str], None]) -> None:
         config_of(sweep, run)
     first = [run for run in runs if sweep.match in (None, run.arm)]
     rest = [run for run in runs if run not in first]
-    processes = _Processes(sweep, say, len(runs))
+    processes = _Processes(sweep, say, len(runs), programs or {})
     failed = processes.make(first)
     # A run whose arm's model failed has nothing to be matched to.
     failed |= processes.make([run for run in rest if f"{sweep.match}-{run.seed}" not in failed])
@@ -45,26 +52,36 @@ def make(sweep: Sweep, say: Callable[[str], None]) -> None:
 
 
 def matched_loss(config: Config, records: Records) -> dict[str, Any]:
-    """The loss section of a configuration, its limits scaled until the share of ``records`` outside is the
-    share that was outside in their own run. FSPO's then does not calibrate itself.
+    """The loss section of a configuration, its limits scaled until they would really clip the share of
+    ``records`` with an advantage that their own run clipped: what A pushes further out. A dual clip of the
+    loss is not counted. FSPO's then does not calibrate itself; an L* to be measured is that of ``records``.
 
     Raises:
         InputError: the loss has no band on S.
     """
-    loss, band = config.loss, config.loss.band()
+    judged = records.select(records.advantage != 0)
+    sums, lengths = torch.from_numpy(judged.log_ratio_sum), torch.from_numpy(judged.length).double()
+    loss = config.loss.fitted(sums, lengths)
+    band = loss.band()
     if band is None:
         raise InputError(f"loss.name = {loss.name} has no band on S that could be matched: leave `match` out")
-    rate = float(records.out_of_band.mean())
-    sums, lengths = torch.from_numpy(records.log_ratio_sum), torch.from_numpy(records.length)
-    factor = factor_for(reach_of_sums(band, sums, lengths.double()), rate)
+    rate = float(judged.clipped.mean())
+    pushed = (sums - band.drift * lengths) * torch.from_numpy(judged.advantage) > 0
+    factor = factor_for(torch.where(pushed, reach_of_sums(band, sums, lengths), 0.0), rate)
     if factor > loss.widest():
-        raise InputError(f"loss.name = {loss.name}: no limits leave {rate:.1%} outside; S is beyond ±36 nats")
+        raise InputError(f"loss.name = {loss.name}: no limits clip {rate:.1%}; S is beyond ±36 nats")
     return loss.scaled(factor).model_dump(mode="json", exclude_none=True)
 
 
 class _Processes:
-    def __init__(self, sweep: Sweep, say: Callable[[str], None], total: int) -> None:
-        self._sweep, self._say, self._total = sweep, say, total
+    def __init__(
+        self,
+        sweep: Sweep,
+        say: Callable[[str], None],
+        total: int,
+        programs: Mapping[str, Sequence[str]],
+    ) -> None:
+        self._sweep, self._say, self._total, self._programs = sweep, say, total, programs
         self._done, self._made, self._began = 0, 0, time.monotonic()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._stopping = False
@@ -96,7 +113,7 @@ class _Processes:
         """Make one run; returns None, or why it failed."""
         sweep = self._sweep
         loss = None
-        if sweep.match not in (None, run.arm):
+        if sweep.match not in (None, run.arm) and run.arm not in sweep.unmatched:
             model = sweep.folder / f"{sweep.match}-{run.seed}"
             loss = matched_loss(config_of(sweep, run)[0], steady(read_records(model), History(model)))
         config, files = config_of(sweep, run, loss)
@@ -114,7 +131,8 @@ class _Processes:
         if self._stopping:
             return "was not begun"
         words = [word for file in files for word in ("--config", str(file))]
-        command = [sys.executable, "-m", "megatron_fspo", "train", *words, *sweep.words, "--resume", "auto"]
+        program = self._programs.get(run.arm, ("-m", "megatron_fspo", "train"))
+        command = [sys.executable, *program, *words, *sweep.words, "--resume", "auto"]
         command += ["--nproc", str(sweep.nproc)] if sweep.nproc > 1 else []
         log = sweep.folder / f"{run.name}.log"
         began = time.monotonic()

@@ -13,16 +13,34 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from megatron_fspo.evaluation.intervals import t_half_width
 from megatron_fspo.evaluation.tables import markdown, number, plain
-from megatron_fspo.lab.report.history import History, Records, overall_rates, pooled_lre, read_records, steady
+from megatron_fspo.lab.report.history import (
+    History,
+    Records,
+    clip_rates,
+    overall_rates,
+    pooled_lre,
+    read_records,
+    signed_errors,
+    steady,
+)
 from megatron_fspo.lab.report.samples import accuracy_change, first_and_last_samples
 from megatron_fspo.lab.sweep.file import Planned, Sweep, planned
+from megatron_fspo.record.log import is_accuracy
 
 COLUMNS = {
+    "clipped": "clipped",
     "out_of_band": "outside",
-    "lre_mean": "LRE mean",
-    "lre_max": "LRE max",
+    "lre_signed": "LRE clipped",
+    "lre_signed_null": "by chance",
+    "lre_within_sign": "within a sign",
+    "lre_within_update": "within a step",
+    "by_sign": "between signs",
+    "by_update": "between steps",
+    "lre_mean": "LRE outside",
     "lre_null": "by chance",
     "ess": "ESS",
     "reward_last": "reward",
@@ -79,9 +97,19 @@ def figures(folder: Path, records: Records) -> dict[str, Any]:
     """The figures of one run; those of clipping are over ``records``."""
     history = History(folder)
     reward, length = history.series("critic/rewards/mean"), history.series("response_length/mean")
-    lre, rates = pooled_lre(records), overall_rates(records)
+    lre, rates, signed = pooled_lre(records), overall_rates(records), signed_errors(records)
+    norm, spikes = history.series("actor/grad_norm"), history.series("actor/grad_norm/max")
     figures = {
         "records": len(records),
+        "clipped": rates.clipped,
+        "lre_signed": signed["length"].mean,
+        "lre_signed_interval": signed["length"].mean_interval,
+        "lre_signed_null": signed["length"].null_mean,
+        "lre_within_sign": signed["within_sign"].mean,
+        "lre_within_update": signed["within_update"].mean,
+        "by_sign": signed["sign"].mean,
+        "by_update": signed["update"].mean,
+        "grad_norm_spike": float(np.nanmax(spikes.values) / np.nanmedian(norm.values)),
         "out_of_band": rates.out_of_band,
         "lre_mean": lre.mean,
         "lre_mean_interval": lre.mean_interval,
@@ -91,7 +119,15 @@ def figures(folder: Path, records: Records) -> dict[str, Any]:
         "lre_max_null": lre.null_max,
         "ess": rates.ess,
         "by_length": [
-            {"low": one.low, "high": one.high, "out_of_band": 1 - one.accepted_rate} for one in lre.bins
+            {
+                "low": one.low,
+                "high": one.high,
+                "records": one.records,
+                "out_of_band": one.out_of_band,
+                "judged": one.judged,
+                "clipped": one.clipped,
+            }
+            for one in clip_rates(records)
         ],
         "exponent": history.series("fspo/exponent").last(1),
         "reward_first": reward.first(_STEPS),
@@ -99,6 +135,9 @@ def figures(folder: Path, records: Records) -> dict[str, Any]:
         "length_first": length.first(_STEPS),
         "length_last": length.last(_STEPS),
     }
+    for name in history.names():
+        if is_accuracy(name):
+            figures[f"accuracy/{name.split('/')[1]}"] = float(history.series(name).values[-1])
     # None with fewer than two evaluations.
     if (change := accuracy_change(history, first_and_last_samples(folder, history))) is not None:
         figures["accuracy_before"], figures["accuracy_after"] = change.before, change.after
@@ -117,9 +156,9 @@ def table(summary: Mapping[str, Any], match: str | None) -> str:
     ]
     lines = [markdown(["arm", *(COLUMNS[name] for name in names)], rows)]
     for arm, differences in summary.get("differences", {}).items():
-        one = differences["lre_mean"]
+        one = differences["lre_signed"]
         above = f"above it in {one['above']} of {one['seeds']} seeds"
-        lines.append(f"\n{arm} less {match}, LRE mean: {_cell(one)}; {above}")
+        lines.append(f"\n{arm} less {match}, LRE of what is clipped: {_cell(one)}; {above}")
     return "\n".join(lines)
 
 
