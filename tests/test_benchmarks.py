@@ -32,7 +32,7 @@ from benchmarks import (
     triton_head,
 )
 from launch import REPO, environment
-from megatron_fspo.lab.sweep.file import read_sweep
+from megatron_fspo.lab.sweep.file import Sweep, read_sweep
 
 RESULTS = REPO / "benchmarks/results"
 SCRIPTS = sorted(path for path in (REPO / "benchmarks").glob("*.py") if "__main__" in path.read_text())
@@ -100,7 +100,7 @@ def test_figures_are_of_the_settings_that_are_there() -> None:
     """Changed settings need the command again."""
     for part in evidence.PARTS:
         sweep = read_sweep(REPO / f"benchmarks/evidence/{part}.toml")
-        assert read(f"evidence_{part}")["sweep"] == sweep.model_dump(mode="json")
+        assert Sweep.model_validate(read(f"evidence_{part}")["sweep"]) == sweep
     assert read("long_responses")["run"] == tomllib.loads(long_responses.CONFIG.read_text(encoding="utf-8"))
 
 

@@ -363,6 +363,11 @@ class Log(Section):
     sequences: NonNegativeInt = Field(
         1024, description="per step, at most so many (L, S, A, clipped) kept for the report's pictures"
     )
+    tokens: NonNegativeInt = Field(
+        0,
+        description="per step, at most so many responses whose token log-probs in every off-policy update go "
+        "to tokens/, for `explain`: some 6 bytes a token and update; 0: none",
+    )
 
     @model_validator(mode="after")
     def _profile_is_a_range(self) -> Log:

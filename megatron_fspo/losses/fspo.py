@@ -67,12 +67,11 @@ class FSPOLoss(Loss):
     )
     shape: Literal["power", "noise_signal"] = Field(
         "power",
-        description="how the band grows: L^exponent, or sqrt(L + L^2 / crossover), which is exact where S is "
-        "noise and a shift common to all tokens of a response",
+        description="how the band grows: L^exponent, or sqrt(L + L^2 / crossover)",
     )
     crossover: Annotated[float, Field(gt=0)] | Literal["measured"] = Field(
         "measured",
-        description="for shape = noise_signal: the length, in tokens, at which both parts of S are equal; "
+        description="L* of noise_signal, tokens: where noise and what all tokens share are equal in S; "
         "measured: by `calibrate`",
     )
     temper: Annotated[float, Field(ge=0, le=1)] = Field(
@@ -120,42 +119,26 @@ class FSPOLoss(Loss):
                 f"loss.c_dual = {self.c_dual:g} is less than loss.c_high = {self.c_high:g}: the dual clip "
                 "would lie inside the band"
             )
-        fitted = self.shape == "noise_signal"
-        if fitted and self.exponent != 0.5:
-            raise ValueError(f"loss.shape = noise_signal has no loss.exponent, and it is {self.exponent}")
-        if not fitted and self.crossover != "measured":
-            raise ValueError(f"loss.crossover = {self.crossover:g} needs loss.shape = noise_signal")
-        measured = "crossover" if fitted and self.crossover == "measured" else "exponent"
-        if getattr(self, measured) == "measured" and self.calibrate < 3:
-            raise ValueError(
-                f"loss.{measured} = measured needs loss.calibrate of 3 or more, not {self.calibrate}"
-            )
+        key, other = ("exponent", "crossover") if self.shape == "power" else ("crossover", "exponent")
+        if (value := getattr(self, other)) not in (0.5, "measured"):
+            raise ValueError(f"loss.{other} = {value:g} does nothing with loss.shape = {self.shape}")
+        if getattr(self, key) == "measured" and self.calibrate < 3:
+            raise ValueError(f"loss.{key} = measured needs loss.calibrate of 3 or more, not {self.calibrate}")
         return self
 
     @property
-    def _power(self) -> float:
-        return 0.5 if self.exponent == "measured" else self.exponent
-
-    @property
-    def _crossover(self) -> float | None:
-        return None if self.shape == "power" or self.crossover == "measured" else self.crossover
+    def _growth(self) -> tuple[float, float | None]:
+        crossover = None if self.shape == "power" or self.crossover == "measured" else self.crossover
+        return 0.5 if self.exponent == "measured" else self.exponent, crossover
 
     def moved(
-        self,
-        *,
-        c_low: float,
-        c_high: float,
-        drift: float | None = None,
-        exponent: float | None = None,
-        crossover: float | None = None,
+        self, *, c_low: float, c_high: float, drift: float | None = None, **shape: float | None
     ) -> FSPOLoss:
-        """The loss with its band where a run has moved it; ``c_dual`` moves as ``c_high`` does."""
+        """The loss with its band where a run has moved it; ``c_dual`` moves as ``c_high`` does. ``shape`` are
+        ``exponent`` and ``crossover``, where they are known."""
         c_dual = None if self.c_dual is None else self.c_dual * c_high / self.c_high
         changes: dict[str, Any] = {"c_low": c_low, "c_high": c_high, "c_dual": c_dual}
-        if exponent is not None:
-            changes["exponent"] = exponent
-        if crossover is not None:
-            changes["crossover"] = crossover
+        changes |= {key: value for key, value in shape.items() if value is not None}
         if drift is not None:
             changes |= {"drift": "given", "drift_value": drift}
         return self.model_copy(update=changes)
@@ -168,41 +151,37 @@ class FSPOLoss(Loss):
         """The band as it stands: without the drift of an estimate, and growing as √L where the exponent or L*
         is still to be measured (see :meth:`moved`)."""
         drift = self.drift_value if self.drift == "given" else 0.0
+        power, crossover = self._growth
         return FSPOBand(
-            c_low=self.c_low,
-            c_high=self.c_high,
-            drift=drift,
-            exponent=self._power,
-            crossover=self._crossover,
+            c_low=self.c_low, c_high=self.c_high, drift=drift, exponent=power, crossover=crossover
         )
 
     def objective(self) -> SequenceLevel:
-        return SequenceLevel(band=self.band(), dual_clip=self._dual_clip(), temper=self.temper)
+        band = self.band()
+        dual_clip: DualClip | None = None
+        if self.dual_clip == "length_fair":
+            c, drift = self.c_dual or 2 * self.c_high, band.drift
+            power, crossover = self._growth
+            dual_clip = LengthFairDualClip(c=c, exponent=power, drift=drift, crossover=crossover)
+        elif self.dual_clip == "constant":
+            dual_clip = ConstantDualClip(ratio=self.dual_clip_ratio)
+        return SequenceLevel(band=band, dual_clip=dual_clip, temper=self.temper)
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
-        length = len(log_ratio)
-        s = log_ratio.sum()[None]
-        width = length**self._power
-        if self._crossover is not None:
-            width = (length + length**2 / self._crossover) ** 0.5
+        length, s = len(log_ratio), log_ratio.sum()[None]
+        power, crossover = self._growth
+        width = length**power if crossover is None else (length + length**2 / crossover) ** 0.5
         centre = self.drift_value * length if self.drift == "given" else 0.0
         inside = s.clamp(centre - self.c_low * width, centre + self.c_high * width)
         limit = None
         if self.dual_clip == "length_fair":
-            c = 2 * self.c_high if self.c_dual is None else self.c_dual
-            limit = _growth(s.new_tensor([c * width + centre]), length, self.temper)
+            edge = (self.c_dual or 2 * self.c_high) * width + centre
+            limit = _growth(s.new_tensor([edge]), length, self.temper)
         elif self.dual_clip == "constant":
             limit = _growth(s.new_tensor([self.dual_clip_ratio]).log(), length, self.temper)
         growth, held = (_growth(value, length, self.temper) for value in (s, inside))
         objective, clipped = pessimistic_minimum(s, advantage, growth, held, limit)
         return Definition(objective=objective, clipped=clipped, out_of_band=bool(s != inside))
-
-    def _dual_clip(self) -> DualClip | None:
-        band = self.band()
-        if self.dual_clip == "length_fair":
-            c = self.c_dual or 2 * self.c_high
-            return LengthFairDualClip(c=c, exponent=band.exponent, drift=band.drift, crossover=band.crossover)
-        return ConstantDualClip(ratio=self.dual_clip_ratio) if self.dual_clip == "constant" else None
 
     def scaled(self, factor: float) -> FSPOLoss:
         """The loss with a band so many times as wide, which no calibration moves."""
@@ -221,11 +200,10 @@ class FSPOLoss(Loss):
 
     def check(self, *, off_policy_updates: int, sampled: bool) -> None:
         """Raise ``ValueError`` where there is nothing to measure the drift or the width from."""
-        if self.drift == "measured" and self.noise is None:
-            raise ValueError("loss.drift = measured needs loss.noise, a file of `megatron-fspo calibrate`")
-        if self.drift == "measured" and not sampled:
+        if self.drift == "measured" and (self.noise is None or not sampled):
             raise ValueError(
-                "loss.drift = measured needs rollout.old_log_probs = sampled: else S has no drift"
+                "loss.drift = measured needs loss.noise, a file of `megatron-fspo calibrate`, and "
+                "rollout.old_log_probs = sampled: else S has no drift"
             )
         asked = {"calibrate": self.calibrate > 0, "drift": self.drift in ("k3", "half_variance")}
         for key in (key for key in asked if asked[key] and not off_policy_updates):
@@ -248,7 +226,6 @@ class FSPOLoss(Loss):
                 "0.2, a usual limit of ratios, is e^6.3 for 1000 tokens; loss.calibrate measures c "
                 "(docs/choosing_c.md)"
             )
-        # Of rollouts that begin after the warm-up.
         warm = max(steps - math.ceil(warmup_updates / updates), 0)
         rollouts = math.ceil(self.calibrate / off_policy_updates)
         if 2 * rollouts > warm:
@@ -286,22 +263,15 @@ class FSPOLoss(Loss):
         if math.isnan(c_low + c_high + drift):
             return None
         # Not logged: the exponent by the run in docs/gallery, L* where there is none.
-        exponent, crossover = (
-            None if math.isnan(value := last(f"fspo/{name}")) else value for name in ("exponent", "crossover")
-        )
-        return self.moved(c_low=c_low, c_high=c_high, drift=drift, exponent=exponent, crossover=crossover)
+        shape = {name: last(f"fspo/{name}") for name in ("exponent", "crossover")}
+        shape = {name: value for name, value in shape.items() if not math.isnan(value)}
+        return self.moved(c_low=c_low, c_high=c_high, drift=drift, **shape)
 
 
 class FSPOState(LossState):
-    """FSPO during a run. What moves is the scale of the widths (until it is calibrated), with it the exponent
-    and, where asked for, an estimate of the drift.
-
-    Args:
-        updates: off-policy optimizer steps of one rollout. Calibration looks at whole rollouts.
-        noise: in S, where it was measured.
-        longest: response of the run, in tokens. An estimated drift moves the band nowhere up to this length
-            by more than its half width: S = 0 is always inside.
-    """
+    """FSPO during a run. What moves is the scale of the widths and their growth, until they are calibrated on
+    whole rollouts, and where asked for an estimate of the drift; that moves the band nowhere up to the
+    ``longest`` response by more than its half width: S = 0 is always inside."""
 
     def __init__(self, loss: FSPOLoss, noise: Noise | None, *, longest: int, updates: int) -> None:
         self._loss: FSPOLoss = loss if noise is None else loss._from(noise)
@@ -322,12 +292,8 @@ class FSPOState(LossState):
         # c stands for both sides of a band that may have two widths.
         if self._calibrator is not None and (c := self._calibrator.c) is not None:
             scale = 2 * c / (loss.c_low + loss.c_high)
-            loss = loss.moved(
-                c_low=scale * loss.c_low,
-                c_high=scale * loss.c_high,
-                exponent=self._calibrator.exponent,
-                crossover=self._calibrator.crossover,
-            )
+            shape = {"exponent": self._calibrator.exponent, "crossover": self._calibrator.crossover}
+            loss = loss.moved(c_low=scale * loss.c_low, c_high=scale * loss.c_high, **shape)
         if not self._estimates_drift:
             return loss
         # A little less than the half width: rounding must not put S = 0 outside.
@@ -341,7 +307,7 @@ class FSPOState(LossState):
     def observe(
         self, log_ratio_sums: Tensor, lengths: Tensor, *, kl_k3: float, sigma: float | None, warm: bool
     ) -> None:
-        # σ̂ = 0: no update has moved the policy yet (every advantage was 0, say).
+        # σ̂ = 0: no update has moved the policy yet.
         if warm and sigma and self._calibrator is not None:
             self._calibrator.observe(log_ratio_sums, lengths)
         if self._loss.drift == "k3" and math.isfinite(kl_k3):
@@ -358,8 +324,7 @@ class FSPOState(LossState):
             return f"{text}, until two windows of {calibrator.mini_batches} mini-batches agree on sigma-hat"
         if calibrator.measured is not None:
             low, high = calibrator.measured.interval
-            crossover = "none" if calibrator.crossover is None else f"{calibrator.crossover:.0f} tokens"
-            shape = f"exponent = {calibrator.exponent:.3f}" if loss.shape == "power" else f"L* = {crossover}"
+            shape = f"exponent = {calibrator.exponent:.3f}, L* = {calibrator.crossover or 'none'}"
             text += (
                 f", {shape} (S grows as L^{calibrator.measured.value:.3f}, 95% interval {low:.3f} to "
                 f"{high:.3f})"

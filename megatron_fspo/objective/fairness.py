@@ -68,6 +68,7 @@ def length_reweighting_error(
     clusters: Tensor | None = None,
     strata: Tensor | None = None,
     draws: int = 1000,
+    interval: bool = True,
     seed: int = 0,
 ) -> LengthReweightingError:
     """How far acceptance depends on length: LRE_mean = Σ_b p_b·|a_b/ā − 1|, LRE_max = max_b |a_b/ā − 1|.
@@ -87,6 +88,7 @@ def length_reweighting_error(
         strata: int64 [N]; LRE is then computed within each, against its own ā, and averaged by their numbers
             of sequences. A stratum of which nothing is accepted is left out.
         draws: of the errors of chance; 0 leaves floor and intervals nan.
+        interval: False leaves the intervals nan.
         seed: of a generator of its own; the global random state is not touched.
 
     Without sequences, or with none accepted (ā = 0), the figures are nan; with one distinct length they are
@@ -112,7 +114,12 @@ def length_reweighting_error(
         return LengthReweightingError()
     bins = length_bins(lengths, num_bins)
     size = int(bins.max()) + 1
-    stratum = torch.zeros_like(bins) if strata is None else _numbered(strata.detach().cpu()[full])
+    # Numbers from 0 without gaps, in place of any names.
+    stratum, cluster = (
+        None if names is None else torch.unique(names.detach().cpu()[full], return_inverse=True)[1]
+        for names in (strata, clusters)
+    )
+    stratum = torch.zeros_like(bins) if stratum is None else stratum
     # Cells of a stratum and a bin; an empty one has no rate and no weight.
     cells = stratum * size + bins
     shape = (int(stratum.max()) + 1, size)
@@ -128,15 +135,15 @@ def length_reweighting_error(
     measured = _measures(deviations[None], weights, shape)
     figures: dict[str, Any] = {}
     if draws:
-        mine = None if clusters is None else _numbered(clusters.detach().cpu()[full])
-        spread = _spread(flags, cells, mine, rates, overall, counts, members)
+        spread = _spread(flags, cells, cluster, rates, overall, counts, members)
         spread = torch.where(used[:, None], spread, 0.0)
         generator = torch.Generator().manual_seed(seed)
         errors = torch.randn(draws, spread.shape[1], generator=generator, dtype=torch.float64) @ spread.T
         floors = _measures(errors, weights, shape)
-        for name, which in (("mean", 0), ("max", 1)):
-            interval = _interval(deviations, errors, weights, shape, which)
-            figures |= {f"null_{name}": floors[which].mean().item(), f"{name}_interval": interval}
+        figures = {"null_mean": floors[0].mean().item(), "null_max": floors[1].mean().item()}
+        for name, which in (("mean_interval", 0), ("max_interval", 1)):
+            if interval:
+                figures[name] = _interval(deviations, errors, weights, shape, which)
     in_bins = zip(*(values.view(shape).sum(0).tolist() for values in (counts, passed)), strict=True)
     ends = [(int(own.min()), int(own.max())) for own in (lengths[bins == number] for number in range(size))]
     return LengthReweightingError(
@@ -172,12 +179,6 @@ def length_bins(lengths: Tensor, num_bins: int) -> Tensor:
     return bins
 
 
-def _numbered(names: Tensor) -> Tensor:
-    """[N] int64 from 0 without gaps, in place of any names of groups."""
-    numbers: Tensor = torch.unique(names, return_inverse=True)[1]
-    return numbers
-
-
 def _spread(
     flags: Tensor,
     cells: Tensor,
@@ -193,7 +194,7 @@ def _spread(
     times = torch.ones(1)
     if clusters is None or int(clusters.max()) + 1 == len(clusters):
         # Independent rows of one cell and flag add the same: so many at once.
-        clusters = _numbered(2 * cells + flags.long())
+        clusters = torch.unique(2 * cells + flags.long(), return_inverse=True)[1]
         times = clusters.bincount()
     number, rows = int(clusters.max()) + 1, clusters * size + cells
 

@@ -21,6 +21,7 @@ from megatron_fspo.config import Config
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.job.rank_status import Activity, ranges
 from megatron_fspo.record.records import SequenceRecord
+from megatron_fspo.record.tokens import TOKENS, Piece, drop_later, write_tokens
 from megatron_fspo.record.trackers import Tracker, start_trackers
 
 METRICS = "metrics.jsonl"
@@ -80,6 +81,7 @@ class RunLog:
                 sizes[name] = next(ends, 0)
         missing = _missing_steps(self._folder / METRICS, resume_step)
         self._trackers = start_trackers(config, resume_step=resume_step)
+        drop_later(self._folder, resume_step or 0)
         for name, size in sizes.items():
             try:
                 with (self._folder / name).open("ab") as file:
@@ -135,6 +137,15 @@ class RunLog:
             row["flipped"] = [r.flipped for r in kept]
             row["flipped_log_ratio_sum"] = [r.flipped_log_ratio_sum for r in kept]
         self._append(SEQUENCES, row)
+
+    def tokens(self, step: int, pieces: Sequence[Piece]) -> None:
+        """Keep token log-probs of a step."""
+        if not self._writer:
+            return
+        try:
+            write_tokens(self._folder, step, self._config.rollout.samples, pieces)
+        except OSError as error:
+            raise _unwritten(self._folder / TOKENS, error) from None
 
     def routers(self, step: int, load: Tensor) -> None:
         """Keep the tokens of each expert [layers, E] in the optimizer steps of a step."""

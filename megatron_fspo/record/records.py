@@ -19,6 +19,7 @@ from megatron_fspo.objective.calibration import fit_exponent, sigma_hat
 from megatron_fspo.objective.policy_objective import LossTerms
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.segments import sequence_sums
+from megatron_fspo.record.tokens import Piece, pieces_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +69,8 @@ _COLUMNS = (
 class Recorder:
     """Observes a policy loss. What it sees stays on the device until the schedule is over."""
 
-    def __init__(self, update: int) -> None:
-        self._update = update
+    def __init__(self, update: int, tokens_of_every: int = 0) -> None:
+        self._update, self._tokens_of_every = update, tokens_of_every
         self._seen: list[tuple[MicroBatch, Tensor]] = []
         self._log_ratios: list[tuple[MicroBatch, Tensor]] = []
 
@@ -77,8 +78,14 @@ class Recorder:
         clips = (terms.clipped_low, terms.clipped_high, terms.dual_clipped)
         columns = (terms.log_ratio_sum, *clips, terms.out_of_band, terms.nonfinite, terms.ratio)
         self._seen.append((batch.on_host, torch.stack([column.double() for column in columns])))
-        if batch.router is not None:
+        if batch.router is not None or self._tokens_of_every:
             self._log_ratios.append((batch, log_ratio))
+
+    def pieces(self) -> list[Piece]:
+        """Token log-probs of every so many samples, as far as this rank holds them."""
+        every = self._tokens_of_every
+        of_batches = (pieces_of(self._update, *seen, every) for seen in self._log_ratios if every)
+        return [piece for pieces in of_batches for piece in pieces]
 
     def records(
         self, rank: int, flipped: Sequence[Tensor] = (), group: dist.ProcessGroup | None = None
@@ -165,10 +172,12 @@ def clip_metrics(
     decided = [r for r in records if r.advantage != 0]
     clipped = torch.tensor([r.clipped > 0 for r in decided], dtype=torch.bool)
     prompts = torch.tensor([r.sample // samples for r in records])
-    lre = length_reweighting_error(~outside, lengths, clusters=prompts, draws=200, seed=seed)
+    lre = length_reweighting_error(~outside, lengths, clusters=prompts, draws=200, interval=False, seed=seed)
     decided_lengths = torch.tensor([r.length for r in decided])
     asked = torch.tensor([r.sample // samples for r in decided])
-    signed = length_reweighting_error(~clipped, decided_lengths, clusters=asked, draws=200, seed=seed)
+    signed = length_reweighting_error(
+        ~clipped, decided_lengths, clusters=asked, draws=200, interval=False, seed=seed
+    )
     strata = {
         "sign": torch.tensor([1 + (r.advantage > 0) for r in decided]),
         "update": torch.tensor([r.update for r in decided]),

@@ -49,6 +49,8 @@ def update_metrics(run: Training, step: Step) -> dict[str, float]:
     """Metrics of the optimizer steps of a step, once all are taken; the sequences go to the log."""
     updates, config = step.updates, run.inputs.config
     run.log.sequences(run.step + 1, step.off_policy)
+    if step.tokens:
+        run.log.tokens(run.step + 1, step.tokens)
     sampled = config.rollout.old_log_probs == "sampled"
     # Those before which S = 0: up to the first that moved the policy.
     moved = [number for number, update in enumerate(updates, 1) if not update.skipped]

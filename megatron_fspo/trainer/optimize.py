@@ -31,6 +31,7 @@ from megatron_fspo.mcore.router import RouterPasses
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.groups import ParallelGroups, Totals, agreed, any_rank, gather_lists, means, share
 from megatron_fspo.record.records import Recorder, SequenceRecord, as_tensors, sigma_of
+from megatron_fspo.record.tokens import Piece, stride
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.rollout import Rollout
 
@@ -60,6 +61,8 @@ class Step:
     first: list[SequenceRecord] = field(default_factory=list)
     """Records of the first of them, before the policy has moved."""
     off_policy: list[SequenceRecord] = field(default_factory=list)
+    tokens: list[Piece] = field(default_factory=list)
+    """Token log-probs of some of the off-policy records, for the run's folder."""
     nonfinite: int = 0
     """Sequences that optimizer steps had to do without, each counted in every one."""
     old_report: Tensor | None = None
@@ -152,7 +155,9 @@ def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
 
 def _gradient(run: Training, step: Step, loss: PolicyLoss) -> tuple[Totals, list[SequenceRecord]]:
     """Backward on the next mini-batch: sums of its metrics, and the records of its sequences on all ranks."""
-    recorder = Recorder(len(step.updates) + 1)
+    kept = 0 if step.on_policy else run.inputs.config.log.tokens
+    every = stride(len(step.rollout), kept) if kept else 0
+    recorder = Recorder(len(step.updates) + 1, every)
     packs, passes = _routed(run, step.packs_of(step.turn))
     totals = run.policy.backward(packs, replace(loss, observer=recorder))
     flipped = []
@@ -165,6 +170,9 @@ def _gradient(run: Training, step: Step, loss: PolicyLoss) -> tuple[Totals, list
     records = share(records, group=run.groups.pp, source=-1)
     for group in (run.groups.tp, run.groups.cp):
         records = share(records, group=group)
+    if every:
+        pieces = share(gather_lists(recorder.pieces(), group=run.groups.cp), group=run.groups.pp, source=-1)
+        step.tokens += gather_lists(pieces, group=run.groups.dp)
     return totals, gather_lists(records, group=run.groups.dp)
 
 

@@ -14,7 +14,7 @@ code with its gradient weights. Nothing else is imported from the code that is c
 
     J    = (1/N) Σ_i J_i                                 FSPO, RLOO, GSPO, LUSPO, GMPO
          = (1/N) Σ_i (1/L_i) Σ_t J_it                    GRPO, SAPO, OPSM
-         = (1/T) Σ_i Σ_t J_it                            CTPO, VESPO, DAPO, CISPO, DPPO-TV
+         = (1/T) Σ_i Σ_t J_it                            CTPO, CPPO, PNPO, VESPO, DAPO, CISPO, DPPO-TV
     loss = −(J + entropy_coef·H − kl_coef·KL) + aux_loss_coef·B + z_loss_coef·Z
     H    = (1/T) Σ_i Σ_t entropy of π at y_it
     KL   = (1/T) Σ_i Σ_t ½ (log π(y_it) − log π_ref(y_it))²

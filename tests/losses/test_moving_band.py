@@ -154,8 +154,8 @@ def test_a_measured_crossover_comes_with_the_width_and_stays() -> None:
     ("keys", "words"),
     [
         ({"shape": "noise_signal"}, r"loss\.crossover = measured needs loss\.calibrate of 3"),
-        ({"shape": "noise_signal", "crossover": 9, "exponent": 0.7}, r"no loss\.exponent"),
-        ({"crossover": 9}, r"needs loss\.shape = noise_signal"),
+        ({"shape": "noise_signal", "crossover": 9, "exponent": 0.7}, r"loss\.exponent = 0.7 does nothing"),
+        ({"crossover": 9}, r"loss\.crossover = 9 does nothing"),
     ],
 )
 def test_keys_of_the_shape_go_together(keys: dict[str, Any], words: str) -> None:

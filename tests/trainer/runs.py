@@ -15,7 +15,7 @@ CONFIG = REPO / "examples/make_sum/run.toml"
 SMALL = (
     "--rollout.prompts 8 --rollout.samples 4 --batch.mini-batches 4 --batch.epochs 1 --optimizer.lr 3e-4 "
     "--optimizer.warmup-steps 0 --optimizer.lr-decay cosine --optimizer.lr-decay-steps 40 "
-    "--loss.calibrate 3 --evaluation.samples 2 --evaluation.every 2"
+    "--loss.calibrate 3 --evaluation.samples 2 --evaluation.every 2 --log.tokens 8"
 ).split()
 
 

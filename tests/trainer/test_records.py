@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_fspo.lab.explain.dump import read_dump
 from megatron_fspo.objective.policy_objective import LossTerms
 from megatron_fspo.record.records import Recorder, SequenceRecord, as_tensors, clip_metrics, sigma_of
+from megatron_fspo.record.tokens import drop_later, write_tokens
 from mismatch_cases import record, sample
 from packs import collate
 
@@ -132,6 +135,43 @@ def test_records_carry_what_the_loss_said() -> None:
     assert two == record(4, -math.inf, 0.25, sample=2, rank=3, nonfinite=True, ratio=2.5, **clips)
     s, lengths = as_tensors([one, two])
     assert s.tolist() == [1.5, -math.inf] and s.dtype == torch.float64 and lengths.tolist() == [3, 4]
+
+
+def test_tokens_of_context_ranks_make_whole_responses(tmp_path: Path) -> None:
+    """Every other sample is kept; two ranks hold zigzag chunks of each, and what explain reads is S again."""
+    samples = [sample(i, [-1.0] * length) for i, length in enumerate((3, 2, 9, 14))]
+    totals = {"num_sequences": 4, "num_tokens": 28}
+    whole = collate(samples, [0, 1, 2, 3], **totals)
+    generator = torch.Generator().manual_seed(0)
+    drawn = {n: torch.rand(2, 40, generator=generator) - 0.5 for n in range(4)}  # by position, ratio and old
+    pieces = []
+    for rank in (1, 0):
+        batch = collate(samples, [0, 1, 2, 3], **totals, context_rank=rank, context_size=2)
+        at = zip(batch.segment.tolist(), batch.position_ids[0], strict=True)
+        both = torch.stack([drawn.get(n, torch.zeros(2, 40))[:, position] for n, position in at])
+        recorder = Recorder(3, tokens_of_every=2)
+        recorder(replace(batch, old_log_probs=both[:, 1] - 1), _terms(4), both[:, 0])
+        pieces += recorder.pieces()
+    (tmp_path / "run").mkdir()
+    write_tokens(tmp_path / "run", 7, 2, pieces)
+    dump = read_dump(tmp_path / "run/tokens", {}, step=7)
+    assert dump.lengths.tolist() == [3, 9] and dump.updates.tolist() == [3, 3] and dump.clusters_count == 2
+    assert dump.log_ratio is not None and dump.old_log_probs is not None
+    want = [drawn[n][:, whole.position_ids[0][(whole.segment == n) & whole.mask]] for n in (0, 2)]
+    for column, found in ((0, dump.log_ratio), (1, dump.old_log_probs + 1)):
+        wanted = torch.cat([part[column] for part in want])
+        torch.testing.assert_close(found.float(), wanted, atol=1e-6, rtol=0)
+    drop_later(tmp_path / "run", 7)
+    assert [path.name for path in (tmp_path / "run/tokens").iterdir()] == ["step_000007.parquet"]
+    drop_later(tmp_path / "run", 6)
+    assert not list((tmp_path / "run/tokens").iterdir())
+
+
+def _terms(count: int) -> LossTerms:
+    flat = torch.zeros(count)
+    names = ("clipped_low", "clipped_high", "dual_clipped", "log_ratio_sum", "ratio", "weight")
+    flags = dict.fromkeys(("out_of_band", "nonfinite"), flat > 0)
+    return LossTerms(objective=flat.sum(), **dict.fromkeys(names, flat), **flags)
 
 
 def test_records_say_how_much_of_s_is_at_flipped_tokens() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from kill_runs import Harness, Kill
 from launch import REPO, environment, forked, why
+from megatron_fspo.lab.explain.dump import read_dump
 from metrics_page import unknown
 from runs import PROGRAM, command, faulty, numbers, rows, run
 
@@ -54,6 +55,13 @@ def test_the_first_update_is_on_policy_and_later_ones_clip(folder: Path) -> None
     assert all(row["rollout/logprob_abs_diff/max"] < 1e-4 for row in training)
     assert any(row["actor/pg_clipfrac"] > 0 for row in training)
     assert all(row["actor/grad_norm"] > 0 for row in training)
+
+
+def test_kept_tokens_add_up_to_the_records(folder: Path) -> None:
+    tokens, records = (read_dump(folder / "whole" / name, {}) for name in ("tokens", "sequences.jsonl"))
+    assert 8 < len(tokens) < len(records) and tokens.clustered_by == "prompt"
+    near = [(records.log_ratio_sum - s).abs().min().item() for s in tokens.log_ratio_sum]
+    assert max(near) < 1e-5
 
 
 def test_c_is_measured_and_only_falls_until_it_is_fixed(folder: Path) -> None:
@@ -102,7 +110,8 @@ def test_stopped_within_a_step_and_resumed_gives_the_same_numbers(
     resumed = run(folder, name, "--run.steps", str(STEPS), "--checkpoint.every", "1", "--resume")
     assert resumed.returncode == 0, why(resumed.stderr)
     assert list(map(numbers, rows(folder, name))) == list(map(numbers, rows(folder, "whole")))
-    for file in ("sequences.jsonl", "samples.jsonl", "hf/model.safetensors"):
+    kept = ("sequences.jsonl", "samples.jsonl", "hf/model.safetensors", f"tokens/step_{STEPS:06d}.parquet")
+    for file in kept:
         assert (folder / name / file).read_bytes() == (folder / "whole" / file).read_bytes()
 
 

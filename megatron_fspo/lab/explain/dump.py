@@ -101,14 +101,16 @@ class _Response:
 
 
 def read_dump(path: Path, given: Mapping[str, str], step: int | None = None) -> Dump:
-    """The responses of a file, or of a folder of one of our runs: those of an optimizer ``step``, or all.
-    ``given`` are names of fields in the file, where they are none of ``rows.NAMES``.
+    """The responses of a file, or of a folder of one of our runs, or its ``tokens``: those of a ``step``, or
+    all. ``given`` are names of fields in the file, where they are none of ``rows.NAMES``.
 
     Raises:
         InputError: the first thing that is wrong; names file, row and field.
     """
-    path = path / _SEQUENCES if path.is_dir() else path
-    responses = list(_responses(path, given, step))
+    files = [path]
+    if path.is_dir():
+        files = sorted(path.glob("*.parquet")) or [path / _SEQUENCES]
+    responses = [one for file in files for one in _responses(file, given, step)]
     if not responses:
         raise InputError(f"{path}: holds no responses{'' if step is None else f' of step {step}'}")
     full = [one for one in responses if one.length > 0]

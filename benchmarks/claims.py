@@ -1,0 +1,151 @@
+"""Verdicts on the claims of ``benchmarks/evidence/claims.toml``, from the results of its sweeps.
+
+    python benchmarks/claims.py
+
+Claims are compared over seeds: paired t tests of a difference, and two one-sided ones of a difference within
+the margin (TOST). All claims of the file, also those whose runs are not made, are one family: Holm's
+correction, 5% for all of them together. A verdict of no difference also needs that its test would find one
+where there is none four times in five.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from scipy import stats
+
+from machine import ROOT, markdown, options_of
+
+CLAIMS = ROOT / "benchmarks/evidence/claims.toml"
+LEVEL, POWER = 0.05, 0.8
+Verdict = Literal["supported", "dead", "no difference", "not supported", "not run"]
+"""Dead: the opposite is shown. Not supported: nothing is, either way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What is claimed of the difference of two arms, before its runs."""
+
+    part: str
+    text: str
+    figure: str
+    arm: str
+    less: str
+    test: Literal["above", "below", "equal"]
+    margin: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Test:
+    """The tests of one difference [seeds]."""
+
+    seeds: int
+    value: float
+    half_width: float
+    """Of the 95% t interval."""
+    different: float
+    """p of the two-sided t test."""
+    within: float
+    """p of TOST: the larger of the one-sided tests against either end of the margin."""
+    power: float
+    """Chance that TOST finds equal arms within the margin, at 5%, with this spread over as many seeds."""
+
+
+def test_of(gaps: Sequence[float], margin: float) -> Test:
+    """The tests of differences, one a seed."""
+    count, mean = len(gaps), float(np.mean(gaps))
+    error = max(float(np.std(gaps, ddof=1)) / count**0.5, 1e-300)
+    law = stats.t(count - 1)
+    return Test(
+        seeds=count,
+        value=mean,
+        half_width=float(law.ppf(0.975)) * error,
+        different=float(2 * law.sf(abs(mean) / error)),
+        within=float(max(law.sf((mean + margin) / error), law.sf((margin - mean) / error))),
+        power=max(0.0, float(2 * law.cdf(margin / error - law.ppf(1 - LEVEL)) - 1)),
+    )
+
+
+def judge(claims: Sequence[Claim], tests: Sequence[Test | None]) -> list[Verdict]:
+    """A verdict each; None for a claim whose runs are not made."""
+    primary = [
+        1.0 if test is None else test.within if claim.test == "equal" else test.different
+        for claim, test in zip(claims, tests, strict=True)
+    ]
+    shown = holm(primary)
+    return [_verdict(*each, len(claims)) for each in zip(claims, tests, shown, strict=True)]
+
+
+def _verdict(claim: Claim, test: Test | None, shown: bool, family: int) -> Verdict:
+    if test is None:
+        return "not run"
+    # What was not the claim has to hold against all of the family.
+    equal = test.power >= POWER and (shown if claim.test == "equal" else test.within * family < LEVEL)
+    if claim.test == "equal":
+        if equal:
+            return "supported"
+        return "dead" if test.different * family < LEVEL else "not supported"
+    if shown:
+        return "supported" if (test.value > 0) == (claim.test == "above") else "dead"
+    return "no difference" if equal else "not supported"
+
+
+def holm(p: Sequence[float]) -> list[bool]:
+    """Which of the tests reject, 5% for all of them together (Holm 1979)."""
+    rejected = [False] * len(p)
+    for rank, number in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+        if p[number] * (len(p) - rank) >= LEVEL:
+            break
+        rejected[number] = True
+    return rejected
+
+
+def read_claims(path: Path = CLAIMS) -> list[Claim]:
+    """The claims of a file, in their order."""
+    return [Claim(**one) for one in tomllib.loads(path.read_text(encoding="utf-8"))["claim"]]
+
+
+def differences(result: Mapping[str, Any], claim: Claim) -> list[float]:
+    """Of the claim's arms, seed by seed, in a part's results; seeds that both have."""
+    arms = [
+        {run["seed"]: run[claim.figure] for run in result["runs"] if run["arm"] == arm}
+        for arm in (claim.arm, claim.less)
+    ]
+    return [arms[0][seed] - arms[1][seed] for seed in sorted(arms[0].keys() & arms[1].keys())]
+
+
+def tested(claims: Sequence[Claim], results: Path = ROOT / "benchmarks/results") -> list[Test | None]:
+    """The tests of each claim whose part has results."""
+    found: list[Test | None] = []
+    for claim in claims:
+        file = results / f"evidence_{claim.part}.json"
+        gaps = differences(json.loads(file.read_text(encoding="utf-8")), claim) if file.exists() else []
+        found.append(test_of(gaps, claim.margin) if len(gaps) > 1 else None)
+    return found
+
+
+def table(claims: Sequence[Claim]) -> str:
+    """The claims with what was measured and their verdicts."""
+    tests = tested(claims)
+    rows = []
+    for claim, test, verdict in zip(claims, tests, judge(claims, tests), strict=True):
+        measured = "" if test is None else f"{test.value:+.3f} ± {test.half_width:.3f}, {test.seeds} seeds"
+        what = f"`{claim.figure}`, {claim.arm} less {claim.less}"
+        rows.append([claim.text, what, measured, f"**{verdict}**"])
+    return markdown(["claim", "difference", "measured", "verdict"], rows)
+
+
+def main() -> None:
+    """Print the verdicts."""
+    options_of(__doc__).parse_args()
+    print(table(read_claims()))
+
+
+if __name__ == "__main__":
+    main()
