@@ -101,10 +101,8 @@ def length_reweighting_error(
     are ours, as the interval is (`benchmarks/interval_coverage.py` measures what it covers).
     """
     if accepted.dtype != torch.bool or accepted.dim() != 1 or accepted.shape != lengths.shape:
-        raise ValueError(
-            f"accepted must be bool [N] and lengths [N], got {accepted.dtype} {[*accepted.shape]} "
-            f"and {[*lengths.shape]}"
-        )
+        got = f"{accepted.dtype} {[*accepted.shape]} and {[*lengths.shape]}"
+        raise ValueError(f"accepted must be bool [N] and lengths [N], got {got}")
     if num_bins < 1 or draws < 0:
         raise ValueError(f"num_bins must be at least 1 and draws at least 0, got {num_bins} and {draws}")
     lengths = lengths.detach().cpu().long()
@@ -114,12 +112,11 @@ def length_reweighting_error(
         return LengthReweightingError()
     bins = length_bins(lengths, num_bins)
     size = int(bins.max()) + 1
-    # Numbers from 0 without gaps, in place of any names.
-    stratum, cluster = (
-        None if names is None else torch.unique(names.detach().cpu()[full], return_inverse=True)[1]
-        for names in (strata, clusters)
-    )
-    stratum = torch.zeros_like(bins) if stratum is None else stratum
+    stratum, cluster = torch.zeros_like(bins), None  # numbers from 0 without gaps
+    if strata is not None:
+        stratum = torch.unique(strata.detach().cpu()[full], return_inverse=True)[1]
+    if clusters is not None:
+        cluster = torch.unique(clusters.detach().cpu()[full], return_inverse=True)[1]
     # Cells of a stratum and a bin; an empty one has no rate and no weight.
     cells = stratum * size + bins
     shape = (int(stratum.max()) + 1, size)
@@ -133,29 +130,24 @@ def length_reweighting_error(
     weights = torch.where(used, counts, 0.0)
     weights /= weights.sum()  # nan where nothing is accepted
     measured = _measures(deviations[None], weights, shape)
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {"mean": measured[0].item(), "max": measured[1].item()}
     if draws:
         spread = _spread(flags, cells, cluster, rates, overall, counts, members)
         spread = torch.where(used[:, None], spread, 0.0)
         generator = torch.Generator().manual_seed(seed)
         errors = torch.randn(draws, spread.shape[1], generator=generator, dtype=torch.float64) @ spread.T
         floors = _measures(errors, weights, shape)
-        figures = {"null_mean": floors[0].mean().item(), "null_max": floors[1].mean().item()}
-        for name, which in (("mean_interval", 0), ("max_interval", 1)):
+        for which, name in enumerate(("mean", "max")):
+            figures[f"null_{name}"] = floors[which].mean().item()
             if interval:
-                figures[name] = _interval(deviations, errors, weights, shape, which)
+                figures[f"{name}_interval"] = _interval(deviations, errors, weights, shape, which)
     in_bins = zip(*(values.view(shape).sum(0).tolist() for values in (counts, passed)), strict=True)
     ends = [(int(own.min()), int(own.max())) for own in (lengths[bins == number] for number in range(size))]
-    return LengthReweightingError(
-        mean=measured[0].item(),
-        max=measured[1].item(),
-        accepted_rate=flags.mean().item(),
-        bins=tuple(
-            LengthBin(low=low, high=high, share=count / len(flags), accepted_rate=good / count)
-            for (low, high), (count, good) in zip(ends, in_bins, strict=True)
-        ),
-        **figures,
+    found = tuple(
+        LengthBin(low=low, high=high, share=count / len(flags), accepted_rate=good / count)
+        for (low, high), (count, good) in zip(ends, in_bins, strict=True)
     )
+    return LengthReweightingError(**figures, accepted_rate=flags.mean().item(), bins=found)
 
 
 def effective_sample_size(weights: Tensor) -> float:

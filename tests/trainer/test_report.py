@@ -149,6 +149,7 @@ def test_null_in_the_files(tmp_path: Path) -> None:
 
 def test_records_that_count_in_no_rate_are_left_out(tmp_path: Path) -> None:
     row = {"step": 1, "length": [5, 0, 7], "log_ratio_sum": [None, 0.0, 0.25], "advantage": [1.0, 1.0, -1.0]}
+    row |= {"update": [2, 2, 3], "prompt": [0, 0, 1]}
     row |= {"clipped": [0, 0, 1], "out_of_band": [False, False, True], "ratio": [None, 1.0, 0.0]}
     (tmp_path / "sequences.jsonl").write_text(json.dumps(row) + "\n")
     records = read_records(tmp_path)

@@ -48,14 +48,10 @@ def test_the_page_has_both_runs(runs: tuple[Path, Path], capsys: pytest.CaptureF
     bins = [clip_rates(read_records(run).tail(TAIL, WINDOW)) for run in runs]
     ratios = [f"{one[-1].out_of_band / one[0].out_of_band:.1f}" for one in bins]
     assert re.findall(r"(\d+\.\d) ×", lead) == ratios
-    # S of these runs spreads as the band does.
-    (growth,) = (float(line.split(" ×")[0].split()[-1]) for line in rest if "S spreads" in line)
-    assert growth == pytest.approx(1, abs=0.2)
     assert not any("not matched" in line for line in rest)
 
 
-def test_a_steeper_s_and_shares_that_differ_are_said(tmp_path: Path) -> None:
-    """S ∝ L in a band of ½: 64 tokens against 4 are 4 × as far out."""
+def test_shares_that_differ_are_said(tmp_path: Path) -> None:
     folders = []
     for name, scale in (("a", 0.5), ("b", 0.1)):
         folder = write_run(make_config(tmp_path, run={"name": name}), steps=6)
@@ -70,11 +66,6 @@ def test_a_steeper_s_and_shares_that_differ_are_said(tmp_path: Path) -> None:
     assert write_comparison(folders, path) == path and [*path.parent.iterdir()] == [path]
     text = path.read_text(encoding="utf-8").partition("<h2>")[0]
     assert "not matched" in text
-    growths = [float(x) for x in re.findall(r"S grows (\d+\.\d) ×", text)]
-    shares = re.findall(r"leave (\d+)% of the short and (\d+)% of the long", text)
-    assert all(2 < growth < 4 for growth in growths)
-    assert all(int(long) > 2 * int(short) for short, long in shares)
-    assert len(growths) == len(shares) == 2
 
 
 def test_equal_names_are_told_apart() -> None:

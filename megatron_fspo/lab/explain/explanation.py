@@ -90,19 +90,6 @@ class Disagreement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matched:
-    """The limits with which a loss puts the share outside that another one does."""
-
-    name: str
-    to: str
-    limits: dict[str, float]
-    factor: float
-    """Width over that of the limits given, in nats."""
-    out_of_band: float
-    """The share that they give: as near as N allows."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Bin:
     """Responses with low <= L <= high."""
 
@@ -135,7 +122,6 @@ class Explanation:
     """The share outside at which losses are compared; NaN where there is none."""
     matched: tuple[OfLoss, ...]
     """With limits that give this rate; empty without one."""
-    limits_for: tuple[Matched, ...]
     disagreements: tuple[Disagreement, ...]
 
 
@@ -182,24 +168,8 @@ def explanation_of(dump: Dump, losses: Sequence[PolicyLossConfig], rate: float |
         decisions=decisions,
         rate=wanted if matched else math.nan,
         matched=tuple(matched),
-        limits_for=tuple(_limits_for(losses, reaches, given)),
         disagreements=tuple(_disagreements(dump, [loss.name for loss in losses], decisions)),
     )
-
-
-def _limits_for(
-    losses: Sequence[PolicyLossConfig], reaches: Sequence[Tensor], given: Sequence[OfLoss]
-) -> Iterator[Matched]:
-    for (loss, far), target in itertools.product(zip(losses, reaches, strict=True), given):
-        if loss.name != target.name and target.out_of_band < 1:
-            factor = min(factor_for(far, target.out_of_band), loss.widest())
-            yield Matched(
-                name=loss.name,
-                to=target.name,
-                limits=loss.scaled(factor).limits(),
-                factor=factor,
-                out_of_band=_mean(far > factor),
-            )
 
 
 def _of_loss(

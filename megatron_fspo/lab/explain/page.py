@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from megatron_fspo import __version__
 from megatron_fspo.lab.explain.explanation import Bin, Explanation, OfLoss
-from megatron_fspo.lab.explain.text import bins_table, fates_table, limits_table, losses_table, sentences
+from megatron_fspo.lab.explain.text import bins_table, fates_table, losses_table, sentences
 from megatron_fspo.lab.report.drawing import COLOURS, legend, length_axis, picture, share_axis
 from megatron_fspo.lab.report.page import template
 
@@ -33,7 +33,6 @@ def write_page(explanation: Explanation, path: Path) -> None:
         matched=losses_table(explanation.matched),
         bins=bins_table(explanation, compared),
         fates=fates_table(explanation),
-        limits=limits_table(explanation),
         svgs={name: Markup(svg) for name, svg in svgs.items()},
         version=__version__,
     )

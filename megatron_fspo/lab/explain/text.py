@@ -54,7 +54,6 @@ def as_json(explanation: Explanation) -> dict[str, Any]:
         "given": explanation.given,
         "rate": explanation.rate,
         "matched": explanation.matched,
-        "limits_for": explanation.limits_for,
         "disagreements": explanation.disagreements,
         "words": list(sentences(explanation)),
     }
@@ -135,20 +134,6 @@ def fates_table(explanation: Explanation) -> Table:
     )
 
 
-def limits_table(explanation: Explanation) -> Table:
-    """The limits that give a loss another one's rate."""
-    matched = explanation.limits_for
-    return by_column(
-        {
-            "loss": [one.name for one in matched],
-            "puts outside as": [one.to for one in matched],
-            "with": [limits_of(one.limits) for one in matched],
-            "times as wide": [f"{one.factor:.3g}" for one in matched],
-            "outside": [percent(one.out_of_band) for one in matched],
-        }
-    )
-
-
 def render(explanation: Explanation) -> str:
     """The text for the console."""
     given, matched = explanation.given, explanation.matched
@@ -160,7 +145,6 @@ def render(explanation: Explanation) -> str:
     blocks += [
         (f"by length, {limits}; mass: of the gradient", bins_table(explanation, matched or given)),
         ("responses that change fate, with the limits given", fates_table(explanation)),
-        ("limits that put the same share outside", limits_table(explanation)),
     ]
     tables = (["", title, *columns(*table)] for title, table in blocks)
     return "\n".join([*sentences(explanation), *(line for lines in tables for line in lines)])
@@ -255,10 +239,6 @@ def _fates(explanation: Explanation) -> Iterator[str]:
 
 def _matched(explanation: Explanation) -> Iterator[str]:
     first, rate = explanation.given[0].name, explanation.rate
-    for one in explanation.limits_for:
-        if one.name == first:
-            limits = limits_of(one.limits)
-            yield f"{first} puts as many outside as {one.to} does ({one.out_of_band:.1%}) with {limits}."
     if not explanation.matched:
         yield (
             f"{first} has none or all of the responses outside its band, so there is no rate to compare the "

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from markupsafe import Markup
 
 from megatron_fspo import __version__
@@ -17,7 +16,7 @@ from megatron_fspo.evaluation.tables import number
 from megatron_fspo.lab.report import pictures
 from megatron_fspo.lab.report.drawing import Line, smoothing_window
 from megatron_fspo.lab.report.figures import ABSENT, TAIL, WINDOW, RunData, in_words, machines
-from megatron_fspo.lab.report.history import Records, Series, clip_rates, overall_rates
+from megatron_fspo.lab.report.history import Series, clip_rates, overall_rates
 from megatron_fspo.lab.report.page import template
 from megatron_fspo.lab.report.pictures import LengthCurve, style_of
 from megatron_fspo.objective import FSPOBand
@@ -115,6 +114,7 @@ def figures(data: RunData) -> dict[str, str]:
         "Evaluation, gained": gained,
         **last,
         "LRE pooled": pooled if math.isfinite(lre.mean) else ABSENT,
+        "LRE pooled, clipped": number(data.signed["length"].mean, ".3f", ABSENT),
         "Exponent of S": exponent,
         "… of FSPO’s band": f"{band.exponent:.3g}" if isinstance(band, FSPOBand) else ABSENT,
         "Seconds of a step": f"{seconds.total() / len(seconds.steps):.3g}" if seconds else ABSENT,
@@ -122,8 +122,8 @@ def figures(data: RunData) -> dict[str, str]:
     }
 
 
-def sentences(runs: Sequence[ComparedRun], curves: Sequence[LengthCurve]) -> Iterator[str]:
-    """The first picture in words, and how much of it the growth of S explains."""
+def sentences(curves: Sequence[LengthCurve]) -> Iterator[str]:
+    """The first picture in words."""
     banded = [curve for curve in curves if len(curve.bins) > 1 and curve.bins[0].out_of_band > 0]
     ratios = [(curve.bins[-1].out_of_band / curve.bins[0].out_of_band, curve.label) for curve in banded]
     if banded:
@@ -134,25 +134,6 @@ def sentences(runs: Sequence[ComparedRun], curves: Sequence[LengthCurve]) -> Ite
     if shares and max(shares) - min(shares) > _MATCHED:
         listed = ", ".join(f"{curve.label} {number(curve.overall, '.1%', ABSENT)}" for curve in curves)
         yield f"The shares outside over all lengths are not matched: {listed}."
-    for run, curve in zip(runs, curves, strict=True):
-        measured, band = run.data.exponent, run.data.band()
-        if isinstance(measured, str) or not isinstance(band, FSPOBand) or len(curve.bins) < 2:
-            continue
-        short, long = ((one.low + one.high) / 2 for one in (curve.bins[0], curve.bins[-1]))
-        wider = (long / short) ** (measured.value - band.exponent)
-        rates = [_expected(run.data.pool, measured.value, band, length) for length in (short, long)]
-        yield (
-            f"{run.label}: S spreads as L^{measured.value:.2f}, its band as L^{band.exponent:.2g}. From "
-            f"{short:.0f} to {long:.0f} tokens S grows {wider:.1f} × as much as the band, which alone would "
-            f"leave {rates[0]:.0%} of the short and {rates[1]:.0%} of the long outside."
-        )
-
-
-def _expected(records: Records, exponent: float, band: FSPOBand, length: float) -> float:
-    """Share outside of responses of one length, were S/L^a alike at all lengths."""
-    sums = torch.from_numpy(records.log_ratio_sum) * (length / torch.from_numpy(records.length)) ** exponent
-    low, high = band.bounds(torch.tensor([length], dtype=torch.float64))
-    return ((sums < low) | (sums > high)).double().mean().item()
 
 
 def _render(runs: Sequence[ComparedRun]) -> str:
@@ -161,7 +142,7 @@ def _render(runs: Sequence[ComparedRun]) -> str:
     rows = [(name, [one[name] for one in every]) for name in every[0]]
     return template(Path(__file__).with_name("compare.html")).render(
         runs=runs,
-        sentences=list(sentences(runs, curves)),
+        sentences=list(sentences(curves)),
         colours=[style_of(position)[0] for position in range(len(runs))],
         rows=[(name, values) for name, values in rows if set(values) != {ABSENT}],
         differences=differences([run.data.config for run in runs]),

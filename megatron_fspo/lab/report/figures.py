@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from megatron_fspo.config import Config
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.evaluation.tables import number
-from megatron_fspo.lab.report.history import History, Records, Series, pooled_lre, read_records
+from megatron_fspo.lab.report.history import History, Records, Series, pooled_lre, read_records, signed_errors
 from megatron_fspo.lab.report.samples import accuracy_change, first_and_last_samples
 from megatron_fspo.objective import ClipBand, FSPOBand
 from megatron_fspo.objective.calibration import Exponent, measure_exponent
@@ -50,6 +50,8 @@ class RunData:
         self.pool = self.records.thinned(_POOL)
         self.lre = pooled_lre(self.pool)
         """LRE of out-of-band acceptance."""
+        self.signed = signed_errors(self.pool)
+        """How uneven what a clip really removes is."""
         self.exponent = exponent_of(self.pool)
         self.samples = first_and_last_samples(folder, self.history)
         self.change = accuracy_change(self.history, self.samples)
@@ -199,6 +201,16 @@ def headlines(data: RunData) -> Iterator[Headline]:
             last=f"{data.lre.mean:.3f}",
             note=f"95% interval {low:.3f} to {high:.3f}; null floor {data.lre.null_mean:.3f}; "
             f"{len(data.pool):,} records, evenly over all steps",
+        )
+        signed = data.signed["length"]
+        low, high = signed.mean_interval
+        yield Headline(
+            name="LRE pooled, clipped",
+            last=f"{signed.mean:.3f}",
+            note=f"what a clip really removes: 95% interval {low:.3f} to {high:.3f}; within signs of A "
+            f"{data.signed['within_sign'].mean:.3f}, within optimizer steps "
+            f"{data.signed['within_update'].mean:.3f}; between signs {data.signed['sign'].mean:.3f}, between "
+            f"steps {data.signed['update'].mean:.3f}",
         )
     if len(data.pool):
         yield _exponent(data)
