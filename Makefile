@@ -126,7 +126,10 @@ format: $(VENV)/.ready  ## reformat
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-evidence: $(VENV)/.ready vllm $(SMOLLM2)/checkpoint/config.json  ## every figure of docs/evidence.md again; runs in runs/evidence are not made twice
+runs/ledger/checkpoint/config.json: $(VENV)/.ready
+	PYTHONPATH=. $(VENV)/bin/python benchmarks/ledger/ledger.py --out runs/ledger
+
+evidence: $(VENV)/.ready vllm $(SMOLLM2)/checkpoint/config.json runs/ledger/checkpoint/config.json  ## every figure of docs/evidence.md again; runs in runs/evidence are not made twice
 	$(VENV)/bin/python benchmarks/evidence.py $(EVIDENCE_ARGS)
 	$(with_vllm) $(VENV)/bin/python benchmarks/long_responses.py
 	$(VENV)/bin/python docs/make_evidence.py

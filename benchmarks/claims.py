@@ -3,9 +3,9 @@
     python benchmarks/claims.py
 
 Claims are compared over seeds: paired t tests of a difference, and two one-sided ones of a difference within
-the margin (TOST). All claims of the file, also those whose runs are not made, are one family: Holm's
-correction, 5% for all of them together. A verdict of no difference also needs that its test would find one
-where there is none four times in five.
+the margin (TOST). Over all claims of the file, also those whose runs are not made, Holm's correction keeps
+the chance of any false difference below 5%, and that of any false equality. Equality also needs a test that
+would find it four times in five where it is so.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Test:
+class Comparison:
     """The tests of one difference [seeds]."""
 
     seeds: int
@@ -57,12 +57,12 @@ class Test:
     """Chance that TOST finds equal arms within the margin, at 5%, with this spread over as many seeds."""
 
 
-def test_of(gaps: Sequence[float], margin: float) -> Test:
+def compare(gaps: Sequence[float], margin: float) -> Comparison:
     """The tests of differences, one a seed."""
     count, mean = len(gaps), float(np.mean(gaps))
     error = max(float(np.std(gaps, ddof=1)) / count**0.5, 1e-300)
     law = stats.t(count - 1)
-    return Test(
+    return Comparison(
         seeds=count,
         value=mean,
         half_width=float(law.ppf(0.975)) * error,
@@ -72,26 +72,22 @@ def test_of(gaps: Sequence[float], margin: float) -> Test:
     )
 
 
-def judge(claims: Sequence[Claim], tests: Sequence[Test | None]) -> list[Verdict]:
+def judge(claims: Sequence[Claim], tests: Sequence[Comparison | None]) -> list[Verdict]:
     """A verdict each; None for a claim whose runs are not made."""
-    primary = [
-        1.0 if test is None else test.within if claim.test == "equal" else test.different
-        for claim, test in zip(claims, tests, strict=True)
-    ]
-    shown = holm(primary)
-    return [_verdict(*each, len(claims)) for each in zip(claims, tests, shown, strict=True)]
+    differs = holm([1.0 if test is None else test.different for test in tests])
+    within = holm([1.0 if test is None else test.within for test in tests])
+    return [_verdict(*each) for each in zip(claims, tests, differs, within, strict=True)]
 
 
-def _verdict(claim: Claim, test: Test | None, shown: bool, family: int) -> Verdict:
+def _verdict(claim: Claim, test: Comparison | None, differs: bool, within: bool) -> Verdict:
     if test is None:
         return "not run"
-    # What was not the claim has to hold against all of the family.
-    equal = test.power >= POWER and (shown if claim.test == "equal" else test.within * family < LEVEL)
+    equal = within and test.power >= POWER
     if claim.test == "equal":
         if equal:
             return "supported"
-        return "dead" if test.different * family < LEVEL else "not supported"
-    if shown:
+        return "dead" if differs and abs(test.value) > claim.margin else "not supported"
+    if differs:
         return "supported" if (test.value > 0) == (claim.test == "above") else "dead"
     return "no difference" if equal else "not supported"
 
@@ -120,13 +116,13 @@ def differences(result: Mapping[str, Any], claim: Claim) -> list[float]:
     return [arms[0][seed] - arms[1][seed] for seed in sorted(arms[0].keys() & arms[1].keys())]
 
 
-def tested(claims: Sequence[Claim], results: Path = ROOT / "benchmarks/results") -> list[Test | None]:
+def tested(claims: Sequence[Claim], results: Path = ROOT / "benchmarks/results") -> list[Comparison | None]:
     """The tests of each claim whose part has results."""
-    found: list[Test | None] = []
+    found: list[Comparison | None] = []
     for claim in claims:
         file = results / f"evidence_{claim.part}.json"
         gaps = differences(json.loads(file.read_text(encoding="utf-8")), claim) if file.exists() else []
-        found.append(test_of(gaps, claim.margin) if len(gaps) > 1 else None)
+        found.append(compare(gaps, claim.margin) if len(gaps) > 1 else None)
     return found
 
 

@@ -1,12 +1,12 @@
 """What docs/evidence.md says, measured again: sweeps of the real trainer (`make evidence`).
 
-    python benchmarks/evidence.py                    # all parts; about four hours on two cores
+    python benchmarks/evidence.py                    # all parts; some hours on two cores
     python benchmarks/evidence.py make_sum           # one of them
     python benchmarks/evidence.py --short            # two runs of five small steps: the machinery only
 
 A part is a sweep of ``benchmarks/evidence/``. Its figures go to ``benchmarks/results/evidence_<part>.json``,
-and the picture of the first to docs/fairness.svg; `make docs` writes the page from these files. A run that is
-there is not made again.
+the records they come from to a ``.npz`` beside it, and the picture of the first to docs/fairness.svg; `make
+docs` writes the page from these files. A run that is there is not made again.
 """
 
 from __future__ import annotations
@@ -57,23 +57,44 @@ def measure(sweep: Sweep) -> dict[str, Any]:
     make(sweep, lambda line: print(line, flush=True), PROGRAMS)
     found = summarize(sweep)
     runs = list(planned(sweep))
-    found["lengths"], rates = rates_by_length([compared(sweep, run) for run in runs])
-    for arm in sweep.arms:
-        mine = [rate for run, rate in zip(runs, rates, strict=True) if run.arm == arm]
-        found["arms"][arm]["rates"] = [mean_over_seeds(one) for one in np.transpose(mine).tolist()]
+    for column, name in (("out_of_band", "rates"), ("clipped", "clipped_rates")):
+        found["lengths"], rates = rates_by_length([compared(sweep, run) for run in runs], column)
+        for arm in sweep.arms:
+            mine = [rate for run, rate in zip(runs, rates, strict=True) if run.arm == arm]
+            found["arms"][arm][name] = [mean_over_seeds(one) for one in np.transpose(mine).tolist()]
     return found
 
 
-def rates_by_length(runs: Sequence[Records]) -> tuple[list[float], list[list[float]]]:
-    """Mean length of each of 8 length bins of all records in which every run has some, and each run's
-    out-of-band rates there."""
+def keep(sweep: Sweep, path: Path) -> None:
+    """The records behind the figures of clipping, of every run: so that anybody can compute them again
+    (recompute.py)."""
+    runs = [(run, compared(sweep, run)) for run in planned(sweep)]
+    kinds = {"step": "i2", "update": "i1", "prompt": "i2", "length": "i2", "log_ratio_sum": "f4"}
+    kinds |= {"advantage": "f4", "clipped": "?", "out_of_band": "?"}
+    columns = {
+        name: np.concatenate([getattr(records, name) for _, records in runs]).astype(kind)
+        for name, kind in kinds.items()
+    }
+    sizes = [len(records) for _, records in runs]
+    np.savez_compressed(
+        path,
+        arm=np.repeat([run.arm for run, _ in runs], sizes),
+        seed=np.repeat([run.seed for run, _ in runs], sizes).astype("i2"),
+        **columns,
+    )
+
+
+def rates_by_length(runs: Sequence[Records], column: str) -> tuple[list[float], list[list[float]]]:
+    """Mean length of each of 8 length bins of all records with A ≠ 0 in which every run has some, and each
+    run's rates of the column there."""
+    runs = [run.select(run.advantage != 0) for run in runs]
     lengths = torch.cat([torch.from_numpy(run.length) for run in runs])
     bins = length_bins(lengths, 8).numpy()
     parts = np.split(bins, np.cumsum([len(run) for run in runs])[:-1])
     common = [number for number in np.unique(bins) if all((part == number).any() for part in parts)]
     means = [float(lengths.numpy()[bins == number].mean()) for number in common]
     rates = [
-        [float(run.out_of_band[part == number].mean()) for number in common]
+        [float(getattr(run, column)[part == number].mean()) for number in common]
         for part, run in zip(parts, runs, strict=True)
     ]
     return means, rates
@@ -105,17 +126,23 @@ def main() -> None:
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     os.chdir(ROOT)
+    folders = (ROOT, ROOT / "benchmarks", ROOT / "benchmarks/ledger")  # rewards, and this package
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, folders))
     facts = {"cpu": cpu()} | {name: version(name) for name in ("torch", "megatron-core")}
     results = Path(tempfile.mkdtemp()) if args.short else ROOT / "benchmarks/results"
     for part in args.parts or (PARTS[:1] if args.short else PARTS):
         sweep = read_sweep(ROOT / f"benchmarks/evidence/{part}.toml")
         if args.short:
             sweep = shortened(sweep, results / part)
+        runs = list(planned(sweep))
+        there = sum((sweep.folder / run.name / "report/index.html").exists() for run in runs)
+        print(f"{part}: {len(runs)} runs, {sweep.jobs} at a time; {there} are there already", flush=True)
         found = measure(sweep)
         command = f"python benchmarks/evidence.py {part}"
         content = {"command": command, "machine": facts, "sweep": sweep.model_dump(mode="json"), **found}
         path = results / f"evidence_{part}.json"
         path.write_text(as_json(content), encoding="utf-8")
+        keep(sweep, path.with_suffix(".npz"))
         if part == "make_sum":
             draw(found, results / "fairness.svg" if args.short else ROOT / "docs/fairness.svg")
         print(path)

@@ -46,8 +46,13 @@ from megatron_fspo.types import Completion, Prompt
 from noise_check import difference_interval, rates_as_of
 
 CONFIG = ROOT / "benchmarks/long_responses.toml"
-FORMS = 4
-"""Of questions, from one for a sentence to one for a long story; for each topic one after the other."""
+TOPICS = ("the sea", "a railway", "bread", "the moon", "a garden", "an old library", "winter", "a clock")
+FORMS = (
+    "Say something about {} in one or two sentences.",
+    "Describe {} in three paragraphs.",
+    "Write an essay about {}, with many sections.",
+    "Write a very long and detailed story about {}, chapter by chapter.",
+)
 DIFFERENCES = {"noise": "bfloat16 less float32", "one": "one update", "three": "three updates"}
 PORT = 8191
 OUTSIDE = 0.2
@@ -257,7 +262,7 @@ def reaches(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> dict[str, Tenso
 
 def half_of(prompts: Tensor) -> Tensor:
     """[N] bool, half of the prompts: neighbours ask for the same forms of different topics."""
-    return prompts // FORMS % 2 == 0
+    return prompts // len(FORMS) % 2 == 0
 
 
 def predictions(halves: Halves, prompts: Tensor, band: FSPOBand) -> list[dict[str, Any]]:
@@ -341,6 +346,13 @@ def autocorrelation(tokens: Tensor, lengths: Tensor) -> Mapping[str, float]:
     return found
 
 
+def write_prompts(path: Path) -> None:
+    """Every form of question for every topic."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"prompt": form.format(topic), "answer": topic} for topic in TOPICS for form in FORMS]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def report(recorded: Recorded) -> dict[str, Any]:
     """All figures."""
     lengths = recorded.lengths
@@ -374,6 +386,7 @@ def main() -> None:
         return
     path = ROOT / "runs/evidence/long_responses/tokens.npz"
     if not path.exists():
+        write_prompts(ROOT / "runs/evidence/long_prompts.jsonl")
         record_with_server().save(path)
     out = ROOT / "benchmarks/results/long_responses.json"
     out.write_text(as_json(report(load(path))), encoding="utf-8")

@@ -6,14 +6,21 @@ Every figure and every verdict of the page is computed here from what a command 
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from claims import holm, read_claims  # noqa: E402
+from claims import table as claims_table  # noqa: E402
+
 TARGET = Path(__file__).with_name("evidence.md")
 RESULTS = ROOT / "benchmarks/results"
 
@@ -50,6 +57,28 @@ PAIRED = {
 }
 """Figures whose differences from the measured arm are printed, and corrected together."""
 
+LEDGER = {
+    "sqrt": "√L",
+    "none": "no clip",
+    "random": "as many at random",
+    "constant": "constant",
+    "linear": "L",
+    "noise_signal": "√(L + L²/L*)",
+}
+LEDGER_COLUMNS = {
+    "clipped": "clipped",
+    "accuracy/short_held_out": "accuracy, short",
+    "accuracy/long_held_out": "accuracy, long",
+    "ess": "ESS",
+    "lre_signed": "LRE clipped",
+    "lre_within_sign": "within a sign",
+    "lre_within_update": "within a step",
+    "by_sign": "between signs",
+    "by_update": "between steps",
+}
+SHORT = 40
+"""Tokens of a short response of the ledger at most."""
+
 TEMPLATE = Path(__file__).with_name("evidence.md.in")
 
 
@@ -62,7 +91,7 @@ def read(name: str) -> dict[str, Any]:
 def render() -> str:
     """The page."""
     main, variations, real = (read(f"evidence_{part}") for part in ("make_sum", "variations", "smollm2"))
-    long = read("long_responses")
+    long, ledger = read("long_responses"), read("evidence_ledger")
     sweep, arms = main["sweep"], main["arms"]
     pretrained, pretrained_runs = real["sweep"], of_arm(real, "measured")
     runs = of_arm(main, "measured")
@@ -70,6 +99,12 @@ def render() -> str:
         cpu=main["machine"]["cpu"],
         torch=main["machine"]["torch"],
         mcore=main["machine"]["megatron-core"],
+        preregistered=claims_table(read_claims()),
+        ledger=table(ledger["arms"], LEDGER, LEDGER_COLUMNS),
+        ledger_families=by_family(ledger),
+        ledger_seeds=len(ledger["sweep"]["seeds"]),
+        ledger_arms=len(ledger["arms"]),
+        ledger_needed=seeds_needed(ledger, "constant", "sqrt", "accuracy/long_held_out", 0.02),
         claims="\n".join(claims(main, variations, real, long)),
         seeds=len(sweep["seeds"]),
         arms=len(arms),
@@ -97,12 +132,30 @@ def render() -> str:
     )
 
 
-def table(arms: Mapping[str, Any], names: Mapping[str, str]) -> str:
+def table(arms: Mapping[str, Any], names: Mapping[str, str], columns: Mapping[str, str] = COLUMNS) -> str:
     """By arm the means over seeds."""
-    lines = [f"| | {' | '.join(COLUMNS.values())} |", "|---" * (1 + len(COLUMNS)) + "|"]
+    lines = [f"| | {' | '.join(columns.values())} |", "|---" * (1 + len(columns)) + "|"]
     for arm, name in names.items():
-        lines.append(f"| {name} | {' | '.join(mean(arms[arm][key]) for key in COLUMNS)} |")
+        lines.append(f"| {name} | {' | '.join(mean(arms[arm][key]) for key in columns)} |")
     return "\n".join(lines)
+
+
+def seeds_needed(found: Mapping[str, Any], arm: str, less: str, figure: str, margin: float) -> int:
+    """For two arms with this spread to be found within the margin four times in five, if they are equal."""
+    gaps = np.subtract(by_seed(found, arm, figure), by_seed(found, less, figure))
+    return math.ceil(((stats.norm.ppf(0.95) + stats.norm.ppf(0.9)) * gaps.std(ddof=1) / margin) ** 2)
+
+
+def by_family(found: Mapping[str, Any]) -> str:
+    """Share of the responses with an advantage that is clipped, in either family of the ledger."""
+    body = []
+    for arm, name in LEDGER.items():
+        rates = [one["value"] for one in found["arms"][arm]["clipped_rates"]]
+        families = ([], [])
+        for length, rate in zip(found["lengths"], rates, strict=True):
+            families[length > SHORT].append(rate)
+        body.append([name, *(f"{sum(family) / len(family):.0%}" for family in families)])
+    return rows(["clipped, of A ≠ 0", "short", "long"], body)
 
 
 def mean(found: Mapping[str, float]) -> str:
@@ -135,7 +188,7 @@ def below(main: Mapping[str, Any], arm: str, others: Sequence[str], figure: str)
 
 def differences(main: Mapping[str, Any]) -> str:
     """Of the other arms, less the measured one; a star where Holm's correction leaves the difference."""
-    clear = holm(p_values(main))
+    clear = differing(p_values(main))
     lines = [f"| | {' | '.join(PAIRED.values())} |", "|---" * (1 + len(PAIRED)) + "|"]
     for arm, found in main["differences"].items():
         cells = (mean(found[key]) + " *" * ((key, arm, "measured") in clear) for key in PAIRED)
@@ -145,28 +198,17 @@ def differences(main: Mapping[str, Any]) -> str:
 
 def p_values(main: Mapping[str, Any]) -> dict[tuple[str, str, str], float]:
     """Of paired two-sided t tests, by figure and two arms: all differences that are printed or claimed."""
-    found = {}
     compared = [(key, arm, "measured") for arm, key in product(main["differences"], PAIRED)]
-    for key, arm, other in [*compared, ("lre_mean", "rloo", "fspo"), ("lre_mean", "gspo", "fspo")]:
-        gaps = np.subtract(by_seed(main, arm, key), by_seed(main, other, key))
-        t = abs(gaps.mean()) / (gaps.std(ddof=1) / len(gaps) ** 0.5)
-        # With t = √df·tan θ the density of Student's t is that of cos^(df−1) θ.
-        theta = (np.arange(1_000_000) + 0.5) * np.pi / 2e6
-        density = np.cos(theta) ** (len(gaps) - 2)
-        found[key, arm, other] = float(
-            density[theta > np.arctan(t / (len(gaps) - 1) ** 0.5)].sum() / density.sum()
-        )
-    return found
+    compared += [("lre_mean", "rloo", "fspo"), ("lre_mean", "gspo", "fspo")]
+    return {
+        (key, arm, other): float(stats.ttest_rel(by_seed(main, arm, key), by_seed(main, other, key)).pvalue)
+        for key, arm, other in compared
+    }
 
 
-def holm(p: Mapping[tuple[str, str, str], float]) -> set[tuple[str, str, str]]:
-    """Those that differ, at 5% for all of them together (Holm 1979)."""
-    clear = set()
-    for rank, name in enumerate(sorted(p, key=lambda name: p[name])):
-        if p[name] > 0.05 / (len(p) - rank):
-            break
-        clear.add(name)
-    return clear
+def differing(p: Mapping[tuple[str, str, str], float]) -> set[tuple[str, str, str]]:
+    """Those that differ, at 5% for all of them together."""
+    return {name for name, clear in zip(p, holm([*p.values()]), strict=True) if clear}
 
 
 def long_responses(long: Mapping[str, Any]) -> dict[str, str]:
@@ -260,7 +302,7 @@ def claims(
     """Rows of the first table."""
     seeds, arms = len(main["sweep"]["seeds"]), main["arms"]
     others = ("rloo", "gspo")
-    clear = holm(p_values(main))
+    clear = differing(p_values(main))
     lines = []
 
     def add(claim: str, figure: str, verdict: str) -> None:

@@ -107,8 +107,8 @@ def test_figures_are_of_the_settings_that_are_there() -> None:
 def test_claims_of_differences_are_corrected_for_their_number() -> None:
     page = runpy.run_path(str(REPO / "docs/make_evidence.py"))
     p = {("x", "", ""): 0.03, ("y", "", ""): 0.02, ("z", "", ""): 0.01}
-    assert page["holm"](p) == set(p)
-    assert page["holm"]({**p, ("z", "", ""): 0.02}) == set()
+    assert page["differing"](p) == set(p)
+    assert page["differing"]({**p, ("z", "", ""): 0.02}) == set()
 
 
 @pytest.mark.slow

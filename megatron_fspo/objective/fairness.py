@@ -220,19 +220,32 @@ def _interval(
 ) -> tuple[float, float]:
     """95% interval of LRE mean (which = 0) or max (1) from deviations [C] and errors of chance [draws, C]."""
 
-    def moved(shrunk: float) -> Tensor:
-        return _measures(shrunk * deviations + errors, weights, shape)[which]
-
     measured = _measures(deviations[None], weights, shape)[which].item()
     if not measured > 0:
         return measured, measured
-    ends = []
-    for tail in (0.975, 0.025):
-        low, high = 0.0, 1.0
-        while moved(high).quantile(tail) < measured and high < 1e3:
-            high *= 2
-        for _ in range(14):
-            middle = (low + high) / 2
-            low, high = (middle, high) if moved(middle).quantile(tail) < measured else (low, middle)
-        ends.append(low * measured)
-    return ends[0], ends[1]
+    # Errors of neighbouring bins go together, so their part in LRE hangs on the signs of the deviations, of
+    # which chance turns some over: also of a straight line through them.
+    place = torch.arange(shape[1], dtype=weights.dtype).expand(shape)
+    share, value = weights.view(shape), deviations.view(shape)
+    place = place - (share * place).sum(1, keepdim=True) / share.sum(1, keepdim=True).clamp(min=1e-300)
+    slope = (share * place * value).sum(1, keepdim=True) / (share * place**2).sum(1, keepdim=True).clamp(
+        min=1e-300
+    )
+    ends: list[float] = []
+    for direction in (deviations, (slope * place).flatten()):
+        length = _measures(direction[None], weights, shape)[which].item()
+        for tail in (0.975, 0.025) if length > 0 else ():
+
+            def below(size: float, direction: Tensor = direction / length, tail: float = tail) -> bool:
+                return bool(
+                    _measures(size * direction + errors, weights, shape)[which].quantile(tail) < measured
+                )
+
+            low, high = 0.0, measured
+            while below(high) and high < 1e3 * measured:
+                high *= 2
+            for _ in range(14):
+                middle = (low + high) / 2
+                low, high = (middle, high) if below(middle) else (low, middle)
+            ends.append(low)
+    return min(ends), max(ends)

@@ -1,0 +1,73 @@
+"""Verdicts on claims, where they are known."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch import REPO
+
+sys.path.insert(0, str(REPO / "benchmarks"))
+import recompute
+from claims import CLAIMS, Claim, compare, differences, holm, judge, read_claims
+from evidence import PARTS
+from megatron_fspo.lab.sweep.file import read_sweep
+
+GAPS = np.array([-1.0, 1, -1, 1, -1, 1, -1, 1]) / 1000
+
+
+def claim(test: Any, margin: float = 0.02) -> Claim:
+    return Claim(part="p", text="t", figure="f", arm="a", less="b", test=test, margin=margin)
+
+
+@pytest.mark.parametrize(
+    ("test", "shift", "spread", "verdict"),
+    [
+        ("above", 0.01, 1.0, "supported"),
+        ("below", 0.01, 1.0, "dead"),
+        ("above", 0.0, 1.0, "no difference"),
+        ("above", 0.0, 30.0, "not supported"),  # nothing is known
+        ("equal", 0.005, 1.0, "supported"),  # a difference, but within the margin
+        ("equal", 0.05, 1.0, "dead"),
+        ("equal", 0.0, 18.0, "not supported"),  # within the margin perhaps: too few seeds to say
+    ],
+)
+def test_a_verdict_is_what_the_runs_show(test: str, shift: float, spread: float, verdict: str) -> None:
+    found = compare((GAPS * spread + shift).tolist(), 0.02)
+    assert judge([claim(test)], [found]) == [verdict]
+    assert (found.power >= 0.8) == (spread < 15)
+    # In a family of many that show nothing it needs more.
+    many = judge([claim(test)] * 2, [found, None])
+    assert many[1] == "not run"
+
+
+def test_kept_records_give_the_printed_figures_again() -> None:
+    result = json.loads((REPO / "benchmarks/results/evidence_ledger.json").read_text(encoding="utf-8"))
+    found = recompute.figures(REPO / "benchmarks/results/evidence_ledger.npz")
+    assert found.keys() == result["arms"].keys()
+    for arm, (short, long, *errors) in found.items():
+        names = ("lre_signed", "lre_within_sign", "lre_within_update")
+        assert errors == pytest.approx([result["arms"][arm][name]["value"] for name in names], rel=1e-6)
+        low, high = sorted([short, long])
+        assert low <= result["arms"][arm]["clipped"]["value"] <= high
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == [True, False, False, True]
+    assert holm([0.02, 0.02, 0.02]) == [False] * 3 and holm([]) == []
+
+
+def test_claims_are_of_sweeps_and_compared_by_seed() -> None:
+    claims = read_claims()
+    assert len(claims) == len(tomllib.loads(CLAIMS.read_text(encoding="utf-8"))["claim"]) >= 6
+    for one in claims:
+        sweep = read_sweep(REPO / f"benchmarks/evidence/{one.part}.toml")
+        assert one.part in PARTS and {one.arm, one.less} <= sweep.arms.keys() and one.margin > 0
+    runs = [("a", 1, 0.5), ("b", 2, 0.1), ("b", 1, 0.2), ("a", 3, 0.9)]
+    result = {"runs": [{"arm": arm, "seed": seed, "f": value} for arm, seed, value in runs]}
+    assert differences(result, claim("above")) == pytest.approx([0.3])
