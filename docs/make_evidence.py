@@ -92,6 +92,8 @@ def render() -> str:
     """The page."""
     main, variations, real = (read(f"evidence_{part}") for part in ("make_sum", "variations", "smollm2"))
     long, ledger = read("long_responses"), read("evidence_ledger")
+    covered = read("interval_coverage")
+    wrong = [*covered["verdicts"].values()]
     sweep, arms = main["sweep"], main["arms"]
     pretrained, pretrained_runs = real["sweep"], of_arm(real, "measured")
     runs = of_arm(main, "measured")
@@ -105,6 +107,11 @@ def render() -> str:
         ledger_seeds=len(ledger["sweep"]["seeds"]),
         ledger_arms=len(ledger["arms"]),
         ledger_needed=seeds_needed(ledger, "constant", "sqrt", "accuracy/long_held_out", 0.02),
+        coverage_trials=f"{covered['trials']:,}",
+        coverage=coverage(covered),
+        false_differences=f"{wrong[0]:.1%}",
+        false_equalities=f"{wrong[1]:.1%}",
+        found_equal=f"{wrong[2]:.0%}",
         claims="\n".join(claims(main, variations, real, long)),
         seeds=len(sweep["seeds"]),
         arms=len(arms),
@@ -144,6 +151,22 @@ def seeds_needed(found: Mapping[str, Any], arm: str, less: str, figure: str, mar
     """For two arms with this spread to be found within the margin four times in five, if they are equal."""
     gaps = np.subtract(by_seed(found, arm, figure), by_seed(found, less, figure))
     return math.ceil(((stats.norm.ppf(0.95) + stats.norm.ppf(0.9)) * gaps.std(ddof=1) / margin) ** 2)
+
+
+def coverage(found: Mapping[str, Any]) -> str:
+    """Shares of samples in which intervals held the truth: a table for each kind of figure."""
+    kinds = {
+        "accuracy": {"by response": "as if independent", "BCa, widened": "ours", "paired": "ours, of a gain"},
+        "lre": {"mean": "LRE mean", "max": "LRE max"},
+        "parts": {"noise": "noise of S", "signal": "signal of S"},
+    }
+    return "\n\n".join(
+        rows(
+            [kind, *labels.values()],
+            [[name, *(f"{shares[key]:.1%}" for key in labels)] for name, shares in found[kind].items()],
+        )
+        for kind, labels in kinds.items()
+    )
 
 
 def by_family(found: Mapping[str, Any]) -> str:
