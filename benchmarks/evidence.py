@@ -32,7 +32,7 @@ from megatron_fspo.lab.sweep.processes import make
 from megatron_fspo.lab.sweep.summary import as_json, compared, mean_over_seeds, summarize
 from megatron_fspo.objective.fairness import length_bins
 
-PARTS = ("make_sum", "variations", "smollm2", "ledger")
+PARTS = ("make_sum", "variations", "smollm2", "ledger", "ledger_growth")
 PROGRAMS = {"random": ("benchmarks/ledger/random_clip.py", "sqrt")}
 """Arm → words after ``python``, of one that is no run of ``megatron-fspo train``."""
 LOOKS = {
@@ -57,6 +57,14 @@ def measure(sweep: Sweep) -> dict[str, Any]:
     make(sweep, lambda line: print(line, flush=True), PROGRAMS)
     found = summarize(sweep)
     runs = list(planned(sweep))
+    for figures, run in zip(found["runs"], runs, strict=True):
+        records = compared(sweep, run)
+        quarters = np.array_split(np.unique(records.step), 4)
+        first, last = (
+            records.select(np.isin(records.step, steps) & (records.advantage != 0))
+            for steps in (quarters[0], quarters[-1])
+        )
+        figures["clipped_more"] = float(last.clipped.mean() - first.clipped.mean())
     for column, name in (("out_of_band", "rates"), ("clipped", "clipped_rates")):
         found["lengths"], rates = rates_by_length([compared(sweep, run) for run in runs], column)
         for arm in sweep.arms:

@@ -60,12 +60,11 @@ class Mutant:
 MUTANTS = {
     # the objective
     "band: one side with the wrong sign": Mutant(
-        "return centre - self.c_low * width, centre", "return centre + self.c_low * width, centre",
+        "return centre - self.c_low * unit, centre", "return centre + self.c_low * unit, centre",
         "test_band.py",
     ),
     "band: width grows as L, not as its power": Mutant(
-        "centre, width = self.drift * length, length**self.exponent",
-        "centre, width = self.drift * length, length", "test_band.py",
+        "unit = lengths**exponent", "unit = lengths", "test_band.py",
     ),
     "clip: on the wrong side": Mutant(
         "clipped_low, clipped_high = negative & below, positive & above",
@@ -92,7 +91,8 @@ MUTANTS = {
         "/ (centred.shape[1] - 1)", "/ centred.shape[1]", "test_advantages.py",
     ),
     "noise: by L, not by its power": Mutant(
-        "_median(sums.abs() / kept**exponent)", "_median(sums.abs() / kept)", "test_calibration.py",
+        "_median(sums.abs() / width(kept, exponent, crossover))", "_median(sums.abs() / kept)",
+        "test_calibration.py",
     ),
     "correction: the cap is taken for its logarithm": Mutant(
         "clamp(max=math.log(cap))", "clamp(max=cap)", "test_correction.py",

@@ -34,6 +34,8 @@ VALUES, TABLES = 10, 12
 BEGIN, STOP, PAD = "^", "$", "_"
 HELD_OUT = 5
 """One in so many prompts is for evaluation."""
+GROWTH, GROWING = 10, 640
+"""Times that responses grow, over so many prompts."""
 LEARNING_RATE, WARM_UP, MOST_STEPS, TRIED = 3e-3, 50, 6000, 10
 
 
@@ -181,19 +183,26 @@ def save(model: Qwen3ForCausalLM, words: Sequence[str], folder: Path) -> None:
 
 
 def write_prompts(folder: Path, counts: dict[str, list[int]]) -> None:
-    """``short.jsonl``, ``long.jsonl``, and with ``_held_out`` one in ``HELD_OUT`` of all prompts."""
+    """``short.jsonl``, ``long.jsonl``, and with ``_held_out`` one in ``HELD_OUT`` of all prompts; and
+    ``growing.jsonl``, of the long family from a tenth of its largest count to that."""
     for (family, (least, most)), name in zip(counts.items(), ("short", "long"), strict=True):
-        rows: dict[bool, list[str]] = {True: [], False: []}
+        sets: dict[bool, list[str]] = {True: [], False: []}
         for count in range(least, most + 1):
             for value in range(VALUES):
-                right = chain(family, count, value)
-                row = {
-                    "prompt": f"{BEGIN} {family}{count} {family.lower()}{value}",
-                    "answer": " ".join([str(len(right)), *right[-2:]]),
-                }
-                rows[(count + 3 * value) % HELD_OUT == 0].append(json.dumps(row) + "\n")
+                sets[(count + 3 * value) % HELD_OUT == 0].append(prompt(family, count, value))
         for held, file in ((False, name), (True, f"{name}_held_out")):
-            (folder / f"{file}.jsonl").write_text("".join(rows[held]), encoding="utf-8")
+            (folder / f"{file}.jsonl").write_text("".join(sets[held]), encoding="utf-8")
+    most = counts[FAMILIES[1]][1]
+    grown = (most // GROWTH + number * (most - most // GROWTH) // GROWING for number in range(GROWING))
+    rows = [prompt(FAMILIES[1], count, number % VALUES) for number, count in enumerate(grown)]
+    (folder / "growing.jsonl").write_text("".join(rows), encoding="utf-8")
+
+
+def prompt(family: str, count: int, value: int) -> str:
+    """A row of a file."""
+    right = chain(family, count, value)
+    text = f"{BEGIN} {family}{count} {family.lower()}{value}"
+    return json.dumps({"prompt": text, "answer": " ".join([str(len(right)), *right[-2:]])}) + "\n"
 
 
 if __name__ == "__main__":

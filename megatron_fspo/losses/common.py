@@ -28,6 +28,8 @@ class Loss(Section):
     DECIDES_BY_RATIOS: ClassVar[bool] = True
     """Clips follow from log-ratios alone. ``verify`` gives those exactly, in every precision; where π
     itself decides, bf16 may round it to the other side of a limit, and the loss is left out there."""
+    COLLECTIVES: ClassVar[int] = 2
+    """Over context-parallel ranks in a micro-batch, at most."""
     CLIPS: ClassVar[bool] = True
     """False for a loss without limits."""
     COMPARED: ClassVar[bool] = True

@@ -157,15 +157,14 @@ class FSPOLoss(Loss):
         )
 
     def objective(self) -> SequenceLevel:
-        band = self.band()
-        dual_clip: DualClip | None = None
+        return SequenceLevel(band=self.band(), dual_clip=self._dual_clip(), temper=self.temper)
+
+    def _dual_clip(self) -> DualClip | None:
         if self.dual_clip == "length_fair":
-            c, drift = self.c_dual or 2 * self.c_high, band.drift
-            power, crossover = self._growth
-            dual_clip = LengthFairDualClip(c=c, exponent=power, drift=drift, crossover=crossover)
-        elif self.dual_clip == "constant":
-            dual_clip = ConstantDualClip(ratio=self.dual_clip_ratio)
-        return SequenceLevel(band=band, dual_clip=dual_clip, temper=self.temper)
+            (power, crossover), drift = self._growth, self.band().drift
+            c = self.c_dual or 2 * self.c_high
+            return LengthFairDualClip(c=c, exponent=power, drift=drift, crossover=crossover)
+        return ConstantDualClip(ratio=self.dual_clip_ratio) if self.dual_clip == "constant" else None
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
         length, s = len(log_ratio), log_ratio.sum()[None]

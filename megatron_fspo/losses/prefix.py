@@ -27,6 +27,7 @@ class CPPOLoss(Loss):
 
     VERIFIED: ClassVar = {"cppo": {"delta": 0.001, "budget": 0.0002, "last_weight": 0.5}}
     DECIDES_BY_RATIOS: ClassVar = False
+    COLLECTIVES: ClassVar = 3
     LIMITS: ClassVar = ("delta", "budget")
 
     name: Literal["cppo"] = "cppo"
@@ -48,7 +49,7 @@ class CPPOLoss(Loss):
         return moved, spent, room
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
-        """weight_t = r_t·A, or 0 where the token has moved too far the way of A. Two collectives."""
+        """weight_t = r_t·A, or 0 where the token has moved too far the way of A."""
         moved, spent, room = self._region(inputs)
         log_ratio = torch.where(inputs.mask, inputs.log_ratio, 0.0)
         new = torch.where(inputs.mask, inputs.log_probs, 0.0)

@@ -177,17 +177,30 @@ _LAYER_BACKWARD = (
 
 
 def diagnose(
-    outcome: Outcome, want: Reference, errors: Errors, limit: float, layout: Layout, *, replay: bool = False
+    outcome: Outcome,
+    want: Reference,
+    errors: Errors,
+    limit: float,
+    layout: Layout,
+    *,
+    replay: bool = False,
+    sums: int = 2,
 ) -> list[str]:
     """Lines ``cause: explanation (figures)``, the likeliest of ``CAUSES`` first; later ones often follow from
     it. Empty where everything is within the limits. With ``replay``, what is wrong is more often that than
-    what every case would have."""
-    causes = _causes(outcome, want, errors, limit, layout, replay)
+    what every case would have. ``sums``: the loss's ``COLLECTIVES``."""
+    causes = _causes(outcome, want, errors, limit, layout, replay, sums)
     return [f"{cause}: {CAUSES[cause]} ({figures})" for cause, figures in causes]
 
 
 def _causes(
-    outcome: Outcome, want: Reference, errors: Errors, limit: float, layout: Layout, replay: bool
+    outcome: Outcome,
+    want: Reference,
+    errors: Errors,
+    limit: float,
+    layout: Layout,
+    replay: bool,
+    sums: int,
 ) -> Iterator[tuple[str, str]]:
     tokens = sum(len(row) for row in want.log_probs)
     if (outcome.seen != 1).any():
@@ -224,7 +237,7 @@ def _causes(
     # An all-gather of statistics, a broadcast of upstream gradients and a reduction of d hidden; sequence
     # parallel gathers hidden as well. The sums that make S, and one rank's decisions on all.
     tensor, context = layout.parallel.tensor > 1, layout.parallel.context > 1
-    for group, most in (("tp", tensor * (3 + layout.parallel.sequence)), ("cp", context * 2)):
+    for group, most in (("tp", tensor * (3 + layout.parallel.sequence)), ("cp", context * sums)):
         if outcome.collectives[group] > most:
             yield "collectives", f"{outcome.collectives[group]:.4g} over {group}, where {most} would do"
 

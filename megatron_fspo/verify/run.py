@@ -152,7 +152,15 @@ def check_cases(
                 errors=errors,
                 grad_norm=want.grad_norm,
                 collectives=outcome.collectives,
-                problems=diagnose(outcome, want, errors, LIMITS[dtype], layout, replay=case.replay),
+                problems=diagnose(
+                    outcome,
+                    want,
+                    errors,
+                    LIMITS[dtype],
+                    layout,
+                    replay=case.replay,
+                    sums=case.loss.COLLECTIVES,
+                ),
             )
         )
     return results

@@ -46,7 +46,7 @@ def test_runs_are_matched_made_once_and_one_that_fails_stops_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = {"rollout": {"prompts": 400}}  # more than there are: seen once its rank has read the data
-    arms = {"fspo": {"loss": {"c_low": 0.01, "c_high": 0.01}}, "rloo": {"loss": {"name": "rloo"}}}
+    arms = {"fspo": {"loss": {"c_low": 1e-3, "c_high": 1e-3}}, "rloo": {"loss": {"name": "rloo"}}}
     file = write_sweep(tmp_path, match="fspo", arms={**arms, "broken": broken})
     assert main(["sweep", str(file)]) == 1
     out, err = capsys.readouterr()
@@ -60,7 +60,7 @@ def test_runs_are_matched_made_once_and_one_that_fails_stops_no_other(
     said = capsys.readouterr().out
     assert said.count("is there already") == 2 and "rloo less fspo" in said
     found = json.loads((tmp_path / "runs/summary.json").read_text())
-    share = {run["arm"]: run["out_of_band"] for run in found["runs"]}
+    share = {run["arm"]: run["clipped"] for run in found["runs"]}
     # One rollout, the same for both, so all but the second update's gradient: a sequence or two apart.
     assert 0.02 < share["fspo"] < 0.98 and abs(share["rloo"] - share["fspo"]) < 0.15
 

@@ -139,6 +139,7 @@ def test_the_columns_of_sequences(tmp_path: Path) -> None:
         {
             "step": 3,
             "prompt": [0, 0, 1],
+            "update": [1, 1, 1],
             "length": [1, 5, 6],
             "log_ratio_sum": [0.0, 0.5, 0.625],
             "advantage": [-1.0, -1.0, 0.0],

@@ -96,7 +96,8 @@ def test_three_layouts_in_two_precisions(tmp_path: Path) -> None:
         assert (case["grad_norm"] > 0) == (case["loss"] != "all-clipped")
         assert case["problems"] == []
         assert case["tp_collectives"] <= (4 if case["layout"] == "tp2.sp" else 0)
-        assert case["cp_collectives"] <= (2 if case["layout"] == "cp2" else 0)
+        most = 3 if case["loss"] == "cppo" else 2
+        assert case["cp_collectives"] <= (most if case["layout"] == "cp2" else 0)
     assert any(case["tp_collectives"] == 4 for case in found["cases"])
     assert any(case["cp_collectives"] == 2 for case in found["cases"])
     assert any(case["gradient_error"] > 0 for case in found["cases"]), "all exactly 0: what was compared?"
