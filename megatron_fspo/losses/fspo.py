@@ -126,11 +126,6 @@ class FSPOLoss(Loss):
             raise ValueError(f"loss.{key} = measured needs loss.calibrate of 3 or more, not {self.calibrate}")
         return self
 
-    @property
-    def _growth(self) -> tuple[float, float | None]:
-        crossover = None if self.shape == "power" or self.crossover == "measured" else self.crossover
-        return 0.5 if self.exponent == "measured" else self.exponent, crossover
-
     def moved(
         self, *, c_low: float, c_high: float, drift: float | None = None, **shape: float | None
     ) -> FSPOLoss:
@@ -151,7 +146,8 @@ class FSPOLoss(Loss):
         """The band as it stands: without the drift of an estimate, and growing as √L where the exponent or L*
         is still to be measured (see :meth:`moved`)."""
         drift = self.drift_value if self.drift == "given" else 0.0
-        power, crossover = self._growth
+        power = 0.5 if self.exponent == "measured" else self.exponent
+        crossover = None if self.shape == "power" or self.crossover == "measured" else self.crossover
         return FSPOBand(
             c_low=self.c_low, c_high=self.c_high, drift=drift, exponent=power, crossover=crossover
         )
@@ -161,15 +157,15 @@ class FSPOLoss(Loss):
 
     def _dual_clip(self) -> DualClip | None:
         if self.dual_clip == "length_fair":
-            (power, crossover), drift = self._growth, self.band().drift
-            c = self.c_dual or 2 * self.c_high
-            return LengthFairDualClip(c=c, exponent=power, drift=drift, crossover=crossover)
+            band, c = self.band(), self.c_dual or 2 * self.c_high
+            return LengthFairDualClip(c=c, exponent=band.exponent, drift=band.drift, crossover=band.crossover)
         return ConstantDualClip(ratio=self.dual_clip_ratio) if self.dual_clip == "constant" else None
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
         length, s = len(log_ratio), log_ratio.sum()[None]
-        power, crossover = self._growth
-        width = length**power if crossover is None else (length + length**2 / crossover) ** 0.5
+        width = length ** (0.5 if self.exponent == "measured" else self.exponent)
+        if self.shape == "noise_signal" and self.crossover != "measured":
+            width = (length + length**2 / self.crossover) ** 0.5
         centre = self.drift_value * length if self.drift == "given" else 0.0
         inside = s.clamp(centre - self.c_low * width, centre + self.c_high * width)
         limit = None

@@ -166,7 +166,7 @@ def steps(
                     for name, parameter in chunk.named_parameters()
                 },
                 "metrics": update.metrics,
-                "reported": reported | update.metrics | clip_metrics(records, seed=1),
+                "reported": reported | update.metrics | clip_metrics(records, samples=1, seed=1),
                 "grad_norm": update.grad_norm,
                 "packed": sorted(gather_lists(numbers, group=groups.dp)),
                 "totals": [packs.totals.num_sequences, packs.totals.num_tokens, packs.totals.packed_tokens],
