@@ -1,7 +1,6 @@
 """The ledger: running values over a short and a long family of responses, with no symbol in common.
 
-    python benchmarks/ledger/ledger.py --out runs/ledger                     # about ten minutes on one core
-    python benchmarks/ledger/ledger.py --out runs/ledger-full --long 375 975 --short 25 75
+    python benchmarks/ledger/ledger.py --out runs/ledger     # some minutes on one core
 
 A prompt is a count and a value, ``A9 a4``. A response counts down to 0, and at every count permutes the
 value as a table of the family says for that count: ``A8 a1 A7 a6 … A0 a3``. Reward 1 for the last value and
@@ -149,11 +148,9 @@ def learn(
                 chances = {family: log_likelihood(model, *some).exp() for family, some in held.items()}
             right = {family: chance.mean().item() for family, chance in chances.items()}
             print(step, right, f"{time.monotonic() - began:.0f} s", flush=True)
-            if all(until <= part <= until + 0.1 for part in right.values()):
+            if all(part >= until for part in right.values()):
                 return
-        # The short family learns and forgets in a few steps: the end is slow.
-        slow = 0.1 if right[FAMILIES[1]] > 0.8 * until else 1.0
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(slow, (step + 1) / WARM_UP)
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1, (step + 1) / WARM_UP)
         loss = torch.zeros(())
         for family, size in zip(FAMILIES, (16, 16), strict=True):
             if right[family] < until:

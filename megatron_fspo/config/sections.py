@@ -366,7 +366,7 @@ class Log(Section):
     tokens: NonNegativeInt = Field(
         0,
         description="per step, at most so many responses whose token log-probs in every off-policy update go "
-        "to tokens/, for `explain`: some 6 bytes a token and update; 0: none",
+        "to tokens/, for `explain`: some 10 bytes a token and update; 0: none",
     )
 
     @model_validator(mode="after")

@@ -186,8 +186,8 @@ class FSPOLoss(Loss):
     def fitted(self, log_ratio_sums: Tensor, lengths: Tensor) -> FSPOLoss:
         if self.shape == "power" or self.crossover != "measured":
             return self
-        found = fit_crossover(log_ratio_sums, lengths)
-        changes = {"shape": "power"} if found is None else {"crossover": found}
+        crossover = fit_crossover(log_ratio_sums, lengths)
+        changes = {"shape": "power"} if crossover is None else {"crossover": crossover}
         return self.model_copy(update=changes)
 
     def start(self, noise: Noise | None = None, *, longest: int, updates: int = 1) -> FSPOState:

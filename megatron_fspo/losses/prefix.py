@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from megatron_fspo.losses.common import Definition, Loss
-from megatron_fspo.losses.ratio import scaled_limits
+from megatron_fspo.losses.ratio import scaled_limits, widest_limits
 from megatron_fspo.losses.section import UnitInterval
 from megatron_fspo.objective import GSPOBand, unclipped
 from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, per_token, weigh_tokens
@@ -131,6 +131,9 @@ class PNPOLoss(Loss):
 
     def scaled(self, factor: float) -> Self:
         return self.model_copy(update=scaled_limits(self.eps_low, self.eps_high, factor))
+
+    def widest(self) -> float:
+        return widest_limits(self.eps_low, self.eps_high)
 
     def definition(self, log_ratio: Tensor, advantage: float, log_probs: Tensor) -> Definition:
         s = log_ratio.detach()

@@ -23,6 +23,11 @@ def scaled_limits(eps_low: float, eps_high: float, factor: float) -> dict[str, f
     return {"eps_low": -math.expm1(low), "eps_high": math.expm1(high)}
 
 
+def widest_limits(eps_low: float, eps_high: float) -> float:
+    """The largest factor for :func:`scaled_limits`."""
+    return _MOST_NATS / max(-math.log1p(-eps_low), math.log1p(eps_high))
+
+
 class RatioLoss(Loss):
     """Limits on an importance ratio of the whole response."""
 
@@ -54,7 +59,7 @@ class RatioLoss(Loss):
         return self.model_copy(update=scaled_limits(self.eps_low, self.eps_high, factor))
 
     def widest(self) -> float:
-        return _MOST_NATS / max(-math.log1p(-self.eps_low), math.log1p(self.eps_high))
+        return widest_limits(self.eps_low, self.eps_high)
 
 
 class RLOOLoss(RatioLoss):

@@ -143,11 +143,11 @@ def length_reweighting_error(
                 figures[f"{name}_interval"] = _interval(deviations, errors, weights, shape, which)
     in_bins = zip(*(values.view(shape).sum(0).tolist() for values in (counts, passed)), strict=True)
     ends = [(int(own.min()), int(own.max())) for own in (lengths[bins == number] for number in range(size))]
-    found = tuple(
+    rates_of = tuple(
         LengthBin(low=low, high=high, share=count / len(flags), accepted_rate=good / count)
         for (low, high), (count, good) in zip(ends, in_bins, strict=True)
     )
-    return LengthReweightingError(**figures, accepted_rate=flags.mean().item(), bins=found)
+    return LengthReweightingError(**figures, accepted_rate=flags.mean().item(), bins=rates_of)
 
 
 def effective_sample_size(weights: Tensor) -> float:

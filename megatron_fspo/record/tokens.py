@@ -5,9 +5,8 @@ A row is a response in one off-policy optimizer step, with the fields of a dump 
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,18 +82,8 @@ def write_tokens(folder: Path, step: int, samples: int, pieces: Sequence[Piece])
     os.replace(path.with_suffix(".part"), path)
 
 
-def token_files(folder: Path) -> Iterable[Path]:
-    """The files of a run, by step."""
-    return sorted((folder / TOKENS).glob("step_*.parquet"))
-
-
 def drop_later(folder: Path, step: int) -> None:
     """Remove what was written after a step."""
-    for path in token_files(folder):
+    for path in (folder / TOKENS).glob("step_*.parquet"):
         if int(path.stem.removeprefix("step_")) > step:
             path.unlink()
-
-
-def stride(responses: int, limit: int) -> int:
-    """Every how many of a step's responses are kept, for at most ``limit`` of them."""
-    return math.ceil(responses / limit)

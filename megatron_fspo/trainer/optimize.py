@@ -31,7 +31,7 @@ from megatron_fspo.mcore.router import RouterPasses
 from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel.groups import ParallelGroups, Totals, agreed, any_rank, gather_lists, means, share
 from megatron_fspo.record.records import Recorder, SequenceRecord, as_tensors, sigma_of
-from megatron_fspo.record.tokens import Piece, stride
+from megatron_fspo.record.tokens import Piece
 from megatron_fspo.trainer.build import Training
 from megatron_fspo.trainer.rollout import Rollout
 
@@ -156,7 +156,7 @@ def _update(run: Training, step: Step) -> tuple[Update, list[SequenceRecord]]:
 def _gradient(run: Training, step: Step, loss: PolicyLoss) -> tuple[Totals, list[SequenceRecord]]:
     """Backward on the next mini-batch: sums of its metrics, and the records of its sequences on all ranks."""
     kept = 0 if step.on_policy else run.inputs.config.log.tokens
-    every = stride(len(step.rollout), kept) if kept else 0
+    every = math.ceil(len(step.rollout) / kept) if kept else 0
     recorder = Recorder(len(step.updates) + 1, every)
     packs, passes = _routed(run, step.packs_of(step.turn))
     totals = run.policy.backward(packs, replace(loss, observer=recorder))

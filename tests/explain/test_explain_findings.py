@@ -206,6 +206,7 @@ def test_reach_is_where_decisions_change(tmp_path: Path) -> None:
             for factor, outside in ((0.999, True), (1.001, False)):
                 scaled = loss.scaled(factor * far[number].item())
                 assert bool(judge(scaled, dump).outside[number]) is outside, (loss.name, number)
+        assert not judge(loss.scaled(min(1e6, loss.widest())), dump).outside.any(), loss.name
 
 
 def test_losses_are_compared_at_one_rate(dump: Dump) -> None:
@@ -221,6 +222,9 @@ def test_noise_from_tokens_and_from_the_sampler(tmp_path: Path) -> None:
     assert source == "sampler"
     by_hand = [sum(row["old_log_probs"]) - sum(row["sampled_log_probs"]) for row in rows]
     assert measured.log_ratio_sum.tolist() == pytest.approx(by_hand)
+    assert measured.log_ratio is not None and measured.old_log_probs is not None
+    known = torch.cat([torch.tensor(row["old_log_probs"], dtype=torch.float64) for row in rows])
+    torch.testing.assert_close(measured.old_log_probs + measured.log_ratio, known)
     for row in rows:
         del row["sampled_log_probs"]
     dump = read_dump(write(tmp_path / "b.jsonl", rows), {})

@@ -55,7 +55,8 @@ def test_runs_are_matched_made_once_and_one_that_fails_stops_no_other(
     made = {path.parent.name: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/metrics.jsonl")}
     assert made.keys() == {"fspo-1", "rloo-1"}
 
-    whole = write_sweep(tmp_path, match="fspo", arms=arms)
+    token = {"grpo": {"loss": {"name": "grpo"}}}  # has no band to match
+    whole = write_sweep(tmp_path, match="fspo", arms=arms | token, unmatched=["grpo"])
     assert main(["sweep", str(whole)]) == 0
     said = capsys.readouterr().out
     assert said.count("is there already") == 2 and "rloo less fspo" in said

@@ -13,6 +13,7 @@ from megatron_fspo.lab.report.history import (
     overall_rates,
     pooled_lre,
     read_records,
+    signed_errors,
 )
 from report_runs import make_config, records_from, write_run
 
@@ -47,6 +48,19 @@ def test_pooled_lre_by_hand() -> None:
     assert found.mean == pytest.approx(1 / 3)
     assert found.max == pytest.approx(1 / 3)
     assert found.null_mean < 0.15 < found.mean_interval[0]
+
+
+def test_signed_errors_by_hand() -> None:
+    """Clipped in the second of two optimizer steps: with A > 0 the long ones, with A < 0 the short ones."""
+    signs, updates, lengths = np.array([1.0, -1.0] * 40), np.repeat([1, 2], 40), np.tile([5, 5, 50, 50], 20)
+    clipped = ((signs > 0) == (lengths > 9)) & (updates == 2)
+    records = records_from(lengths, clipped, clipped, signs)
+    errors = signed_errors(Records(**{**vars(records), "update": updates}))
+    means = {name: error.mean for name, error in errors.items()}
+    # Kept: 3/4 of all, of each length and each sign; 1 and 1/2 of the steps.
+    assert means == pytest.approx(
+        {"length": 0, "sign": 0, "within_sign": 1 / 3, "update": 1 / 3, "within_update": 0}
+    )
 
 
 def test_the_tail_of_the_records_is_the_last_steps() -> None:
