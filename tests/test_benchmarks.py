@@ -19,6 +19,7 @@ from benchmarks import (
     against_trl,
     async_rollouts,
     convert,
+    cosine,
     cpu_products,
     decoding,
     delta_sync,
@@ -26,6 +27,7 @@ from benchmarks import (
     logprob_head,
     long_responses,
     plain_run,
+    regimes,
     rewards,
     rollout_client,
     share_prompts,
@@ -72,9 +74,11 @@ def read(name: str) -> Any:
         ),
         "async_rollouts": (async_rollouts.table,),
         "convert": (convert.table,),
+        "cosine": (cosine.table,),
         "decoding": (decoding.table,),
         "delta_sync": (delta_sync.table,),
         "logprob_head": (lambda report: logprob_head.table(report["results"]),),
+        "regimes": (regimes.table,),
         "rewards": (rewards.table,),
         "share_prompts": (share_prompts.table,),
         "cpu_products": (cpu_products.table,),
@@ -83,8 +87,8 @@ def read(name: str) -> Any:
     }.items(),
 )
 def test_the_page_shows_what_was_measured(name: str, shown: Sequence[Callable[[Any], str]]) -> None:
-    page = REPO / "docs" / ("rewards.md" if name == "rewards" else "performance.md")
-    report, text = read(name), page.read_text(encoding="utf-8")
+    pages = {"rewards": "rewards.md", "cosine": "when_it_matters.md", "regimes": "when_it_matters.md"}
+    report, text = read(name), (REPO / "docs" / pages.get(name, "performance.md")).read_text(encoding="utf-8")
     assert report.get("command", "") in text
     assert all(table(report) in text for table in shown)
 
@@ -180,3 +184,30 @@ def test_a_pack_of_plain_torch_is_its_responses_one_by_one() -> None:
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
     assert len(plain_run.packs_of(responses, max_tokens=31)) == 2
+
+
+def test_cosines_are_those_of_updates_that_are_known() -> None:
+    """Of 800 responses whose updates are all of one size and at right angles."""
+    lengths = torch.arange(800) // 100 + 1
+    positive, clipped = torch.arange(800) % 2 == 0, torch.arange(800) % 100 < 19
+    alike = cosine.cosines(torch.eye(800).double(), ~clipped, lengths, positive, seed=1)
+    assert alike["clipped"] == pytest.approx(0.19) and alike["lre_max"] == pytest.approx(0)
+    assert alike["cosine"] == pytest.approx(0.9) and alike["random"] == pytest.approx(0.9)
+    assert alike["length"] == pytest.approx(1) and alike["bound"] == pytest.approx(1)
+    assert 0.9999 < alike["sign"] < 1
+    # The first four lengths lose all, so half of the update is there, and the rates say so.
+    halved = cosine.cosines(torch.eye(800).double(), lengths > 4, lengths, positive, seed=1)
+    assert halved["cosine"] == halved["length"] == pytest.approx(0.5**0.5)
+    assert halved["lre_max"] == pytest.approx(1) and halved["bound"] == 0
+    # What is clipped is all that points anywhere.
+    update = torch.where(clipped, 1.0, 1e-9).double()
+    turned = cosine.cosines(torch.diag(update), ~clipped, lengths, positive, seed=1)
+    assert turned["cosine"] < 1e-4 and turned["length"] == pytest.approx(1)
+
+
+def test_a_band_in_the_shape_of_s_clips_all_lengths_alike() -> None:
+    for band, middle in (("√L", 1e-6), ("L", 1e6)):
+        assert regimes.shares(band, 40, middle) == pytest.approx((0.2, 0.2), abs=1e-3)
+    for ratio in regimes.RATIOS:
+        (first, last), back = regimes.shares("constant", ratio, 1e-6), regimes.shares("L", ratio, 1e-6)
+        assert first < 0.2 < last and back == pytest.approx((last, first), abs=1e-3), "√L between the two"
