@@ -41,7 +41,7 @@ def coverage(problems: int, shape: tuple[float, float], trials: int, resamples: 
     """By interval, the share of trials in which it held the mean of the population."""
     random = np.random.default_rng(problems)
     truth = shape[0] / sum(shape)
-    held = dict.fromkeys(("by response", "percentile", "BCa, widened", "paired"), 0)
+    held = dict.fromkeys(("by response", "percentile", "ours", "paired"), 0)
     for trial in range(trials):
         chances = random.beta(*shape, size=problems)
         values = random.binomial(SAMPLES, chances) / SAMPLES
@@ -52,7 +52,7 @@ def coverage(problems: int, shape: tuple[float, float], trials: int, resamples: 
         low, high = np.quantile(drawn, (0.025, 0.975))
         held["percentile"] += low <= truth <= high
         (ours,) = interval_of_means({"s": values[:, None]}, seed=trial, resamples=resamples)
-        held["BCa, widened"] += ours.low <= truth <= ours.high
+        held["ours"] += ours.low <= truth <= ours.high
         learned = chances + (1 - chances) * random.beta(*GAIN, size=problems)
         gained = random.binomial(SAMPLES, learned) / SAMPLES - values
         (ours,) = interval_of_means({"s": gained[:, None]}, seed=trial, resamples=resamples)
@@ -143,7 +143,9 @@ def main() -> None:
         print(f"{kind}, {name}: " + "  ".join(f"{k} {v:.3f}" for k, v in shares.items()), flush=True)
 
     for problems, shape in POPULATIONS:
-        note("accuracy", f"{problems} problems, Beta{shape}", coverage(problems, shape, args.trials, 1000))
+        note(
+            "accuracy", f"{problems} problems, Beta{shape}", coverage(problems, shape, 4 * args.trials, 1000)
+        )
     samples = {
         "400 independent": (400, 1, 1),
         "200 prompts of 8": (200, 8, 1),
@@ -155,7 +157,7 @@ def main() -> None:
         for slope in (0.0, 0.1, 0.3):
             note("lre", f"{name}, slope {slope:g}", of_lre(slope, *sizes, trials=args.trials, seed=number))
     for heavy in (False, True):
-        note("parts", "heavy-tailed" if heavy else "normal", of_parts(heavy, args.trials))
+        note("parts", "heavy-tailed" if heavy else "normal", of_parts(heavy, 4 * args.trials))
     found["verdicts"] = of_verdicts(10 * args.trials)
     print(found["verdicts"])
     out = ROOT / "benchmarks/results/interval_coverage.json"

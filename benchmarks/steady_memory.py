@@ -56,6 +56,7 @@ def command(config: Path, nproc: int, folder: str) -> list[str]:
     """Trains until it is stopped; the package of this checkout."""
     words = [sys.executable, "-m", "megatron_fspo", "train", "--config", str(config), "--nproc", str(nproc)]
     words += ["--run.folder", folder, "--run.name", "run", "--run.steps", "1000000"]
+    words += ["--rollout.samples", "8"]  # groups as large as a run would have
     return [*words, "--parallel.tensor", "1", "--parallel.sequence", "false"]
 
 

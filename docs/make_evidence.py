@@ -108,7 +108,7 @@ def render() -> str:
         ledger_arms=len(ledger["arms"]),
         ledger_crossovers=crossovers(ledger),
         ledger_needed=seeds_needed(ledger, "constant", "sqrt", "accuracy/long_held_out", 0.02),
-        coverage_trials=f"{covered['trials']:,}",
+        coverage_trials=f"{4 * covered['trials']:,}",
         coverage=coverage(covered),
         false_differences=f"{wrong[0]:.1%}",
         false_equalities=f"{wrong[1]:.1%}",
@@ -157,7 +157,7 @@ def seeds_needed(found: Mapping[str, Any], arm: str, less: str, figure: str, mar
 def coverage(found: Mapping[str, Any]) -> str:
     """Shares of samples in which intervals held the truth: a table for each kind of figure."""
     kinds = {
-        "accuracy": {"by response": "as if independent", "BCa, widened": "ours", "paired": "ours, of a gain"},
+        "accuracy": {"by response": "as if independent", "ours": "ours", "paired": "ours, of a gain"},
         "lre": {"mean": "LRE mean", "max": "LRE max"},
         "parts": {"noise": "noise of S", "signal": "signal of S"},
     }

@@ -217,7 +217,9 @@ def test_ctrl_c_under_nproc(tmp_path: Path) -> None:
             os.killpg(process.pid, signal.SIGINT)
             assert process.wait(60) == 130
             err.seek(0)
-            assert err.read() == "megatron-fspo: interrupted\n"
+            # Where CUDA's compiler is and no GPU, torch says so.
+            lines = [line for line in err.read().splitlines() if "No CUDA runtime" not in line]
+            assert lines == ["megatron-fspo: interrupted"]
         finally:
             process.kill()
             process.communicate()

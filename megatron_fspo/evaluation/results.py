@@ -41,7 +41,7 @@ def write(
     content: dict[str, Any] = {
         "model": manifest.model,
         "samples": manifest.samples,
-        "interval": {"level": LEVEL, "resamples": RESAMPLES, "of": "problems", "kind": "BCa"},
+        "interval": {"level": LEVEL, "resamples": RESAMPLES, "of": "problems", "kind": "BCa and t"},
         **_figures(summary),
         "facts": dict(manifest.facts),
     }
@@ -66,7 +66,7 @@ def table(model: str, summary: Summary, comparison: Comparison | None = None) ->
     summaries = [one for _, one, _ in rows]
     heads = ["model", *(head for name in sets for head in _heads(summaries, name))]
     paragraphs = [
-        "Scores × 100, with 95 % intervals (BCa bootstrap over problems"
+        "Scores × 100, with 95 % intervals (BCa bootstrap over problems, and t"
         + ("; the difference is paired, problem by problem)." if comparison else ")."),
         markdown(heads, [[label, *_cells(one, sets, sign)] for label, one, sign in rows]),
     ]

@@ -149,10 +149,10 @@ def jackknife(left: list[float]) -> float:
     return ((len(left) - 1) * values.var(correction=0)).sqrt().item()
 
 
-def student_t(degrees: int) -> float:
-    """97.5% quantile of Student's t: exact at 1 and 2 degrees, to 1% above (Abramowitz and Stegun 26.7.5)."""
+def student_t(degrees: float) -> float:
+    """97.5% quantile of Student's t: at 1 degree, at 2, and to 1% above (Abramowitz and Stegun 26.7.5)."""
     if degrees <= 2:
-        return math.tan(math.pi * 0.475) if degrees == 1 else 0.95 * math.sqrt(2 / (1 - 0.95**2))
+        return math.tan(math.pi * 0.475) if degrees < 2 else 0.95 * math.sqrt(2 / (1 - 0.95**2))
     z = 1.959963984540054
     terms = (
         (z**3 + z) / 4,

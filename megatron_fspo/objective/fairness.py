@@ -189,14 +189,13 @@ def _spread(
         clusters = torch.unique(2 * cells + flags.long(), return_inverse=True)[1]
         times = clusters.bincount()
     number, rows = int(clusters.max()) + 1, clusters * size + cells
-
-    def summed(values: Tensor) -> Tensor:
-        return rows.bincount(weights=values, minlength=number * size).view(number, size)
-
+    times_in, off, about = (
+        rows.bincount(weights=values, minlength=number * size).view(number, size)
+        for values in (torch.ones_like(flags), flags - overall[cells], flags - rates[cells])
+    )
     # Clusters behind a rate: residuals of few are too small. Those of one are 0: about the rate of all.
-    behind = counts.square() / (summed(torch.ones_like(flags)).square() / times[:, None]).sum(0).clamp(min=1)
-    off = summed(flags - overall[cells])
-    about = summed(flags - rates[cells]) * (behind / (behind - 1).clamp(min=0.5)).sqrt()
+    behind = counts.square() / (times_in.square() / times[:, None]).sum(0).clamp(min=1)
+    about *= (behind / (behind - 1).clamp(min=0.5)).sqrt()
     total = off.view(number, len(members), width).sum(2) / members
     scale = torch.where(overall > 0, overall, 1.0)
     added = torch.where(behind < 1.5, off, about) / counts.clamp(min=1) / scale
