@@ -346,10 +346,10 @@ def autocorrelation(tokens: Tensor, lengths: Tensor) -> Mapping[str, float]:
     return found
 
 
-def write_prompts(path: Path) -> None:
+def write_prompts(path: Path, forms: Sequence[str] = FORMS) -> None:
     """Every form of question for every topic."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{"prompt": form.format(topic), "answer": topic} for topic in TOPICS for form in FORMS]
+    rows = [{"prompt": form.format(topic), "answer": topic} for topic in TOPICS for form in forms]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

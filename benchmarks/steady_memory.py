@@ -4,7 +4,7 @@
     python benchmarks/steady_memory.py --hours 2                  # SmolLM2, responses of up to 1,024 tokens
 
 The run is stopped after so many hours. Its first quarter is left out: memory is touched for the first time
-there, and lengths settle. Growth is the largest of the last quarter over that of the second.
+there. Growth is the largest of the last quarter over that of the second.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from long_responses import write_prompts
+from long_responses import FORMS, write_prompts
 from machine import ROOT, cpu, environment, markdown, options_of
 from megatron_fspo.record.log import METRICS, read_rows
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=1, help="processes, a thread each")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/steady_memory.json")
     args = parser.parse_args()
-    write_prompts(ROOT / "runs/evidence/long_prompts.jsonl")
+    write_prompts(ROOT / "runs/evidence/long_stories.jsonl", FORMS[-1:])
     with tempfile.TemporaryDirectory() as folder:
         samples = resident(command(args.config, args.nproc, folder), args.hours * 3600)
         rows = list(read_rows(Path(folder, "run", METRICS)))
@@ -56,8 +56,9 @@ def command(config: Path, nproc: int, folder: str) -> list[str]:
     """Trains until it is stopped; the package of this checkout."""
     words = [sys.executable, "-m", "megatron_fspo", "train", "--config", str(config), "--nproc", str(nproc)]
     words += ["--run.folder", folder, "--run.name", "run", "--run.steps", "1000000"]
-    words += ["--rollout.samples", "8"]  # groups as large as a run would have
-    return [*words, "--parallel.tensor", "1", "--parallel.sequence", "false"]
+    words += ["--rollout.samples", "8", "--parallel.tensor", "1", "--parallel.sequence", "false"]
+    # Next to no learning, so that lengths stay as they are.
+    return [*words, "--optimizer.lr", "1e-12", "--reward.max_steps_without_spread", "0"]
 
 
 def resident(words: list[str], seconds: float) -> list[int]:

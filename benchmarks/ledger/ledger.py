@@ -191,7 +191,11 @@ def write_prompts(folder: Path, counts: dict[str, list[int]]) -> None:
             (folder / f"{file}.jsonl").write_text("".join(sets[held]), encoding="utf-8")
     most = counts[FAMILIES[1]][1]
     grown = (most // GROWTH + number * (most - most // GROWTH) // GROWING for number in range(GROWING))
-    rows = [prompt(FAMILIES[1], count, number % VALUES) for number, count in enumerate(grown)]
+    rows = []
+    for number, count in enumerate(grown):
+        value = number % VALUES
+        value = (value + ((count + 3 * value) % HELD_OUT == 0)) % VALUES
+        rows.append(prompt(FAMILIES[1], count, value))
     (folder / "growing.jsonl").write_text("".join(rows), encoding="utf-8")
 
 
