@@ -37,7 +37,9 @@ def main() -> None:
     write_prompts(ROOT / "runs/evidence/long_stories.jsonl", FORMS[-1:])
     with tempfile.TemporaryDirectory() as folder:
         samples = resident(command(args.config, args.nproc, folder), args.hours * 3600)
-        rows = list(read_rows(Path(folder, "run", METRICS)))
+        rows = [row for row in read_rows(Path(folder, "run", METRICS)) if "response_length/max" in row]
+    if not rows:
+        raise SystemExit(f"no step ended in {args.hours:g} hours")
     result = {
         "config": args.config.name,
         "machine": cpu(),
