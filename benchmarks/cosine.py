@@ -206,6 +206,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/cosine.json")
     args = parser.parse_args()
+    if args.seeds < 2:
+        parser.error("--seeds: at least 2, or nothing has an interval")
     torch.set_num_threads(1)
     runs = []
     for seed in range(1, args.seeds + 1):

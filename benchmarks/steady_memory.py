@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=1, help="processes, a thread each")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/steady_memory.json")
     args = parser.parse_args()
+    if args.hours <= 0 or args.nproc < 1:
+        parser.error("--hours and --nproc: above 0")
     write_prompts(ROOT / "runs/evidence/long_stories.jsonl", FORMS[-1:])
     with tempfile.TemporaryDirectory() as folder:
         samples = resident(command(args.config, args.nproc, folder), args.hours * 3600)

@@ -199,6 +199,11 @@ def test_cosines_are_those_of_updates_that_are_known() -> None:
     halved = cosine.cosines(torch.eye(800).double(), lengths > 4, lengths, positive, seed=1)
     assert halved["cosine"] == halved["length"] == pytest.approx(0.5**0.5)
     assert halved["lre_max"] == pytest.approx(1) and halved["bound"] == 0
+    # One length of eight keeps 0.8: off by 0.175 / 0.975, and κ = 8·√100 / √800.
+    off = cosine.cosines(
+        torch.eye(800).double(), (lengths > 1) | (torch.arange(800) >= 20), lengths, positive, seed=1
+    )
+    assert off["bound"] == pytest.approx((1 - 8 * (0.175 / 0.975) ** 2) ** 0.5)
     # What is clipped is all that points anywhere.
     update = torch.where(clipped, 1.0, 1e-9).double()
     turned = cosine.cosines(torch.diag(update), ~clipped, lengths, positive, seed=1)

@@ -7,9 +7,9 @@ over the sets of their means.
 Either end is the outer one of two. BCa (bias-corrected and accelerated; Efron 1987) follows skew, as of
 accuracies near 0 or 1; it is widened for few problems as Hesterberg (2015) does it, by √(P/(P − 1)) and t
 quantiles. The t interval holds where the skew is of problems that were not drawn, as of a gain that a few
-make. Both together are 3 to 11% wider than BCa, and hold the truth of populations of 9 to 100 problems 94 to
-97% of the time (``benchmarks/interval_coverage.py``). The random stream of a set has its name, so that a
-set's interval does not depend on which others there are.
+make. Both together hold the truth of populations of 9 to 100 problems 94 to 97% of the time
+(``benchmarks/interval_coverage.py``). The random stream of a set has its name, so that a set's interval does
+not depend on which others there are.
 """
 
 from __future__ import annotations

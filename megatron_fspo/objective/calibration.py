@@ -150,7 +150,7 @@ def jackknife(left: list[float]) -> float:
 
 
 def student_t(degrees: float) -> float:
-    """97.5% quantile of Student's t: at 1 degree, at 2, and to 1% above (Abramowitz and Stegun 26.7.5)."""
+    """97.5% quantile of Student's t: to 1% above 2 degrees (Abramowitz, Stegun 26.7.5), below that of 1."""
     if degrees <= 2:
         return math.tan(math.pi * 0.475) if degrees < 2 else 0.95 * math.sqrt(2 / (1 - 0.95**2))
     z = 1.959963984540054
