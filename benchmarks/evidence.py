@@ -32,7 +32,7 @@ from megatron_fspo.lab.sweep.processes import make
 from megatron_fspo.lab.sweep.summary import as_json, compared, mean_over_seeds, summarize
 from megatron_fspo.objective.fairness import length_bins
 
-PARTS = ("make_sum", "variations", "smollm2", "ledger", "ledger_growth")
+PARTS = ("make_sum", "bands", "variations", "smollm2", "ledger", "ledger_growth")
 PROGRAMS = {"random": ("benchmarks/ledger/random_clip.py", "sqrt")}
 """Arm → words after ``python``, of one that is no run of ``megatron-fspo train``."""
 LOOKS = {
