@@ -76,7 +76,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionSpan:
-    """The tokens of a response that one version of the weights sampled: ``start`` up to, without, ``end``."""
+    """The tokens of a response from ``start`` up to, without, ``end``: what the policy wrote of them, one
+    version of the weights sampled."""
 
     version: int
     start: int
@@ -85,7 +86,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One sampled response.
+    """One sampled response: of one turn, or of several, with what an environment inserted between them.
 
     Example::
 
@@ -94,16 +95,19 @@ class Completion:
     """
 
     token_ids: Sequence[int]
-    """When ``finish_reason`` is ``"stop"``, the last is a stop token, or completes a stop string. Kept as an
-    ``array("i")``."""
+    """All that comes after the prompt. When ``finish_reason`` is ``"stop"``, the last one that the policy
+    wrote is a stop token, or completes a stop string. Kept as an ``array("i")``."""
     log_probs: Sequence[float]
-    """Log-prob of each token under the distribution sampled from (after temperature and top-p), nats. Kept as
-    an ``array("f")``."""
+    """Log-prob of each token under the distribution sampled from (after temperature and top-p), nats; 0 of
+    what an environment inserted. Kept as an ``array("f")``."""
+    written: tuple[range, ...] = ()
+    """Where the tokens stand that the policy wrote, in order; an environment inserted the others. None given:
+    it wrote all."""
     finish_reason: Literal["stop", "length"]
     weight_version: int
     """Version of the weights that sampled it; the oldest, if they changed under way."""
     version_spans: tuple[VersionSpan, ...] = ()
-    """Which version sampled which tokens, without gaps; empty where all are ``weight_version``'s."""
+    """Which version sampled which tokens, in order, all of them; empty where all are ``weight_version``'s."""
     routes: Any = None
     """Tensor of uint8 [P + L - 1, layers, k]: the experts that each token of prompt and response was sent to,
     but for the last one, which the sampler did not read; None where it did not tell."""
@@ -116,6 +120,24 @@ class Completion:
             values = getattr(self, name)
             if not (isinstance(values, array) and values.typecode == typecode):
                 object.__setattr__(self, name, array(typecode, values))
+        written = self.written or (range(len(self.token_ids)),)
+        object.__setattr__(self, "written", written)
+        edges = [edge for one in written for edge in (one.start, one.stop)]
+        if edges != sorted(edges) or edges[0] < 0 or edges[-1] > len(self.token_ids):
+            raise ValueError(f"written = {written} of {len(self.token_ids)} tokens")
+
+    @property
+    def length(self) -> int:
+        """Tokens that the policy wrote: L."""
+        return sum(map(len, self.written))
+
+    @property
+    def mask(self) -> array[int]:
+        """1 for each of the tokens that the policy wrote, 0 for the others, as an ``array("b")``."""
+        mask = array("b", bytes(len(self.token_ids)))
+        for one in self.written:
+            mask[one.start : one.stop] = array("b", b"\1" * len(one))
+        return mask
 
 
 @dataclass(frozen=True, kw_only=True)

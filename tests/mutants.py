@@ -103,8 +103,11 @@ MUTANTS = {
         "torch.stack([prompts, whole - 1, whole], dim=1)", "test_batch.py",
     ),
     "labels: not shifted": Mutant(
-        "_cut(sequences.tokens, start + 1, (0, whole - 1)", "_cut(sequences.tokens, start, (0, whole - 1)",
-        "test_batch.py",
+        "(start + 1, (0, whole - 1))", "(start, (0, whole - 1))", "test_batch.py",
+    ),
+    "inserted tokens: learned": Mutant("mask = mask & one", "mask = mask | one", "test_batch.py"),
+    "inserted tokens: in L": Mutant(
+        "lengths=sequences.lengths[chosen]", "lengths=responses", "test_batch.py",
     ),
     "packs: too full by a token": Mutant(
         "while cheapest and room[cheapest[0][1]] < length:",

@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, StepTotals, padded_length
 from megatron_fspo.packing.pack import Pack, PackLayout, collate_packs
 from megatron_fspo.types import Completion, Prompt, Sample
 
 
-def sample(prompt: Sequence[int], response: Sequence[int], advantage: float = 1.0) -> Sample:
-    """One of these tokens; the sampler's log-probs are all different."""
+def sample(
+    prompt: Sequence[int],
+    response: Sequence[int],
+    advantage: float = 1.0,
+    written: Sequence[bool] | None = None,
+) -> Sample:
+    """One of these tokens; the sampler's log-probs are all different. ``written`` [R]: by the policy."""
+    places = range(len(response))
+    turns = tuple(range(i, i + 1) for i in places if written[i]) if written is not None else (places,)
     completion = Completion(
         token_ids=tuple(response),
-        log_probs=tuple(-0.5 - i for i in range(len(response))),
+        log_probs=tuple(-0.5 - i for i in places),
+        written=turns or (range(0),),
         finish_reason="stop",
         weight_version=0,
     )
@@ -30,6 +40,7 @@ def sequences_of(samples: Sequence[Sample]) -> Sequences:
         responses=[s.completion.token_ids for s in samples],
         log_probs=[s.completion.log_probs for s in samples],
         advantages=[s.advantage for s in samples],
+        written=torch.tensor([bit > 0 for s in samples for bit in s.completion.mask], dtype=torch.bool),
     )
 
 
@@ -42,7 +53,7 @@ def collate(samples: Sequence[Sample], indices: Sequence[int], **options: Any) -
 
 def packs_of(samples: Sequence[Sample], packs: Sequence[Sequence[int]], **layout: Any) -> Packs:
     """Given packs of all samples, on one data-parallel rank."""
-    lengths = [len(s.completion.token_ids) for s in samples]
+    lengths = [s.completion.length for s in samples]
     totals = StepTotals(
         num_sequences=sum(n > 0 for n in lengths), num_tokens=sum(lengths), packed_tokens=sum(lengths)
     )

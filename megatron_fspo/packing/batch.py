@@ -39,25 +39,30 @@ class Sequences:
     index: Tensor
     """[m] number of each in the step (or the whole rollout): what packs name it by."""
     tokens: Tensor
-    """[Σ (P + L)] int32 ids, prompt and response of the first, of the second, …"""
+    """[Σ (P + R)] int32 ids, prompt and response of the first, of the second, …"""
     log_probs: Tensor
-    """[Σ L] fp32 the sampler's log-probs of the response tokens, in nats; 0 where there was no sampler."""
+    """[Σ R] fp32 the sampler's log-probs of the response tokens, in nats; 0 where there was no sampler."""
     prompt_lengths: Tensor
     """[m] P ≥ 1."""
+    response_lengths: Tensor
+    """[m] R ≥ 0, tokens after the prompt."""
     lengths: Tensor
-    """[m] L ≥ 0, tokens of the response."""
+    """[m] L ≤ R: tokens of them that the policy wrote."""
     advantages: Tensor
     """[m] fp32."""
+    written: Tensor | None = None
+    """[Σ R] bool: the policy wrote the token; None: all of them."""
     routes: Tensor | None = None
-    """[Σ (P + L - 1) + 1, layers, k] uint8: the sampler's experts of all tokens but each sequence's last;
+    """[Σ (P + R - 1) + 1, layers, k] uint8: the sampler's experts of all tokens but each sequence's last;
     :data:`NO_ROUTE` where it did not tell, and in the last row."""
 
     @cached_property
     def places(self) -> Tensor:
-        """[m, 4] P, L, and where tokens and log-probs of each begin."""
-        whole = self.prompt_lengths + self.lengths
-        begins = (whole.cumsum(0) - whole, self.lengths.cumsum(0) - self.lengths)
-        return torch.stack([self.prompt_lengths, self.lengths, *begins], dim=1)
+        """[m, 4] P, R, and where tokens and log-probs of each begin."""
+        prompts, responses = self.prompt_lengths, self.response_lengths
+        whole = prompts + responses
+        begins = (whole.cumsum(0) - whole, responses.cumsum(0) - responses)
+        return torch.stack([prompts, responses, *begins], dim=1)
 
     @cached_property
     def prompts(self) -> Tensor:
@@ -72,7 +77,7 @@ class Sequences:
         """[t, layers, k] routes of the tokens at ``positions`` [t] of the sequences ``chosen`` [n], each of
         them in ``segment`` [t]: n for tokens of none."""
         assert self.routes is not None
-        rows = self.prompt_lengths + self.lengths - 1
+        rows = self.prompt_lengths + self.response_lengths - 1
         known, begins = (pad(x[chosen], (0, 1)) for x in (rows, rows.cumsum(0) - rows))
         index = torch.where(positions < known[segment], begins[segment] + positions, len(self.routes) - 1)
         return self.routes.index_select(0, index)
@@ -86,6 +91,7 @@ class Sequences:
         advantages: Sequence[float] | Tensor,
         log_probs: Sequence[Row] | None = None,
         index: Sequence[int] | None = None,
+        written: Tensor | None = None,
         routes: Tensor | None = None,
     ) -> Sequences:
         """Make them from one row of ids per prompt and per response.
@@ -96,24 +102,28 @@ class Sequences:
             advantages: A [N].
             log_probs: one row per response; none for responses that no sampler wrote.
             index: numbers of the sequences in the step; by default they are all of it.
-            routes: [Σ (P + L - 1), layers, k] uint8 of all of them, one after the other.
+            written: [Σ R] bool, which tokens of the responses the policy wrote; by default all.
+            routes: [Σ (P + R - 1), layers, k] uint8 of all of them, one after the other.
 
         Raises:
             ValueError: an empty prompt, or rows that do not fit each other.
         """
         prompt_lengths = torch.tensor([len(row) for row in prompts], dtype=torch.long)
-        lengths = torch.tensor([len(row) for row in responses], dtype=torch.long)
+        whole = torch.tensor([len(row) for row in responses], dtype=torch.long)
         if not len(prompts) == len(responses) == len(advantages):
             raise ValueError(
                 f"{len(prompts)} prompts, {len(responses)} responses, {len(advantages)} advantages"
             )
         if (prompt_lengths == 0).any():
             raise ValueError(f"prompt {int((prompt_lengths == 0).nonzero()[0])} has no token")
-        sampled = torch.zeros(int(lengths.sum())) if log_probs is None else _flat(log_probs, torch.float32)
-        if log_probs is not None and [len(row) for row in log_probs] != lengths.tolist():
+        sampled = torch.zeros(int(whole.sum())) if log_probs is None else _flat(log_probs, torch.float32)
+        if log_probs is not None and [len(row) for row in log_probs] != whole.tolist():
             raise ValueError("a response and its log-probs differ in length")
+        lengths = whole
+        if written is not None:
+            lengths = torch.repeat_interleave(whole)[written].bincount(minlength=len(whole))
         if routes is not None:
-            if len(routes) != (prompt_lengths + lengths - 1).sum():
+            if len(routes) != (prompt_lengths + whole - 1).sum():
                 raise ValueError(f"routes of {len(routes)} tokens, but other sequences")
             routes = torch.cat([routes, routes.new_full((1, *routes.shape[1:]), NO_ROUTE)])
         pairs = [row for pair in zip(prompts, responses, strict=True) for row in pair]
@@ -122,8 +132,10 @@ class Sequences:
             tokens=_flat(pairs, torch.int32),
             log_probs=sampled,
             prompt_lengths=prompt_lengths,
+            response_lengths=whole,
             lengths=lengths,
             advantages=torch.as_tensor(advantages, dtype=torch.float32),
+            written=written,
             routes=routes,
         )
 
@@ -137,7 +149,7 @@ def as_row(row: Row, dtype: torch.dtype) -> Tensor:
     return torch.tensor(row, dtype=dtype)
 
 
-_ARRAYS: dict[str, Any] = {"i": torch.int32, "f": torch.float32}
+_ARRAYS: dict[str, Any] = {"b": torch.int8, "i": torch.int32, "f": torch.float32}
 
 
 def _flat(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
@@ -161,7 +173,8 @@ class MicroBatch:
     """n sequences packed into one row, of which this rank holds t tokens: all, or 1 / cp of them.
 
     Position i of a sequence predicts its token i + 1, so ``labels`` is ``tokens`` shifted left within each
-    sequence (before the row is split), and the mask is true where the label is a token of a response. Under
+    sequence (before the row is split), and the mask is true where the label is a token of a response that the
+    policy wrote; what an environment inserted is read and not learned. Under
     context parallel every sequence is padded at its end to a multiple of 2·cp. A tail that pads the row is
     one more sequence for the attention, outside every mask. So is a prefix that sequences share; to them all
     of it is visible.
@@ -174,7 +187,7 @@ class MicroBatch:
     labels: Tensor
     """[t] next token; 0 where there is none."""
     mask: Tensor
-    """[t] bool: the label is a response token. From lengths, not ids: a policy may sample the pad id."""
+    """[t] bool: the policy wrote the label. From places, not ids: it may sample the pad id."""
     rows: Tensor
     """[k] where the mask is true."""
     label_range: tuple[int, int]
@@ -187,7 +200,7 @@ class MicroBatch:
     longest: int
     """Longest padded sequence, its prefix included, or tail, in tokens, over all context ranks."""
     lengths: Tensor
-    """[n] response lengths, over all context ranks."""
+    """[n] L, tokens that the policy wrote, over all context ranks."""
     advantages: Tensor
     """[n] fp32."""
     sample_index: Tensor
@@ -249,9 +262,9 @@ class StepTotals:
     """Sizes of one optimizer step over all ranks, known before it starts."""
 
     num_sequences: int
-    """N: sequences with a response."""
+    """N: sequences in which the policy wrote."""
     num_tokens: int
-    """T: their response tokens."""
+    """T: the tokens that it wrote."""
     packed_tokens: int
     """Tokens that are in a pack: what Megatron counts and divides by. Less than T where sequences without a
     gradient are left out."""

@@ -68,9 +68,10 @@ class Pack:
 
 def plan_step(
     prompt_lengths: Sequence[int],
-    lengths: Sequence[int],
+    response_lengths: Sequence[int],
     layout: PackLayout,
     *,
+    lengths: Sequence[int] | None = None,
     first: int = 0,
     left_out: Sequence[bool] | None = None,
     prompts: Sequence[int] | None = None,
@@ -79,8 +80,9 @@ def plan_step(
 
     Args:
         prompt_lengths: in tokens, of all sequences of the step.
-        lengths: response tokens of each.
+        response_lengths: tokens after the prompt of each.
         layout: sizes of micro-batches and parallel groups.
+        lengths: tokens of these that the policy wrote; None: all.
         first: number of the first; the others follow.
         left_out: sequences that count in N and T and are in no pack, as their gradient is 0.
         prompts: the same number for sequences with the same prompt; None: all have others.
@@ -88,10 +90,12 @@ def plan_step(
     Raises:
         ValueError: a sequence does not fit a micro-batch.
     """
-    packed = [i for i in range(len(lengths)) if left_out is None or not left_out[i]]
-    tokens = [padded_length(prompt_lengths[i] + lengths[i], layout.context_size) for i in packed]
+    whole = [prompt + response for prompt, response in zip(prompt_lengths, response_lengths, strict=True)]
+    lengths = response_lengths if lengths is None else lengths
+    packed = [i for i in range(len(whole)) if left_out is None or not left_out[i]]
+    tokens = [padded_length(whole[i], layout.context_size) for i in packed]
     if prompts is None or not layout.share_prompts:
-        prompts = range(len(lengths))
+        prompts = range(len(whole))
     units = _units(tokens, [prompt_lengths[i] - 1 for i in packed], [prompts[i] for i in packed], layout)
     plan = plan_micro_batches(
         [unit.tokens for unit in units],
@@ -154,8 +158,8 @@ def _units(
 
 def plan_of(sequences: Sequences, layout: PackLayout) -> tuple[Plan, StepTotals]:
     """Plan one optimizer step of which all is at hand; raises what :func:`plan_step` does."""
-    lengths = sequences.prompt_lengths.tolist(), sequences.lengths.tolist()
-    return plan_step(*lengths, layout, prompts=sequences.prompts.tolist())
+    sizes = sequences.prompt_lengths.tolist(), sequences.response_lengths.tolist()
+    return plan_step(*sizes, layout, lengths=sequences.lengths.tolist(), prompts=sequences.prompts.tolist())
 
 
 def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layout: PackLayout) -> MicroBatch:
@@ -169,7 +173,7 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
             one tail, so that every rank runs the same collectives.
     """
     chosen = torch.tensor(rows, dtype=torch.long)
-    prompts, lengths, *_ = sequences.places.index_select(0, chosen).unbind(1)
+    prompts, responses, *_ = sequences.places.index_select(0, chosen).unbind(1)
     blocks, prefixes = _blocks(sequences, chosen, share=layout.share_prompts)
     number, first, end = torch.tensor(blocks, dtype=torch.long).view(-1, 3).unbind(1)
     chunks = chunks_per_sequence(layout.context_size)
@@ -181,7 +185,7 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
     padded = torch.cat([size, size.new_tensor([tail] if tail else [])])
     first = _filled(first, len(padded))
     # What positions of a sequence are: before the mask, in it, the last token, padding. A tail is padding.
-    whole = prompts + lengths
+    whole = prompts + responses
     ends = torch.stack([prompts - 1, whole - 1, whole], dim=1)[number]
     edges = torch.stack(
         [torch.zeros_like(padded), *_filled(ends, len(padded)).unbind(1), first + padded], dim=1
@@ -203,7 +207,7 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
         prefixes=prefixes,
         borders=borders.to(torch.int32),
         longest=int((first + padded).max()),
-        lengths=lengths,
+        lengths=sequences.lengths[chosen],
         advantages=sequences.advantages[chosen],
         sample_index=sequences.index[chosen],
         totals=totals,
@@ -237,20 +241,25 @@ def _filled(rows: Tensor, count: int) -> Tensor:
 
 
 def _rows(sequences: Sequences, chosen: Tensor, held: Sequence[Sequence[Sequence[int]]]) -> list[Tensor]:
-    """Tokens, labels and sampled log-probs where this rank holds them: pieces of the flat arrays, copied
-    once. ``held`` has the runs [first, end) of positions of each of the ``chosen`` rows, and of the tail."""
+    """Tokens, labels and sampled log-probs where this rank holds them, and which of the labels the policy
+    wrote, if not all: pieces of the flat arrays, copied once. ``held`` has the runs [first, end) of positions
+    of each of the ``chosen`` rows, and of the tail."""
     places = _filled(sequences.places.index_select(0, chosen), len(held)).tolist()
     longest = max(end - first for runs in held for first, end in runs)
-    no_token, no_log_prob = sequences.tokens.new_zeros(longest), sequences.log_probs.new_zeros(longest)
-    tokens, labels, sampled = [no_token[:0]], [no_token[:0]], [no_log_prob[:0]]
-    for (prompt, length, start, sampled_start), runs in zip(places, held, strict=True):
-        whole = prompt + length
+    of_labels = (
+        [sequences.log_probs] if sequences.written is None else [sequences.log_probs, sequences.written]
+    )
+    flat = [sequences.tokens, sequences.tokens, *of_labels]
+    zeros = [values.new_zeros(longest) for values in flat]
+    columns = [[none[:0]] for none in zeros]
+    for (prompt, response, start, response_start), runs in zip(places, held, strict=True):
+        whole = prompt + response
+        spans = [(start, (0, whole)), (start + 1, (0, whole - 1))]
+        spans += [(response_start, (prompt - 1, whole - 1))] * len(of_labels)
         for run in runs:
-            tokens += _cut(sequences.tokens, start, (0, whole), run, no_token)
-            labels += _cut(sequences.tokens, start + 1, (0, whole - 1), run, no_token)
-            span = (prompt - 1, whole - 1)
-            sampled += _cut(sequences.log_probs, sampled_start, span, run, no_log_prob)
-    return [torch.cat(pieces) for pieces in (tokens, labels, sampled)]
+            for column, values, (begin, span), none in zip(columns, flat, spans, zeros, strict=True):
+                column += _cut(values, begin, span, run, none)
+    return [torch.cat(column) for column in columns]
 
 
 def _cut(flat: Tensor, start: int, span: tuple[int, int], run: Sequence[int], zeros: Tensor) -> list[Tensor]:
@@ -270,13 +279,13 @@ def _per_token(
     """The fields of a :class:`MicroBatch` that have t entries.
 
     Args:
-        columns: tokens, labels and sampled log-probs [t].
+        columns: of :func:`_rows`, [t].
         sizes: [n, runs, 4] positions in each run of each block, and of the tail, by what they are.
         firsts: [n, runs] first positions of the runs.
         number: [n] sequence of each block.
         nobody: the segment of padding.
     """
-    tokens, labels, sampled = columns
+    tokens, labels, sampled, *written = columns
     kind = torch.repeat_interleave(sizes.flatten().int(), output_size=len(tokens))
     segment = torch.stack([number, number, number, torch.full_like(number, nobody)], dim=1)
     mask = torch.tensor([False, True, False, False])
@@ -287,6 +296,8 @@ def _per_token(
         for values in (shift[..., None], mask, segment[:, None])
     )
     shift, mask, segment = per_token
+    for one in written:
+        mask = mask & one
     rows = mask.nonzero()[:, 0]
     wanted = labels[rows]
     return {

@@ -181,7 +181,7 @@ class Grader:
         reward = config.weight * first.score + sum(config.also[name] * one for name, one in parts.items())
         if config.overlong_tokens:
             parts["overlong"] = overlong(
-                len(request.completion.token_ids),
+                request.completion.length,
                 longest=self._max_response_tokens,
                 tokens=config.overlong_tokens,
                 penalty=config.overlong_penalty,

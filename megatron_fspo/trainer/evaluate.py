@@ -178,7 +178,7 @@ def _entries(
             response=text,
             answer=None,
             score=score,
-            tokens=len(completion.token_ids),
+            tokens=completion.length,
             finish_reason=completion.finish_reason,
         )
         turn = turns.get((record.index, sample))
@@ -194,6 +194,7 @@ def _entries(
                 "prompt_token_ids": rollout.prompts[position].token_ids,
                 "token_ids": list(completion.token_ids),
                 "log_probs": list(completion.log_probs),
+                "written": [[one.start, one.stop] for one in completion.written],
             }
             row = (turn, what)
         entries.append(Entry(number, record, row))

@@ -167,7 +167,7 @@ def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]
     """Tokens per second and GPU of a step, and the share of what the GPUs can do (MFU)."""
     ranks, rollout = dist.get_world_size(), step.rollout
     run.timings["timing_s/step"] = seconds
-    tokens = int((rollout.prompt_lengths + rollout.lengths).sum())
+    tokens = int((rollout.prompt_lengths + rollout.response_lengths).sum())
     metrics = {
         "perf/throughput": tokens / seconds,
         "perf/tokens_per_second_per_gpu": tokens / seconds / ranks,
@@ -181,8 +181,9 @@ def speed_metrics(run: Training, step: Step, seconds: float) -> dict[str, float]
     flops = forward_flops(
         run.inputs.arch,
         rollout.prompt_lengths[packed].tolist(),
-        rollout.lengths[packed].tolist(),
+        rollout.response_lengths[packed].tolist(),
         prompts.tolist() if run.layout.share_prompts else None,
+        rollout.lengths[packed].tolist(),
     )
     flops *= (1 + BACKWARD) * config.batch.epochs
     return metrics | {"perf/mfu": flops / run.timings["timing_s/update_actor"] / (ranks * peak * 1e12)}

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +36,9 @@ class Rollout:
     prompts: Sequence[Prompt]
     samples: int
     lengths: Tensor
-    """int64, tokens of the response, the stop token included."""
+    """int64, L: tokens of the response that the policy wrote, the stop token included."""
+    response_lengths: Tensor
+    """int64, all tokens after the prompt: more than L where an environment inserted some."""
     rewards: Tensor
     """float64: what is learned from."""
     scores: Tensor
@@ -48,7 +50,7 @@ class Rollout:
     oldest_version: Tensor
     """int64, of the weights that sampled any of it."""
     version_tokens: Tensor
-    """int64, Σ over its tokens of the version that sampled them."""
+    """int64, Σ over its L tokens of the version that sampled them."""
     spans: Tensor
     """int64, how many versions sampled it."""
     last_version: Tensor
@@ -88,12 +90,12 @@ class Rollout:
 
     def fresh_from(self, version: int) -> Tensor:
         """[n] position in prompt and response from which on all that follows was sampled by these weights."""
-        first = torch.where(self.last_version == version, self.last_start, self.lengths)
+        first = torch.where(self.last_version == version, self.last_start, self.response_lengths)
         return self.prompt_lengths - 1 + first
 
 
 COLUMNS = (
-    *("lengths", "truncated", "oldest_version", "version_tokens"),
+    *("lengths", "response_lengths", "truncated", "oldest_version", "version_tokens"),
     *("spans", "last_version", "last_start", "owner", "routed"),
     *("rewards", "scores"),
 )
@@ -107,14 +109,15 @@ _TYPES = {"rewards": torch.float64, "scores": torch.float64, "truncated": torch.
 
 def describe(completion: Completion, owner: int) -> tuple[float, ...]:
     """One response as numbers, without its grades; integers stay exact in float64."""
-    length = len(completion.token_ids)
-    whole = VersionSpan(version=completion.weight_version, start=0, end=length)
+    whole = VersionSpan(version=completion.weight_version, start=0, end=len(completion.token_ids))
     spans = completion.version_spans or (whole,)
+    turns = product(spans, completion.written)
     return (
-        length,
+        completion.length,
+        len(completion.token_ids),
         completion.finish_reason == "length",
         completion.weight_version,
-        sum(span.version * (span.end - span.start) for span in spans),
+        sum(s.version * len(range(max(s.start, turn.start), min(s.end, turn.stop))) for s, turn in turns),
         len(spans),
         spans[-1].version,  # versions only grow
         spans[-1].start,
@@ -278,7 +281,8 @@ def make_mini_batches(
     of the routers wants it, it counts in N and T and is in no pack.
     """
     idle = left_out(config, rollout)
-    prompt_lengths, lengths = rollout.prompt_lengths.tolist(), rollout.lengths.tolist()
+    prompt_lengths, response_lengths = rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist()
+    lengths = rollout.lengths.tolist()
     prompts = [number // rollout.samples for number in range(len(rollout))]
     per_batch = len(rollout) // config.batch.mini_batches
     plans: list[Plan] = []
@@ -288,8 +292,9 @@ def make_mini_batches(
         some = slice(first, first + per_batch)
         plan, totals = plan_step(
             prompt_lengths[some],
-            lengths[some],
+            response_lengths[some],
             layout,
+            lengths=lengths[some],
             first=first,
             left_out=idle[some].tolist(),
             prompts=prompts[some],
@@ -303,12 +308,13 @@ def make_mini_batches(
     wanted = [sorted(n for plan in plans for pack in plan[to] for n in pack) for to in range(size)]
     # In the order in which they come: owner after owner.
     numbers = sorted(wanted[rank], key=lambda number: (owner[number], number))
-    lengths_here = rollout.lengths[numbers].tolist()
+    here = rollout.response_lengths[numbers].tolist()
     bring = partial(_bring, rollout, wanted, groups, layout.device)
     token_ids, log_probs = (
-        torch.split(bring(name, dtype, sum(lengths_here)), lengths_here)
+        torch.split(bring(name, dtype, sum(here)), here)
         for name, dtype in (("token_ids", torch.int32), ("log_probs", torch.float32))
     )
+    inserted = bool((rollout.lengths < rollout.response_lengths).any())
     routes = None if routing is None else _routes(rollout, numbers, bring, routing, layers)
     sequences = Sequences.of(
         prompts=[rollout.prompts[number // rollout.samples].token_ids for number in numbers],
@@ -316,6 +322,7 @@ def make_mini_batches(
         log_probs=log_probs,
         advantages=rollout.advantages[numbers],
         index=numbers,
+        written=bring("mask", torch.uint8, sum(here)).bool() if inserted else None,
         routes=routes,
     )
     return collate_packs(sequences, packs, layout), sizes
@@ -349,8 +356,8 @@ def _routes(
     routing: Routing,
     layers: Sequence[int],
 ) -> Tensor:
-    """uint8 [Σ (P + L - 1), layers, k] of these responses; those without have no route. Collective."""
-    tokens = (rollout.prompt_lengths + rollout.lengths - 1)[numbers]
+    """uint8 [Σ (P + R - 1), layers, k] of these responses; those without have no route. Collective."""
+    tokens = (rollout.prompt_lengths + rollout.response_lengths - 1)[numbers]
     known = (rollout.routed[numbers] > 0).repeat_interleave(tokens)
     shape = (int(known.sum()), routing.layers, routing.per_token)
     sent = bring("routes", torch.uint8, math.prod(shape)).view(shape)

@@ -52,6 +52,16 @@ _GROUPS = [
     *((1, (6, 11)), (4, (1,))),
 ]
 _SHAPES = [(prompt, response) for prompt, responses in _GROUPS for response in responses]
+_INSERTED = {
+    1: [(10, 5)],
+    6: [(1, 3)],
+    7: [(17, 4)],
+    9: [(60, 9), (100, 2)],
+    12: [(0, 3)],
+    14: [(0, 2), (5, 1)],
+}
+"""Number of a sample → (after so many tokens of its response, so many from an environment): within it,
+between any two, at its end, at its beginning, and alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,13 +167,29 @@ def random_weights(arch: Architecture) -> dict[str, Tensor]:
 
 def make_samples(arch: Architecture) -> list[Sample]:
     """The batch, group by group."""
-    samples = random_samples(_SHAPES, vocab_size=arch.vocab_size, seed=2)
+    turns = [_turns(length, _INSERTED.get(number, ())) for number, (_, length) in enumerate(_SHAPES)]
+    shapes = [(prompt, some[-1].stop) for (prompt, _), some in zip(_SHAPES, turns, strict=True)]
+    samples = [
+        replace(sample, completion=replace(sample.completion, written=some))
+        for sample, some in zip(
+            random_samples(shapes, vocab_size=arch.vocab_size, seed=2), turns, strict=True
+        )
+    ]
     firsts = (number for number, (_, responses) in enumerate(_GROUPS) for _ in responses)
     heads: dict[int, Prompt] = {}
     return [
         replace(sample, prompt=heads.setdefault(first, sample.prompt))
         for first, sample in zip(firsts, samples, strict=True)
     ]
+
+
+def _turns(length: int, inserted: Sequence[tuple[int, int]]) -> tuple[range, ...]:
+    """Where the ``length`` tokens that the policy wrote stand; the last ends with the response."""
+    turns, done, start = [], 0, 0
+    for after, count in (*inserted, (length, 0)):
+        turns.append(range(start, start + after - done))
+        done, start = after, turns[-1].stop + count
+    return tuple(turns)
 
 
 def make_routes(arch: Architecture, samples: Sequence[Sample]) -> list[Tensor]:
@@ -213,7 +239,7 @@ def drifts(samples: Sequence[Sample], *, seed: int, clipped: bool = False) -> li
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for number, sample in enumerate(samples):
-        noise = torch.randn(len(sample.completion.token_ids), generator=generator) * 0.04
+        noise = torch.randn(sample.completion.length, generator=generator) * 0.04
         if clipped:  # far on the side where the clip acts
             noise = torch.full_like(noise, 0.25 if sample.advantage > 0 else -0.25)
         else:
@@ -230,7 +256,7 @@ def reference_drifts(samples: Sequence[Sample]) -> list[Tensor]:
 def split(name: str, sequences: Sequences, arch: Architecture, layout: PackLayout) -> Plan:
     """Rank → micro-batch → indices of sequences, by one of ``SPLITS``."""
     ranks, multiple_of = layout.data_size, layout.count_multiple_of
-    lengths = (sequences.prompt_lengths + sequences.lengths).tolist()
+    lengths = (sequences.prompt_lengths + sequences.response_lengths).tolist()
     if name == "uneven":
         # The first rank has nearly everything: the longest sequence alone, prompts without response alone, an
         # empty pack, the rest. The others have one short sequence each.

@@ -140,7 +140,7 @@ def _or_inf(value: float) -> float:
 
 CAUSES = {
     "sequences": "seen by no or several data-parallel ranks: lost, or counted twice",
-    "tokens": "prompt tokens or padding count, or tokens are lost",
+    "tokens": "prompt tokens, padding or what an environment inserted count, or tokens are lost",
     "head": "labels, temperature, vocabulary (padding, tensor-parallel ranks), attention to later tokens",
     "attention": "RoPE positions, borders of sequences, shared prompts, chunks or weights of other ranks",
     "replay": "experts are not the given ones, those of another micro-batch, or weighed by other scores",

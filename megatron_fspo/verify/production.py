@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_fspo.config import Optimizer
 from megatron_fspo.mcore.backend import Backend
@@ -19,7 +20,7 @@ from megatron_fspo.mcore.model import expert_offset, layer_offset
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.objective.policy_objective import LossTerms
-from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences
+from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, as_row
 from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import ParallelGroups, means, of_first_rank, pack_layout, share
 from megatron_fspo.parallel.head import linear_log_probs
@@ -125,6 +126,7 @@ def score(
         prompts=[sample.prompt.token_ids for sample in samples],
         responses=[sample.completion.token_ids for sample in samples],
         advantages=[sample.advantage for sample in samples],
+        written=torch.cat([as_row(sample.completion.mask, torch.bool) for sample in samples]),
         routes=torch.cat(make_routes(policy.arch, samples))[:, policy.layers] if replay else None,
     )
     batches = pack(sequences, layout, plan=split(split_name, sequences, policy.arch, layout))
@@ -186,16 +188,18 @@ def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
 
 
 def _response_positions(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Sample, and position in its response, of each of this rank's tokens inside the mask."""
-    prompts = torch.tensor([len(sample.prompt.token_ids) for sample in samples], device=batch.mask.device)
+    """Sample, and number among the tokens that the policy wrote there, of each of this rank's tokens inside
+    the mask."""
+    whole = [[*bytes(len(sample.prompt.token_ids)), *sample.completion.mask] for sample in samples]
+    numbers = pad_sequence([torch.tensor(row).cumsum(0) - 1 for row in whole], batch_first=True)
     sample = batch.sample_index[batch.segment[batch.mask]]
-    return sample, batch.position_ids[0, batch.mask] - prompts[sample] + 1
+    return sample, numbers.to(batch.mask.device)[sample, batch.position_ids[0, batch.mask] + 1]
 
 
 def below(scored: Scored, drifts: Sequence[Tensor], samples: Sequence[Sample]) -> list[Tensor]:
     """Log-probs [t] of every micro-batch that lie ``drifts`` below the scores; NaN outside the mask, where
     nothing may look."""
-    padded = torch.nn.utils.rnn.pad_sequence([*drifts], batch_first=True)
+    padded = pad_sequence([*drifts], batch_first=True)
     columns = []
     for batch, score in zip(scored.micro_batches, scored.log_probs, strict=True):
         sample, position = _response_positions(batch, samples)
@@ -215,7 +219,7 @@ def _gathered(
     """The fields of :class:`Outcome` that are per sequence, in the order of the samples, from the log-probs
     of each batch and the rows [4, n] that this rank has observed. Collective."""
     groups = policy.groups
-    longest = max(len(sample.completion.token_ids) for sample in samples)
+    longest = max(sample.completion.length for sample in samples)
     log_probs = rows.new_zeros(len(samples), longest)
     tokens = rows.new_zeros(())
     for batch, score in zip(batches, scores, strict=True):

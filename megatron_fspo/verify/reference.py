@@ -21,7 +21,8 @@ code with its gradient weights. Nothing else is imported from the code that is c
     B    = (1/N) Σ_i Σ_layers E·Σ_e f_e·P_e              f_e share of expert e in the choices of a sequence's
     Z    = (1/N) Σ_i Σ_layers mean_t (logsumexp z_t)²    tokens, P_e mean of its softmax, z a router's logits
 
-N counts the samples with a response and T their response tokens L_i. Units: nats.
+N counts the samples with a response and T their response tokens L_i: those that the policy wrote, not what an
+environment inserted. Units: nats.
 Shapes: n samples, t tokens of one of them, h query heads, g KV heads, d head size, V vocabulary.
 """
 
@@ -132,7 +133,9 @@ def forward(
     for number, sample in enumerate(samples):
         routers = Routers(given=None if routes is None else routes[number])
         ids = (sample.prompt.token_ids, sample.completion.token_ids)
-        rows.append(log_probs_and_entropy(weights, arch, *ids, temperature, routers))
+        written = [place for turn in sample.completion.written for place in turn]
+        scored = log_probs_and_entropy(weights, arch, *ids, temperature, routers)
+        rows.append((scored[0][written], scored[1][written]))
         if routers.losses:
             losses.append(torch.stack(routers.losses).sum(0))
     return Scores(

@@ -149,27 +149,33 @@ def check_tensor_parallel(arch: Architecture, tp_size: int, padded_vocab: int | 
 def forward_flops(
     arch: Architecture,
     prompt_lengths: Sequence[int],
-    lengths: Sequence[int],
+    response_lengths: Sequence[int],
     prompts: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> int:
     """Floating-point operations of a forward pass over separate sequences, 2 per multiplication and addition.
 
-    For a sequence of T = prompt + L tokens, with layers · P parameters in matrices that a token meets::
+    For a sequence of T = prompt + response tokens, of which the policy wrote L, with layers · P parameters in
+    matrices that a token meets::
 
         2 · layers · P · T  +  2 · layers · q_size · T²  +  2 · vocabulary · hidden · L
 
     The second term is causal attention: q·k and weights·v over T² / 2 pairs each. The head is computed for
-    response tokens only. Norms, softmax and RoPE are left out, as is usual.
+    what the policy wrote only. Norms, softmax and RoPE are left out, as is usual.
 
-    Neighbours with the same number in ``prompts`` share their prompt, but for its last token.
+    Neighbours with the same number in ``prompts`` share their prompt, but for its last token. L is all of the
+    response without ``lengths``.
     """
+    lengths = response_lengths if lengths is None else lengths
 
     def layers(tokens: int) -> int:
         return 2 * arch.num_layers * (arch.layer_size * tokens + arch.q_size * tokens**2)
 
     flops = 0
-    for i, (prompt, length) in enumerate(zip(prompt_lengths, lengths, strict=True)):
-        flops += layers(prompt + length) + 2 * arch.vocab_size * arch.hidden_size * length
+    for i, (prompt, response, length) in enumerate(
+        zip(prompt_lengths, response_lengths, lengths, strict=True)
+    ):
+        flops += layers(prompt + response) + 2 * arch.vocab_size * arch.hidden_size * length
         if i and prompts is not None and prompts[i] == prompts[i - 1]:
             flops -= layers(prompt - 1)
     return flops

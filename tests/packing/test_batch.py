@@ -53,7 +53,12 @@ token_lists = st.lists(st.integers(0, 3), max_size=6)  # few ids: the padding id
 def test_a_pack_reads_back_as_its_samples(
     pairs: list[tuple[list[int], list[int]]], multiple_of: int, data: st.DataObject
 ) -> None:
-    samples = [sample(prompt, response, i / 4) for i, (prompt, response) in enumerate(pairs)]
+    flags = [data.draw(st.lists(st.booleans(), min_size=len(r), max_size=len(r))) for _, r in pairs]
+    samples = [sample(*pair, i / 4, flags[i]) for i, pair in enumerate(pairs)]
+    learned = [
+        [token for token, flag in zip(r, some, strict=True) if flag]
+        for (_, r), some in zip(pairs, flags, strict=True)
+    ]
     indices = data.draw(st.lists(st.sampled_from(range(len(pairs))), unique=True)) if pairs else []
     batch = pack(samples, indices, multiple_of)
 
@@ -72,15 +77,16 @@ def test_a_pack_reads_back_as_its_samples(
         assert ids == [*prompt, *response]
         assert batch.position_ids[0, start:end].tolist() == list(range(len(ids)))
         assert batch.labels[start : end - 1].tolist() == ids[1:]
-        # What the mask picks out of the labels is the response, whatever its ids are.
+        # What the mask picks out of the labels is what the policy wrote, whatever its ids are.
         mask = batch.mask[start:end]
-        assert batch.labels[start:end][mask].tolist() == response
+        assert batch.labels[start:end][mask].tolist() == learned[index]
+        assert mask[len(prompt) - 1 : -1].tolist() == flags[index]
         assert batch.segment[start:end].tolist() == [row] * len(ids)
-        assert batch.lengths[row] == len(response)
+        assert batch.lengths[row] == len(learned[index])
         assert batch.advantages[row] == index / 4
     assert batch.mask[filled:].sum() == 0
     assert torch.equal(batch.mask.nonzero()[:, 0], batch.rows)
-    wanted = [token for index in indices for token in pairs[index][1]] or [0]
+    wanted = [token for index in indices for token in learned[index]] or [0]
     assert batch.label_range == (min(wanted), max(wanted))
     assert set(batch.segment[filled:].tolist()) <= {len(indices)}
     assert batch.sample_index.tolist() == indices

@@ -163,6 +163,7 @@ def check_hand_out() -> None:
                 Completion(
                     token_ids=range(first, first + length),
                     log_probs=[-(first + i) / 7 for i in range(length)],
+                    written=tuple(range(i, i + 1) for i in range(to % 2, length, 2)),
                     finish_reason="length" if number % 2 else "stop",
                     weight_version=number,
                     version_spans=tuple(spans if to % 2 else spans[:0]),

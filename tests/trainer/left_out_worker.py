@@ -59,7 +59,8 @@ LOSSES: dict[str, tuple[PolicyLossConfig, Rule | None]] = {
 
 def rollout_and_completions(policy: Policy) -> tuple[Rollout, list[Completion]]:
     """Groups with and without spread; in one with spread a response has A = 0, too, and one in the batch is
-    empty. Which data-parallel rank holds a response follows no rule of places."""
+    empty. Into every fourth an environment inserted three tokens. Which data-parallel rank holds a response
+    follows no rule of places."""
     groups, vocab = policy.groups, policy.arch.vocab_size
     generator = torch.Generator().manual_seed(11)
 
@@ -71,9 +72,12 @@ def rollout_and_completions(policy: Policy) -> tuple[Rollout, list[Completion]]:
     for number in range(PROMPTS * SAMPLES):
         length = 0 if number == 13 else 1 + (7 * number) % 19
         owner = (number * number) % 5 % groups.dp.size()
+        half, more = length // 2, 3 * (number % 4 == 1)
+        tokens, log_probs = ids(length), torch.randn(length, generator=generator).tolist()
         completion = Completion(
-            token_ids=ids(length),
-            log_probs=tuple(torch.randn(length, generator=generator).tolist()),
+            token_ids=(*tokens[:half], *(5, 6, 7)[:more], *tokens[half:]),
+            log_probs=(*log_probs[:half], *[0.0] * more, *log_probs[half:]),
+            written=(range(half), range(half + more, length + more)),
             finish_reason="length",
             weight_version=0,
         )
@@ -201,8 +205,8 @@ def _compared(got: dict[str, Any], want: dict[str, Any]) -> dict[str, Any]:
 
 def routes_of_packs(policy: Policy) -> list[int]:
     """How many tokens in packs have the sampler's routes, how many have none, and how many have others than
-    they should, with prompts shared or not, on all ranks. Every fourth response came without, and no sampler
-    reads its last token."""
+    they should or are wrongly in or out of the mask, with prompts shared or not, on all ranks. Every fourth
+    response came without, and no sampler reads its last token."""
     groups, layers = policy.groups, policy.layers
     rollout, completions = rollout_and_completions(policy)
     routing = Routing(layers=SMALL.num_layers, experts=200, per_token=2)
@@ -240,6 +244,9 @@ def routes_of_packs(policy: Policy) -> list[int]:
                 zip(owners.tolist(), batch.position_ids[0].tolist(), strict=True)
             ):
                 number = index[owner]
+                label = place + 1 - len(rollout.prompts[number // SAMPLES].token_ids)
+                after = completions[number].mask[label:][:1] if number >= 0 <= label else []
+                counts[2] += bool(batch.mask[token]) != any(after)
                 known = number in told and place < len(sent[number])
                 want = sent[number][place, layers] if known else torch.full((len(layers), 2), NO_ROUTE)
                 right = torch.equal(batch.routes[token].long(), want.long())

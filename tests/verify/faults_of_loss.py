@@ -195,6 +195,18 @@ def prompt_in_mask(real: Any, sequences: Any, rows: Sequence[int], *rest: Any) -
     return replace(batch, mask=mask, rows=mask.nonzero()[:, 0])
 
 
+@fault(CP, "tokens", *COLLATE)
+def inserted_in_mask(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
+    """What an environment inserted is learned"""
+    return real(replace(sequences, written=None), *rest)
+
+
+@fault(CP, "denominator", *COLLATE)
+def inserted_in_length(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
+    """L counts what an environment inserted"""
+    return real(replace(sequences, lengths=sequences.response_lengths), *rest)
+
+
 @fault(PP, "head", *COLLATE)
 def labels_not_shifted(real: Any, *args: Any) -> MicroBatch:
     """The label of a position is its own token"""

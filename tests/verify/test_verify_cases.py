@@ -37,7 +37,7 @@ from megatron_fspo.weights import Architecture, expected_hf_shapes
 from packs import sequences_of
 
 SAMPLES = make_samples(SMALL)
-RESPONSES = [len(sample.completion.token_ids) for sample in SAMPLES]
+RESPONSES = [sample.completion.length for sample in SAMPLES]
 PRESENT = [i for i, length in enumerate(RESPONSES) if length]
 
 

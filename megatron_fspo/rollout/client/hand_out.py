@@ -14,12 +14,14 @@ from torch import Tensor
 from megatron_fspo.parallel.groups import exchange
 from megatron_fspo.types import Completion, VersionSpan
 
+_Pair = tuple[int, int]
 _Triple = tuple[int, int, int]
 _ROWS = msgspec.msgpack.Decoder(
     list[
         tuple[
             bytes,
             bytes,
+            list[_Pair],
             Literal["stop", "length"],
             int,
             list[_Triple],
@@ -49,8 +51,18 @@ def _encode(completions: Sequence[Completion]) -> Tensor:
     for c in completions:
         spans = [(span.version, span.start, span.end) for span in c.version_spans]
         routes = None if c.routes is None else (c.routes.shape, c.routes.numpy().reshape(-1).data)
+        written = [(one.start, one.stop) for one in c.written]
         rows.append(
-            (c.token_ids, c.log_probs, c.finish_reason, c.weight_version, spans, routes, c.route_problem)
+            (
+                c.token_ids,
+                c.log_probs,
+                written,
+                c.finish_reason,
+                c.weight_version,
+                spans,
+                routes,
+                c.route_problem,
+            )
         )
     buffer = bytearray()
     msgspec.msgpack.Encoder(enc_hook=array.tobytes).encode_into(rows, buffer)
@@ -62,13 +74,14 @@ def _decode(encoded: Tensor) -> list[Completion]:
         Completion(
             token_ids=array("i", token_ids),
             log_probs=array("f", log_probs),
+            written=tuple(range(*pair) for pair in written),
             finish_reason=finish_reason,
             weight_version=version,
             version_spans=tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in spans),
             routes=routes and torch.frombuffer(routes[1], dtype=torch.uint8).view(routes[0]),
             route_problem=problem,
         )
-        for token_ids, log_probs, finish_reason, version, spans, routes, problem in (
+        for token_ids, log_probs, written, finish_reason, version, spans, routes, problem in (
             _ROWS.decode(encoded.numpy().data) if len(encoded) else []
         )
     ]
