@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids → their text, special tokens included."""
@@ -47,6 +48,27 @@ class Routing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What an environment answers to a turn."""
+
+    token_ids: tuple[int, ...] | None = None
+    """What is inserted before the next turn; None: the trajectory ends here."""
+    reward: float | None = None
+    """Of the trajectory, at its end; None: the environment has none."""
+    failed: bool = False
+    """A tool raised, hung or was killed."""
+
+
+class Environment(Protocol):
+    """Answers the turns of a policy. It keeps nothing of a trajectory from one call to the next."""
+
+    def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Reply]:
+        """Return the reply to come to the last of the policy's turns, which are token ids. Any thread may
+        ask; whatever goes wrong is a reply that failed."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to sample. The same meaning as the fields of that name in vLLM."""
 
@@ -56,12 +78,18 @@ class SamplingParams:
     """0 samples greedily."""
     top_p: float = 1.0
     max_tokens: int
-    """Longest completion, in tokens, the stop token included."""
+    """Longest completion, in tokens: stop tokens, and what an environment inserts, included."""
     stop_token_ids: tuple[int, ...] = ()
-    """A completion ends with the first of these, which it includes."""
+    """A turn ends with the first of these, which it includes."""
     stop: tuple[str, ...] = ()
     """It also ends with the token that completes the first of these in its text, which it includes
     (:mod:`megatron_fspo.rollout.sampling`)."""
+    environment: Environment | None = None
+    """Answers a turn that ended so; None: the completion has one turn."""
+    turns: int = 1
+    """With an environment: as many at most."""
+    turn_tokens: int | None = None
+    """Longest turn; None: what is left of the completion. One that is cut is the last."""
     decode: Decode | None = None
     """The text in which ``stop`` is looked for; needed with it."""
     seed: int = 0
@@ -108,6 +136,10 @@ class Completion:
     """Version of the weights that sampled it; the oldest, if they changed under way."""
     version_spans: tuple[VersionSpan, ...] = ()
     """Which version sampled which tokens, in order, all of them; empty where all are ``weight_version``'s."""
+    reward: float | None = None
+    """The environment's; None: it gave none, or there is no environment."""
+    failures: int = 0
+    """Replies of the environment that failed."""
     routes: Any = None
     """Tensor of uint8 [P + L - 1, layers, k]: the experts that each token of prompt and response was sent to,
     but for the last one, which the sampler did not read; None where it did not tell."""

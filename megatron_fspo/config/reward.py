@@ -17,7 +17,7 @@ class Reward(Section):
     """The grade of a response. See [rewards.md](rewards.md)."""
 
     name: str = Field(
-        description="`math`, `reasoning_gym`, `http`, `exact_match`, `make_sum`, `format`, or "
+        description="`math`, `reasoning_gym`, `http`, `exact_match`, `make_sum`, `format`, `environment`, or "
         "`package.module:function`; accuracy is this one's grade"
     )
     weight: Annotated[float, Field(ge=0)] = Field(1.0, description="of that grade in the reward")

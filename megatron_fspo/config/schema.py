@@ -13,6 +13,7 @@ from pydantic import model_validator
 from megatron_fspo.config import sections
 from megatron_fspo.config.correction import CorrectionConfig, NoCorrection
 from megatron_fspo.config.data import Data
+from megatron_fspo.config.environment import Environment
 from megatron_fspo.config.fp8 import FP8
 from megatron_fspo.config.reward import Reward
 from megatron_fspo.losses import FSPOLoss, PolicyLossConfig
@@ -29,6 +30,7 @@ class Config(Section):
     moe: sections.MoE = sections.MoE()
     data: Data
     reward: Reward
+    environment: Environment = Environment()
     rollout: sections.Rollout
     vllm: sections.VLLM = sections.VLLM()
     loss: PolicyLossConfig = FSPOLoss()
@@ -116,6 +118,10 @@ class Config(Section):
                 f"{key} needs rollout.top_p = 1, not {self.rollout.top_p}: the log-probs of a cut vocabulary "
                 "are renormalised, a bias that grows with length"
             )
+        if self.environment.name is None and "environment" in (self.reward.name, *self.reward.also):
+            raise ValueError("the reward `environment` needs environment.name")
+        if self.environment.name is not None and self.moe.replay == "rollout":
+            raise ValueError("moe.replay = rollout needs responses of one turn: leave environment.name out")
         self.moe.check(engine=self.rollout.engine, sampled=sampled)
         self.loss.check(off_policy_updates=self.off_policy_updates, sampled=sampled)
         self.fp8.check(dtype=self.model.dtype, layers=self.model.layers, backend=self.model.backend)

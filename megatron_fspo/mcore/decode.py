@@ -99,6 +99,7 @@ class Decoder:
         self._chunks = list(chunks)
         self._pipeline = groups.pp
         self._sharers = (groups.tp, groups.cp, groups.pp)
+        self.leads = groups.first_of_copy
         self._shares_experts = groups.ep.size() > 1
         self._vocab_size = vocab_size
         self._length = 0

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _START_SECONDS = 120.0
 _LARGEST = 2**20  # bytes of an answer
+MOST_TASKS = 5000
+"""Of a worker process: libraries keep a little of everything."""
 
 
 class Threads:
@@ -141,13 +143,17 @@ class KillablePool:
         function: as ``module:name``; takes and returns what JSON has words for.
         seconds: of wall-clock time for each call, from when a worker takes it, and of CPU time.
         memory_gb: of each worker, beyond what it has when the module is imported.
+        tasks: of a process, which a fresh one then replaces.
 
     Raises:
         RuntimeError: a worker does not come up.
     """
 
-    def __init__(self, function: str, *, workers: int, seconds: float, memory_gb: float) -> None:
-        self._workers = [_Worker(function, seconds, int(memory_gb * 2**30)) for _ in range(workers)]
+    def __init__(
+        self, function: str, *, workers: int, seconds: float, memory_gb: float, tasks: int = MOST_TASKS
+    ) -> None:
+        memory_bytes = int(memory_gb * 2**30)
+        self._workers = [_Worker(function, seconds, memory_bytes, tasks) for _ in range(workers)]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         # Processes end with the thread that started them, and these stay.
         self._threads = Threads(workers)
@@ -156,7 +162,7 @@ class KillablePool:
                 start.result()
         except Exception as error:
             self.close()
-            raise RuntimeError(f"no grader process starts: {type(error).__name__} {error}") from error
+            raise RuntimeError(f"no worker process starts: {type(error).__name__} {error}") from error
         for one in self._workers:
             self._idle.put(one)
 
@@ -184,8 +190,8 @@ class KillablePool:
 class _Worker:
     """A worker process, replaced where it died. One thread's at a time, but for :meth:`end`."""
 
-    def __init__(self, function: str, seconds: float, memory_bytes: int) -> None:
-        self._settings = (os.getpid(), function, seconds, memory_bytes)
+    def __init__(self, function: str, seconds: float, memory_bytes: int, tasks: int) -> None:
+        self._settings = (os.getpid(), function, seconds, memory_bytes, tasks)
         self._seconds = seconds
         self._lock = threading.Lock()
         self._ended = False

@@ -7,8 +7,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
 from megatron_fspo.errors import InputError
 from megatron_fspo.types import Completion, Prompt
@@ -67,6 +67,12 @@ def register(name: str) -> Callable[[Reward], Reward]:
     return add
 
 
+@register("environment")
+def environment(prompt: Prompt, completion: Completion, response: str) -> float:
+    """The environment's own reward; 0.0 where a trajectory was cut before its end."""
+    return completion.reward or 0.0
+
+
 @register("exact_match")
 def exact_match(prompt: Prompt, completion: Completion, response: str) -> float:
     """1.0 if the response is the answer, white space at both ends aside, else 0.0."""
@@ -80,7 +86,8 @@ def get_reward(name: str) -> Reward:
     for any other reason than an import keeps its own traceback, since that is what its author needs.
     """
     if ":" in name:
-        return _imported(name)
+        reward: Reward = imported(name, "reward", ("prompt", "completion", "response"))
+        return reward
     if name in VERIFIERS:
         raise InputError(f"reward {name!r} is no function of its own: a Grader has it")
     if name not in _REWARDS:
@@ -94,10 +101,12 @@ def get_reward(name: str) -> Reward:
     return _REWARDS[name]
 
 
-def _imported(path: str) -> Reward:
+def imported(path: str, what: str, arguments: Sequence[str]) -> Any:
+    """Return the function ``"package.module:function"``, which takes as many positional arguments; ``what``
+    names it in messages. Raises ``InputError`` as :func:`get_reward`."""
     module_name, _, attribute = path.partition(":")
     if not module_name or module_name.startswith(".") or not attribute.isidentifier():
-        raise InputError(f"reward {path!r} does not read as package.module:function")
+        raise InputError(f"{what} {path!r} does not read as package.module:function")
     # The console script has its own folder there instead. Last: a file there hides no module of Python's.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
@@ -106,18 +115,18 @@ def _imported(path: str) -> Reward:
     except ImportError as error:
         gone = error.name == module_name.partition(".")[0]
         where = f" in {os.getcwd()} or among what is installed" if gone else ""
-        raise InputError(f"reward {path!r}: cannot import {module_name!r}: {error}{where}") from error
-    reward: Reward | None = vars(module).get(attribute)
-    if not callable(reward):
-        held = "nothing" if reward is None else f"a {type(reward).__name__}, not a function,"
-        raise InputError(f"reward {path!r}: module {module_name!r} holds {held} called {attribute!r}")
+        raise InputError(f"{what} {path!r}: cannot import {module_name!r}: {error}{where}") from error
+    function = vars(module).get(attribute)
+    if not callable(function):
+        held = "nothing" if function is None else f"a {type(function).__name__}, not a function,"
+        raise InputError(f"{what} {path!r}: module {module_name!r} holds {held} called {attribute!r}")
     try:
-        inspect.signature(reward).bind("prompt", "completion", "response")
+        inspect.signature(function).bind(*arguments)
     except TypeError as error:
         raise InputError(
-            f"reward {path!r} cannot be called with three positional arguments, (prompt, completion, "
-            f"response): {error}"
+            f"{what} {path!r} cannot be called with {len(arguments)} positional arguments, "
+            f"({', '.join(arguments)}): {error}"
         ) from None
     except ValueError:  # written in C, without a signature
         pass
-    return reward
+    return function

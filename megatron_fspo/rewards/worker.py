@@ -24,7 +24,6 @@ from typing import Any
 from megatron_fspo.job.parent import end_with_parent
 
 _PAGE = resource.getpagesize()
-_MOST_TASKS = 5000  # then a fresh process: libraries keep a little of everything
 _REFUSED = frozenset(
     "os.system os.exec os.fork os.forkpty os.posix_spawn os.startfile os.kill os.killpg subprocess.Popen"
     " pty.spawn socket.connect socket.bind socket.sendto ctypes.dlopen os.remove os.rename os.rmdir os.mkdir"
@@ -33,7 +32,9 @@ _REFUSED = frozenset(
 )
 
 
-def main(descriptor: int, parent: int, function: str, seconds: float, memory_bytes: int) -> None:
+def main(
+    descriptor: int, parent: int, function: str, seconds: float, memory_bytes: int, most_tasks: int
+) -> None:
     """Answer tasks until the socket is closed, or a fresh process is better.
 
     A task is a line of JSON, the function's arguments. An answer is one too: the number of the task, from 1;
@@ -46,6 +47,7 @@ def main(descriptor: int, parent: int, function: str, seconds: float, memory_byt
         function: as ``module:name``.
         seconds: of CPU time for a task.
         memory_bytes: beyond what the process has when the function's module is imported.
+        most_tasks: before a fresh process is better.
     """
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
@@ -76,7 +78,7 @@ def main(descriptor: int, parent: int, function: str, seconds: float, memory_byt
             except Exception as error:
                 value = _error(error)
             # Each task has the same memory: what the ones before left in caches goes with the process.
-            last = number == _MOST_TASKS or _virtual_bytes() > plenty
+            last = number == most_tasks or _virtual_bytes() > plenty
             answer(number, value, last)
             if last:
                 return
@@ -99,7 +101,7 @@ def _refuse(event: str, details: tuple[Any, ...]) -> None:
     """An audit hook: no text that got itself evaluated reaches the outside by Python's own means."""
     writes = event == "open" and isinstance(details[2], int) and details[2] & (os.O_WRONLY | os.O_RDWR)
     if event in _REFUSED or writes:
-        raise PermissionError(f"{event} in a grader's worker")
+        raise PermissionError(f"{event} in a worker")
 
 
 def _virtual_bytes() -> int:

@@ -6,22 +6,27 @@ the tokens are those that the first of them draws.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import groupby
-from typing import Literal, Protocol
+from itertools import groupby, islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_fspo.rollout.engine import Arrived, Pending, Progress
 from megatron_fspo.rollout.sampling import completes_stop, sample, uniforms
-from megatron_fspo.types import Completion, Prompt, SamplingParams
+from megatron_fspo.rollout.trajectory import Trajectory
+from megatron_fspo.types import Completion, Environment, Prompt, Reply, SamplingParams
 
 
 class CachedModel(Protocol):
     """A model that decodes rows side by side; ``mcore.decode.Decoder`` is one."""
+
+    leads: bool
+    """This rank's values are those that ``settle`` gives to all ranks of the model copy."""
 
     def session(self, *, rows: int, max_tokens: int) -> AbstractContextManager[None]: ...
 
@@ -35,17 +40,21 @@ class CachedModel(Protocol):
 
 
 @dataclass
-class _Row:
+class _Row(Trajectory):
     """One completion being written."""
 
     number: int
     """See :data:`~megatron_fspo.rollout.engine.Arrived`."""
-    prompt: Prompt
     draws: Sequence[float]
-    """Its random stream, one number a token."""
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    finish_reason: Literal["stop", "length"] | None = None
+    """Its random stream, one number a token that is drawn."""
+    drawn: int = 0
+
+    def known(self, position: int) -> int | None:
+        """Return the token at a position of prompt and response; None: it is the next to be drawn."""
+        own = position - len(self.prompt.token_ids)
+        if own < 0:
+            return self.prompt.token_ids[position]
+        return self.token_ids[own] if own < len(self.token_ids) else None
 
 
 @dataclass(eq=False)
@@ -83,8 +92,9 @@ class EmbeddedEngine:
         def collect(progress: Progress | None = None, *, stops: bool = False) -> list[list[Completion]]:
             rows = [
                 _Row(
+                    prompts[position],
+                    params,
                     number=position * params.n + number,
-                    prompt=prompts[position],
                     draws=uniforms(params.seed, prompts[position].index, number, params.max_tokens).tolist(),
                 )
                 for position in (range(len(prompts)) if mine is None else mine)
@@ -96,14 +106,14 @@ class EmbeddedEngine:
                     progress(len(done))
                 if arrived is not None:
                     for row in done:
-                        arrived(row.number, self._completion(row))
+                        arrived(row.number, row.completion(self._version))
 
             # Prompts of like length share a batch: a row waits for no one while its prompt is read.
             by_length = sorted(rows, key=lambda row: len(row.prompt.token_ids))
             for start in range(0, len(rows), self.max_batch):
                 self._decode(by_length[start : start + self.max_batch], params, finished)
             self.model.finish()
-            completions = [self._completion(row) for row in rows]
+            completions = [row.completion(self._version) for row in rows]
             return [completions[i : i + params.n] for i in range(0, len(rows), params.n)]
 
         return collect
@@ -146,30 +156,55 @@ class EmbeddedEngine:
     ) -> list[int]:
         """The token of every lane at ``position``: the prompt's, where it goes on, else a sampled one."""
         first = [lane[0] for lane in lanes]
-        drawn = [row.draws[min(len(row.token_ids), params.max_tokens - 1)] for row in first]
+        drawn = [row.draws[min(row.drawn, params.max_tokens - 1)] for row in first]
         draws = torch.tensor(drawn, dtype=torch.float64)
         sampled, log_probs = sample(logits, draws, temperature=params.temperature, top_p=params.top_p)
         # Another token on one rank of a model, and it would stop while the others go on: one of them draws.
         sampled, log_probs = self.model.settle(torch.stack([sampled.double(), log_probs.double()]))
         tokens = [int(token) for token in sampled.tolist()]
+        asking = []
         for i, (row, log_prob) in enumerate(zip(first, log_probs.tolist(), strict=True)):
-            if position < len(row.prompt.token_ids):
-                tokens[i] = row.prompt.token_ids[position]
+            if (known := row.known(position)) is not None:
+                tokens[i] = known
                 continue
             row.token_ids.append(tokens[i])
             row.log_probs.append(log_prob)
+            row.drawn += 1
+            turn = row.token_ids[row.turn_start :] if params.stop else row.token_ids
             # Every rank of the model has the same tokens, and so the same text.
-            if tokens[i] in params.stop_token_ids or completes_stop(row.token_ids, params):
-                row.finish_reason = "stop"
-            elif len(row.token_ids) == params.max_tokens:
-                row.finish_reason = "length"
+            if tokens[i] in params.stop_token_ids or completes_stop(turn, params):
+                if row.end_turn("stop"):
+                    asking.append(row)
+            elif len(row.token_ids) == row.turn_start + row.turn_limit:
+                row.end_turn("length")
+        if asking:
+            assert params.environment is not None
+            replies = self._replies(asking, params.environment, logits.device)
+            for row, reply in zip(asking, replies, strict=True):
+                row.take(reply)
         return tokens
 
-    def _completion(self, row: _Row) -> Completion:
-        assert row.finish_reason is not None
-        return Completion(
-            token_ids=row.token_ids,
-            log_probs=row.log_probs,
-            finish_reason=row.finish_reason,
-            weight_version=self._version,
-        )
+    def _replies(self, rows: list[_Row], environment: Environment, device: torch.device) -> list[Reply]:
+        """Ask for all of them at the same time, on one rank of the model copy, and wait. Collective."""
+        replies: list[Reply] = []
+        if self.model.leads:
+            replies = [one.result() for one in [environment.answer(row.prompt, row.turns) for row in rows]]
+        sizes = torch.zeros(len(rows), 3, dtype=torch.float64, device=device)
+        for i, reply in enumerate(replies):
+            length = -1 if reply.token_ids is None else len(reply.token_ids)
+            reward = math.nan if reply.reward is None else reply.reward
+            sizes[i] = torch.tensor([length, reward, reply.failed])
+        known = self.model.settle(sizes).tolist()
+        flat = torch.zeros(int(sum(max(length, 0) for length, _, _ in known)), device=device).long()
+        if replies:
+            inserted = [token for reply in replies for token in reply.token_ids or ()]
+            flat = torch.tensor(inserted, device=device, dtype=torch.long)
+        tokens = iter(self.model.settle(flat).tolist())
+        return [
+            Reply(
+                token_ids=None if length < 0 else tuple(islice(tokens, int(length))),
+                reward=None if math.isnan(reward) else reward,
+                failed=bool(failed),
+            )
+            for length, reward, failed in known
+        ]

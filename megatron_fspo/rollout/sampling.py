@@ -35,6 +35,11 @@ def stream_seed(seed: int, prompt_index: int, number: int) -> int:
     return _stream_name(seed, prompt_index, number) >> 33
 
 
+def turn_seed(seed: int, turn: int) -> int:
+    """That of a turn of the completion that :func:`stream_seed` names; the first has the completion's own."""
+    return _stream_name(seed, turn, 0) >> 33 if turn else seed
+
+
 def _stream_name(seed: int, prompt_index: int, number: int) -> int:
     """64 well-mixed bits."""
     name = hashlib.blake2b(f"{seed}/{prompt_index}/{number}".encode(), digest_size=8).digest()

@@ -69,20 +69,20 @@ def roll_out(run: Training) -> tuple[Rollout, dict[str, float]]:
     options = run.inputs.config.rollout
     run.groups.control.meet("the first rank to write its records")
     responses = sampled = _responses(run, run.queue.take(run.step))
-    metrics = sampling_metrics(responses)
+    rounds: dict[str, float] = {}
     if options.dynamic_sampling:
         filled = fill(
             responses,
             lambda number, prompts: _responses(run, run.queue.further(run.step, number, prompts)),
             max_rounds=options.max_rounds,
         )
-        responses, sampled = filled.batch, filled.sampled
-        metrics = sampling_metrics(sampled) | filled.metrics()
+        responses, sampled, rounds = filled.batch, filled.sampled, filled.metrics()
         if filled.unfilled:
             run.log.say(
                 f"step {run.step + 1}: {filled.unfilled} of {len(responses.prompts)} groups have no spread "
                 f"after {filled.rounds} rounds with {len(sampled.prompts)} prompts (rollout.max_rounds)"
             )
+    metrics = sampling_metrics(sampled, environment=run.inputs.environment is not None) | rounds
     totals = tally(run.inputs.config.reward, sampled.grades.values())
     if totals:
         table = torch.tensor(list(totals.values()), dtype=torch.float64)

@@ -21,6 +21,7 @@ from megatron_fspo.data.cursor import mixture, most_at_once
 from megatron_fspo.data.prompts import LoadedSet, load_sets, notes
 from megatron_fspo.data.tasks import sources_of
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
+from megatron_fspo.environments.text import TextEnvironment
 from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.job.consistency import versions
 from megatron_fspo.job.folder import Resume, check_writable, checkpoints_to_resume
@@ -56,6 +57,8 @@ class Inputs:
     """Prompts of all evaluation sets, numbered through; ``Prompt.dataset`` tells them apart."""
     noise: Noise | None
     """The noise of S, where ``loss.noise`` names a file."""
+    environment: TextEnvironment | None = None
+    """That of ``environment.name``."""
     notes: tuple[str, ...] = ()
     """Lines on layers and head, and on what of the data was left out."""
 
@@ -108,6 +111,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         attempt(lambda: check_trackers(config.log))
     arch = attempt(lambda: read_architecture(config.model.checkpoint))
     tokenizer: Any = None
+    environment: TextEnvironment | None = None
     train: tuple[LoadedSet, ...] | None = ()
     validation: tuple[LoadedSet, ...] | None = ()
     if arch is not None:
@@ -120,6 +124,9 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     if tokenizer is not None:
         train = attempt(lambda: _train_sets(config, tokenizer)) if trains else ()
         validation = attempt(lambda: load_sets(config.data, "validation", tokenizer))
+        stops = attempt(lambda: _stop_token_ids(config, tokenizer))
+        if config.environment.name is not None and stops is not None:
+            environment = attempt(lambda: TextEnvironment(config.environment, tokenizer, stops))
     else:
         for which in ("train", "validation") if trains else ("validation",):
             for source in sources_of(config.data, which):
@@ -134,10 +141,11 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         backend=backend,
         arch=arch,
         tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids),
+        stop_token_ids=_stop_token_ids(config, tokenizer),
         train=_prompts(train),
         validation=_prompts(validation),
         noise=noise[0],
+        environment=environment,
         notes=(*backend.notes, *filter(None, [head]), *notes([*train, *validation])),
     )
 
@@ -167,8 +175,12 @@ def _disagreements(config: Config, world_size: int, arch: Architecture | None) -
 def _tokenizer(config: Config, arch: Architecture) -> Any:
     tokenizer = load_tokenizer(config.model.checkpoint)
     check_vocabulary(tokenizer, arch.vocab_size)
-    stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids)
+    _stop_token_ids(config, tokenizer)
     return tokenizer
+
+
+def _stop_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
+    return stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids)
 
 
 def _train_sets(config: Config, tokenizer: Any) -> tuple[LoadedSet, ...]:

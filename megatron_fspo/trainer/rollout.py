@@ -61,6 +61,10 @@ class Rollout:
     """int64, the data-parallel rank that holds its tokens."""
     routed: Tensor
     """int64: 1 with the sampler's routes, -1 without, 0 where none were asked for."""
+    turns: Tensor
+    """int64, of the policy."""
+    failures: Tensor
+    """int64, replies of the environment that failed."""
     held: Mapping[int, Completion]
     """Responses that this rank holds, by number: on the first rank of each model copy; others hold none."""
     grades: Mapping[int, Grade]
@@ -96,7 +100,7 @@ class Rollout:
 
 COLUMNS = (
     *("lengths", "response_lengths", "truncated", "oldest_version", "version_tokens"),
-    *("spans", "last_version", "last_start", "owner", "routed"),
+    *("spans", "last_version", "last_start", "owner", "routed", "turns", "failures"),
     *("rewards", "scores"),
 )
 """Fields of the table that ranks make together: those that :func:`describe` gives, in its order, then
@@ -123,6 +127,8 @@ def describe(completion: Completion, owner: int) -> tuple[float, ...]:
         spans[-1].start,
         owner,
         -1 if completion.route_problem else int(completion.routes is not None),
+        len(completion.written),
+        completion.failures,
     )
 
 
@@ -190,10 +196,11 @@ def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
     )
 
 
-def sampling_metrics(rollout: Rollout) -> dict[str, float]:
+def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str, float]:
     """Rewards, advantages and lengths of one rollout: of all responses, in a pack or not.
 
-    ``critic/no_spread`` is the share of groups whose advantages are all 0.
+    ``critic/no_spread`` is the share of groups whose advantages are all 0. With an environment: turns, the
+    share of its replies that failed, and the share of the tokens after the prompts that it inserted.
     """
     columns = {
         "critic/score": rollout.scores,
@@ -209,6 +216,14 @@ def sampling_metrics(rollout: Rollout) -> dict[str, float]:
         metrics[f"{name}/min"] = values.min().item()
     metrics["response_length/clip_ratio"] = rollout.truncated.double().mean().item()
     metrics["critic/no_spread"] = (~rollout.spread).double().mean().item()
+    if environment:
+        turns, tokens = rollout.turns.double(), rollout.response_lengths.sum().item()
+        metrics["environment/turns/mean"], metrics["environment/turns/max"] = (
+            turns.mean().item(),
+            turns.max().item(),
+        )
+        metrics["environment/failed"] = rollout.failures.sum().item() / turns.sum().item()
+        metrics["environment/inserted"] = 1 - rollout.lengths.sum().item() / max(tokens, 1)
     return metrics
 
 

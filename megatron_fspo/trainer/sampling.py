@@ -119,7 +119,7 @@ def sampling_params(
     inputs: Inputs, options: sections.Rollout | sections.Evaluation, samples: int, seed: int
 ) -> SamplingParams:
     """What an engine is asked for per prompt, with temperature and top-p of a section."""
-    rollout = inputs.config.rollout
+    rollout, environment = inputs.config.rollout, inputs.config.environment
     return SamplingParams(
         n=samples,
         temperature=options.temperature,
@@ -128,6 +128,9 @@ def sampling_params(
         stop_token_ids=inputs.stop_token_ids,
         stop=rollout.stop,
         decode=inputs.decode,
+        environment=inputs.environment,
+        turns=environment.turns,
+        turn_tokens=environment.turn_tokens,
         seed=seed,
     )
 
@@ -294,8 +297,8 @@ def advantages_of(config: Config, rewards: Tensor, truncated: Tensor) -> Tensor:
 
 
 def response_text(inputs: Inputs, completion: Completion) -> str:
-    """Return the text that a reward reads: without a stop token, with a stop string."""
-    ids = list(completion.token_ids)
+    """Return the text that a reward reads: the last turn, without a stop token, with a stop string."""
+    ids = list(completion.token_ids[completion.written[-1].start :])
     if ids and ids[-1] in inputs.stop_token_ids:
         ids = ids[:-1]
     return inputs.decode(ids)

@@ -165,10 +165,10 @@ def test_closing_cancels_and_leaves_nothing() -> None:
 
 def test_a_worker_that_does_not_come_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     before = workers()
-    with pytest.raises(RuntimeError, match=r"no grader process starts: .*No module named .no_such_module"):
+    with pytest.raises(RuntimeError, match=r"no worker process starts: .*No module named .no_such_module"):
         KillablePool("no_such_module:do", workers=2, seconds=1.0, memory_gb=0.25)
     monkeypatch.setattr("megatron_fspo.rewards.pool._START_SECONDS", 0.001)
-    with pytest.raises(RuntimeError, match="no grader process starts: TimeoutError"):
+    with pytest.raises(RuntimeError, match="no worker process starts: TimeoutError"):
         make()
     assert workers() == before
 

@@ -126,7 +126,7 @@ def test_a_users_own_reward() -> None:
         ("broken_for_test:f", "cannot import 'broken_for_test': .* 'no_such_package_for_test'$"),
         ("mine_for_test:shrt", "holds nothing called 'shrt'"),
         ("mine_for_test:LIMIT", "holds a int, not a function, called 'LIMIT'"),
-        ("mine_for_test:one", "three positional arguments"),
+        ("mine_for_test:one", "3 positional arguments"),
         *((path, "does not read") for path in ("mine_for_test:", ":short", ".mine_for_test:short", "a:b:c")),
     ],
 )

@@ -19,7 +19,7 @@ from megatron_fspo.job.remote import http_client
 from megatron_fspo.rollout.checksum import checksum
 from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Server
-from megatron_fspo.types import Completion, SamplingParams
+from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 MAX_TOKENS = 3
 VOCAB_SIZE = 50
@@ -39,7 +39,8 @@ UPDATE = (
 
 def requests(count: int) -> list[CompletionRequest]:
     """Requests that their seeds tell apart, and so their answers."""
-    return [CompletionRequest(prompt_ids=(1, 2), params=PARAMS, seed=seed) for seed in range(count)]
+    prompt = Prompt(index=0, token_ids=(1, 2), text="", answer="")
+    return [CompletionRequest(prompt=prompt, params=PARAMS, seed=seed) for seed in range(count)]
 
 
 def tokens_of(seed: int) -> tuple[int, ...]:

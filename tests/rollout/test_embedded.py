@@ -25,6 +25,8 @@ class Markov:
     It holds what it was fed, as a KV cache would, and objects to whatever would go wrong in a real one.
     """
 
+    leads = True
+
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
         self.table = torch.randn(VOCAB, VOCAB, 64, VOCAB, generator=generator) * 1.5
@@ -60,7 +62,7 @@ class Markov:
         self.rows = [list(self.rows[i]) for i in rows]
 
     def settle(self, values: Tensor) -> Tensor:
-        assert self.rows is not None and len(values) == 2 and values.shape[1] >= len(self.rows)
+        assert self.rows is not None
         return values
 
     def finish(self) -> None:

@@ -232,7 +232,8 @@ async def test_a_request_that_kills_every_server_stops_the_run(pool: Pool, fakes
 async def test_what_would_kill_a_server_is_not_sent(
     pool: Pool, fakes: list[FakeServer], prompt_ids: tuple[int, ...], stop: tuple[int, ...], message: str
 ) -> None:
-    wrong = CompletionRequest(prompt_ids=prompt_ids, params=replace(PARAMS, stop_token_ids=stop), seed=0)
+    prompt = Prompt(index=0, token_ids=prompt_ids, text="", answer="")
+    wrong = CompletionRequest(prompt=prompt, params=replace(PARAMS, stop_token_ids=stop), seed=0)
     with pytest.raises(InputError, match=message):
         await pool.generate([*requests(1), wrong])
     assert fakes[0].arrived == fakes[1].arrived == []

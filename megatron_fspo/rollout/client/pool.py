@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.rollout.client.server import Server, ServerLost
 from megatron_fspo.rollout.engine import Arrived
-from megatron_fspo.rollout.sampling import stream_seed
+from megatron_fspo.rollout.sampling import stream_seed, turn_seed
+from megatron_fspo.rollout.trajectory import Trajectory
 from megatron_fspo.types import Completion, Prompt, SamplingParams
 
 Find = Callable[[], Sequence[Server]]
@@ -28,9 +29,9 @@ MAX_LOSSES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """One completion that is wanted."""
+    """One completion that is wanted, or a turn of it."""
 
-    prompt_ids: tuple[int, ...]
+    prompt: Prompt
     params: SamplingParams
     """``n`` and ``seed`` are not looked at."""
     seed: int
@@ -40,7 +41,7 @@ class CompletionRequest:
     def of(cls, prompt: Prompt, params: SamplingParams, number: int) -> CompletionRequest:
         """The request for completion ``number`` of a prompt, with the random stream of that name."""
         seed = stream_seed(params.seed, prompt.index, number)
-        return cls(prompt_ids=prompt.token_ids, params=params, seed=seed)
+        return cls(prompt=prompt, params=params, seed=seed)
 
 
 @dataclass(eq=False)
@@ -61,6 +62,16 @@ class _Slot:
         self.up = False
         self.losses += 1
         self.reason = reason
+
+
+def _next_turn(request: CompletionRequest, trajectory: Trajectory) -> CompletionRequest:
+    """The request for what follows all that was written and inserted."""
+    ids = (*request.prompt.token_ids, *trajectory.token_ids)
+    return CompletionRequest(
+        prompt=replace(request.prompt, token_ids=ids),
+        params=replace(request.params, max_tokens=trajectory.turn_limit),
+        seed=turn_seed(request.seed, len(trajectory.turns)),
+    )
 
 
 async def _always(server: Server) -> bool:
@@ -104,7 +115,8 @@ class Pool:
         self._slots = [_Slot(server) for server in servers]
         self._search: asyncio.Task[None] | None = None  # runs while there is work, with ``find``
         self._turns = count()
-        self._queue: list[tuple[int, asyncio.Future[_Slot]]] = []  # who waits for a server, a heap by turn
+        # Who waits for a server, a heap by place, with those that it likes best.
+        self._queue: list[tuple[int, asyncio.Future[_Slot], Sequence[_Slot]]] = []
         self._batches: set[asyncio.Future[None]] = set()  # one per call of generate(); an error ends the call
         self._patience: asyncio.TimerHandle | None = None  # runs while no server is up
 
@@ -177,7 +189,7 @@ class Pool:
             await asyncio.gather(*ending, return_exceptions=True)
 
     def _check(self, position: int, request: CompletionRequest) -> None:
-        ids, size = request.prompt_ids, self.vocab_size
+        ids, size = request.prompt.token_ids, self.vocab_size
         if not ids:
             raise InputError(f"rollout request {position} has an empty prompt")
         for what, tokens in (("prompt", ids), ("stop", request.params.stop_token_ids)):
@@ -189,23 +201,37 @@ class Pool:
     async def _answer(
         self, position: int, request: CompletionRequest, arrived: Arrived | None, oldest_version: int
     ) -> Completion:
-        """Ask servers until one has answered."""
-        turn = next(self._turns)
-        for _ in range(MAX_LOSSES):
+        """Take turn after turn, each of a server that has answered, and of the environment."""
+        place, trajectory = next(self._turns), Trajectory(request.prompt, request.params)
+        near: list[_Slot] = []
+        losses = 0
+        while trajectory.finish_reason is None:
             try:
-                completion = await self._ask(turn, request, oldest_version)
+                turn = await self._ask(place, _next_turn(request, trajectory), oldest_version, near)
             except ServerLost as error:
-                lost = error
-            else:
-                if arrived is not None:
-                    arrived(position, completion)
-                return completion
-        raise TrainingError(f"rollout request {position} lost its server {MAX_LOSSES} times: {lost}")
+                losses += 1
+                if losses == MAX_LOSSES:
+                    what = f"rollout request {position} lost its server {losses} times: {error}"
+                    raise TrainingError(what) from None
+                continue
+            losses = 0
+            if trajectory.add(turn):
+                assert request.params.environment is not None
+                reply = request.params.environment.answer(request.prompt, trajectory.turns)
+                trajectory.take(await asyncio.wrap_future(reply))
+        completion = trajectory.completion()
+        if arrived is not None:
+            arrived(position, completion)
+        return completion
 
-    async def _ask(self, turn: int, request: CompletionRequest, oldest_version: int) -> Completion:
-        """Wait for a server and ask it."""
+    async def _ask(
+        self, place: int, request: CompletionRequest, oldest_version: int, near: list[_Slot]
+    ) -> Completion:
+        """Wait for a server and ask it: that of the turn before where it is free, which knows what it read.
+        ``near`` holds it."""
         while True:
-            slot = await self._wait_for_slot(turn)
+            slot = await self._wait_for_slot(place, near)
+            near[:] = [slot]
             losses = slot.losses
             sampling = asyncio.create_task(self._sample(slot.server, request, oldest_version))
             slot.sampling.add(sampling)
@@ -226,10 +252,10 @@ class Pool:
                 slot.open -= 1
                 self._reschedule()
 
-    async def _wait_for_slot(self, turn: int) -> _Slot:
-        """The least loaded server, once it is this turn's."""
+    async def _wait_for_slot(self, place: int, near: Sequence[_Slot]) -> _Slot:
+        """One of ``near``, or else the least loaded server, once it is this place's turn."""
         granted: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
-        heappush(self._queue, (turn, granted))
+        heappush(self._queue, (place, granted, near))
         self._grant()
         try:
             return await granted
@@ -246,15 +272,15 @@ class Pool:
             free = [slot for slot in self._slots if slot.up and slot.open < limit]
             if not free:
                 return
-            _, granted = heappop(self._queue)
+            _, granted, near = heappop(self._queue)
             if not granted.done():  # else its batch was cancelled
-                slot = min(free, key=lambda slot: slot.open)
+                slot = min(free, key=lambda slot: (slot not in near, slot.open))
                 slot.open += 1
                 granted.set_result(slot)
 
     async def _sample(self, server: Server, request: CompletionRequest, oldest_version: int) -> Completion:
         completion = await server.generate(
-            request.prompt_ids,
+            request.prompt.token_ids,
             request.params,
             seed=request.seed,
             timeout=self.request_seconds,

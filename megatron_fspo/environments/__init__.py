@@ -1,0 +1,1 @@
+"""What answers the turns of a policy: tools, in worker processes that can be killed."""

@@ -1,0 +1,57 @@
+"""The side of a worker process: one answer of an environment, which is a function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from megatron_fspo.environments import tools
+from megatron_fspo.environments.tools import Answer, Said
+from megatron_fspo.errors import InputError
+from megatron_fspo.rewards.registry import imported
+from megatron_fspo.types import Prompt
+
+_LONGEST = 100_000
+"""Characters of an answer; the rest is cut off."""
+
+Function = Callable[[Prompt, Sequence[str]], Answer]
+BUILT_IN: dict[str, Function] = {"calculator": tools.calculator, "python": tools.python}
+
+
+@cache
+def function_of(name: str) -> Function:
+    """Return the environment of that name: a built-in one, or ``"package.module:function"``.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if ":" not in name:
+        built_in = ", ".join(BUILT_IN)
+        raise InputError(f"no environment is called {name!r}: use one of {built_in}, or module:function")
+    function: Function = imported(name, "environment", ("prompt", "turns"))
+    return function
+
+
+def answer(name: str, prompt: dict[str, Any], turns: list[str]) -> tuple[str | None, float | None, bool]:
+    """Return text, reward and failure of :class:`~megatron_fspo.environments.tools.Said`.
+
+    Raises:
+        TypeError: the function returned something else.
+        ValueError: a reward that is no finite number.
+    """
+    said = function_of(name)(Prompt(**prompt), turns)
+    if not isinstance(said, Said):
+        if not isinstance(said, str | float | int | None):
+            raise TypeError(f"{name} returned a {type(said).__name__}, not text, a number, None or Said")
+        said = (
+            Said(text=said) if isinstance(said, str) else Said(reward=None if said is None else float(said))
+        )
+    if said.reward is not None and not math.isfinite(said.reward):
+        raise ValueError(f"{name} returned the reward {said.reward}")
+    # A lone surrogate has no bytes in UTF-8, and no tokens.
+    text = None if said.text is None else said.text[:_LONGEST].encode("utf-8", "replace").decode()
+    return text, said.reward, said.failed

@@ -1,0 +1,218 @@
+"""Turns in both engines: every token is there once, from whoever wrote it, under the right context."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from test_embedded import PARAMS, PROMPTS, STOP, Markov
+
+from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
+from megatron_fspo.rollout.client.server import Server, ServerLost
+from megatron_fspo.rollout.embedded import EmbeddedEngine
+from megatron_fspo.rollout.sampling import sample, turn_seed, uniforms
+from megatron_fspo.trainer.rollout import COLUMNS, describe
+from megatron_fspo.types import Completion, Prompt, Reply, SamplingParams, VersionSpan
+
+
+class Echo:
+    """Says the first token of the turn once for each turn so far; ends after a turn of two tokens, and after
+    the third with as much reward as the turns had tokens. Every turn of three tokens fails."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, list[list[int]]]] = []
+
+    def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Reply]:
+        self.asked.append((prompt.index, [list(turn) for turn in turns]))
+        result: Future[Reply] = Future()
+        result.set_result(self.reply(turns))
+        return result
+
+    def reply(self, turns: Sequence[Sequence[int]]) -> Reply:
+        failed = len(turns[-1]) == 3
+        if len(turns[-1]) == 2:
+            return Reply(failed=failed)
+        if len(turns) == 3:
+            return Reply(reward=float(sum(map(len, turns))), failed=failed)
+        return Reply(token_ids=(turns[-1][0],) * len(turns), failed=failed)
+
+
+def alone(prompt: Prompt, number: int, params: SamplingParams, version: int = 0) -> Completion:
+    """One trajectory, token by token, with nothing beside it."""
+    environment: Any = params.environment
+    model, ids, log_probs, written = Markov(), list(prompt.token_ids), [], []
+    draws = iter(uniforms(params.seed, prompt.index, number, params.max_tokens))
+    start = first = len(ids)
+    turns: list[list[int]] = []
+    failures, reward, end = 0, None, start + params.max_tokens
+    while True:
+        limit = min(end, first + (params.turn_tokens or params.max_tokens))
+        while len(ids) < limit and not (len(ids) > first and ids[-1] == STOP):
+            logits, draw = model.logits(ids)[None], next(draws)[None]
+            token, log_prob = sample(logits, draw, temperature=params.temperature, top_p=params.top_p)
+            ids.append(int(token))
+            log_probs.append(log_prob.item())
+        turns.append(ids[first:])
+        written.append(range(first - start, len(ids) - start))
+        if ids[-1] != STOP:
+            finish = "length"
+            break
+        reply = environment.reply(turns)
+        failures += reply.failed
+        if reply.token_ids is None:
+            finish, reward = "stop", reply.reward
+            break
+        if len(turns) == params.turns or len(ids) + len(reply.token_ids) >= end:
+            finish = "length"
+            break
+        ids += reply.token_ids
+        log_probs += [0.0] * len(reply.token_ids)
+        first = len(ids)
+    return Completion(
+        token_ids=ids[start:],
+        log_probs=log_probs,
+        written=tuple(written),
+        finish_reason=finish,  # type: ignore[arg-type]
+        weight_version=version,
+        reward=reward,
+        failures=failures,
+    )
+
+
+@pytest.mark.parametrize("turns", [2, 8])
+@pytest.mark.parametrize("turn_tokens", [None, 5])
+@pytest.mark.parametrize("max_batch", [1, 4, 100])
+def test_a_batch_of_trajectories_is_each_alone(max_batch: int, turn_tokens: int | None, turns: int) -> None:
+    params = replace(
+        PARAMS, n=6, max_tokens=20, environment=Echo(), turns=turns, turn_tokens=turn_tokens, temperature=1.3
+    )
+    got = EmbeddedEngine(Markov(), max_batch=max_batch).submit(PROMPTS, params)()
+    assert got == [[alone(prompt, number, params) for number in range(6)] for prompt in PROMPTS]
+    flat = list(chain(*got))
+    assert {len(one.written) for one in flat} == set(range(1, min(turns, 3) + 1))
+    assert {one.finish_reason for one in flat} == {"stop", "length"}
+    assert any(one.failures for one in flat) and any(one.length < len(one.token_ids) for one in flat)
+    assert turns == 2 or {one.reward for one in flat} > {None}
+    assert all(one.reward is None for one in flat if one.finish_reason == "length")
+    for one in flat:
+        assert all(one.log_probs[i] == 0 for i, bit in enumerate(one.mask) if not bit)
+        row = dict(zip(COLUMNS, describe(one, 0), strict=False))
+        assert (row["lengths"], row["response_lengths"]) == (sum(one.mask), len(one.token_ids))
+        assert (row["turns"], row["failures"]) == (len(one.written), one.failures)
+
+
+def test_without_a_reply_a_trajectory_is_one_turn() -> None:
+    one = replace(PARAMS, environment=Echo(), turns=1)
+    got = EmbeddedEngine(Markov(), max_batch=100).submit(PROMPTS, one)()
+    plain = EmbeddedEngine(Markov(), max_batch=100).submit(PROMPTS, PARAMS)()
+    for some, others in zip(got, plain, strict=True):
+        assert [list(c.token_ids) for c in some] == [list(c.token_ids) for c in others]
+        assert [c.written for c in others] == [(range(len(c.token_ids)),) for c in others]
+
+
+class Chain(Server):
+    """A server that samples from the Markov chain, and is lost at some requests."""
+
+    def __init__(self, url: str, lost_at: Sequence[int]) -> None:
+        self.url, self._lost_at = url, lost_at
+        self.requests: list[tuple[tuple[int, ...], int, int]] = []
+
+    async def healthy(self) -> bool:
+        return True
+
+    async def generate(self, token_ids: Any, params: Any, *, seed: int, **_: Any) -> Completion:
+        self.requests.append((token_ids, params.max_tokens, seed))
+        number = len(self.requests)
+        await asyncio.sleep(0)
+        if number in self._lost_at:
+            raise ServerLost("gone")
+        return turn_of(token_ids, params, seed, version=number)
+
+
+def turn_of(token_ids: Sequence[int], params: SamplingParams, seed: int, version: int) -> Completion:
+    """One turn of the Markov chain; its last token by the next version."""
+    model, ids, log_probs = Markov(), list(token_ids), []
+    for draw in uniforms(seed, 0, 0, params.max_tokens):
+        token, log_prob = sample(model.logits(ids)[None], draw[None], temperature=1.3, top_p=1.0)
+        ids.append(int(token))
+        log_probs.append(log_prob.item())
+        if ids[-1] == STOP:
+            break
+    count = len(log_probs)
+    spans = [VersionSpan(version=version, start=0, end=count - 1)] if count > 1 else []
+    spans.append(VersionSpan(version=version + 1, start=count - 1, end=count))
+    return Completion(
+        token_ids=ids[len(token_ids) :],
+        log_probs=log_probs,
+        finish_reason="stop" if ids[-1] == STOP else "length",
+        weight_version=spans[0].version,
+        version_spans=tuple(spans),
+    )
+
+
+@pytest.mark.parametrize(("lost_at", "in_flight"), [((2,), 2), ((), 40)])
+def test_servers_take_turns_and_only_a_lost_turn_is_asked_again(
+    lost_at: tuple[int, ...], in_flight: int
+) -> None:
+    params = replace(PARAMS, max_tokens=20, environment=Echo(), turns=3)
+    servers = [Chain("a", lost_at), Chain("b", lost_at=())]
+
+    async def run() -> list[Completion]:
+        pool = Pool(servers, max_in_flight_per_server=in_flight, vocab_size=6, probe_seconds=0.01)
+        prompt = Prompt(index=4, token_ids=(1, 2, 3), text="", answer="")
+        return await pool.generate([CompletionRequest.of(prompt, params, i) for i in range(30)])
+
+    completions = asyncio.run(run())
+    sent = [(*request, server.url) for server in servers for request in server.requests]
+    assert {len(one.written) for one in completions} == {1, 2, 3}
+    for number, one in enumerate(completions):
+        request = CompletionRequest.of(
+            Prompt(index=4, token_ids=(1, 2, 3), text="", answer=""), params, number
+        )
+        ids = (1, 2, 3, *one.token_ids)
+        at = set()
+        for turn, span in enumerate(one.written):
+            # The whole context as it stands, what is left of the tokens, and a stream of its own.
+            asked = (ids[: 3 + span.start], 20 - span.start, turn_seed(request.seed, turn))
+            at.update(where for *what, where in sent if tuple(what) == asked)
+            wanted = turn_of(*asked[:1], replace(params, max_tokens=asked[1]), asked[2], version=0)
+            assert wanted.token_ids == one.token_ids[span.start : span.stop]
+        assert at and (lost_at or len(at) == 1), "the server that knows the context"
+        covered = [place for each in one.version_spans for place in range(each.start, each.end)]
+        assert covered == list(range(len(one.token_ids)))
+        assert one.weight_version == min(each.version for each in one.version_spans)
+    seeds = [seed for *_, seed, _ in sent]
+    assert len(seeds) - len(set(seeds)) == len(lost_at)
+    assert len({turn_seed(5, turn) for turn in range(100)}) == 100 and turn_seed(5, 0) == 5
+
+
+def test_versions_count_what_the_policy_wrote() -> None:
+    one = Completion(
+        token_ids=range(10),
+        log_probs=[0.0] * 10,
+        written=(range(3), range(5, 6), range(8, 10)),
+        finish_reason="stop",
+        weight_version=2,
+        version_spans=(VersionSpan(version=2, start=0, end=5), VersionSpan(version=7, start=5, end=10)),
+    )
+    row = dict(zip(COLUMNS, describe(one, 0), strict=False))
+    assert row["version_tokens"] == 3 * 2 + 3 * 7 and row["last_start"] == 5 and row["turns"] == 3
+    assert one.length == 6 and list(one.mask) == [1, 1, 1, 0, 0, 1, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("written", [(range(4),), (range(2, 3), range(1, 2)), (range(-1, 2),)])
+def test_turns_lie_within_the_response_in_order(written: tuple[range, ...]) -> None:
+    with pytest.raises(ValueError, match="written = "):
+        Completion(
+            token_ids=range(3),
+            log_probs=torch.zeros(3).tolist(),
+            written=written,
+            finish_reason="stop",
+            weight_version=0,
+        )
