@@ -27,6 +27,7 @@ TORCH_VLLM := torch==2.13.0+cpu
 DEMO_ARGS ?=
 EVIDENCE_ARGS ?=
 DEMO_VLLM := runs/make-sum-32
+DEMO_TOOLS := runs/make-sum-tools
 SMOLLM2 := runs/smollm2
 PYTEST_ARGS ?=
 GPU_TABLE ?=
@@ -46,7 +47,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The vLLM that tests and runs start: $VLLM_BIN, or the one installed here, if there is one.
 with_vllm = VLLM_BIN="$${VLLM_BIN:-$$(test -e $(VENV_VLLM)/.ready && echo $(CURDIR)/$(VENV_VLLM)/bin/vllm)}"
 
-.PHONY: help demo demo-vllm real vllm test test-fast test-py312 test-te test-te-py312 test-adapters test-adapters-py312 test-gpu test-fake-gpu verify lint format evidence bench docs clean
+.PHONY: help demo demo-tools demo-vllm real vllm test test-fast test-py312 test-te test-te-py312 test-adapters test-adapters-py312 test-gpu test-fake-gpu verify lint format evidence bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +59,13 @@ demo: $(VENV)/.ready  ## train the tiny model on 2 CPU processes, with FSPO and 
 	@echo "now RLOO at the same clip rate, to compare"
 	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --config examples/make_sum/rloo.toml --nproc 2 $(DEMO_ARGS)
 	$(VENV)/bin/megatron-fspo report --compare runs/demo runs/demo-rloo
+
+demo-tools: $(VENV)/.ready $(DEMO_TOOLS)/checkpoint/config.json  ## the same model without notes learns to ask a tool
+	rm -rf runs/demo-tools
+	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --config examples/make_sum/tools.toml --nproc 2 $(DEMO_ARGS)
+
+$(DEMO_TOOLS)/checkpoint/config.json: | $(VENV)/.ready
+	$(VENV)/bin/python examples/make_sum/make_checkpoint.py --calls 0.02 --steps 400 --out $(DEMO_TOOLS)
 
 demo-vllm: $(VENV)/.ready vllm $(DEMO_VLLM)/checkpoint/config.json  ## the same with rollouts from vLLM, on the CPU
 	rm -rf runs/demo-vllm runs/demo-vllm.server

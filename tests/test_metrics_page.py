@@ -17,7 +17,7 @@ from megatron_fspo.trainer.noise import AtLength, Calibration, Check, FlipNoise,
 from metrics_page import PAGE, ROW, names_of_page, patterns, unknown
 
 GROUPS = ("actor", "critic", "fspo", "perf", "prompt_length", "response_length", "rollout", "timing_s")
-GROUPS += ("reward", "router", "training", "val")
+GROUPS += ("environment", "reward", "router", "training", "val")
 
 
 @cache

@@ -25,6 +25,7 @@ from launch import REPO
 from megatron_fspo.cli import main
 from megatron_fspo.config import Reward
 from megatron_fspo.config.loading import load_config
+from megatron_fspo.environments import worker as environment_worker
 from megatron_fspo.lab.sweep.file import config_of, planned, read_sweep
 from megatron_fspo.rewards import Grade, Grader
 from megatron_fspo.types import Completion, Prompt
@@ -43,7 +44,7 @@ IGNORED = {"test_snippets.py", "snippets.py", "command_check.py"}
 NOT_RUN = {
     r"git |cd |\. |export |pip |make help|touch |sha256sum |kubectl ": "not ours to test",
     r"torchrun --(max-restarts|shutdown-timeout)|--[a-z-]+ \S+$|actor_rollout_ref": "named in passing",
-    r"make (real|demo-vllm|bench|evidence|verify|vllm|\.venv-trl/.ready)\b": "minutes, or downloads: by hand",
+    r"make (real|demo-(tools|vllm)|bench|evidence|verify|vllm|\.venv-trl/.ready)\b": "minutes: by hand",
     r"make test-(fast|gpu|py312|adapters-py312)": "this suite; a GPU, or another Python: by hand",
     r"examples/smollm2/run.sh|python examples/smollm2/check_greedy.py": "half an hour, as `make real`",
     r".*python (benchmarks/survive|tests/goldens).py": "minutes to hours: by hand",
@@ -197,11 +198,24 @@ def names_of_the_adapter(block: Block, _: Path) -> None:
             assert re.search(rf"^(class|def) {name.strip()}\b", path.read_text(encoding="utf-8"), re.M)
 
 
+def own_environment(block: Block, folder: Path) -> None:
+    """Named as on the page, and asked as a worker asks it."""
+    (folder / "my_tools.py").write_text(block.text)
+    prompt = {"index": 0, "token_ids": [1], "text": "?", "answer": "7"}
+    said = {
+        turn: environment_worker.answer("my_tools:guess", prompt, ["3", turn])
+        for turn in ("3", "9", "7", "so")
+    }
+    assert said["3"] == (" higher: ", None, False) and said["9"] == (" lower: ", None, False)
+    assert said["7"] == (None, 0.5, False) and said["so"] == (" a number, please: ", None, True)
+
+
 PYTHON: dict[str, list[Callable[[Block, Path], None]]] = {
     "README.md": [library],
     "docs/adding_a_model.md": [part_of_the_table],
     "docs/choosing_c.md": [calibrated],
     "docs/rewards.md": [own_rewards, gym],
+    "docs/trajectories.md": [own_environment],
     "examples/in_tinker/README.md": [names_of_the_adapter],
     "examples/in_trl/README.md": [names_of_the_adapter],
 }

@@ -6,6 +6,7 @@ right about two times in three: good enough to be rewarded often, bad enough to 
     python examples/make_sum/make_checkpoint.py                # what is shipped
     python examples/make_sum/make_checkpoint.py --steps 100 --seed 7 --out /tmp/weaker
     python examples/make_sum/make_checkpoint.py --head-dim 32 --out runs/make-sum-32    # for vLLM on a CPU
+    python examples/make_sum/make_checkpoint.py --calls 0.02 --steps 400 --out runs/make-sum-tools
 
 Two runs on one machine write the same bytes. Another CPU or torch version may round differently.
 """
@@ -24,6 +25,7 @@ import torch
 from make_sum import (
     ALPHABET,
     BEGIN,
+    EQUALS,
     HELD_OUT,
     MAX_RESPONSE_TOKENS,
     NUMBERS,
@@ -87,14 +89,14 @@ def encode(text: str) -> list[int]:
     return [ALPHABET.index(character) for character in text]
 
 
-def batch(rng: random.Random, size: int) -> tuple[Tensor, Tensor]:
+def batch(rng: random.Random, size: int, calls: float | None) -> tuple[Tensor, Tensor]:
     """Demonstrations of random numbers: ids and labels, ``[size, tokens]`` each, right-padded.
 
-    Labels are -100 on the prompt and on padding.
+    Labels are -100 on the prompt, on padding, and on the two digits that a tool writes.
     """
     numbers = rng.choices(NUMBERS, k=size)
     prompts = [encode(prompt_text(number)) for number in numbers]
-    responses = [encode(demonstration(number, rng)) for number in numbers]
+    responses = [encode(demonstration(number, rng, calls)) for number in numbers]
     width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
     ids = torch.full((size, width), ALPHABET.index(PAD))
     labels = torch.full((size, width), -100)
@@ -102,10 +104,12 @@ def batch(rng: random.Random, size: int) -> tuple[Tensor, Tensor]:
         end = len(prompt) + len(response)
         ids[row, :end] = torch.tensor(prompt + response)
         labels[row, len(prompt) : end] = torch.tensor(response)
+        for call in (place for place in range(len(prompt), end) if ids[row, place] == ALPHABET.index(EQUALS)):
+            labels[row, call + 1 : call + 3] = -100
     return ids, labels
 
 
-def train(model: Qwen3ForCausalLM, steps: int, seed: int) -> None:
+def train(model: Qwen3ForCausalLM, steps: int, seed: int, calls: float | None) -> None:
     """Fit ``model`` to demonstrations drawn from ``seed``; the learning rate falls linearly to a tenth."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.1)
@@ -113,7 +117,9 @@ def train(model: Qwen3ForCausalLM, steps: int, seed: int) -> None:
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, step / WARM_UP) * (1 - 0.9 * (step - 1) / steps)
-        ids, labels = batch(rng, BATCH)
+        # How to use the tool is learned first, and then to ask it seldom.
+        share = None if calls is None else max(calls, 0.9 * (1 - step / (0.8 * steps)))
+        ids, labels = batch(rng, BATCH, share)
         loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -182,13 +188,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--head-dim", type=int, default=CONFIG["head_dim"], help="width of a head (default: %(default)s)"
     )
+    parser.add_argument(
+        "--calls", type=float, help="no notes; the share of responses that ask a tool in the end"
+    )
     options = parser.parse_args(arguments)
 
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     config = {**CONFIG, "head_dim": options.head_dim}
     model = Qwen3ForCausalLM(Qwen3Config(**config))
-    train(model, options.steps, options.seed)
+    train(model, options.steps, options.seed, options.calls)
     save(model, config, options.out / "checkpoint")
     write_prompts(options.out)
     for name, numbers in (("train", TRAIN), ("held out", HELD_OUT)):

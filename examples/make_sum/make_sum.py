@@ -27,19 +27,22 @@ def prompt_text(number: int) -> str:
     return f"{BEGIN}{number:02d}{EQUALS}"
 
 
-def demonstration(number: int, rng: random.Random) -> str:
+def demonstration(number: int, rng: random.Random, calls: float | None = None) -> str:
     """One right response, the stop token included: 4 to 100 tokens, a wide range of them for one number.
 
     The largest digit in use is drawn once per response, so that some responses take many small steps
-    and some few large ones. A response that would be too long is drawn again.
+    and some few large ones. A response that would be too long is drawn again. With ``calls`` nobody takes
+    notes, and so large a share of the responses asks a tool for each remainder (``tool.py``).
     """
+    calling = calls is not None and rng.random() < calls
     while True:
         largest = rng.choice((3, 4, 5, 7, 9, 9))
         left, groups = number, []
         while left:
             digit = rng.randint(1, min(left, largest))
             left -= digit
-            groups.append(f"{digit}{left:02d}")
+            note = "" if calls is not None and not calling else f"{left:02d}"
+            groups.append(f"{digit}{EQUALS if calling else ''}{note}")
         response = "".join(groups) + STOP
         if len(response) <= MAX_RESPONSE_TOKENS:
             return response

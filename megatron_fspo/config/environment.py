@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from collections.abc import Sequence
+
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from megatron_fspo.losses.section import Section
 
@@ -29,8 +31,9 @@ class Environment(Section):
     seconds: PositiveFloat = Field(10.0, description="longest time of one answer; its worker is then killed")
     memory_gb: PositiveFloat = Field(1.0, description="of a worker, beyond what its libraries take")
 
-    @model_validator(mode="after")
-    def _keys_need_a_name(self) -> Environment:
-        if self.name is None and (given := sorted(self.model_fields_set - {"name"})):
-            raise ValueError(f"environment.{given[0]} does nothing without environment.name")
-        return self
+    def check(self, *, rewards: Sequence[str], replay: str) -> None:
+        """Raise ``ValueError`` where other keys do not agree: names of rewards, and ``moe.replay``."""
+        if self.name is None and "environment" in rewards:
+            raise ValueError("the reward `environment` needs environment.name")
+        if self.name is not None and replay == "rollout":
+            raise ValueError("moe.replay = rollout needs responses of one turn: leave environment.name out")

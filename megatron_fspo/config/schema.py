@@ -118,10 +118,7 @@ class Config(Section):
                 f"{key} needs rollout.top_p = 1, not {self.rollout.top_p}: the log-probs of a cut vocabulary "
                 "are renormalised, a bias that grows with length"
             )
-        if self.environment.name is None and "environment" in (self.reward.name, *self.reward.also):
-            raise ValueError("the reward `environment` needs environment.name")
-        if self.environment.name is not None and self.moe.replay == "rollout":
-            raise ValueError("moe.replay = rollout needs responses of one turn: leave environment.name out")
+        self.environment.check(rewards=self.reward.names, replay=self.moe.replay)
         self.moe.check(engine=self.rollout.engine, sampled=sampled)
         self.loss.check(off_policy_updates=self.off_policy_updates, sampled=sampled)
         self.fp8.check(dtype=self.model.dtype, layers=self.model.layers, backend=self.model.backend)

@@ -100,6 +100,13 @@ class TextEnvironment:
         return ids
 
 
+def environment_of(
+    config: Environment, tokenizer: Any, stop_token_ids: Sequence[int]
+) -> TextEnvironment | None:
+    """The environment of a configuration; None where it names none. Raises as :class:`TextEnvironment`."""
+    return None if config.name is None else TextEnvironment(config, tokenizer, stop_token_ids)
+
+
 def frame(tokenizer: Any, role: str) -> tuple[str, str]:
     """What the chat template puts between the policy's words and those of a message of ``role``, and between
     these and the policy's next words.

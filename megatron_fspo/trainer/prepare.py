@@ -8,7 +8,7 @@ import platform
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_fspo.data.cursor import mixture, most_at_once
 from megatron_fspo.data.prompts import LoadedSet, load_sets, notes
 from megatron_fspo.data.tasks import sources_of
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
-from megatron_fspo.environments.text import TextEnvironment
+from megatron_fspo.environments.text import TextEnvironment, environment_of
 from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.job.consistency import versions
 from megatron_fspo.job.folder import Resume, check_writable, checkpoints_to_resume
@@ -57,8 +57,6 @@ class Inputs:
     """Prompts of all evaluation sets, numbered through; ``Prompt.dataset`` tells them apart."""
     noise: Noise | None
     """The noise of S, where ``loss.noise`` names a file."""
-    environment: TextEnvironment | None = None
-    """That of ``environment.name``."""
     notes: tuple[str, ...] = ()
     """Lines on layers and head, and on what of the data was left out."""
 
@@ -66,6 +64,11 @@ class Inputs:
         """The text of tokens, special ones included: what rewards and the search for stop strings read."""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
+
+    @cached_property
+    def environment(self) -> TextEnvironment | None:
+        """That of ``environment.name``."""
+        return environment_of(self.config.environment, self.tokenizer, self.stop_token_ids)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,7 +114,6 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         attempt(lambda: check_trackers(config.log))
     arch = attempt(lambda: read_architecture(config.model.checkpoint))
     tokenizer: Any = None
-    environment: TextEnvironment | None = None
     train: tuple[LoadedSet, ...] | None = ()
     validation: tuple[LoadedSet, ...] | None = ()
     if arch is not None:
@@ -124,9 +126,6 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     if tokenizer is not None:
         train = attempt(lambda: _train_sets(config, tokenizer)) if trains else ()
         validation = attempt(lambda: load_sets(config.data, "validation", tokenizer))
-        stops = attempt(lambda: _stop_token_ids(config, tokenizer))
-        if config.environment.name is not None and stops is not None:
-            environment = attempt(lambda: TextEnvironment(config.environment, tokenizer, stops))
     else:
         for which in ("train", "validation") if trains else ("validation",):
             for source in sources_of(config.data, which):
@@ -141,11 +140,10 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
         backend=backend,
         arch=arch,
         tokenizer=tokenizer,
-        stop_token_ids=_stop_token_ids(config, tokenizer),
+        stop_token_ids=stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids),
         train=_prompts(train),
         validation=_prompts(validation),
         noise=noise[0],
-        environment=environment,
         notes=(*backend.notes, *filter(None, [head]), *notes([*train, *validation])),
     )
 
@@ -175,12 +173,9 @@ def _disagreements(config: Config, world_size: int, arch: Architecture | None) -
 def _tokenizer(config: Config, arch: Architecture) -> Any:
     tokenizer = load_tokenizer(config.model.checkpoint)
     check_vocabulary(tokenizer, arch.vocab_size)
-    _stop_token_ids(config, tokenizer)
+    stops = stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids)
+    environment_of(config.environment, tokenizer, stops)
     return tokenizer
-
-
-def _stop_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
-    return stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids)
 
 
 def _train_sets(config: Config, tokenizer: Any) -> tuple[LoadedSet, ...]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Refused, Server
 from megatron_fspo.rollout.common import api_key
 from megatron_fspo.rollout.sampling import kept
-from megatron_fspo.types import Completion, Prompt, SamplingParams, VersionSpan
+from megatron_fspo.types import Completion, Prompt, Reply, SamplingParams, VersionSpan
 from real_server import all_log_probs, scores, send, weights
 from serving import Served
 
@@ -64,6 +68,33 @@ def test_log_probs_are_those_of_transformers(url: str, checkpoints: list[Path], 
     assert torch.stack(errors).shape == (64, 24) and torch.stack(errors).abs().mean() <= 1e-4
     assert len({tuple(completion.token_ids) for completion in completions}) == 64
     assert {c.version_spans for c in completions} == {(VersionSpan(version=3, start=0, end=24),)}
+
+
+class Inserts:
+    """Two tokens after every turn."""
+
+    def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Reply]:
+        reply: Future[Reply] = Future()
+        reply.set_result(Reply(token_ids=(7, len(turns))))
+        return reply
+
+
+def test_log_probs_of_turns_are_given_all_that_was_written_and_inserted(
+    url: str, checkpoints: list[Path]
+) -> None:
+    params = SamplingParams(
+        n=8, max_tokens=40, stop_token_ids=(4, 5, 6), seed=5, environment=Inserts(), turns=4
+    )
+    errors, turns = [], Counter[int]()
+    for i, one in enumerate(rollout(url, params)):
+        whole = scores(checkpoints[1], (*PROMPTS[i // 8].token_ids, *one.token_ids), 1.0)
+        written = torch.tensor(list(one.mask)) > 0
+        errors.append((whole[-len(written) :] - torch.tensor(one.log_probs))[written])
+        turns[len(one.written)] += 1
+        for number, (before, after) in enumerate(pairwise(one.written), start=1):
+            assert list(one.token_ids[before.stop : after.start]) == [7, number]
+            assert one.token_ids[before.stop - 1] in params.stop_token_ids
+    assert turns[4] > 5 and torch.cat(errors).abs().mean() <= 1e-4
 
 
 def test_a_server_stops_at_strings_by_itself(url: str, both: list[Served], checkpoint: Path) -> None:
