@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from megatron_fspo.environments.worker import answer, function_of
@@ -60,7 +61,8 @@ class TextEnvironment:
             except Exception as error:  # a limit, or the function's own
                 text, reward, failed = f"error: {error}", None, True
             ids = None if text is None else self._inserted(text, ended)
-            result.set_result(Reply(token_ids=ids, reward=reward, failed=failed))
+            with suppress(InvalidStateError):  # whoever asked has stopped
+                result.set_result(Reply(token_ids=ids, reward=reward, failed=failed))
 
         self._workers().submit(self._config.name, row, texts).add_done_callback(settle)
         return result
@@ -126,8 +128,8 @@ def frame(tokenizer: Any, role: str) -> tuple[str, str]:
         raise InputError(
             f"environment.role = {role!r}: the chat template does not take it: {error}"
         ) from error
-    before, found, after = long.removeprefix(short + _ANSWER).partition(_TOOL)
-    if not long.startswith(short + _ANSWER) or not found:
+    before, words, after = long.removeprefix(short + _ANSWER).partition(_TOOL)
+    if not long.startswith(short + _ANSWER) or not words:
         raise InputError(
             f"environment.role = {role!r}: the chat template writes earlier turns anew (it drops thoughts, "
             "say), so a turn would not follow what the policy wrote: leave role out, and have the "

@@ -21,8 +21,8 @@ from megatron_fspo.types import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
-    """What an environment says to a turn, where text or a number alone does not say it."""
+class Observation:
+    """What an environment answers, where text or a number alone does not say it."""
 
     text: str | None = None
     """What is inserted before the next turn; None: the trajectory ends."""
@@ -32,7 +32,7 @@ class Said:
     """A tool failed; the share of such answers is a metric."""
 
 
-Answer = Said | str | float | None
+Answer = Observation | str | float | None
 """Text to insert; a number: the end, with this reward; None: the end, without one."""
 
 _OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
@@ -57,9 +57,9 @@ def calculator(prompt: Prompt, turns: Sequence[str]) -> Answer:
     if formula is None:
         return None
     try:
-        return Said(text=f"<result>{_number(formula):.12g}</result>")
+        return Observation(text=f"<result>{_number(formula):.12g}</result>")
     except (ValueError, ArithmeticError, SyntaxError, MemoryError, RecursionError) as error:
-        return Said(text=f"<result>error: {error}</result>", failed=True)
+        return Observation(text=f"<result>error: {error}</result>", failed=True)
 
 
 def python(prompt: Prompt, turns: Sequence[str]) -> Answer:
@@ -76,13 +76,15 @@ def python(prompt: Prompt, turns: Sequence[str]) -> Answer:
             exec(compile(program.strip(), "<python>", "exec"), {"__name__": "__main__"})
         except BaseException as error:  # SystemExit is the program's
             problem = traceback.format_exception_only(error)[-1]
-    return Said(text=f"<output>{printed.getvalue()[:_PRINTED]}{problem}</output>", failed=bool(problem))
+    return Observation(
+        text=f"<output>{printed.getvalue()[:_PRINTED]}{problem}</output>", failed=bool(problem)
+    )
 
 
 def _call(turn: str, name: str) -> str | None:
     """What stands in the call that ends the turn; None: there is none."""
-    found = re.fullmatch(rf".*<{name}>(.*?)</{name}>\s*", turn, re.DOTALL)
-    return found and found[1]
+    call = re.fullmatch(rf".*<{name}>(.*?)</{name}>\s*", turn, re.DOTALL)
+    return call and call[1]
 
 
 def _number(formula: str) -> float:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from megatron_fspo.environments import tools
-from megatron_fspo.environments.tools import Answer, Said
+from megatron_fspo.environments.tools import Answer, Observation
 from megatron_fspo.errors import InputError
 from megatron_fspo.rewards.registry import imported
 from megatron_fspo.types import Prompt
@@ -37,21 +37,23 @@ def function_of(name: str) -> Function:
 
 
 def answer(name: str, prompt: dict[str, Any], turns: list[str]) -> tuple[str | None, float | None, bool]:
-    """Return text, reward and failure of :class:`~megatron_fspo.environments.tools.Said`.
+    """Return text, reward and failure of :class:`~megatron_fspo.environments.tools.Observation`.
 
     Raises:
         TypeError: the function returned something else.
         ValueError: a reward that is no finite number.
     """
-    said = function_of(name)(Prompt(**prompt), turns)
-    if not isinstance(said, Said):
-        if not isinstance(said, str | float | int | None):
-            raise TypeError(f"{name} returned a {type(said).__name__}, not text, a number, None or Said")
-        said = (
-            Said(text=said) if isinstance(said, str) else Said(reward=None if said is None else float(said))
-        )
-    if said.reward is not None and not math.isfinite(said.reward):
-        raise ValueError(f"{name} returned the reward {said.reward}")
+    match function_of(name)(Prompt(**prompt), turns):
+        case Observation() as observed:
+            pass
+        case (str() | None) as text:
+            observed = Observation(text=text)
+        case (int() | float()) as reward:
+            observed = Observation(reward=float(reward))
+        case other:
+            raise TypeError(f"{name} returned a {type(other).__name__}, no text, number or Observation")
+    if observed.reward is not None and not math.isfinite(observed.reward):
+        raise ValueError(f"{name} returned the reward {observed.reward}")
     # A lone surrogate has no bytes in UTF-8, and no tokens.
-    text = None if said.text is None else said.text[:_LONGEST].encode("utf-8", "replace").decode()
-    return text, said.reward, said.failed
+    text = None if observed.text is None else observed.text[:_LONGEST].encode("utf-8", "replace").decode()
+    return text, observed.reward, observed.failed

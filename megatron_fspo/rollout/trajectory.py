@@ -69,11 +69,8 @@ class Trajectory:
             self.finish_reason = "stop"
             self._last["reward"] = reply.reward
             return
-        # What leaves no room for a turn would only be read by nobody.
-        if (
-            len(self._written) == self.params.turns
-            or len(self.token_ids) + len(reply.token_ids) >= self.params.max_tokens
-        ):
+        full = len(self.token_ids) + len(reply.token_ids) >= self.params.max_tokens
+        if full or len(self._written) == self.params.turns:  # nobody would read it
             self.finish_reason = "length"
             return
         self.token_ids += reply.token_ids
@@ -85,11 +82,11 @@ class Trajectory:
         assert self.finish_reason is not None
         spans: list[VersionSpan] = []
         for span in self._spans:
-            if spans:  # what was inserted goes with what came before it
-                same = spans[-1].version == span.version
-                spans[-1] = replace(spans[-1], end=span.end if same else span.start)
-            if not spans or not same:
-                spans.append(span)
+            last = spans[-1:]  # which goes on, or ends after what was inserted
+            if last and last[0].version == span.version:
+                spans[-1] = replace(last[0], end=span.end)
+                continue
+            spans[-1:] = [*(replace(one, end=span.start) for one in last), span]
         return Completion(
             token_ids=self.token_ids,
             log_probs=self.log_probs,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_fspo.environments.tools import Said
+from megatron_fspo.environments.tools import Observation
 from megatron_fspo.types import Prompt
 
 
@@ -44,7 +44,7 @@ def misbehave(prompt: Prompt, turns: Sequence[str]) -> Any:
         case "reward":
             return 0.25
         case "said":
-            return Said(reward=0.5, failed=True)
+            return Observation(reward=0.5, failed=True)
     return f"{prompt.fields['word']} {turns!r}"
 
 

@@ -166,6 +166,8 @@ def check_hand_out() -> None:
                     written=tuple(range(i, i + 1) for i in range(to % 2, length, 2)),
                     finish_reason="length" if number % 2 else "stop",
                     weight_version=number,
+                    reward=None if number % 2 else first / 8,
+                    failures=number,
                     version_spans=tuple(spans if to % 2 else spans[:0]),
                     routes=torch.arange(first, first + 6 * (length + 2)).to(torch.uint8).view(-1, 3, 2)[1:]
                     if number % 2

@@ -25,6 +25,8 @@ _ROWS = msgspec.msgpack.Decoder(
             Literal["stop", "length"],
             int,
             list[_Triple],
+            float | None,
+            int,
             tuple[_Triple, bytearray] | None,
             str,
         ]
@@ -60,6 +62,8 @@ def _encode(completions: Sequence[Completion]) -> Tensor:
                 c.finish_reason,
                 c.weight_version,
                 spans,
+                c.reward,
+                c.failures,
                 routes,
                 c.route_problem,
             )
@@ -72,16 +76,18 @@ def _encode(completions: Sequence[Completion]) -> Tensor:
 def _decode(encoded: Tensor) -> list[Completion]:
     return [
         Completion(
-            token_ids=array("i", token_ids),
+            token_ids=array("i", ids),
             log_probs=array("f", log_probs),
             written=tuple(range(*pair) for pair in written),
-            finish_reason=finish_reason,
+            finish_reason=reason,
             weight_version=version,
             version_spans=tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in spans),
+            reward=reward,
+            failures=failures,
             routes=routes and torch.frombuffer(routes[1], dtype=torch.uint8).view(routes[0]),
             route_problem=problem,
         )
-        for token_ids, log_probs, written, finish_reason, version, spans, routes, problem in (
+        for ids, log_probs, written, reason, version, spans, reward, failures, routes, problem in (
             _ROWS.decode(encoded.numpy().data) if len(encoded) else []
         )
     ]
