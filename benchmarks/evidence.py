@@ -65,6 +65,9 @@ def measure(sweep: Sweep) -> dict[str, Any]:
             for steps in (quarters[0], quarters[-1])
         )
         figures["clipped_more"] = float(last.clipped.mean() - first.clipped.mean())
+    for arm, means in found["arms"].items():
+        mine = [figures["clipped_more"] for figures in found["runs"] if figures["arm"] == arm]
+        means["clipped_more"] = mean_over_seeds(mine)
     for column, name in (("out_of_band", "rates"), ("clipped", "clipped_rates")):
         found["lengths"], rates = rates_by_length([compared(sweep, run) for run in runs], column)
         for arm in sweep.arms:

@@ -76,6 +76,13 @@ LEDGER_COLUMNS = {
     "by_sign": "between signs",
     "by_update": "between steps",
 }
+GROWTH_COLUMNS = {
+    "clipped": "clipped",
+    "clipped_more": "more in the last quarter",
+    "accuracy/short_held_out": "accuracy, short",
+    "accuracy/long_held_out": "accuracy, long",
+    "ess": "ESS",
+}
 SHORT = 40
 """Tokens of a short response of the ledger at most."""
 
@@ -91,7 +98,7 @@ def read(name: str) -> dict[str, Any]:
 def render() -> str:
     """The page."""
     main, variations, real = (read(f"evidence_{part}") for part in ("make_sum", "variations", "smollm2"))
-    long, ledger = read("long_responses"), read("evidence_ledger")
+    long, ledger, growth = read("long_responses"), read("evidence_ledger"), read("evidence_ledger_growth")
     covered = read("interval_coverage")
     wrong = [*covered["verdicts"].values()]
     sweep, arms = main["sweep"], main["arms"]
@@ -104,6 +111,10 @@ def render() -> str:
         preregistered=claims_table(read_claims()),
         ledger=table(ledger["arms"], LEDGER, LEDGER_COLUMNS),
         ledger_families=by_family(ledger),
+        growth=table(growth["arms"], {arm: LEDGER[arm] for arm in growth["arms"]}, GROWTH_COLUMNS),
+        growth_steps=growth["sweep"]["keys"]["run"]["steps"],
+        growth_lengths="{:.0f} to {:.0f}".format(*growth_lengths(growth)),
+        growth_spikes=spikes(growth),
         ledger_seeds=len(ledger["sweep"]["seeds"]),
         ledger_arms=len(ledger["arms"]),
         ledger_crossovers=crossovers(ledger),
@@ -176,6 +187,17 @@ def crossovers(found: Mapping[str, Any]) -> str:
     known = [value for value in values if value is not None]
     none = f"none in {len(values) - len(known)} of {len(values)} seeds"
     return f"from {min(known):,.0f} to {max(known):,.0f} tokens, and {none}"
+
+
+def growth_lengths(found: Mapping[str, Any]) -> tuple[float, float]:
+    """Mean length of a response in the first steps and in the last, of √L."""
+    return found["arms"]["sqrt"]["length_first"]["value"], found["arms"]["sqrt"]["length_last"]["value"]
+
+
+def spikes(found: Mapping[str, Any]) -> str:
+    """Median over seeds of the largest gradient norm of a run over its median, by arm."""
+    by_arm = {arm: np.median(by_seed(found, arm, "grad_norm_spike")) for arm in found["arms"]}
+    return ", ".join(f"{LEDGER[arm]} {value:.1f}" for arm, value in by_arm.items())
 
 
 def by_family(found: Mapping[str, Any]) -> str:
