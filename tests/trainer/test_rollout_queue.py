@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_fspo.config.environment import Environment
 from megatron_fspo.data.cursor import PromptCursor
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.trainer.rollout import staleness_metrics
@@ -53,11 +54,12 @@ def make(
     rollout = dict(temperature=1.0, top_p=1.0, max_response_tokens=4, max_staleness=staleness, stop=())
     rollout |= dict(prompts=size, samples=2)
     config = SimpleNamespace(rollout=SimpleNamespace(**rollout), run=SimpleNamespace(seed=7, steps=steps))
-    config.moe = SimpleNamespace(replay="off")
+    config.moe, config.environment = SimpleNamespace(replay="off"), Environment()
     train = [
         Prompt(index=i, token_ids=(i,), text="", answer="") for i in range(sum(count for _, count, _ in sets))
     ]
     inputs: Any = SimpleNamespace(config=config, arch=None, train=train, stop_token_ids=(9,), decode=None)
+    inputs.environment = None
     prompts = PromptCursor(sets, seed=7, size=size)
     if state is not None:
         prompts.load_state_dict(json.loads(json.dumps(state)))
