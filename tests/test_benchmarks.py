@@ -31,6 +31,7 @@ from benchmarks import (
     rewards,
     rollout_client,
     share_prompts,
+    steady_memory,
     triton_head,
 )
 from launch import REPO, environment
@@ -81,6 +82,7 @@ def read(name: str) -> Any:
         "regimes": (regimes.table,),
         "rewards": (rewards.table,),
         "share_prompts": (share_prompts.table,),
+        "steady_memory": (steady_memory.table,),
         "cpu_products": (cpu_products.table,),
         "triton_head": (triton_head.builds_table, triton_head.estimates_table),
         "rollout_client": (rollout_client.table, rollout_client.one_reader),
