@@ -62,7 +62,7 @@ demo: $(VENV)/.ready  ## train the tiny model on 2 CPU processes, with FSPO and 
 
 demo-tools: $(VENV)/.ready $(DEMO_TOOLS)/checkpoint/config.json  ## the same model without notes learns to ask a tool
 	rm -rf runs/demo-tools
-	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --config examples/make_sum/tools.toml --nproc 2 $(DEMO_ARGS)
+	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run.toml --config examples/make_sum/tools.toml $(DEMO_ARGS)
 
 $(DEMO_TOOLS)/checkpoint/config.json: | $(VENV)/.ready
 	$(VENV)/bin/python examples/make_sum/make_checkpoint.py --calls 0.02 --steps 400 --out $(DEMO_TOOLS)
