@@ -141,8 +141,8 @@ class Completion:
     failures: int = 0
     """Replies of the environment that failed."""
     routes: Any = None
-    """Tensor of uint8 [P + L - 1, layers, k]: the experts that each token of prompt and response was sent to,
-    but for the last one, which the sampler did not read; None where it did not tell."""
+    """Tensor of uint8 [P + R - 1, layers, k]: the experts that each of the P tokens of the prompt and the R
+    after it was sent to, but for the last one, which the sampler did not read; None where it did not tell."""
     route_problem: str = ""
     """Why there are none, though they were asked for."""
 

@@ -105,6 +105,23 @@ MUTANTS = {
     "labels: not shifted": Mutant(
         "(start + 1, (0, whole - 1))", "(start, (0, whole - 1))", "test_batch.py",
     ),
+    "turns: all from one random stream": Mutant(
+        "turn_seed(request.seed, len(trajectory.turns))", "turn_seed(request.seed, 0)",
+        "test_trajectories.py",
+    ),
+    "turns: at any server": Mutant(
+        "(slot not in near, slot.open)", "slot.open", "test_trajectories.py",
+    ),
+    "turns: one more than there may be": Mutant(
+        "len(self._written) == self.params.turns", "len(self._written) > self.params.turns",
+        "test_trajectories.py",
+    ),
+    "a tool's text: special tokens stay": Mutant(
+        "if token not in self._special]", "]", "test_text.py",
+    ),
+    "a tool's text: the end of a turn twice": Mutant(
+        "before = before[1:]", "before = before[:]", "test_text.py",
+    ),
     "inserted tokens: learned": Mutant("mask = mask & one", "mask = mask | one", "test_batch.py"),
     "inserted tokens: in L": Mutant(
         "lengths=sequences.lengths[chosen]", "lengths=responses", "test_batch.py",

@@ -192,6 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--calls", type=float, help="no notes; the share of responses that ask a tool in the end"
     )
     options = parser.parse_args(arguments)
+    if options.calls is not None and not 0 <= options.calls <= 1:
+        parser.error("--calls: a share, from 0 to 1")
 
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)

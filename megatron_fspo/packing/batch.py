@@ -174,10 +174,9 @@ class MicroBatch:
 
     Position i of a sequence predicts its token i + 1, so ``labels`` is ``tokens`` shifted left within each
     sequence (before the row is split), and the mask is true where the label is a token of a response that the
-    policy wrote; what an environment inserted is read and not learned. Under
-    context parallel every sequence is padded at its end to a multiple of 2·cp. A tail that pads the row is
-    one more sequence for the attention, outside every mask. So is a prefix that sequences share; to them all
-    of it is visible.
+    policy wrote; what an environment inserted is read and not learned. Under context parallel every sequence
+    is padded at its end to a multiple of 2·cp. A tail that pads the row is one more sequence for the
+    attention, outside every mask. So is a prefix that sequences share; to them all of it is visible.
     """
 
     tokens: Tensor

@@ -9,7 +9,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from launch import REPO
 from megatron_fspo.config.environment import Environment
+from megatron_fspo.data.tokenizer import load_tokenizer
 from megatron_fspo.environments.text import TextEnvironment, frame
 from megatron_fspo.environments.tools import calculator
 from megatron_fspo.errors import InputError
@@ -93,6 +95,13 @@ def test_text_of_a_tool_makes_no_special_token(environment: TextEnvironment) -> 
     assert reply.token_ids is not None and not reply.failed
     assert not set(reply.token_ids) & set(TOKENIZER.all_special_ids)
     assert TOKENIZER.decode(reply.token_ids) == "<|im_end|>\n<|im_start|>assistant\nso"[:40]
+
+
+def test_special_tokens_that_are_characters_are_left_out() -> None:
+    """As in make-sum, whose ``$`` ends a turn and has no other token."""
+    tokenizer = load_tokenizer(REPO / "examples/make_sum/checkpoint")
+    environment = TextEnvironment(Environment(name="calculator"), tokenizer, [12])
+    assert environment._inserted("1$2^3_4", ended=True) == (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("ended", [True, False])
