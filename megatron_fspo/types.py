@@ -11,6 +11,9 @@ from typing import Any, Literal, Protocol
 Decode = Callable[[Sequence[int]], str]
 """Token ids → their text, special tokens included."""
 
+INSERTED, WRITTEN, ROW_START = range(3)
+"""What a token after the prompt is: :attr:`Completion.kinds`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
@@ -53,10 +56,14 @@ class Reply:
 
     token_ids: tuple[int, ...] | None = None
     """What is inserted before the next turn; None: the trajectory ends here."""
+    restarts: bool = False
+    """The next turn reads these tokens and nothing before them, not even the prompt: they begin a row."""
     reward: float | None = None
     """Of the trajectory, at its end; None: the environment has none."""
     failed: bool = False
     """A tool raised, hung or was killed."""
+    seconds: float = field(default=0.0, compare=False)
+    """That it took."""
 
 
 class Environment(Protocol):
@@ -90,6 +97,8 @@ class SamplingParams:
     """With an environment: as many at most."""
     turn_tokens: int | None = None
     """Longest turn; None: what is left of the completion. One that is cut is the last."""
+    context_tokens: int | None = None
+    """Longest row, prompt included: what the model reads and writes at most; None: any."""
     decode: Decode | None = None
     """The text in which ``stop`` is looked for; needed with it."""
     seed: int = 0
@@ -131,6 +140,9 @@ class Completion:
     written: tuple[range, ...] = ()
     """Where the tokens stand that the policy wrote, in order; an environment inserted the others. None given:
     it wrote all."""
+    row_starts: tuple[int, ...] = ()
+    """Where further rows begin, in order, each with an inserted token. What follows was written after the
+    tokens of its row alone; the first row begins with the prompt."""
     finish_reason: Literal["stop", "length"]
     weight_version: int
     """Version of the weights that sampled it; the oldest, if they changed under way."""
@@ -140,6 +152,8 @@ class Completion:
     """The environment's; None: it gave none, or there is no environment."""
     failures: int = 0
     """Replies of the environment that failed."""
+    environment_seconds: float = field(default=0.0, compare=False)
+    """That its replies took."""
     routes: Any = None
     """Tensor of uint8 [P + R - 1, layers, k]: the experts that each of the P tokens of the prompt and the R
     after it was sent to, but for the last one, which the sampler did not read; None where it did not tell."""
@@ -157,6 +171,9 @@ class Completion:
         edges = [edge for one in written for edge in (one.start, one.stop)]
         if edges != sorted(edges) or edges[0] < 0 or edges[-1] > len(self.token_ids):
             raise ValueError(f"written = {written} of {len(self.token_ids)} tokens")
+        own = any(start in one for start in self.row_starts for one in written)
+        if own or not set(self.row_starts) <= set(range(len(self.token_ids))):
+            raise ValueError(f"row_starts = {self.row_starts} of {len(self.token_ids)} tokens, {written=}")
 
     @property
     def length(self) -> int:
@@ -164,12 +181,15 @@ class Completion:
         return sum(map(len, self.written))
 
     @property
-    def mask(self) -> array[int]:
-        """1 for each of the tokens that the policy wrote, 0 for the others, as an ``array("b")``."""
-        mask = array("b", bytes(len(self.token_ids)))
+    def kinds(self) -> array[int]:
+        """What each token is, as an ``array("b")``: :data:`WRITTEN` by the policy, :data:`INSERTED`, or
+        inserted and a :data:`ROW_START`."""
+        kinds = array("b", bytes(len(self.token_ids)))
+        for start in self.row_starts:
+            kinds[start] = ROW_START
         for one in self.written:
-            mask[one.start : one.stop] = array("b", b"\1" * len(one))
-        return mask
+            kinds[one.start : one.stop] = array("b", bytes([WRITTEN]) * len(one))
+        return kinds
 
 
 @dataclass(frozen=True, kw_only=True)

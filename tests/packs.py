@@ -18,6 +18,7 @@ def sample(
     response: Sequence[int],
     advantage: float = 1.0,
     written: Sequence[bool] | None = None,
+    row_starts: Sequence[int] = (),
 ) -> Sample:
     """One of these tokens; the sampler's log-probs are all different. ``written`` [R]: by the policy."""
     places = range(len(response))
@@ -26,6 +27,7 @@ def sample(
         token_ids=tuple(response),
         log_probs=tuple(-0.5 - i for i in places),
         written=turns or (range(0),),
+        row_starts=tuple(row_starts),
         finish_reason="stop",
         weight_version=0,
     )
@@ -40,7 +42,7 @@ def sequences_of(samples: Sequence[Sample]) -> Sequences:
         responses=[s.completion.token_ids for s in samples],
         log_probs=[s.completion.log_probs for s in samples],
         advantages=[s.advantage for s in samples],
-        written=torch.tensor([bit > 0 for s in samples for bit in s.completion.mask], dtype=torch.bool),
+        kinds=torch.tensor([kind for s in samples for kind in s.completion.kinds]),
     )
 
 

@@ -25,6 +25,9 @@ SETS = {"one_digit": 1, "two_digits": 2}
 """Digits of the numbers, by the name of the set. The first has 200 questions in all."""
 TRAIN, HELD_OUT = {"one_digit": 125, "two_digits": 1000}, 75
 TRAIN_SEED, HELD_OUT_SEED = 1, 2
+QUESTION = "State the final answer to the following arithmetic problem: {} ="
+CALLS = {"31 + 18": "49", "64 - 80": "-16"}
+"""What the calculator is asked in the conversations that come before its questions."""
 
 
 def write_checkpoint(folder: Path) -> None:
@@ -68,6 +71,18 @@ def questions(digits: int, size: int, seed: int, without: Iterable[str] = ()) ->
     raise SystemExit(f"{TASK} has only {len(rows)} different questions with {settings}")
 
 
+def with_calls(row: dict[str, Any]) -> dict[str, Any]:
+    """The question after two that the calculator helped to answer."""
+    talk = []
+    for formula, value in CALLS.items():
+        answer = f"<calc>{formula}</calc><result>{value}</result> {value}"
+        talk += [
+            {"role": "user", "content": QUESTION.format(formula)},
+            {"role": "assistant", "content": answer},
+        ]
+    return {**row, "prompt": [*talk, {"role": "user", "content": row["prompt"]}]}
+
+
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """One JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +101,9 @@ def main() -> None:
         train = questions(digits, TRAIN[name], TRAIN_SEED, without=[row["prompt"] for row in held_out])
         write_rows(args.out / f"held_out/{name}.jsonl", held_out)
         write_rows(args.out / f"train/{name}.jsonl", train)
+        if digits == 2:
+            write_rows(args.out / "calculator/held_out.jsonl", map(with_calls, held_out))
+            write_rows(args.out / "calculator/train.jsonl", map(with_calls, train))
         print(f"{name}: {len(train)} questions to train on, {len(held_out)} held out, no question in both")
     write_checkpoint(args.out / "checkpoint")
 

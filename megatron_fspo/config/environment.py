@@ -26,6 +26,11 @@ class Environment(Section):
     turn_tokens: PositiveInt | None = Field(
         None, description="longest turn; default: what is left of `rollout.max_response_tokens`"
     )
+    context_tokens: PositiveInt | None = Field(
+        None,
+        description="that the model reads and writes at most, the prompt included, from the beginning or from "
+        "where the environment forgot; default: `data.max_prompt_tokens` + `rollout.max_response_tokens`",
+    )
     inserted_tokens: PositiveInt = Field(512, description="of one answer; the rest is cut off")
     workers: PositiveInt = Field(4, description="processes that answer, for each data-parallel rank")
     seconds: PositiveFloat = Field(10.0, description="longest time of one answer; its worker is then killed")
@@ -35,5 +40,7 @@ class Environment(Section):
         """Raise ``ValueError`` where other keys do not agree: names of rewards, and ``moe.replay``."""
         if self.name is None and "environment" in rewards:
             raise ValueError("the reward `environment` needs environment.name")
+        if self.name is None and self != Environment():
+            raise ValueError("keys of [environment] need environment.name")
         if self.name is not None and replay == "rollout":
             raise ValueError("moe.replay = rollout needs responses of one turn: leave environment.name out")

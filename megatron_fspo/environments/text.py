@@ -7,11 +7,14 @@ chat template puts around a message; no text of a tool makes a special token.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_fspo.environments.tools import Observation
 from megatron_fspo.environments.worker import answer, function_of
 from megatron_fspo.errors import InputError
 from megatron_fspo.rewards.pool import MOST_TASKS, KillablePool
@@ -51,18 +54,19 @@ class TextEnvironment:
         row = {"index": prompt.index, "token_ids": [], "text": prompt.text, "answer": prompt.answer}
         row |= {"fields": dict(prompt.fields), "dataset": prompt.dataset}
         result: Future[Reply] = Future()
+        began = time.monotonic()
 
         def settle(work: Future[Any]) -> None:
             try:
-                text, reward, failed = work.result()
+                observed = Observation(**work.result())
             except CancelledError:
                 result.cancel()
                 return
             except Exception as error:  # a limit, or the function's own
-                text, reward, failed = f"error: {error}", None, True
-            ids = None if text is None else self._inserted(text, ended)
+                observed = Observation(text=f"error: {error}", failed=True)
             with suppress(InvalidStateError):  # whoever asked has stopped
-                result.set_result(Reply(token_ids=ids, reward=reward, failed=failed))
+                reply = self._reply(observed, prompt, ended)
+                result.set_result(replace(reply, seconds=time.monotonic() - began))
 
         self._workers().submit(self._config.name, row, texts).add_done_callback(settle)
         return result
@@ -85,17 +89,20 @@ class TextEnvironment:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
-    def _inserted(self, text: str, ended: bool) -> tuple[int, ...]:
-        """The tokens of an answer, after a turn that ended by a stop token, or did not."""
+    def _reply(self, observed: Observation, prompt: Prompt, ended: bool) -> Reply:
+        """What is inserted after a turn that ended by a stop token, or did not."""
+        if observed.text is None:
+            return Reply(reward=observed.reward, failed=observed.failed)
+        encoded = self._tokenizer(observed.text, add_special_tokens=False, split_special_tokens=True)
+        # A tokenizer may have no other token for such a text.
+        words = [token for token in encoded["input_ids"] if token not in self._special]
+        del words[self._config.inserted_tokens :]
+        if observed.forget:
+            return Reply(token_ids=(*prompt.token_ids, *words), restarts=True, failed=observed.failed)
         before = self._before
         if ended and before and before[0] in self._stops:
             before = before[1:]
-        return (*before, *self._words(text)[: self._config.inserted_tokens], *self._after)
-
-    def _words(self, text: str) -> list[int]:
-        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        # A tokenizer may have no other token for such a text.
-        return [token for token in encoded["input_ids"] if token not in self._special]
+        return Reply(token_ids=(*before, *words, *self._after), failed=observed.failed)
 
     def _marks(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

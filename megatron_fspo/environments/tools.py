@@ -1,7 +1,7 @@
 """The tools that are built in, as environments: functions of the prompt's row and of the policy's turns.
 
-A call stands at the end of a turn, so ``rollout.stop`` has its closing mark. A turn without a call is the
-last one, and the run's reward grades it.
+A call ends a turn, so ``rollout.stop`` has its closing mark; the token that completes the mark may have more
+characters, as ``><`` has. A turn without a call is the last one, and the run's reward grades it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ class Observation:
 
     text: str | None = None
     """What is inserted before the next turn; None: the trajectory ends."""
+    forget: bool = False
+    """The next turn reads the prompt and this text, and nothing of the turns before: a summary, say. It stands
+    behind the prompt as it is, without the marks of ``environment.role``."""
     reward: float | None = None
     """Of the trajectory, at its end; None: the run's reward grades it."""
     failed: bool = False
@@ -82,9 +85,9 @@ def python(prompt: Prompt, turns: Sequence[str]) -> Answer:
 
 
 def _call(turn: str, name: str) -> str | None:
-    """What stands in the call that ends the turn; None: there is none."""
-    call = re.fullmatch(rf".*<{name}>(.*?)</{name}>\s*", turn, re.DOTALL)
-    return call and call[1]
+    """What stands in the last call of the turn; None: there is none."""
+    calls = re.findall(rf"<{name}>(.*?)</{name}>", turn, re.DOTALL)
+    return calls[-1] if calls else None
 
 
 def _number(formula: str) -> float:

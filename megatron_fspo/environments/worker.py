@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -36,8 +37,8 @@ def function_of(name: str) -> Function:
     return function
 
 
-def answer(name: str, prompt: dict[str, Any], turns: list[str]) -> tuple[str | None, float | None, bool]:
-    """Return text, reward and failure of :class:`~megatron_fspo.environments.tools.Observation`.
+def answer(name: str, prompt: dict[str, Any], turns: list[str]) -> dict[str, Any]:
+    """Return the fields of an :class:`~megatron_fspo.environments.tools.Observation`.
 
     Raises:
         TypeError: the function returned something else.
@@ -56,4 +57,4 @@ def answer(name: str, prompt: dict[str, Any], turns: list[str]) -> tuple[str | N
         raise ValueError(f"{name} returned the reward {observed.reward}")
     # A lone surrogate has no bytes in UTF-8, and no tokens.
     text = None if observed.text is None else observed.text[:_LONGEST].encode("utf-8", "replace").decode()
-    return text, observed.reward, observed.failed
+    return asdict(replace(observed, text=text))

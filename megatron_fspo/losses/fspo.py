@@ -23,6 +23,7 @@ from megatron_fspo.objective.calibration import (
     drift_from_kl,
     drift_from_sigma,
     fit_crossover,
+    fit_exponent,
 )
 from megatron_fspo.objective.noise import Noise
 
@@ -184,6 +185,9 @@ class FSPOLoss(Loss):
         return wider.model_copy(update={"calibrate": 0})
 
     def fitted(self, log_ratio_sums: Tensor, lengths: Tensor) -> FSPOLoss:
+        if self.exponent == "measured":
+            exponent = fit_exponent(log_ratio_sums, lengths)
+            return self.model_copy(update={"exponent": min(max(0.5, exponent), 1.0)})  # NaN becomes 0.5
         if self.shape == "power" or self.crossover != "measured":
             return self
         crossover = fit_crossover(log_ratio_sums, lengths)

@@ -64,8 +64,8 @@ def forward(batch: MicroBatch, model: Module) -> Tensor:
         stack.enter_context(_output_layer_passes_on(gpt))
         if batch.prefixes:
             angles = gpt.rotary_pos_emb
-            stack.enter_context(angles.register_forward_hook(lambda *call: call[-1][batch.position_ids[0]]))
-        hidden: Tensor = model(batch.tokens, batch.position_ids, None, packed_seq_params=packed)
+            stack.enter_context(angles.register_forward_hook(lambda *call: call[-1][batch.row_positions]))
+        hidden: Tensor = model(batch.tokens, batch.row_positions[None], None, packed_seq_params=packed)
     return hidden
 
 
@@ -157,20 +157,17 @@ class PolicyLoss:
         old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         # The difference first, the sum later: sums of thousands of log-probs would cancel.
         log_ratio = log_probs.detach() - old
-        where: dict[str, Any] = {
-            "mask": batch.mask,
-            "segment": batch.segment,
-            "num_segments": batch.lengths.numel(),
-            "group": self.scoring.groups.cp,
-        }
+        where: dict[str, Any] = {"mask": batch.mask, "group": self.scoring.groups.cp}
         terms = self.objective(
             LossInputs(
                 log_probs=log_probs.detach(),
                 log_ratio=log_ratio,
                 mask=batch.mask,
                 segment=batch.segment,
-                sequence_sums=partial(sequence_sums, **where),
-                prefix_sums=lambda values: prefix_sums(values, late=batch.late, **where),
+                sequence_sums=partial(
+                    sequence_sums, segment=batch.segment, num_segments=batch.lengths.numel(), **where
+                ),
+                prefix_sums=partial(prefix_sums, borders=batch.borders, owner=batch.owner, **where),
                 # Tensor-parallel ranks need not agree here: the head takes the first one's word in backward.
                 decided=lambda decisions: of_first_rank(decisions, self.scoring.groups.cp),
                 lengths=batch.lengths,

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_fspo.types import ROW_START, WRITTEN
+
 Row = Tensor | Sequence[int] | Sequence[float]
 
 NO_ROUTE = 255
@@ -52,6 +54,9 @@ class Sequences:
     """[m] fp32."""
     written: Tensor | None = None
     """[Σ R] bool: the policy wrote the token; None: all of them."""
+    row_starts: Tensor | None = None
+    """[s] entries of [Σ R] that begin a row: what follows there attends to its row alone, from position 0
+    on. None: every sequence is one row."""
     routes: Tensor | None = None
     """[Σ (P + R - 1) + 1, layers, k] uint8: the sampler's experts of all tokens but each sequence's last;
     :data:`NO_ROUTE` where it did not tell, and in the last row."""
@@ -63,6 +68,18 @@ class Sequences:
         whole = prompts + responses
         begins = (whole.cumsum(0) - whole, responses.cumsum(0) - responses)
         return torch.stack([prompts, responses, *begins], dim=1)
+
+    @cached_property
+    def borders(self) -> list[list[int]]:
+        """Of each, positions in prompt and response: 0, where further rows begin, P + R."""
+        borders = [[0, prompt + response] for prompt, response, *_ in self.places.tolist()]
+        if self.row_starts is not None:
+            begins = self.places[:, 3].contiguous()
+            owners = torch.searchsorted(begins, self.row_starts, right=True) - 1
+            inside = self.row_starts - begins[owners] + self.prompt_lengths[owners]
+            for owner, position in zip(owners.tolist(), inside.tolist(), strict=True):
+                borders[owner].insert(-1, position)
+        return borders
 
     @cached_property
     def prompts(self) -> Tensor:
@@ -91,7 +108,7 @@ class Sequences:
         advantages: Sequence[float] | Tensor,
         log_probs: Sequence[Row] | None = None,
         index: Sequence[int] | None = None,
-        written: Tensor | None = None,
+        kinds: Tensor | None = None,
         routes: Tensor | None = None,
     ) -> Sequences:
         """Make them from one row of ids per prompt and per response.
@@ -102,7 +119,8 @@ class Sequences:
             advantages: A [N].
             log_probs: one row per response; none for responses that no sampler wrote.
             index: numbers of the sequences in the step; by default they are all of it.
-            written: [Σ R] bool, which tokens of the responses the policy wrote; by default all.
+            kinds: [Σ R] :attr:`~megatron_fspo.types.Completion.kinds` of the responses' tokens; by
+                default the policy wrote all.
             routes: [Σ (P + R - 1), layers, k] uint8 of all of them, one after the other.
 
         Raises:
@@ -119,8 +137,9 @@ class Sequences:
         sampled = torch.zeros(int(whole.sum())) if log_probs is None else _flat(log_probs, torch.float32)
         if log_probs is not None and [len(row) for row in log_probs] != whole.tolist():
             raise ValueError("a response and its log-probs differ in length")
-        lengths = whole
-        if written is not None:
+        lengths, written, row_starts = whole, None, None
+        if kinds is not None:
+            written, row_starts = kinds == WRITTEN, (kinds == ROW_START).nonzero()[:, 0]
             lengths = torch.repeat_interleave(whole)[written].bincount(minlength=len(whole))
         if routes is not None:
             if len(routes) != (prompt_lengths + whole - 1).sum():
@@ -136,6 +155,7 @@ class Sequences:
             lengths=lengths,
             advantages=torch.as_tensor(advantages, dtype=torch.float32),
             written=written,
+            row_starts=row_starts,
             routes=routes,
         )
 
@@ -182,7 +202,9 @@ class MicroBatch:
     tokens: Tensor
     """[1, t] ids."""
     position_ids: Tensor
-    """[1, t] position in the sequence, from 0."""
+    """[1, t] position in the sequence, from 0: all rows of a trajectory count."""
+    restarted: Tensor | None
+    """[t] position in the sequence where the token's row begins; None: 0 everywhere."""
     labels: Tensor
     """[t] next token; 0 where there is none."""
     mask: Tensor
@@ -194,10 +216,13 @@ class MicroBatch:
     segment: Tensor
     """[t] sequence of each token, in [0, n); n in padding and in shared prefixes."""
     borders: Tensor
-    """[n + 1], and one more for each prefix and for a tail, int32: cumulative padded lengths from 0, over all
-    context ranks."""
+    """[blocks + 1] int32: cumulative padded lengths from 0, over all context ranks. A block is a row of a
+    sequence (each has one, but for trajectories whose context an environment wrote anew), a prefix, or a
+    tail."""
+    owner: Tensor
+    """[blocks] the sequence of each; n for a tail."""
     longest: int
-    """Longest padded sequence, its prefix included, or tail, in tokens, over all context ranks."""
+    """Longest padded row, its prefix included, or tail, in tokens, over all context ranks."""
     lengths: Tensor
     """[n] L, tokens that the policy wrote, over all context ranks."""
     advantages: Tensor
@@ -238,11 +263,9 @@ class MicroBatch:
         return uses
 
     @property
-    def late(self) -> Tensor:
-        """[t] bool: in the second half of its padded sequence; False in a tail. Anything without context
-        parallel."""
-        padded = self.borders.diff()[: self.lengths.numel()]
-        return 2 * self.position_ids[0] >= pad(padded, (0, 1), value=2**31 - 1)[self.segment]
+    def row_positions(self) -> Tensor:
+        """[t] position of the token in its row."""
+        return self.position_ids[0] if self.restarted is None else self.position_ids[0] - self.restarted
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Copy it from the CPU to a device. The copy is queued behind what the device has to do."""
@@ -269,9 +292,12 @@ class StepTotals:
     gradient are left out."""
 
 
-def padded_length(length: int, context: int = 1) -> int:
-    """Tokens that a sequence takes in a pack, with the padding of ``context`` parallel ranks."""
-    return length + -length % chunks_per_sequence(context)
+def padded_length(length: int, context: int = 1, *, rows: int = 1) -> int:
+    """Tokens that a sequence takes in a pack, with the padding of ``context`` parallel ranks; at most, if it
+    has several rows."""
+    chunks = chunks_per_sequence(context)
+    length += (rows - 1) * (chunks - 1)
+    return length + -length % chunks
 
 
 def chunks_per_sequence(size: int) -> int:

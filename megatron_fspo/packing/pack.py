@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +72,7 @@ def plan_step(
     layout: PackLayout,
     *,
     lengths: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
     first: int = 0,
     left_out: Sequence[bool] | None = None,
     prompts: Sequence[int] | None = None,
@@ -83,6 +84,7 @@ def plan_step(
         response_lengths: tokens after the prompt of each.
         layout: sizes of micro-batches and parallel groups.
         lengths: tokens of these that the policy wrote; None: all.
+        rows: that each consists of; None: one.
         first: number of the first; the others follow.
         left_out: sequences that count in N and T and are in no pack, as their gradient is 0.
         prompts: the same number for sequences with the same prompt; None: all have others.
@@ -93,7 +95,9 @@ def plan_step(
     whole = [prompt + response for prompt, response in zip(prompt_lengths, response_lengths, strict=True)]
     lengths = response_lengths if lengths is None else lengths
     packed = [i for i in range(len(whole)) if left_out is None or not left_out[i]]
-    tokens = [padded_length(whole[i], layout.context_size) for i in packed]
+    tokens = [
+        padded_length(whole[i], layout.context_size, rows=1 if rows is None else rows[i]) for i in packed
+    ]
     if prompts is None or not layout.share_prompts:
         prompts = range(len(whole))
     units = _units(tokens, [prompt_lengths[i] - 1 for i in packed], [prompts[i] for i in packed], layout)
@@ -158,8 +162,14 @@ def _units(
 
 def plan_of(sequences: Sequences, layout: PackLayout) -> tuple[Plan, StepTotals]:
     """Plan one optimizer step of which all is at hand; raises what :func:`plan_step` does."""
-    sizes = sequences.prompt_lengths.tolist(), sequences.response_lengths.tolist()
-    return plan_step(*sizes, layout, lengths=sequences.lengths.tolist(), prompts=sequences.prompts.tolist())
+    return plan_step(
+        sequences.prompt_lengths.tolist(),
+        sequences.response_lengths.tolist(),
+        layout,
+        lengths=sequences.lengths.tolist(),
+        rows=[len(borders) - 1 for borders in sequences.borders],
+        prompts=sequences.prompts.tolist(),
+    )
 
 
 def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layout: PackLayout) -> MicroBatch:
@@ -175,7 +185,7 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
     chosen = torch.tensor(rows, dtype=torch.long)
     prompts, responses, *_ = sequences.places.index_select(0, chosen).unbind(1)
     blocks, prefixes = _blocks(sequences, chosen, share=layout.share_prompts)
-    number, first, end = torch.tensor(blocks, dtype=torch.long).view(-1, 3).unbind(1)
+    number, first, end, restart = torch.tensor(blocks, dtype=torch.long).view(-1, 4).unbind(1)
     chunks = chunks_per_sequence(layout.context_size)
     size = end - first + -(end - first) % chunks
     filled = int(size.sum())
@@ -183,30 +193,33 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
     step = math.lcm(chunks, layout.context_size * layout.multiple_of)
     tail = -filled % step if filled else step
     padded = torch.cat([size, size.new_tensor([tail] if tail else [])])
-    first = _filled(first, len(padded))
+    first, end, restart = (_filled(column, len(padded)) for column in (first, end, restart))
     # What positions of a sequence are: before the mask, in it, the last token, padding. A tail is padding.
-    whole = prompts + responses
-    ends = torch.stack([prompts - 1, whole - 1, whole], dim=1)[number]
-    edges = torch.stack(
-        [torch.zeros_like(padded), *_filled(ends, len(padded)).unbind(1), first + padded], dim=1
-    )
+    ends = torch.stack([prompts - 1, prompts + responses - 1], dim=1)[number]
+    ends = torch.cat([_filled(ends, len(padded)).minimum(end[:, None]), end[:, None]], dim=1)
+    edges = torch.stack([torch.zeros_like(padded), *ends.unbind(1), first + padded], dim=1)
     held = local_runs(padded, layout.context_rank, layout.context_size) + first[:, None, None]
     sizes = edges[:, None].clamp(held[..., :1], held[..., 1:]).diff(dim=-1)
     borders = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
-    flat = _rows(sequences, chosen[number], held.tolist())
+    flat = _rows(sequences, chosen[number], ends.tolist(), held.tolist())
     owner = torch.cat([number, number.new_full((len(padded) - len(number),), len(rows))])
     per_token = _per_token(flat, sizes, held[..., 0], owner, nobody=len(rows))
     routes = None
     if sequences.routes is not None:
         routes = sequences.routes_at(chosen, per_token["segment"], per_token["position_ids"][0])
+    restarted = None
+    if restart.any():
+        restarted = torch.repeat_interleave(restart, padded // layout.context_size)
     for prefix in prefixes:
         per_token["segment"][prefix.start : prefix.end] = len(rows)
     return MicroBatch(
         **per_token,
+        restarted=restarted,
         routes=routes,
         prefixes=prefixes,
         borders=borders.to(torch.int32),
-        longest=int((first + padded).max()),
+        owner=owner,
+        longest=int((first - restart + padded).max()),
         lengths=sequences.lengths[chosen],
         advantages=sequences.advantages[chosen],
         sample_index=sequences.index[chosen],
@@ -216,22 +229,25 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
 
 def _blocks(
     sequences: Sequences, chosen: Tensor, *, share: bool
-) -> tuple[list[tuple[int, int, int]], tuple[Prefix, ...]]:
-    """(number among the ``chosen``, first position, end) of what lies end to end in a pack; and what of it is
-    shared, which is there as the first sequence's."""
+) -> tuple[list[tuple[int, int, int, int]], tuple[Prefix, ...]]:
+    """(number among the ``chosen``, first position, end, position where its row begins) of what lies end to
+    end in a pack; and what of it is shared, which is there as the first sequence's."""
     prompts = sequences.prompts[chosen].tolist() if share else range(len(chosen))
-    lengths = sequences.places.index_select(0, chosen)[:, :2].tolist()
-    blocks: list[tuple[int, int, int]] = []
+    borders = [sequences.borders[i] for i in chosen.tolist()]
+    lengths = sequences.prompt_lengths[chosen].tolist()
+    blocks: list[tuple[int, int, int, int]] = []
     prefixes = []
     row = 0
     for _, group in groupby(range(len(chosen)), key=prompts.__getitem__):
         members = [*group]
-        first = lengths[members[0]][0] - 1 if len(members) > 1 else 0
+        first = lengths[members[0]] - 1 if len(members) > 1 else 0
         if first:
-            blocks.append((members[0], 0, first))
+            blocks.append((members[0], 0, first, 0))
             prefixes.append(Prefix(row, row + first, range(members[0], members[-1] + 1)))
-        blocks += [(i, first, sum(lengths[i])) for i in members]
-        row += first + sum(sum(lengths[i]) - first for i in members)
+        blocks += [(i, first, borders[i][1], 0) for i in members]
+        # Behind the rows that share the prompt.
+        blocks += [(i, *ends, ends[0]) for i in members for ends in pairwise(borders[i][1:])]
+        row += first + sum(borders[i][-1] - first for i in members)
     return blocks, tuple(prefixes)
 
 
@@ -240,11 +256,24 @@ def _filled(rows: Tensor, count: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
 
 
-def _rows(sequences: Sequences, chosen: Tensor, held: Sequence[Sequence[Sequence[int]]]) -> list[Tensor]:
+def _rows(
+    sequences: Sequences,
+    chosen: Tensor,
+    ends: Sequence[Sequence[int]],
+    held: Sequence[Sequence[Sequence[int]]],
+) -> list[Tensor]:
     """Tokens, labels and sampled log-probs where this rank holds them, and which of the labels the policy
-    wrote, if not all: pieces of the flat arrays, copied once. ``held`` has the runs [first, end) of positions
-    of each of the ``chosen`` rows, and of the tail."""
-    places = _filled(sequences.places.index_select(0, chosen), len(held)).tolist()
+    wrote, if not all: pieces of the flat arrays, copied once.
+
+    Args:
+        sequences: to choose from.
+        chosen: the sequence of each block.
+        ends: of each block, and of the tail, the positions where the mask begins, where labels end, and where
+            tokens do.
+        held: of these the runs [first, end) of positions.
+    """
+    starts = _filled(sequences.places.index_select(0, chosen), len(held))[:, 2:].tolist()
+    prompts = _filled(sequences.prompt_lengths[chosen], len(held)).tolist()
     longest = max(end - first for runs in held for first, end in runs)
     of_labels = (
         [sequences.log_probs] if sequences.written is None else [sequences.log_probs, sequences.written]
@@ -252,10 +281,11 @@ def _rows(sequences: Sequences, chosen: Tensor, held: Sequence[Sequence[Sequence
     flat = [sequences.tokens, sequences.tokens, *of_labels]
     zeros = [values.new_zeros(longest) for values in flat]
     columns = [[none[:0]] for none in zeros]
-    for (prompt, response, start, response_start), runs in zip(places, held, strict=True):
-        whole = prompt + response
-        spans = [(start, (0, whole)), (start + 1, (0, whole - 1))]
-        spans += [(response_start, (prompt - 1, whole - 1))] * len(of_labels)
+    for prompt, (start, response_start), (_, labels, whole), runs in zip(
+        prompts, starts, ends, held, strict=True
+    ):
+        spans = [(start, (0, whole)), (start + 1, (0, labels))]
+        spans += [(response_start, (prompt - 1, labels))] * len(of_labels)
         for run in runs:
             for column, values, (begin, span), none in zip(columns, flat, spans, zeros, strict=True):
                 column += _cut(values, begin, span, run, none)

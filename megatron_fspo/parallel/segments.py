@@ -107,42 +107,50 @@ def sequence_sums(
 
 
 def prefix_sums(
-    values: Tensor,
-    mask: Tensor,
-    segment: Tensor,
-    late: Tensor,
-    num_segments: int,
-    *,
-    group: dist.ProcessGroup,
+    values: Tensor, mask: Tensor, borders: Tensor, owner: Tensor, *, group: dist.ProcessGroup
 ) -> Tensor:
     """Σ of the masked values of each token's sequence up to the token, over all context-parallel ranks.
 
     Exact up to one rounding, as :func:`sequence_sums`. Ranks tell each other the sums of their zigzag chunks:
-    one all-reduce of ``10 · k · size · num_segments`` integers, whatever the number of tokens.
+    one all-reduce of ``10 · k · size · blocks`` integers, whatever the number of tokens.
 
     Args:
         values: [k, t] per token; what lies outside the mask may be NaN.
         mask: [t] bool.
-        segment: [t] sequence of each token, in [0, num_segments]; the last is nobody's (padding). Sequences
-            lie one after the other, each in the order of its positions.
-        late: [t] bool: the token is in the second half of its padded sequence, so in the later one of the two
-            chunks that this rank holds of it.
-        num_segments: number of sequences in the pack.
+        borders: [blocks + 1] cumulative padded lengths of blocks, over all ranks: see
+            :class:`~megatron_fspo.packing.batch.MicroBatch`.
+        owner: [blocks] sequence of each. A sequence's blocks follow each other, perhaps with others between.
         group: the context-parallel group.
 
     Returns:
         [k, t], fp32 (fp64 for fp64 values); of what is nobody's, anything.
     """
     digits = digits_of(torch.where(mask, values, 0.0))
-    column = 2 * segment + late
-    own = digits.new_zeros(*digits.shape[:2], 2 * num_segments + 2).index_add_(2, column, digits)
-    last = max(chunks_per_sequence(group.size()), 2) - 1
+    size, tokens = group.size(), mask.numel()
+    held = borders.long().diff() // size
+    block = torch.repeat_interleave(held, output_size=tokens)
+    place = torch.arange(tokens, device=mask.device) - (held.cumsum(0) - held)[block]
+    # In the later one of the two chunks that this rank holds of the block.
+    column = 2 * block + (2 * place >= held[block])
+    own = digits.new_zeros(*digits.shape[:2], 2 * len(held)).index_add_(2, column, digits)
+    last = max(chunks_per_sequence(size), 2) - 1
     first, second = group.rank(), last - group.rank()
-    chunks = digits.new_zeros(last + 1, *digits.shape[:2], num_segments + 1)
+    chunks = digits.new_zeros(last + 1, *digits.shape[:2], len(held))
     chunks[first], chunks[second] = own.view(*own.shape[:2], -1, 2).unbind(-1)
-    earlier = added_up(chunks, group).cumsum(0) - chunks
-    before = torch.stack([earlier[first], earlier[second]], dim=-1).flatten(2)
+    chunks = added_up(chunks, group)
+    earlier = chunks.cumsum(0) - chunks
+    before = torch.stack([earlier[first], earlier[second]], dim=-1)
+    before += _of_earlier_blocks(chunks.sum(0), owner)[..., None]
+    before = before.flatten(2)
     # The running sum of the row begins with the chunks that lie before the token's own in it.
     before -= own.cumsum(2) - own
     sums = rounded(digits.cumsum(2) + before.index_select(2, column))
     return sums.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _of_earlier_blocks(totals: Tensor, owner: Tensor) -> Tensor:
+    """[..., blocks]: the totals [..., blocks] of earlier blocks of the same owner, added up."""
+    owners, order = owner.sort(stable=True)
+    sums = totals[..., order].cumsum(-1) - totals[..., order]
+    sums = sums - sums[..., torch.searchsorted(owners, owners)]
+    return torch.empty_like(sums).index_copy_(-1, order, sums)

@@ -115,8 +115,11 @@ class RunLog:
         rows = rows_from_end(self._folder / METRICS) if self._writer else iter(())
         return sum(1 for _ in takewhile(lambda row: row.get("critic/no_spread") == 1, rows))
 
-    def sequences(self, step: int, records: Sequence[SequenceRecord]) -> None:
-        """Keep an even sample of the off-policy records that are in a rate, for the report's pictures."""
+    def sequences(
+        self, step: int, records: Sequence[SequenceRecord], turns: Sequence[int] | None = None
+    ) -> None:
+        """Keep an even sample of the off-policy records that are in a rate, for the report's pictures, with
+        the turns of each sample of the rollout, where there may be several."""
         limit = self._config.log.sequences
         counted = [r for r in records if r.counts]
         if not counted or not limit:
@@ -133,6 +136,8 @@ class RunLog:
             "out_of_band": [r.out_of_band for r in kept],
             "ratio": [r.ratio for r in kept],
         }
+        if turns is not None:
+            row["turns"] = [turns[r.sample] for r in kept]
         if any(r.flipped for r in kept):
             row["flipped"] = [r.flipped for r in kept]
             row["flipped_log_ratio_sum"] = [r.flipped_log_ratio_sum for r in kept]

@@ -39,7 +39,7 @@ class CachedModel(Protocol):
     def finish(self) -> None: ...
 
 
-@dataclass
+@dataclass(eq=False)
 class _Row(Trajectory):
     """One completion being written."""
 
@@ -50,10 +50,10 @@ class _Row(Trajectory):
     drawn: int = 0
 
     def known(self, position: int) -> int | None:
-        """Return the token at a position of prompt and response; None: it is the next to be drawn."""
-        own = position - len(self.prompt.token_ids)
-        if own < 0:
-            return self.prompt.token_ids[position]
+        """Return the token at a position of the row under way; None: it is the next to be drawn."""
+        if position < len(self.context):
+            return self.context[position]
+        own = position - len(self.context) + self.row_start
         return self.token_ids[own] if own < len(self.token_ids) else None
 
 
@@ -108,10 +108,12 @@ class EmbeddedEngine:
                     for row in done:
                         arrived(row.number, row.completion(self._version))
 
-            # Prompts of like length share a batch: a row waits for no one while its prompt is read.
-            by_length = sorted(rows, key=lambda row: len(row.prompt.token_ids))
-            for start in range(0, len(rows), self.max_batch):
-                self._decode(by_length[start : start + self.max_batch], params, finished)
+            left = rows
+            while left:
+                # Contexts of like length share a batch: a row waits for no one while its own is read.
+                left = sorted(left, key=lambda row: len(row.context))
+                again = self._decode(left[: self.max_batch], params, finished)
+                left = left[self.max_batch :] + again
             self.model.finish()
             completions = [row.completion(self._version) for row in rows]
             return [completions[i : i + params.n] for i in range(0, len(rows), params.n)]
@@ -120,30 +122,36 @@ class EmbeddedEngine:
 
     def _decode(
         self, batch: list[_Row], params: SamplingParams, finished: Callable[[list[_Row]], None]
-    ) -> None:
-        # A lane is a row of the cache. Rows of one prompt share a lane until they write their first token.
-        lanes = [list(rows) for _, rows in groupby(batch, key=lambda row: row.prompt.token_ids)]
-        lengths = [len(lane[0].prompt.token_ids) for lane in lanes]
-        position = min(lengths)
-        with self.model.session(rows=len(lanes), max_tokens=max(lengths) + params.max_tokens):
-            logits = self.model.feed([lane[0].prompt.token_ids[:position] for lane in lanes])
+    ) -> list[_Row]:
+        """Decode until each has ended, or begins a row anew; returns those."""
+        # A lane is a row of the cache. Rows of one context share a lane until they write their first token.
+        lanes = [list(rows) for _, rows in groupby(batch, key=lambda row: row.context)]
+        rows_before = {row: len(row.row_starts) for row in batch}
+        again: list[_Row] = []
+        position = min(len(row.context) for row in batch)
+        longest = max(len(row.context) + params.max_tokens - row.row_start for row in batch)
+        with self.model.session(rows=len(lanes), max_tokens=longest):
+            logits = self.model.feed([lane[0].context[:position] for lane in lanes])
             while True:
                 shared = lanes
                 # Each row that writes at this position gets a lane of its own, from the one that it shared.
                 pairs = [
                     (rows, origin)
                     for origin, lane in enumerate(shared)
-                    for rows in ([lane] if position < len(lane[0].prompt.token_ids) else [[r] for r in lane])
+                    for rows in ([lane] if position < len(lane[0].context) else [[r] for r in lane])
                 ]
                 lanes, origins = [rows for rows, _ in pairs], [origin for _, origin in pairs]
                 next_tokens = self._extend(lanes, logits[origins], position, params)
-                live = [i for i, lane in enumerate(lanes) if lane[0].finish_reason is None]
+                ended = [row for row, *_ in lanes if row.finish_reason is not None]
+                finished(ended)
+                again += [row for row, *_ in lanes if len(row.row_starts) > rows_before[row]]
+                gone = {*ended, *again}
+                live = [i for i, lane in enumerate(lanes) if lane[0] not in gone]
                 # The last lanes take the places of those that ended: few rows of the cache are copied.
                 late = [i for i in live if i >= len(live)]
-                live = [i if lanes[i][0].finish_reason is None else late.pop() for i in range(len(live))]
-                finished([lane[0] for lane in lanes if lane[0].finish_reason is not None])
+                live = [late.pop() if lanes[i][0] in gone else i for i in range(len(live))]
                 if not live:
-                    return
+                    return again
                 kept = [origins[i] for i in live]
                 if kept != list(range(len(shared))):
                     self.model.keep(kept)
@@ -189,13 +197,13 @@ class EmbeddedEngine:
         replies: list[Reply] = []
         if self.model.leads:
             replies = [one.result() for one in [environment.answer(row.prompt, row.turns) for row in rows]]
-        sizes = torch.zeros(len(rows), 3, dtype=torch.float64, device=device)
+        sizes = torch.zeros(len(rows), 5, dtype=torch.float64, device=device)
         for i, reply in enumerate(replies):
             length = -1 if reply.token_ids is None else len(reply.token_ids)
             reward = math.nan if reply.reward is None else reply.reward
-            sizes[i] = torch.tensor([length, reward, reply.failed])
+            sizes[i] = torch.tensor([length, reward, reply.failed, reply.restarts, reply.seconds])
         known = self.model.settle(sizes).tolist()
-        flat = torch.zeros(int(sum(max(length, 0) for length, _, _ in known)), device=device).long()
+        flat = torch.zeros(int(sum(max(length, 0) for length, *_ in known)), device=device).long()
         if replies:
             inserted = [token for reply in replies for token in reply.token_ids or ()]
             flat = torch.tensor(inserted, device=device, dtype=torch.long)
@@ -205,6 +213,8 @@ class EmbeddedEngine:
                 token_ids=None if length < 0 else tuple(islice(tokens, int(length))),
                 reward=None if math.isnan(reward) else reward,
                 failed=bool(failed),
+                restarts=bool(restarts),
+                seconds=seconds,
             )
-            for length, reward, failed in known
+            for length, reward, failed, restarts, seconds in known
         ]

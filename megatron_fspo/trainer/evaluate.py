@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import Rollout
 from megatron_fspo.trainer.sampling import ask, collect_and_grade, response_text, sampling_params
-from megatron_fspo.types import Prompt
+from megatron_fspo.types import Completion, Prompt
 
 # Evaluation has streams of its own: the same before and after training, never those of a rollout.
 _SEED_OFFSET = 1_000_003
@@ -195,10 +195,24 @@ def _entries(
                 "token_ids": list(completion.token_ids),
                 "log_probs": list(completion.log_probs),
                 "written": [[one.start, one.stop] for one in completion.written],
+                "row_starts": completion.row_starts,
             }
+            if inputs.environment is not None:
+                what["parts"] = _parts(inputs, completion)
             row = (turn, what)
         entries.append(Entry(number, record, row))
     return entries
+
+
+def _parts(inputs: Inputs, completion: Completion) -> list[tuple[str, str]]:
+    """The response in order: text that the policy ``wrote``, or that the environment ``inserted``, maybe as a
+    new ``context``."""
+    kinds, parts = completion.kinds, []
+    edges = {edge for one in completion.written for edge in (one.start, one.stop)}
+    for start, end in pairwise(sorted({0, len(kinds), *edges})):
+        ids = list(completion.token_ids[start:end])
+        parts.append((("inserted", "wrote", "context")[kinds[start]], inputs.decode(ids)))
+    return parts
 
 
 def _gathered(mine: list[Entry], rollout: Rollout, groups: ParallelGroups) -> list[Entry]:

@@ -48,7 +48,8 @@ PROFILE_WISH = "profile"
 def update_metrics(run: Training, step: Step) -> dict[str, float]:
     """Metrics of the optimizer steps of a step, once all are taken; the sequences go to the log."""
     updates, config = step.updates, run.inputs.config
-    run.log.sequences(run.step + 1, step.off_policy)
+    turns = None if run.inputs.environment is None else step.rollout.turns.tolist()
+    run.log.sequences(run.step + 1, step.off_policy, turns)
     if step.tokens:
         run.log.tokens(run.step + 1, step.tokens)
     sampled = config.rollout.old_log_probs == "sampled"

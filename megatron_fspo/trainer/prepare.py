@@ -157,10 +157,12 @@ def _disagreements(config: Config, world_size: int, arch: Architecture | None) -
             "would sample nothing"
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    keys = "data.max_prompt_tokens + rollout.max_response_tokens"
+    if (config.environment.context_tokens or longest) < longest:
+        longest, keys = config.environment.context_tokens, "environment.context_tokens"
     if arch is not None and longest > arch.max_position_embeddings:
         yield (
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}, but the model's "
-            f"max_position_embeddings is {arch.max_position_embeddings}"
+            f"{keys} = {longest}, but the model's max_position_embeddings is {arch.max_position_embeddings}"
         )
     if arch is not None and arch.experts is None and config.moe.in_use:
         yield "the keys of [moe] are for a mixture of experts, which the model is not"

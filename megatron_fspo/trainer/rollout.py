@@ -63,8 +63,12 @@ class Rollout:
     """int64: 1 with the sampler's routes, -1 without, 0 where none were asked for."""
     turns: Tensor
     """int64, of the policy."""
+    rows: Tensor
+    """int64, of its trajectory: more than 1 where an environment wrote the context anew."""
     failures: Tensor
     """int64, replies of the environment that failed."""
+    environment_seconds: Tensor
+    """float64, that its replies took."""
     held: Mapping[int, Completion]
     """Responses that this rank holds, by number: on the first rank of each model copy; others hold none."""
     grades: Mapping[int, Grade]
@@ -100,7 +104,8 @@ class Rollout:
 
 COLUMNS = (
     *("lengths", "response_lengths", "truncated", "oldest_version", "version_tokens"),
-    *("spans", "last_version", "last_start", "owner", "routed", "turns", "failures"),
+    *("spans", "last_version", "last_start", "owner", "routed", "turns", "rows", "failures"),
+    "environment_seconds",
     *("rewards", "scores"),
 )
 """Fields of the table that ranks make together: those that :func:`describe` gives, in its order, then
@@ -108,7 +113,8 @@ COLUMNS = (
 GRADES = 2
 """The last columns, which the rank that grades fills in."""
 _PER_RESPONSE = (*COLUMNS, "advantages")
-_TYPES = {"rewards": torch.float64, "scores": torch.float64, "truncated": torch.bool}
+_TYPES = {name: torch.float64 for name in ("environment_seconds", "rewards", "scores")}
+_TYPES["truncated"] = torch.bool
 
 
 def describe(completion: Completion, owner: int) -> tuple[float, ...]:
@@ -128,7 +134,9 @@ def describe(completion: Completion, owner: int) -> tuple[float, ...]:
         owner,
         -1 if completion.route_problem else int(completion.routes is not None),
         len(completion.written),
+        len(completion.row_starts) + 1,
         completion.failures,
+        completion.environment_seconds,
     )
 
 
@@ -199,8 +207,9 @@ def select(rollout: Rollout, groups: Sequence[int]) -> Rollout:
 def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str, float]:
     """Rewards, advantages and lengths of one rollout: of all responses, in a pack or not.
 
-    ``critic/no_spread`` is the share of groups whose advantages are all 0. With an environment: turns, the
-    share of its replies that failed, and the share of the tokens after the prompts that it inserted.
+    ``critic/no_spread`` is the share of groups whose advantages are all 0. With an environment: turns, rows,
+    the seconds of its replies in a trajectory, the share of them that failed, and the share of the tokens
+    after the prompts that it inserted.
     """
     columns = {
         "critic/score": rollout.scores,
@@ -217,12 +226,15 @@ def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str
     metrics["response_length/clip_ratio"] = rollout.truncated.double().mean().item()
     metrics["critic/no_spread"] = (~rollout.spread).double().mean().item()
     if environment:
-        turns, tokens = rollout.turns.double(), rollout.response_lengths.sum().item()
-        metrics["environment/turns/mean"], metrics["environment/turns/max"] = (
-            turns.mean().item(),
-            turns.max().item(),
-        )
-        metrics["environment/failed"] = rollout.failures.sum().item() / turns.sum().item()
+        tokens = rollout.response_lengths.sum().item()
+        for name, column in (
+            ("environment/turns", rollout.turns),
+            ("environment/rows", rollout.rows),
+            ("perf/environment_seconds", rollout.environment_seconds),
+        ):
+            metrics[f"{name}/mean"] = column.double().mean().item()
+            metrics[f"{name}/max"] = column.max().item()
+        metrics["environment/failed"] = rollout.failures.sum().item() / rollout.turns.sum().item()
         metrics["environment/inserted"] = 1 - rollout.lengths.sum().item() / max(tokens, 1)
     return metrics
 
@@ -310,6 +322,7 @@ def make_mini_batches(
             response_lengths[some],
             layout,
             lengths=lengths[some],
+            rows=rollout.rows[some].tolist(),
             first=first,
             left_out=idle[some].tolist(),
             prompts=prompts[some],
@@ -337,7 +350,7 @@ def make_mini_batches(
         log_probs=log_probs,
         advantages=rollout.advantages[numbers],
         index=numbers,
-        written=bring("mask", torch.uint8, sum(here)).bool() if inserted else None,
+        kinds=bring("kinds", torch.uint8, sum(here)) if inserted else None,
         routes=routes,
     )
     return collate_packs(sequences, packs, layout), sizes

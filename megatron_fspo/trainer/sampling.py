@@ -131,6 +131,7 @@ def sampling_params(
         environment=inputs.environment,
         turns=environment.turns,
         turn_tokens=environment.turn_tokens,
+        context_tokens=environment.context_tokens,
         seed=seed,
     )
 

@@ -62,6 +62,8 @@ _INSERTED = {
 }
 """Number of a sample → (after so many tokens of its response, so many from an environment): within it,
 between any two, at its end, at its beginning, and alone."""
+_RESTARTED = {1, 9}
+"""Samples in which each of these begins a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +172,16 @@ def make_samples(arch: Architecture) -> list[Sample]:
     turns = [_turns(length, _INSERTED.get(number, ())) for number, (_, length) in enumerate(_SHAPES)]
     shapes = [(prompt, some[-1].stop) for (prompt, _), some in zip(_SHAPES, turns, strict=True)]
     samples = [
-        replace(sample, completion=replace(sample.completion, written=some))
-        for sample, some in zip(
-            random_samples(shapes, vocab_size=arch.vocab_size, seed=2), turns, strict=True
+        replace(
+            sample,
+            completion=replace(
+                sample.completion,
+                written=some,
+                row_starts=tuple(turn.stop for turn in some[:-1] if number in _RESTARTED),
+            ),
+        )
+        for number, (sample, some) in enumerate(
+            zip(random_samples(shapes, vocab_size=arch.vocab_size, seed=2), turns, strict=True)
         )
     ]
     firsts = (number for number, (_, responses) in enumerate(_GROUPS) for _ in responses)

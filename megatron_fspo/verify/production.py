@@ -25,7 +25,7 @@ from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import ParallelGroups, means, of_first_rank, pack_layout, share
 from megatron_fspo.parallel.head import linear_log_probs
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
-from megatron_fspo.types import Sample
+from megatron_fspo.types import WRITTEN, Sample
 from megatron_fspo.verify.cases import Case, make_routes, reference_drifts, split
 from megatron_fspo.verify.layouts import Layout
 from megatron_fspo.weights import Architecture, Row, resolve, shard_shape, shard_slices, to_megatron_shard
@@ -126,7 +126,7 @@ def score(
         prompts=[sample.prompt.token_ids for sample in samples],
         responses=[sample.completion.token_ids for sample in samples],
         advantages=[sample.advantage for sample in samples],
-        written=torch.cat([as_row(sample.completion.mask, torch.bool) for sample in samples]),
+        kinds=torch.cat([as_row(sample.completion.kinds, torch.int8) for sample in samples]),
         routes=torch.cat(make_routes(policy.arch, samples))[:, policy.layers] if replay else None,
     )
     batches = pack(sequences, layout, plan=split(split_name, sequences, policy.arch, layout))
@@ -190,7 +190,7 @@ def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
 def _response_positions(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     """Sample, and number among the tokens that the policy wrote there, of each of this rank's tokens inside
     the mask."""
-    whole = [[*bytes(len(sample.prompt.token_ids)), *sample.completion.mask] for sample in samples]
+    whole = [[*bytes(len(sample.prompt.token_ids)), *(kind == WRITTEN for kind in sample.completion.kinds)] for sample in samples]
     numbers = pad_sequence([torch.tensor(row).cumsum(0) - 1 for row in whole], batch_first=True)
     sample = batch.sample_index[batch.segment[batch.mask]]
     return sample, numbers.to(batch.mask.device)[sample, batch.position_ids[0, batch.mask] + 1]

@@ -1,7 +1,7 @@
 """The model as a formula and every policy loss by its textbook definition, differentiated by autograd.
 
 Plain torch in float64 on the CPU. Llama, Qwen2, Qwen3 and Qwen3-MoE come from Hugging Face weights, one
-unpadded sequence at a time: no packing, no cache, no kernel, nothing shared with what is checked. ::
+unpadded sequence, with all its rows, at a time: no packing, no cache, no kernel, nothing shared with what is checked. ::
 
     x = embed[ids]
     x = x + attention(rms_norm(x))          for every layer
@@ -134,7 +134,8 @@ def forward(
         routers = Routers(given=None if routes is None else routes[number])
         ids = (sample.prompt.token_ids, sample.completion.token_ids)
         written = [place for turn in sample.completion.written for place in turn]
-        scored = log_probs_and_entropy(weights, arch, *ids, temperature, routers)
+        starts = sample.completion.row_starts
+        scored = log_probs_and_entropy(weights, arch, *ids, temperature, routers, starts)
         rows.append((scored[0][written], scored[1][written]))
         if routers.losses:
             losses.append(torch.stack(routers.losses).sum(0))
@@ -235,6 +236,7 @@ def log_probs_and_entropy(
     response_ids: Sequence[int],
     temperature: float,
     routers: Routers | None = None,
+    row_starts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of one response, and the entropies beside them.
 
@@ -245,11 +247,16 @@ def log_probs_and_entropy(
         response_ids: L tokens; L may be 0.
         temperature: above 0; divides the logits.
         routers: what they are given, and what is learned of them.
+        row_starts: numbers of the response's tokens from which on none before is read.
 
     Returns:
         log π(y_t) [L] and the entropy [L] of the distribution that y_t was drawn from, with their graph.
     """
-    hidden = _hidden_states(weights, arch, [*prompt_ids, *response_ids], routers or Routers())
+    ids = [*prompt_ids, *response_ids]
+    rows = torch.zeros(len(ids), dtype=torch.long)
+    for start in row_starts:
+        rows[len(prompt_ids) + start :] += 1
+    hidden = _hidden_states(weights, arch, ids, rows, routers or Routers())
     # Position p predicts the token at p + 1: the last token of the prompt predicts the first of the response.
     first = len(prompt_ids) - 1
     hidden = hidden[first : first + len(response_ids)]
@@ -285,15 +292,17 @@ def rotary_table(arch: Architecture, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _hidden_states(
-    weights: Mapping[str, Tensor], arch: Architecture, ids: Sequence[int], routers: Routers
+    weights: Mapping[str, Tensor], arch: Architecture, ids: Sequence[int], rows: Tensor, routers: Routers
 ) -> Tensor:
-    """[t, hidden] after the last norm."""
+    """[t, hidden] after the last norm; a token reads those before it in its row, of ``rows`` [t] from 0 on."""
     x = weights["model.embed_tokens.weight"][torch.tensor(ids)]
-    table = rotary_table(arch, len(ids))
+    places = torch.cat([torch.arange(int(count)) for count in rows.bincount()])
+    cos, sin = rotary_table(arch, len(ids))
+    table = cos[places], sin[places]
     for layer in range(arch.num_layers):
         prefix = f"model.layers.{layer}."
         own = {plain_name(name)[len(prefix) :]: w for name, w in weights.items() if name.startswith(prefix)}
-        x = x + _attention(own, arch, _rms_norm(x, own["input_layernorm.weight"], arch), table)
+        x = x + _attention(own, arch, _rms_norm(x, own["input_layernorm.weight"], arch), table, rows)
         y = _rms_norm(x, own["post_attention_layernorm.weight"], arch)
         mlp = _swiglu(own, "mlp", y) if arch.experts is None else _mixture(own, arch.experts, y, routers)
         x = x + mlp
@@ -301,9 +310,13 @@ def _hidden_states(
 
 
 def _attention(
-    weights: Mapping[str, Tensor], arch: Architecture, x: Tensor, table: tuple[Tensor, Tensor]
+    weights: Mapping[str, Tensor],
+    arch: Architecture,
+    x: Tensor,
+    table: tuple[Tensor, Tensor],
+    rows: Tensor,
 ) -> Tensor:
-    """softmax(q·kᵀ / √d)·v over the tokens so far, [t, hidden] → [t, hidden].
+    """softmax(q·kᵀ / √d)·v over the row's tokens so far, [t, hidden] → [t, hidden].
 
     Every query head has its own q; h / g neighbours share a KV head. Qwen2 has biases, Qwen3 normalises q and
     k per head.
@@ -321,7 +334,7 @@ def _attention(
 
     scores = torch.einsum("thd,shd->hts", query, key) / math.sqrt(arch.head_dim)
     future = torch.ones(len(x), len(x), dtype=torch.bool).triu(diagonal=1)
-    attended = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+    attended = scores.masked_fill(future | (rows[:, None] != rows), -math.inf).softmax(dim=-1)
     mixed = torch.einsum("hts,shd->thd", attended, value)
     return mixed.flatten(1) @ weights["self_attn.o_proj.weight"].T
 

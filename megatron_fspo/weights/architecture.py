@@ -164,7 +164,7 @@ def forward_flops(
     what the policy wrote only. Norms, softmax and RoPE are left out, as is usual.
 
     Neighbours with the same number in ``prompts`` share their prompt, but for its last token. L is all of the
-    response without ``lengths``.
+    response without ``lengths``. Rows of a trajectory count as one, more than they take.
     """
     lengths = response_lengths if lengths is None else lengths
 

@@ -43,6 +43,10 @@ def misbehave(prompt: Prompt, turns: Sequence[str]) -> Any:
             return None
         case "reward":
             return 0.25
+        case "symbols":
+            return "1$2^3_4"
+        case "forget":
+            return Observation(text=f"{len(turns)} turns", forget=True)
         case "said":
             return Observation(reward=0.5, failed=True)
     return f"{prompt.fields['word']} {turns!r}"
@@ -52,6 +56,9 @@ def no_environment() -> None:
     """Takes no arguments."""
 
 
-def two_digits(prompt: Prompt, turns: Sequence[str]) -> str | float:
-    """Insert two digits after each of three turns, then end with a reward for the first."""
-    return float(len(turns[0]) % 2) if len(turns) == 4 else f"{len(turns[-1]) % 100:02d}"
+def two_digits(prompt: Prompt, turns: Sequence[str]) -> Observation | float:
+    """Insert two digits after each of three turns, after the second one behind the prompt alone; then end
+    with a reward for the first two."""
+    if len(turns) == 4:
+        return (len(turns[0]) + len(turns[1])) % 5 / 4
+    return Observation(text=f"{len(turns[-1]) % 100:02d}", forget=len(turns) == 2)

@@ -90,6 +90,12 @@ def test_what_a_tool_says_is_inserted_and_cut(environment: TextEnvironment) -> N
     assert ask(environment, "said") == Reply(reward=0.5, failed=True)
 
 
+@pytest.mark.parametrize("role", [None, "tool"])
+def test_what_an_environment_forgets_leaves_the_prompt_and_its_text(role: str | None) -> None:
+    reply = ask(make(role=role), "forget", ids("a turn"), ids("another"))
+    assert reply == Reply(token_ids=(1, *ids("2 turns")), restarts=True)
+
+
 def test_text_of_a_tool_makes_no_special_token(environment: TextEnvironment) -> None:
     reply = ask(environment, "control")
     assert reply.token_ids is not None and not reply.failed
@@ -100,8 +106,10 @@ def test_text_of_a_tool_makes_no_special_token(environment: TextEnvironment) -> 
 def test_special_tokens_that_are_characters_are_left_out() -> None:
     """As in make-sum, whose ``$`` ends a turn and has no other token."""
     tokenizer = load_tokenizer(REPO / "examples/make_sum/checkpoint")
-    environment = TextEnvironment(Environment(name="calculator"), tokenizer, [12])
-    assert environment._inserted("1$2^3_4", ended=True) == (1, 2, 3, 4)
+    environment = TextEnvironment(Environment(name="own_environment:misbehave"), tokenizer, [12])
+    prompt = Prompt(index=3, token_ids=(1,), text="?", answer="symbols")
+    reply = environment.answer(prompt, [[5, 12]]).result(60)
+    assert reply.token_ids == (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -32,6 +32,8 @@ def test_a_run_with_turns_is_on_policy_and_logs_them(tmp_path: Path) -> None:
     for row in steps:
         assert row["fspo/on_policy_abs_s_max"] == 0 and row["rollout/logprob_abs_diff/max"] < 1e-4
         assert 3 < row["environment/turns/mean"] <= row["environment/turns/max"] == 4
+        assert 1 < row["environment/rows/mean"] <= row["environment/rows/max"] == 2
+        assert 0 < row["perf/environment_seconds/mean"] <= row["perf/environment_seconds/max"]
         assert row["environment/failed"] == 0 and 0.05 < row["environment/inserted"] < 0.3
         assert 0 < row["critic/rewards/mean"] < 1
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
@@ -41,7 +43,12 @@ def test_a_run_with_turns_is_on_policy_and_logs_them(tmp_path: Path) -> None:
         # Two digits between any two turns: how long the text of the turn before was.
         for (start, end), (following, _) in pairwise(one["written"]):
             text = one["response"][start:end].removesuffix("$")
-            assert one["response"][end:following] == f"{len(text):02d}"
+            inserted = one["response"][end:following]
+            context = one["prompt"] if [end] == one["row_starts"] else ""
+            assert inserted == f"{context}{len(text):02d}"
+        kinds, texts = zip(*one["parts"], strict=True)
+        assert kinds == ("wrote", "inserted", "wrote", "context", "wrote", "inserted", "wrote")
+        assert "".join(texts) == one["response"] and one["row_starts"] == [one["written"][1][1]]
 
 
 @pytest.mark.parametrize(

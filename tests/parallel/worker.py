@@ -83,36 +83,34 @@ def check_sequence_sums() -> None:
 
 
 def check_prefix_sums() -> None:
-    """Sequences of all sizes in zigzag chunks: the same bits as on one rank, one collective."""
+    """Sequences of all sizes in zigzag chunks, and one of three blocks, of which another lies between: the
+    same bits as on one rank, one collective."""
     world, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(6)
     lengths = torch.tensor([1, 2, 9, 64, 0, 300, 31])
+    owner = torch.tensor([0, 1, 5, 3, 4, 5, 5])
     padded = lengths + -lengths % 24  # splits for 1, 2, 3 and 4 ranks
     borders = torch.cat([padded.new_zeros(1), padded.cumsum(0)])
-    segment = torch.repeat_interleave(padded)
-    position = torch.arange(len(segment)) - borders[segment]
-    size = torch.randint(-6, 4, (len(segment),), generator=generator)
-    values = torch.randn(2, len(segment), generator=generator) * 10.0**size
-    mask = (position < lengths[segment]) & (position >= lengths[segment] // 5)
+    block = torch.repeat_interleave(padded)
+    position = torch.arange(len(block)) - borders[block]
+    size = torch.randint(-6, 4, (len(block),), generator=generator)
+    values = torch.randn(2, len(block), generator=generator) * 10.0**size
+    mask = (position < lengths[block]) & (position >= lengths[block] // 5)
     values[0, 60], values[1, ~mask] = float("inf"), float("nan")
-    segment = torch.where(position < lengths[segment], segment, len(lengths))
-    late = 2 * position >= torch.cat([padded, padded.new_zeros(1)])[segment]
     mine = local_positions(borders, rank, world)
     counter = _Counter(dist.all_reduce)
     with mock.patch.object(dist, "all_reduce", counter):
-        got = prefix_sums(
-            values[:, mine], mask[mine], segment[mine], late[mine], len(lengths), group=dist.group.WORLD
-        )
+        got = prefix_sums(values[:, mine], mask[mine], borders, owner, group=dist.group.WORLD)
     assert counter.calls == (1 if world > 1 else 0) and got.dtype == torch.float32
     for row in range(2):
-        for number in range(len(lengths)):
-            own = (segment == number) & mask
+        for number in owner.unique():
+            own = (owner[block] == number) & mask
             want = values[row, own].double().cumsum(0)
             here = own[mine]
             places = (own.cumsum(0) - 1)[mine][here]
             torch.testing.assert_close(got[row, here].double(), want[places], rtol=1e-6, atol=1e-6)
     alone, _ = dist.new_subgroups(1)
-    whole = prefix_sums(values, mask, segment, late, len(lengths), group=alone)[:, mine[mask[mine]]]
+    whole = prefix_sums(values, mask, borders, owner, group=alone)[:, mine[mask[mine]]]
     assert torch.equal(whole.view(torch.int32), got[:, mask[mine]].view(torch.int32))
 
 
@@ -164,10 +162,12 @@ def check_hand_out() -> None:
                     token_ids=range(first, first + length),
                     log_probs=[-(first + i) / 7 for i in range(length)],
                     written=tuple(range(i, i + 1) for i in range(to % 2, length, 2)),
+                    row_starts=tuple(range(1 - to % 2, length, 2)) if length > 1 else (),
                     finish_reason="length" if number % 2 else "stop",
                     weight_version=number,
                     reward=None if number % 2 else first / 8,
                     failures=number,
+                    environment_seconds=number / 4,
                     version_spans=tuple(spans if to % 2 else spans[:0]),
                     routes=torch.arange(first, first + 6 * (length + 2)).to(torch.uint8).view(-1, 3, 2)[1:]
                     if number % 2
@@ -180,6 +180,7 @@ def check_hand_out() -> None:
     def same(got: list[Completion], want: list[Completion]) -> None:
         assert [replace(c, routes=None) for c in got] == [replace(c, routes=None) for c in want]
         for one, other in zip(got, want, strict=True):
+            assert one.environment_seconds == other.environment_seconds
             if other.routes is None:
                 assert one.routes is None
             else:

@@ -88,7 +88,7 @@ def test_log_probs_of_turns_are_given_all_that_was_written_and_inserted(
     errors, turns = [], Counter[int]()
     for i, one in enumerate(rollout(url, params)):
         whole = scores(checkpoints[1], (*PROMPTS[i // 8].token_ids, *one.token_ids), 1.0)
-        written = torch.tensor(list(one.mask)) > 0
+        written = torch.tensor(list(one.kinds)) > 0
         errors.append((whole[-len(written) :] - torch.tensor(one.log_probs))[written])
         turns[len(one.written)] += 1
         for number, (before, after) in enumerate(pairwise(one.written), start=1):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -23,7 +23,10 @@ from megatron_fspo.types import Completion, Prompt, Reply, SamplingParams, Versi
 
 class Echo:
     """Says the first token of the turn once for each turn so far; ends after a turn of two tokens, and after
-    the third with as much reward as the turns had tokens. Every turn of three tokens fails."""
+    the third with as much reward as the turns had tokens. Every turn of three tokens fails. After a turn of
+    one token the trajectory begins anew with what it says, for the prompts of ``forgotten``."""
+
+    forgotten: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, list[list[int]]]] = []
@@ -31,16 +34,17 @@ class Echo:
     def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Reply]:
         self.asked.append((prompt.index, [list(turn) for turn in turns]))
         result: Future[Reply] = Future()
-        result.set_result(self.reply(turns))
+        result.set_result(self.reply(turns, prompt.index in self.forgotten))
         return result
 
-    def reply(self, turns: Sequence[Sequence[int]]) -> Reply:
+    def reply(self, turns: Sequence[Sequence[int]], forgets: bool) -> Reply:
         failed = len(turns[-1]) == 3
         if len(turns[-1]) == 2:
             return Reply(failed=failed)
         if len(turns) == 3:
             return Reply(reward=float(sum(map(len, turns))), failed=failed)
-        return Reply(token_ids=(turns[-1][0],) * len(turns), failed=failed)
+        restarts = forgets and len(turns[-1]) == 1
+        return Reply(token_ids=(turns[-1][0],) * len(turns), failed=failed, restarts=restarts)
 
 
 def alone(prompt: Prompt, number: int, params: SamplingParams, version: int = 0) -> Completion:
@@ -49,12 +53,14 @@ def alone(prompt: Prompt, number: int, params: SamplingParams, version: int = 0)
     model, ids, log_probs, written = Markov(), list(prompt.token_ids), [], []
     draws = iter(uniforms(params.seed, prompt.index, number, params.max_tokens))
     start = first = len(ids)
+    row, row_starts = 0, []
     turns: list[list[int]] = []
     failures, reward, end = 0, None, start + params.max_tokens
     while True:
         limit = min(end, first + (params.turn_tokens or params.max_tokens))
+        limit = min(limit, row + (params.context_tokens or limit))
         while len(ids) < limit and not (len(ids) > first and ids[-1] == STOP):
-            logits, draw = model.logits(ids)[None], next(draws)[None]
+            logits, draw = model.logits(ids[row:])[None], next(draws)[None]
             token, log_prob = sample(logits, draw, temperature=params.temperature, top_p=params.top_p)
             ids.append(int(token))
             log_probs.append(log_prob.item())
@@ -63,14 +69,19 @@ def alone(prompt: Prompt, number: int, params: SamplingParams, version: int = 0)
         if ids[-1] != STOP:
             finish = "length"
             break
-        reply = environment.reply(turns)
+        reply = environment.reply(turns, prompt.index in environment.forgotten)
         failures += reply.failed
         if reply.token_ids is None:
             finish, reward = "stop", reply.reward
             break
-        if len(turns) == params.turns or len(ids) + len(reply.token_ids) >= end:
+        more = len(ids) + len(reply.token_ids)
+        before = len(ids) if reply.restarts else row
+        if len(turns) == params.turns or more >= min(end, before + (params.context_tokens or end)):
             finish = "length"
             break
+        if reply.restarts:
+            row = len(ids)
+            row_starts.append(row - start)
         ids += reply.token_ids
         log_probs += [0.0] * len(reply.token_ids)
         first = len(ids)
@@ -78,6 +89,7 @@ def alone(prompt: Prompt, number: int, params: SamplingParams, version: int = 0)
         token_ids=ids[start:],
         log_probs=log_probs,
         written=tuple(written),
+        row_starts=tuple(row_starts),
         finish_reason=finish,  # type: ignore[arg-type]
         weight_version=version,
         reward=reward,
@@ -101,9 +113,9 @@ def test_a_batch_of_trajectories_is_each_alone(max_batch: int, turn_tokens: int 
     assert turns == 2 or {one.reward for one in flat} > {None}
     assert all(one.reward is None for one in flat if one.finish_reason == "length")
     for one in flat:
-        assert all(one.log_probs[i] == 0 for i, bit in enumerate(one.mask) if not bit)
+        assert all(one.log_probs[i] == 0 for i, kind in enumerate(one.kinds) if not kind)
         row = dict(zip(COLUMNS, describe(one, 0), strict=False))
-        assert (row["lengths"], row["response_lengths"]) == (sum(one.mask), len(one.token_ids))
+        assert (row["lengths"], row["response_lengths"]) == (sum(one.kinds), len(one.token_ids))
         assert (row["turns"], row["failures"]) == (len(one.written), one.failures)
 
 
@@ -114,6 +126,23 @@ def test_without_a_reply_a_trajectory_is_one_turn() -> None:
     for some, others in zip(got, plain, strict=True):
         assert [list(c.token_ids) for c in some] == [list(c.token_ids) for c in others]
         assert [c.written for c in others] == [(range(len(c.token_ids)),) for c in others]
+
+
+@pytest.mark.parametrize("max_batch", [1, 4, 100])
+@pytest.mark.parametrize("context_tokens", [None, 12])
+def test_trajectories_that_begin_anew_are_each_alone(max_batch: int, context_tokens: int | None) -> None:
+    environment = Echo()
+    environment.forgotten = tuple(prompt.index for prompt in PROMPTS[::2])
+    params = replace(PARAMS, n=8, max_tokens=20, environment=environment, turns=8, temperature=1.3)
+    params = replace(params, context_tokens=context_tokens)
+    got = EmbeddedEngine(Markov(), max_batch=max_batch).submit(PROMPTS, params)()
+    assert got == [[alone(prompt, number, params) for number in range(8)] for prompt in PROMPTS]
+    assert {len(one.row_starts) for one in chain(*got)} >= {0, 1}
+    longest = 0
+    for prompt, completion in ((prompt, one) for prompt, some in zip(PROMPTS, got, strict=True) for one in some):
+        borders = [-len(prompt.token_ids), *completion.row_starts, len(completion.token_ids)]
+        longest = max(longest, *(end - start for start, end in pairwise(borders)))
+    assert (longest <= 12) is (context_tokens == 12)
 
 
 class Chain(Server):
@@ -161,6 +190,7 @@ def test_servers_take_turns_and_only_a_lost_turn_is_asked_again(
     lost_at: tuple[int, ...], in_flight: int
 ) -> None:
     params = replace(PARAMS, max_tokens=20, environment=Echo(), turns=3)
+    params.environment.forgotten = (4,)  # type: ignore[union-attr]
     servers = [Chain("a", lost_at), Chain("b", lost_at=())]
 
     async def run() -> list[Completion]:
@@ -171,6 +201,7 @@ def test_servers_take_turns_and_only_a_lost_turn_is_asked_again(
     completions = asyncio.run(run())
     sent = [(*request, server.url) for server in servers for request in server.requests]
     assert {len(one.written) for one in completions} == {1, 2, 3}
+    assert any(one.row_starts for one in completions)
     for number, one in enumerate(completions):
         request = CompletionRequest.of(
             Prompt(index=4, token_ids=(1, 2, 3), text="", answer=""), params, number
@@ -179,7 +210,8 @@ def test_servers_take_turns_and_only_a_lost_turn_is_asked_again(
         at = set()
         for turn, span in enumerate(one.written):
             # The whole context as it stands, what is left of the tokens, and a stream of its own.
-            asked = (ids[: 3 + span.start], 20 - span.start, turn_seed(request.seed, turn))
+            row = max((3 + start for start in one.row_starts if start < span.start), default=0)
+            asked = (ids[row : 3 + span.start], 20 - span.start, turn_seed(request.seed, turn))
             at.update(where for *what, where in sent if tuple(what) == asked)
             wanted = turn_of(*asked[:1], replace(params, max_tokens=asked[1]), asked[2], version=0)
             assert wanted.token_ids == one.token_ids[span.start : span.stop]
@@ -203,7 +235,7 @@ def test_versions_count_what_the_policy_wrote() -> None:
     )
     row = dict(zip(COLUMNS, describe(one, 0), strict=False))
     assert row["version_tokens"] == 3 * 2 + 3 * 7 and row["last_start"] == 5 and row["turns"] == 3
-    assert one.length == 6 and list(one.mask) == [1, 1, 1, 0, 0, 1, 0, 0, 1, 1]
+    assert one.length == 6 and list(one.kinds) == [1, 1, 1, 0, 0, 1, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("written", [(range(4),), (range(2, 3), range(1, 2)), (range(-1, 2),)])

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ def write_run(
     count: int = 64,
     evaluations: Mapping[int, float] | None = None,
     extra: Mapping[str, float] | None = None,
+    turns: Sequence[int] | None = None,
 ) -> Path:
     """A run's folder, written by the log of the trainer itself."""
     config.run_folder.mkdir(parents=True)
@@ -86,7 +87,9 @@ def write_run(
         metrics: dict[str, float] = on_policy_metrics(step) if step else {}
         if step and off_policy:
             records = make_records(step, count)
-            log.sequences(step, records)
+            log.sequences(step, records, turns)
+            if turns is not None:
+                metrics |= {"environment/turns/mean": 2.0, "environment/turns/max": 3.0}
             metrics |= clip_metrics(records, samples=1, seed=1) | {"fspo/kl_k3": 0.001}
             metrics |= {"fspo/out_of_band": step / 200, "fspo/lre_mean": step / 10, "fspo/lre_null": 0.05}
             if config.loss.name == "fspo":
@@ -171,4 +174,5 @@ def records_from(lengths: Any, out_of_band: Any, clipped: Any, advantages: Any, 
         out_of_band=np.array(out_of_band),
         # Weights of 1, where no clip acts.
         ratio=1.0 - np.array(clipped, dtype=np.float64),
+        turns=np.ones(len(lengths), np.int64),
     )

@@ -36,7 +36,7 @@ def test_clip_rates_by_length_by_hand() -> None:
     assert (whole.low, whole.high, whole.out_of_band, whole.clipped) == (1, 12, 0.5, 2 / 6)
     (only,) = clip_rates(unclippable := records_from([3, 3], [True, False], [False, False], [0.0, 0.0]))
     assert (only.out_of_band, only.judged) == (0.5, 0) and math.isnan(only.clipped)
-    svg = pictures.rates_by_length([only], overall_rates(unclippable))
+    svg = pictures.rates_by([only], overall_rates(unclippable), "L")
     assert "outside" in svg and "clipped" not in svg
 
 

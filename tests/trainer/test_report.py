@@ -223,11 +223,26 @@ def test_responses_that_changed_come_first() -> None:
     middle = answers(2, ("p", "?", 1.0))
     last = answers(4, ("p", "A", 0.0), ("q", "B", 1.0), ("r", "C", 0.0), ("p", "D", 1.0))
     found = before_after([*first, *middle, *last])
-    pairs = [(one.before["prompt"], one.before["response"], one.after["response"]) for one in found]
-    assert pairs == [("r", "c", "C"), ("p", "d", "D"), ("q", "b", "B"), ("p", "a", "A")]
+    pairs = [(one.before["prompt"], one.before["parts"], one.after["parts"]) for one in found]
+    assert pairs == [
+        (prompt, [("wrote", before)], [("wrote", before.upper())])
+        for prompt, before in (("r", "c"), ("p", "d"), ("q", "b"), ("p", "a"))
+    ]
     assert [one.change for one in found] == [-1, 1, 0, 0]
     assert before_after(first) == before_after([]) == []
     assert before_after([*first, *answers(4, ("new", "", 0.0))]) == []
+
+
+def test_a_trajectory_is_shown_in_its_parts(tmp_path: Path) -> None:
+    folder = write_run(make_config(tmp_path), steps=4, turns=[1, 2, 3, 4] * 16)
+    parts = [["wrote", "I ask <b>"], ["inserted", "a tool"], ["context", "a summary"], ["wrote", "done"]]
+    rows = [{**answers(step, ("p", "text", 0.0))[0], "parts": parts} for step in (0, 4)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(folder).read_text(encoding="utf-8")
+    assert page.count('class="inserted" title') == page.count('class="context" title') == 2
+    assert "I ask &lt;b&gt;" in page and "Clip rate by turns" in page and "Turns" in page
+    (pair,) = before_after([{**row, "parts": [["wrote", "x" * 9000]] * 90} for row in rows])
+    assert len(pair.after["parts"]) == 60 and sum(len(text) for _, text in pair.after["parts"]) < 10_000
 
 
 def test_long_texts_keep_both_ends() -> None:

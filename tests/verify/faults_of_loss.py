@@ -201,6 +201,12 @@ def inserted_in_mask(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
     return real(replace(sequences, written=None), *rest)
 
 
+@fault(CP, "attention", *COLLATE)
+def rows_not_apart(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
+    """A row of a trajectory reads those before it"""
+    return real(replace(sequences, row_starts=None), *rest)
+
+
 @fault(CP, "denominator", *COLLATE)
 def inserted_in_length(real: Any, sequences: Any, *rest: Any) -> MicroBatch:
     """L counts what an environment inserted"""

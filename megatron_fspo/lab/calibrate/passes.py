@@ -161,9 +161,9 @@ class _Passes:
     def _other_size(self) -> int:
         """Tokens of packs that hold other sequences than the run's: as few as fit, or else twice as many."""
         rollout, size = self._rollout, self._run.groups.cp.size()
-        tokens = [
-            padded_length(n, size) for n in (rollout.prompt_lengths + rollout.response_lengths).tolist()
-        ]
+        lengths = (rollout.prompt_lengths + rollout.response_lengths).tolist()
+        rows = rollout.rows.tolist()
+        tokens = [padded_length(n, size, rows=k) for n, k in zip(lengths, rows, strict=True)]
         usual = self._run.inputs.config.batch.max_tokens
         return max(tokens) if sum(sorted(tokens)[:2]) <= usual else 2 * usual
 

@@ -114,6 +114,8 @@ class Records:
     """bool: outside the band on either side, whatever the sign of A."""
     ratio: Array
     """Importance weight, 0 where a clip acts; NaN where tokens have their own."""
+    turns: Array
+    """Of the policy in the trajectory; 1 without an environment."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -146,6 +148,7 @@ def read_records(folder: Path) -> Records:
         "update": np.int64,
         "prompt": np.int64,
         "length": np.int64,
+        "turns": np.int64,
         "clipped": np.bool_,
         "out_of_band": np.bool_,
     }
@@ -154,7 +157,8 @@ def read_records(folder: Path) -> Records:
     }
     for row in _rows_over_run(folder / SEQUENCES):
         for name, arrays in columns.items():
-            values = [row["step"]] * len(row["length"]) if name == "step" else row[name]
+            count = len(row["length"])
+            values = [row["step"]] * count if name == "step" else row.get(name, [1] * count)
             arrays.append(np.array(values, arrays[0].dtype))
     everything = Records(**{name: np.concatenate(arrays) for name, arrays in columns.items()})
     return everything.select(np.isfinite(everything.log_ratio_sum) & (everything.length > 0))
@@ -190,7 +194,7 @@ def _rows_over_run(path: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class BinRates:
-    """Clip rates of the records with low <= L <= high."""
+    """Clip rates of the records with low <= L <= high, or so many turns."""
 
     low: int
     high: int
@@ -206,18 +210,18 @@ class BinRates:
     own."""
 
 
-def clip_rates(records: Records, num_bins: int = 8) -> list[BinRates]:
-    """Clip rates per length bin, short to long: quantiles of L, equal lengths in one bin."""
-    bins = length_bins(torch.from_numpy(records.length), num_bins).numpy()
-    return [overall_rates(records.select(bins == number)) for number in np.unique(bins)]
+def clip_rates(records: Records, by: str = "length", num_bins: int = 8) -> list[BinRates]:
+    """Clip rates per bin of ``length`` or of ``turns``: quantiles, equal ones in one bin."""
+    bins = length_bins(torch.from_numpy(getattr(records, by)), num_bins).numpy()
+    return [overall_rates(records.select(bins == number), by) for number in np.unique(bins)]
 
 
-def overall_rates(records: Records) -> BinRates:
+def overall_rates(records: Records, by: str = "length") -> BinRates:
     """Clip rates of all records; there must be some."""
     judged = records.advantage != 0
     return BinRates(
-        low=int(records.length.min()),
-        high=int(records.length.max()),
+        low=int(getattr(records, by).min()),
+        high=int(getattr(records, by).max()),
         records=len(records),
         out_of_band=float(records.out_of_band.mean()),
         judged=int(judged.sum()),

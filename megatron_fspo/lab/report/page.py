@@ -44,6 +44,11 @@ _CURVES = (
     ("router_load", "router/load_max", "worst layer", ORANGE, "-"),
     ("router_load", "router/load_max/mean", "mean of layers", BLUE, "-"),
     ("router_entropy", "router/entropy", "", GREEN, "-"),
+    ("turns", "environment/turns/mean", "mean", BLUE, "-"),
+    ("turns", "environment/turns/max", "most", GREY, "--"),
+    ("tool_failures", "environment/failed", "", ORANGE, "-"),
+    ("tool_seconds", "perf/environment_seconds/mean", "mean", BLUE, "-"),
+    ("tool_seconds", "perf/environment_seconds/max", "most", GREY, "--"),
     ("route_flips", "actor/route_flips", "update", BLUE, "-"),
     ("route_flips", "rollout/route_flips", "old pass", ORANGE, "-"),
 )
@@ -54,6 +59,9 @@ _SMALL = {
     "kl": "nats per token",
     "entropy": "nats per token",
     "grad_norm": "L2 norm",
+    "turns": "turns",
+    "tool_failures": "share of answers",
+    "tool_seconds": "s for each trajectory",
     "router_load": "times the even load",
     "router_entropy": "nats per token and layer",
     "route_flips": "share of (token, layer)",
@@ -108,10 +116,14 @@ def fairness_pictures(folder: Path) -> dict[str, str]:
 
 
 def _by_length(tail: Records, last: Records, band: ClipBand | None) -> dict[str, str]:
-    return {
-        "rates_by_length": pictures.rates_by_length(clip_rates(tail), overall_rates(tail)),
-        "scatter": pictures.scatter(last, band),
+    labels = {"length": "response length L (tokens)"}
+    if tail.turns.max() > 1:
+        labels["turns"] = "turns of the trajectory"
+    rates = {
+        f"rates_by_{by}": pictures.rates_by(clip_rates(tail, by), overall_rates(tail), label)
+        for by, label in labels.items()
     }
+    return {**rates, "scatter": pictures.scatter(last, band)}
 
 
 def template(path: Path) -> jinja2.Template:

@@ -66,8 +66,8 @@ def response_length(figure: Figure, mean: Series, low: Series, high: Series, cut
 
 
 @picture(4.6, 2.9)
-def rates_by_length(figure: Figure, bins: Sequence[BinRates], overall: BinRates) -> None:
-    """Both clip rates per length bin with 95% intervals, and over all lengths as lines."""
+def rates_by(figure: Figure, bins: Sequence[BinRates], overall: BinRates, x_label: str) -> None:
+    """Both clip rates per bin with 95% intervals, and of all records as lines."""
     axes = figure.subplots()
     for shift, share, of, colour, marker, label in (
         (-0.1, "out_of_band", "records", BLUE, "o", "outside"),
@@ -85,7 +85,7 @@ def rates_by_length(figure: Figure, bins: Sequence[BinRates], overall: BinRates)
     axes.grid(visible=False, axis="x")
     axes.set_xlim(-0.6, len(bins) - 0.4)
     share_axis(axes, "share of sequences")
-    axes.set_xlabel("response length L (tokens)")
+    axes.set_xlabel(x_label)
     legend(axes)
 
 

@@ -16,8 +16,8 @@ from megatron_fspo.evaluation.intervals import interval_of_means
 from megatron_fspo.lab.report.history import History
 from megatron_fspo.record.log import SAMPLES, read_rows, rows_from_end
 
-_MOST = {"prompt": 400, "response": 900}
-"""Characters shown."""
+_MOST, _PARTS = 840, 60
+"""Characters shown of a response, with some more for each part of a trajectory, and parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +109,13 @@ def _numbered(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], Mappin
     numbered: dict[tuple[str, int], Mapping[str, Any]] = {}
     seen: Counter[str] = Counter()
     for row in rows:
-        texts = {name: shortened(row[name], most) for name, most in _MOST.items()}
-        numbered[row["prompt"], seen[row["prompt"]]] = {**row, **texts}
+        parts = row.get("parts") or [("wrote", row["response"])]
+        most = _MOST // len(parts) + 60
+        shown = {
+            "prompt": shortened(row["prompt"], 400),
+            "parts": [(kind, shortened(text, most)) for kind, text in parts[:_PARTS]],
+        }
+        numbered[row["prompt"], seen[row["prompt"]]] = {**row, **shown}
         seen[row["prompt"]] += 1
     return numbered
 

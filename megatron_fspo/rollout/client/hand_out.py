@@ -14,24 +14,25 @@ from torch import Tensor
 from megatron_fspo.parallel.groups import exchange
 from megatron_fspo.types import Completion, VersionSpan
 
-_Pair = tuple[int, int]
-_Triple = tuple[int, int, int]
-_ROWS = msgspec.msgpack.Decoder(
-    list[
-        tuple[
-            bytes,
-            bytes,
-            list[_Pair],
-            Literal["stop", "length"],
-            int,
-            list[_Triple],
-            float | None,
-            int,
-            tuple[_Triple, bytearray] | None,
-            str,
-        ]
-    ]
-)
+
+class _Sent(msgspec.Struct, array_like=True):
+    """A :class:`~megatron_fspo.types.Completion` on its way: spans and ranges as their numbers."""
+
+    token_ids: Any
+    log_probs: Any
+    written: list[tuple[int, int]]
+    row_starts: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+    weight_version: int
+    version_spans: list[tuple[int, int, int]]
+    reward: float | None
+    failures: int
+    environment_seconds: float
+    routes: tuple[tuple[int, int, int], bytearray] | None
+    route_problem: str
+
+
+_ROWS = msgspec.msgpack.Decoder(list[_Sent])
 
 
 def hand_out(shares: Sequence[Sequence[Completion]], *, group: dist.ProcessGroup) -> list[Completion]:
@@ -49,25 +50,23 @@ def hand_out(shares: Sequence[Sequence[Completion]], *, group: dist.ProcessGroup
 
 
 def _encode(completions: Sequence[Completion]) -> Tensor:
-    rows: list[tuple[Any, ...]] = []
-    for c in completions:
-        spans = [(span.version, span.start, span.end) for span in c.version_spans]
-        routes = None if c.routes is None else (c.routes.shape, c.routes.numpy().reshape(-1).data)
-        written = [(one.start, one.stop) for one in c.written]
-        rows.append(
-            (
-                c.token_ids,
-                c.log_probs,
-                written,
-                c.finish_reason,
-                c.weight_version,
-                spans,
-                c.reward,
-                c.failures,
-                routes,
-                c.route_problem,
-            )
+    rows = [
+        _Sent(
+            c.token_ids,
+            c.log_probs,
+            [(one.start, one.stop) for one in c.written],
+            c.row_starts,
+            c.finish_reason,
+            c.weight_version,
+            [(span.version, span.start, span.end) for span in c.version_spans],
+            c.reward,
+            c.failures,
+            c.environment_seconds,
+            c.routes if c.routes is None else (c.routes.shape, c.routes.numpy().reshape(-1).data),
+            c.route_problem,
         )
+        for c in completions
+    ]
     buffer = bytearray()
     msgspec.msgpack.Encoder(enc_hook=array.tobytes).encode_into(rows, buffer)
     return torch.frombuffer(buffer, dtype=torch.uint8)
@@ -76,18 +75,18 @@ def _encode(completions: Sequence[Completion]) -> Tensor:
 def _decode(encoded: Tensor) -> list[Completion]:
     return [
         Completion(
-            token_ids=array("i", ids),
-            log_probs=array("f", log_probs),
-            written=tuple(range(*pair) for pair in written),
-            finish_reason=reason,
-            weight_version=version,
-            version_spans=tuple(VersionSpan(version=v, start=start, end=end) for v, start, end in spans),
-            reward=reward,
-            failures=failures,
-            routes=routes and torch.frombuffer(routes[1], dtype=torch.uint8).view(routes[0]),
-            route_problem=problem,
+            token_ids=array("i", row.token_ids),
+            log_probs=array("f", row.log_probs),
+            written=tuple(range(*pair) for pair in row.written),
+            row_starts=row.row_starts,
+            finish_reason=row.finish_reason,
+            weight_version=row.weight_version,
+            version_spans=tuple(VersionSpan(version=v, start=i, end=k) for v, i, k in row.version_spans),
+            reward=row.reward,
+            failures=row.failures,
+            environment_seconds=row.environment_seconds,
+            routes=row.routes and torch.frombuffer(row.routes[1], dtype=torch.uint8).view(row.routes[0]),
+            route_problem=row.route_problem,
         )
-        for ids, log_probs, written, reason, version, spans, reward, failures, routes, problem in (
-            _ROWS.decode(encoded.numpy().data) if len(encoded) else []
-        )
+        for row in (_ROWS.decode(encoded.numpy().data) if len(encoded) else [])
     ]

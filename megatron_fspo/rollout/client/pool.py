@@ -65,10 +65,9 @@ class _Slot:
 
 
 def _next_turn(request: CompletionRequest, trajectory: Trajectory) -> CompletionRequest:
-    """The request for what follows all that was written and inserted."""
-    ids = (*request.prompt.token_ids, *trajectory.token_ids)
+    """The request for the next turn."""
     return CompletionRequest(
-        prompt=replace(request.prompt, token_ids=ids),
+        prompt=replace(request.prompt, token_ids=trajectory.read),
         params=replace(request.params, max_tokens=trajectory.turn_limit),
         seed=turn_seed(request.seed, len(trajectory.turns)),
     )
