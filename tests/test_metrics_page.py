@@ -58,6 +58,7 @@ def names_in_code() -> set[str]:
 
 
 STEMS = {"critic/score", "critic/rewards", "critic/advantages"}
+STEMS |= {"environment/turns", "environment/rows", "perf/environment_seconds"}
 """Names of columns, of which mean, largest and smallest are emitted."""
 
 

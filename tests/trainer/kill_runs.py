@@ -1,6 +1,6 @@
 """Kill -9 at random moments, resume, and compare with an uninterrupted run.
 
-    python tests/trainer/kill_runs.py --kills 20 [--seed 1] [--vllm]
+    python tests/trainer/kill_runs.py --kills 20 [--seed 1] [--vllm | --turns]
 
 A run of six small steps is killed, resumed, killed again, until it ends; then the next begins, until all
 kills are done. A kill has a point of the code (see ``kill_worker.py``), a step, and victims: all processes of
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -37,18 +38,23 @@ TOKEN = "KILL_TOKEN"
 
 # In the order in which a run comes to them: calls to choose from.
 _START = {"start": 1, "weights": 1, "config": 1}
-_STEP = {"asking": 1, "rollout": 60, "grading": 32, "packing": 1, "old pass": 1, "update": 4}
+_STEP = {"asking": 1, "rollout": 60, "answering": 40, "grading": 32, "packing": 1, "old pass": 1, "update": 4}
 _STEP |= {"sequences": 1, "sending": 1}
 _SAVE = {"validating": 1, "evaluation": 60, "samples": 8, "files": 60, "row": 1, "row written": 1}
 _SAVE |= {"unnamed": 1, "state": 1, "named": 1}
 _RESUME = {"loading": 60, "cut": 3}
 _LATE = {"removal": 1}
 _END = {"export": 20, "exported": 1, "report": 1}
-FIRST_ONLY = {"config", "grading", "sequences", "samples", "row", "row written", "unnamed", "state", "named"}
+FIRST_ONLY = {"config", "answering", "grading", "sequences", "samples", "row", "row written", "unnamed", "state", "named"}
 FIRST_ONLY |= {"cut", *_LATE, *_END}
 """Where only the first rank gets."""
 ORDER = (*_RESUME, *_STEP, *_SAVE, *_LATE, *_END)
-EMBEDDED = tuple(point for point in (*_START, *ORDER) if point not in ("asking", "sending", "validating"))
+EMBEDDED = tuple(
+    point for point in (*_START, *ORDER) if point not in ("asking", "answering", "sending", "validating")
+)
+TURNS = ("rollout", "answering", "grading", "answering", "update")
+TURNS_WORDS = """--environment.name own_environment:two_digits --environment.workers 1 --reward.name environment
+--rollout.stop ["9"]""".split()
 AHEAD = ("asking", "grading", "update", "sending", "validating", "files", "named", "loading", "export")
 _ALL = _START | _STEP | _SAVE | _RESUME | _LATE | _END
 
@@ -297,15 +303,20 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--points", nargs="+", choices=sorted(_ALL), help="default: all")
-    parser.add_argument("--vllm", action="store_true", help="sampling ahead, from a vLLM that VLLM_BIN names")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--vllm", action="store_true", help="sampling ahead, from a vLLM that VLLM_BIN names")
+    kind.add_argument("--turns", action="store_true", help="trajectories of several turns, embedded engine")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="an empty folder to leave the runs in")
     args = parser.parse_args()
-    kills = draw(args.points or (AHEAD if args.vllm else EMBEDDED), args.kills, random.Random(args.seed))
+    points = args.points or (AHEAD if args.vllm else TURNS if args.turns else EMBEDDED)
+    kills = draw(points, args.kills, random.Random(args.seed))
+    if args.turns:
+        os.environ["PYTHONPATH"] = str(REPO / "tests/environments")
     with tempfile.TemporaryDirectory() as folder:
         if args.vllm:
             problems, never = run_ahead(args.keep or Path(folder), kills)
         else:
-            harness = Harness(args.keep or Path(folder))
+            harness = Harness(args.keep or Path(folder), tuple(TURNS_WORDS) if args.turns else ())
             never, problems = run_all(harness, kills), harness.problems
     for kill in never:
         print(f"did not happen: {kill}")

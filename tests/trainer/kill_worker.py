@@ -26,6 +26,7 @@ BEFORE = {
     "start": "trainer.loop:build",
     "rollout": "mcore.decode:Decoder.feed",
     "asking": "trainer.begin:roll_out",
+    "answering": "environments.text:TextEnvironment.answer",
     "grading": "trainer.sampling:response_text",
     "old pass": "trainer.begin:score_old",
     "update": "mcore.policy:Policy.step",
@@ -51,7 +52,7 @@ HALF = {"row": "metrics.jsonl", "sequences": "sequences.jsonl", "samples": "samp
 """The point → the file, half of whose row is written."""
 TORN = {"config": "config", "state": "trainer"}
 """The point → the start of the name of a file that is open and still empty."""
-ONLY_IN = {"rollout": "gen", "grading": "gen", "evaluation": "testing"}
+ONLY_IN = {"rollout": "gen", "answering": "gen", "grading": "gen", "evaluation": "testing"}
 """The point → the phase of the log in which its function counts."""
 WIDE = ("start", "rollout", "asking", "old pass", "update", "sending", "evaluation", "validating")
 """Points where nothing lingers: what follows takes long enough to be met somewhere in its middle."""
