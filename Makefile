@@ -20,6 +20,7 @@ MEGATRON_016 := build/megatron-core-0.16
 VENV_TRL := .venv-trl
 VENV_VERL := .venv-verl
 VENV_SKYRL := .venv-skyrl
+VENV_VERIFIERS := .venv-verifiers
 # Of test-gpu: any Python that has what requirements.txt lists, and Transformer Engine if there is to be any.
 PYTHON_GPU ?= $(VENV)/bin/python
 REQUIREMENTS := requirements.txt pyproject.toml
@@ -47,7 +48,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The vLLM that tests and runs start: $VLLM_BIN, or the one installed here, if there is one.
 with_vllm = VLLM_BIN="$${VLLM_BIN:-$$(test -e $(VENV_VLLM)/.ready && echo $(CURDIR)/$(VENV_VLLM)/bin/vllm)}"
 
-.PHONY: help demo demo-tools demo-vllm real vllm test test-fast test-py312 test-te test-te-py312 test-adapters test-adapters-py312 test-gpu test-fake-gpu verify lint format evidence bench docs clean
+.PHONY: help demo demo-tools demo-vllm demo-tools-vllm real vllm test test-fast test-py312 test-te test-te-py312 test-adapters test-adapters-py312 test-gpu test-fake-gpu verify lint format evidence bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,17 +68,27 @@ demo-tools: $(VENV)/.ready $(DEMO_TOOLS)/checkpoint/config.json  ## the same mod
 $(DEMO_TOOLS)/checkpoint/config.json: | $(VENV)/.ready
 	$(VENV)/bin/python examples/make_sum/make_checkpoint.py --calls 0.02 --steps 400 --out $(DEMO_TOOLS)
 
-demo-vllm: $(VENV)/.ready vllm $(DEMO_VLLM)/checkpoint/config.json  ## the same with rollouts from vLLM, on the CPU
-	rm -rf runs/demo-vllm runs/demo-vllm.server
-	@# The server ends with this shell, however it ends.
-	@$(with_vllm) $(VENV)/bin/megatron-fspo serve --model $(DEMO_VLLM)/checkpoint --port 8100 --dtype float32 \
-		> runs/demo-vllm.server & server=$$!; trap "kill $$server 2>/dev/null; wait $$server" EXIT; \
+# $(1): the folder of the run; $(2): of the model; $(3): words of `train`. The server ends with this shell, however it ends.
+define with_server
+	rm -rf $(1) $(1).server
+	@$(with_vllm) $(VENV)/bin/megatron-fspo serve --model $(2)/checkpoint --port 8100 --dtype float32 \
+		> $(1).server & server=$$!; trap "kill $$server 2>/dev/null; wait $$server" EXIT; \
 	echo "waiting for vLLM, about a minute"; \
-	until grep -s "is ready" runs/demo-vllm.server; do kill -0 $$server 2>/dev/null || exit 1; sleep 1; done; \
-	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run_vllm.toml --nproc 2 $(DEMO_ARGS)
+	until grep -s "is ready" $(1).server; do kill -0 $$server 2>/dev/null || exit 1; sleep 1; done; \
+	$(VENV)/bin/megatron-fspo train --config examples/make_sum/run_vllm.toml $(3) $(DEMO_ARGS)
+endef
+
+demo-vllm: $(VENV)/.ready vllm $(DEMO_VLLM)/checkpoint/config.json  ## make-sum with rollouts from vLLM, on the CPU
+	$(call with_server,runs/demo-vllm,$(DEMO_VLLM),--nproc 2)
+
+demo-tools-vllm: $(VENV)/.ready vllm $(DEMO_TOOLS)-32/checkpoint/config.json  ## the tool with rollouts from vLLM
+	$(call with_server,runs/demo-tools-vllm,$(DEMO_TOOLS)-32,--config examples/make_sum/tools.toml --run.name demo-tools-vllm --model.checkpoint $(DEMO_TOOLS)-32/checkpoint)
 
 $(DEMO_VLLM)/checkpoint/config.json: | $(VENV)/.ready
 	$(VENV)/bin/python examples/make_sum/make_checkpoint.py --head-dim 32 --steps 340 --out $(DEMO_VLLM)
+
+$(DEMO_TOOLS)-32/checkpoint/config.json: | $(VENV)/.ready
+	$(VENV)/bin/python examples/make_sum/make_checkpoint.py --head-dim 32 --calls 0.02 --steps 400 --out $(DEMO_TOOLS)-32
 
 real: $(VENV)/.ready $(SMOLLM2)/checkpoint/config.json  ## train a really pretrained model, SmolLM2-135M, and evaluate it
 	rm -rf $(SMOLLM2)/before
@@ -112,7 +123,8 @@ test-te-py312: $(VENV312)-te/.ready  ## the same on Python 3.12 with megatron-co
 test-fake-gpu: $(VENV312)-te/.ready $(MEGATRON_016)/.ready  ## the trainer's step on GPUs that are not there: memory, syncs, messages
 	MEGATRON_CORE_016=$(CURDIR)/$(MEGATRON_016) $(VENV312)-te/bin/python $(PYTEST) tests/trace tests/parallel/test_triton_head.py $(PYTEST_ARGS)
 
-test-adapters: $(VENV_TRL)/.ready $(VENV_VERL)/.ready  ## FSPO in TRL, verl and tinker, through their own code
+test-adapters: $(VENV)/.ready $(VENV_TRL)/.ready $(VENV_VERL)/.ready $(VENV_VERIFIERS)/.ready  ## FSPO in TRL, verl and tinker, and an environment of verifiers, through their own code
+	$(VENV)/bin/python -m pytest tests/environments/test_verifiers.py $(PYTEST_ARGS)
 	$(VENV_TRL)/bin/python -m pytest tests/adapters $(PYTEST_ARGS)
 	$(VENV_VERL)/bin/python -m pytest tests/adapters $(PYTEST_ARGS)
 
@@ -155,7 +167,7 @@ docs: $(VENV)/.ready  ## rewrite what docs/ has from the code
 	$(VENV)/bin/python docs/make_evidence.py
 
 clean:  ## remove environments, runs and caches
-	rm -rf .venv .venv312 .venv-vllm .venv-te .venv312-te .venv-trl .venv-verl .venv-skyrl runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv .venv312 .venv-vllm .venv-te .venv312-te .venv-trl .venv-verl .venv-skyrl .venv-verifiers runs *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(1): the Python to use; $(2): the folder. Through a link, that of another checkout would be emptied.
@@ -184,6 +196,12 @@ endef
 
 $(VENV_TRL)/.ready $(VENV_VERL)/.ready: .venv-%/.ready: requirements-%.txt pyproject.toml
 	$(call install_trainer,$(PYTHON),$*)
+
+# It runs programs of its own: nothing of this package is in it.
+$(VENV_VERIFIERS)/.ready: requirements-verifiers.txt
+	$(call new_venv,$(PYTHON),$(VENV_VERIFIERS))
+	$(VENV_VERIFIERS)/bin/pip install --quiet --requirement requirements-verifiers.txt
+	touch $@
 
 $(VENV_SKYRL)/.ready: requirements-skyrl.txt pyproject.toml
 	$(call install_trainer,$(PYTHON312),skyrl)

@@ -67,11 +67,12 @@ class Reply:
 
 
 class Environment(Protocol):
-    """Answers the turns of a policy. It keeps nothing of a trajectory from one call to the next."""
+    """Answers the turns of a policy."""
 
-    def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Reply]:
+    def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]], trajectory: object) -> Future[Reply]:
         """Return the reply to come to the last of the policy's turns, which are token ids. Any thread may
-        ask; whatever goes wrong is a reply that failed."""
+        ask; whatever goes wrong is a reply that failed. ``trajectory`` is the same object at each of its
+        turns, and lives as long: what is kept for it goes with it."""
         ...
 
 

@@ -14,7 +14,9 @@ PYTHON = ["PYTHON=echo", "PYTHON312=echo", "PYTHON_VLLM=echo"]
 
 
 @pytest.mark.parametrize("linked", [False, True])
-@pytest.mark.parametrize("name", [".venv", ".venv312", ".venv-te", ".venv-trl", ".venv-skyrl", ".venv-vllm"])
+@pytest.mark.parametrize(
+    "name", [".venv", ".venv312", ".venv-te", ".venv-trl", ".venv-skyrl", ".venv-verifiers"]
+)
 def test_an_environment_is_never_made_through_a_link(name: str, linked: bool, tmp_path: Path) -> None:
     """It would be emptied first, and another checkout uses it."""
     for path in (REPO / "Makefile", REPO / "pyproject.toml", *REPO.glob("requirements*.txt")):

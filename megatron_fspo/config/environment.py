@@ -14,8 +14,11 @@ class Environment(Section):
 
     name: str | None = Field(
         None,
-        description="`calculator`, `python`, or `package.module:function`; default: none, a response is one "
-        "turn",
+        description="`calculator`, `python`, `agent`, or `package.module:function`; default: none, a "
+        "response is one turn",
+    )
+    command: tuple[str, ...] = Field(
+        (), description="of `agent`: a program and its words; one runs with each trajectory"
     )
     role: str | None = Field(
         None,
@@ -28,12 +31,15 @@ class Environment(Section):
     )
     context_tokens: PositiveInt | None = Field(
         None,
-        description="that the model reads and writes at most, the prompt included, from the beginning or from "
-        "where the environment forgot; default: `data.max_prompt_tokens` + `rollout.max_response_tokens`",
+        description="that the model reads and writes at most, the prompt included, from the beginning or "
+        "from where the environment forgot; default: `data.max_prompt_tokens` and "
+        "`rollout.max_response_tokens` together",
     )
     inserted_tokens: PositiveInt = Field(512, description="of one answer; the rest is cut off")
     workers: PositiveInt = Field(4, description="processes that answer, for each data-parallel rank")
-    seconds: PositiveFloat = Field(10.0, description="longest time of one answer; its worker is then killed")
+    seconds: PositiveFloat = Field(
+        10.0, description="longest time of one answer; its worker, or agent, is then killed"
+    )
     memory_gb: PositiveFloat = Field(1.0, description="of a worker, beyond what its libraries take")
 
     def check(self, *, rewards: Sequence[str], replay: str) -> None:
@@ -42,5 +48,9 @@ class Environment(Section):
             raise ValueError("the reward `environment` needs environment.name")
         if self.name is None and self != Environment():
             raise ValueError("keys of [environment] need environment.name")
+        if (self.name == "agent") is not bool(self.command):
+            raise ValueError(
+                "environment.command goes with environment.name = agent, and the other way round"
+            )
         if self.name is not None and replay == "rollout":
             raise ValueError("moe.replay = rollout needs responses of one turn: leave environment.name out")

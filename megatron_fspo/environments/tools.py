@@ -27,8 +27,8 @@ class Observation:
     text: str | None = None
     """What is inserted before the next turn; None: the trajectory ends."""
     forget: bool = False
-    """The next turn reads the prompt and this text, and nothing of the turns before: a summary, say. It stands
-    behind the prompt as it is, without the marks of ``environment.role``."""
+    """The next turn reads the prompt and this text (a summary, say), and nothing of the turns before. It
+    stands behind the prompt as it is, without the marks of ``environment.role``."""
     reward: float | None = None
     """Of the trajectory, at its end; None: the run's reward grades it."""
     failed: bool = False

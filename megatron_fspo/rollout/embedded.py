@@ -196,7 +196,8 @@ class EmbeddedEngine:
         """Ask for all of them at the same time, on one rank of the model copy, and wait. Collective."""
         replies: list[Reply] = []
         if self.model.leads:
-            replies = [one.result() for one in [environment.answer(row.prompt, row.turns) for row in rows]]
+            asked = [environment.answer(row.prompt, row.turns, row) for row in rows]
+            replies = [one.result() for one in asked]
         sizes = torch.zeros(len(rows), 5, dtype=torch.float64, device=device)
         for i, reply in enumerate(replies):
             length = -1 if reply.token_ids is None else len(reply.token_ids)

@@ -21,7 +21,8 @@ from megatron_fspo.data.cursor import mixture, most_at_once
 from megatron_fspo.data.prompts import LoadedSet, load_sets, notes
 from megatron_fspo.data.tasks import sources_of
 from megatron_fspo.data.tokenizer import check_vocabulary, load_tokenizer, stop_token_ids
-from megatron_fspo.environments.text import TextEnvironment, environment_of
+from megatron_fspo.environments.agent import AgentEnvironment
+from megatron_fspo.environments.text import TextEnvironment
 from megatron_fspo.errors import Attempts, InputError
 from megatron_fspo.job.consistency import versions
 from megatron_fspo.job.folder import Resume, check_writable, checkpoints_to_resume
@@ -34,7 +35,7 @@ from megatron_fspo.record.trackers import check_trackers
 from megatron_fspo.rewards import check_reward
 from megatron_fspo.rollout.client.connect import absent_servers, check_options
 from megatron_fspo.trainer.noise import noise_of_run
-from megatron_fspo.types import Prompt
+from megatron_fspo.types import Environment, Prompt
 from megatron_fspo.weights import Architecture, check_checkpoint, open_checkpoint, read_architecture
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -66,9 +67,9 @@ class Inputs:
         return text
 
     @cached_property
-    def environment(self) -> TextEnvironment | None:
+    def environment(self) -> Environment | None:
         """That of ``environment.name``."""
-        return environment_of(self.config.environment, self.tokenizer, self.stop_token_ids)
+        return _environment(self.config, self.tokenizer, self.stop_token_ids)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -158,8 +159,9 @@ def _disagreements(config: Config, world_size: int, arch: Architecture | None) -
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     keys = "data.max_prompt_tokens + rollout.max_response_tokens"
-    if (config.environment.context_tokens or longest) < longest:
-        longest, keys = config.environment.context_tokens, "environment.context_tokens"
+    row = config.environment.context_tokens
+    if row is not None and row < longest:
+        longest, keys = row, "environment.context_tokens"
     if arch is not None and longest > arch.max_position_embeddings:
         yield (
             f"{keys} = {longest}, but the model's max_position_embeddings is {arch.max_position_embeddings}"
@@ -176,8 +178,15 @@ def _tokenizer(config: Config, arch: Architecture) -> Any:
     tokenizer = load_tokenizer(config.model.checkpoint)
     check_vocabulary(tokenizer, arch.vocab_size)
     stops = stop_token_ids(tokenizer, config.model.checkpoint, config.rollout.stop_token_ids)
-    environment_of(config.environment, tokenizer, stops)
+    _environment(config, tokenizer, stops)
     return tokenizer
+
+
+def _environment(config: Config, tokenizer: Any, stops: Sequence[int]) -> Environment | None:
+    if config.environment.name is None:
+        return None
+    kind = AgentEnvironment if config.environment.name == "agent" else TextEnvironment
+    return kind(config.environment, tokenizer, stops)
 
 
 def _train_sets(config: Config, tokenizer: Any) -> tuple[LoadedSet, ...]:

@@ -190,7 +190,10 @@ def _parameters(policy: Policy) -> Iterator[tuple[Row, Any]]:
 def _response_positions(batch: MicroBatch, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     """Sample, and number among the tokens that the policy wrote there, of each of this rank's tokens inside
     the mask."""
-    whole = [[*bytes(len(sample.prompt.token_ids)), *(kind == WRITTEN for kind in sample.completion.kinds)] for sample in samples]
+    whole = [
+        [*bytes(len(sample.prompt.token_ids)), *(kind == WRITTEN for kind in sample.completion.kinds)]
+        for sample in samples
+    ]
     numbers = pad_sequence([torch.tensor(row).cumsum(0) - 1 for row in whole], batch_first=True)
     sample = batch.sample_index[batch.segment[batch.mask]]
     return sample, numbers.to(batch.mask.device)[sample, batch.position_ids[0, batch.mask] + 1]

@@ -1,7 +1,8 @@
 """The model as a formula and every policy loss by its textbook definition, differentiated by autograd.
 
 Plain torch in float64 on the CPU. Llama, Qwen2, Qwen3 and Qwen3-MoE come from Hugging Face weights, one
-unpadded sequence, with all its rows, at a time: no packing, no cache, no kernel, nothing shared with what is checked. ::
+unpadded sequence with all its rows at a time: no packing, no cache, no kernel, nothing shared with what is
+checked. ::
 
     x = embed[ids]
     x = x + attention(rms_norm(x))          for every layer
@@ -294,7 +295,7 @@ def rotary_table(arch: Architecture, count: int) -> tuple[Tensor, Tensor]:
 def _hidden_states(
     weights: Mapping[str, Tensor], arch: Architecture, ids: Sequence[int], rows: Tensor, routers: Routers
 ) -> Tensor:
-    """[t, hidden] after the last norm; a token reads those before it in its row, of ``rows`` [t] from 0 on."""
+    """[t, hidden] after the last norm. A token reads those before it in its row, of ``rows`` [t] from 0."""
     x = weights["model.embed_tokens.weight"][torch.tensor(ids)]
     places = torch.cat([torch.arange(int(count)) for count in rows.bincount()])
     cos, sin = rotary_table(arch, len(ids))

@@ -48,7 +48,7 @@ def ids(text: str) -> list[int]:
 
 def ask(environment: TextEnvironment, what: str, *turns: list[int]) -> Reply:
     prompt = Prompt(index=3, token_ids=(1,), text="?", answer=what, fields={"word": "so"})
-    return environment.answer(prompt, turns or [ids("let me see")]).result(60)
+    return environment.answer(prompt, turns or [ids("let me see")], object()).result(60)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_special_tokens_that_are_characters_are_left_out() -> None:
     tokenizer = load_tokenizer(REPO / "examples/make_sum/checkpoint")
     environment = TextEnvironment(Environment(name="own_environment:misbehave"), tokenizer, [12])
     prompt = Prompt(index=3, token_ids=(1,), text="?", answer="symbols")
-    reply = environment.answer(prompt, [[5, 12]]).result(60)
+    reply = environment.answer(prompt, [[5, 12]], object()).result(60)
     assert reply.token_ids == (1, 2, 3, 4)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -43,7 +45,7 @@ def test_two_rows_by_hand() -> None:
 def rows_of(one: Sample) -> list[list[int]]:
     ids = [*one.prompt.token_ids, *one.completion.token_ids]
     borders = [0, *(len(one.prompt.token_ids) + start for start in one.completion.row_starts), len(ids)]
-    return [ids[first:end] for first, end in zip(borders, borders[1:], strict=False)]
+    return [ids[first:end] for first, end in pairwise(borders)]
 
 
 def laid_out(parts: list[MicroBatch], column: list[torch.Tensor]) -> torch.Tensor:
@@ -72,7 +74,9 @@ def test_every_row_is_whole_and_by_itself(
             for inserted, own in further:
                 row_starts.append(len(written))
                 written += [False] * inserted + [True] * own
-            samples.append(sample(ids, [next(fresh) for _ in written], written=written, row_starts=row_starts))
+            samples.append(
+                sample(ids, [next(fresh) for _ in written], written=written, row_starts=row_starts)
+            )
     sequences = sequences_of(samples)
     room = max(
         sum(len(row) + -len(row) % (2 * size) for row in rows_of(one)) + 2 * size * len(rows_of(one))
@@ -102,7 +106,9 @@ def test_every_row_is_whole_and_by_itself(
             )
             borders = parts[0].borders.tolist()
             begins = {
-                number: [b for b, owner in zip(borders, parts[0].owner.tolist(), strict=False) if owner == number]
+                number: [
+                    b for b, owner in zip(borders, parts[0].owner.tolist(), strict=False) if owner == number
+                ]
                 for number in range(len(parts[0].lengths))
             }
             for number, index in enumerate(parts[0].sample_index.tolist()):

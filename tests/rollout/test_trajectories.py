@@ -31,7 +31,7 @@ class Echo:
     def __init__(self) -> None:
         self.asked: list[tuple[int, list[list[int]]]] = []
 
-    def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Reply]:
+    def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]], trajectory: object) -> Future[Reply]:
         self.asked.append((prompt.index, [list(turn) for turn in turns]))
         result: Future[Reply] = Future()
         result.set_result(self.reply(turns, prompt.index in self.forgotten))
@@ -139,7 +139,9 @@ def test_trajectories_that_begin_anew_are_each_alone(max_batch: int, context_tok
     assert got == [[alone(prompt, number, params) for number in range(8)] for prompt in PROMPTS]
     assert {len(one.row_starts) for one in chain(*got)} >= {0, 1}
     longest = 0
-    for prompt, completion in ((prompt, one) for prompt, some in zip(PROMPTS, got, strict=True) for one in some):
+    for prompt, completion in (
+        (prompt, one) for prompt, some in zip(PROMPTS, got, strict=True) for one in some
+    ):
         borders = [-len(prompt.token_ids), *completion.row_starts, len(completion.token_ids)]
         longest = max(longest, *(end - start for start, end in pairwise(borders)))
     assert (longest <= 12) is (context_tokens == 12)

@@ -38,14 +38,25 @@ TOKEN = "KILL_TOKEN"
 
 # In the order in which a run comes to them: calls to choose from.
 _START = {"start": 1, "weights": 1, "config": 1}
-_STEP = {"asking": 1, "rollout": 60, "answering": 40, "grading": 32, "packing": 1, "old pass": 1, "update": 4}
-_STEP |= {"sequences": 1, "sending": 1}
+_STEP = {"asking": 1, "rollout": 60, "answering": 40, "grading": 32, "packing": 1, "old pass": 1}
+_STEP |= {"update": 4, "sequences": 1, "sending": 1}
 _SAVE = {"validating": 1, "evaluation": 60, "samples": 8, "files": 60, "row": 1, "row written": 1}
 _SAVE |= {"unnamed": 1, "state": 1, "named": 1}
 _RESUME = {"loading": 60, "cut": 3}
 _LATE = {"removal": 1}
 _END = {"export": 20, "exported": 1, "report": 1}
-FIRST_ONLY = {"config", "answering", "grading", "sequences", "samples", "row", "row written", "unnamed", "state", "named"}
+FIRST_ONLY = {
+    "config",
+    "answering",
+    "grading",
+    "sequences",
+    "samples",
+    "row",
+    "row written",
+    "unnamed",
+    "state",
+    "named",
+}
 FIRST_ONLY |= {"cut", *_LATE, *_END}
 """Where only the first rank gets."""
 ORDER = (*_RESUME, *_STEP, *_SAVE, *_LATE, *_END)
@@ -53,8 +64,10 @@ EMBEDDED = tuple(
     point for point in (*_START, *ORDER) if point not in ("asking", "answering", "sending", "validating")
 )
 TURNS = ("rollout", "answering", "grading", "answering", "update")
-TURNS_WORDS = """--environment.name own_environment:two_digits --environment.workers 1 --reward.name environment
---rollout.stop ["9"]""".split()
+TURNS_WORDS = (
+    "--environment.name own_environment:two_digits --environment.workers 1 --reward.name environment "
+    '--rollout.stop ["9"]'
+).split()
 AHEAD = ("asking", "grading", "update", "sending", "validating", "files", "named", "loading", "export")
 _ALL = _START | _STEP | _SAVE | _RESUME | _LATE | _END
 

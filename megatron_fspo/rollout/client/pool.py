@@ -216,7 +216,7 @@ class Pool:
             losses = 0
             if trajectory.add(turn):
                 assert request.params.environment is not None
-                reply = request.params.environment.answer(request.prompt, trajectory.turns)
+                reply = request.params.environment.answer(request.prompt, trajectory.turns, trajectory)
                 trajectory.take(await asyncio.wrap_future(reply))
         completion = trajectory.completion()
         if arrived is not None:

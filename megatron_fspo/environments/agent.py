@@ -1,0 +1,249 @@
+"""Any program that talks to an OpenAI-compatible endpoint, as an environment: ``environment.name = "agent"``.
+
+Each trajectory has a process of the program, from its first turn on, and an address of its own at a server in
+this process. A request for a chat completion is answered with the policy's turn; what the program adds to the
+conversation before its next request is inserted, as tokens. A conversation that it writes anew begins a row.
+What the policy wrote stays as it was sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, finalize
+
+from megatron_fspo.environments.chat import Encoder, Message, added, render
+from megatron_fspo.errors import InputError
+from megatron_fspo.types import Prompt, Reply
+
+if TYPE_CHECKING:
+    from megatron_fspo.config.environment import Environment
+
+_LARGEST = 2**24
+"""Bytes of a request."""
+
+
+class _Wrong(Exception):
+    """The program, or a request of it, is not what a trajectory can be made of."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A chat completion that the program waits for."""
+
+    messages: list[Message]
+    answer: SimpleQueue[str | None] = field(default_factory=SimpleQueue)
+    """Takes the text; None: there is none to come."""
+
+
+class _Session:
+    """One program, at work on a trajectory."""
+
+    def __init__(self, command: Sequence[str], prompt: Prompt, address: str) -> None:
+        self.secret = secrets.token_urlsafe()
+        self.requests: SimpleQueue[_Request | None] = SimpleQueue()
+        """None: the program has ended."""
+        self.open: _Request | None = None
+        """The last one, which waits for the turn under way."""
+        self.reward: float | None = None
+        self.failed = False
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": self.secret},
+            start_new_session=True,
+        )
+        row = {"index": prompt.index, "prompt": prompt.text, "answer": prompt.answer}
+        task = json.dumps({**row, "fields": dict(prompt.fields)})
+        threading.Thread(target=self._attend, args=(task,), name="agent", daemon=True).start()
+
+    def _attend(self, task: str) -> None:
+        """Give the program its task, and read what it prints; the last word may be a reward."""
+        output, _ = self._process.communicate(task.encode())
+        words = output.decode("utf-8", "replace").split()
+        with suppress(ValueError):
+            reward = float(words[-1] if words else "")
+            self.reward = reward if math.isfinite(reward) else None
+        self.failed = self._process.returncode != 0
+        self.requests.put(None)
+
+    def end(self) -> None:
+        """Kill the program and what it started, and answer what waits."""
+        with suppress(ProcessLookupError):
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+        if self.open is not None:
+            self.open.answer.put(None)
+
+
+class AgentEnvironment:
+    """A :class:`~megatron_fspo.types.Environment`.
+
+    A program runs with each trajectory that is under way. It is killed when it takes longer than
+    ``environment.seconds`` to its next request, or to its end, and when nobody has the trajectory any more.
+
+    Raises:
+        InputError: the model has no chat template.
+    """
+
+    def __init__(self, config: Environment, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
+        if not tokenizer.chat_template:
+            raise InputError("environment.name = agent needs a model with a chat template")
+        self._config, self._tokenizer = config, tokenizer
+        self._encoder = Encoder(tokenizer, stop_token_ids)
+        self._sessions: WeakKeyDictionary[Any, _Session] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._server: _Server | None = None
+
+    def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]], trajectory: object) -> Future[Reply]:
+        """See the protocol."""
+        result: Future[Reply] = Future()
+        session = self._session(prompt, trajectory)
+
+        def work() -> None:
+            began = time.monotonic()
+            try:
+                reply = self._reply(session, prompt, turns[-1])
+            except _Wrong as error:
+                print(f"megatron-fspo: the agent of prompt {prompt.index} {error}", flush=True)
+                session.end()
+                reply = Reply(failed=True)
+            result.set_result(replace(reply, seconds=time.monotonic() - began))
+
+        threading.Thread(target=work, name="agent answer", daemon=True).start()
+        return result
+
+    def _session(self, prompt: Prompt, trajectory: object) -> _Session:
+        with self._lock:
+            if self._server is None:
+                self._server = _Server()
+            if trajectory not in self._sessions:
+                session = _Session(self._config.command, prompt, self._server.address)
+                self._server.sessions[session.secret] = session
+                self._sessions[trajectory] = session
+                finalize(trajectory, self._server.forget, session.secret)
+            return self._sessions[trajectory]
+
+    def _reply(self, session: _Session, prompt: Prompt, turn: Sequence[int]) -> Reply:
+        request = session.open
+        if request is None:
+            if (request := self._next(session)) is None:
+                raise _Wrong("ended before it asked the model")
+            if "".join(render(self._tokenizer, request.messages)) != prompt.text:
+                raise _Wrong("asked for another conversation than the prompt of the data")
+        said = self._encoder.text(turn)
+        request.answer.put(said)
+        session.open = self._next(session)
+        if session.open is None:
+            return Reply(reward=session.reward, failed=session.failed)
+        messages, most = session.open.messages, self._config.inserted_tokens
+        known = [*request.messages, {"role": "assistant", "content": said}]
+        if messages[: len(known)] == known and len(messages) > len(known):
+            parts = added(self._tokenizer, request.messages, messages[len(known) :])
+            if parts is not None:
+                ended = self._encoder.ended(turn)
+                return Reply(token_ids=self._encoder.tokens(parts, most=most, ended=ended))
+        context = self._encoder.tokens(render(self._tokenizer, messages), most=most)
+        return Reply(token_ids=context, restarts=True)
+
+    def _next(self, session: _Session) -> _Request | None:
+        try:
+            return session.requests.get(timeout=self._config.seconds)
+        except Empty:
+            raise _Wrong(f"took longer than {self._config.seconds:g} s (environment.seconds)") from None
+
+
+class _Server(ThreadingHTTPServer):
+    """Answers the programs of this machine; the key in a request says whose it is."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.sessions: dict[str, _Session] = {}
+        self.address = f"http://127.0.0.1:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, name="agents", daemon=True).start()
+
+    def forget(self, secret: str) -> None:
+        """Its trajectory is over."""
+        self.sessions.pop(secret).end()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_POST(self) -> None:
+        """A chat completion, and nothing else of OpenAI's."""
+        session = self.server.sessions.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
+        if session is None:
+            self._send(401, {"error": {"message": "no trajectory has this key"}})
+            return
+        body = self.rfile.read(min(int(self.headers.get("Content-Length", 0)), _LARGEST))
+        try:
+            if self.path != "/v1/chat/completions":
+                raise _Wrong(f"there is no {self.path}, only /v1/chat/completions")
+            request = _Request(_messages(json.loads(body)))
+        except (ValueError, _Wrong) as error:
+            self._send(400, {"error": {"message": str(error)}})
+            return
+        session.requests.put(request)
+        if (text := request.answer.get()) is None:
+            self._send(410, {"error": {"message": "the trajectory is over"}})
+            return
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        head = {"id": session.secret[:8], "object": "chat.completion", "created": int(time.time())}
+        self._send(200, {**head, "model": "policy", "choices": [choice], "usage": usage})
+
+    def _send(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        with suppress(ConnectionError):  # the program is gone
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing is logged."""
+
+
+def _messages(body: Any) -> list[Message]:
+    """The conversation of a request.
+
+    Raises:
+        _Wrong: it asks for what there is not, or is none.
+    """
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise _Wrong("messages: a list of them is missing")
+    for key in ("stream", "tools", "functions"):
+        if body.get(key):
+            raise _Wrong(f"{key}: not supported here; a tool's call and its result are text of messages")
+    if body.get("n", 1) not in (1, None):
+        raise _Wrong("n: one answer a request")
+    return [_message(one) for one in body["messages"]]
+
+
+def _message(message: Any) -> Message:
+    role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
+    if isinstance(content, list) and all(
+        isinstance(one, dict) and one.get("type") == "text" for one in content
+    ):
+        content = "".join(str(one.get("text", "")) for one in content)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise _Wrong("messages: each has a role, and text as its content")
+    return {"role": role, "content": content}

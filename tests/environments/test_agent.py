@@ -1,0 +1,124 @@
+"""Programs that ask an OpenAI-compatible endpoint: what they add is inserted, what goes wrong is counted."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_fspo.config.environment import Environment
+from megatron_fspo.environments.agent import AgentEnvironment
+from megatron_fspo.errors import InputError
+from megatron_fspo.types import Prompt, Reply
+from test_text import CHATML, END, FORGETFUL, TOKENIZER, ids, tokenizer_of
+
+PROGRAM = str(Path(__file__).with_name("agent_program.py"))
+QUESTION = "2 + 2?"
+
+
+class Talk:
+    """Stands for a trajectory."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        tokenizer: Any = TOKENIZER,
+        seconds: float = 20.0,
+        command: tuple[str, ...] | None = None,
+    ) -> None:
+        command = command or (sys.executable, PROGRAM, what)
+        config = Environment(name="agent", command=command, seconds=seconds, inserted_tokens=60)
+        self.environment = AgentEnvironment(config, tokenizer, [END])
+        self.turns: list[list[int]] = []
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": QUESTION}], add_generation_prompt=True, tokenize=False
+        )
+        self.prompt = Prompt(
+            index=3, token_ids=tuple(ids(text)), text=text, answer="0.5", fields={"question": QUESTION}
+        )
+
+    def say(self, text: str, *, ended: bool = True, trajectory: object = None) -> Reply:
+        self.turns.append([*ids(text), *([END] if ended else [])])
+        return self.environment.answer(self.prompt, self.turns, trajectory or self).result(60)
+
+
+def text_of(reply: Reply) -> str:
+    assert reply.token_ids is not None and not reply.failed
+    return str(TOKENIZER.decode(reply.token_ids))
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_what_a_program_adds_follows_what_the_policy_wrote(ended: bool) -> None:
+    talk = Talk("plain")
+    mark = "" if ended else "<|im_end|>"
+    for turn, said in enumerate(["four", "five"]):
+        reply = talk.say(said, ended=ended)
+        words = f"{turn} <|im_end|> {said}"
+        assert text_of(reply) == f"{mark}\n<|im_start|>user\n{words}<|im_end|>\n<|im_start|>assistant\n"
+        assert not reply.restarts and reply.seconds > 0
+        # The end of the message is a special token, the same text within it is not.
+        assert [*(reply.token_ids or ())].count(END) == (1 if ended else 2)
+    assert talk.say("six") == Reply(reward=0.5)
+
+
+def test_a_conversation_that_a_program_writes_anew_is_a_row() -> None:
+    talk = Talk("summary")
+    assert not talk.say("four").restarts
+    reply = talk.say("five")
+    assert reply.restarts and text_of(reply) == chat_of("so far: five")
+    assert talk.say("six") == Reply(reward=0.5)
+
+
+def chat_of(text: str) -> str:
+    return str(
+        TOKENIZER.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+    )
+
+
+def test_a_template_that_drops_thoughts_begins_rows() -> None:
+    talk = Talk("plain", tokenizer=tokenizer_of(FORGETFUL))
+    reply = talk.say("<think>hm</think>four")
+    assert reply.restarts and "<think>" not in text_of(reply).split("user\n0")[0]
+    assert text_of(reply).startswith(f"{chat_of(QUESTION)}four<|im_end|>")
+
+
+@pytest.mark.parametrize(("what", "turns"), [("silent", 0), ("other", 0), ("hang", 1), ("crash", 1)])
+def test_what_goes_wrong_ends_the_trajectory_and_counts(what: str, turns: int) -> None:
+    talk = Talk(what, seconds=4.0)
+    for _ in range(turns):
+        assert not talk.say("four").failed
+    assert talk.say("five") == Reply(failed=True)
+
+
+def test_other_requests_are_refused() -> None:
+    talk = Talk("refused")
+    assert not talk.say("four").failed
+
+
+def test_trajectories_of_one_prompt_have_programs_of_their_own_that_end_with_them() -> None:
+    talk = Talk("plain")
+    first, second = Talk("plain"), Talk("plain")
+    for said, trajectory in (("four", first), ("five", second)):
+        talk.turns.clear()
+        assert said in text_of(talk.say(said, trajectory=trajectory))
+    programs = [p for p in psutil.Process().children() if PROGRAM in p.cmdline()]
+    assert len(programs) >= 2
+    del first, second, trajectory
+    gc.collect()
+    gone, alive = psutil.wait_procs(programs, timeout=10)
+    assert len(gone) >= 2 and not alive, time.monotonic()
+
+
+def test_a_model_without_a_chat_template_is_refused() -> None:
+    tokenizer = tokenizer_of(CHATML)
+    tokenizer.chat_template = None
+    with pytest.raises(InputError, match="chat template"):
+        AgentEnvironment(Environment(name="agent", command=("true",)), tokenizer, [END])
