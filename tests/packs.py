@@ -10,7 +10,7 @@ import torch
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, StepTotals, padded_length
 from megatron_fspo.packing.pack import Pack, PackLayout, collate_packs
-from megatron_fspo.types import Completion, Prompt, Sample
+from megatron_fspo.types import ROW_START, WRITTEN, Completion, Prompt, Sample
 
 
 def sample(
@@ -37,12 +37,14 @@ def sample(
 
 def sequences_of(samples: Sequence[Sample]) -> Sequences:
     """All samples as the trainer's sequences."""
+    kinds = torch.tensor([kind for s in samples for kind in s.completion.kinds])
     return Sequences.of(
         prompts=[s.prompt.token_ids for s in samples],
         responses=[s.completion.token_ids for s in samples],
         log_probs=[s.completion.log_probs for s in samples],
         advantages=[s.advantage for s in samples],
-        kinds=torch.tensor([kind for s in samples for kind in s.completion.kinds]),
+        written=kinds == WRITTEN,
+        row_starts=kinds == ROW_START,
     )
 
 

@@ -26,6 +26,7 @@ from megatron_fspo.cli import main
 from megatron_fspo.config import Reward
 from megatron_fspo.config.loading import load_config
 from megatron_fspo.environments import worker as environment_worker
+from megatron_fspo.environments.tools import Observation
 from megatron_fspo.lab.sweep.file import config_of, planned, read_sweep
 from megatron_fspo.rewards import Grade, Grader
 from megatron_fspo.types import Completion, Prompt
@@ -45,6 +46,7 @@ NOT_RUN = {
     r"git |cd |\. |export |pip |make help|touch |sha256sum |kubectl ": "not ours to test",
     r"torchrun --(max-restarts|shutdown-timeout)|--[a-z-]+ \S+$|actor_rollout_ref": "named in passing",
     r"make (real|demo-(tools|vllm)|bench|evidence|verify|vllm|\.venv-trl/.ready)\b": "minutes: by hand",
+    r"make runs/smollm2": "as `make real`",
     r"make test-(fast|gpu|py312|adapters-py312)": "this suite; a GPU, or another Python: by hand",
     r"examples/smollm2/run.sh|python examples/smollm2/check_greedy.py": "half an hour, as `make real`",
     r".*python (benchmarks/survive|tests/goldens).py": "minutes to hours: by hand",
@@ -203,11 +205,12 @@ def own_environment(block: Block, folder: Path) -> None:
     (folder / "my_tools.py").write_text(block.text)
     prompt = {"index": 0, "token_ids": [1], "text": "?", "answer": "7"}
     said = {
-        turn: environment_worker.answer("my_tools:guess", prompt, ["3", turn])
+        turn: Observation(**environment_worker.answer("my_tools:guess", prompt, ["3", turn]))
         for turn in ("3", "9", "7", "so")
     }
-    assert said["3"] == (" higher: ", None, False) and said["9"] == (" lower: ", None, False)
-    assert said["7"] == (None, 0.5, False) and said["so"] == (" a number, please: ", None, True)
+    assert said["3"] == Observation(text=" higher: ") and said["9"] == Observation(text=" lower: ")
+    assert said["7"] == Observation(reward=0.5)
+    assert said["so"] == Observation(text=" a number, please: ", failed=True)
 
 
 PYTHON: dict[str, list[Callable[[Block, Path], None]]] = {

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_fspo.types import ROW_START, WRITTEN
-
 Row = Tensor | Sequence[int] | Sequence[float]
 
 NO_ROUTE = 255
@@ -108,7 +106,8 @@ class Sequences:
         advantages: Sequence[float] | Tensor,
         log_probs: Sequence[Row] | None = None,
         index: Sequence[int] | None = None,
-        kinds: Tensor | None = None,
+        written: Tensor | None = None,
+        row_starts: Tensor | None = None,
         routes: Tensor | None = None,
     ) -> Sequences:
         """Make them from one row of ids per prompt and per response.
@@ -119,8 +118,8 @@ class Sequences:
             advantages: A [N].
             log_probs: one row per response; none for responses that no sampler wrote.
             index: numbers of the sequences in the step; by default they are all of it.
-            kinds: [Σ R] :attr:`~megatron_fspo.types.Completion.kinds` of the responses' tokens; by
-                default the policy wrote all.
+            written: [Σ R] bool, which tokens of the responses the policy wrote; by default all.
+            row_starts: [Σ R] bool, which of the others begin a row.
             routes: [Σ (P + R - 1), layers, k] uint8 of all of them, one after the other.
 
         Raises:
@@ -137,9 +136,8 @@ class Sequences:
         sampled = torch.zeros(int(whole.sum())) if log_probs is None else _flat(log_probs, torch.float32)
         if log_probs is not None and [len(row) for row in log_probs] != whole.tolist():
             raise ValueError("a response and its log-probs differ in length")
-        lengths, written, row_starts = whole, None, None
-        if kinds is not None:
-            written, row_starts = kinds == WRITTEN, (kinds == ROW_START).nonzero()[:, 0]
+        lengths = whole
+        if written is not None:
             lengths = torch.repeat_interleave(whole)[written].bincount(minlength=len(whole))
         if routes is not None:
             if len(routes) != (prompt_lengths + whole - 1).sum():
@@ -155,7 +153,7 @@ class Sequences:
             lengths=lengths,
             advantages=torch.as_tensor(advantages, dtype=torch.float32),
             written=written,
-            row_starts=row_starts,
+            row_starts=None if row_starts is None else row_starts.nonzero()[:, 0],
             routes=routes,
         )
 

@@ -22,7 +22,7 @@ from megatron_fspo.packing.pack import Pack, PackLayout, Plan, collate_packs, pl
 from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.parallel.groups import ParallelGroups, exchange, of_first_rank, pack_layout
 from megatron_fspo.rewards import Grade
-from megatron_fspo.types import Completion, Prompt, Routing, VersionSpan
+from megatron_fspo.types import ROW_START, WRITTEN, Completion, Prompt, Routing, VersionSpan
 from megatron_fspo.weights import Architecture
 
 T = TypeVar("T")
@@ -105,8 +105,7 @@ class Rollout:
 COLUMNS = (
     *("lengths", "response_lengths", "truncated", "oldest_version", "version_tokens"),
     *("spans", "last_version", "last_start", "owner", "routed", "turns", "rows", "failures"),
-    "environment_seconds",
-    *("rewards", "scores"),
+    *("environment_seconds", "rewards", "scores"),
 )
 """Fields of the table that ranks make together: those that :func:`describe` gives, in its order, then
 :data:`GRADES`."""
@@ -226,15 +225,12 @@ def sampling_metrics(rollout: Rollout, *, environment: bool = False) -> dict[str
     metrics["response_length/clip_ratio"] = rollout.truncated.double().mean().item()
     metrics["critic/no_spread"] = (~rollout.spread).double().mean().item()
     if environment:
-        tokens = rollout.response_lengths.sum().item()
-        for name, column in (
-            ("environment/turns", rollout.turns),
-            ("environment/rows", rollout.rows),
-            ("perf/environment_seconds", rollout.environment_seconds),
-        ):
-            metrics[f"{name}/mean"] = column.double().mean().item()
-            metrics[f"{name}/max"] = column.max().item()
+        columns = {"environment/turns": rollout.turns, "environment/rows": rollout.rows}
+        columns["perf/environment_seconds"] = rollout.environment_seconds
+        for name, values in columns.items():
+            metrics |= {f"{name}/mean": values.double().mean().item(), f"{name}/max": values.max().item()}
         metrics["environment/failed"] = rollout.failures.sum().item() / rollout.turns.sum().item()
+        tokens = rollout.response_lengths.sum().item()
         metrics["environment/inserted"] = 1 - rollout.lengths.sum().item() / max(tokens, 1)
     return metrics
 
@@ -343,6 +339,7 @@ def make_mini_batches(
         for name, dtype in (("token_ids", torch.int32), ("log_probs", torch.float32))
     )
     inserted = bool((rollout.lengths < rollout.response_lengths).any())
+    kinds = bring("kinds", torch.uint8, sum(here)) if inserted else None
     routes = None if routing is None else _routes(rollout, numbers, bring, routing, layers)
     sequences = Sequences.of(
         prompts=[rollout.prompts[number // rollout.samples].token_ids for number in numbers],
@@ -350,7 +347,8 @@ def make_mini_batches(
         log_probs=log_probs,
         advantages=rollout.advantages[numbers],
         index=numbers,
-        kinds=bring("kinds", torch.uint8, sum(here)) if inserted else None,
+        written=None if kinds is None else kinds == WRITTEN,
+        row_starts=None if kinds is None else kinds == ROW_START,
         routes=routes,
     )
     return collate_packs(sequences, packs, layout), sizes

@@ -25,7 +25,7 @@ from megatron_fspo.packing.pack import pack
 from megatron_fspo.parallel.groups import ParallelGroups, means, of_first_rank, pack_layout, share
 from megatron_fspo.parallel.head import linear_log_probs
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
-from megatron_fspo.types import WRITTEN, Sample
+from megatron_fspo.types import ROW_START, WRITTEN, Sample
 from megatron_fspo.verify.cases import Case, make_routes, reference_drifts, split
 from megatron_fspo.verify.layouts import Layout
 from megatron_fspo.weights import Architecture, Row, resolve, shard_shape, shard_slices, to_megatron_shard
@@ -122,11 +122,13 @@ def score(
     )
     if share and policy.backend.layers == "local" and layout.context_size == 1:
         layout = replace(layout, share_prompts=True)
+    kinds = torch.cat([as_row(sample.completion.kinds, torch.int8) for sample in samples])
     sequences = Sequences.of(
         prompts=[sample.prompt.token_ids for sample in samples],
         responses=[sample.completion.token_ids for sample in samples],
         advantages=[sample.advantage for sample in samples],
-        kinds=torch.cat([as_row(sample.completion.kinds, torch.int8) for sample in samples]),
+        written=kinds == WRITTEN,
+        row_starts=kinds == ROW_START,
         routes=torch.cat(make_routes(policy.arch, samples))[:, policy.layers] if replay else None,
     )
     batches = pack(sequences, layout, plan=split(split_name, sequences, policy.arch, layout))

@@ -245,7 +245,7 @@ def routes_of_packs(policy: Policy) -> list[int]:
             ):
                 number = index[owner]
                 label = place + 1 - len(rollout.prompts[number // SAMPLES].token_ids)
-                after = completions[number].mask[label:][:1] if number >= 0 <= label else []
+                after = completions[number].kinds[label:][:1] if number >= 0 <= label else []
                 counts[2] += bool(batch.mask[token]) != any(after)
                 known = number in told and place < len(sent[number])
                 want = sent[number][place, layers] if known else torch.full((len(layers), 2), NO_ROUTE)
