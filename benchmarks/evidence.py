@@ -1,12 +1,13 @@
 """What docs/evidence.md says, measured again: sweeps of the real trainer (`make evidence`).
 
     python benchmarks/evidence.py                    # all parts; some hours on two cores
-    python benchmarks/evidence.py make_sum           # one of them
+    python benchmarks/evidence.py bands              # one of them
     python benchmarks/evidence.py --short            # two runs of five small steps: the machinery only
 
-A part is a sweep of ``benchmarks/evidence/``. Its figures go to ``benchmarks/results/evidence_<part>.json``,
-the records they come from to a ``.npz`` beside it, and the picture of the first to docs/fairness.svg; `make
-docs` writes the page from these files. A run that is there is not made again.
+A part is a sweep of ``benchmarks/evidence/``; its first run says how long the others will take, and a run
+that is there is not made again. Figures go to ``benchmarks/results/evidence_<part>.json``, the picture of the
+first part to docs/fairness.svg, and of the others the records to a ``.npz`` (the first one's are too large to
+keep); `make docs` writes the page from these files.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from megatron_fspo.lab.sweep.processes import make
 from megatron_fspo.lab.sweep.summary import as_json, compared, mean_over_seeds, summarize
 from megatron_fspo.objective.fairness import length_bins
 
-PARTS = ("make_sum", "bands", "variations", "smollm2", "ledger", "ledger_growth")
+PARTS = ("bands", "ledger", "ledger_growth")
 PROGRAMS = {"random": ("benchmarks/ledger/random_clip.py", "sqrt")}
 """Arm → words after ``python``, of one that is no run of ``megatron-fspo train``."""
 LOOKS = {
+    "sqrt": ("FSPO, √L", "#0072b2", "o"),
     "measured": ("FSPO, exponent measured", "#cc79a7", "D"),
-    "fspo": ("FSPO, ½", "#0072b2", "o"),
-    "rloo": ("RLOO", "#d55e00", "s"),
+    "constant": ("constant", "#d55e00", "s"),
     "gspo": ("GSPO", "#009e73", "v"),
 }
 """Arm → label, colour (Okabe and Ito's) and marker."""
@@ -46,8 +47,8 @@ SHORT = "--run.steps 5 --rollout.prompts 12 --evaluation.every 5 --evaluation.sa
 
 
 def shortened(sweep: Sweep, folder: Path) -> Sweep:
-    """Two arms and one seed, as small as the measured exponent allows."""
-    arms = {arm: keys for arm, keys in sweep.arms.items() if arm in ("measured", "rloo")}
+    """Two arms and one seed."""
+    arms = {arm: keys for arm, keys in sweep.arms.items() if arm in ("sqrt", "constant")}
     words = (*SHORT, "--optimizer.warmup-steps", "0")
     return sweep.model_copy(update={"folder": folder, "seeds": (1,), "arms": arms, "words": words})
 
@@ -112,17 +113,19 @@ def rates_by_length(runs: Sequence[Records], column: str) -> tuple[list[float], 
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Out-of-band rate against response length, with its interval over seeds, by arm."""
+    """Share really clipped against response length, with its interval over seeds, by arm."""
     with rc_context({"svg.hashsalt": "evidence", "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(6.8, 3.8), layout="constrained", facecolor="white")
         axes = figure.subplots()
         for arm in (arm for arm in LOOKS if arm in found["arms"]):
             (label, colour, marker), means = LOOKS[arm], found["arms"][arm]
-            rates, reach = (np.array([one[key] for one in means["rates"]]) for key in ("value", "half_width"))
+            rates, reach = (
+                np.array([one[key] for one in means["clipped_rates"]]) for key in ("value", "half_width")
+            )
             axes.fill_between(found["lengths"], rates - reach, rates + reach, color=colour, alpha=0.13, lw=0)
-            label += f": LRE {means['lre_mean']['value']:.3f}"
+            label += f": LRE {means['lre_signed']['value']:.3f}"
             axes.plot(found["lengths"], rates, color=colour, marker=marker, ms=5, lw=2.2, label=label)
-        axes.set(xlabel="response length (tokens)", ylabel="share outside the clip band", ylim=(0, None))
+        axes.set(xlabel="response length (tokens)", ylabel="share really clipped", ylim=(0, None))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False, fontsize=8.5)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -153,9 +156,10 @@ def main() -> None:
         content = {"command": command, "machine": facts, "sweep": sweep.model_dump(mode="json"), **found}
         path = results / f"evidence_{part}.json"
         path.write_text(as_json(content), encoding="utf-8")
-        keep(sweep, path.with_suffix(".npz"))
-        if part == "make_sum":
+        if part == PARTS[0]:
             draw(found, results / "fairness.svg" if args.short else ROOT / "docs/fairness.svg")
+        else:
+            keep(sweep, path.with_suffix(".npz"))
         print(path)
     if args.short:
         shutil.rmtree(results)

@@ -103,7 +103,7 @@ MUTANTS = {
         "torch.stack([prompts, whole - 1, whole], dim=1)", "test_batch.py",
     ),
     "labels: not shifted": Mutant(
-        "(start + 1, (0, whole - 1))", "(start, (0, whole - 1))", "test_batch.py",
+        "(start + 1, (0, labels))", "(start, (0, labels))", "test_batch.py",
     ),
     "turns: all from one random stream": Mutant(
         "turn_seed(request.seed, len(trajectory.turns))", "turn_seed(request.seed, 0)",
@@ -120,7 +120,24 @@ MUTANTS = {
         "if token not in self._special]", "]", "test_text.py",
     ),
     "a tool's text: the end of a turn twice": Mutant(
-        "before = before[1:]", "before = before[:]", "test_text.py",
+        "tuple(ids[1:] if ended", "tuple(ids if ended", "test_text.py",
+    ),
+    "rows: read those before": Mutant(
+        "pairwise(borders[i][1:])]", "pairwise(borders[i][1:2])]", "test_rows.py"
+    ),
+    "rows: positions go on": Mutant(
+        "self.position_ids[0] - self.restarted", "self.position_ids[0]", "test_rows.py"
+    ),
+    "rows: prefix sums begin anew": Mutant(
+        "before += _of_earlier_blocks(chunks.sum(0), owner)[..., None]", "pass", "test_parallel.py reductions"
+    ),
+    "rows: a context is the whole trajectory": Mutant(
+        "return (*self.context, *self.token_ids[self.row_start :])",
+        "return (*self.prompt.token_ids, *self.token_ids)",
+        "test_trajectories.py servers",
+    ),
+    "agents: no check of the first conversation": Mutant(
+        'if "".join(render(self._tokenizer, request.messages)) != prompt.text:', "if False:", "test_agent.py"
     ),
     "inserted tokens: learned": Mutant("mask = mask & one", "mask = mask | one", "test_batch.py"),
     "inserted tokens: in L": Mutant(

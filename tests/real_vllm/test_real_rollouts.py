@@ -18,7 +18,7 @@ from megatron_fspo.rollout.client.pool import CompletionRequest, Pool
 from megatron_fspo.rollout.client.server import Refused, Server
 from megatron_fspo.rollout.common import api_key
 from megatron_fspo.rollout.sampling import kept
-from megatron_fspo.types import Completion, Prompt, Reply, SamplingParams, VersionSpan
+from megatron_fspo.types import WRITTEN, Completion, Prompt, Reply, SamplingParams, VersionSpan
 from real_server import all_log_probs, scores, send, weights
 from serving import Served
 
@@ -71,11 +71,11 @@ def test_log_probs_are_those_of_transformers(url: str, checkpoints: list[Path], 
 
 
 class Inserts:
-    """Two tokens after every turn."""
+    """Two tokens after every turn; after the second they begin a row."""
 
-    def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]]) -> Future[Reply]:
+    def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]], trajectory: object) -> Future[Reply]:
         reply: Future[Reply] = Future()
-        reply.set_result(Reply(token_ids=(7, len(turns))))
+        reply.set_result(Reply(token_ids=(7, len(turns)), restarts=len(turns) == 2))
         return reply
 
 
@@ -87,9 +87,15 @@ def test_log_probs_of_turns_are_given_all_that_was_written_and_inserted(
     )
     errors, turns = [], Counter[int]()
     for i, one in enumerate(rollout(url, params)):
-        whole = scores(checkpoints[1], (*PROMPTS[i // 8].token_ids, *one.token_ids), 1.0)
-        written = torch.tensor(list(one.kinds)) > 0
-        errors.append((whole[-len(written) :] - torch.tensor(one.log_probs))[written])
+        ids = (*PROMPTS[i // 8].token_ids, *one.token_ids)
+        start = len(ids) - len(one.token_ids)
+        borders = [0, *(start + place for place in one.row_starts), len(ids)]
+        rows = [scores(checkpoints[1], ids[first:end], 1.0) for first, end in pairwise(borders)]
+        # No row says anything of its first token.
+        whole = torch.cat([torch.cat([torch.zeros(1), row]) for row in rows])[start:]
+        written = torch.tensor(list(one.kinds)) == WRITTEN
+        errors.append((whole - torch.tensor(one.log_probs))[written])
+        assert len(one.row_starts) == (len(one.written) > 2)
         turns[len(one.written)] += 1
         for number, (before, after) in enumerate(pairwise(one.written), start=1):
             assert list(one.token_ids[before.stop : after.start]) == [7, number]
