@@ -111,7 +111,7 @@ megatron-fspo explain runs/gallery --out runs/gallery-explained
 ## Elsewhere
 
 - `make evidence` draws the [clip rate against length](fairness.svg) of three losses at a matched clip
-  rate: [evidence.md](evidence.md#make-sum-at-a-matched-clip-rate).
+  rate: [evidence.md](evidence.md#make-sum-bands-widths-and-losses).
 - `python docs/make_parallelism.py` draws [what is reduced where](parallelism.svg):
   [parallelism.md](parallelism.md).
 - `megatron-fspo calibrate --config examples/make_sum/run.toml --nproc 2` draws what noise does to the band,

@@ -99,8 +99,8 @@ MUTANTS = {
     ),
     # packs and reductions
     "mask: begins a token late": Mutant(
-        "torch.stack([prompts - 1, whole - 1, whole], dim=1)",
-        "torch.stack([prompts, whole - 1, whole], dim=1)", "test_batch.py",
+        "torch.stack([prompts - 1, prompts + responses - 1], dim=1)",
+        "torch.stack([prompts, prompts + responses - 1], dim=1)", "test_batch.py",
     ),
     "labels: not shifted": Mutant(
         "(start + 1, (0, labels))", "(start, (0, labels))", "test_batch.py",

@@ -38,7 +38,8 @@ A file of a known format:  megatron-fspo data check dapo.parquet --preset dapo
 Lengths in tokens:         ... --tokenizer Qwen3-8B
 The files of a run:        megatron-fspo data check --config run.toml
 
-Exit status 1 if a run would refuse a file, or if there are answers that no verifier can read.
+Of a run with `environment.role` it proves that the chat template adds to a conversation, and writes nothing
+of it anew. Exit status 1 if a run would refuse a file, or if there are answers that no verifier can read.
 """
 
 _SERVE_HELP = """\
@@ -115,6 +116,7 @@ def run_data_check(args: argparse.Namespace, _: list[str]) -> int:
     from megatron_fspo.data.check import examine
     from megatron_fspo.data.tasks import source_of
     from megatron_fspo.data.tokenizer import load_tokenizer
+    from megatron_fspo.environments.text import frame
     from megatron_fspo.lab.data_check import as_json, describe
 
     config = load_config(args.config) if args.config else None
@@ -133,6 +135,9 @@ def run_data_check(args: argparse.Namespace, _: list[str]) -> int:
     print(
         json.dumps([as_json(one) for one in findings]) if args.json else "\n\n".join(map(describe, findings))
     )
+    if config and config.environment.role and not args.json:
+        before, after = frame(tokenizer, config.environment.role)
+        print(f"\nenvironment: answers stand between {before!r} and {after!r}, behind what the policy wrote")
     return 0 if all(one.fine for one in findings) else 1
 
 

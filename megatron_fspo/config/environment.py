@@ -14,12 +14,13 @@ class Environment(Section):
 
     name: str | None = Field(
         None,
-        description="`calculator`, `python`, `agent`, or `package.module:function`; default: none, a "
-        "response is one turn",
+        description="`calculator`, `python`, `http`, `agent`, or `package.module:function`; default: none, "
+        "a response is one turn",
     )
     command: tuple[str, ...] = Field(
         (), description="of `agent`: a program and its words; one runs with each trajectory"
     )
+    url: str | None = Field(None, description="of the server of tools that `http` asks")
     role: str | None = Field(
         None,
         description="of the chat template, such as `tool` or `user`, for what is inserted; default: it is "
@@ -48,6 +49,8 @@ class Environment(Section):
             raise ValueError("the reward `environment` needs environment.name")
         if self.name is None and self != Environment():
             raise ValueError("keys of [environment] need environment.name")
+        if (self.name == "http") is not (self.url is not None):
+            raise ValueError("environment.url goes with environment.name = http, and the other way round")
         if (self.name == "agent") is not bool(self.command):
             raise ValueError(
                 "environment.command goes with environment.name = agent, and the other way round"

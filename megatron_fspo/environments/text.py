@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_fspo.environments.chat import Encoder, added
+from megatron_fspo.environments.http import ToolServer
 from megatron_fspo.environments.tools import Observation
 from megatron_fspo.environments.worker import answer, function_of
 from megatron_fspo.errors import InputError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 class TextEnvironment:
     """A :class:`~megatron_fspo.types.Environment`: a function in worker processes, which begin at the first
-    call.
+    call, or a server of tools.
 
     Raises:
         InputError: there is no such function, or the chat template cannot be followed by ``role``.
@@ -35,7 +36,12 @@ class TextEnvironment:
 
     def __init__(self, config: Environment, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
         assert config.name is not None
-        function_of(config.name)
+        self._server: ToolServer | None = None
+        if config.name == "http":
+            assert config.url is not None
+            self._server = ToolServer(config.url, config.seconds)
+        else:
+            function_of(config.name)
         self._config, self._encoder = config, Encoder(tokenizer, stop_token_ids)
         self._before, self._after = ("", "") if config.role is None else frame(tokenizer, config.role)
         self._lock = threading.Lock()
@@ -62,7 +68,11 @@ class TextEnvironment:
                 reply = self._reply(observed, prompt, ended)
                 result.set_result(replace(reply, seconds=time.monotonic() - began))
 
-        self._workers().submit(self._config.name, row, texts).add_done_callback(settle)
+        if self._server is not None:
+            work = self._server.ask(row, texts)
+        else:
+            work = self._workers().submit(self._config.name, row, texts)
+        work.add_done_callback(settle)
         return result
 
     def _workers(self) -> KillablePool:

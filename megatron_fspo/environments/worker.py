@@ -38,13 +38,18 @@ def function_of(name: str) -> Function:
 
 
 def answer(name: str, prompt: dict[str, Any], turns: list[str]) -> dict[str, Any]:
+    """Return what the function says, as :func:`fields_of`; raises what that does, and the function."""
+    return fields_of(name, function_of(name)(Prompt(**prompt), turns))
+
+
+def fields_of(name: str, said: Any) -> dict[str, Any]:
     """Return the fields of an :class:`~megatron_fspo.environments.tools.Observation`.
 
     Raises:
-        TypeError: the function returned something else.
+        TypeError: it is none, and no text, number or None.
         ValueError: a reward that is no finite number.
     """
-    match function_of(name)(Prompt(**prompt), turns):
+    match said:
         case Observation() as observed:
             pass
         case (str() | None) as text:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterator
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
@@ -94,6 +97,50 @@ def test_what_a_tool_says_is_inserted_and_cut(environment: TextEnvironment) -> N
 def test_what_an_environment_forgets_leaves_the_prompt_and_its_text(role: str | None) -> None:
     reply = ask(make(role=role), "forget", ids("a turn"), ids("another"))
     assert reply == Reply(token_ids=(1, *ids("2 turns")), restarts=True)
+
+
+class Tools(BaseHTTPRequestHandler):
+    """Answers with what the row asks for; the second request of a kind is not like the first."""
+
+    seen: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append(asked)
+        again = sum(one["answer"] == asked["answer"] for one in self.seen) > 1
+        status, said = {
+            "text": (200, "so"),
+            "number": (200, 0.25),
+            "object": (200, {"text": "shorter", "forget": True}),
+            "wrong": (200, {"texts": 1}),
+            "refused": (404, None),
+            "again": (200 if again else 503, "so"),
+        }[asked["answer"]]
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(said).encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+def test_a_server_of_tools() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Tools)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = make("http", url=f"http://127.0.0.1:{server.server_address[1]}/tools")
+    assert ask(environment, "text") == ask(environment, "again") == Reply(token_ids=tuple(ids("so")))
+    assert Tools.seen[0] == {
+        "prompt": "?",
+        "turns": ["let me see"],
+        "answer": "text",
+        "fields": {"word": "so"},
+    }
+    assert ask(environment, "number") == Reply(reward=0.25)
+    assert ask(environment, "object") == Reply(token_ids=(1, *ids("shorter")), restarts=True)
+    for what in ("wrong", "refused"):
+        assert ask(environment, what).failed
+    server.shutdown()
+    server.server_close()
 
 
 def test_text_of_a_tool_makes_no_special_token(environment: TextEnvironment) -> None:
