@@ -43,6 +43,11 @@ class Environment(Section):
     )
     memory_gb: PositiveFloat = Field(1.0, description="of a worker, beyond what its libraries take")
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of a trajectory, at most."""
+        return 1 if self.name is None else self.turns
+
     def check(self, *, rewards: Sequence[str], replay: str) -> None:
         """Raise ``ValueError`` where other keys do not agree: names of rewards, and ``moe.replay``."""
         if self.name is None and "environment" in rewards:
