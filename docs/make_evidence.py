@@ -127,7 +127,7 @@ def table(arms: Mapping[str, Any], names: Mapping[str, str], columns: Mapping[st
     """By arm the means over seeds."""
     lines = [f"| | {' | '.join(columns.values())} |", "|---" * (1 + len(columns)) + "|"]
     for arm, name in names.items():
-        lines.append(f"| {name} | {' | '.join(mean(arms[arm][key]) for key in columns)} |")
+        lines.append(f"| {name} | {' | '.join(mean(arms[arm].get(key)) for key in columns)} |")
     return "\n".join(lines)
 
 
@@ -184,11 +184,11 @@ def by_family(found: Mapping[str, Any]) -> str:
     return rows(["clipped, of A ≠ 0", "short", "long"], body)
 
 
-def mean(found: Mapping[str, float]) -> str:
+def mean(found: Mapping[str, float] | None) -> str:
     """``0.024 ± 0.003``; nothing where there is no such figure."""
-    value, half = (math.nan if found[key] is None else found[key] for key in ("value", "half_width"))
-    if math.isnan(value):
+    if found is None or found["value"] is None:
         return ""
+    value, half = found["value"], found["half_width"]
     return f"{value:.1f} ± {half:.1f}" if abs(value) >= 10 else f"{value:.3f} ± {half:.3f}"
 
 

@@ -110,7 +110,7 @@ megatron-fspo explain runs/gallery --out runs/gallery-explained
 
 ## Elsewhere
 
-- `make evidence` draws the [clip rate against length](fairness.svg) of three losses at a matched clip
+- `make evidence` draws the [clip rate against length](fairness.svg) of four bands at a matched clip
   rate: [evidence.md](evidence.md#make-sum-bands-widths-and-losses).
 - `python docs/make_parallelism.py` draws [what is reduced where](parallelism.svg):
   [parallelism.md](parallelism.md).
