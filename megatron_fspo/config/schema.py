@@ -73,13 +73,11 @@ class Config(Section):
         # Context parallel pads every row of a sequence to two chunks per rank.
         chunks = 2 * self.parallel.context if self.parallel.context > 1 else 1
         padded = longest + (self.environment.most_rows - 1) * (chunks - 1)
-        padded += -padded % chunks
-        if self.batch.max_tokens < padded:
+        if self.batch.max_tokens < padded + -padded % chunks:
+            rows = f", each row rounded up to a multiple of {chunks}" if chunks > 1 else ""
             raise ValueError(
                 f"batch.max_tokens = {self.batch.max_tokens} is less than data.max_prompt_tokens + "
-                f"rollout.max_response_tokens = {longest}"
-                f"{f', {padded} with the padding of its rows' if chunks > 1 else ''}: the longest sequence "
-                "would fit no micro-batch"
+                f"rollout.max_response_tokens = {longest}{rows}: the longest would fit no micro-batch"
             )
         if self.parallel.sequence and self.parallel.tensor == 1:
             raise ValueError("parallel.sequence = true needs parallel.tensor > 1")
