@@ -34,7 +34,8 @@ MIN_FORM = (policy_objective, "min_form")
 @fault(CP, "sum-tokens", *SUMS)
 def cp_sum_skipped(real: Any, values: Tensor, **kwargs: Any) -> Tensor:
     """S is summed over the tokens of this rank only"""
-    return real(values, **kwargs | {"group": ALONE})
+    mine = {"group": ALONE, "borders": kwargs["borders"] // kwargs["group"].size()}
+    return real(values, **kwargs | mine)
 
 
 @fault(PP, "sum-factor", *SUMS)
@@ -99,7 +100,8 @@ def collective_per_sequence(
 @fault(CP, "clip", *PREFIX_SUMS, loss="ctpo")
 def prefix_of_this_rank(real: Any, values: Tensor, **kwargs: Any) -> Tensor:
     """S of a prefix is summed over the tokens of this rank only"""
-    return real(values, **kwargs | {"group": ALONE})
+    mine = {"group": ALONE, "borders": kwargs["borders"] // kwargs["group"].size()}
+    return real(values, **kwargs | mine)
 
 
 @fault(CP, "clip", segments, "added_up", loss="ctpo", split="1 micro-batch")
@@ -108,10 +110,10 @@ def prefix_one_chunk_off(real: Any, sums: Tensor, group: Any) -> Tensor:
     return real(sums, group).roll(1, 0) if sums.dim() == 4 and len(sums) == 4 else real(sums, group)
 
 
-@fault(SP, "clip", *PREFIX_SUMS, loss="ctpo")
-def prefix_chunks_swapped(real: Any, values: Tensor, *, late: Tensor, **kwargs: Any) -> Tensor:
-    """S of a prefix takes the two chunks that a rank has of a sequence for each other"""
-    return real(values, late=~late, **kwargs)
+@fault(SP, "clip", segments, "_of_earlier_blocks", loss="ctpo")
+def prefix_of_a_row(real: Any, totals: Tensor, owner: Tensor) -> Tensor:
+    """S of a prefix begins anew with every row of a trajectory"""
+    return torch.zeros_like(totals)
 
 
 # Normalisers.
