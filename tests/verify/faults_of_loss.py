@@ -34,8 +34,7 @@ MIN_FORM = (policy_objective, "min_form")
 @fault(CP, "sum-tokens", *SUMS)
 def cp_sum_skipped(real: Any, values: Tensor, **kwargs: Any) -> Tensor:
     """S is summed over the tokens of this rank only"""
-    mine = {"group": ALONE, "borders": kwargs["borders"] // kwargs["group"].size()}
-    return real(values, **kwargs | mine)
+    return real(values, **kwargs | {"group": ALONE})
 
 
 @fault(PP, "sum-factor", *SUMS)
