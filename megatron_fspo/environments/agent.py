@@ -12,8 +12,10 @@ import json
 import math
 import os
 import secrets
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -97,12 +99,14 @@ class AgentEnvironment:
     ``environment.seconds`` to its next request, or to its end, and when nobody has the trajectory any more.
 
     Raises:
-        InputError: the model has no chat template.
+        InputError: the model has no chat template, or there is no such program.
     """
 
     def __init__(self, config: Environment, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
         if not tokenizer.chat_template:
             raise InputError("environment.name = agent needs a model with a chat template")
+        if shutil.which(config.command[0]) is None:
+            raise InputError(f"environment.command: there is no program {config.command[0]!r}")
         self._config, self._tokenizer = config, tokenizer
         self._encoder = Encoder(tokenizer, stop_token_ids)
         self._sessions: WeakKeyDictionary[Any, _Session] = WeakKeyDictionary()
@@ -112,15 +116,19 @@ class AgentEnvironment:
     def answer(self, prompt: Prompt, turns: Sequence[Sequence[int]], trajectory: object) -> Future[Reply]:
         """See the protocol."""
         result: Future[Reply] = Future()
-        session = self._session(prompt, trajectory)
 
         def work() -> None:
-            began = time.monotonic()
+            began, session = time.monotonic(), None
             try:
+                session = self._session(prompt, trajectory)
                 reply = self._reply(session, prompt, turns[-1])
-            except _Wrong as error:
-                print(f"megatron-fspo: the agent of prompt {prompt.index} {error}", flush=True)
-                session.end()
+            except Exception as error:  # also a template's, or the system's that starts no program
+                said = str(error) if isinstance(error, _Wrong) else f"failed: {type(error).__name__} {error}"
+                print(
+                    f"megatron-fspo: the agent of prompt {prompt.index} {said}", file=sys.stderr, flush=True
+                )
+                if session is not None:
+                    session.end()
                 reply = Reply(failed=True)
             result.set_result(replace(reply, seconds=time.monotonic() - began))
 

@@ -17,6 +17,7 @@ import httpx
 from megatron_fspo.environments.tools import Observation
 from megatron_fspo.environments.worker import fields_of
 from megatron_fspo.job.remote import Loop, TryAgain, attempted, http_client
+from megatron_fspo.rewards.remote import check_url
 
 _ATTEMPTS = 4
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0
@@ -25,9 +26,10 @@ _REQUESTS = 64
 
 
 class ToolServer:
-    """Asks it, from a thread of its own."""
+    """Asks it, from a thread of its own. Raises ``InputError`` for what is no URL."""
 
     def __init__(self, url: str, seconds: float) -> None:
+        check_url(url, "environment.url")
         self._url, self._seconds = url, seconds
         self._loop, self._http = Loop("tools"), http_client()
         self._open = asyncio.Semaphore(_REQUESTS)

@@ -115,14 +115,14 @@ class Remote(Verifier):
         return response.status_code, bytes(answer)
 
 
-def check_url(url: str) -> None:
-    """Raise ``InputError`` unless ``url`` is one of http or https."""
+def check_url(url: str, key: str = "reward.url") -> None:
+    """Raise ``InputError`` unless ``url``, the value of that key, is one of http or https."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise InputError(f"reward.url = {url!r}: {error}") from None
+        raise InputError(f"{key} = {url!r}: {error}") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise InputError(f"reward.url = {url!r}: must be http://host:port/path, or https")
+        raise InputError(f"{key} = {url!r}: must be http://host:port/path, or https")
 
 
 def _said(content: bytes) -> str:

@@ -90,6 +90,16 @@ def test_a_template_that_drops_thoughts_begins_rows() -> None:
     assert text_of(reply).startswith(f"{chat_of(QUESTION)}four<|im_end|>")
 
 
+def test_what_the_template_refuses_ends_the_trajectory_too() -> None:
+    talk = Talk("plain", tokenizer=tokenizer_of("{{ 1 // (messages | length - 3) }}" + CHATML))
+    assert talk.say("four") == Reply(failed=True)
+
+
+def test_a_program_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InputError, match="no program '/no/such'"):
+        Talk("", command=("/no/such",))
+
+
 @pytest.mark.parametrize(("what", "turns"), [("silent", 0), ("other", 0), ("hang", 1), ("crash", 1)])
 def test_what_goes_wrong_ends_the_trajectory_and_counts(what: str, turns: int) -> None:
     talk = Talk(what, seconds=4.0)
