@@ -98,6 +98,14 @@ class Backend:
         torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
+    def peak_memory(self) -> int:
+        """Bytes of tensors on the GPU at most since the last call; 0 on a CPU."""
+        if self.device.type == "cpu":
+            return 0
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
     def config_flags(self) -> dict[str, Any]:
         """The fields of ``TransformerConfig`` that depend on the machine."""
         fused = self.layers == "transformer_engine"

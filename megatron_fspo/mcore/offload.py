@@ -9,6 +9,8 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import accumulate
 
 import torch
@@ -20,6 +22,8 @@ from megatron_fspo.mcore.policy import Model, Policy
 Tensors = Callable[[], Iterator[Tensor]]
 _ALIGN = 64
 """Where content begins on the host: as in torch's own memory, and fit for every dtype."""
+_TOUCHING = 8
+"""Threads that touch memory before it is pinned."""
 
 
 class Lendable:
@@ -157,10 +161,17 @@ def host_memory(size: int, *, pinned: bool) -> Tensor:
     """So many bytes of the host.
 
     Torch's own pinned memory comes in powers of two: 5 GiB and a byte would take 8. These are pages of the
-    system (shared ones, which no fork copies), pinned as they are.
+    system, pinned as they are: large ones, which several threads have touched before, 0.4 s for 8 GiB where
+    pinning alone takes 4.8 (one H200, 16 cores). No fork copies them, as that would part them from the GPU.
     """
-    memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
+        with suppress(OSError):  # a kernel without large pages
+            pages.madvise(advice)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
+        with ThreadPoolExecutor(_TOUCHING) as pool:
+            list(pool.map(lambda part: part[:: mmap.PAGESIZE].fill_(0), memory.chunk(4 * _TOUCHING)))
         runtime, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(runtime.cudaHostRegister(address, size, 0))
         weakref.finalize(memory, runtime.cudaHostUnregister, address)

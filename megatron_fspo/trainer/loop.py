@@ -17,7 +17,7 @@ from megatron_fspo.mcore.startup import join
 from megatron_fspo.trainer.begin import begin_step
 from megatron_fspo.trainer.build import Draw, Training, build
 from megatron_fspo.trainer.evaluate import evaluate, responses_of
-from megatron_fspo.trainer.metrics import profiled, slow_rank_metrics, speed_metrics, table, update_metrics
+from megatron_fspo.trainer.metrics import profiled, rank_metrics, speed_metrics, table, update_metrics
 from megatron_fspo.trainer.optimize import optimize
 from megatron_fspo.trainer.prepare import Inputs, machine
 
@@ -109,7 +109,7 @@ def train_step(run: Training) -> dict[str, float] | None:
         raise RewardError(f"step {run.step + 1}: {error}; {going_on}") from error
     if not optimize(run, step):
         return None
-    metrics = step.metrics | update_metrics(run, step) | slow_rank_metrics(run, step)
+    metrics = step.metrics | update_metrics(run, step) | rank_metrics(run, step)
 
     with run.log.phase("update_weights", 1, "", run.timings):
         run.engine.update_weights(run.step + 1)

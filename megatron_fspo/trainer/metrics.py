@@ -222,14 +222,22 @@ class Pace(NamedTuple):
     stage: int
     """Pipeline stage; stages have unlike work, and are not compared."""
     host: str
+    peak_bytes: int
+    """Of GPU memory in the step, as torch's allocator counts tensors; 0 on a CPU."""
 
 
-def slow_rank_metrics(run: Training, step: Step) -> dict[str, float]:
-    """The slowest rank of the step, and by how much; says who has been slow for several. Collective."""
+def rank_metrics(run: Training, step: Step) -> dict[str, float]:
+    """The slowest rank of the step, and by how much, and the most memory of a GPU; says who has been slow for
+    several steps. Collective."""
     world = dist.group.WORLD
     assert world is not None
     tokens = step.packs.tokens * run.inputs.config.batch.epochs
-    mine = Pace(run.policy.busy_seconds / max(tokens, 1), run.groups.pp.rank(), socket.gethostname())
+    mine = Pace(
+        run.policy.busy_seconds / max(tokens, 1),
+        run.groups.pp.rank(),
+        socket.gethostname(),
+        run.policy.backend.peak_memory(),
+    )
     run.policy.busy_seconds = 0.0
     paces = gather_lists([mine], group=world)
     over = ratios(paces)
@@ -238,7 +246,9 @@ def slow_rank_metrics(run: Training, step: Step) -> dict[str, float]:
     for host, line in lines(run.slow_for, over, paces).items():
         run.log.remind(f"slow ranks on {host}", run.step + 1, line)
     slowest = max(range(len(over)), key=over.__getitem__)
-    return {"perf/slowest_rank": float(slowest), "perf/slowest_rank_over_median": over[slowest]}
+    peak = max(pace.peak_bytes for pace in paces)
+    memory = {"perf/gpu_memory_peak": peak / 2**30} if peak else {}
+    return {"perf/slowest_rank": float(slowest), "perf/slowest_rank_over_median": over[slowest], **memory}
 
 
 def ratios(paces: Sequence[Pace]) -> list[float]:

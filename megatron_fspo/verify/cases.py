@@ -201,9 +201,10 @@ def _turns(length: int, inserted: Sequence[tuple[int, int]]) -> tuple[range, ...
     return tuple(turns)
 
 
-def make_routes(arch: Architecture, samples: Sequence[Sample]) -> list[Tensor]:
+def make_routes(arch: Architecture, samples: Sequence[Sample], *, gaps: bool = True) -> list[Tensor]:
     """Per sample [P + L - 1, layers, k] uint8 experts that no router would choose, as a sampler might tell;
-    every fifth sample has none. Those of a prompt but its last token are the same for its responses."""
+    with ``gaps`` every fifth sample has none. Those of a prompt but its last token are the same for its
+    responses."""
     assert arch.experts is not None
     generator = torch.Generator().manual_seed(5)
     routes: list[Tensor] = []
@@ -211,7 +212,7 @@ def make_routes(arch: Architecture, samples: Sequence[Sample]) -> list[Tensor]:
         tokens = len(sample.prompt.token_ids) + len(sample.completion.token_ids) - 1
         order = torch.rand(tokens, arch.num_layers, arch.experts.count, generator=generator).argsort(-1)
         chosen = order[..., : arch.experts.per_token].to(torch.uint8)
-        chosen = torch.full_like(chosen, NO_ROUTE) if number % 5 == 4 else chosen
+        chosen = torch.full_like(chosen, NO_ROUTE) if gaps and number % 5 == 4 else chosen
         if number and sample.prompt == samples[number - 1].prompt:
             shared = len(sample.prompt.token_ids) - 1
             chosen[:shared] = routes[-1][:shared]

@@ -26,7 +26,7 @@ from megatron_fspo.parallel.groups import ParallelGroups, means, of_first_rank, 
 from megatron_fspo.parallel.head import linear_log_probs
 from megatron_fspo.parallel.segments import prefix_sums, sequence_sums
 from megatron_fspo.types import ROW_START, WRITTEN, Sample
-from megatron_fspo.verify.cases import Case, make_routes, reference_drifts, split
+from megatron_fspo.verify.cases import Case, reference_drifts, split
 from megatron_fspo.verify.layouts import Layout
 from megatron_fspo.weights import Architecture, Row, resolve, shard_shape, shard_slices, to_megatron_shard
 
@@ -109,10 +109,11 @@ def score(
     samples: Sequence[Sample],
     temperature: float,
     *,
-    replay: bool = False,
+    routes: Sequence[Tensor] | None = None,
     share: bool = False,
 ) -> Scored:
-    """The pass that gives old log-probs and routes. Collective."""
+    """The pass that gives old log-probs and routes; ``routes``, per sample [P + L - 1, layers, k] uint8, are
+    replayed. Collective."""
     scoring = Scoring(groups=policy.groups, vocab_size=policy.arch.vocab_size, temperature=temperature)
     layout = pack_layout(
         policy.groups,
@@ -129,10 +130,10 @@ def score(
         advantages=[sample.advantage for sample in samples],
         written=kinds == WRITTEN,
         row_starts=kinds == ROW_START,
-        routes=torch.cat(make_routes(policy.arch, samples))[:, policy.layers] if replay else None,
+        routes=None if routes is None else torch.cat([*routes])[:, policy.layers],
     )
     batches = pack(sequences, layout, plan=split(split_name, sequences, policy.arch, layout))
-    routed, passes = policy.with_routers(batches, replay=replay)
+    routed, passes = policy.with_routers(batches, replay=routes is not None)
     log_probs = policy.score(routed, scoring)
     if passes is not None:
         batches = batches.with_columns(routes=passes.routes())

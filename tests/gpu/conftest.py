@@ -20,11 +20,17 @@ WORKER = Path(__file__).with_name("gpu_worker.py")
 FOLDERS = ("tests/gpu", "tests/rollout", "benchmarks")
 ROWS = pytest.StashKey[list[Row]]()
 MACHINE = pytest.StashKey[dict[str, Any]]()
-# On a fake GPU all that one rank measures, in one process: a start takes as long as all of it.
-TOGETHER = [
-    *("machine", "quantizer:tensorwise", "fp8:tensorwise", "step:none", "step:tensorwise"),
-    *("decoding", "head:ours", "head:naive", "head:checkpoint", "send"),
+# Measurements of one process, as a start takes as long as most of them: on a fake GPU all of one rank.
+HEADS = ["head:ours", "head:naive", "head:checkpoint"]
+KERNELS = ["head:chunks", *(f"head:kernels {gib}" for gib in (0, 1, 16))]
+FP8 = [
+    [f"{kind}:{recipe}" for kind in ("quantizer", "fp8")] for recipe in ("tensorwise", "blockwise", "mxfp8")
 ]
+TOGETHER = (
+    [["machine", *FP8[0], "step:none", "step:tensorwise", "decoding", *HEADS, "send"]]
+    if FAKE
+    else [HEADS + KERNELS, *FP8]
+)
 Measure = Callable[..., dict[str, Any]]
 
 
@@ -34,15 +40,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measure:
-    """``measured(name, ranks=1)`` takes a measurement of gpu_worker.py: on a GPU in a process of its own, so
-    that all memory is free, and an error of a kernel ends this one only.
+    """``measured(name, ranks=1)`` takes a measurement of gpu_worker.py, in a process of its own or of its
+    kind, so that an error of a kernel ends no others.
     """
     known: dict[tuple[str, int], dict[str, Any]] = {}
     paths = os.pathsep.join(str(REPO / folder) for folder in FOLDERS)
 
     def measure(name: str, ranks: int = 1) -> dict[str, Any]:
         if (name, ranks) not in known:
-            names = TOGETHER if FAKE and ranks == 1 and name in TOGETHER else [name]
+            names = next((some for some in TOGETHER if name in some and ranks == 1), [name])
             out = tmp_path_factory.mktemp("measured") / "found.json"
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("TEST_BACKEND", "cuda")

@@ -32,6 +32,8 @@ class Step:
     response: int
     max_tokens: int = 0
     """Tokens of a micro-batch."""
+    layers: int = 0
+    """Layers at most: a layer is like another."""
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -81,7 +83,7 @@ FULL = Sizes(
         prompt=128,
         response=128,
     ),
-    step=Step(model=QWEN3_8B, sequences=16, prompt=256, response=3840, max_tokens=16384),
+    step=Step(model=QWEN3_8B, sequences=16, prompt=256, response=3840, max_tokens=16384, layers=8),
     head={"tokens": 8192, "hidden": 4096, "vocab": 151936},
     long_head={"tokens": 32768, "hidden": 4096, "vocab": 151936},
     sent=replace(QWEN3_8B, num_layers=4),
@@ -91,7 +93,7 @@ TINY = Sizes(
     quantized=(64, 256),
     ring=Step(model=_TINY, sequences=4, prompt=3, response=40, max_tokens=128),
     decoding=Step(model=_TINY, sequences=3, prompt=4, response=6),
-    step=Step(model=_TINY, sequences=4, prompt=3, response=40, max_tokens=128),
+    step=Step(model=_TINY, sequences=4, prompt=3, response=40, max_tokens=128, layers=2),
     head={"tokens": 64, "hidden": 32, "vocab": 200},
     long_head={"tokens": 128, "hidden": 32, "vocab": 200},
     sent=_TINY,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,13 +22,18 @@ from torch import Tensor
 from logprob_head import VARIANTS, ours
 from megatron_fspo.config import Parallel
 from megatron_fspo.config.fp8 import FP8
+from megatron_fspo.lab.plan.activations import activations
+from megatron_fspo.lab.plan.shape import PlannedPack, Shape
+from megatron_fspo.lab.plan.state import state
 from megatron_fspo.mcore.decode import Decoder
 from megatron_fspo.mcore.engine import attention_backend
 from megatron_fspo.mcore.fp8 import probe_fp8
 from megatron_fspo.mcore.offload import Offload
 from megatron_fspo.mcore.policy import Policy
 from megatron_fspo.mcore.score import score_sequences
+from megatron_fspo.packing.batch import Packs
 from megatron_fspo.parallel import head as logprobs
+from megatron_fspo.parallel.head import triton_problem
 from megatron_fspo.rollout.embedded import EmbeddedEngine
 from megatron_fspo.types import Prompt, SamplingParams
 from passes import new_groups, scoring_of
@@ -39,10 +47,10 @@ def step(recipe: str) -> dict[str, Any]:
     least = torch.tensor(torch.cuda.mem_get_info()[0], device="cuda")
     dist.all_reduce(least, op=dist.ReduceOp.MIN)  # all are to build the same model
     free = int(least)
-    layers = layers_that_fit(
+    fit = layers_that_fit(
         size.model, free, tokens=size.max_tokens, ranks=ranks, fp8=precision.recipe != "none"
     )
-    arch = replace(size.model, num_layers=layers)
+    arch = replace(size.model, num_layers=min(fit, size.layers))
     policy = build(
         arch,
         best_layers(),
@@ -57,6 +65,14 @@ def step(recipe: str) -> dict[str, Any]:
     for _ in range(2):
         scored, old_seconds = timed(lambda: old_pass(policy, batches))
         (s, norm), seconds = timed(lambda scored=scored: update(policy, scored))
+    peak = torch.cuda.max_memory_allocated()
+    syncs = {
+        name: _host_syncs(work)
+        for name, work in {
+            "update": lambda: update(policy, scored),
+            "old_pass": lambda: old_pass(policy, batches),
+        }.items()
+    }
     tokens = sum(prompt + response for prompt, response in size.shapes)
     matrices = arch.num_layers * arch.layer_size + arch.vocab_size * arch.hidden_size
     return {
@@ -73,11 +89,51 @@ def step(recipe: str) -> dict[str, Any]:
         "tokens_per_second": tokens / (old_seconds + seconds),
         # Without attention and what recomputing adds: what the model needs, not what was done.
         "tflops": 6 * matrices * tokens / seconds / ranks / 1e12,
-        "peak": torch.cuda.max_memory_allocated(),
+        "peak": peak,
+        "planned": _planned(policy, batches, ranks),
+        "syncs": syncs,
+        "micro_batches": len(batches),
         "state": state_bytes(arch, ranks=ranks, fp8=precision.recipe != "none"),
         "free": free,
         **_lent(policy),
     }
+
+
+def _planned(policy: Policy, batches: Packs, ranks: int) -> float:
+    """Bytes that ``plan`` gives the largest of the micro-batches."""
+    shape = Shape(
+        arch=policy.arch,
+        parallel=policy.parallel,
+        world=ranks,
+        dtype=torch.bfloat16,
+        layers=policy.backend.layers,
+        device="cuda",
+        recompute=True,
+        fp8=probe_fp8(policy) > 0,
+        kernels=triton_problem(policy.backend.device, torch.bfloat16) is None,
+    )
+    most = 0.0
+    for batch in batches:
+        pack = PlannedPack(lengths=tuple(batch.borders.diff().tolist()), scored=int(batch.mask.sum()))
+        step = activations(shape, 0, pack, len(batches))
+        most = max(most, step.held + max(step.moments.values()))
+    copies = 2 * policy.arch.num_layers * policy.arch.layer_size if shape.fp8 else 0
+    return most + sum(vars(state(shape, 0)).values()) + copies
+
+
+def _host_syncs(work: Callable[[], Any]) -> dict[str, int]:
+    """Where the host waits for the GPU, as torch's debug mode sees it, and how often."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return Counter(
+        f"{Path(one.filename).name}:{one.lineno}" for one in seen if "synchronizing" in str(one.message)
+    )
 
 
 def _lent(policy: Policy) -> dict[str, Any]:

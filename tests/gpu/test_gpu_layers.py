@@ -31,7 +31,7 @@ def test_the_gradient_of_every_layout(
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # for the local layers' float32
     ranks = 1 if FAKE else 2 ** (machine["count"].bit_length() - 1)
     engine = machine["engine"] is None
-    which = ["--layouts", "recompute"] if FAKE else ["--all"]
+    which = ["--layouts", "recompute", "moe"] if FAKE else ["--all"]
     dtype = ["--dtype", "bfloat16"] if engine else []
     words = ["-m", "megatron_fspo", "verify", *which, *dtype, "--json", str(tmp_path / "cases.json")]
     done = torchrun(words, nproc=ranks, timeout=900)
@@ -65,7 +65,12 @@ def test_the_parity_tests_of_the_cpu(needs: Any, machine: Any, table: Any, layer
     files = ["test_parity.py", "test_families.py", *(["test_build.py"] if machine["count"] > 1 else [])]
     kind = "auto" if engine else "local"
     more = {"TEST_BACKEND": "cuda", "TEST_LAYERS": kind, "NVIDIA_TF32_OVERRIDE": "0"}
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/mcore/{f}" for f in files)]
+    words = [
+        "-m",
+        "pytest",
+        *("-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--numprocesses", "8"),
+        *(f"tests/mcore/{f}" for f in files),
+    ]
     done = subprocess.run(
         [sys.executable, *words],
         cwd=REPO,

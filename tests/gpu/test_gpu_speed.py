@@ -32,7 +32,10 @@ def test_a_step_of_qwen3_8b(needs: Needs, machine: Any, measured: Any, table: An
     table(item, "optimizer step", found["seconds"], "", "s")
     table(item, f"both, {found['tokens']} tokens", found["tokens_per_second"], "", "tokens/s")
     table(item, "optimizer step, without attention and recomputing", found["tflops"], "", "TFLOP/s/GPU")
-    table(item, "peak memory (beside: model and optimizer)", found["peak"] / GIB, found["state"] / GIB, "GiB")
+    table(item, "peak memory (beside: planned)", found["peak"] / GIB, found["planned"] / GIB, "GiB")
+    for name, sites in found["syncs"].items():
+        waits = sum(sites.values())
+        table(item, f"waits of the host in {name} (beside: micro-batches)", waits, found["micro_batches"])
     table(
         item, "memory lent to servers: left (beside: held)", found["left"] / GIB, found["held"] / GIB, "GiB"
     )

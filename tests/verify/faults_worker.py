@@ -19,7 +19,7 @@ from patching import Fault, Patch
 from megatron_fspo.mcore.backend import choose_backend
 from megatron_fspo.mcore.startup import join, start, stop
 from megatron_fspo.parallel.groups import ParallelGroups
-from megatron_fspo.verify.cases import TEMPERATURE, cases, random_weights
+from megatron_fspo.verify.cases import TEMPERATURE, cases, make_routes, make_samples, random_weights
 from megatron_fspo.verify.layouts import Layout, model_of, parse_layout
 from megatron_fspo.verify.production import build
 from megatron_fspo.verify.reference import Reference
@@ -44,9 +44,10 @@ class FaultyLayout:
         """One training step with the patch, and what is said of it."""
         model = replace(self.arch, tied=fault.tied)
         case = replace(CASES[fault.loss], split=fault.split, replay=fault.replay, share=fault.share)
+        routes = make_routes(model, make_samples(model)) if model.experts else None
         with patch:
             policy = build(self.layout, model, random_weights(model), BACKEND, self.groups, dtype)
-            (result,) = check_cases(policy, self.layout, [case], self.wanted[model], TEMPERATURE)
+            (result,) = check_cases(policy, self.layout, [case], self.wanted[model], TEMPERATURE, routes)
         errors = result.errors
         return {
             "problems": result.problems,

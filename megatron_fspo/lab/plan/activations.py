@@ -5,7 +5,7 @@ Two columns. ``local`` is what our layers on Megatron's local specification save
 traces (``benchmarks/trace_layouts.py``). So is ``transformer_engine``: fused norm and product, fused RoPE and
 SwiGLU, attention, which saves q, k, v, its output and a log-sum-exp per row. Experts are those of Megatron's
 all-to-all dispatcher; their tokens are taken to be spread evenly over all ranks that share them. The log-prob
-head has the chunks of :mod:`megatron_fspo.parallel.head`, or its kernels, which no GPU has run.
+head has the chunks of :mod:`megatron_fspo.parallel.head`, or its kernels.
 
 Packs differ; a plan takes a full one. Under full recompute a layer keeps its input alone, and one layer at a
 time is whole.
