@@ -47,6 +47,9 @@ def test_a_step_of_qwen3_8b(needs: Needs, machine: Any, measured: Any, table: An
     assert 0 < found["grad_norm"] < float("inf")
     if not FAKE:
         assert found["state"] < found["peak"] < found["free"]
+        assert abs(found["peak"] / found["planned"] - 1) < (0.03 if recipe == "none" else 0.1)
+        assert sum(found["syncs"]["update"].values()) <= found["micro_batches"] + 5
+        assert not found["syncs"]["old_pass"]
         # The clones of eight parameters, the packs, and what Transformer Engine keeps of FP8 weights.
         assert found["left"] < (0.15 if recipe == "none" else 0.4) * found["held"]
 
