@@ -2,6 +2,7 @@
 
     python benchmarks/evidence.py                    # all parts; some hours on two cores
     python benchmarks/evidence.py bands              # one of them
+    python benchmarks/evidence.py bands --seeds 1 2 3 4    # half of its runs, about an hour; then the others
     python benchmarks/evidence.py --short            # two runs of five small steps: the machinery only
 
 A part is a sweep of ``benchmarks/evidence/``; its first run says how long the others will take, and a run
@@ -53,9 +54,8 @@ def shortened(sweep: Sweep, folder: Path) -> Sweep:
     return sweep.model_copy(update={"folder": folder, "seeds": (1,), "arms": arms, "words": words})
 
 
-def measure(sweep: Sweep) -> dict[str, Any]:
-    """Make the runs; their summary, and rates over lengths that all runs have in common."""
-    make(sweep, lambda line: print(line, flush=True), PROGRAMS)
+def measured(sweep: Sweep) -> dict[str, Any]:
+    """The summary of its runs, and rates over lengths that all runs have in common."""
     found = summarize(sweep)
     runs = list(planned(sweep))
     for figures, run in zip(found["runs"], runs, strict=True):
@@ -135,6 +135,7 @@ def main() -> None:
     """Measure the parts that were asked for; write their files."""
     parser = options_of(__doc__)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="make these runs only; figures are for all")
     parser.add_argument("--short", action="store_true", help="check the machinery; nothing is kept")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
@@ -148,10 +149,17 @@ def main() -> None:
         sweep = read_sweep(ROOT / f"benchmarks/evidence/{part}.toml")
         if args.short:
             sweep = shortened(sweep, results / part)
+        if args.seeds and not set(args.seeds) <= set(sweep.seeds):
+            parser.error(f"--seeds: {part} has {', '.join(map(str, sweep.seeds))}")
+        if args.seeds:
+            sweep = sweep.model_copy(update={"seeds": tuple(args.seeds)})
         runs = list(planned(sweep))
         there = sum((sweep.folder / run.name / "report/index.html").exists() for run in runs)
         print(f"{part}: {len(runs)} runs, {sweep.jobs} at a time; {there} are there already", flush=True)
-        found = measure(sweep)
+        make(sweep, lambda line: print(line, flush=True), PROGRAMS)
+        if args.seeds:
+            continue
+        found = measured(sweep)
         command = f"python benchmarks/evidence.py {part}"
         content = {"command": command, "machine": facts, "sweep": sweep.model_dump(mode="json"), **found}
         path = results / f"evidence_{part}.json"
