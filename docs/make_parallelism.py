@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 
 import torch
 
-from megatron_fspo.packing.batch import local_positions
+from megatron_fspo.packing.zigzag import local_positions
 
 TARGET = Path(__file__).with_name("parallelism.svg")
 CP = 2

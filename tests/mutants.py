@@ -139,7 +139,7 @@ MUTANTS = {
     "agents: no check of the first conversation": Mutant(
         'if "".join(render(self._tokenizer, request.messages)) != prompt.text:', "if False:", "test_agent.py"
     ),
-    "inserted tokens: learned": Mutant("mask = mask & one", "mask = mask | one", "test_batch.py"),
+    "inserted tokens: learned": Mutant("mask = mask & (one > 0)", "mask = mask | (one > 0)", "test_batch.py"),
     "inserted tokens: in L": Mutant(
         "lengths=sequences.lengths[chosen]", "lengths=responses", "test_batch.py",
     ),

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from megatron_fspo.packing import pack as packing
-from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, StepTotals, padded_length
+from megatron_fspo.packing.batch import MicroBatch, Packs, Sequences, StepTotals
 from megatron_fspo.packing.pack import Pack, PackLayout, collate_packs
+from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.types import ROW_START, WRITTEN, Completion, Prompt, Sample
 
 

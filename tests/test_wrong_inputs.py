@@ -100,7 +100,10 @@ CASES = [
     (f"{CALIBRATE} --responses {{tmp}}/empty", ["{tmp}/empty"]),
     (f"{CALIBRATE} --run.folder {{tmp}}/file", ["{tmp}/file"]),
     (f"{CALIBRATE} --config {{tmp}}/gspo.toml", ["loss.name is gspo"]),
-    (f"{CALIBRATE} --emulate mxfp8 --fp8.recipe blockwise --model.dtype bfloat16", ["--emulate"]),
+    (
+        f"{CALIBRATE} --emulate mxfp8 --fp8.recipe blockwise --model.dtype bfloat16 --model.backend auto",
+        ["--emulate"],
+    ),
     (
         f"{CALIBRATE} --responses {{tmp}}/one.jsonl --parallel.tensor 1 --parallel.sequence false",
         ["2 data-parallel"],

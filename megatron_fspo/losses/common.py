@@ -69,6 +69,10 @@ class Loss(Section):
         tokens; and off-policy optimizer steps of one rollout."""
         return LossState(self)
 
+    def by_turn(self) -> bool:
+        """True if each turn of a trajectory has a ``definition`` of its own; J_i is their sum."""
+        return getattr(self.objective(), "unit", "trajectory") == "turn"
+
     def band(self) -> ClipBand | None:
         """The limits on S; None for a loss that decides token by token, or weighs without a limit."""
         return None

@@ -33,8 +33,7 @@ C_OVER_SIGMA = (1.5, 3.0)
 CLIP_RATE = (0.01, 0.4)
 """Within these limits a band is neither too wide nor too narrow; ours."""
 
-# A single token's ratio of e^3 = 20.
-Width = Annotated[float, Field(gt=0, le=3)]
+Width = Annotated[float, Field(gt=0, le=3)]  # a single token's ratio of e^3 = 20
 
 
 class FSPOLoss(Loss):
@@ -50,16 +49,21 @@ class FSPOLoss(Loss):
         "fspo-dual": {"c_low": 0.05, "c_high": 0.02, "c_dual": 0.02},
         "fspo-noise-signal": {"c_low": 0.04, "c_high": 0.03, "shape": "noise_signal", "crossover": 12.0},
         "fspo-temper": {"c_low": 0.05, "c_high": 0.04, "c_dual": 0.05, "temper": 0.4},
+        "fspo-turn": {"c_low": 0.05, "c_high": 0.04, "c_dual": 0.06, "unit": "turn"},
         "fspo-entropy-kl": dict(
             c_low=0.05, c_high=0.05, dual_clip="constant", dual_clip_ratio=1.2, entropy_coef=0.3, kl_coef=0.2
         ),
     }
     RUN_KEYS: ClassVar = frozenset(
-        {"calibrate", "drift", "drift_value", "drift_cap", "noise", "max_noise_clip_rate"}
+        {"unit", "calibrate", "drift", "drift_value", "drift_cap", "noise", "max_noise_clip_rate"}
     )
     LIMITS: ClassVar = ("c_low", "c_high")
 
     name: Literal["fspo"] = "fspo"
+    unit: Literal["trajectory", "turn"] = Field(
+        "trajectory",
+        description="what has one S, L and clip decision: a response, or each turn of it (ours, to compare)",
+    )
     c_low: Width = Field(DEFAULT_C, description="lower edge: -c_low * L^exponent + drift * L, in nats")
     c_high: Width = Field(DEFAULT_C, description="upper edge: c_high * L^exponent + drift * L, in nats")
     exponent: Annotated[float, Field(ge=0, le=1)] | Literal["measured"] = Field(
@@ -101,15 +105,13 @@ class FSPOLoss(Loss):
         "length_fair",
         description="limit of S for A < 0: c_dual * L^exponent, or log(dual_clip_ratio)",
     )
-    noise: Path | None = Field(
-        None, description="file of `megatron-fspo calibrate`: what of S is noise on this machine"
-    )
+    noise: Path | None = Field(None, description="file of `megatron-fspo calibrate`: the noise in S here")
     max_noise_clip_rate: Share = Field(
         0.05,
         description="no run where `noise` alone puts a larger share of responses outside, at any length",
     )
     c_dual: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="at least c_high; default: 2 * c_high"
+        None, description="c_high or more; default: twice it"
     )
     dual_clip_ratio: Annotated[float, Field(gt=1)] = Field(3.0, description="for dual_clip = constant")
 
@@ -135,8 +137,7 @@ class FSPOLoss(Loss):
         c_dual = None if self.c_dual is None else self.c_dual * c_high / self.c_high
         changes: dict[str, Any] = {"c_low": c_low, "c_high": c_high, "c_dual": c_dual}
         changes |= {key: value for key, value in shape.items() if value is not None}
-        if drift is not None:
-            changes |= {"drift": "given", "drift_value": drift}
+        changes |= {} if drift is None else {"drift": "given", "drift_value": drift}
         return self.model_copy(update=changes)
 
     def centred(self, drift: float) -> FSPOLoss:
@@ -154,7 +155,8 @@ class FSPOLoss(Loss):
         )
 
     def objective(self) -> SequenceLevel:
-        return SequenceLevel(band=self.band(), dual_clip=self._dual_clip(), temper=self.temper)
+        clip, unit = self._dual_clip(), self.unit
+        return SequenceLevel(band=self.band(), dual_clip=clip, temper=self.temper, unit=unit)
 
     def _dual_clip(self) -> DualClip | None:
         if self.dual_clip == "length_fair":
@@ -335,8 +337,7 @@ class FSPOState(LossState):
     def metrics(self) -> dict[str, float]:
         band = self._section().band()
         names = ("c_low", "c_high", "drift", "exponent", "crossover")
-        values = {f"fspo/{name}": getattr(band, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
+        return {f"fspo/{name}": value for name in names if (value := getattr(band, name)) is not None}
 
     def noise_metrics(self, lengths: Tensor, out_of_band: float) -> dict[str, float]:
         """``fspo/noise_clip_rate``, the share that noise alone is expected to put outside the band, and

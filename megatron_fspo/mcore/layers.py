@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_fspo.mcore.packed_attention import packed_attention
-from megatron_fspo.packing.batch import gathered_positions, local_positions
+from megatron_fspo.packing.zigzag import gathered_positions, local_positions
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_fspo.mcore.normalise import megatron_loss
-from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, PolicyObjective, k3_kl
+from megatron_fspo.objective.policy_objective import LossInputs, LossTerms, PolicyObjective, TurnInputs
 from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.parallel.groups import ParallelGroups, of_first_rank
 from megatron_fspo.parallel.head import HeadKind, linear_log_probs
@@ -174,6 +174,16 @@ class PolicyLoss:
                 advantages=batch.advantages,
                 num_sequences=batch.totals.num_sequences,
                 num_tokens=batch.totals.num_tokens,
+                turns=batch.turns
+                and TurnInputs(
+                    **batch.turns._asdict(),
+                    sums=partial(
+                        sequence_sums,
+                        segment=batch.turns.segment,
+                        num_segments=len(batch.turns.owner),
+                        **where,
+                    ),
+                ),
             )
         )
         if self.observer is not None:
@@ -223,6 +233,20 @@ def _metrics(
         name: torch.stack([torch.as_tensor(total).double(), torch.as_tensor(count).double()])
         for name, (total, count) in pairs.items()
     }
+
+
+def k3_kl(log_ratio_tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum, count) over masked tokens of k3 = r − 1 − log r, r = π_new/π_old: KL(old‖new) is sum/count. Takes
+    log r [T] in nats, of tokens sampled from the old policy, and what outside the mask may be anything.
+
+    Returns two float64 scalars, to be added up over ranks before one is divided by the other. Tokens with a
+    non-finite k3 are in neither.
+    """
+    # expm1(x) − x keeps the digits of x²/2 that exp(x) − 1 − x loses.
+    log_ratio = log_ratio_tokens.detach().double()
+    k3 = log_ratio.expm1() - log_ratio
+    counted = mask & k3.isfinite()
+    return torch.where(counted, k3, 0.0).sum(), counted.sum().double()
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from megatron_fspo.mcore.policy import Model
 from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.sizes import check_parallel, check_world
 from megatron_fspo.mcore.startup import join, start, stop
-from megatron_fspo.packing.batch import MicroBatch, Sequences, padded_length
+from megatron_fspo.packing.batch import MicroBatch, Sequences
 from megatron_fspo.packing.pack import pack
+from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.parallel.groups import ParallelGroups, gather_lists, pack_layout
 from megatron_fspo.weights import Architecture, read_architecture
 

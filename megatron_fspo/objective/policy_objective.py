@@ -177,21 +177,21 @@ def min_form(
     )
 
 
-def k3_kl(log_ratio_tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum, count) over masked tokens of k3 = r − 1 − log r, r = π_new/π_old: KL(old‖new) is sum/count. Takes
-    log r [T] in nats, of tokens sampled from the old policy, and what outside the mask may be anything.
-
-    Returns two float64 scalars, to be added up over ranks before one is divided by the other. Tokens with a
-    non-finite k3 are in neither.
-    """
-    # expm1(x) − x keeps the digits of x²/2 that exp(x) − 1 − x loses.
-    log_ratio = log_ratio_tokens.detach().double()
-    k3 = log_ratio.expm1() - log_ratio
-    counted = mask & k3.isfinite()
-    return torch.where(counted, k3, 0.0).sum(), counted.sum().double()
-
-
 Aggregation = Literal["sequence-mean", "token-mean"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnInputs:
+    """The m turns of n trajectories in t tokens."""
+
+    segment: Tensor
+    """[t] turn of each token, in [0, m]; m belongs to nobody."""
+    owner: Tensor
+    """[m] trajectory of each turn."""
+    lengths: Tensor
+    """[m] tokens of each."""
+    sums: Callable[[Tensor], Tensor]
+    """[k, t] → [k, m], as ``LossInputs.sequence_sums``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +227,8 @@ class LossInputs:
     """N of the whole optimizer step."""
     num_tokens: int
     """T of the whole optimizer step."""
+    turns: TurnInputs | None = None
+    """None: each sequence is one turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,8 +272,20 @@ class SequenceLevel:
     """b of the importance weight exp(S / L^b); 0 leaves it as it is."""
     times_length: bool = False
     """J_i counts L times, as LUSPO has it with GSPO's band."""
+    unit: Literal["trajectory", "turn"] = "trajectory"
+    """turn: J_i is the sum over the turns of a trajectory, each with its own S, L and decision (ours); one
+    that is not finite drops the trajectory."""
 
     def __call__(self, inputs: LossInputs) -> LossTerms:
+        whole, turns = inputs, inputs.turns if self.unit == "turn" else None
+        if turns is not None:
+            inputs = replace(
+                inputs,
+                segment=turns.segment,
+                lengths=turns.lengths,
+                advantages=inputs.advantages[turns.owner],
+                sequence_sums=turns.sums,
+            )
         (log_ratio_sum,) = inputs.sequence_sums(inputs.log_ratio[None])
         terms = sequence_surrogate(
             log_ratio_sum,
@@ -284,7 +298,37 @@ class SequenceLevel:
         if self.times_length:
             lengths = inputs.lengths.to(log_ratio_sum)
             terms = replace(terms, objective=terms.objective * lengths, weight=terms.weight * lengths)
-        return weigh_sequences(inputs, log_ratio_sum, terms)
+        if turns is None:
+            return weigh_sequences(inputs, log_ratio_sum, terms)
+        broken = _over_turns(terms.nonfinite, turns, whole)[turns.owner] > 0
+        objective, weight = (torch.where(broken, 0.0, one) for one in (terms.objective, terms.weight))
+        terms = replace(terms, objective=objective, weight=weight, nonfinite=broken)
+        return _of_trajectories(weigh_sequences(inputs, log_ratio_sum, terms), turns, whole)
+
+
+def _over_turns(values: Tensor, turns: TurnInputs, whole: LossInputs) -> Tensor:
+    """[m] → [n]: sums over the turns of each trajectory, float64."""
+    sums = torch.zeros(whole.lengths.numel(), dtype=torch.float64, device=values.device)
+    return sums.index_add_(0, turns.owner, values.double())
+
+
+def _of_trajectories(terms: LossTerms, turns: TurnInputs, whole: LossInputs) -> LossTerms:
+    """The terms of turns as those of their trajectories: what is clipped are shares of the turns."""
+    kind = terms.log_ratio_sum.dtype
+    count = _over_turns(torch.ones_like(turns.owner), turns, whole).clamp(min=1)
+    clipped = {
+        name: (_over_turns(getattr(terms, name), turns, whole) / count).to(kind)
+        for name in ("clipped_low", "clipped_high", "dual_clipped")
+    }
+    log_ratio_sum = _over_turns(terms.log_ratio_sum, turns, whole).to(kind)
+    return replace(
+        terms,
+        **clipped,
+        log_ratio_sum=log_ratio_sum,
+        ratio=torch.full_like(log_ratio_sum, math.nan),
+        out_of_band=_over_turns(terms.out_of_band, turns, whole) > 0,
+        nonfinite=_over_turns(terms.nonfinite, turns, whole) > 0,
+    )
 
 
 def weigh_sequences(inputs: LossInputs, log_ratio_sum: Tensor, terms: Surrogate) -> LossTerms:

@@ -1,10 +1,6 @@
 """Sequences, and the packed tensors of micro-batches (THD: all sequences in one row, end to end).
 
-Under context parallel every sequence is cut into 2·size equal chunks; rank r holds chunk r and chunk
-2·size - 1 - r of each (zigzag). Under a causal mask a late chunk attends to more keys than an early one, so
-the pairs cost all ranks the same. It is the layout that Transformer Engine's context-parallel attention and
-Megatron's packed RoPE expect. ``borders`` are cumulative padded lengths from 0; every length is a multiple of
-2·size.
+How context-parallel ranks share them: :mod:`.zigzag`.
 """
 
 from __future__ import annotations
@@ -78,6 +74,22 @@ class Sequences:
             for owner, position in zip(owners.tolist(), inside.tolist(), strict=True):
                 borders[owner].insert(-1, position)
         return borders
+
+    @cached_property
+    def turns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """[Σ R] int32 number of the turn in its sequence, from 1, that the token is of, 0 for what the policy
+        did not write; [m] turns of each sequence; and the turns' lengths, of one sequence after the other."""
+        assert self.written is not None
+        begins = self.places[:, 3]
+        starts = self.written.clone()
+        starts[1:] &= ~self.written[:-1]
+        first = begins[self.response_lengths > 0]
+        starts[first] = self.written[first]
+        count = starts.cumsum(0)
+        before = pad(count, (1, 0))[begins]
+        ends = pad(count, (1, 0))[begins + self.response_lengths]
+        number = torch.where(self.written, count - before.repeat_interleave(self.response_lengths), 0)
+        return number.int(), ends - before, (count[self.written] - 1).bincount(minlength=int(starts.sum()))
 
     @cached_property
     def prompts(self) -> Tensor:
@@ -186,6 +198,17 @@ class Prefix(NamedTuple):
     """Which share it, at least two."""
 
 
+class Turns(NamedTuple):
+    """The m turns of a micro-batch: what the policy wrote in one go, between what an environment inserted."""
+
+    segment: Tensor
+    """[t] turn of each token, in [0, m]; m for what is in none."""
+    owner: Tensor
+    """[m] the sequence of each."""
+    lengths: Tensor
+    """[m] tokens of each, over all context ranks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """n sequences packed into one row, of which this rank holds t tokens: all, or 1 / cp of them.
@@ -242,6 +265,8 @@ class MicroBatch:
     """The :class:`~megatron_fspo.mcore.router.RouterPass` of a pass in which routers do more than route."""
     totals: StepTotals
     """Totals of its optimizer step."""
+    turns: Turns | None = None
+    """None: every sequence is one turn."""
     prefixes: tuple[Prefix, ...] = ()
     """In their order; none under context parallel."""
     source: MicroBatch | None = None
@@ -274,6 +299,8 @@ class MicroBatch:
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
+        if self.turns is not None:
+            tensors["turns"] = Turns(*(x.pin_memory().to(device, non_blocking=True) for x in self.turns))
         return replace(self, **tensors, source=self)
 
 
@@ -288,59 +315,6 @@ class StepTotals:
     packed_tokens: int
     """Tokens that are in a pack: what Megatron counts and divides by. Less than T where sequences without a
     gradient are left out."""
-
-
-def padded_length(length: int, context: int = 1, *, rows: int = 1) -> int:
-    """Tokens that a sequence takes in a pack, with the padding of ``context`` parallel ranks; at most, if it
-    has several rows."""
-    chunks = chunks_per_sequence(context)
-    length += (rows - 1) * (chunks - 1)
-    return length + -length % chunks
-
-
-def chunks_per_sequence(size: int) -> int:
-    """Chunks that every sequence is cut into for ``size`` ranks; its padded length is a multiple of it."""
-    return 2 * size if size > 1 else 1
-
-
-def local_runs(padded_lengths: Tensor, rank: int, size: int) -> Tensor:
-    """Return where in each sequence the tokens lie that ``rank`` holds, in the order it holds them.
-
-    Args:
-        padded_lengths: [n], multiples of 2·size where size > 1.
-        rank: context-parallel rank.
-        size: context-parallel size.
-
-    Returns:
-        [n, runs, 2] first position and end of each run.
-
-    Raises:
-        ValueError: a length that does not split.
-    """
-    chunks = chunks_per_sequence(size)
-    if (padded_lengths % chunks).any():
-        wrong = int(padded_lengths[padded_lengths % chunks != 0][0])
-        raise ValueError(f"a sequence of {wrong} tokens does not split into {chunks} chunks")
-    numbers = padded_lengths.new_tensor([0] if size == 1 else [rank, chunks - 1 - rank])
-    first = padded_lengths[:, None] // chunks * numbers
-    return torch.stack([first, first + padded_lengths[:, None] // chunks], dim=-1)
-
-
-def local_positions(borders: Tensor, rank: int, size: int) -> Tensor:
-    """Positions in the whole row [t / size] of the tokens that ``rank`` holds, in the order it holds them."""
-    borders = borders.long()
-    runs = (local_runs(borders.diff(), rank, size) + borders[:-1, None, None]).flatten(0, 1)
-    lengths = runs.diff(dim=1)[:, 0]
-    run = torch.repeat_interleave(lengths)
-    return torch.arange(len(run), device=run.device) + (runs[:, 0] - lengths.cumsum(0) + lengths)[run]
-
-
-def gathered_positions(borders: Tensor, size: int) -> Tensor:
-    """Return, per position of the whole row [t], where it is when the ranks' rows are laid end to end."""
-    laid = torch.cat([local_positions(borders, rank, size) for rank in range(size)])
-    where = torch.empty_like(laid)
-    where[laid] = torch.arange(len(laid), device=laid.device)
-    return where
 
 
 class Packs(Sequence[MicroBatch]):

@@ -7,13 +7,14 @@ the tensors. ``pack`` does both for a program that holds its sequences itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_fspo.packing.batch import (
     MicroBatch,
@@ -21,11 +22,10 @@ from megatron_fspo.packing.batch import (
     Prefix,
     Sequences,
     StepTotals,
-    chunks_per_sequence,
-    local_runs,
-    padded_length,
+    Turns,
 )
 from megatron_fspo.packing.plan import plan_micro_batches
+from megatron_fspo.packing.zigzag import chunks_per_sequence, local_runs, padded_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +204,7 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
     flat = _rows(sequences, chosen[number], ends.tolist(), held.tolist())
     owner = torch.cat([number, number.new_full((len(padded) - len(number),), len(rows))])
     per_token = _per_token(flat, sizes, held[..., 0], owner, nobody=len(rows))
+    turns = _turns(sequences, chosen, flat[-1], per_token) if sequences.written is not None else None
     routes = None
     if sequences.routes is not None:
         routes = sequences.routes_at(chosen, per_token["segment"], per_token["position_ids"][0])
@@ -216,6 +217,7 @@ def collate(sequences: Sequences, rows: Sequence[int], totals: StepTotals, layou
         **per_token,
         restarted=restarted,
         routes=routes,
+        turns=turns,
         prefixes=prefixes,
         borders=borders.to(torch.int32),
         owner=owner,
@@ -251,6 +253,22 @@ def _blocks(
     return blocks, tuple(prefixes)
 
 
+def _turns(sequences: Sequences, chosen: Tensor, number: Tensor, per_token: Mapping[str, Tensor]) -> Turns:
+    """Of the ``chosen``; ``number`` [t] is that of a token's turn in its sequence, from 1."""
+    _, counts, lengths = sequences.turns
+    mine = counts[chosen]
+    first = mine.cumsum(0) - mine
+    index = pad(first, (0, 1))[per_token["segment"]] + number.long() - 1
+    place = torch.arange(int(mine.sum())) + ((counts.cumsum(0) - counts)[chosen] - first).repeat_interleave(
+        mine
+    )
+    return Turns(
+        segment=torch.where(per_token["mask"], index, len(place)),
+        owner=torch.arange(len(chosen)).repeat_interleave(mine),
+        lengths=lengths[place],
+    )
+
+
 def _filled(rows: Tensor, count: int) -> Tensor:
     """``count`` rows, of zeros where there are no more."""
     return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
@@ -262,8 +280,8 @@ def _rows(
     ends: Sequence[Sequence[int]],
     held: Sequence[Sequence[Sequence[int]]],
 ) -> list[Tensor]:
-    """Tokens, labels and sampled log-probs where this rank holds them, and which of the labels the policy
-    wrote, if not all: pieces of the flat arrays, copied once.
+    """Tokens, labels and sampled log-probs where this rank holds them, and the number of a label's turn, if
+    the policy did not write all: pieces of the flat arrays, copied once.
 
     Args:
         sequences: to choose from.
@@ -276,7 +294,7 @@ def _rows(
     prompts = _filled(sequences.prompt_lengths[chosen], len(held)).tolist()
     longest = max(end - first for runs in held for first, end in runs)
     of_labels = (
-        [sequences.log_probs] if sequences.written is None else [sequences.log_probs, sequences.written]
+        [sequences.log_probs] if sequences.written is None else [sequences.log_probs, sequences.turns[0]]
     )
     flat = [sequences.tokens, sequences.tokens, *of_labels]
     zeros = [values.new_zeros(longest) for values in flat]
@@ -327,7 +345,7 @@ def _per_token(
     )
     shift, mask, segment = per_token
     for one in written:
-        mask = mask & one
+        mask = mask & (one > 0)
     rows = mask.nonzero()[:, 0]
     wanted = labels[rows]
     return {

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fspo.packing.batch import chunks_per_sequence
+from megatron_fspo.packing.zigzag import chunks_per_sequence
 
 _BITS = 28
 _UNITS = (2.0**24, 2.0**-4, 2.0**-32, 2.0**-60)

@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fspo.losses import PolicyLossConfig
+from megatron_fspo.losses.common import Definition
 from megatron_fspo.types import Sample
 from megatron_fspo.weights import Architecture, Experts
 
@@ -55,6 +56,8 @@ class Scores:
     """Per sample [L] log π(y_t), nats; L = 0 is allowed."""
     entropies: tuple[Tensor, ...]
     """Per sample [L]."""
+    turns: tuple[tuple[int, ...], ...]
+    """Per sample the lengths of its turns; their sum is L."""
     router_losses: tuple[Tensor, ...] = ()
     """Per sample [2]: its parts of B and Z, summed over layers; none for a dense model."""
 
@@ -145,6 +148,7 @@ def forward(
         advantages=tuple(sample.advantage for sample in samples),
         log_probs=tuple(log_probs for log_probs, _ in rows),
         entropies=tuple(entropy for _, entropy in rows),
+        turns=tuple(tuple(len(turn) for turn in sample.completion.written if turn) for sample in samples),
         router_losses=tuple(losses),
     )
 
@@ -188,8 +192,10 @@ def reference(
         return torch.stack([row.sum() for row in rows]).sum() / num_tokens
 
     terms = [
-        loss.definition(row, a, log_probs) if len(row) else None
-        for row, a, log_probs in zip(log_ratios, scores.advantages, scores.log_probs, strict=True)
+        _defined(loss, row, a, log_probs, turns) if len(row) else None
+        for row, a, log_probs, turns in zip(
+            log_ratios, scores.advantages, scores.log_probs, scores.turns, strict=True
+        )
     ]
     present = [term for term in terms if term is not None]
     means = [term.objective.mean() for term in present if term.mean == "sequence"]
@@ -219,6 +225,22 @@ def reference(
         kl=kl.item(),
         gradients=gradients,
         grad_norm=math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values())),
+    )
+
+
+def _defined(
+    loss: PolicyLossConfig, row: Tensor, advantage: float, log_probs: Tensor, turns: tuple[int, ...]
+) -> Definition:
+    if not loss.by_turn():
+        return loss.definition(row, advantage, log_probs)
+    each = [
+        loss.definition(part, advantage, scored)
+        for part, scored in zip(torch.split(row, [*turns]), torch.split(log_probs, [*turns]), strict=True)
+    ]
+    return Definition(
+        objective=torch.cat([one.objective for one in each]).sum()[None],
+        clipped=sum(one.clipped for one in each) / len(each),
+        out_of_band=any(one.out_of_band for one in each),
     )
 
 

@@ -14,11 +14,11 @@ from megatron_fspo.objective.calibration import (
     drift_from_sigma,
     fit_crossover,
     fit_exponent,
+    k3_kl,
     measure_exponent,
     sigma_hat,
     student_t,
 )
-from megatron_fspo.objective.policy_objective import k3_kl
 
 
 def walks(size: int, sigma: float, exponent: float = 0.5, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -119,8 +119,9 @@ def test_a_pack_is_copied_from_pinned_memory_without_waiting(monkeypatch: pytest
         patch.setattr(Tensor, "pin_memory", lambda self: pinned.append(self) or self)
         patch.setattr(Tensor, "to", to)
         batch = packs[1]
-    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    assert len(tensors) > 8 and all(value.is_meta for value in tensors.values())
+    assert batch.turns is not None
+    tensors = [*(value for value in vars(batch).values() if isinstance(value, Tensor)), *batch.turns]
+    assert len(tensors) > 8 and all(value.is_meta for value in tensors)
     assert copied == [(id(value), {"non_blocking": True}) for value in pinned] and len(pinned) == len(tensors)
     assert batch.source is packs.on_host[1] and batch.source.sample_index.tolist() == [1]
     assert batch.old_log_probs == "second" and batch.label_range == (3, 5)

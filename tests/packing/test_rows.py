@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fspo.packing.batch import MicroBatch, gathered_positions
+from megatron_fspo.packing.batch import MicroBatch
 from megatron_fspo.packing.pack import PackLayout, pack
+from megatron_fspo.packing.zigzag import gathered_positions
 from megatron_fspo.types import Completion, Sample
 from packs import collate, sample, sequences_of
 

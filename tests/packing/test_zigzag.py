@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_fspo.packing.batch import MicroBatch, gathered_positions, local_positions
+from megatron_fspo.packing.batch import MicroBatch
+from megatron_fspo.packing.zigzag import gathered_positions, local_positions
 from megatron_fspo.types import Sample
 from packs import collate, sample
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_fspo.config import Optimizer, Reward
 from megatron_fspo.errors import TrainingError
-from megatron_fspo.packing.batch import local_positions
+from megatron_fspo.packing.zigzag import local_positions
 from megatron_fspo.parallel.control import Control
 from megatron_fspo.parallel.groups import (
     ParallelGroups,

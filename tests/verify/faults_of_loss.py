@@ -115,6 +115,12 @@ def prefix_of_a_row(real: Any, totals: Tensor, owner: Tensor) -> Tensor:
     return torch.zeros_like(totals)
 
 
+@fault(CP, "clip", *COLLATE, loss="fspo-turn")
+def turns_as_one(real: Any, *args: Any) -> MicroBatch:
+    """With S by turn, a clip decides about the whole trajectory"""
+    return replace(real(*args), turns=None)
+
+
 # Normalisers.
 
 

@@ -23,7 +23,8 @@ from megatron_fspo.lab.calibrate.emulate import emulate_fp8
 from megatron_fspo.lab.explain.rows import location, read_rows
 from megatron_fspo.mcore.hf_weights import export_hf, load_hf
 from megatron_fspo.mcore.policy import Model
-from megatron_fspo.packing.batch import MicroBatch, Packs, padded_length
+from megatron_fspo.packing.batch import MicroBatch, Packs
+from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.records import as_tensors
 from megatron_fspo.trainer.begin import roll_out, with_packs

@@ -15,7 +15,7 @@ from megatron_fspo.lab.plan.plan import GIB, Given, RunPlan, make_plan
 from megatron_fspo.lab.plan.presets import find_model
 from megatron_fspo.lab.plan.shape import Shape
 from megatron_fspo.lab.plan.speed import Machine
-from megatron_fspo.packing.batch import padded_length
+from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.weights import Architecture
 
 _SHOWN = 6  # stages side by side

@@ -21,7 +21,7 @@ from megatron_fspo.lab.plan.state import (
     state,
 )
 from megatron_fspo.mcore.sizes import check_parallel, check_world, shares_prompts
-from megatron_fspo.packing.batch import padded_length
+from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.weights import Architecture
 
 GIB = 2**30

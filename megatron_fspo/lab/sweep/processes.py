@@ -63,8 +63,10 @@ def matched_loss(config: Config, records: Records) -> dict[str, Any]:
     sums, lengths = torch.from_numpy(judged.log_ratio_sum), torch.from_numpy(judged.length).double()
     loss = config.loss.fitted(sums, lengths)
     band = loss.band()
-    if band is None:
-        raise InputError(f"loss.name = {loss.name} has no band on S that could be matched: leave `match` out")
+    if band is None or loss.by_turn():
+        raise InputError(
+            f"loss.name = {loss.name} has no band on S of responses that could be matched: leave `match` out"
+        )
     rate = float(judged.clipped.mean())
     pushed = (sums - band.drift * lengths) * torch.from_numpy(judged.advantage) > 0
     factor = factor_for(torch.where(pushed, reach_of_sums(band, sums, lengths), 0.0), rate)

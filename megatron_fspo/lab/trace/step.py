@@ -25,8 +25,8 @@ from megatron_fspo.mcore.hf_weights import fill, hf_tensors
 from megatron_fspo.mcore.offload import Offload
 from megatron_fspo.mcore.policy import Model, Policy
 from megatron_fspo.mcore.policy_loss import Scoring
-from megatron_fspo.packing.batch import padded_length
 from megatron_fspo.packing.pack import PackLayout, plan_step
+from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.parallel.control import Control, Patience
 from megatron_fspo.parallel.groups import ParallelGroups
 from megatron_fspo.record.log import RunLog
