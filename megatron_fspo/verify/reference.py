@@ -56,8 +56,8 @@ class Scores:
     """Per sample [L] log π(y_t), nats; L = 0 is allowed."""
     entropies: tuple[Tensor, ...]
     """Per sample [L]."""
-    turns: tuple[tuple[int, ...], ...]
-    """Per sample the lengths of its turns; their sum is L."""
+    turns: tuple[tuple[int, ...], ...] = ()
+    """Per sample the lengths of its turns; their sum is L. None: each is one turn."""
     router_losses: tuple[Tensor, ...] = ()
     """Per sample [2]: its parts of B and Z, summed over layers; none for a dense model."""
 
@@ -194,7 +194,11 @@ def reference(
     terms = [
         _defined(loss, row, a, log_probs, turns) if len(row) else None
         for row, a, log_probs, turns in zip(
-            log_ratios, scores.advantages, scores.log_probs, scores.turns, strict=True
+            log_ratios,
+            scores.advantages,
+            scores.log_probs,
+            scores.turns or [()] * len(log_ratios),
+            strict=True,
         )
     ]
     present = [term for term in terms if term is not None]
@@ -231,7 +235,7 @@ def reference(
 def _defined(
     loss: PolicyLossConfig, row: Tensor, advantage: float, log_probs: Tensor, turns: tuple[int, ...]
 ) -> Definition:
-    if not loss.by_turn():
+    if not (turns and loss.by_turn()):
         return loss.definition(row, advantage, log_probs)
     each = [
         loss.definition(part, advantage, scored)

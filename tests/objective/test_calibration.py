@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_fspo.mcore.policy_loss import k3_kl
 from megatron_fspo.objective.band import width
 from megatron_fspo.objective.calibration import (
     QUANTILE,
@@ -14,7 +15,6 @@ from megatron_fspo.objective.calibration import (
     drift_from_sigma,
     fit_crossover,
     fit_exponent,
-    k3_kl,
     measure_exponent,
     sigma_hat,
     student_t,
