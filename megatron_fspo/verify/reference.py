@@ -191,16 +191,9 @@ def reference(
     def token_mean(rows: Sequence[Tensor]) -> Tensor:
         return torch.stack([row.sum() for row in rows]).sum() / num_tokens
 
-    terms = [
-        _defined(loss, row, a, log_probs, turns) if len(row) else None
-        for row, a, log_probs, turns in zip(
-            log_ratios,
-            scores.advantages,
-            scores.log_probs,
-            scores.turns or [()] * len(log_ratios),
-            strict=True,
-        )
-    ]
+    turns = scores.turns or [()] * len(log_ratios)
+    each = zip(log_ratios, scores.advantages, scores.log_probs, turns, strict=True)
+    terms = [_defined(loss, *one) if len(one[0]) else None for one in each]
     present = [term for term in terms if term is not None]
     means = [term.objective.mean() for term in present if term.mean == "sequence"]
     tokens = [term.objective.sum() for term in present if term.mean == "token"]
