@@ -25,6 +25,7 @@ class Config(Section):
 
     run: sections.Run
     model: sections.Model
+    lora: sections.LoRA = sections.LoRA()
     fp8: FP8 = FP8()
     parallel: sections.Parallel = sections.Parallel()
     moe: sections.MoE = sections.MoE()

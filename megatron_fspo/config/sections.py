@@ -51,6 +51,17 @@ class Model(Section):
     )
 
 
+class LoRA(Section):
+    """Adapters that are trained in place of the matrices: y = W x + scale * B A x."""
+
+    rank: NonNegativeInt = Field(0, description="rows of A; 0: no adapters, all weights are trained")
+    alpha: PositiveFloat = Field(32.0, description="scale = alpha / rank, or alpha / sqrt(rank)")
+    rslora: bool = Field(False, description="alpha / sqrt(rank)")
+    targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = Field(
+        (), description="matrices; default: all, of a mixture of experts those of attention"
+    )
+
+
 class Parallel(Section):
     """How one model is spread. Data parallel is what remains of the world size."""
 

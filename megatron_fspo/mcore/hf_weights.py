@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fspo.mcore.lora import first_values, is_adapter, merged_parameters
 from megatron_fspo.mcore.model import expert_offset, is_expert, layer_offset
 from megatron_fspo.mcore.policy import Model
 from megatron_fspo.parallel.groups import gather_lists, share
@@ -19,12 +20,16 @@ from megatron_fspo.weights import (
     iterate_hf_tensors,
     load_into,
     open_checkpoint,
+    resolve,
+    shard_slices,
+    write_adapters,
     write_hf_checkpoint,
 )
 
 
-def load_hf(model: Model, checkpoint: Path) -> None:
-    """Fill every parameter from a checkpoint; each rank reads its slices only.
+def load_hf(model: Model, checkpoint: Path, *, seed: int = 0) -> None:
+    """Fill every parameter from a checkpoint; each rank reads its slices only. ``seed`` names the random
+    values of adapters.
 
     Every rank of the job calls it, and waits for the slowest.
 
@@ -35,6 +40,7 @@ def load_hf(model: Model, checkpoint: Path) -> None:
     groups.control.meet(f"{checkpoint} to be read")
     stage = gather_lists(loaded, group=groups.ep)
     check_coverage(gather_lists(stage, group=groups.pp), model.arch)
+    fill_adapters(model, partial(first_values, seed=seed))
     model.weights_loaded()
 
 
@@ -43,7 +49,7 @@ def fill(model: Model, reader: Reader) -> list[str]:
     loaded: list[str] = []
     for chunk in model.chunks:
         loaded += load_into(
-            chunk.named_parameters(),
+            ((name, parameter) for name, parameter in chunk.named_parameters() if not is_adapter(name)),
             reader,
             model.arch,
             tp_rank=model.groups.tp.rank(),
@@ -55,14 +61,27 @@ def fill(model: Model, reader: Reader) -> list[str]:
     return loaded
 
 
+@torch.no_grad()
+def fill_adapters(model: Model, values: Callable[[str, tuple[int, ...]], Tensor]) -> None:
+    """Set every factor to this rank's part of ``values(name, shape)``; the names are those of
+    :func:`~megatron_fspo.weights.table.adapter_shapes`."""
+    size, rank = model.groups.tp.size(), model.groups.tp.rank()
+    for chunk in model.chunks:
+        for name, parameter in chunk.named_parameters():
+            if is_adapter(name):
+                row = resolve(name, model.arch, layer_offset(model.config, chunk))
+                (tensor,) = row.hf
+                (part,) = shard_slices(row, model.arch, rank, size, model.padded_vocab)
+                parameter.copy_(values(tensor.name, tensor.shape(model.arch))[part])
+
+
 def export_hf(model: Model, out: Path, *, source: Path) -> None:
     """Write the model as a Hugging Face checkpoint; config and tokenizer come from ``source``.
 
     Collective: every rank calls it; rank 0 writes, one tensor in memory at a time, and appears at ``out``
     only when complete.
     """
-    named = [chunk.named_parameters() for chunk in model.chunks]
-    tensors = ((name, tensor.cpu()) for name, tensor in hf_tensors(model, named))
+    tensors = ((name, tensor.cpu()) for name, tensor in hf_tensors(model))
     if dist.get_rank() == 0:
         names = {"tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep", "data": "dp"}
         sizes = {name: getattr(model.groups, group).size() for name, group in names.items()}
@@ -73,14 +92,33 @@ def export_hf(model: Model, out: Path, *, source: Path) -> None:
     model.groups.control.meet(f"{out} to be written")
 
 
-def hf_tensors(model: Model, named: Sequence[Iterable[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
+def export_adapters(model: Model, out: Path, *, base: Path) -> None:
+    """Write the adapters as a folder that PEFT loads onto the model in ``base``. Collective, as
+    :func:`export_hf`."""
+    adapters = model.arch.adapters
+    assert adapters is not None
+    named = [
+        [(name, parameter) for name, parameter in chunk.named_parameters() if is_adapter(name)]
+        for chunk in model.chunks
+    ]
+    tensors = [(name, tensor.cpu()) for name, tensor in hf_tensors(model, named)]
+    if dist.get_rank() == 0:
+        write_adapters(out, tensors, adapters, base)
+    model.groups.control.meet(f"{out} to be written")
+
+
+def hf_tensors(
+    model: Model, named: Sequence[Iterable[tuple[str, Tensor]]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors under their Hugging Face names, on the first rank of the job; per chunk, the
-    (Megatron name, tensor) pairs of ``named`` are exported: parameters, or their gradients.
+    (Megatron name, tensor) pairs of ``named`` are exported. By default its parameters, with adapters added.
 
     Collective: every rank runs it to its end; the others get nothing. The tensors are on the model's device,
     so that an NCCL sender need not bring them back there.
     """
     groups = model.groups
+    if named is None:
+        named = [merged_parameters(chunk, model.arch) for chunk in model.chunks]
     # One copy of the model is enough. Megatron's order: a pipeline stage is a run of ranks; the first of it
     # have the parts of its matrices, or its experts.
     stage_size = dist.get_world_size() // groups.pp.size()

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_fspo.mcore.model import is_expert
+from megatron_fspo.mcore.lora import is_adapter
+from megatron_fspo.mcore.model import is_expert, layer_offset
 from megatron_fspo.mcore.policy import Policy
+from megatron_fspo.weights import resolve, shard_slices
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -71,7 +74,7 @@ class ParameterState:
 
 
 def parameter_states(policy: Policy) -> Iterator[ParameterState]:
-    """Every parameter of this rank.
+    """Every parameter of this rank that is trained.
 
     A distributed optimizer has decided which values are whose. Without one, ranks with copies hold the same.
     """
@@ -79,6 +82,8 @@ def parameter_states(policy: Policy) -> Iterator[ParameterState]:
     for chunk in policy.chunks:
         described = chunk.sharded_state_dict()
         for name, parameter in chunk.named_parameters():
+            if not parameter.requires_grad:
+                continue
             main, first = torch.empty(0, device=parameter.device), 0
             state: dict[str, Tensor] = {}
             if parameter in held:
@@ -86,7 +91,11 @@ def parameter_states(policy: Policy) -> Iterator[ParameterState]:
                 state = held[parameter].inner.state.get(main, {})
             yield ParameterState(
                 parameter=parameter,
-                blocks=list(_blocks(described[name], parameter)),
+                blocks=(
+                    [_adapter_block(policy, chunk, name, parameter)]
+                    if is_adapter(name)
+                    else list(_blocks(described[name], parameter))
+                ),
                 main=main.detach().view(-1),
                 moments={name: state[name].detach().view(-1) for name in MOMENTS if name in state},
                 first=first,
@@ -101,7 +110,7 @@ def _shares(policy: Policy) -> dict[Parameter, range]:
     for of_expert in (False, True):
         group, passed = policy.groups.copies(of_expert=of_expert), 0
         named = [pair for chunk in policy.chunks for pair in chunk.named_parameters()]
-        some = [parameter for name, parameter in named if is_expert(name) == of_expert]
+        some = [p for name, p in named if is_expert(name) == of_expert and p.requires_grad]
         total = sum(parameter.numel() for parameter in some)
         start, stop = (total * rank // group.size() for rank in (group.rank(), group.rank() + 1))
         for parameter in some:
@@ -148,6 +157,23 @@ def _blocks(item: ShardedTensor | ShardedTensorFactory, parameter: Parameter) ->
             padded=shard.allow_shape_mismatch,
             first_copy=not any(copies),
         )
+
+
+def _adapter_block(policy: Policy, chunk: GPTModel, name: str, parameter: Parameter) -> Block:
+    """A factor of an adapter, which Megatron does not know: one box of a tensor of all layers."""
+    group, arch, offset = policy.groups.tp, policy.arch, layer_offset(policy.config, chunk)
+    row = resolve(name, arch, offset)
+    (part,) = shard_slices(row, arch, group.rank(), group.size(), policy.padded_vocab)
+    layer = int(name.split("layers.")[1].partition(".")[0]) + offset
+    return Block(
+        key=row.key,
+        shape=(arch.num_layers, *row.hf[0].shape(arch)),
+        offsets=(layer, *(one.start for one in part)),
+        sizes=(1, *parameter.shape),
+        start=0,
+        padded=False,
+        first_copy=row.layout != "replicated" or group.rank() == 0,
+    )
 
 
 def _as_tuple(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from megatron_fspo import config as options
 from megatron_fspo.config.fp8 import BF16, FP8
 from megatron_fspo.errors import TrainingError
 from megatron_fspo.mcore.backend import Backend
+from megatron_fspo.mcore.lora import install_adapters
 from megatron_fspo.mcore.model import build_chunks, layer_offset, transformer_config, wrap_for_training
 from megatron_fspo.mcore.policy_loss import PolicyLoss, Scoring
 from megatron_fspo.mcore.router import RouterPass, RouterPasses
@@ -85,6 +86,9 @@ class Model:
             for chunk in self.chunks
             for i in range(len(chunk.decoder.layers))
         ]
+        if arch.adapters:
+            for chunk in self.chunks:
+                install_adapters(chunk, arch, groups.tp)
         bf16 = self.config.bf16  # within; where a chunk begins and ends it is fp32
         self.modules = [Float16Module(self.config, chunk) if bf16 else chunk for chunk in self.chunks]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 from megatron_fspo.config import Config, Parallel
+from megatron_fspo.config.sections import LoRA
 from megatron_fspo.errors import InputError, InputErrors
-from megatron_fspo.weights import Architecture, check_tensor_parallel
+from megatron_fspo.weights import Adapters, Architecture, check_tensor_parallel
+from megatron_fspo.weights.table import TARGETS
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
@@ -77,3 +79,19 @@ def check_world(parallel: Parallel, world_size: int) -> None:
         raise InputError(
             f"parallel.expert = {parallel.expert} does not divide the {stage} ranks of a pipeline stage"
         )
+
+
+def adapters_of(keys: LoRA, arch: Architecture) -> Adapters | None:
+    """The adapters that a run asks for.
+
+    Raises:
+        InputError: matrices that cannot have one.
+    """
+    if not keys.rank:
+        return None
+    legal = TARGETS if arch.experts is None else TARGETS[:4]
+    if wrong := [target for target in keys.targets if target not in legal]:
+        raise InputError(f"lora.targets: {wrong[0]}: with experts adapters are those of {', '.join(legal)}")
+    scale = keys.alpha / (math.sqrt(keys.rank) if keys.rslora else keys.rank)
+    targets = tuple(target for target in legal if target in (keys.targets or legal))
+    return Adapters(rank=keys.rank, scale=scale, targets=targets)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron_fspo.mcore.policy_loss import Scoring
 from megatron_fspo.mcore.score import score_sequences
 from megatron_fspo.mcore.startup import start
 from megatron_fspo.packing.pack import PackLayout
-from megatron_fspo.parallel.groups import ParallelGroups, any_rank
+from megatron_fspo.parallel.groups import ParallelGroups, any_rank, share
 from megatron_fspo.record.log import RunLog
 from megatron_fspo.rewards import Grader
 from megatron_fspo.rollout.client import proof
@@ -39,6 +40,7 @@ from megatron_fspo.rollout.engine import RolloutEngine
 from megatron_fspo.trainer.prepare import Inputs
 from megatron_fspo.trainer.rollout import layout_of
 from megatron_fspo.trainer.sampling import RolloutQueue, make_grader
+from megatron_fspo.weights.folder import digest
 
 Draw = Callable[[Path], Mapping[str, str]]
 """The folder of a run → name → the text of an ``<svg>``."""
@@ -71,6 +73,8 @@ class Training:
     """True if it goes on from a checkpoint."""
     saved: int
     """Steps after which ``--resume`` goes on: those of the newest checkpoint; 0 without one."""
+    base: str | None = None
+    """Hash of the weights that adapters belong to."""
     fp8_modules: int = 0
     """Matrices of the policy that multiply in FP8."""
     timings: dict[str, float] = field(default_factory=dict)
@@ -97,6 +101,7 @@ class Training:
                 "step": self.step,
                 "cursor": self.queue.prompts.state_dict() if cursor is None else cursor,
                 "loss": self.loss.state_dict(),
+                "base": self.base,
                 "spikes": {"norms": list(self.norms), "in_a_row": self.skips_in_a_row},
             }
             asynchronous = self.inputs.config.checkpoint.asynchronous and not wait
@@ -146,14 +151,20 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     loss = config.loss.start(inputs.noise, longest=longest, updates=updates)
     sets = mixture(inputs.train, config.data)
     prompts = PromptCursor(sets, config.run.seed, size=config.rollout.prompts, shuffle=config.data.shuffle)
+    base = _base(inputs)
     state: dict[str, Any] = {"step": 0, "spikes": {"norms": [], "in_a_row": 0}}
     damaged: list[str] = []
-    if not checkpoints:
-        load_hf(policy, config.model.checkpoint)
-    else:
+    if not checkpoints or inputs.arch.adapters:
+        load_hf(policy, config.model.checkpoint, seed=config.run.seed)
+    if checkpoints:
         state, damaged = _load_newest(policy, checkpoints, older=older)
         prompts.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
+        if state.get("base") != base:
+            raise InputError(
+                f"{checkpoints[-1]} is of adapters to weights that {config.model.checkpoint} lacks, or of "
+                "a run without: model.checkpoint and lora.rank must be those of the run"
+            )
     step, spikes = state["step"], state["spikes"]
     groups.control.meet("the weights to be loaded")
     fp8_modules = probe_fp8(policy)
@@ -185,8 +196,23 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
         step=step,
         resumed=bool(checkpoints),
         saved=step,
+        base=base,
         fp8_modules=fp8_modules,
     )
+
+
+def _base(inputs: Inputs) -> str | None:
+    """The hash of all weights of ``model.checkpoint``, where adapters are trained; the first rank reads them.
+    Collective."""
+    if inputs.arch.adapters is None:
+        return None
+    value = None
+    if dist.get_rank() == 0:
+        files = sorted(inputs.config.model.checkpoint.rglob("*.safetensors"))
+        files += sorted(inputs.config.model.checkpoint.rglob("*.distcp"))
+        value = sha256("".join(map(digest, files)).encode()).hexdigest()
+    assert dist.group.WORLD is not None
+    return share(value, group=dist.group.WORLD)
 
 
 def _load_newest(
@@ -256,7 +282,12 @@ def load_model(inputs: Inputs, groups: ParallelGroups) -> Model:
     """``model.checkpoint`` in the policy's layout, without gradients or an optimizer. Collective."""
     config = inputs.config
     model = Model(
-        inputs.arch, inputs.backend, groups, parallel=config.parallel, dtype=inputs.dtype, fp8=config.fp8
+        replace(inputs.arch, adapters=None),
+        inputs.backend,
+        groups,
+        parallel=config.parallel,
+        dtype=inputs.dtype,
+        fp8=config.fp8,
     )
     load_hf(model, config.model.checkpoint)
     return model
@@ -288,11 +319,8 @@ def build_engine(inputs: Inputs, model: Model, servers: Leader | None, *others: 
         decoder = Decoder(model.chunks, model.groups, vocab_size=vocab_size)
         return EmbeddedEngine(decoder, max_batch=inputs.config.rollout.max_batch)
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        return hf_tensors(model, [chunk.named_parameters() for chunk in model.chunks])
-
     return VLLMEngine(
-        Trainer(tensors=tensors, score=partial(canary_scores, model)),
+        Trainer(tensors=partial(hf_tensors, model), score=partial(canary_scores, model)),
         model.groups,
         servers,
         canary_sequences=proof.canary_sequences(vocab_size, inputs.arch.max_position_embeddings),

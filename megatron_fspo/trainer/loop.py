@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from megatron_fspo.errors import RewardError, StopRequested
 from megatron_fspo.job.folder import Resume
 from megatron_fspo.job.run_folder import RunFolder, hold_run_folder
-from megatron_fspo.mcore.hf_weights import export_hf
+from megatron_fspo.mcore.hf_weights import export_adapters, export_hf
 from megatron_fspo.mcore.startup import join
 from megatron_fspo.trainer.begin import begin_step
 from megatron_fspo.trainer.build import Draw, Training, build
@@ -79,6 +79,8 @@ def _train(run: Training, folder: RunFolder) -> bool:
             return _stopped(run)
     run.engine.rest()
     export_hf(run.policy, config.run_folder / "hf", source=config.model.checkpoint)
+    if run.policy.arch.adapters:
+        export_adapters(run.policy, config.run_folder / "adapter", base=config.model.checkpoint)
     run.engine.close()
     run.log.close(table)
     return True

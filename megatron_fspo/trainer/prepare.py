@@ -28,7 +28,7 @@ from megatron_fspo.job.consistency import versions
 from megatron_fspo.job.folder import Resume, check_writable, checkpoints_to_resume
 from megatron_fspo.mcore.backend import Backend, check_dtype, check_head, choose_backend
 from megatron_fspo.mcore.fp8 import check_fp8
-from megatron_fspo.mcore.sizes import check_parallel, check_world, shares_prompts
+from megatron_fspo.mcore.sizes import adapters_of, check_parallel, check_world, shares_prompts
 from megatron_fspo.objective.noise import Noise
 from megatron_fspo.packing.batch import NO_ROUTE
 from megatron_fspo.record.trackers import check_trackers
@@ -118,7 +118,9 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     train: tuple[LoadedSet, ...] | None = ()
     validation: tuple[LoadedSet, ...] | None = ()
     if arch is not None:
-        attempt(lambda: check_parallel(arch, config.parallel))
+        attempt(partial(check_parallel, arch, config.parallel))
+        adapters = attempt(partial(adapters_of, config.lora, arch)) if trains else None
+        arch = replace(arch, adapters=adapters)
         if backend is not None:
             attempt(lambda: check_fp8(config.fp8, backend, arch, config.parallel, machine=not elsewhere))
         attempt(lambda: check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch))

@@ -19,7 +19,7 @@ from megatron_fspo.packing.batch import NO_ROUTE, Sequences
 from megatron_fspo.packing.pack import PackLayout, Plan, plan_of
 from megatron_fspo.packing.plan import attention_costs
 from megatron_fspo.types import Completion, Prompt, Sample
-from megatron_fspo.weights import Architecture, Experts, expected_hf_shapes
+from megatron_fspo.weights import Architecture, Experts, adapter_shapes, expected_hf_shapes
 
 SMALL = Architecture(
     model_type="qwen3",
@@ -163,7 +163,7 @@ def random_weights(arch: Architecture) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {
         name: torch.randn(shape, generator=generator) * (0.1 if len(shape) == 1 else 0.2) + (len(shape) == 1)
-        for name, shape in expected_hf_shapes(arch).items()
+        for name, shape in (expected_hf_shapes(arch) | adapter_shapes(arch)).items()
     }
 
 

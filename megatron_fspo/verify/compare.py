@@ -144,6 +144,7 @@ CAUSES = {
     "head": "labels, temperature, vocabulary (padding, tensor-parallel ranks), attention to later tokens",
     "attention": "RoPE positions, borders of sequences, shared prompts, chunks or weights of other ranks",
     "replay": "experts are not the given ones, those of another micro-batch, or weighed by other scores",
+    "adapter": "adapters: their scale, the order of targets, what tensor-parallel ranks sum, frozen inputs",
     "mask": "a value outside the mask got in: torch.where removes it, multiplying by 0 does not",
     "sum-factor": "S is reduced too often over context-parallel ranks",
     "sum-mean": "S is divided by the length of the response",
@@ -212,8 +213,9 @@ def _causes(
         right = (outcome.log_probs - wanted).abs().amax(1) <= limit  # NaN is not
         # A first token sees none but itself: attention cannot make its hidden state wrong.
         some = any(flag for flag, row in zip(right.tolist(), want.log_probs, strict=True) if len(row))
+        special = "adapter" if layout.lora else "replay" if replay else None
         yield (
-            "replay" if replay else "attention" if some else "head",
+            special or ("attention" if some else "head"),
             f"log-probs are off by {errors.log_prob:.1e}",
         )
     if errors.log_ratio_sum > limit:
@@ -261,6 +263,8 @@ def _gradient_cause(want: Reference, errors: Errors, limit: float, layout: Layou
         return "clipped-gradient", ""
     if math.isinf(errors.gradient):
         return "infinite-gradient", ""
+    if layout.lora and (len(wrong) < len(errors.gradients) or not any(factors)):
+        return "adapter", ""
     if len(wrong) < len(errors.gradients):
         return _model_cause([*wrong], errors, layout)
     if max(error.copies for error in wrong.values()) > limit:

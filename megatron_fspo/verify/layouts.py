@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from megatron_fspo.config import Parallel
 from megatron_fspo.errors import InputError
 from megatron_fspo.mcore.sizes import check_parallel
 from megatron_fspo.verify.cases import MIXTURE, SMALL, with_layers
-from megatron_fspo.weights import Architecture
+from megatron_fspo.weights import Adapters, Architecture
+from megatron_fspo.weights.table import TARGETS
 
 _SIZES = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "cp": "context", "ep": "expert"}
 _FLAGS = {"sp": "sequence", "do": "distributed_optimizer", "overlap": "overlap_grad_reduce"}
 LEGAL = (
     "words joined by dots: tpN, sp, ppN, vppN, cpN, epN, moe (a mixture of experts, as with epN), dpN, do "
-    "(distributed optimizer), overlap, recompute"
+    "(distributed optimizer), overlap, recompute, lora"
 )
 
 
@@ -32,13 +33,15 @@ class Layout:
     recompute: bool = False
     moe: bool = False
     """The model is a mixture of experts; always so with expert parallel."""
+    lora: bool = False
+    """Adapters are trained, and the matrices are frozen."""
 
     @property
     def name(self) -> str:
         """Such as ``tp2.sp.cp2.dp2.do``; sizes of 1 are left out."""
         sizes = {word: getattr(self.parallel, key) for word, key in _SIZES.items()} | {"dp": self.data}
         flags = {word: getattr(self.parallel, key) for word, key in _FLAGS.items()}
-        flags["recompute"] = self.recompute
+        flags |= {"recompute": self.recompute, "lora": self.lora}
         words = [f"{word}{size}" for word, size in sizes.items() if size > 1]
         # Sequence parallel belongs to its tensor parallel, the other flags to the whole.
         if flags.pop("sp"):
@@ -59,7 +62,14 @@ def parse_layout(text: str, *, world_size: int) -> Layout:
 
 
 def on_ranks(
-    what: str, parallel: Parallel, data: int | None, *, world_size: int, recompute: bool, moe: bool
+    what: str,
+    parallel: Parallel,
+    data: int | None,
+    *,
+    world_size: int,
+    recompute: bool,
+    moe: bool,
+    lora: bool = False,
 ) -> Layout:
     """A layout on so many ranks; ``data`` None: as large as they allow. Errors begin with ``what``.
 
@@ -72,7 +82,7 @@ def on_ranks(
         raise InputError(f"{what} is for {'' if data else 'a multiple of '}{ranks} ranks, not {world_size}")
     if (stage := world_size // parallel.pipeline) % parallel.expert:
         raise InputError(f"{what}: ep{parallel.expert} does not divide the {stage} ranks of a pipeline stage")
-    return Layout(parallel=parallel, data=rest, recompute=recompute, moe=moe)
+    return Layout(parallel=parallel, data=rest, recompute=recompute, moe=moe, lora=lora)
 
 
 def count_ranks(text: str) -> int:
@@ -85,7 +95,7 @@ def count_ranks(text: str) -> int:
 def _parse(text: str) -> tuple[Parallel, int | None, dict[str, bool]]:
     """Sizes, the data-parallel size if it is named, and the other fields of a layout."""
     values: dict[str, int] = {}
-    flags, data = {"recompute": False, "moe": False}, None
+    flags, data = {"recompute": False, "moe": False, "lora": False}, None
     for word in text.split(".") if text != "single" else []:
         match = re.fullmatch(r"(tp|pp|vpp|cp|ep|dp)([1-9][0-9]*)", word)
         if match is not None and match[1] == "dp":
@@ -116,6 +126,9 @@ def model_of(layout: Layout, arch: Architecture | None) -> Architecture:
         raise InputError(f"layout {layout.name}: the model has no experts")
     model = with_layers(arch or (MIXTURE if layout.moe else SMALL), layout.parallel)
     check_parallel(model, layout.parallel)
+    if layout.lora:
+        targets = TARGETS[:4] if layout.moe else TARGETS
+        model = replace(model, adapters=Adapters(rank=3, scale=0.25, targets=targets))
     return model
 
 
@@ -146,6 +159,7 @@ def all_layouts(arch: Architecture | None, *, world_size: int) -> list[Layout]:
         ),
         *("tp2.sp.ep2.do", "cp2.ep4.do.overlap", "pp2.vpp2.ep2.do.overlap.recompute"),
     ]
+    names += ["lora", "tp2.lora", "tp2.sp.lora", "cp2.do.lora", "pp2.vpp2.recompute.lora", "ep2.lora"]
     if arch is None:
         names += ["moe", "moe.tp2.sp", "moe.tp4.sp", "moe.cp2", "moe.pp2", "moe.tp2.sp.do"]
     layouts = []

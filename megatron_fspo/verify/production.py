@@ -175,7 +175,9 @@ def run(policy: Policy, case: Case, scored: Scored, samples: Sequence[Sample]) -
         **_gathered(rows, batches, scored.log_probs, samples, policy),
         metrics=metrics,
         grad_norm=grad_norm,
-        gradients=[(row, parameter.main_grad) for row, parameter in _parameters(policy)],
+        gradients=[
+            (row, parameter.main_grad) for row, parameter in _parameters(policy) if parameter.requires_grad
+        ],
         collectives=share(
             {name: counts[name] / len(batches) for name in ("tp", "cp")}, group=policy.groups.pp, source=-1
         ),

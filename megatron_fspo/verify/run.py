@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +31,7 @@ from megatron_fspo.verify.compare import LIMITS, Errors, compare, diagnose
 from megatron_fspo.verify.layouts import Layout, model_of
 from megatron_fspo.verify.production import build, run, score
 from megatron_fspo.verify.reference import Reference, forward, reference
-from megatron_fspo.weights import Architecture
+from megatron_fspo.weights import Architecture, adapter_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,14 +187,17 @@ def references(
     are of experts."""
     by_model: dict[Architecture, dict[str, Reference]] = {}
     for model in models if dist.get_rank() == 0 else ():
-        weights = {n: tensor.double().requires_grad_() for n, tensor in _weights(model, dtypes).items()}
+        weights = {name: tensor.double() for name, tensor in _weights(model, dtypes).items()}
+        for name in adapter_shapes(model) or weights:
+            weights[name].requires_grad_()
         samples, dense = make_samples(model), model.experts is None
-        scores = {False: forward(weights, model, samples, temperature)}
+        whole = _adapted(weights, model)
+        scores = {False: forward(whole, model, samples, temperature)}
         if not dense:
-            scores[True] = forward(weights, model, samples, temperature, _routes(model, dtypes))
+            scores[True] = forward(whole, model, samples, temperature, _routes(model, dtypes))
         by_model[model] = {
             case.title: reference(
-                scores[case.replay],
+                replace(scores[case.replay], weights=weights),
                 case.loss,
                 case.drifts(samples),
                 ref_drifts=reference_drifts(samples) if case.loss.kl_coef else None,
@@ -213,3 +216,19 @@ def references(
     shared = io.BytesIO(share(file.getvalue(), group=everyone))
     result: dict[Architecture, dict[str, Reference]] = torch.load(shared, weights_only=False)
     return result
+
+
+def _adapted(weights: Mapping[str, Tensor], arch: Architecture) -> Mapping[str, Tensor]:
+    """W + scale · B A in the place of each W that has an adapter."""
+    if arch.adapters is None:
+        return weights
+    suffix = ".lora_A.weight"
+    names = [name.removesuffix(suffix) for name in weights if name.endswith(suffix)]
+    return {
+        **weights,
+        **{
+            f"{name}.weight": weights[f"{name}.weight"]
+            + arch.adapters.scale * weights[f"{name}.lora_B.weight"] @ weights[f"{name}{suffix}"]
+            for name in names
+        },
+    }

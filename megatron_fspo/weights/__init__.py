@@ -6,7 +6,13 @@ two formats; :mod:`.hf_writer` and :mod:`.megatron_writer` write them as streams
 checkpoint, fills and exports a running model.
 """
 
-from megatron_fspo.weights.architecture import Architecture, Experts, check_tensor_parallel, read_architecture
+from megatron_fspo.weights.architecture import (
+    Adapters,
+    Architecture,
+    Experts,
+    check_tensor_parallel,
+    read_architecture,
+)
 from megatron_fspo.weights.hf_reader import HFReader
 from megatron_fspo.weights.hf_writer import write_hf_checkpoint
 from megatron_fspo.weights.load import (
@@ -27,9 +33,11 @@ from megatron_fspo.weights.manifest import (
 )
 from megatron_fspo.weights.megatron_reader import MegatronReader
 from megatron_fspo.weights.megatron_writer import write_megatron_checkpoint
+from megatron_fspo.weights.peft import write_adapters
 from megatron_fspo.weights.reader import Reader, row_blocks, size_in_bytes, stream
 from megatron_fspo.weights.table import (
     Row,
+    adapter_shapes,
     expected_hf_shapes,
     from_megatron_shards,
     has_parameter,
@@ -40,10 +48,10 @@ from megatron_fspo.weights.table import (
 )
 
 __all__ = [
-    "Architecture", "Difference", "Experts", "HFReader", "Manifest", "MegatronReader", "Reader", "Row",
-    "TensorRecord", "check_checkpoint", "check_coverage", "check_tensor_parallel",
+    "Adapters", "Architecture", "Difference", "Experts", "HFReader", "Manifest", "MegatronReader", "Reader",
+    "Row", "TensorRecord", "adapter_shapes", "check_checkpoint", "check_coverage", "check_tensor_parallel",
     "compare", "compare_with_manifest", "expected_hf_shapes", "from_megatron_shards", "has_parameter",
     "is_megatron", "iterate_hf_tensors", "load_into", "open_checkpoint", "read_architecture",
     "read_manifest", "resolve", "row_blocks", "shard_shape", "shard_slices", "size_in_bytes", "stream",
-    "to_megatron_shard", "write_hf_checkpoint", "write_megatron_checkpoint",
+    "to_megatron_shard", "write_adapters", "write_hf_checkpoint", "write_megatron_checkpoint",
 ]  # fmt: skip

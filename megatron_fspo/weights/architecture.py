@@ -37,6 +37,17 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Low-rank adapters of a model's matrices: y = W x + scale · B A x."""
+
+    rank: int
+    """Rows of A, columns of B."""
+    scale: float
+    targets: tuple[str, ...]
+    """Of q, k, v, o, gate, up, down."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The numbers of one model.
 
@@ -65,11 +76,18 @@ class Architecture:
     rope_factor: float | None = None
     """Factor by which Llama 3's scaled RoPE stretches long wavelengths."""
     experts: Experts | None = None
+    adapters: Adapters | None = None
+    """What is trained in place of the matrices."""
     max_position_embeddings: int
     dtype: torch.dtype
     """The dtype the config names; a file's own is asked of ``HFReader``."""
     fp8_block: tuple[int, int] | None = field(default=None, compare=False)
     """Rows and columns of a weight that share one scale, in a checkpoint quantised to FP8; else None."""
+
+    @property
+    def lora_rank(self) -> int:
+        """Rank of the adapters; 0 without."""
+        return self.adapters.rank if self.adapters else 0
 
     @property
     def q_size(self) -> int:

@@ -9,6 +9,7 @@ Layouts, with tp the tensor-parallel size:
 ========== ==================================================================================================
 replicated the same on every rank
 row        dimension 1 in tp equal parts
+column     dimension 0 in tp equal parts
 qkv        per query group: the group's query heads, its key head, its value head; tp equal runs of groups
 gate_up    on each rank: its part of gate, then its part of up
 vocab      dimension 0 in tp equal parts, after padding with zero rows to Megatron's vocabulary
@@ -36,10 +37,11 @@ from megatron_fspo.errors import InputError, TrainingError
 from megatron_fspo.weights.architecture import Architecture, check_tensor_parallel
 from megatron_fspo.weights.reader import Slices
 
-ShardLayout = Literal["replicated", "row", "qkv", "gate_up", "vocab"]
+ShardLayout = Literal["replicated", "row", "column", "qkv", "gate_up", "vocab"]
 Size = Literal[
-    "vocab_size", "hidden_size", "q_size", "kv_size", "head_dim", "ffn_size", "num_experts", "expert_ffn_size"
-]
+    "vocab_size", "hidden_size", "q_size", "kv_size", "head_dim", "ffn_size", "num_experts",
+    "expert_ffn_size", "lora_rank",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,26 @@ def _moe(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
     )
 
 
+def _adapter(linear: str, target: str, hf: str, outputs: Size, inputs: Size) -> tuple[Row, Row]:
+    """A and B of a target within a linear layer; PEFT's names, without its prefix."""
+    name, column = f"{_M}{linear}.adapters.{target}", linear.endswith(("qkv", "fc1"))
+    a = _hf(f"{_H}{hf}.lora_A.weight", "lora_rank", inputs)
+    b = _hf(f"{_H}{hf}.lora_B.weight", outputs, "lora_rank")
+    if column:
+        return _row("replicated", f"{name}.a", a), _row("column", f"{name}.b", b)
+    return _row("row", f"{name}.a", a), _row("replicated", f"{name}.b", b)
+
+
+_ADAPTERS = {
+    "q": _adapter("self_attention.linear_qkv", "q", "self_attn.q_proj", "q_size", "hidden_size"),
+    "k": _adapter("self_attention.linear_qkv", "k", "self_attn.k_proj", "kv_size", "hidden_size"),
+    "v": _adapter("self_attention.linear_qkv", "v", "self_attn.v_proj", "kv_size", "hidden_size"),
+    "o": _adapter("self_attention.linear_proj", "o", "self_attn.o_proj", "hidden_size", "q_size"),
+    "gate": _adapter("mlp.linear_fc1", "gate", "mlp.gate_proj", "ffn_size", "hidden_size"),
+    "up": _adapter("mlp.linear_fc1", "up", "mlp.up_proj", "ffn_size", "hidden_size"),
+    "down": _adapter("mlp.linear_fc2", "down", "mlp.down_proj", "hidden_size", "ffn_size"),
+}
+TARGETS = tuple(_ADAPTERS)
 _UNTIED_OUTPUT = _row("vocab", "output_layer.weight", _HEAD)
 # Megatron keeps a copy of a tied embedding on the last of several pipeline stages.
 _TIED_OUTPUT = _row("vocab", "output_layer.weight", _EMBED, key="embedding.word_embeddings.weight", copy=True)
@@ -179,6 +201,22 @@ def rows(arch: Architecture) -> tuple[Row, ...]:
     return (*TABLES[arch.model_type], _TIED_OUTPUT if arch.tied else _UNTIED_OUTPUT)
 
 
+def adapter_rows(arch: Architecture) -> tuple[Row, ...]:
+    """A and B of every target; of no checkpoint of the model itself."""
+    return tuple(
+        row for target in (arch.adapters.targets if arch.adapters else ()) for row in _ADAPTERS[target]
+    )
+
+
+def adapter_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every factor, layer by layer."""
+    return {
+        row.at(layer).hf[0].name: row.hf[0].shape(arch)
+        for layer in range(arch.num_layers)
+        for row in adapter_rows(arch)
+    }
+
+
 def has_parameter(arch: Architecture, megatron_name: str) -> bool:
     """Return True if layers of ``arch`` have the parameter, such as ``self_attention.linear_qkv.bias``."""
     return any(f"{_M}{megatron_name}" in row.megatron for row in rows(arch))
@@ -190,7 +228,7 @@ def resolve(megatron_name: str, arch: Architecture, layer_offset: int = 0, exper
     Megatron counts layers from 0 in every model chunk, and experts on every expert-parallel rank; the offsets
     are the numbers of layers and experts before them.
     """
-    for row in rows(arch):
+    for row in (*rows(arch), *adapter_rows(arch)):
         for pattern in row.megatron:
             regex = re.escape(pattern).replace(r"\{layer\}", r"(?P<layer>\d+)")
             match = re.fullmatch(regex.replace(r"\{expert\}", r"(?P<expert>\d+)"), megatron_name)
@@ -243,6 +281,8 @@ def shard_shape(row: Row, arch: Architecture, tp_size: int, padded_vocab: int) -
             return first
         case "row":
             return (first[0], first[1] // tp_size)
+        case "column":
+            return (first[0] // tp_size, *first[1:])
         case "vocab":
             return (padded_vocab // tp_size, *first[1:])
         case "qkv" | "gate_up":
@@ -274,7 +314,7 @@ def to_megatron_shard(
 ) -> Tensor:
     """One rank's parameter, of :func:`shard_shape`, from the parts :func:`shard_slices` names."""
     match row.layout:
-        case "replicated" | "row":
+        case "replicated" | "row" | "column":
             (shard,) = parts
         case "gate_up":
             shard = torch.cat(list(parts))
@@ -311,8 +351,8 @@ def from_megatron_shards(row: Row, shards: Sequence[Tensor], arch: Architecture)
                     name = row.megatron[0]
                     raise TrainingError(f"{name} differs between tensor-parallel ranks 0 and {rank}")
             return [shards[0]]
-        case "row":
-            return [torch.cat(list(shards), dim=1)]
+        case "row" | "column":
+            return [torch.cat(list(shards), dim=1 if row.layout == "row" else 0)]
         case "vocab":
             return [torch.cat(list(shards))[: arch.vocab_size]]
         case "gate_up":

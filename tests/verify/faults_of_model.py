@@ -16,7 +16,7 @@ from megatron.core.transformer.moe import router
 from patching import ALONE, CP, DP, EP, MOE, PP, SP, TP, Patch, fault, wrap
 from torch import Tensor
 
-from megatron_fspo.mcore import layers, packed_attention, policy, policy_loss
+from megatron_fspo.mcore import layers, lora, packed_attention, policy, policy_loss
 from megatron_fspo.mcore import router as policy_router
 from megatron_fspo.packing import pack as packing
 from megatron_fspo.parallel import head
@@ -274,3 +274,33 @@ def loads_not_summed(real: Any, self: Any, *args: Any) -> Any:
         return real(self, *args)
     finally:
         self.tp_cp_group = group
+
+
+# Adapters.
+
+LORA = "tp2.sp.cp2.lora"
+
+
+@fault(LORA, "adapter", lora, "_install")
+def whole_factor_of_a_rank(real: Any, module: Any, *args: Any) -> None:
+    """The gradient of the whole factor is that of a tensor-parallel rank's tokens"""
+    real(module, *args)
+    for factor in module.adapters.parameters():
+        vars(factor)["sequence_parallel"] = False
+
+
+@fault(LORA, "adapter", lora, "_adapters")
+def adapter_scaled_twice(real: Any, arch: Any) -> Any:
+    """What adapters add is scaled twice"""
+    return replace(real(arch), scale=real(arch).scale ** 2)
+
+
+@fault(LORA, "adapter", lora, "_in_order")
+def keys_for_values(real: Any, sums: dict[str, Tensor], *args: Any) -> Tensor:
+    """The adapter of keys is that of values"""
+    return real(sums | {"k": sums["v"], "v": sums["k"]} if "k" in sums else sums, *args)
+
+
+@fault("recompute.dp4.lora", "adapter", lora, "_want_gradient")
+def frozen_inputs_recomputed(real: Any, *args: Any) -> None:
+    """Layers are computed again on inputs that want no gradient"""

@@ -20,7 +20,7 @@ from megatron_fspo.lab.plan.state import (
     server_gpus,
     state,
 )
-from megatron_fspo.mcore.sizes import check_parallel, check_world, shares_prompts
+from megatron_fspo.mcore.sizes import adapters_of, check_parallel, check_world, shares_prompts
 from megatron_fspo.packing.zigzag import padded_length
 from megatron_fspo.weights import Architecture
 
@@ -133,6 +133,7 @@ def make_plan(config: Config, arch: Architecture, given: Given) -> RunPlan:
     """
     check_world(config.parallel, given.world)
     check_parallel(arch, config.parallel)
+    arch = replace(arch, adapters=adapters_of(config.lora, arch))
     shape = _shape(config, arch, given.world)
     if config.rollout.prompts < shape.data:
         raise InputError(
@@ -320,6 +321,8 @@ def _notes(config: Config, shape: Shape, given: Given, stages: list[Stage]) -> l
             "tokens are taken to be spread evenly over experts; a rank whose experts get twice their share "
             f"needs {more:.1f} GiB more"
         )
+    if shape.arch.adapters is not None:
+        notes.append("activations with adapters are taken to be those without")
     if shape.device == "cuda":
         notes.append("activations are those of traces without a GPU (--trace), not measured on one")
     return notes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from megatron_fspo.config import Parallel
 from megatron_fspo.mcore.sizes import padded_vocab_size
 from megatron_fspo.weights import Architecture, shard_shape
-from megatron_fspo.weights.table import Row, rows
+from megatron_fspo.weights.table import Row, adapter_rows, rows
 
 Layers = Literal["local", "transformer_engine"]
 
@@ -117,6 +117,8 @@ class Parameter:
     shape: tuple[int, ...]
     expert: bool = False
     """Expert parallel spreads it, tensor parallel does not."""
+    frozen: bool = False
+    """Adapters are trained in its place."""
     shared: bool = False
     """A tied embedding that lies on the first and on the last of several pipeline stages."""
 
@@ -141,6 +143,8 @@ def _of_chunk(shape: Shape, stage: int, chunk: int) -> Iterator[Parameter]:
         for row in layer_rows:
             for expert in range(arch.num_experts // shape.parallel.expert if row.of_expert else 1):
                 yield _parameter(shape, row, layer=layer, expert=expert)
+        for row in adapter_rows(arch):
+            yield replace(_parameter(shape, row, layer=layer), frozen=False)
     if shape.is_last(stage, chunk):
         yield _parameter(shape, norm)
         if apart or not arch.tied:
@@ -153,6 +157,7 @@ def _parameter(shape: Shape, row: Row, *, layer: int = 0, expert: int = 0, share
         name=_name(row, shape.layers).format(layer=layer, expert=expert),
         shape=shard_shape(row, shape.arch, tensor, shape.padded_vocab),
         expert=row.of_expert,
+        frozen=shape.arch.adapters is not None,
         shared=shared,
     )
 

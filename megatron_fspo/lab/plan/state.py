@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_fspo.lab.plan.shape import Parameter, Shape, stage_parameters
-from megatron_fspo.weights import Architecture
+from megatron_fspo.weights import Architecture, adapter_shapes
 from megatron_fspo.weights.table import whole_model
 
 BUCKET = 256 * 2**20
@@ -39,7 +39,7 @@ class State:
 def state(shape: Shape, stage: int, rank: int = 0) -> State:
     """The state of a rank of a pipeline stage, from 0. ``rank`` is its number among those that share the
     optimizer's state out; the first holds as much as any but for padding."""
-    size = held = 0
+    size = held = frozen = 0
     for number, chunk in enumerate(stage_parameters(shape, stage)):
         bucket = None
         if shape.parallel.overlap_grad_reduce and stage == number == 0:
@@ -47,13 +47,16 @@ def state(shape: Shape, stage: int, rank: int = 0) -> State:
         # A buffer of what all tensor-parallel ranks share, and one of the experts.
         same_experts = shape.world // shape.parallel.pipeline // shape.parallel.expert
         for expert, ranks in ((False, shape.reduced_over), (True, same_experts)):
-            some = [parameter for parameter in chunk if parameter.expert is expert]
+            frozen += sum(one.count for one in chunk if one.expert is expert and one.frozen)
+            some = [one for one in chunk if one.expert is expert and not one.frozen]
             spans, buckets = _buffer(some, ranks, bucket, padded=shape.parallel.distributed_optimizer)
             whole = buckets[-1][1] if buckets else 0
             size += whole
             held += _part(spans, buckets, ranks, rank) if shape.parallel.distributed_optimizer else whole
     return State(
-        parameters=size * shape.width, gradients=size * _GRADIENT, optimizer=held * _optimizer_width(shape)
+        parameters=(size + frozen) * shape.width,
+        gradients=size * _GRADIENT,
+        optimizer=held * _optimizer_width(shape),
     )
 
 
@@ -104,11 +107,14 @@ def _optimizer_width(shape: Shape) -> int:
 
 
 def checkpoint_bytes(shape: Shape) -> int:
-    """Tensors of a checkpoint to resume from: weights, moments and, in bf16, masters, without copies.
+    """Tensors of a checkpoint to resume from, without copies: weights, or adapters in their place, moments
+    and, in bf16, masters.
 
     Beside them lies an index.
     """
     arch = shape.arch
+    if arch.adapters is not None:
+        return sum(map(math.prod, adapter_shapes(arch).values())) * (shape.width + _optimizer_width(shape))
     padding = (1 if arch.tied else 2) * (shape.padded_vocab - arch.vocab_size) * arch.hidden_size
     return (model_values(arch) + padding) * (shape.width + _optimizer_width(shape))
 

@@ -96,9 +96,8 @@ def _take(config: Config, request: Request, watch: Watch) -> dict[str, Any]:
         del step
         run.policy.zero_gradients()
         with watch.during("weights"):  # what their sender does, up to the sending
-            named = [chunk.named_parameters() for chunk in run.policy.chunks]
             bucket: Bucket = ()
-            for bucket in in_buckets(hf_tensors(run.policy, named)):  # the one before is on its way meanwhile
+            for bucket in in_buckets(hf_tensors(run.policy)):  # the one before is on its way meanwhile
                 for _, tensor in bucket:
                     tensor.contiguous()
                 del tensor

@@ -1,0 +1,190 @@
+"""LoRA: adapters on Megatron's parallel linear layers, y = W x + scale · B A x, and W stays as it is.
+
+A column-parallel layer (qkv, fc1) has A whole on each tensor-parallel rank and B cut by rows; a row-parallel
+one (proj, fc2) has A cut by columns and B whole. q, k and v have an A each, as gate and up have, as PEFT does
+it. Messages between tensor-parallel ranks are of r numbers per token and target::
+
+                    forward                      backward
+    column          -                            all-reduce of d(A x)
+    column, SP      all-gather of A x            reduce-scatter of d(A x)
+    row             all-reduce of A x            -
+    row, SP         reduce-scatter of A x        all-gather of d(A x)
+
+Under sequence parallel the whole factor sees the tokens of its rank only: its mark ``sequence_parallel`` has
+Megatron sum its gradient over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Module, ModuleDict, Parameter, ParameterDict
+
+from megatron_fspo.weights import Adapters, Architecture
+
+LINEAR = {
+    "self_attention.linear_qkv": ("q", "k", "v"),
+    "self_attention.linear_proj": ("o",),
+    "mlp.linear_fc1": ("gate", "up"),
+    "mlp.linear_fc2": ("down",),
+}
+"""Linear layer of a transformer layer → its targets, in the order of its outputs."""
+_MARK = ".adapters."
+
+
+def is_adapter(name: str) -> bool:
+    """Return True for a factor of an adapter, by Megatron's name."""
+    return _MARK in name
+
+
+def install_adapters(chunk: GPTModel, arch: Architecture, group: dist.ProcessGroup) -> None:
+    """Freeze a model chunk, and give its linear layers their adapters, NaN until they are filled."""
+    adapters = arch.adapters
+    assert adapters is not None
+    chunk.requires_grad_(False)
+    for layer in chunk.decoder.layers:
+        for name, targets in LINEAR.items():
+            if not set(targets).isdisjoint(adapters.targets):
+                _install(layer.get_submodule(name), targets, arch, group)
+    if chunk.pre_process:
+        # Recompute runs layers on inputs that want no gradient as if they had none.
+        chunk.embedding.register_forward_hook(_want_gradient)
+
+
+def _want_gradient(_: Module, __: Any, output: Tensor) -> None:
+    if torch.is_grad_enabled():
+        output.requires_grad_()
+
+
+def _install(module: Module, targets: tuple[str, ...], arch: Architecture, group: dist.ProcessGroup) -> None:
+    adapters, config = arch.adapters, module.config
+    assert adapters is not None and isinstance(config, TransformerConfig)
+    column, size, rank = len(targets) > 1, group.size(), adapters.rank
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    factors = ModuleDict()
+    for target in targets:
+        if target in adapters.targets:
+            outputs, inputs = _outputs(target, arch) // (size if column else 1), weight.shape[1]
+            a, b = (
+                Parameter(weight.new_full(shape, math.nan)) for shape in ((rank, inputs), (outputs, rank))
+            )
+            whole, cut, dimension = (a, b, 0) if column else (b, a, 1)
+            vars(whole).update(sequence_parallel=config.sequence_parallel, allreduce=True)
+            marks = {"tensor_model_parallel": size > 1, "partition_dim": dimension, "partition_stride": 1}
+            vars(cut).update(allreduce=True, **marks)
+            factors[target] = ParameterDict({"a": a, "b": b})
+    module.adapters = factors
+    if hasattr(module, "return_layernorm_output"):  # Transformer Engine's norm and product in one
+        vars(module)["return_layernorm_output"] = True
+    add = _add_column if column else _add_row
+    module.register_forward_hook(partial(add, arch=arch, group=group))
+
+
+def _outputs(target: str, arch: Architecture) -> int:
+    """Rows of a target's matrix."""
+    if target in ("o", "down"):
+        return arch.hidden_size
+    return {"q": arch.q_size, "k": arch.kv_size, "v": arch.kv_size}.get(target, arch.ffn_size)
+
+
+def _add_column(
+    module: Module, args: Any, output: Any, *, arch: Architecture, group: dist.ProcessGroup
+) -> Any:
+    (product, bias), (x, *_) = output, args
+    if isinstance(product, tuple):
+        product, x = product
+    factors, adapters = _factors(module), _adapters(arch)
+    low = _product(x, torch.cat([one["a"] for one in factors.values()]))
+    if module.sequence_parallel:  # not while the model samples
+        low = mappings.gather_from_sequence_parallel_region(low, group=group)
+    else:
+        low = mappings.copy_to_tensor_model_parallel_region(low, group=group)
+    parts = zip(factors.items(), low.split(adapters.rank, dim=-1), strict=True)
+    sums = {target: _product(part, one["b"]) for (target, one), part in parts}
+    return product + adapters.scale * _in_order(sums, arch, product.shape[-1]), bias
+
+
+def _add_row(module: Module, args: Any, output: Any, *, arch: Architecture, group: dist.ProcessGroup) -> Any:
+    (product, bias), (x, *_) = output, args
+    (factors,) = _factors(module).values()
+    low = _product(x, factors["a"])
+    if module.sequence_parallel:
+        low = mappings.reduce_scatter_to_sequence_parallel_region(low, group=group)
+    else:
+        low = mappings.reduce_from_tensor_model_parallel_region(low, group=group)
+    return product + _adapters(arch).scale * _product(low, factors["b"]), bias
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """[..., inputs] → [..., outputs]; in two dimensions, as with three torch takes other kernels where it
+    keeps a graph than where it keeps none, and S would not be 0 before the first update."""
+    return F.linear(x.flatten(0, -2), weight).view(*x.shape[:-1], len(weight))
+
+
+def _in_order(sums: Mapping[str, Tensor], arch: Architecture, width: int) -> Tensor:
+    """Outputs [..., of a target] of a rank in the order of the layer's, [..., width]; 0 for other targets."""
+    some = next(iter(sums.values()))
+    if sums.keys() <= {"gate", "up"}:
+        widths, blocks = {"gate": width // 2, "up": width // 2}, 1
+    else:  # by query group: its query heads, its key head, its value head
+        widths = {"q": arch.q_size // arch.num_kv_heads, "k": arch.head_dim, "v": arch.head_dim}
+        blocks = width // sum(widths.values())
+    lead = some.shape[:-1]
+    parts = [
+        sums[target].view(*lead, blocks, size) if target in sums else some.new_zeros(*lead, blocks, size)
+        for target, size in widths.items()
+    ]
+    return torch.cat(parts, dim=-1).flatten(-2)
+
+
+def _factors(module: Module) -> dict[str, Mapping[str, Tensor]]:
+    return dict(module.adapters.items())  # type: ignore[operator, union-attr]
+
+
+def _adapters(arch: Architecture) -> Adapters:
+    assert arch.adapters is not None
+    return arch.adapters
+
+
+def first_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """A factor of a whole model before training, float32: A uniform within ±1/√inputs as PEFT has it, B = 0.
+    The same in every layout."""
+    if name.endswith("lora_B.weight"):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    return torch.empty(shape).uniform_(-1.0, 1.0, generator=generator) / math.sqrt(shape[1])
+
+
+@torch.no_grad()
+def merged_parameters(chunk: GPTModel, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each parameter as a model without adapters would have it: with them added in float32,
+    and rounded once."""
+    modules = dict(chunk.named_modules()) if arch.adapters else {}
+    for name, parameter in chunk.named_parameters():
+        if is_adapter(name):
+            continue
+        path, _, kind = name.rpartition(".")
+        if kind == "weight" and hasattr(modules.get(path), "adapters"):
+            yield name, _merged(modules[path], parameter, arch)
+        else:
+            yield name, parameter
+
+
+def _merged(module: Module, weight: Tensor, arch: Architecture) -> Tensor:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    sums = {target: (one["b"].to(wide) @ one["a"].to(wide)).t() for target, one in _factors(module).items()}
+    first = next(iter(sums.values()))
+    cut = not sums.keys().isdisjoint({"o", "down"})
+    whole = first if cut else _in_order(sums, arch, weight.shape[0])
+    return (weight.to(wide) + _adapters(arch).scale * whole.t()).to(weight.dtype)

@@ -1,0 +1,78 @@
+"""Runs that train adapters: what moves, what is written, and how they go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from launch import REPO, why
+from megatron_fspo.weights.chunks import ChunkReader
+from runs import rows, run
+
+RANK = 4
+WORDS = [
+    *("--lora.rank", str(RANK), "--lora.alpha", "8", "--loss.calibrate", "0", "--optimizer.lr", "1e-3"),
+    *("--evaluation.every", "0", "--checkpoint.every", "2", "--run.steps", "4", "--log.wandb", "off"),
+]
+ONE = ["--parallel.tensor", "1", "--parallel.sequence", "false"]
+BASE = REPO / "examples/make_sum/checkpoint/model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``whole``: four steps, in one go."""
+    folder = tmp_path_factory.mktemp("lora")
+    done = run(folder, "whole", *WORDS, *ONE, nproc=1)
+    assert done.returncode == 0, why(done.stderr)
+    return folder
+
+
+def test_the_export_is_the_base_with_the_adapters(made: Path) -> None:
+    base, merged = load_file(BASE), load_file(made / "whole/hf/model.safetensors")
+    adapter = load_file(made / "whole/adapter/adapter_model.safetensors")
+    config = json.loads((made / "whole/adapter/adapter_config.json").read_text(encoding="utf-8"))
+    assert config["r"] == RANK and config["lora_alpha"] == 8.0
+    changed = 0
+    for name, weight in base.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{stem}.lora_A.weight" not in adapter:
+            assert torch.equal(merged[name], weight), f"{name} is frozen"
+            continue
+        a, b = (adapter.pop(f"{stem}.lora_{factor}.weight").double() for factor in "AB")
+        assert a.shape[0] == b.shape[1] == RANK and b.abs().max() > 0
+        torch.testing.assert_close(merged[name], (weight.double() + 2.0 * b @ a).float(), rtol=0, atol=1e-7)
+        changed += 1
+    assert not adapter and changed == 7 * 2
+    assert {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")} == {
+        *config["target_modules"]
+    }
+
+
+def test_a_checkpoint_holds_adapters_only(made: Path) -> None:
+    reader = ChunkReader(made / "whole/checkpoints/step_000004/torch_dist")
+    layers = 2
+    assert reader.shape("decoder.layers.mlp.linear_fc2.adapters.down.a") == (layers, RANK, 256)
+    assert "decoder.layers.mlp.linear_fc2.weight" not in reader
+    assert "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.adapters.v.b" in reader
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_resumed_run_ends_as_the_one_in_one_go(made: Path, nproc: int) -> None:
+    """On one rank to the last bit; under tensor and sequence parallel up to rounding."""
+    name = f"on_{nproc}"
+    shutil.copytree(made / "whole", made / name)
+    shutil.rmtree(made / name / "checkpoints/step_000004")
+    layout = ONE if nproc == 1 else ["--parallel.tensor", "2", "--parallel.sequence", "true"]
+    done = run(made, name, *WORDS, *layout, "--resume", "auto", nproc=nproc)
+    assert done.returncode == 0, why(done.stderr)
+    want, got = (
+        load_file(made / run_name / "adapter/adapter_model.safetensors") for run_name in ("whole", name)
+    )
+    for key, value in want.items():
+        torch.testing.assert_close(got[key], value, rtol=0, atol=0 if nproc == 1 else 2e-5, msg=key)
+    assert [row["step"] for row in rows(made, name)] == [1, 2, 3, 4]
