@@ -152,19 +152,10 @@ def build(inputs: Inputs, checkpoints: Sequence[Path] = (), *, older: bool = Fal
     sets = mixture(inputs.train, config.data)
     prompts = PromptCursor(sets, config.run.seed, size=config.rollout.prompts, shuffle=config.data.shuffle)
     base = _base(inputs)
-    state: dict[str, Any] = {"step": 0, "spikes": {"norms": [], "in_a_row": 0}}
-    damaged: list[str] = []
-    if not checkpoints or inputs.arch.adapters:
-        load_hf(policy, config.model.checkpoint, seed=config.run.seed)
+    state, damaged = _load(inputs, policy, base, checkpoints, older=older)
     if checkpoints:
-        state, damaged = _load_newest(policy, checkpoints, older=older)
         prompts.load_state_dict(state["cursor"])
         loss.load_state_dict(state["loss"])
-        if state.get("base") != base:
-            raise InputError(
-                f"{checkpoints[-1]} is of adapters to weights that {config.model.checkpoint} lacks, or of "
-                "a run without: model.checkpoint and lora.rank must be those of the run"
-            )
     step, spikes = state["step"], state["spikes"]
     groups.control.meet("the weights to be loaded")
     fp8_modules = probe_fp8(policy)
@@ -213,6 +204,28 @@ def _base(inputs: Inputs) -> str | None:
         value = sha256("".join(map(digest, files)).encode()).hexdigest()
     assert dist.group.WORLD is not None
     return share(value, group=dist.group.WORLD)
+
+
+def _load(
+    inputs: Inputs, policy: Policy, base: str | None, checkpoints: Sequence[Path], *, older: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Load the policy of a new run, or the newest checkpoint: as :func:`_load_newest`. Collective.
+
+    Raises:
+        InputError: on every rank; also where adapters belong to other weights than ``base``.
+    """
+    config = inputs.config
+    if not checkpoints or inputs.arch.adapters:
+        load_hf(policy, config.model.checkpoint, seed=config.run.seed)
+    if not checkpoints:
+        return {"step": 0, "spikes": {"norms": [], "in_a_row": 0}}, []
+    state, damaged = _load_newest(policy, checkpoints, older=older)
+    if state.get("base") != base:
+        raise InputError(
+            f"{checkpoints[-1]} is of adapters to weights that {config.model.checkpoint} lacks, or of "
+            "a run without: model.checkpoint and lora.rank must be those of the run"
+        )
+    return state, damaged
 
 
 def _load_newest(

@@ -119,8 +119,7 @@ def prepare(config: Config, *, world_size: int, elsewhere: bool = False, trains:
     validation: tuple[LoadedSet, ...] | None = ()
     if arch is not None:
         attempt(partial(check_parallel, arch, config.parallel))
-        adapters = attempt(partial(adapters_of, config.lora, arch)) if trains else None
-        arch = replace(arch, adapters=adapters)
+        arch = replace(arch, adapters=attempt(partial(adapters_of, config.lora, arch)) if trains else None)
         if backend is not None:
             attempt(lambda: check_fp8(config.fp8, backend, arch, config.parallel, machine=not elsewhere))
         attempt(lambda: check_checkpoint(open_checkpoint(config.model.checkpoint, arch), arch))
